@@ -1,0 +1,103 @@
+"""Dtypes by name, the cast of a tree, and the hints in error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+T = TypeVar("T")
+
+# Only these are cast: narrower floats (float8, float4, e8m0) are quantised data whose scale lies
+# elsewhere, and a cast would destroy them.
+_CASTABLE = tuple(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+DTYPE_NAMES = {
+  "bf16": "bfloat16",
+  "bfloat16": "bfloat16",
+  "f16": "float16",
+  "float16": "float16",
+  "full": "float32",
+  "f32": "float32",
+  "float32": "float32",
+  "f64": "float64",
+  "float64": "float64",
+}
+_PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+
+
+def cast_floating(tree: T, dtype: Any) -> T:
+  """Casts the float16, bfloat16, float32 and float64 leaves of `tree` to `dtype`.
+
+  Everything else passes through untouched: integers, booleans, PRNG keys, `None`, `float0`, complex,
+  Python scalars, and floats narrower than 16 bits (quantised data).
+
+  Args:
+    tree: any pytree, `nnx.State` or `nnx.Module` of JAX arrays, tracers, NumPy arrays or
+      `jax.ShapeDtypeStruct`; the input is never changed.
+    dtype: the dtype to cast to.
+
+  Returns:
+    A tree of the same structure; leaves that have `dtype` already are the same objects.
+  """
+  dtype = np.dtype(dtype)
+  if isinstance(tree, nnx.Module):
+    # Through the graph, not as a pytree, so that shared variables remain shared.
+    graphdef, state = nnx.split(tree)
+    return nnx.merge(graphdef, cast_floating(state, dtype))
+
+  def cast(leaf: Any) -> Any:
+    if getattr(leaf, "dtype", None) not in _CASTABLE or leaf.dtype == dtype:
+      return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf.update(dtype=dtype)
+    return leaf.astype(dtype) if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else leaf
+
+  return jax.tree.map(cast, tree)
+
+
+def parse_dtype(value: Any, where: str, backend: str | None) -> np.dtype:
+  """The dtype that a name of `DTYPE_NAMES`, `half` or a dtype means; `where` goes into the error."""
+  if value == "half":
+    return np.dtype(jnp.bfloat16 if platform(backend) == "tpu" else jnp.float16)
+  if isinstance(value, str):
+    if value not in DTYPE_NAMES:
+      choices = ["half", *DTYPE_NAMES]
+      raise ValueError(
+        f"Unknown dtype {value!r} in policy {where!r}: expected one of {', '.join(choices)}"
+        + did_you_mean(value, choices)
+      )
+    value = DTYPE_NAMES[value]
+  return check_dtype(where, value)
+
+
+def check_dtype(field: str, value: Any) -> np.dtype:
+  """`value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other."""
+  try:
+    dtype = np.dtype(value)
+  except TypeError:
+    dtype = None
+  if value is None or dtype not in _CASTABLE:
+    hint = "; FP8 is asked for by the fp8 key or preset" if "float8" in str(value) else ""
+    raise ValueError(
+      f"{field}={value!r}: expected a floating dtype among {', '.join(d.name for d in _CASTABLE)}{hint}"
+    )
+  return dtype
+
+
+def platform(backend: str | None) -> str:
+  """`cpu`, `gpu` or `tpu` for a backend name; `None` asks JAX which backend runs."""
+  name = jax.default_backend() if backend is None else backend
+  if name not in _PLATFORMS:
+    raise ValueError(f"backend {name!r}: expected one of {', '.join(_PLATFORMS)}")
+  return _PLATFORMS[name]
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+  """The end of an error message: the nearest of `choices`, or nothing."""
+  close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+  return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,60 @@
+"""Whether a tree is finite, and its leaves unscaled: the leaf-wise arithmetic of loss scaling."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every inexact leaf of `tree` is finite.
+
+  Integer, boolean, key, `float0` and `None` leaves count as finite; an empty tree is finite; a complex
+  leaf is finite when both its parts are. One reduction a leaf, one scalar out, no host synchronisation.
+
+  Args:
+    tree: any pytree; leaves of any shape, dtype and sharding.
+
+  Returns:
+    bool[]: replicated when the leaves are sharded under one `jit`.
+  """
+  leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+  return functools.reduce(operator.and_, leaves, jnp.asarray(True))
+
+
+def unscale(tree: T, scale: jax.Array) -> T:
+  """Divides the inexact leaves of `tree` by `scale`, in float32 or wider.
+
+  Args:
+    tree: gradients of a scaled loss; leaves that are not inexact pass through.
+    scale: f32[], from 2**-126 to 2**126: within these its reciprocal is finite and not flushed to
+      zero, so a non-finite gradient stays non-finite.
+
+  Returns:
+    The same structure; half-precision leaves come out in float32, others in their own dtype.
+  """
+  inverse = 1.0 / scale
+
+  def leaf(g: Any) -> Any:
+    if not is_inexact(g):
+      return g
+    g = jnp.asarray(g)
+    if jnp.finfo(g.dtype).bits < 32:
+      g = g.astype(jnp.float32)
+    return g * inverse.astype(jnp.finfo(g.dtype).dtype)
+
+  return jax.tree.map(leaf, tree)
+
+
+def is_inexact(leaf: Any) -> bool:
+  """Whether `leaf` is a floating or complex array, or a Python number of such a kind."""
+  dtype = getattr(leaf, "dtype", None)
+  if dtype is None:
+    return isinstance(leaf, (float, complex))
+  return jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,213 @@
+"""`dynamic_loss_scale` and `static_loss_scale`: optax transforms that unscale, check and skip."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax.loss_scale.finite import all_finite, unscale
+from mpjax.loss_scale.skip import apply_if
+from mpjax.policy import LossScaling
+
+
+class LossScaleState(NamedTuple):
+  """State of a loss-scaling transform.
+
+  Attributes:
+    scale: array of shape [] and dtype float32; what the next loss is multiplied by.
+    good_steps: array of shape [] and dtype int32; finite steps in a row since the scale last grew.
+    skipped_steps: array of shape [] and dtype int32; non-finite steps so far.
+    consecutive_skips: array of shape [] and dtype int32; non-finite steps since the last finite one.
+    grads_finite: array of shape [] and dtype bool; whether the last step's gradients were finite.
+    inner_state: state of the wrapped transform.
+    hysteresis_left: array of shape [] and dtype int32; non-finite steps until the scale backs off.
+  """
+
+  scale: jax.Array
+  good_steps: jax.Array
+  skipped_steps: jax.Array
+  consecutive_skips: jax.Array
+  grads_finite: jax.Array
+  inner_state: Any
+  hysteresis_left: jax.Array
+
+
+def dynamic_loss_scale(
+  inner: optax.GradientTransformation,
+  *,
+  init_scale: float = 2.0**16,
+  growth_factor: float = 2.0,
+  backoff_factor: float = 0.5,
+  growth_interval: int = 2000,
+  min_scale: float = 1.0,
+  max_scale: float = 2.0**24,
+  hysteresis: int = 1,
+  axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with a loss scale that backs off on overflow and grows after finite steps.
+
+  `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). Finite gradients reach
+  `inner` unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
+  On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was.
+
+  The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
+  `hysteresis` non-finite steps; after it each non-finite step backs off, until the next growth
+  restores the patience (as in Megatron-LM). Where `init_scale` and both factors are powers of two the
+  scale remains one: the bounds are then rounded inwards to powers of two.
+
+  Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients. Keyword arguments of `update` are
+      passed on to it.
+    init_scale: first scale.
+    growth_factor: above 1.
+    backoff_factor: between 0 and 1.
+    growth_interval: finite steps in a row before the scale grows.
+    min_scale: lower bound of the scale.
+    max_scale: upper bound of the scale, at most 2**126.
+    hysteresis: non-finite steps before the first back-off.
+    axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all must
+      take the same decision. Not needed under plain `jit`, where sharded gradients are judged as one.
+
+  Returns:
+    A transform with a `LossScaleState`.
+
+  Raises:
+    ValueError: names the argument that is out of range.
+  """
+  config = LossScaling(
+    kind="dynamic",
+    init_scale=init_scale,
+    growth_factor=growth_factor,
+    backoff_factor=backoff_factor,
+    growth_interval=growth_interval,
+    min_scale=min_scale,
+    max_scale=max_scale,
+    hysteresis=hysteresis,
+  )
+  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
+
+
+def static_loss_scale(
+  inner: optax.GradientTransformation,
+  scale: float,
+  *,
+  skip_nonfinite: bool = True,
+  axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with a fixed loss scale; `scale=1` only guards against non-finite gradients.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients.
+    scale: the scale, from 2**-126 to 2**126.
+    skip_nonfinite: whether a step with non-finite gradients is skipped, as by `dynamic_loss_scale`;
+      otherwise they reach `inner`, and are still counted.
+    axis_name: as for `dynamic_loss_scale`.
+
+  Returns:
+    A transform with a `LossScaleState`.
+
+  Raises:
+    ValueError: if `scale` is not in range.
+  """
+  config = LossScaling(kind="static", init_scale=scale)
+  return _loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
+
+
+def from_config(
+  inner: optax.GradientTransformation, config: LossScaling, *, axis_name: Hashable | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` as `Policy.loss_scaling` asks."""
+  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
+
+
+def _loss_scale(
+  inner: optax.GradientTransformation,
+  config: LossScaling,
+  *,
+  skip_nonfinite: bool,
+  axis_name: Hashable | None,
+) -> optax.GradientTransformationExtraArgs:
+  inner = optax.with_extra_args_support(inner)
+  config = _keep_power_of_two(config)
+
+  def init(params: Any) -> LossScaleState:
+    zero = lambda: jnp.zeros([], jnp.int32)
+    return LossScaleState(
+      scale=jnp.asarray(config.init_scale, jnp.float32),
+      good_steps=zero(),
+      skipped_steps=zero(),
+      consecutive_skips=zero(),
+      grads_finite=jnp.asarray(True),
+      inner_state=inner.init(params),
+      hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
+    )
+
+  def update(
+    updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, LossScaleState]:
+    unscaled = unscale(updates, state.scale)
+    # A non-finite gradient stays so when it is unscaled, so one look afterwards sees both kinds.
+    finite = all_finite(unscaled)
+    if axis_name is not None:
+      finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+    def step() -> tuple[Any, Any]:
+      new_updates, new_state = inner.update(unscaled, state.inner_state, params, **extra_args)
+      # Widened gradients must not widen the state of half-precision parameters.
+      return new_updates, jax.tree.map(_cast_like, new_state, state.inner_state)
+
+    new_updates, new_inner_state = apply_if(finite, step, state.inner_state) if skip_nonfinite else step()
+    return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+  """The state's scale and counters after a step that was `finite` or not."""
+  good_steps = state.good_steps + 1
+  scale, hysteresis_left = state.scale, state.hysteresis_left
+  if config.kind == "dynamic":
+    grow = finite & (good_steps >= config.growth_interval)
+    back_off = ~finite & (hysteresis_left <= 1)
+    grown = jnp.minimum(scale * config.growth_factor, config.max_scale)
+    backed_off = jnp.maximum(scale * config.backoff_factor, config.min_scale)
+    scale = jnp.where(grow, grown, jnp.where(back_off, backed_off, scale))
+    hysteresis_left = jnp.where(
+      grow, config.hysteresis, jnp.where(finite, hysteresis_left, jnp.maximum(hysteresis_left - 1, 1))
+    )
+    good_steps = jnp.where(grow, 0, good_steps)
+  skipped = (~finite).astype(jnp.int32)
+  return state._replace(
+    scale=scale,
+    good_steps=jnp.where(finite, good_steps, 0),
+    skipped_steps=state.skipped_steps + skipped,
+    consecutive_skips=(state.consecutive_skips + 1) * skipped,
+    grads_finite=finite,
+    hysteresis_left=hysteresis_left,
+  )
+
+
+def _cast_like(new: Any, old: Any) -> Any:
+  if not hasattr(old, "dtype") or jnp.asarray(new).dtype == old.dtype:
+    return new
+  return jnp.asarray(new).astype(old.dtype)
+
+
+def _keep_power_of_two(config: LossScaling) -> LossScaling:
+  """Rounds the bounds inwards to powers of two where the scale itself only moves by powers of two."""
+  factors = (config.init_scale, config.growth_factor, config.backoff_factor)
+  if config.kind != "dynamic" or any(math.frexp(value)[0] != 0.5 for value in factors):
+    return config
+  return dataclasses.replace(
+    config,
+    min_scale=2.0 ** math.ceil(math.log2(config.min_scale)),
+    max_scale=2.0 ** math.floor(math.log2(config.max_scale)),
+  )

@@ -1,0 +1,404 @@
+"""`make_train_step`: one jitted, donated training step with a policy applied.
+
+The state is one pytree (`TrainState`), so it is checkpointed, sharded and donated as a whole; the loss
+function is the user's, and so is the model: a parameter tree, linen variables or an `nnx.Module`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mpjax.loss_scale.access import get_loss_scale, scale_loss
+from mpjax.loss_scale.finite import unscale
+from mpjax.loss_scale.transform import LossScaleState, from_config, static_loss_scale
+from mpjax.policy import Policy, cast_floating, get_policy, matmul_precision
+
+Metrics = dict[str, jax.Array]
+_KEYWORDS = ("rng", "model_state")
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["step", "params", "model_state", "opt_state", "rng"],
+  meta_fields=["graphdef"],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """Everything a step reads and writes, as one pytree.
+
+  Attributes:
+    step: i32[]; steps taken, skipped ones too.
+    params: master weights in the policy's `param_dtype`.
+    model_state: what the model carries besides parameters (BatchNorm statistics, counters), in its own
+      dtypes; `{}` for none.
+    opt_state: state of `TrainStep.tx`.
+    rng: key from which each step's key is folded, or `None`.
+    graphdef: structure of an `nnx.Module`, or `None`; static.
+  """
+
+  step: jax.Array
+  params: Any
+  model_state: Any
+  opt_state: Any
+  rng: jax.Array | None
+  graphdef: Any = None
+
+  @property
+  def model(self) -> nnx.Module:
+    """The `nnx.Module` with the current master weights."""
+    if self.graphdef is None:
+      raise ValueError("this TrainState was not made from an nnx.Module: use .params and .model_state")
+    return nnx.merge(self.graphdef, self.params, self.model_state)
+
+  def replace(self, **changes: Any) -> TrainState:
+    """A copy with some fields replaced."""
+    return dataclasses.replace(self, **changes)
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  policy: Any = "auto",
+  *,
+  accumulate: int = 1,
+  skip_nonfinite: bool = False,
+  cast_batch: bool = True,
+  donate: bool = True,
+  wrt: Any = nnx.Param,
+) -> TrainStep:
+  """One jitted training step: casting, loss scaling, accumulation, the update and metrics.
+
+  `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
+  `(loss, metrics, model_state)` when it takes `model_state`. It takes two more arguments by keyword if
+  its signature names them: `rng`, a fresh key for each step and micro-batch, and `model_state`. For an
+  `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics) is kept.
+
+  A step casts parameters and the floating leaves of the batch to `compute_dtype` (once, also under
+  accumulation), never `model_state`; casts what `loss_fn` returns to `output_dtype`; scales the loss if
+  the policy says so; and hands gradients in the master dtype to the optimiser. A step with non-finite
+  gradients leaves parameters, optimiser and model state as they were.
+
+  Args:
+    loss_fn: see above.
+    tx: any optax transform; the loss scaling that the policy asks for is put round it. If it has a loss
+      scale of its own, the policy must have none.
+    policy: whatever `mpjax.get_policy` takes.
+    accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
+      averaged over them in float32, integer metrics are summed. Micro-batch `i` is rows `i::accumulate`.
+    skip_nonfinite: guard a policy without loss scaling too, by `static_loss_scale(tx, 1)`.
+    cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
+      the inputs itself (and may keep targets in float32).
+    donate: give the state's buffers to the new state: the old one cannot be used again.
+    wrt: filter for the variables of an `nnx.Module` that are trained.
+
+  Returns:
+    A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
+    `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
+
+  Raises:
+    ValueError: if the policy is not understood, asks for something that this step does not do, or
+      `accumulate` is not a positive integer.
+  """
+  return TrainStep(loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt)
+
+
+class TrainStep:
+  """What `make_train_step` returns.
+
+  Attributes:
+    policy: the `Policy` in force.
+    tx: the optimiser with the policy's loss scaling round it.
+    jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
+      `jax.export`.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    policy: Any,
+    accumulate: int,
+    skip_nonfinite: bool,
+    cast_batch: bool,
+    donate: bool,
+    wrt: Any,
+  ):
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+      raise ValueError(f"accumulate={accumulate!r}: expected a positive integer")
+    self.policy = get_policy(policy)
+    require_honoured(self.policy)
+    self.tx = _with_policy(tx, self.policy, skip_nonfinite)
+    self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
+    self._jitted_gradients = jax.jit(self._loss_and_gradients)
+    self._loss_fn = loss_fn
+    self._accumulate = accumulate
+    self._cast_batch = cast_batch
+    self._wrt = wrt
+    names = inspect.signature(loss_fn).parameters
+    self._keywords = tuple(name for name in _KEYWORDS if name in names)
+
+  def init(self, params: Any, *, model_state: Any = None, rng: jax.Array | None = None) -> TrainState:
+    """The first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
+
+    Args:
+      params: tree of parameters, or an `nnx.Module`.
+      model_state: what the model carries besides, for a parameter tree.
+      rng: key for `loss_fn`'s `rng`.
+
+    Raises:
+      ValueError: if an argument is missing that `loss_fn` takes, or one is given that it does not.
+    """
+    graphdef = None
+    if isinstance(params, nnx.Module):
+      if model_state is not None or "model_state" in self._keywords:
+        raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
+      graphdef, params, model_state = nnx.split(params, self._wrt, ...)
+      params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+    for name, value in (("rng", rng), ("model_state", model_state if graphdef is None else None)):
+      if (name in self._keywords) != (value is not None):
+        verb = "takes" if name in self._keywords else "does not take"
+        raise ValueError(
+          f"loss_fn {verb} {name!r} but init was {'not ' if value is None else ''}given one: "
+          f"name {name!r} in the signature of loss_fn and pass step.init(..., {name}=...)"
+        )
+    params = self.policy.cast_to_param(params)
+    # Donation needs buffers that nobody else holds.
+    own = lambda tree: jax.tree.map(jnp.copy, tree)
+    return TrainState(
+      step=jnp.zeros([], jnp.int32),
+      params=own(params),
+      model_state=own({} if model_state is None else model_state),
+      opt_state=own(self.tx.init(params)),
+      rng=None if rng is None else jnp.copy(rng),
+      graphdef=graphdef,
+    )
+
+  def __call__(self, *args: Any, rng: jax.Array | None = None) -> Any:
+    """`(state, batch) -> (state, metrics)`, or `(model, optimizer, batch) -> metrics` in place."""
+    if len(args) == 2:
+      return self.jitted(*args)
+    if len(args) == 3 and isinstance(args[0], nnx.Module) and isinstance(args[1], nnx.Optimizer):
+      return self._in_place(*args, rng=rng)
+    raise TypeError("expected step(state, batch) or step(nnx_module, nnx_optimizer, batch)")
+
+  def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+    """The unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
+
+    For looking at: nothing is updated or donated.
+    """
+    return self._jitted_gradients(state, batch)
+
+  def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+    with matmul_precision(self.policy):
+      loss, _, grads, _ = self._gradients(state, batch)
+    scaler = _scaler(state.opt_state)
+    return loss, grads if scaler is None else unscale(grads, scaler.scale)
+
+  def _in_place(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, rng: Any) -> Metrics:
+    if optimizer.tx is not self.tx:
+      raise ValueError(
+        "the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)"
+      )
+    graphdef, params, model_state = nnx.split(model, self._wrt, ...)
+    wrong = {p.dtype.name for p in jax.tree.leaves(params)} - {self.policy.param_dtype.name}
+    if wrong:
+      raise ValueError(
+        f"the model has {', '.join(sorted(wrong))} parameters where the policy has param_dtype="
+        f"{self.policy.param_dtype.name}: make the optimizer for policy.cast_to_param(model)"
+      )
+    state = TrainState(
+      step=jnp.asarray(optimizer.step[...], jnp.int32),
+      params=nnx.as_pure(params),
+      model_state=nnx.as_pure(model_state),
+      opt_state=nnx.as_pure(optimizer.opt_state),
+      rng=rng,
+      graphdef=graphdef,
+    )
+    state, metrics = self.jitted(state, batch)
+    nnx.update(model, state.params, state.model_state)
+    nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+    optimizer.step[...] = state.step.astype(jnp.uint32)
+    return metrics
+
+  def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    with matmul_precision(self.policy):
+      loss, metrics, grads, model_state = self._gradients(state, batch)
+    updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
+    metrics["loss"] = loss
+    scaler = _scaler(opt_state)
+    if scaler is not None:
+      model_state = jax.tree.map(
+        lambda new, old: jnp.where(scaler.grads_finite, new, old), model_state, state.model_state
+      )
+      metrics |= {
+        # The scale that this loss was multiplied by, not the next one.
+        "loss_scale": get_loss_scale(state.opt_state).scale,
+        "grads_finite": scaler.grads_finite,
+        "skipped_steps": scaler.skipped_steps,
+        "consecutive_skips": scaler.consecutive_skips,
+      }
+    state = state.replace(
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      model_state=model_state,
+      opt_state=opt_state,
+    )
+    return state, metrics
+
+  def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any]:
+    """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model state."""
+    compute_params = self.policy.cast_to_compute(state.params)
+    rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+    grad_fn = jax.value_and_grad(self._scaled_loss, has_aux=True)
+
+    def micro_step(model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
+      (_, (loss, metrics, model_state)), grads = grad_fn(compute_params, model_state, batch, rng, state)
+      return loss, metrics, grads, model_state
+
+    if self._accumulate == 1:
+      loss, metrics, grads, model_state = micro_step(state.model_state, batch, rng)
+      return loss, metrics, _cast_like(grads, state.params), model_state
+
+    n = self._accumulate
+    batches = jax.tree.map(functools.partial(_split_batch, n), batch)
+    rngs = None if rng is None else jax.random.split(rng, n)
+
+    def body(carry: Any, xs: Any) -> Any:
+      grads, model_state = carry
+      loss, metrics, more, model_state = micro_step(model_state, *xs)
+      grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
+      return (grads, model_state), (loss, metrics)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+    (grads, model_state), (losses, metrics) = jax.lax.scan(body, (zeros, state.model_state), (batches, rngs))
+    grads = jax.tree.map(lambda g: g / n, grads)
+    return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state
+
+  def _scaled_loss(
+    self, compute_params: Any, model_state: Any, batch: Any, rng: Any, state: TrainState
+  ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Any]]:
+    values = {"rng": rng, "model_state": model_state}
+    keywords = {name: values[name] for name in self._keywords}
+    if self._cast_batch:
+      batch = self.policy.cast_to_compute(batch)
+    if state.graphdef is None:
+      out = self._loss_fn(compute_params, batch, **keywords)
+    else:
+      model = nnx.merge(state.graphdef, compute_params, model_state)
+      out = self._loss_fn(model, batch, **keywords)
+      mutated = nnx.split(model, self._wrt, ...)[2]
+      pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
+      model_state = pure(mutated)
+    loss, metrics, returned = _unpack(out, takes_state="model_state" in self._keywords)
+    if returned is not None:
+      model_state = returned
+    loss, metrics = self.policy.cast_to_output((loss, metrics))
+    model_state = jax.tree.map(lambda new, old: new.astype(old.dtype), model_state, state.model_state)
+    scaled = loss.astype(jnp.float32)
+    if _scaler(state.opt_state) is not None:
+      scaled = scale_loss(loss, state.opt_state)
+    return scaled, (loss.astype(jnp.float32), metrics, model_state)
+
+
+def _with_policy(
+  tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool
+) -> optax.GradientTransformationExtraArgs:
+  """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it."""
+  inner = optax.with_extra_args_support(tx)
+  wrapped = inner
+  if policy.optimizer_dtype is not None:
+    dtype = policy.optimizer_dtype
+    wrapped = optax.GradientTransformationExtraArgs(
+      lambda params: inner.init(cast_floating(params, dtype)),
+      lambda updates, state, params=None, **extra: inner.update(
+        cast_floating(updates, dtype), state, cast_floating(params, dtype), **extra
+      ),
+    )
+  if policy.loss_scaling is not None:
+    wrapped = from_config(wrapped, policy.loss_scaling)
+  elif skip_nonfinite:
+    wrapped = static_loss_scale(wrapped, 1.0)
+  if wrapped is inner:
+    return inner
+
+  def init(params: Any) -> Any:
+    state = wrapped.init(params)
+    if isinstance(state, LossScaleState) and _scaler(state.inner_state) is not None:
+      raise ValueError(
+        f"two loss scales: tx has one and the policy ({policy}, loss_scaling={policy.loss_scaling}, "
+        f"skip_nonfinite={skip_nonfinite}) puts another round it; take one of them away"
+      )
+    return state
+
+  return optax.GradientTransformationExtraArgs(init, wrapped.update)
+
+
+def _scaler(opt_state: Any) -> LossScaleState | None:
+  is_state = lambda x: isinstance(x, LossScaleState)
+  if not any(is_state(leaf) for leaf in jax.tree.leaves(opt_state, is_leaf=is_state)):
+    return None
+  return get_loss_scale(opt_state)
+
+
+def require_honoured(policy: Policy) -> None:
+  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
+  for key, means in (
+    ("reduce_dtype", "a dtype for gradients that cross devices"),
+    ("accum_dtype", "an accumulation dtype of matrix products"),
+    ("fp8", "FP8 matrix products"),
+    ("overrides", "per-module precision"),
+  ):
+    value = getattr(policy, key)
+    if value not in (None, ()):
+      shown = dict(value) if isinstance(value, tuple) else value
+      raise ValueError(
+        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: "
+        f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
+      )
+  if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
+    raise ValueError(
+      f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "
+      "without stochastic rounding, which is not supported yet; use float32"
+    )
+
+
+def _unpack(out: Any, takes_state: bool) -> tuple[jax.Array, Metrics, Any]:
+  parts = out if isinstance(out, tuple) else (out,)
+  expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
+  if len(parts) not in ((3,) if takes_state else (1, 2)):
+    raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
+  loss, metrics, model_state = (*parts, {}, None)[:3] if len(parts) == 1 else (*parts, None)[:3]
+  loss = jnp.asarray(loss)
+  if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+    raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")
+  if not isinstance(metrics, dict):
+    raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
+  return loss, dict(metrics), model_state
+
+
+def _split_batch(n: int, x: jax.Array) -> jax.Array:
+  """[batch, ...] -> [n, batch / n, ...]; strided, so that rows stay on the devices that hold them."""
+  if x.shape[0] % n:
+    raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
+  return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _over_micro_batches(x: jax.Array) -> jax.Array:
+  return (
+    x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean(0)
+    if jnp.issubdtype(x.dtype, jnp.floating)
+    else x.sum(0)
+  )
+
+
+def _cast_like(grads: Any, params: Any) -> Any:
+  return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)

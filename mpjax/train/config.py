@@ -1,0 +1,287 @@
+"""The YAML config of a training run: its keys, defaults and checks.
+
+OmegaConf reads the file and the `key=value` overrides, pydantic holds the types; what is wrong comes out
+as one `ConfigError` line that names the key.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import omegaconf
+import pydantic
+import yaml
+
+from mpjax.dtypes import did_you_mean
+from mpjax.policy import Policy, get_policy
+from mpjax.step import require_honoured
+
+
+class ConfigError(ValueError):
+  """A config that cannot be run: one line that names the key, the value and the way out."""
+
+
+def _no_bool(value: Any) -> Any:
+  if isinstance(value, bool):
+    raise ValueError(f"expected a number, not {value} (YAML reads on, off, yes and no as booleans)")
+  return value
+
+
+Int = Annotated[int, pydantic.BeforeValidator(_no_bool)]
+Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
+Positive = Annotated[Int, pydantic.Field(gt=0)]
+Natural = Annotated[Int, pydantic.Field(ge=0)]
+Fraction = Annotated[Float, pydantic.Field(ge=0, lt=1)]
+
+
+class _Section(pydantic.BaseModel):
+  model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class GPTConfig(_Section):
+  """A decoder-only transformer on bytes (`mpjax.train.models.GPT`)."""
+
+  kind: Literal["gpt"]
+  dim: Positive = 128
+  layers: Positive = 4
+  heads: Positive = 4
+  mlp_ratio: Positive = 4
+  norm: Literal["rms", "layer"] = "rms"
+  positions: Literal["rope", "learned"] = "rope"
+  dropout: Fraction = 0.0
+  tie_head: bool = True
+  attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+class ViTConfig(_Section):
+  """A vision transformer (`mpjax.train.models.ViT`)."""
+
+  kind: Literal["vit"]
+  patch: Positive = 2
+  dim: Positive = 64
+  layers: Positive = 4
+  heads: Positive = 4
+  mlp_ratio: Positive = 4
+  dropout: Fraction = 0.0
+  attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+class ResNetConfig(_Section):
+  """A residual network with BatchNorm (`mpjax.train.models.ResNet`)."""
+
+  kind: Literal["resnet"]
+  stages: tuple[Positive, ...] = (2, 2, 2)
+  width: Positive = 32
+
+
+_TEXT_KEYS = {"seq_len", "valid_fraction"}
+_DATA_KEYS = {
+  "stdlib": _TEXT_KEYS,
+  "text": _TEXT_KEYS | {"path"},
+  "digits": set[str](),
+  "npz": {"path", "valid_fraction"},
+  "huggingface": _TEXT_KEYS
+  | {"path", "name", "text_column", "image_column", "label_column", "train_split", "eval_split"},
+}
+
+
+class DataConfig(_Section):
+  """Where batches come from; `mpjax.train.data` says what each kind reads."""
+
+  kind: Literal["stdlib", "text", "digits", "npz", "huggingface"]
+  batch_size: Positive = 16
+  path: str | list[str] | None = None
+  seq_len: Positive = 128
+  valid_fraction: Annotated[Float, pydantic.Field(gt=0, lt=1)] = 0.05
+  eval_batches: Positive | None = None
+  workers: Natural = 0
+  name: str | None = None
+  text_column: str | None = None
+  image_column: str | None = None
+  label_column: str | None = None
+  train_split: str = "train"
+  eval_split: str | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check_kind(self) -> DataConfig:
+    allowed = _DATA_KEYS[self.kind] | {"kind", "batch_size", "eval_batches", "workers"}
+    for key in sorted(self.model_fields_set - allowed):
+      if getattr(self, key) != type(self).model_fields[key].default:
+        raise ValueError(f"key {key!r} does not apply to data kind {self.kind!r}")
+    return self
+
+
+class OptimizerConfig(_Section):
+  """An optax optimiser, its learning-rate schedule and gradient clipping."""
+
+  name: str = "adamw"
+  learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
+  schedule: Literal["constant", "cosine", "linear"] = "cosine"
+  warmup_steps: Natural = 0
+  final_fraction: Annotated[Float, pydantic.Field(ge=0, le=1)] = 0.1
+  weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
+  clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
+  options: dict[str, Any] = {}
+
+
+class MeshConfig(_Section):
+  """Devices along each axis; -1 is all that are left."""
+
+  data: Int = -1
+  fsdp: Int = 1
+  tensor: Int = 1
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> MeshConfig:
+    for axis in ("fsdp", "tensor"):
+      if getattr(self, axis) != 1:
+        raise ValueError(
+          f"{axis}={getattr(self, axis)}: sharding parameters is not supported yet; use {axis}: 1"
+        )
+    if self.data != -1 and self.data < 1:
+      raise ValueError(f"data={self.data}: expected a number of devices, or -1 for all")
+    return self
+
+
+class TrainConfig(_Section):
+  """The loop: how long, how often, and when to give up."""
+
+  steps: Positive = 1000
+  accumulate: Positive = 1
+  log_every: Positive = 10
+  eval_every: Positive = 200
+  checkpoint_every: Positive = 200
+  keep_checkpoints: Positive = 2
+  skip_nonfinite: bool = True
+  max_skips: Positive = 50
+  export: Literal["safetensors"] | None = None
+  export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+class Config(_Section):
+  """A whole training run."""
+
+  policy: Any = "auto"
+  seed: Natural = 0
+  out: str | None = None
+  model: Annotated[GPTConfig | ViTConfig | ResNetConfig, pydantic.Field(discriminator="kind")]
+  data: DataConfig
+  optimizer: OptimizerConfig = OptimizerConfig()
+  mesh: MeshConfig = MeshConfig()
+  train: TrainConfig = TrainConfig()
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> Config:
+    if self.data.batch_size % self.train.accumulate:
+      raise ValueError(
+        f"data.batch_size={self.data.batch_size} is not divisible by train.accumulate={self.train.accumulate}"
+      )
+    return self
+
+  def resolve_policy(self) -> Policy:
+    """The policy in force on this backend, with the values of `Policy.reason` for what was chosen."""
+    return get_policy(self.policy)
+
+  def to_yaml(self) -> str:
+    """The config with every default and the whole policy written out."""
+    data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+  """Reads a YAML file, applies `key=value` overrides (dotted keys, YAML values) and checks the whole.
+
+  Raises:
+    ConfigError: one line that names the file or key, the value, and what was expected.
+  """
+  path = pathlib.Path(path)
+  try:
+    tree = omegaconf.OmegaConf.load(path)
+  except FileNotFoundError:
+    raise ConfigError(f"no such config file: {path}") from None
+  except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+  if not isinstance(tree, omegaconf.DictConfig):
+    raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+  try:
+    for override in overrides:
+      _apply(tree, override)
+    data = omegaconf.OmegaConf.to_container(tree, resolve=True)
+  except omegaconf.errors.OmegaConfBaseException as error:
+    raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+  config = parse_config(data)
+  if config.out is None:
+    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
+  return config
+
+
+def parse_config(data: Any) -> Config:
+  """A `Config` from plain data, every check but those that need the device or the data made.
+
+  Raises:
+    ConfigError: as `load_config`.
+  """
+  try:
+    config = Config.model_validate(data)
+  except pydantic.ValidationError as error:
+    raise ConfigError(_describe(error.errors()[0], data)) from error
+  try:
+    require_honoured(config.resolve_policy())
+  except ValueError as error:
+    raise ConfigError(f"policy: {error}") from error
+  return config
+
+
+def _apply(tree: omegaconf.DictConfig, override: str) -> None:
+  key, sign, value = override.partition("=")
+  if not sign or not key:
+    raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
+  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
+    tree["policy"] = {"base": tree["policy"]}
+  try:
+    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
+    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
+  except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, AttributeError, TypeError) as error:
+    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+
+
+def _describe(error: Mapping[str, Any], data: Any) -> str:
+  """One line for a pydantic error, without the union tags that it puts into the location."""
+  tags = ("gpt", "vit", "resnet")
+  loc = [str(part) for i, part in enumerate(error["loc"]) if not (i == 1 and part in tags)]
+  key = ".".join(loc)
+  if error["type"] == "extra_forbidden":
+    return f"unknown key {key!r}" + _nearest(loc, data)
+  if error["type"] == "missing":
+    return f"missing key {key!r}"
+  if error["type"] in ("union_tag_invalid", "literal_error"):
+    name = f"{key}.kind" if error["type"] == "union_tag_invalid" else key
+    value = error["ctx"].get("tag", error["input"])
+    expected = str(error["ctx"].get("expected_tags", error["ctx"].get("expected")))
+    words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+    return f"unknown {name} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
+  if error["type"] == "union_tag_not_found":
+    return f"missing key '{key}.kind': expected one of {', '.join(tags)}"
+  message = error["msg"].removeprefix("Value error, ")
+  if error["type"] == "value_error" and error["loc"] and error["loc"][-1] in ("data", "mesh"):
+    return f"{key}: {message}"
+  return f"{key}={error['input']!r}: {message}" if loc else message
+
+
+def _nearest(loc: list[str], data: Any) -> str:
+  """` did you mean` among the keys of the section that `loc` is in."""
+  sections: dict[str, type[pydantic.BaseModel]] = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "mesh": MeshConfig,
+    "train": TrainConfig,
+  }
+  models: dict[str, type[pydantic.BaseModel]] = {"gpt": GPTConfig, "vit": ViTConfig, "resnet": ResNetConfig}
+  section: type[pydantic.BaseModel] = Config
+  if len(loc) > 1:
+    section = models[data["model"]["kind"]] if loc[0] == "model" else sections[loc[0]]
+  known = list(section.model_fields)
+  return f": expected one of {', '.join(known)}" + did_you_mean(loc[-1], known)

@@ -1,0 +1,76 @@
+"""Why a run cannot go on: which tensors of a batch's step are not finite, and what to try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.loss_scale.access import get_loss_scale
+from mpjax.loss_scale.finite import is_inexact
+from mpjax.step import TrainState, TrainStep
+
+
+def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int = 8) -> str:
+  """Recomputes the step's gradients and lists every non-finite tensor, inputs first.
+
+  Args:
+    step: the training step; its gradients are computed once more, at the state's loss scale.
+    state: state before the step.
+    batch: the batch of the step.
+    limit: tensors listed of each kind.
+
+  Returns:
+    Several lines: counts of NaN, +inf and -inf by tensor path, then what to try.
+  """
+  loss, grads = step.gradients(state, batch)
+  lines: list[str] = []
+  guilty = None
+  for name, tree in (
+    ("batch", batch),
+    ("parameters", state.params),
+    ("model state", state.model_state),
+    ("loss", loss),
+    ("gradients", grads),
+  ):
+    rows = _nonfinite(tree)
+    if rows:
+      guilty = guilty or name
+      lines.append(f"non-finite {name}: " + "; ".join(rows[:limit]))
+      if len(rows) > limit:
+        lines[-1] += f"; and {len(rows) - limit} more"
+  if guilty is None:
+    return "every tensor is finite when the step is computed again: the failure does not repeat on this batch"
+  return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
+
+
+def _nonfinite(tree: Any) -> list[str]:
+  rows = []
+  for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    if not is_inexact(leaf):
+      continue
+    values = np.asarray(jnp.asarray(leaf).astype(jnp.float32))
+    if np.isfinite(values).all():
+      continue
+    counts = {"NaN": np.isnan(values), "+inf": np.isposinf(values), "-inf": np.isneginf(values)}
+    shown = ", ".join(f"{mask.sum()} {kind}" for kind, mask in counts.items() if mask.any())
+    name = jax.tree_util.keystr(key, simple=True, separator="/")
+    rows.append(f"{name or 'value'} ({shown} of {values.size})")
+  return rows
+
+
+def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:
+  if guilty == "batch":
+    return "mend the data: the batch itself holds NaN or infinity"
+  if guilty in ("parameters", "model state"):
+    return "start from an earlier checkpoint, or with a lower optimizer.learning_rate"
+  scale = float(get_loss_scale(state.opt_state).scale)
+  half = step.policy.compute_dtype.itemsize < 4
+  options = ["policy=fp32 to see whether the model itself diverges"] if half else []
+  if step.policy.compute_dtype == np.float16:
+    options.append("policy=bf16, which has float32's range")
+    if guilty == "gradients" and scale > 2.0**-20:
+      options.append("a smaller policy.loss_scaling.min_scale")
+  return ", ".join([*options, "a lower optimizer.learning_rate", "optimizer.clip_norm=1.0"])

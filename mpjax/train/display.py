@@ -1,0 +1,92 @@
+"""What a person sees of a run: a progress bar on a terminal, lines elsewhere, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.markup
+import rich.progress
+import rich.table
+
+
+class Display:
+  """Progress of a run on the terminal, or as one line at every logged step where there is none."""
+
+  def __init__(self, console: rich.console.Console, steps: int, start: int, units: str):
+    self._console = console
+    self._steps = steps
+    self._units = units
+    self._live = console.is_terminal
+    self._progress = rich.progress.Progress(
+      rich.progress.TextColumn("[bold]{task.description}"),
+      rich.progress.BarColumn(bar_width=None),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TextColumn("{task.fields[status]}"),
+      rich.progress.TimeRemainingColumn(),
+      console=console,
+      disable=not self._live,
+    )
+    self._task = self._progress.add_task("train", total=steps, completed=start, status="compiling")
+
+  def __enter__(self) -> Display:
+    self._progress.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._progress.stop()
+
+  def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
+    """Shows the metrics of a finished step."""
+    status = (
+      f"loss {_number(record['loss'])}  scale {_power(record['loss_scale'])}  "
+      f"skipped {record['skipped_steps']}  {record[f'{self._units}_per_s']:,.0f} {self._units}/s"
+    )
+    self._progress.update(self._task, completed=step, status=status)
+    if logged and not self._live:
+      self.line(f"step {step}/{self._steps}  {status}")
+
+  def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Shows an evaluation."""
+    shown = "  ".join(f"{name.removeprefix('eval_')} {_number(value)}" for name, value in metrics.items())
+    self.line(f"step {step}/{self._steps}  eval: {shown}")
+
+  def line(self, text: str) -> None:
+    """One line, above the bar where there is one."""
+    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def header(console: rich.console.Console, rows: Mapping[str, Any]) -> None:
+  """What is about to run, before the first step."""
+  for name, value in rows.items():
+    console.print(f"[bold]{name:>10}[/]  {rich.markup.escape(str(value))}", highlight=False, soft_wrap=True)
+
+
+def summary_table(console: rich.console.Console, summary: Mapping[str, Any], directory: Any) -> None:
+  """The end of a run: its figures, and where everything lies."""
+  table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
+  table.add_column(style="bold")
+  table.add_column(justify="right")
+  for name, value in summary.items():
+    if not isinstance(value, dict):
+      table.add_row(name.replace("_", " "), _size(value) if name.endswith("_bytes") else _number(value))
+  console.print(table)
+  console.print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _number(value: Any) -> str:
+  if isinstance(value, float):
+    return f"{value:.4g}"
+  return "unknown" if value is None else str(value)
+
+
+def _power(scale: float) -> str:
+  """A power of two as such: 2^16 is read faster than 65536."""
+  exponent = int(scale).bit_length() - 1
+  return f"2^{exponent}" if scale == 2.0**exponent else f"{scale:g}"
+
+
+def _size(value: Any) -> str:
+  return "unknown" if value is None else f"{value / 1e6:,.1f} MB"

@@ -1,0 +1,293 @@
+"""`train`: a config to a trained model, through crashes, interruptions and restarts."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.console
+import tensorboardX
+
+from mpjax.step import TrainState
+from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.config import Config, ConfigError
+from mpjax.train.diagnose import nonfinite_report
+from mpjax.train.display import Display, header, summary_table
+from mpjax.train.export import save_safetensors
+from mpjax.train.interrupt import Interrupt, Interrupted
+from mpjax.train.run_directory import MetricsFile, RunDirectory, plain
+from mpjax.train.setup import make_setup
+
+# Steps whose metrics may still be on the device: the host never waits for the newest.
+_LAG = 2
+
+
+class Stuck(Exception):
+  """Every step is skipped and the loss scale cannot fall any further."""
+
+
+class _Pending(NamedTuple):
+  step: int
+  metrics: dict[str, jax.Array]
+  batch: Any
+
+
+def train(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
+  """Trains what the config says, resuming an unfinished run, and returns the summary.
+
+  Raises:
+    ConfigError, DataError: before anything is written, for what cannot be run.
+    Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
+    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
+  """
+  console = console or rich.console.Console()
+  run = Run(config, console)
+  try:
+    return run.finished() or run.train()
+  finally:
+    run.close()
+
+
+class Run:
+  """One run: everything that a config builds, and the loop over it."""
+
+  def __init__(self, config: Config, console: rich.console.Console):
+    self.config, self.console = config, console
+    self.setup = make_setup(config)
+    self.policy, self.task, self.data = self.setup.policy, self.setup.task, self.setup.data
+    self.directory = RunDirectory(config)
+    self.checkpoints = Checkpoints(self.directory.checkpoints, config.train.keep_checkpoints)
+    self._evaluate = jax.jit(self._evaluate_batch)
+    self._pending: collections.deque[_Pending] = collections.deque()
+    self._last: dict[str, Any] = {}
+    self._stuck: _Pending | None = None
+    self._step_times: list[float] = []
+    self._clock = time.perf_counter()
+
+  def close(self) -> None:
+    """Waits for what is being written, and lets the directory go."""
+    self.checkpoints.close()
+    self.directory.close()
+
+  def finished(self) -> dict[str, Any] | None:
+    """The summary of a run that has ended already, shown again."""
+    summary = self.directory.summary()
+    if summary is not None:
+      self.console.print("this run has finished already; choose another out= for a new one", highlight=False)
+      summary_table(self.console, summary, self.directory.path)
+    return summary
+
+  def train(self) -> dict[str, Any]:
+    """The loop, from the last checkpoint to the end."""
+    iterator = self.data.train()
+    state, start = self._resume(iterator)
+    self._show_header(state, start)
+    rows, per_row = self.config.data.batch_size, self.task.units[1]
+    self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start)
+    self._events = tensorboardX.SummaryWriter(str(self.directory.path / "tensorboard"), purge_step=start + 1)
+    self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
+    self._items_per_step = rows * per_row
+    try:
+      with self._display, Interrupt() as interrupt:
+        for step in range(start + 1, self.config.train.steps + 1):
+          state = self._one_step(step, state, iterator)
+          self._at_boundary(step, state, iterator, interrupt)
+    finally:
+      self._metrics_file.close()
+      self._events.close()
+    return self._finish(state)
+
+  def _one_step(self, step: int, state: TrainState, iterator: Iterator[Any]) -> TrainState:
+    batch = self.setup.place(next(iterator))
+    state, metrics = self.setup.step(state, batch)
+    for value in metrics.values():
+      value.copy_to_host_async()
+    self._pending.append(_Pending(step, metrics, batch))
+    while len(self._pending) > _LAG:
+      self._record(self._pending.popleft())
+    return state
+
+  def _at_boundary(self, step: int, state: TrainState, iterator: Any, interrupt: Interrupt) -> None:
+    """Evaluation, checkpoints and interruption: what has to wait for every step so far."""
+    if self._stuck is not None:
+      self._stop(self._stuck, step, state, iterator)
+    settings = self.config.train
+    last = step == settings.steps
+    evaluate = last or step % settings.eval_every == 0
+    save = last or step % settings.checkpoint_every == 0 or interrupt.signum is not None
+    if not (evaluate or save):
+      return
+    self._drain(hold_last=evaluate)
+    eval_loss = None
+    if evaluate:
+      extra = self.evaluate(state)
+      eval_loss = extra["eval_loss"]
+      self._display.evaluation(step, extra)
+      self._record(self._pending.popleft(), extra)
+      best = self._last.get("best_eval_loss")
+      if np.isfinite(eval_loss) and (best is None or eval_loss < best):
+        self._last["best_eval_loss"] = eval_loss
+        save = True
+    if save:
+      self._save(step, state, iterator, eval_loss)
+    self._clock = time.perf_counter()
+    if interrupt.signum is not None and not last:
+      self.checkpoints.wait()
+      name = "Ctrl-C" if interrupt.signum == 2 else "SIGTERM"
+      message = (
+        f"{name}: checkpoint of step {step} saved in {self.directory.path}; the same command resumes from it"
+      )
+      raise Interrupted(interrupt.signum, message)
+
+  def _drain(self, hold_last: bool = False) -> None:
+    while len(self._pending) > int(hold_last):
+      self._record(self._pending.popleft())
+
+  def _record(self, pending: _Pending, extra: dict[str, float] | None = None) -> None:
+    """Metrics of a step that the device has finished: shown, written, and watched for a stuck run."""
+    values = {name: plain(value) for name, value in pending.metrics.items()}
+    now = time.perf_counter()
+    elapsed, self._clock = now - self._clock, now
+    self._step_times.append(elapsed)
+    record = {
+      "step": pending.step,
+      "loss": values.pop("loss"),
+      # Without a loss scale the loss is what it is, and nothing is ever skipped.
+      "loss_scale": values.pop("loss_scale", 1.0),
+      "skipped_steps": values.pop("skipped_steps", 0),
+      "grads_finite": values.pop("grads_finite", None),
+      "step_time_s": elapsed,
+      f"{self.task.units[0]}_per_s": self._items_per_step / elapsed,
+      **values,
+      **{name: plain(value) for name, value in (extra or {}).items()},
+    }
+    self._last |= record
+    logged = extra is not None or pending.step % self.config.train.log_every == 0
+    if logged:
+      self._metrics_file.write(record)
+      for name, value in record.items():
+        if name != "step" and isinstance(value, (int, float)):
+          self._events.add_scalar(name, value, pending.step)
+    self._display.step(pending.step, record, logged)
+    if self._cannot_recover(record):
+      self._stuck = self._stuck or pending
+
+  def _cannot_recover(self, record: dict[str, Any]) -> bool:
+    """Whether the last `max_skips` steps were skipped, and the scale is as low as it gets."""
+    if record.get("consecutive_skips", 0) < self.config.train.max_skips:
+      return False
+    scaling = self.policy.loss_scaling
+    if scaling is None or scaling.kind == "static":
+      return True
+    return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
+
+  def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: Any) -> None:
+    """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
+    self._drain()
+    self._save(step, state, iterator, eval_loss=None)
+    file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
+    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in pending.batch.items()}
+    np.savez(file, **arrays)
+    report = nonfinite_report(self.setup.step, state, pending.batch)
+    self.checkpoints.wait()
+    raise Stuck(
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
+      f"gradients, and the loss scale of {self._last['loss_scale']:g} cannot fall further\n{report}\n"
+      f"saved: a checkpoint of step {step} and the batch, in {file}"
+    )
+
+  def evaluate(self, state: TrainState) -> dict[str, float]:
+    """Means over the evaluation batches."""
+    totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    for batch in self.data.eval():
+      for name, value in self._evaluate(state.params, state.model_state, self.setup.place(batch)).items():
+        totals[name].append(value)
+    return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
+
+  def _evaluate_batch(self, params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+    return self.task.evaluate(params, model_state, batch, self.policy)
+
+  def _resume(self, iterator: Any) -> tuple[TrainState, int]:
+    start = self.checkpoints.latest()
+    if start is None:
+      return self.setup.first_state(), 0
+    restored = self.checkpoints.restore(start, self.setup.abstract_state())
+    if restored.loop["fingerprint"] != self.data.info.fingerprint:
+      raise ConfigError(
+        f"out={self.directory.path}: the data is not what this run began with "
+        f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
+      )
+    iterator.set_state(restored.data)
+    self._last = restored.loop["last"]
+    return restored.state, start
+
+  def _save(self, step: int, state: TrainState, iterator: Any, eval_loss: float | None) -> None:
+    self._events.flush()
+    loop = {"fingerprint": self.data.info.fingerprint, "last": self._last}
+    self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
+
+  def _show_header(self, state: TrainState, start: int) -> None:
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    scaling = self.policy.loss_scaling
+    rows = {
+      "policy": self.policy.reason or f"{self.policy.name or 'custom'} ({self.policy})",
+      "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
+      "model": f"{self.config.model.kind}, {parameters:,} parameters",
+      "data": self.data.info.description,
+      "devices": f"{self.setup.device_count} x {jax.devices()[0].device_kind}",
+      "run": f"{self.directory.path}" + (f", resumed after step {start}" if start else ""),
+    }
+    header(self.console, rows)
+
+  def _finish(self, state: TrainState) -> dict[str, Any]:
+    self.checkpoints.wait()
+    # The first step of a process compiles.
+    times = self._step_times[1:]
+    summary = {
+      "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
+      "backend": jax.default_backend(),
+      "steps": self.config.train.steps,
+      "skipped_steps": self._last["skipped_steps"],
+      "loss_scale": self._last["loss_scale"],
+      "final_loss": self._last["loss"],
+      **{name: value for name, value in self._last.items() if name.startswith("eval_")},
+      "best_eval_loss": self._last.get("best_eval_loss"),
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+      "steps_per_s": len(times) / sum(times) if times else None,
+      "peak_memory_bytes": _peak_memory(),
+      "resolved_policy": self.policy.to_dict(),
+    }
+    if self.config.train.export is not None:
+      file = self.directory.path / "model.safetensors"
+      save_safetensors(
+        file,
+        self.config,
+        self.data.info,
+        state.params,
+        state.model_state,
+        self.config.train.export_dtype,
+      )
+      self.console.print(f"exported {file}", highlight=False)
+    self.directory.write_summary(summary)
+    summary_table(self.console, summary, self.directory.path)
+    return summary
+
+
+def _peak_memory() -> int | None:
+  """Peak bytes in use on the first device; on CPU, of this process."""
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    return stats["peak_bytes_in_use"]
+  if jax.default_backend() != "cpu":
+    return None
+  try:
+    import resource
+  except ImportError:  # not on Windows
+    return None
+  unit = 1 if sys.platform == "darwin" else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

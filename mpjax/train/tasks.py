@@ -1,0 +1,163 @@
+"""What is trained on what: a model, its loss and its evaluation, in one interface for nnx and linen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from mpjax.train.data import DataInfo
+from mpjax.train.models import GPT, ResNet, ViT
+
+from mpjax.policy import Policy, matmul_precision
+from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
+
+Metrics = dict[str, jax.Array]
+
+
+class Task(Protocol):
+  """A model with its loss.
+
+  Attributes:
+    loss_fn: what `mpjax.make_train_step` takes.
+    units: what a batch row counts: `"tokens"` or `"images"`, and how many a row holds.
+  """
+
+  units: tuple[str, int]
+
+  @property
+  def loss_fn(self) -> Callable[..., Any]:
+    """See the class."""
+
+  def init(self, key: jax.Array) -> dict[str, Any]:
+    """Keyword arguments of `TrainStep.init`, but for `rng`."""
+
+  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
+    """Evaluation logits under the policy, in its `output_dtype`, from master weights."""
+
+  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+    """f32[] means over a batch: `eval_loss` and what a person asks for beside it."""
+
+
+def make_task(config: Config, info: DataInfo, policy: Policy) -> Task:
+  """The task of a config and a dataset.
+
+  Raises:
+    ConfigError: if the model does not take such data, or its sizes do not fit together.
+  """
+  if (info.kind == "tokens") != isinstance(config.model, GPTConfig):
+    fits = "gpt" if info.kind == "tokens" else "vit or resnet"
+    raise ConfigError(
+      f"model.kind={config.model.kind!r} does not take the {info.kind} of data.kind={config.data.kind!r}: "
+      f"use model.kind {fits}"
+    )
+  task: Task
+  try:
+    if isinstance(config.model, GPTConfig):
+      task = LanguageModel(config.model, info, policy)
+    else:
+      task = ImageClassifier(config.model, info, policy)
+    jax.eval_shape(lambda: task.init(jax.random.key(0)) and None)
+  except ValueError as error:
+    raise ConfigError(f"model: {error}") from error
+  return task
+
+
+class LanguageModel:
+  """Next-byte prediction with a `GPT` (nnx)."""
+
+  def __init__(self, config: GPTConfig, info: DataInfo, policy: Policy):
+    self._arguments = config.model_dump(exclude={"kind"}) | {
+      "vocab_size": info.vocab_size,
+      "max_len": info.seq_len,
+    }
+    self._policy = policy
+    self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
+    self.units = ("tokens", info.seq_len or 0)
+
+  def _make(self, key: jax.Array) -> GPT:
+    return GPT(**self._arguments, rngs=nnx.Rngs(params=key))
+
+  def init(self, key: jax.Array) -> dict[str, Any]:
+    """A new model."""
+    return {"params": self._make(key)}
+
+  def loss_fn(self, model: GPT, batch: Any, rng: jax.Array) -> jax.Array:
+    """Mean cross entropy in nats a token."""
+    logits = self._policy.cast_to_output(model(batch["tokens"][:, :-1], rng=rng))
+    return _cross_entropy(logits, batch["tokens"][:, 1:])
+
+  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
+    """[B, T] tokens -> [B, T, vocab]."""
+    model = nnx.merge(self._graphdef, policy.cast_to_compute(params), model_state)
+    with matmul_precision(policy):
+      return policy.cast_to_output(model(inputs))
+
+  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+    """`eval_loss` (nats a token), `eval_bits_per_byte`."""
+    logits = self.logits(params, model_state, batch["tokens"][:, :-1], policy)
+    loss = _cross_entropy(logits, batch["tokens"][:, 1:])
+    return {"eval_loss": loss, "eval_bits_per_byte": loss / jnp.log(2.0)}
+
+
+class ImageClassifier:
+  """Classification with a `ViT` or a `ResNet` (linen)."""
+
+  def __init__(self, config: ViTConfig | ResNetConfig, info: DataInfo, policy: Policy):
+    kinds = {"vit": ViT, "resnet": ResNet}
+    self._module = kinds[config.kind](num_classes=info.num_classes, **config.model_dump(exclude={"kind"}))
+    self._image_shape = info.image_shape
+    self._policy = policy
+    self.units = ("images", 1)
+
+  def init(self, key: jax.Array) -> dict[str, Any]:
+    """New parameters and statistics."""
+    variables = self._module.init(key, jnp.zeros((1, *(self._image_shape or ()))), train=False)
+    model_state = {name: tree for name, tree in variables.items() if name != "params"}
+    return {"params": variables["params"], "model_state": model_state}
+
+  def loss_fn(
+    self, params: Any, batch: Any, model_state: Any, rng: jax.Array
+  ) -> tuple[jax.Array, Metrics, Any]:
+    """Mean cross entropy, with the accuracy of the batch."""
+    logits, model_state = self._module.apply(
+      {"params": params, **model_state},
+      batch["images"],
+      train=True,
+      mutable=list(model_state),
+      rngs={"dropout": rng},
+    )
+    logits = self._policy.cast_to_output(logits)
+    return (
+      _cross_entropy(logits, batch["labels"]),
+      {"accuracy": _accuracy(logits, batch["labels"])},
+      model_state,
+    )
+
+  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
+    """[B, H, W, C] images -> [B, classes]."""
+    variables = {"params": policy.cast_to_compute(params), **model_state}
+    with matmul_precision(policy):
+      logits = self._module.apply(variables, policy.cast_to_compute(inputs), train=False)
+    return policy.cast_to_output(logits)
+
+  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+    """`eval_loss` (nats an image), `eval_accuracy`."""
+    logits = self.logits(params, model_state, batch["images"], policy)
+    return {
+      "eval_loss": _cross_entropy(logits, batch["labels"]),
+      "eval_accuracy": _accuracy(logits, batch["labels"]),
+    }
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  # In float32 whatever the output dtype: log-sum-exp over many classes loses float16's last bits.
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+  return losses.mean()
+
+
+def _accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
