@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Checkpoints:
       preservation_policy=policy.AnyPreservationPolicy(
         [
           policy.LatestN(keep),
-          policy.BestN(get_metric_fn=eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
+          policy.BestN(get_metric_fn=eval_loss, reverse=True, n=1),
         ]
       ),
       best_fn=eval_loss,
@@ -52,7 +53,8 @@ class Checkpoints:
       args=ocp.args.Composite(
         state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), loop=ocp.args.JsonSave(loop)
       ),
-      metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+      # One that was not evaluated is never the best.
+      metrics={"eval_loss": math.inf if eval_loss is None else eval_loss},
     )
 
   def steps(self) -> list[int]:

@@ -10,10 +10,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from mpjax.train.data import DataError
-
 from mpjax.train import loop
 from mpjax.train.config import ConfigError, load_config
+from mpjax.train.data import DataError
 from mpjax.train.export import export_run
 from mpjax.train.interrupt import Interrupted
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 import safetensors
 import safetensors.flax
-from mpjax.train.data import DataInfo
 
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import make_train_step
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config import Config, ConfigError, load_config, parse_config
+from mpjax.train.data import DataInfo
 from mpjax.train.setup import make_setup
 from mpjax.train.tasks import Task, make_task
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -109,26 +110,28 @@ class Run:
       value.copy_to_host_async()
     self._pending.append(_Pending(step, metrics, batch))
     while len(self._pending) > _LAG:
-      self._record(self._pending.popleft())
+      self._write(self._fetch(self._pending.popleft()), {})
     return state
 
   def _at_boundary(self, step: int, state: TrainState, iterator: Any, interrupt: Interrupt) -> None:
     """Evaluation, checkpoints and interruption: what has to wait for every step so far."""
     if self._stuck is not None:
       self._stop(self._stuck, step, state, iterator)
-    settings = self.config.train
+    settings, signum = self.config.train, interrupt.signum
     last = step == settings.steps
     evaluate = last or step % settings.eval_every == 0
-    save = last or step % settings.checkpoint_every == 0 or interrupt.signum is not None
+    save = last or step % settings.checkpoint_every == 0 or signum is not None
     if not (evaluate or save):
       return
-    self._drain(hold_last=evaluate)
-    eval_loss = None
+    records = self._fetch_pending()
+    eval_loss, extra = None, {}
     if evaluate:
       extra = self.evaluate(state)
       eval_loss = extra["eval_loss"]
       self._display.evaluation(step, extra)
-      self._record(self._pending.popleft(), extra)
+    for record in records:
+      self._write(record, extra if record["step"] == step else {})
+    if eval_loss is not None:
       best = self._last.get("best_eval_loss")
       if np.isfinite(eval_loss) and (best is None or eval_loss < best):
         self._last["best_eval_loss"] = eval_loss
@@ -136,20 +139,22 @@ class Run:
     if save:
       self._save(step, state, iterator, eval_loss)
     self._clock = time.perf_counter()
-    if interrupt.signum is not None and not last:
+    if signum is not None and not last:
       self.checkpoints.wait()
-      name = "Ctrl-C" if interrupt.signum == 2 else "SIGTERM"
+      name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
       message = (
         f"{name}: checkpoint of step {step} saved in {self.directory.path}; the same command resumes from it"
       )
-      raise Interrupted(interrupt.signum, message)
+      raise Interrupted(signum, message)
 
-  def _drain(self, hold_last: bool = False) -> None:
-    while len(self._pending) > int(hold_last):
-      self._record(self._pending.popleft())
+  def _fetch_pending(self) -> list[dict[str, Any]]:
+    """The records of every step so far; waits for the last."""
+    records = [self._fetch(pending) for pending in self._pending]
+    self._pending.clear()
+    return records
 
-  def _record(self, pending: _Pending, extra: dict[str, float] | None = None) -> None:
-    """Metrics of a step that the device has finished: shown, written, and watched for a stuck run."""
+  def _fetch(self, pending: _Pending) -> dict[str, Any]:
+    """The record of a step; waits for it."""
     values = {name: plain(value) for name, value in pending.metrics.items()}
     now = time.perf_counter()
     elapsed, self._clock = now - self._clock, now
@@ -164,18 +169,22 @@ class Run:
       "step_time_s": elapsed,
       f"{self.task.units[0]}_per_s": self._items_per_step / elapsed,
       **values,
-      **{name: plain(value) for name, value in (extra or {}).items()},
     }
+    if self._cannot_recover(record):
+      self._stuck = self._stuck or pending
+    return record
+
+  def _write(self, record: dict[str, Any], extra: dict[str, float]) -> None:
+    """Shows a record, and logs it where it is due or has an evaluation with it."""
+    record |= {name: plain(value) for name, value in extra.items()}
     self._last |= record
-    logged = extra is not None or pending.step % self.config.train.log_every == 0
+    logged = bool(extra) or record["step"] % self.config.train.log_every == 0
     if logged:
       self._metrics_file.write(record)
       for name, value in record.items():
         if name != "step" and isinstance(value, (int, float)):
-          self._events.add_scalar(name, value, pending.step)
-    self._display.step(pending.step, record, logged)
-    if self._cannot_recover(record):
-      self._stuck = self._stuck or pending
+          self._events.add_scalar(name, value, record["step"])
+    self._display.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
     """Whether the last `max_skips` steps were skipped, and the scale is as low as it gets."""
@@ -188,7 +197,8 @@ class Run:
 
   def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: Any) -> None:
     """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
-    self._drain()
+    for record in self._fetch_pending():
+      self._write(record, {})
     self._save(step, state, iterator, eval_loss=None)
     file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
     arrays: dict[str, Any] = {name: np.asarray(value) for name, value in pending.batch.items()}

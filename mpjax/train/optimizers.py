@@ -42,8 +42,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     steps: length of the run, where the schedule ends.
 
   Raises:
-    ConfigError: for an unknown optimiser, an option that it does not take, or a schedule that does not
-      fit the run.
+    ConfigError: for an unknown optimiser, or an option that it does not take.
   """
   if config.name not in OPTIMIZERS:
     raise ConfigError(
@@ -77,13 +76,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate by optimiser step: a linear warm-up, then constant, cosine or linear decay.
 
-  The decay ends at step `steps`, at `final_fraction` of `learning_rate`.
+  The decay ends at step `steps`, at `final_fraction` of `learning_rate`; a run shorter than its warm-up
+  ends within the ramp.
   """
-  if config.warmup_steps >= steps:
-    raise ConfigError(
-      f"optimizer.warmup_steps={config.warmup_steps}: expected fewer than train.steps={steps}"
-    )
-  peak, left = config.learning_rate, steps - config.warmup_steps
+  peak, left = config.learning_rate, max(steps - config.warmup_steps, 1)
   after: optax.Schedule = {
     "constant": lambda: optax.constant_schedule(peak),
     "cosine": lambda: optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction),

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from mpjax.train.data import Data, DataInfo, load_data
 
 from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.config import Config, ConfigError
+from mpjax.train.data import Data, DataInfo, load_data
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import Task, make_task
 
@@ -95,4 +95,8 @@ def _make_mesh(config: Config) -> jax.sharding.Mesh | None:
       f"data.batch_size={config.data.batch_size} in train.accumulate={config.train.accumulate} micro-batches "
       f"of {micro_batch} rows is not divisible by {count} devices"
     )
-  return None if count == 1 else jax.make_mesh((count,), ("data",), devices=devices[:count])
+  return (
+    None
+    if count == 1
+    else jax.make_mesh((count,), ("data",), devices=devices[:count], axis_types=(jax.sharding.AxisType.Auto,))
+  )

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from mpjax.train.data import DataInfo
-from mpjax.train.models import GPT, ResNet, ViT
 
 from mpjax.policy import Policy, matmul_precision
 from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
+from mpjax.train.data import DataInfo
+from mpjax.train.models import GPT, ResNet, ViT
 
 Metrics = dict[str, jax.Array]
 
@@ -107,7 +107,7 @@ class ImageClassifier:
   """Classification with a `ViT` or a `ResNet` (linen)."""
 
   def __init__(self, config: ViTConfig | ResNetConfig, info: DataInfo, policy: Policy):
-    kinds = {"vit": ViT, "resnet": ResNet}
+    kinds: dict[str, Any] = {"vit": ViT, "resnet": ResNet}
     self._module = kinds[config.kind](num_classes=info.num_classes, **config.model_dump(exclude={"kind"}))
     self._image_shape = info.image_shape
     self._policy = policy

@@ -1,0 +1,1 @@
+"""Training runs from a YAML config; `import mpjax` needs nothing of this."""

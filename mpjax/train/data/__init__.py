@@ -1,0 +1,39 @@
+"""Datasets that a config can name: bytes of text, and images with labels, read by grain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpjax.dtypes import did_you_mean
+from mpjax.train.data.dataset import Data, DataError, DataInfo
+from mpjax.train.data.huggingface import load_huggingface
+from mpjax.train.data.images import load_digits, load_npz
+from mpjax.train.data.text import load_stdlib, load_text
+
+__all__ = ["Data", "DataError", "DataInfo", "load_data"]
+
+_LOADERS = {
+  "stdlib": load_stdlib,
+  "text": load_text,
+  "digits": load_digits,
+  "npz": load_npz,
+  "huggingface": load_huggingface,
+}
+
+
+def load_data(spec: Any, *, seed: int) -> Data:
+  """The dataset that a config's `data` section describes.
+
+  Args:
+    spec: the section: `kind`, `batch_size`, and what the kind needs.
+    seed: of the order of training batches; the split does not depend on it.
+
+  Raises:
+    DataError: for data that is missing or unfit, in one line.
+  """
+  if spec.kind not in _LOADERS:
+    raise DataError(
+      f"unknown data.kind {spec.kind!r}: expected one of {', '.join(_LOADERS)}"
+      + did_you_mean(spec.kind, _LOADERS)
+    )
+  return _LOADERS[spec.kind](spec, seed)

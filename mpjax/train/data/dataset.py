@@ -1,0 +1,119 @@
+"""`Data`: training batches without end, evaluation batches, and what they look like."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+
+class DataError(ValueError):
+  """Data that is missing or unfit, in one line that names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataInfo:
+  """What a dataset looks like.
+
+  Attributes:
+    kind: `"tokens"` or `"images"`.
+    vocab_size: number of tokens, or `None`.
+    seq_len: tokens that a model sees of a row, or `None`.
+    image_shape: (height, width, channels), or `None`.
+    num_classes: number of labels, or `None`.
+    train_examples: rows of an epoch.
+    eval_examples: rows held out.
+    fingerprint: changes with the content, the split and the row length; not with where the data lies.
+    description: one line for a person.
+  """
+
+  kind: str
+  vocab_size: int | None
+  seq_len: int | None
+  image_shape: tuple[int, int, int] | None
+  num_classes: int | None
+  train_examples: int
+  eval_examples: int
+  fingerprint: str
+  description: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """A dataset, split and ready to be batched.
+
+  Attributes:
+    info: what it looks like.
+    train_row: index -> one row of the training split.
+    eval_row: index -> one row of the evaluation split.
+    batch_size: rows of a batch.
+    eval_batches: batches of an evaluation at most; `None`: all.
+    seed: of the order of training rows.
+    workers: threads that read ahead; 0 reads when asked.
+  """
+
+  info: DataInfo
+  train_row: Callable[[int], Batch]
+  eval_row: Callable[[int], Batch]
+  batch_size: int
+  eval_batches: int | None
+  seed: int
+  workers: int
+
+  def train(self) -> grain.DatasetIterator:
+    """Batches without end, each epoch in another order; drops the rows that do not fill a batch.
+
+    The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the very next batch.
+    """
+    rows = grain.MapDataset.source(_Rows(self.train_row, self.info.train_examples)).seed(self.seed)
+    batches = rows.shuffle().batch(self.batch_size, drop_remainder=True).repeat()
+    # The buffer is read-ahead alone; with one thread and no buffer the order is the same.
+    options = grain.ReadOptions(num_threads=self.workers, prefetch_buffer_size=2 * self.workers)
+    return iter(batches.to_iter_dataset(options))
+
+  def eval(self) -> Iterator[Batch]:
+    """The same whole batches at every call."""
+    for i in range(self.num_eval_batches):
+      rows = [self.eval_row(j) for j in range(i * self.batch_size, (i + 1) * self.batch_size)]
+      yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+  @property
+  def num_eval_batches(self) -> int:
+    """Batches of an evaluation."""
+    whole = self.info.eval_examples // self.batch_size
+    return whole if self.eval_batches is None else min(whole, self.eval_batches)
+
+
+class _Rows:
+  """A random-access source for grain."""
+
+  def __init__(self, row: Callable[[int], Batch], length: int):
+    self._row, self._length = row, length
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, index: int) -> Batch:
+    return self._row(int(index))
+
+  def __repr__(self) -> str:
+    return f"rows({self._length})"
+
+
+def make_data(info: DataInfo, train_row: Any, eval_row: Any, spec: Any, seed: int) -> Data:
+  """A `Data`, when both splits fill a batch.
+
+  Raises:
+    DataError: if one does not.
+  """
+  for split, examples in (("training", info.train_examples), ("evaluation", info.eval_examples)):
+    if examples < spec.batch_size:
+      raise DataError(
+        f"data.batch_size={spec.batch_size}: the {split} split has {examples} rows only; use a smaller batch"
+      )
+  return Data(info, train_row, eval_row, spec.batch_size, spec.eval_batches, seed, spec.workers)

@@ -1,0 +1,127 @@
+"""Export: the dtype and bytes of the file, the logits that come back, and unfit files."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mpjax.train import cli
+from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.config import ConfigError, load_config
+from mpjax.train.export import load_safetensors
+from mpjax.train.setup import make_setup
+
+RESNET = """
+model: {kind: resnet, stages: [1, 1], width: 8}
+data: {kind: digits, batch_size: 32, eval_batches: 1}
+optimizer: {name: sgd, learning_rate: 0.05}
+mesh: {data: 1}
+train: {steps: 6, eval_every: 3, checkpoint_every: 3}
+"""
+
+
+@pytest.fixture(params=["gpt", "resnet"])
+def run(request, tiny_gpt, tmp_path):
+  path = tiny_gpt[0]
+  if request.param == "resnet":
+    path = tmp_path / "resnet.yaml"
+    path.write_text(RESNET)
+  arguments = [
+    str(path),
+    "policy=bf16",
+    "train.steps=6",
+    "train.export=safetensors",
+    f"out={tmp_path / 'run'}",
+  ]
+  assert cli.train(arguments) == 0
+  setup = make_setup(load_config(arguments[0], arguments[1:]))
+  checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+  state = checkpoints.restore(6, setup.abstract_state()).state
+  checkpoints.close()
+  batch = next(setup.data.eval())
+  inputs = batch["images"] if "images" in batch else batch["tokens"][:, :-1]
+  expected = jax.jit(setup.task.logits, static_argnums=3)(
+    state.params, state.model_state, inputs, setup.policy
+  )
+  return tmp_path / "run", inputs, np.asarray(expected), state
+
+
+def test_the_exported_model_gives_the_logits_of_the_evaluation(run):
+  directory, inputs, expected, _ = run
+  model = load_safetensors(directory / "model.safetensors")
+  np.testing.assert_array_equal(np.asarray(model.logits(inputs)), expected)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "size", "tolerance"), [("float32", 4, 0.0), ("bfloat16", 2, 0.0), ("float16", 2, 0.05)]
+)
+def test_dtype_and_bytes_are_what_was_asked_for(run, tmp_path, dtype, size, tolerance, capsys):
+  directory, inputs, expected, state = run
+  file = tmp_path / f"{dtype}.safetensors"
+  assert cli.export([str(directory), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0
+  assert str(file) in capsys.readouterr().out
+  tensors = safetensors.numpy.load_file(file) if dtype != "bfloat16" else None
+  model = load_safetensors(file)
+  leaves = jax.tree.leaves(model.params)
+  assert {leaf.dtype.name for leaf in leaves} == {dtype}
+  assert sum(leaf.nbytes for leaf in leaves) == size * sum(
+    leaf.size for leaf in jax.tree.leaves(state.params)
+  )
+  assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(model.model_state))
+  if tensors is not None:
+    assert all(name.startswith(("params/", "model_state/")) for name in tensors)
+  np.testing.assert_allclose(np.asarray(model.logits(inputs)), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    (["dtype=float8"], ["float8", "bfloat16"]),
+    (["step=7"], ["'7'", "best, latest"]),
+    (["steps=7"], ["'steps'", "step"]),
+  ],
+)
+def test_unfit_requests_are_one_line_and_status_2(finished_run, options, words, capsys):
+  assert cli.export([str(finished_run), *options]) == 2
+  error = capsys.readouterr().err
+  assert error.count("\n") == 1
+  assert all(word in error for word in words), error
+
+
+@pytest.fixture
+def finished_run(tiny_gpt, tmp_path):
+  assert cli.train([*tiny_gpt, "train.steps=2", f"out={tmp_path / 'short'}"]) == 0
+  return tmp_path / "short"
+
+
+def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
+  assert cli.export([str(tmp_path)]) == 2
+  assert "not a run directory" in capsys.readouterr().err
+
+
+def test_foreign_and_damaged_files_are_refused(tmp_path):
+  foreign = tmp_path / "foreign.safetensors"
+  safetensors.numpy.save_file({"w": np.ones(2)}, foreign)
+  with pytest.raises(ConfigError, match="not an export of mpjax"):
+    load_safetensors(foreign)
+  (tmp_path / "damaged.safetensors").write_bytes(b"\1" * 100)
+  with pytest.raises(ConfigError, match="cannot read"):
+    load_safetensors(tmp_path / "damaged.safetensors")
+  with pytest.raises(ConfigError, match="cannot read"):
+    load_safetensors(tmp_path / "missing.safetensors")
+
+
+def test_a_missing_tensor_is_named(finished_run, tmp_path):
+  cli.export([str(finished_run), "dtype=float32"])
+  with safetensors.safe_open(finished_run / "model.safetensors", framework="numpy") as file:
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata = file.metadata()
+  assert json.loads(metadata["data"])["vocab_size"] == 256
+  missing = min(tensors)
+  del tensors[missing]
+  safetensors.numpy.save_file(tensors, tmp_path / "less.safetensors", metadata)
+  with pytest.raises(ConfigError, match=re.escape(f"tensor {missing!r}")):
+    load_safetensors(tmp_path / "less.safetensors")

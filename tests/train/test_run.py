@@ -1,0 +1,316 @@
+"""`scripts/train.py` as a user meets it: run directories, resume, interruption, exit statuses."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+from conftest import write_tiny_gpt
+
+from mpjax.train import cli
+
+ROOT = pathlib.Path(__file__).parents[2]
+OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
+
+
+def records(directory):
+  return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(directory):
+  """What has to be the same, bit for bit, however often a run was interrupted."""
+  return [
+    (r["step"], r["loss"], r["loss_scale"], r["skipped_steps"], r.get("eval_loss"))
+    for r in records(directory)
+  ]
+
+
+def command(arguments, **environment):
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+  line = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
+  return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process, directory, step):
+  deadline = time.monotonic() + 120
+  file = directory / "metrics.jsonl"
+  while not (file.exists() and f'"step": {step},' in file.read_text()):
+    assert process.poll() is None, process.communicate()
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+@pytest.fixture
+def finished(tiny_gpt, tmp_path):
+  out = tmp_path / "run"
+  assert cli.train([*tiny_gpt, "policy=bf16", f"out={out}"]) == 0
+  return [*tiny_gpt, "policy=bf16", f"out={out}"], out
+
+
+def test_a_run_leaves_what_the_contract_names(finished):
+  _, out = finished
+  lines = records(out)
+  assert [line["step"] for line in lines] == list(range(1, 21))
+  keys = {"step", "loss", "loss_scale", "skipped_steps", "grads_finite", "step_time_s"}
+  assert all(keys <= line.keys() for line in lines)
+  assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20]
+  summary = json.loads((out / "summary.json").read_text())
+  assert {
+    "final_loss",
+    "eval_loss",
+    "steps",
+    "skipped_steps",
+    "policy",
+    "backend",
+    "steps_per_s",
+  } <= summary.keys()
+  assert summary["steps"] == 20
+  assert summary["policy"] == "bf16"
+  assert summary["backend"] == "cpu"
+  assert summary["final_loss"] == lines[-1]["loss"] < lines[0]["loss"]
+  assert summary["peak_memory_bytes"] > 1e6
+  resolved = yaml.safe_load((out / "config.yaml").read_text())
+  assert resolved["policy"]["compute_dtype"] == "bfloat16"
+  assert resolved["train"]["keep_checkpoints"] == 2
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(finished):
+  _, out = finished
+  steps = sorted(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdecimal())
+  best = min((line["eval_loss"], line["step"]) for line in records(out) if "eval_loss" in line)[1]
+  assert steps == sorted({16, 20, best})
+
+
+def test_tensorboard_reads_the_events(finished):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+  _, out = finished
+  events = EventAccumulator(str(out / "tensorboard"))
+  events.Reload()
+  assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
+  assert [event.step for event in events.Scalars("eval_loss")] == [10, 20]
+
+
+def test_a_finished_run_is_shown_again_and_left_alone(finished, capsys):
+  arguments, out = finished
+  before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
+  assert cli.train(arguments) == 0
+  assert "finished already" in capsys.readouterr().out
+  assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_directory_of_another_config_is_refused_and_left_alone(finished, capsys):
+  arguments, out = finished
+  before = (out / "config.yaml").read_bytes(), (out / "metrics.jsonl").read_bytes()
+  assert cli.train([*arguments, "optimizer.learning_rate=0.5"]) == 2
+  error = capsys.readouterr().err
+  assert "optimizer.learning_rate: 0.01 there, 0.5 here" in error
+  assert error.count("\n") == 1
+  assert before == ((out / "config.yaml").read_bytes(), (out / "metrics.jsonl").read_bytes())
+
+
+def test_a_directory_with_other_things_in_it_is_refused(tiny_gpt, tmp_path, capsys):
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine" / "thesis.tex").write_text("x")
+  assert cli.train([*tiny_gpt, f"out={tmp_path / 'mine'}"]) == 2
+  assert "not a run directory" in capsys.readouterr().err
+  assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+# Overflows, skips and regrows; dropout and accumulation are in play too.
+INTERRUPTED = [
+  OVERFLOWING,
+  "train.accumulate=2",
+  "train.steps=200",
+  "train.eval_every=50",
+  "train.checkpoint_every=10",
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  """The curve and summary that an interrupted run has to end with, and the arguments of both."""
+  folder = tmp_path_factory.mktemp("uninterrupted")
+  arguments = [*write_tiny_gpt(folder), *INTERRUPTED]
+  process = command([*arguments, f"out={folder / 'run'}"])
+  _, error = process.communicate()
+  assert process.returncode == 0, error
+  return arguments, curve(folder / "run"), json.loads((folder / "run" / "summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("kind", "kill_at"),
+  [
+    (signal.SIGKILL, 3),
+    (signal.SIGKILL, 37),
+    (signal.SIGKILL, 111),
+    (signal.SIGTERM, 44),
+    (signal.SIGINT, 71),
+  ],
+  ids=lambda value: getattr(value, "name", f"step{value}"),
+)
+def test_an_interrupted_run_resumes_bit_for_bit(uninterrupted, tmp_path, kind, kill_at):
+  arguments, expected, summary = uninterrupted
+  out = tmp_path / "run"
+  process = command([*arguments, f"out={out}"])
+  wait_for_step(process, out, kill_at)
+  process.send_signal(kind)
+  _, error = process.communicate()
+  assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[kind], error
+  assert not (out / "summary.json").exists()
+  if kind != signal.SIGKILL:
+    step = int(re.search(r"checkpoint of step (\d+) saved", error)[1])
+    assert (out / "checkpoints" / str(step)).exists()
+    assert records(out)[-1]["step"] == step
+  process = command([*arguments, f"out={out}"])
+  shown, error = process.communicate()
+  assert process.returncode == 0, error
+  assert "resumed after step" in shown or kill_at < 20
+  assert curve(out) == expected
+  assert expected[-1][3] > 0  # steps were skipped
+  ours = json.loads((out / "summary.json").read_text())
+  assert (ours["eval_loss"], ours["final_loss"]) == (summary["eval_loss"], summary["final_loss"])
+
+
+@pytest.mark.slow
+def test_two_processes_cannot_run_in_one_directory(tiny_gpt, tmp_path):
+  arguments = [*tiny_gpt, "train.steps=2000", f"out={tmp_path / 'run'}"]
+  first = command(arguments)
+  wait_for_step(first, tmp_path / "run", 1)
+  second = command(arguments)
+  _, error = second.communicate()
+  first.kill()
+  first.communicate()
+  assert second.returncode == 2
+  assert "another process" in error
+
+
+def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, capsys):
+  policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
+  out = tmp_path / "run"
+  arguments = [*tiny_gpt, policy, "train.max_skips=5", "train.steps=200", f"out={out}"]
+  assert cli.train(arguments) == 3
+  error = capsys.readouterr().err
+  assert "stopped at step 5" in error
+  assert re.search(r"non-finite gradients: \S+ \(\d+ (NaN|\+inf|-inf)", error)
+  assert "policy=bf16" in error
+  assert "min_scale" in error
+  batch = np.load(out / "nonfinite_batch_5.npz")
+  assert batch["tokens"].shape == (8, 17)
+  # Nothing was learnt and nothing lost: the same command stops again, from the saved state.
+  assert cli.train(arguments) == 3
+
+
+def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypatch):
+  from mpjax.train.data import Data
+
+  good = Data.train
+
+  def bad(self):
+    class Iterator:
+      def __init__(self, inner):
+        self.inner, self.get_state, self.set_state = inner, inner.get_state, inner.set_state
+
+      def __next__(self):
+        batch = next(self.inner)
+        batch["images"][3, 2, 1] = np.nan
+        return batch
+
+    return Iterator(good(self))
+
+  monkeypatch.setattr(Data, "train", bad)
+  config = str(ROOT / "configs" / "vit_digits.yaml")
+  options = ["policy=bf16", "model.layers=1", "train.max_skips=4", "mesh.data=1", f"out={tmp_path / 'run'}"]
+  assert cli.train([config, *options]) == 3
+  error = capsys.readouterr().err
+  assert "non-finite batch: images (1 NaN of" in error
+  assert "mend the data" in error
+
+
+@pytest.mark.parametrize(
+  ("overrides", "words"),
+  [
+    (["policy=fp61"], ["fp61", "fp16"]),
+    (["data.path=/nowhere/at/all"], ["/nowhere/at/all", "no such file"]),
+    (["data.seq_len=100000"], ["seq_len=100000", "longer than"]),
+    (["data.batch_size=100000"], ["batch_size=100000", "rows"]),
+    (["mesh.data=64"], ["mesh.data=64", "8 devices"]),
+    (["mesh.data=8", "train.accumulate=2"], ["batch_size=8", "8 devices"]),
+    (["model={kind: vit}"], ["vit", "tokens", "gpt"]),
+    (["model.heads=3"], ["dim=32", "heads=3"]),
+    (["optimizer.name=adamv"], ["adamv", "did you mean"]),
+  ],
+)
+def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_path, capsys, overrides, words):
+  assert cli.train([*tiny_gpt, f"out={tmp_path / 'run'}", *overrides]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert error.count("\n") == 1
+  assert all(word in error for word in words), error
+  assert not (tmp_path / "run").exists()
+
+
+def test_no_arguments_is_a_usage_error(capsys):
+  with pytest.raises(SystemExit) as status:
+    cli.train([])
+  assert status.value.code == 2
+  assert "usage: train.py" in capsys.readouterr().err
+
+
+def test_eight_devices_train_as_one_does(tiny_gpt, tmp_path):
+  options = ["policy=fp32", "train.steps=5", "model.dropout=0"]
+  for devices in (1, 8):
+    out = tmp_path / str(devices)
+    assert cli.train([*tiny_gpt, *options, f"mesh.data={devices}", f"out={out}"]) == 0
+  one, eight = ([r["loss"] for r in records(tmp_path / d)] for d in ("1", "8"))
+  np.testing.assert_allclose(one, eight, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("vit_digits", 400), ("resnet_digits", 150)])
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+@pytest.mark.slow
+def test_digits_are_learnt_under_every_policy(name, steps, policy, tmp_path):
+  config = str(ROOT / "configs" / f"{name}.yaml")
+  options = [f"policy={policy}", f"train.steps={steps}", f"train.eval_every={steps}", "mesh.data=1"]
+  assert cli.train([config, *options, f"out={tmp_path / 'run'}"]) == 0
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert summary["eval_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_half_precision_ends_where_float32_does(tmp_path):
+  losses = {}
+  for name, policy in {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp16 from 2^24": OVERFLOWING[7:],
+  }.items():
+    out = tmp_path / name.replace(" ", "_")
+    options = [
+      "train.steps=120",
+      "train.eval_every=120",
+      "model.dim=64",
+      "model.layers=2",
+      "data.eval_batches=20",
+    ]
+    assert (
+      cli.train(
+        [str(ROOT / "configs/gpt_stdlib.yaml"), *options, "mesh.data=1", f"policy={policy}", f"out={out}"]
+      )
+      == 0
+    )
+    losses[name] = json.loads((out / "summary.json").read_text())
+  base = losses["fp32"]["eval_loss"]
+  assert {name: abs(s["eval_loss"] / base - 1) < 0.01 for name, s in losses.items()} == dict.fromkeys(
+    losses, True
+  )
+  assert losses["fp16 from 2^24"]["skipped_steps"] > 2
