@@ -51,7 +51,8 @@ def cast_floating(tree: T, dtype: Any) -> T:
     return nnx.merge(graphdef, cast_floating(state, dtype))
 
   def cast(leaf: Any) -> Any:
-    if getattr(leaf, "dtype", None) not in _CASTABLE or leaf.dtype == dtype:
+    # `None == np.dtype("float64")` holds in NumPy, so a leaf without a dtype is asked for first.
+    if not hasattr(leaf, "dtype") or leaf.dtype not in _CASTABLE or leaf.dtype == dtype:
       return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
       return leaf.update(dtype=dtype)

@@ -139,8 +139,7 @@ class Policy(jmp.Policy):
       object.__setattr__(self, "loss_scaling", _parse_loss_scaling(self.loss_scaling))
     if isinstance(self.fp8, Mapping):
       object.__setattr__(self, "fp8", tuple(sorted(self.fp8.items())))
-    pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
-    object.__setattr__(self, "overrides", tuple(_parse_override(*pair) for pair in pairs))
+    object.__setattr__(self, "overrides", _parse_overrides(self.overrides))
 
   def cast_to_param(self, x: T) -> T:
     """Casts the floating leaves of a tree to `param_dtype`."""
@@ -169,8 +168,11 @@ class Policy(jmp.Policy):
         value = value.name
       elif isinstance(value, LossScaling):
         value = dataclasses.asdict(value)
-      elif field.name in ("fp8", "overrides"):
+      elif field.name == "fp8":
         value = dict(value)
+      elif field.name == "overrides":
+        # A list: the first match wins, and writers of YAML sort the keys of a mapping.
+        value = [list(pair) for pair in value]
       out[field.name] = value
     return out
 
@@ -326,13 +328,19 @@ def _parse_loss_scaling(spec: Any) -> LossScaling | None:
     ) from error
 
 
-def _parse_override(pattern: Any, policy: Any) -> tuple[str, str]:
-  try:
-    re.compile(pattern)
-  except (re.error, TypeError) as error:
-    raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
-  get_policy(policy)
-  return pattern, str(policy)
+def _parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
+  pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
+  if not isinstance(pairs, (list, tuple)) or not all(
+    isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs
+  ):
+    raise ValueError(f"overrides={spec!r}: expected a mapping from regular expressions to policies")
+  for pattern, policy in pairs:
+    try:
+      re.compile(pattern)
+    except (re.error, TypeError) as error:
+      raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
+    get_policy(policy)
+  return tuple((pattern, str(policy)) for pattern, policy in pairs)
 
 
 def _number(name: str, value: Any) -> float:

@@ -24,6 +24,7 @@ from mpjax.policy import Policy, cast_floating, get_policy, matmul_precision
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
+_METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
 
 
 @functools.partial(
@@ -301,12 +302,13 @@ class TrainStep:
     loss, metrics, returned = _unpack(out, takes_state="model_state" in self._keywords)
     if returned is not None:
       model_state = returned
-    loss, metrics = self.policy.cast_to_output((loss, metrics))
-    model_state = jax.tree.map(lambda new, old: new.astype(old.dtype), model_state, state.model_state)
     scaled = loss.astype(jnp.float32)
     if _scaler(state.opt_state) is not None:
       scaled = scale_loss(loss, state.opt_state)
-    return scaled, (loss.astype(jnp.float32), metrics, model_state)
+    # What is reported is in the output dtype; what is differentiated has not gone through it, since the
+    # scale itself may not fit there (2**16 in float16).
+    loss, metrics = self.policy.cast_to_output((loss, metrics))
+    return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
 
 
 def _with_policy(
@@ -382,6 +384,11 @@ def _unpack(out: Any, takes_state: bool) -> tuple[jax.Array, Metrics, Any]:
     raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")
   if not isinstance(metrics, dict):
     raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
+  taken = _METRICS & metrics.keys()
+  if taken:
+    raise ValueError(
+      f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
+    )
   return loss, dict(metrics), model_state
 
 
@@ -393,12 +400,10 @@ def _split_batch(n: int, x: jax.Array) -> jax.Array:
 
 
 def _over_micro_batches(x: jax.Array) -> jax.Array:
-  return (
-    x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean(0)
-    if jnp.issubdtype(x.dtype, jnp.floating)
-    else x.sum(0)
-  )
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    return x.sum(0)
+  return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _cast_like(grads: Any, params: Any) -> Any:
-  return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+def _cast_like(new: Any, old: Any) -> Any:
+  return jax.tree.map(lambda n, o: n if n.dtype == o.dtype else n.astype(o.dtype), new, old)

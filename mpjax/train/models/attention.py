@@ -56,6 +56,7 @@ def require_implementation(implementation: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+  # Not by jax.nn.dot_product_attention: in float16 its products ask for an algorithm that CPUs refuse.
   probs = _probabilities(q, k, causal)
   return _dot("BNTS,BSNH->BTNH", probs.astype(q.dtype), v).astype(q.dtype)
 
@@ -69,7 +70,7 @@ def _forward(
 def _backward(
   causal: bool, residuals: tuple[jax.Array, ...], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  # Without the barrier XLA sees the forward's probabilities in these and keeps those in memory instead.
+  # Without the barrier XLA may find the forward's probabilities equal to these and keep them in memory.
   q, k, v, d_out = jax.lax.optimization_barrier((*residuals, d_out))
   probs = _probabilities(q, k, causal)
   d_probs = _dot("BTNH,BSNH->BNTS", d_out, v)
