@@ -1,0 +1,341 @@
+"""`make_train_step`: parameter trees, linen with BatchNorm, nnx; accumulation, skips, and what it refuses."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype(np.float32)
+Y = (X @ np.arange(1, 5, dtype=np.float32) + 1)[:, None]
+BATCH = {"x": X, "y": Y}
+PARAMS = {"w": jnp.zeros((4, 1)), "b": jnp.zeros(1)}
+# At its usual 2**16 the first steps of these problems overflow, which is not what every test is about.
+FP16 = {"base": "fp16", "loss_scaling": {"init_scale": 256.0}}
+
+
+def loss_fn(params, batch):
+  error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+  return (error.astype(jnp.float32) ** 2).mean()
+
+
+def train(step, state, steps, batch=BATCH):
+  for _ in range(steps):
+    state, metrics = step(state, batch)
+  return state, metrics
+
+
+@pytest.mark.parametrize("policy", ["fp32", "tf32", "bf16", "fp16", "bf16_pure", "auto", "p=f32,c=f16,o=f16"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_policy_learns_and_keeps_its_dtypes(policy, accumulate):
+  step = mpjax.make_train_step(loss_fn, optax.adam(0.3), policy, accumulate=accumulate)
+  state = step.init(PARAMS)
+  first = float(step(step.init(PARAMS), BATCH)[1]["loss"])
+  state, metrics = train(step, state, 100)
+  assert float(metrics["loss"]) < first / 50
+  assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {step.policy.param_dtype}
+  assert metrics["loss"].dtype == jnp.float32
+  assert step.jitted._cache_size() == 1
+  assert int(state.step) == 100
+  assert jax.tree.leaves(PARAMS)[0].is_deleted() is False  # donation took copies
+
+
+def test_a_float32_step_is_plain_optax_bit_for_bit():
+  tx = optax.adamw(0.1)
+  step = mpjax.make_train_step(loss_fn, tx, "fp32")
+
+  @jax.jit
+  def plain(params, state):
+    grads = jax.grad(loss_fn)(params, BATCH)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, opt_state, state = PARAMS, tx.init(PARAMS), step.init(PARAMS)
+  for _ in range(5):
+    params, opt_state = plain(params, opt_state)
+    state, metrics = step(state, BATCH)
+  jax.tree.map(np.testing.assert_array_equal, (params, opt_state), (state.params, state.opt_state))
+  assert metrics.keys() == {"loss"}
+
+
+def test_the_loss_sees_the_compute_dtype_once_and_gradients_come_back_in_the_master_dtype():
+  seen = []
+
+  def loss(params, batch):
+    seen.append((params["w"].dtype, batch["x"].dtype, batch["n"].dtype))
+    return (params["w"] * batch["x"][0, 0]).sum()
+
+  update_dtypes = []
+
+  def update(grads, state, params=None):
+    update_dtypes.append(grads["w"].dtype)
+    return grads, state
+
+  tx = optax.GradientTransformation(lambda params: (), update)
+  step = mpjax.make_train_step(loss, tx, "bf16")
+  step(step.init(PARAMS), {"x": X, "n": np.arange(3)})
+  assert seen == [(jnp.bfloat16, jnp.bfloat16, jnp.int32)]
+  assert set(update_dtypes) == {np.dtype("float32")}
+  uncast = mpjax.make_train_step(loss, tx, "bf16", cast_batch=False)
+  uncast(uncast.init(PARAMS), {"x": X, "n": np.arange(3)})
+  assert seen[-1][1] == jnp.float32
+
+
+def test_accumulation_equals_the_whole_batch():
+  results = []
+  for accumulate in (1, 2, 8):
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.05), "fp32", accumulate=accumulate)
+    state, metrics = train(step, step.init(PARAMS), 3)
+    results.append((state.params, metrics["loss"]))
+  for other in results[1:]:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results[0], other)
+
+
+def test_accumulation_sums_in_float32():
+  # In bfloat16 a sum of ones stalls at 256.
+  def loss(params, batch):
+    return (params["w"].sum() * batch["x"]).sum()
+
+  step = mpjax.make_train_step(loss, optax.sgd(1.0), "bf16", accumulate=1024)
+  state, _ = step(step.init({"w": jnp.zeros(1)}), {"x": np.ones((1024, 1), np.float32)})
+  np.testing.assert_allclose(state.params["w"], -1.0)
+
+
+@pytest.mark.parametrize("policy", [FP16, "bf16"])
+def test_one_non_finite_micro_batch_skips_the_whole_step(policy):
+  step = mpjax.make_train_step(loss_fn, optax.adam(0.1), policy, accumulate=4, skip_nonfinite=True)
+  state, _ = step(step.init(PARAMS), BATCH)
+  before = jax.tree.map(np.asarray, (state.params, mpjax.get_loss_scale(state.opt_state).inner_state))
+  x = X.copy()
+  x[5, 2] = np.nan
+  state, metrics = step(state, BATCH | {"x": x})
+  jax.tree.map(
+    np.testing.assert_array_equal, before, (state.params, mpjax.get_loss_scale(state.opt_state).inner_state)
+  )
+  assert not metrics["grads_finite"]
+  assert (int(metrics["skipped_steps"]), int(metrics["consecutive_skips"])) == (1, 1)
+  assert int(state.step) == 2
+
+
+def test_metrics_report_the_scale_that_was_used_and_the_unscaled_loss():
+  policy = {"base": "fp16", "loss_scaling": {"init_scale": 2.0**24}}
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.01), policy)
+  state, metrics = step(step.init(PARAMS), BATCH)
+  assert float(metrics["loss_scale"]) == 2.0**24
+  assert not metrics["grads_finite"]
+  np.testing.assert_allclose(metrics["loss"], loss_fn(PARAMS, BATCH), rtol=2e-3)
+  _, metrics = step(state, BATCH)
+  assert float(metrics["loss_scale"]) == 2.0**23
+
+
+def test_metrics_of_the_user_are_averaged_or_summed_over_micro_batches():
+  def loss(params, batch):
+    return loss_fn(params, batch), {"mean": batch["y"].mean(), "rows": jnp.asarray(batch["x"].shape[0])}
+
+  step = mpjax.make_train_step(loss, optax.sgd(0.01), "fp32", accumulate=4)
+  _, metrics = step(step.init(PARAMS), BATCH)
+  np.testing.assert_allclose(metrics["mean"], Y.mean(), rtol=1e-5)
+  assert int(metrics["rows"]) == 16
+
+
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x))
+    return nn.Dense(1)(nn.relu(x))
+
+
+def linen_loss(params, batch, model_state):
+  out, model_state = Net().apply({"params": params, **model_state}, batch["x"], True, mutable=["batch_stats"])
+  return ((out - batch["y"]).astype(jnp.float32) ** 2).mean(), {}, model_state
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", FP16])
+def test_linen_statistics_stay_float32_and_are_not_updated_on_a_skip(policy):
+  variables = Net().init(jax.random.key(0), X, False)
+  stats = {"batch_stats": variables["batch_stats"]}
+  step = mpjax.make_train_step(linen_loss, optax.adam(0.1), policy, skip_nonfinite=True)
+  state = step.init(variables["params"], model_state=stats)
+  state, first = step(state, BATCH)
+  moved = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+  assert (moved != 0).any()
+  assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model_state)} == {"float32"}
+  state, metrics = step(state, BATCH | {"x": X * np.nan})
+  assert not metrics["grads_finite"]
+  np.testing.assert_array_equal(state.model_state["batch_stats"]["BatchNorm_0"]["mean"], moved)
+  state, last = train(step, state, 40)
+  assert float(last["loss"]) < float(first["loss"]) / 5
+  assert step.jitted._cache_size() == 1
+
+
+class Model(nnx.Module):
+  def __init__(self, rngs):
+    self.inner = nnx.Linear(4, 8, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.drop = nnx.Dropout(0.1, rngs=rngs)
+    self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+    self.out = nnx.Linear(8, 1, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.drop(nnx.relu(self.norm(self.inner(x))))
+    for block in self.blocks:
+      x = x + block(x)
+    return self.out(x)
+
+
+def nnx_loss(model, batch):
+  return ((model(batch["x"]) - batch["y"]).astype(jnp.float32) ** 2).mean()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_nnx_modules_train_as_a_state_and_in_place_alike(policy):
+  step = mpjax.make_train_step(nnx_loss, optax.adam(0.02), policy, skip_nonfinite=True)
+  state = step.init(Model(nnx.Rngs(0)))
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
+  first = None
+  for _ in range(30):
+    state, metrics = step(state, BATCH)
+    in_place = step(model, optimizer, BATCH)
+    first = float(metrics["loss"]) if first is None else first
+    np.testing.assert_allclose(metrics["loss"], in_place["loss"], rtol=1e-3)
+  assert float(metrics["loss"]) < first / 3
+  np.testing.assert_allclose(state.model.inner.kernel[...], model.inner.kernel[...], rtol=1e-2, atol=1e-3)
+  assert model.norm.mean.dtype == jnp.float32
+  assert (model.norm.mean[...] != 0).any()
+  assert int(optimizer.step[...]) == 30
+  assert int(mpjax.get_loss_scale(optimizer).good_steps) == 30 - int(in_place["skipped_steps"])
+  assert step.jitted._cache_size() == 2  # one trace for each way in
+
+
+def test_nnx_statistics_are_not_updated_on_a_skip():
+  step = mpjax.make_train_step(nnx_loss, optax.adam(0.02), "fp16")
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
+  before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
+  metrics = step(model, optimizer, BATCH | {"x": X * np.inf})
+  assert not metrics["grads_finite"]
+  jax.tree.map(
+    np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+  )
+
+
+def test_keys_differ_by_step_and_micro_batch_and_repeat_with_the_seed():
+  def loss(params, batch, rng):
+    return loss_fn(params, batch), {"draw": jax.random.uniform(rng) * 1e6}
+
+  def draws(accumulate, seed):
+    step = mpjax.make_train_step(loss, optax.sgd(0.0), "fp32", accumulate=accumulate)
+    state = step.init(PARAMS, rng=jax.random.key(seed))
+    out = []
+    for _ in range(3):
+      state, metrics = step(state, BATCH)
+      out.append(float(metrics["draw"]))
+    return out
+
+  assert len(set(draws(1, 0))) == 3
+  assert draws(1, 0) == draws(1, 0) != draws(1, 1)
+  assert draws(2, 0) != draws(1, 0)
+
+
+def test_matmul_precision_is_the_policys_or_the_callers():
+  def precisions(policy):
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), policy)
+    return str(jax.make_jaxpr(step.jitted)(step.init(PARAMS), BATCH))
+
+  assert "HIGH" in precisions("tf32") or "TF32" in precisions("tf32").upper()
+  with jax.default_matmul_precision("highest"):
+    assert "HIGHEST" in precisions("fp32")
+  assert "HIGHEST" not in precisions("fp32")
+
+
+def test_bfloat16_parameters_get_float32_optimizer_state():
+  step = mpjax.make_train_step(loss_fn, optax.adam(0.1), "bf16_pure")
+  state = step.init(PARAMS)
+  assert state.params["w"].dtype == jnp.bfloat16
+  assert state.opt_state[0].nu["w"].dtype == jnp.float32
+
+
+def test_gradients_are_shown_unscaled_and_nothing_changes():
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), FP16, accumulate=2)
+  state = step.init(PARAMS)
+  loss, grads = step.gradients(state, BATCH)
+  expected = jax.grad(loss_fn)(PARAMS, BATCH)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2), grads, expected)
+  np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCH), rtol=5e-3)
+  assert not state.params["w"].is_deleted()
+
+
+def test_without_donation_the_old_state_lives_on():
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32", donate=False)
+  state = step.init(PARAMS)
+  step(state, BATCH)
+  assert not state.params["w"].is_deleted()
+
+
+def test_a_scale_of_the_users_own_is_used():
+  tx = optax.chain(mpjax.dynamic_loss_scale(optax.sgd(0.01), init_scale=64.0))
+  step = mpjax.make_train_step(loss_fn, tx, {"base": "fp16", "loss_scaling": None})
+  _, metrics = step(step.init(PARAMS), BATCH)
+  assert float(metrics["loss_scale"]) == 64
+
+
+@pytest.mark.parametrize(
+  ("policy", "word"),
+  [
+    ("fp8", "fp8"),
+    ({"base": "bf16", "overrides": {"head": "fp32"}}, "overrides"),
+    ({"base": "bf16", "reduce_dtype": "float32"}, "reduce_dtype"),
+    ({"base": "bf16", "accum_dtype": "float32"}, "accum_dtype"),
+    ({"base": "bf16", "optimizer_dtype": "bfloat16"}, "optimizer_dtype"),
+    ("fp61", "fp61"),
+  ],
+)
+def test_what_a_policy_asks_for_is_done_or_refused(policy, word):
+  with pytest.raises(ValueError, match=word):
+    mpjax.make_train_step(loss_fn, optax.sgd(0.1), policy)
+
+
+def scaled_sgd():
+  return mpjax.dynamic_loss_scale(optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+  ("act", "words"),
+  [
+    (lambda: mpjax.make_train_step(loss_fn, scaled_sgd(), "fp16").init(PARAMS), ["two loss scales"]),
+    (lambda: mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32", accumulate=0), ["accumulate=0"]),
+    (lambda: run(loss_fn, accumulate=3), ["16 rows", "accumulate=3"]),
+    (lambda: run(lambda p, b: p["w"]), ["floating scalar", "[4, 1]"]),
+    (lambda: run(lambda p, b: jnp.int32(1)), ["int32"]),
+    (lambda: run(lambda p, b: (loss_fn(p, b), {}, {})), ["3 value(s)", "(loss, metrics)"]),
+    (lambda: run(lambda p, b: (loss_fn(p, b), 1.0)), ["metrics", "dict"]),
+    (lambda: run(lambda p, b: (loss_fn(p, b), {"loss": 1.0})), ["'loss'", "rename"]),
+    (lambda: run(lambda p, b, rng: loss_fn(p, b)), ["'rng'", "init"]),
+    (lambda: run(loss_fn, rng=jax.random.key(0)), ["does not take 'rng'"]),
+    (lambda: run(loss_fn, model_state={"a": jnp.ones(1)}), ["does not take 'model_state'"]),
+    (lambda: run(lambda p, b, model_state: loss_fn(p, b), model_state={}), ["1 value(s)", "model_state"]),
+    (lambda: in_place("bf16_pure", lambda step: step.tx), ["float32 parameters", "bfloat16"]),
+    (lambda: in_place("fp32", lambda step: optax.sgd(0.1)), ["step.tx"]),
+  ],
+)
+def test_misuse_is_named(act, words):
+  with pytest.raises(ValueError) as error:
+    act()
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def run(loss, accumulate=1, **init):
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", accumulate=accumulate)
+  return step(step.init(PARAMS, **init), BATCH)
+
+
+def in_place(policy, tx):
+  step = mpjax.make_train_step(nnx_loss, optax.sgd(0.1), policy)
+  model = Model(nnx.Rngs(0))
+  step(model, nnx.Optimizer(model, tx(step), wrt=nnx.Param), BATCH)
