@@ -1,0 +1,310 @@
+"""Datasets: what is read, how it is split, the order of batches, exact resume, and bad data."""
+
+import json
+import subprocess
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpjax.train.data import DataError, load_data
+
+DEFAULTS = {
+  "batch_size": 4,
+  "path": None,
+  "seq_len": 8,
+  "valid_fraction": 0.25,
+  "eval_batches": None,
+  "workers": 0,
+  "name": None,
+  "text_column": None,
+  "image_column": None,
+  "label_column": None,
+  "train_split": "train",
+  "eval_split": None,
+}
+
+
+def load(kind, seed=0, **options):
+  return load_data(SimpleNamespace(kind=kind, **(DEFAULTS | options)), seed=seed)
+
+
+def take(iterator, count):
+  return [next(iterator) for _ in range(count)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+  """Twenty files, two of them not text or hidden, with every byte telling of its file."""
+  for i in range(20):
+    file = tmp_path / "corpus" / f"part{i % 3}" / f"{i}.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(bytes([65 + i]) * 50)
+  (tmp_path / "corpus" / "image.bin").write_bytes(b"\0\1\2" * 50)
+  (tmp_path / "corpus" / ".hidden.txt").write_bytes(b"~" * 50)
+  return tmp_path / "corpus"
+
+
+def letters(data, split):
+  rows = getattr(data, f"{split}_row")
+  examples = getattr(data.info, f"{split}_examples")
+  return {byte for i in range(examples) for byte in rows(i)["tokens"].tolist()} - {0}
+
+
+def test_text_is_split_by_file(corpus):
+  data = load("text", path=str(corpus))
+  train, held_out = letters(data, "train"), letters(data, "eval")
+  assert train.isdisjoint(held_out)
+  assert len(held_out) == 5
+  assert train | held_out <= set(range(65, 85))
+  assert data.info.vocab_size == 256
+
+
+@pytest.mark.parametrize("how", ["folder", "glob", "list"])
+def test_files_are_named_by_folder_glob_or_list(corpus, how):
+  path = {
+    "folder": str(corpus),
+    "glob": f"{corpus}/**/*.txt",
+    "list": [str(corpus / f"part{i}") for i in range(3)],
+  }[how]
+  data = load("text", path=path)
+  assert len(letters(data, "train") | letters(data, "eval")) >= 18
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.binary(min_size=60, max_size=300), seq_len=st.integers(1, 12))
+def test_every_window_lies_where_it_should(tmp_path_factory, text, seq_len):
+  file = tmp_path_factory.mktemp("text") / "a.txt"
+  file.write_bytes(b"x" + text.replace(b"\0", b" "))
+  content = np.frombuffer(file.read_bytes(), np.uint8)
+  data = load("text", path=str(file), seq_len=seq_len, batch_size=1, valid_fraction=0.25)
+  cut = len(content) - round(len(content) * 0.25)
+  for split, part in (("train", content[:cut]), ("eval", content[cut:])):
+    count = getattr(data.info, f"{split}_examples")
+    assert count == (len(part) - 1) // seq_len
+    for i in range(count):
+      row = getattr(data, f"{split}_row")(i)["tokens"]
+      np.testing.assert_array_equal(row, part[i * seq_len : (i + 1) * seq_len + 1])
+
+
+def test_the_standard_library_is_there_without_a_download():
+  data = load("stdlib", seq_len=128, batch_size=16, valid_fraction=0.05, eval_batches=3)
+  assert data.info.train_examples * 128 > 5e6
+  assert 0.005 < data.info.eval_examples / data.info.train_examples < 0.2
+  batch = next(data.train())["tokens"]
+  assert (batch.shape, batch.dtype) == ((16, 129), np.int32)
+  assert len(list(data.eval())) == 3
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order(corpus):
+  data = load("text", path=str(corpus), batch_size=4)
+  per_epoch = data.info.train_examples // 4
+  batches = [b["tokens"].tobytes() for b in take(data.train(), 2 * per_epoch)]
+  first, second = batches[:per_epoch], batches[per_epoch:]
+  assert first != second
+  rows = sorted(b["tokens"][i].tobytes() for b in take(data.train(), per_epoch) for i in range(4))
+  every = sorted(data.train_row(i)["tokens"].tobytes() for i in range(data.info.train_examples))
+  missing = list(every)
+  for row in rows:
+    missing.remove(row)
+  assert len(missing) == data.info.train_examples % 4
+
+
+def test_the_seed_changes_the_order_and_not_the_split(corpus):
+  one, same, other = (load("text", path=str(corpus), seed=seed) for seed in (0, 0, 1))
+  batches = [np.stack([b["tokens"] for b in take(data.train(), 5)]) for data in (one, same, other)]
+  np.testing.assert_array_equal(batches[0], batches[1])
+  assert (batches[0] != batches[2]).any()
+  assert letters(one, "eval") == letters(other, "eval")
+  assert one.info == other.info
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("consumed", [0, 1, 7, 40])
+def test_an_iterator_continues_from_its_state(corpus, consumed, workers):
+  spec = {"path": str(corpus), "workers": workers}
+  whole = load("text", **spec).train()
+  take(whole, consumed)
+  state = json.loads(json.dumps(whole.get_state()))
+  expected = take(whole, 30)
+  resumed = load("text", **spec).train()
+  resumed.set_state(state)
+  for a, b in zip(expected, take(resumed, 30), strict=True):
+    np.testing.assert_array_equal(a["tokens"], b["tokens"])
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(corpus, tmp_path):
+  before = load("text", path=str(corpus)).info.fingerprint
+  assert load("text", path=str(corpus), seq_len=9).info.fingerprint != before
+  corpus.rename(tmp_path / "elsewhere")
+  assert load("text", path=str(tmp_path / "elsewhere")).info.fingerprint == before
+  file = tmp_path / "elsewhere" / "part0" / "0.txt"
+  file.write_bytes(b"B" + file.read_bytes()[1:])
+  assert load("text", path=str(tmp_path / "elsewhere")).info.fingerprint != before
+
+
+def test_the_fingerprint_is_the_same_in_another_process(corpus):
+  code = f"""
+from types import SimpleNamespace
+from mpjax.train.data import load_data
+print(load_data(SimpleNamespace(kind="text", **{DEFAULTS | {"path": str(corpus)}!r}), seed=0).info.fingerprint)
+"""
+  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+  assert out.strip() == load("text", path=str(corpus)).info.fingerprint
+
+
+def test_digits_are_standardised_and_split_the_same_way_always():
+  one, other = load("digits", batch_size=64), load("digits", batch_size=64, seed=5)
+  assert one.info.image_shape == (8, 8, 1)
+  assert one.info.num_classes == 10
+  assert one.info.train_examples + one.info.eval_examples == 1797
+  images = np.stack([one.train_row(i)["images"] for i in range(one.info.train_examples)])
+  np.testing.assert_allclose([images.mean(), images.std()], [0, 1], atol=1e-3)
+  batch = next(one.train())
+  assert (batch["images"].dtype, batch["labels"].dtype) == (np.float32, np.int32)
+  for a, b in zip(one.eval(), other.eval(), strict=True):
+    np.testing.assert_array_equal(a["images"], b["images"])
+
+
+def save(tmp_path, **arrays):
+  path = tmp_path / "data.npz"
+  np.savez(path, **arrays)
+  return str(path)
+
+
+IMAGES = np.random.default_rng(0).integers(0, 255, (40, 6, 6), dtype=np.uint8)
+LABELS = np.arange(40) % 3
+
+
+@pytest.mark.parametrize("channels", [None, 1, 3])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_arrays_of_the_users_own(tmp_path, channels, dtype):
+  images = IMAGES if channels is None else np.repeat(IMAGES[..., None], channels, -1)
+  data = load("npz", path=save(tmp_path, images=images.astype(dtype), labels=LABELS))
+  assert data.info.image_shape == (6, 6, channels or 1)
+  assert data.info.num_classes == 3
+  assert (data.info.train_examples, data.info.eval_examples) == (30, 10)
+  assert next(data.train())["images"].shape == (4, 6, 6, channels or 1)
+
+
+def test_arrays_with_an_evaluation_split_of_their_own(tmp_path):
+  path = save(tmp_path, images=IMAGES, labels=LABELS, eval_images=IMAGES[:8] + 1, eval_labels=LABELS[:8])
+  data = load("npz", path=path)
+  assert (data.info.train_examples, data.info.eval_examples) == (40, 8)
+
+
+def with_value(value, index=(3, 2, 1)):
+  images = IMAGES.astype(np.float64)
+  images[index] = value
+  return images
+
+
+@pytest.mark.parametrize(
+  ("arrays", "words"),
+  [
+    ({"images": with_value(np.nan), "labels": LABELS}, ["images", "1 values", "[3, 2, 1]"]),
+    ({"images": with_value(np.inf), "labels": LABELS}, ["images", "infinite"]),
+    ({"images": with_value(1e300), "labels": LABELS}, ["images", "infinite"]),  # not in float32
+    ({"images": IMAGES}, ["'labels'", "images"]),
+    ({"pictures": IMAGES, "labels": LABELS}, ["'images'", "pictures"]),
+    ({"images": IMAGES[0], "labels": LABELS}, ["[6, 6]", "[N, H, W]"]),
+    ({"images": IMAGES, "labels": LABELS[:7]}, ["40", "7"]),
+    ({"images": IMAGES, "labels": LABELS.astype(float)}, ["labels", "float64", "integers"]),
+    ({"images": IMAGES, "labels": LABELS - 1}, ["negative", "first at 0"]),
+    ({"images": IMAGES, "labels": LABELS, "eval_images": IMAGES}, ["'eval_labels'"]),
+    (
+      {"images": IMAGES, "labels": LABELS, "eval_images": IMAGES[:, :5], "eval_labels": LABELS},
+      ["eval_images", "(5, 6)", "(6, 6)"],
+    ),
+    ({"images": np.asarray(["a"] * 40), "labels": LABELS}, ["images", "[40]"]),
+  ],
+)
+def test_unfit_arrays_are_named(tmp_path, arrays, words):
+  with pytest.raises(DataError) as error:
+    load("npz", path=save(tmp_path, **arrays))
+  assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+  ("kind", "options", "words"),
+  [
+    ("stdlb", {}, ["stdlb", "did you mean 'stdlib'"]),
+    ("text", {}, ["data.path", "missing"]),
+    ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
+    ("text", {"path": "/no/such/*.txt"}, ["/no/such/*.txt"]),
+    ("text", {"path": "EMPTY"}, ["no text files"]),
+    ("text", {"path": "CORPUS", "seq_len": 10_000}, ["seq_len=10000", "bytes"]),
+    ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
+    ("npz", {}, ["data.path"]),
+    ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
+    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz"]),
+    ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),
+  ],
+)
+def test_what_cannot_be_read_is_named(corpus, tmp_path, kind, options, words, monkeypatch):
+  monkeypatch.setitem(sys.modules, "datasets", None)
+  (tmp_path / "empty").mkdir()
+  if isinstance(options.get("path"), str):
+    path = options["path"].replace("CORPUS", str(corpus)).replace("EMPTY", str(tmp_path / "empty"))
+    options = options | {"path": path}
+  with pytest.raises(DataError) as error:
+    load(kind, **options)
+  assert "\n" not in str(error.value)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+class FakeSplit:
+  """The part of a `datasets.Dataset` that is used: columns by name."""
+
+  def __init__(self, **columns):
+    self.columns = columns
+    self.column_names = list(columns)
+
+  def __getitem__(self, name):
+    return self.columns[name]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+  """A stand-in for the `datasets` package with two datasets on its hub."""
+  texts = FakeSplit(text=[chr(65 + i) * 40 for i in range(12)])
+  held_out = FakeSplit(text=[chr(97 + i) * 40 for i in range(3)])
+  images = FakeSplit(image=list(IMAGES), label=LABELS.tolist())
+
+  def load_dataset(name):
+    if name not in ("texts", "images"):
+      raise ConnectionError(f"no {name}\non the hub")
+    return {"texts": {"train": texts, "test": held_out}, "images": {"train": images}}[name]
+
+  module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: texts)
+  monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_hub_text_and_images(hub, tmp_path):
+  data = load("huggingface", name="texts", text_column="text", eval_split="test")
+  assert letters(data, "eval") == set(b"abc")
+  assert letters(data, "train") == set(range(65, 77))
+  assert letters(load("huggingface", path=str(tmp_path), text_column="text"), "train") < set(range(65, 77))
+  data = load("huggingface", name="images", image_column="image", label_column="label")
+  assert (data.info.image_shape, data.info.num_classes, data.info.eval_examples) == ((6, 6, 1), 3, 10)
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ({"name": "nothing", "text_column": "text"}, ["nothing", "hub"]),
+    ({"name": "texts", "text_column": "body"}, ["'body'", "text"]),
+    ({"name": "texts", "text_column": "text", "train_split": "all"}, ["'all'", "train, test"]),
+    ({"name": "texts"}, ["data.text_column"]),
+    ({}, ["data.path", "data.name"]),
+  ],
+)
+def test_unfit_hub_datasets_are_named(hub, options, words):
+  with pytest.raises(DataError) as error:
+    load("huggingface", **options)
+  assert "\n" not in str(error.value)
+  assert all(word in str(error.value) for word in words), error.value
