@@ -1,0 +1,78 @@
+"""The package as it is shipped: the wheel, the version, the README."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_presets_and_the_type_marker(tmp_path):
+  build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+  subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+  (wheel,) = tmp_path.glob("*.whl")
+  assert wheel.name.startswith(f"mpjax-{mpjax.__version__}-")
+  names = zipfile.ZipFile(wheel).namelist()
+  assert "mpjax/py.typed" in names
+  assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+  zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+  # Away from the checkout, the presets can only come from the wheel.
+  code = "import mpjax; print(mpjax.__file__, [str(mpjax.get_policy(n)) for n in mpjax.policy.presets()])"
+  environment = {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu", "PATH": ""}
+  out = subprocess.run(
+    [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+  )
+  assert str(tmp_path / "site") in out.stdout
+  assert out.stdout.count("params=") == 7
+
+
+def test_the_changelog_has_the_version():
+  assert f"## {mpjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_public_names_exist_and_are_documented():
+  for name in mpjax.__all__:
+    assert getattr(mpjax, name).__doc__, name
+
+
+def test_the_python_of_the_readme_runs():
+  text = (ROOT / "README.md").read_text()
+  first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  batch = {"x": np.ones((4, 2), np.float32)}
+  names = {
+    "mpjax": mpjax,
+    "jax": jax,
+    "optax": optax,
+    "params": {"w": jnp.ones(2)},
+    "loss_fn": lambda params, batch: ((batch["x"] * params["w"]) ** 2).mean() / 8,
+    "batch": batch,
+  }
+  exec(first, names)
+  params, state = jax.jit(names["step"])(names["params"], names["opt_state"], batch)
+  assert (params["w"] != 1).all()
+  assert mpjax.get_loss_scale(state).grads_finite
+  exec(second, names)
+  assert names["metrics"]["grads_finite"]
+
+
+def test_the_readme_has_two_commands_first():
+  block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+  assert [line.split("#")[0].split() for line in block.splitlines()] == [
+    ["python3", "scripts/bootstrap.py", "train"],
+    ["python3", "scripts/bootstrap.py", "test"],
+  ]
+
+
+def test_continuous_integration_runs_the_second():
+  assert "python3 scripts/bootstrap.py test" in (ROOT / ".ci" / "run").read_text()
