@@ -55,7 +55,7 @@ def test_the_python_of_the_readme_runs():
     "jax": jax,
     "optax": optax,
     "params": {"w": jnp.ones(2)},
-    "loss_fn": lambda params, batch: ((batch["x"] * params["w"]) ** 2).mean() / 8,
+    "loss_fn": lambda params, batch: ((batch["x"] * params["w"]).astype(jnp.float32) ** 2).mean() / 8,
     "batch": batch,
   }
   exec(first, names)

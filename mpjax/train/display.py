@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,21 +72,24 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
   table.add_column(justify="right")
   for name, value in summary.items():
     if not isinstance(value, dict):
-      table.add_row(name.replace("_", " "), _size(value) if name.endswith("_bytes") else _number(value))
+      show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
+      table.add_row(name.removesuffix("_bytes").replace("_", " "), show(value))
   console.print(table)
   console.print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _number(value: Any) -> str:
-  if isinstance(value, float):
-    return f"{value:.4g}"
-  return "unknown" if value is None else str(value)
+  if value is None:
+    return "unknown"
+  return (
+    f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+  )
 
 
 def _power(scale: float) -> str:
   """A power of two as such: 2^16 is read faster than 65536."""
-  exponent = int(scale).bit_length() - 1
-  return f"2^{exponent}" if scale == 2.0**exponent else f"{scale:g}"
+  mantissa, exponent = math.frexp(scale)
+  return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _size(value: Any) -> str:
