@@ -117,7 +117,10 @@ def static_loss_scale(
   Raises:
     ValueError: if `scale` is not in range.
   """
-  config = LossScaling(kind="static", init_scale=scale)
+  try:
+    config = LossScaling(kind="static", init_scale=scale)
+  except ValueError as error:
+    raise ValueError(str(error).removeprefix("init_")) from error
   return _loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
 
 

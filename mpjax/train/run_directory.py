@@ -26,10 +26,13 @@ class RunDirectory:
     text = config.to_yaml()
     if self.path.exists():
       _require_same(self.path, text)
-    self.path.mkdir(parents=True, exist_ok=True)
-    self._lock = _lock(self.path / ".lock")
-    if not (self.path / "config.yaml").exists():
-      _write_atomically(self.path / "config.yaml", text)
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = _lock(self.path / ".lock")
+      if not (self.path / "config.yaml").exists():
+        _write_atomically(self.path / "config.yaml", text)
+    except OSError as error:
+      raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
 
   @property
   def checkpoints(self) -> pathlib.Path:

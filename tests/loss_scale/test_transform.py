@@ -411,5 +411,5 @@ def test_unfit_arguments_are_named_when_built(field, value):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 2.0**127, False])
 def test_unfit_static_scales_are_refused(scale):
-  with pytest.raises(ValueError, match="init_scale"):
+  with pytest.raises(ValueError, match=r"^scale="):
     mpjax.static_loss_scale(optax.sgd(0.1), scale)

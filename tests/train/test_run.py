@@ -116,6 +116,15 @@ def test_a_directory_of_another_config_is_refused_and_left_alone(finished, capsy
   assert before == ((out / "config.yaml").read_bytes(), (out / "metrics.jsonl").read_bytes())
 
 
+def test_an_out_that_cannot_be_a_directory_is_refused(tiny_gpt, tmp_path, capsys):
+  (tmp_path / "file").write_text("x")
+  for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here"):
+    assert cli.train([*tiny_gpt, f"out={out}"]) == 2
+    error = capsys.readouterr().err
+    assert f"out={out}" in error
+    assert error.count("\n") == 1
+
+
 def test_a_directory_with_other_things_in_it_is_refused(tiny_gpt, tmp_path, capsys):
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "thesis.tex").write_text("x")
