@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from mpjax.dtypes import did_you_mean
@@ -66,8 +68,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
       options.setdefault(mask, _matrices)
   try:
     optimizer = build(make_schedule(config, steps), **options)
+    jax.eval_shape(_trial_step(optimizer), {"w": jnp.ones((2, 2))})
   except (TypeError, ValueError) as error:
-    raise ConfigError(f"optimizer.options={config.options}: {error}") from error
+    raise ConfigError(f"optimizer.options={config.options}: {' '.join(str(error).split())}") from error
   return (
     optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
   )
@@ -90,6 +93,12 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   # The first step already moves: the ramp starts one step's share above zero.
   warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps - 1)
   return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:
+  """A step on small parameters: an option of the wrong type shows here, not in the training step."""
+  tx = optax.with_extra_args_support(optimizer)
+  return lambda params: tx.update(params, tx.init(params), params, value=jnp.ones(()))
 
 
 def _matrices(params: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
 from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
 from mpjax.train.data import DataInfo
@@ -53,6 +54,12 @@ def make_task(config: Config, info: DataInfo, policy: Policy) -> Task:
     raise ConfigError(
       f"model.kind={config.model.kind!r} does not take the {info.kind} of data.kind={config.data.kind!r}: "
       f"use model.kind {fits}"
+    )
+  attention = getattr(config.model, "attention", "auto")
+  if attention == "cudnn" and (platform(None) != "gpu" or policy.compute_dtype.itemsize != 2):
+    raise ConfigError(
+      f"model.attention=cudnn on {platform(None)} in {policy.compute_dtype.name}: the fused kernel needs an "
+      "NVIDIA GPU and a half-precision policy; use auto"
     )
   task: Task
   try:

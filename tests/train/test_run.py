@@ -256,6 +256,8 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
     (["model={kind: vit}"], ["vit", "tokens", "gpt"]),
     (["model.heads=3"], ["dim=32", "heads=3"]),
     (["optimizer.name=adamv"], ["adamv", "did you mean"]),
+    (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),
+    (["model.attention=cudnn", "policy=bf16"], ["model.attention=cudnn", "cpu", "auto"]),
   ],
 )
 def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_path, capsys, overrides, words):
