@@ -1,4 +1,4 @@
-"""The skip of a non-finite step, in the form that each platform compiles best."""
+"""The skip of a non-finite step: selects in the place where they cost least."""
 
 from __future__ import annotations
 
@@ -8,44 +8,80 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax import _compat
+
 
 def apply_if(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any) -> tuple[Any, Any]:
-  """`update()` where `finite`, else zero updates and `old_state`.
+  """`update()` where `finite`, else zero updates and `old_state`, by leaf-wise selects.
 
-  On GPU and TPU by leaf-wise selects, which fuse into the optimiser's loops, where a conditional breaks
-  fusion and buffer aliasing. On CPU, where selects do not fuse, by a conditional. The choice is made when
-  the program is lowered, so the same trace serves a compilation for another platform.
+  The value of a state leaf is selected where `update` defines it, so what `update` goes on to compute from
+  the new state reads the selected one. On a finite step the two are the same; on a skipped step all of it
+  is thrown away. Selected at the end instead, the new and the selected state would both have to be held
+  in memory, since the updates are computed from the first and the second is what is kept.
 
   Args:
     finite: bool[]; batched under `vmap`.
-    update: makes updates and state; the state's leaves have the dtypes of `old_state`.
+    update: makes updates and state; traced once.
     old_state: the state to keep on a skip.
+
+  Returns:
+    Updates, and the state in the dtypes of `old_state`.
+
+  Raises:
+    ValueError: if `update` changes the structure of the state.
   """
-  shapes = jax.eval_shape(update)
-  if any(_is_float0(leaf) for leaf in jax.tree.leaves(shapes)):
-    # A conditional cannot return float0 leaves.
-    return _select(finite, update, old_state)
-  return jax.lax.platform_dependent(
-    finite,
-    old_state,
-    cpu=lambda finite, old_state: _branch(finite, update, old_state, shapes[0]),
-    default=lambda finite, old_state: _select(finite, update, old_state),
-  )
+  outputs: list[Any] = []
+
+  def arrays() -> list[Any]:
+    updates, new_state = update()
+    outputs[:] = updates, keep_dtypes(new_state, old_state)
+    return [leaf for leaf in jax.tree.leaves(outputs) if _compat.is_array(leaf)]
+
+  closed = jax.make_jaxpr(arrays)()
+  updates, new_state = outputs
+  leaves = zip(jax.tree.leaves(new_state), jax.tree.leaves(old_state), strict=True)
+  old_arrays = [old for new, old in leaves if _compat.is_array(new)]
+  cut = len(closed.jaxpr.outvars) - len(old_arrays)
+  state_atoms = closed.jaxpr.outvars[cut:]
+  selected: dict[Any, Any] = {}
+  for atom, old in zip(state_atoms, old_arrays, strict=True):
+    # Not what `update` passes through; and of a value that it keeps twice only the first.
+    if _compat.is_variable(atom) and atom not in closed.jaxpr.constvars:
+      selected.setdefault(atom, old)
+
+  def at_definition(variable: Any, value: Any) -> Any:
+    return jnp.where(finite, value, selected[variable]) if variable in selected else value
+
+  values = _compat.eval_jaxpr(closed, at_definition)
+  zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
+  kept = [
+    value if _compat.is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
+    for atom, value, old in zip(state_atoms, values[cut:], old_arrays, strict=True)
+  ]
+  return _with_arrays(updates, zeroed), _with_arrays(new_state, kept)
 
 
-def _select(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any) -> tuple[Any, Any]:
-  updates, state = update()
-  keep = lambda new, old: old if _is_float0(new) else jnp.where(finite, new, old)
-  zero = lambda leaf: leaf if _is_float0(leaf) else jnp.where(finite, leaf, jnp.zeros_like(leaf))
-  return jax.tree.map(zero, updates), jax.tree.map(keep, state, old_state)
+def keep_dtypes(new_state: Any, old_state: Any) -> Any:
+  """`new_state` in the dtypes of `old_state`: widened gradients must not widen half-precision moments.
+
+  Raises:
+    ValueError: if the two differ in structure.
+  """
+  old_structure: Any = jax.tree.structure(old_state)
+  if jax.tree.structure(new_state) != old_structure:
+    raise ValueError(
+      f"the wrapped transform changed the structure of its state from {old_structure} "
+      f"to {jax.tree.structure(new_state)}"
+    )
+
+  def cast(new: Any, old: Any) -> Any:
+    same = not hasattr(old, "dtype") or jnp.asarray(new).dtype == old.dtype
+    return new if same else jnp.asarray(new).astype(old.dtype)
+
+  return jax.tree.map(cast, new_state, old_state)
 
 
-def _branch(
-  finite: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any, shapes: Any
-) -> tuple[Any, Any]:
-  zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-  return jax.lax.cond(finite, update, lambda: (zeros(), old_state))
-
-
-def _is_float0(leaf: Any) -> bool:
-  return getattr(leaf, "dtype", None) == jax.dtypes.float0
+def _with_arrays(tree: Any, values: list[Any]) -> Any:
+  """`tree` with its arrays replaced, in order; other leaves stay."""
+  remaining = iter(values)
+  return jax.tree.map(lambda leaf: next(remaining) if _compat.is_array(leaf) else leaf, tree)

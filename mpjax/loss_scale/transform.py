@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax.loss_scale.finite import all_finite, unscale
-from mpjax.loss_scale.skip import apply_if
+from mpjax.loss_scale.skip import apply_if, keep_dtypes
 from mpjax.policy import LossScaling
 
 
@@ -162,12 +162,12 @@ def _loss_scale(
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
-    def step() -> tuple[Any, Any]:
-      new_updates, new_state = inner.update(unscaled, state.inner_state, params, **extra_args)
-      # Widened gradients must not widen the state of half-precision parameters.
-      return new_updates, jax.tree.map(_cast_like, new_state, state.inner_state)
-
-    new_updates, new_inner_state = apply_if(finite, step, state.inner_state) if skip_nonfinite else step()
+    step = lambda: inner.update(unscaled, state.inner_state, params, **extra_args)
+    if skip_nonfinite:
+      new_updates, new_inner_state = apply_if(finite, step, state.inner_state)
+    else:
+      new_updates, new_inner_state = step()
+      new_inner_state = keep_dtypes(new_inner_state, state.inner_state)
     return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -196,12 +196,6 @@ def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> Lo
     grads_finite=finite,
     hysteresis_left=hysteresis_left,
   )
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-  if not hasattr(old, "dtype") or jnp.asarray(new).dtype == old.dtype:
-    return new
-  return jnp.asarray(new).astype(old.dtype)
 
 
 def _keep_power_of_two(config: LossScaling) -> LossScaling:

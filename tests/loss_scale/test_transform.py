@@ -367,21 +367,27 @@ def test_one_trace_ahead_of_time_compilation_and_no_host_transfer():
   assert len(traces) == 1
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_accelerators_get_selects_and_the_cpu_a_conditional(platform):
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_a_skip_is_selects_and_no_conditional(platform):
   tx = mpjax.dynamic_loss_scale(optax.adamw(0.1))
   state = tx.init(PARAMS)
-  step = jax.jit(tx.update)
+  text = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS).mlir_module()
+  assert "stablehlo.case" not in text
+  assert "stablehlo.if" not in text
 
-  def conditionals(platform):
-    return (
-      jax.export.export(step, platforms=[platform])(PARAMS, state, PARAMS)
-      .mlir_module()
-      .count("stablehlo.case")
-    )
 
-  # Two remain on every platform: the choice of the form itself, on a constant, with one branch.
-  assert (conditionals(platform), conditionals("cpu")) == (2, 3)
+def test_the_new_state_is_not_held_beside_the_kept_one():
+  # Adam's update is computed from its new moments: selected at the end, both would be in memory.
+  params = {"w": jnp.ones((512, 512))}
+  tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
+
+  def step(params, state, x):
+    grads = jax.grad(lambda p: mpjax.scale_loss(jnp.tanh(x @ p["w"]).sum(), state))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  memory = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 512))).compile()
+  assert memory.memory_analysis().temp_size_in_bytes < 1.5 * params["w"].nbytes
 
 
 def test_the_state_survives_a_trip_through_numpy():
@@ -413,3 +419,56 @@ def test_unfit_arguments_are_named_when_built(field, value):
 def test_unfit_static_scales_are_refused(scale):
   with pytest.raises(ValueError, match=r"^scale="):
     mpjax.static_loss_scale(optax.sgd(0.1), scale)
+
+
+def test_state_that_is_passed_on_swapped_or_kept_twice_is_still_kept():
+  """Whatever an inner transform does with the leaves of its state, a skip leaves them be."""
+
+  def update(grads, state, params=None):
+    a, b, *_ = state
+    same = a + grads
+    return same, (b, a, same, same, 3.0)
+
+  tx = mpjax.static_loss_scale(
+    optax.GradientTransformation(lambda p: tuple(map(jnp.float32, range(5))), update), 1.0
+  )
+  state = tx.init(None)
+  _, moved = jax.jit(tx.update)(jnp.float32(10), state)
+  assert [float(x) for x in moved.inner_state] == [1, 0, 10, 10, 3]
+  _, kept = jax.jit(tx.update)(jnp.float32(jnp.nan), moved)
+  assert [float(x) for x in kept.inner_state] == [1, 0, 10, 10, 3]
+
+
+def test_a_changed_structure_of_the_state_is_named():
+  tx = mpjax.static_loss_scale(
+    optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, (g,))), 1.0
+  )
+  with pytest.raises(ValueError, match="changed the structure of its state"):
+    tx.update(jnp.ones(()), tx.init(None))
+
+
+def test_collectives_inside_the_wrapped_transform():
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  mean = optax.stateless(lambda grads, params: jax.tree.map(lambda g: jax.lax.pmean(g, "d"), grads))
+  tx = mpjax.dynamic_loss_scale(optax.chain(mean, optax.trace(0.9)), init_scale=2.0, axis_name="d")
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec(), check_vma=False
+  )
+  def step(grads):
+    return tx.update(grads, tx.init(grads))[0]
+
+  np.testing.assert_allclose(step(jnp.arange(8.0)), [1.75])
+
+
+def test_updates_can_be_differentiated():
+  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0)
+
+  def after(grads):
+    updates, _ = tx.update({"g": grads * 4}, tx.init({"g": grads}))
+    return updates["g"].sum()
+
+  plain = lambda grads: optax.adam(0.1).update(grads, optax.adam(0.1).init(grads))[0].sum()
+  grads = jnp.asarray([1e-9, -2e-9])
+  np.testing.assert_allclose(jax.grad(after)(grads), jax.grad(plain)(grads), rtol=1e-4)
