@@ -42,8 +42,8 @@ def quality(report: dict[str, Any]) -> str:
   base = report["runs"]["fp32"]["eval_loss"]
   lines = ["| policy | bits per byte | eval loss | against fp32 | skipped steps |", "|---|---|---|---|---|"]
   lines += [
-    f"| {name} | {run['eval_bits_per_byte']:.3f} | {run['eval_loss']:.4f} | {run['eval_loss'] / base - 1:+.2%} | "
-    f"{run['skipped_steps']} of {run['steps']} |"
+    f"| {name} | {run['eval_bits_per_byte']:.3f} | {run['eval_loss']:.4f} | "
+    f"{run['eval_loss'] / base - 1:+.2%} | {run['skipped_steps']} of {run['steps']} |"
     for name, run in report["runs"].items()
   ]
   return "\n".join([*lines, "", provenance(report)])
