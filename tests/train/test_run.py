@@ -137,7 +137,7 @@ def test_a_directory_with_other_things_in_it_is_refused(tiny_gpt, tmp_path, caps
 INTERRUPTED = [
   OVERFLOWING,
   "train.accumulate=2",
-  "train.steps=200",
+  "train.steps=300",
   "train.eval_every=50",
   "train.checkpoint_every=10",
 ]
