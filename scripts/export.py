@@ -1,8 +1,12 @@
-"""Exports a run's parameters: python scripts/export.py RUN_DIR [dtype=bfloat16] [step=best] [out=FILE]."""
+"""Exports a run: python scripts/export.py RUN_DIR [dtype=bfloat16] [step=best] [out=FILE]."""
 
+import pathlib
 import sys
 
-import mpjax.train.cli
+# The checkout that this file is in, installed or not.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from mpjax.train import cli
 
 if __name__ == "__main__":
-  sys.exit(mpjax.train.cli.export(sys.argv[1:]))
+  sys.exit(cli.export(sys.argv[1:]))

@@ -1,8 +1,12 @@
 """Trains what a YAML config says: python scripts/train.py CONFIG.yaml [key=value ...]."""
 
+import pathlib
 import sys
 
-import mpjax.train.cli
+# The checkout that this file is in, installed or not.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from mpjax.train import cli
 
 if __name__ == "__main__":
-  sys.exit(mpjax.train.cli.train(sys.argv[1:]))
+  sys.exit(cli.train(sys.argv[1:]))

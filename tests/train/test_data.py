@@ -75,6 +75,60 @@ def test_files_are_named_by_folder_glob_or_list(corpus, how):
   assert len(letters(data, "train") | letters(data, "eval")) >= 18
 
 
+@pytest.mark.parametrize(
+  "paths",
+  [
+    ["{corpus}", "{corpus}"],
+    ["{corpus}", "{corpus}/**/*.txt"],
+    ["{corpus}", "{corpus}/part0/../part1"],
+    ["{corpus}/part0/0.txt", "{corpus}"],
+  ],
+)
+def test_a_file_that_several_paths_lead_to_is_in_one_split(corpus, paths):
+  data = load("text", path=[path.format(corpus=corpus) for path in paths], seq_len=2)
+  train, held_out = letters(data, "train"), letters(data, "eval")
+  assert train.isdisjoint(held_out)
+  assert train | held_out == set(range(65, 85))
+
+
+def test_a_link_to_a_file_is_the_file(corpus):
+  for i in range(20):
+    (corpus / f"link{i}.txt").symlink_to(corpus / f"part{i % 3}" / f"{i}.txt")
+  data = load("text", path=str(corpus), seq_len=2)
+  assert letters(data, "train").isdisjoint(letters(data, "eval"))
+
+
+def test_a_binary_file_is_read_where_it_is_named(corpus):
+  with pytest.raises(DataError, match="no text files"):
+    load("text", path=f"{corpus}/*.bin")
+  for path in (str(corpus / "image.bin"), [str(corpus), str(corpus / "image.bin")]):
+    data = load("text", path=path, seq_len=2)
+    assert {1, 2} <= letters(data, "train") | letters(data, "eval")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8),
+  seq_len=st.integers(1, 12),
+  fraction=st.floats(0.01, 0.9),
+)
+def test_every_window_of_several_files_lies_where_it_should(tmp_path_factory, lengths, seq_len, fraction):
+  folder = tmp_path_factory.mktemp("files")
+  contents = [bytes([65 + i]) * (length + seq_len) for i, length in enumerate(lengths)]
+  for i, content in enumerate(contents):
+    (folder / f"{i}.txt").write_bytes(content)
+  data = load("text", path=str(folder), seq_len=seq_len, batch_size=1, valid_fraction=fraction)
+  members = {split: letters(data, split) for split in ("train", "eval")}
+  assert members["train"].isdisjoint(members["eval"])
+  assert members["train"] | members["eval"] == {content[0] for content in contents}
+  for split, inside in members.items():
+    whole = b"\0".join(content for content in contents if content[0] in inside)
+    assert getattr(data.info, f"{split}_examples") == (len(whole) - 1) // seq_len
+    for i in range(getattr(data.info, f"{split}_examples")):
+      row = getattr(data, f"{split}_row")(i)["tokens"]
+      assert bytes(row.tolist()) == whole[i * seq_len : (i + 1) * seq_len + 1]
+
+
 @settings(max_examples=30, deadline=None)
 @given(text=st.binary(min_size=60, max_size=300), seq_len=st.integers(1, 12))
 def test_every_window_lies_where_it_should(tmp_path_factory, text, seq_len):
@@ -89,6 +143,19 @@ def test_every_window_lies_where_it_should(tmp_path_factory, text, seq_len):
     for i in range(count):
       row = getattr(data, f"{split}_row")(i)["tokens"]
       np.testing.assert_array_equal(row, part[i * seq_len : (i + 1) * seq_len + 1])
+
+
+def test_installed_packages_are_not_the_standard_library(tmp_path, monkeypatch):
+  for i in range(8):
+    (tmp_path / f"{i}.py").write_bytes(bytes([65 + i]) * 40)
+  for folder in ("site-packages/pkg", "dist-packages", "__pycache__", "test/site-packages"):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "a.py").write_bytes(b"~" * 40)
+  (tmp_path / "notes.txt").write_bytes(b"~" * 40)
+  monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+  data = load("stdlib", seq_len=2)
+  train, held_out = letters(data, "train"), letters(data, "eval")
+  assert (train | held_out, train & held_out) == (set(range(65, 73)), set())
 
 
 def test_the_standard_library_is_there_without_a_download():
@@ -135,6 +202,51 @@ def test_an_iterator_continues_from_its_state(corpus, consumed, workers):
   resumed.set_state(state)
   for a, b in zip(expected, take(resumed, 30), strict=True):
     np.testing.assert_array_equal(a["tokens"], b["tokens"])
+
+
+def test_an_iterator_continues_in_another_process(corpus):
+  iterator = load("text", path=str(corpus)).train()
+  take(iterator, 9)
+  state = json.dumps(iterator.get_state())
+  code = f"""
+import json
+from types import SimpleNamespace
+from mpjax.train.data import load_data
+spec = SimpleNamespace(kind="text", **{DEFAULTS | {"path": str(corpus)}!r})
+iterator = load_data(spec, seed=0).train()
+iterator.set_state(json.loads({state!r}))
+print(json.dumps([next(iterator)["tokens"].tolist() for _ in range(12)]))
+"""
+  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+  assert json.loads(out) == [batch["tokens"].tolist() for batch in take(iterator, 12)]
+
+
+def test_the_order_and_the_state_do_not_depend_on_the_number_of_threads(corpus):
+  one, other = (load("text", path=str(corpus), workers=workers).train() for workers in (0, 3))
+  for a, b in zip(take(one, 25), take(other, 25), strict=True):
+    np.testing.assert_array_equal(a["tokens"], b["tokens"])
+  assert one.get_state() == other.get_state()
+
+
+@pytest.mark.parametrize("eval_batches", [None, 1, 3, 1000])
+def test_evaluation_is_the_first_whole_batches_at_every_call(corpus, eval_batches):
+  data = load("text", path=str(corpus), batch_size=5, eval_batches=eval_batches)
+  whole = data.info.eval_examples // 5
+  first, second = list(data.eval()), list(data.eval())
+  assert len(first) == len(second) == min(whole, eval_batches or whole)
+  for i, (a, b) in enumerate(zip(first, second, strict=True)):
+    expected = np.stack([data.eval_row(5 * i + j)["tokens"] for j in range(5)])
+    np.testing.assert_array_equal(a["tokens"], expected)
+    np.testing.assert_array_equal(b["tokens"], expected)
+
+
+@pytest.mark.parametrize("paths", [["part0", "part1"], ["part0/*.txt", "part2/*"], ["part1", "part0/0.txt"]])
+def test_the_split_of_a_list_does_not_depend_on_the_place(corpus, tmp_path, paths):
+  before = load("text", path=[f"{corpus}/{path}" for path in paths])
+  corpus.rename(tmp_path / "elsewhere")
+  after = load("text", path=[f"{tmp_path}/elsewhere/{path}" for path in paths])
+  assert after.info.fingerprint == before.info.fingerprint
+  assert letters(after, "eval") == letters(before, "eval")
 
 
 def test_the_fingerprint_follows_the_content_and_not_the_place(corpus, tmp_path):
@@ -221,6 +333,9 @@ def with_value(value, index=(3, 2, 1)):
       ["eval_images", "(5, 6)", "(6, 6)"],
     ),
     ({"images": np.asarray(["a"] * 40), "labels": LABELS}, ["images", "[40]"]),
+    ({"images": IMAGES[:, :0], "labels": LABELS}, ["images", "[40, 0, 6]", "[N, H, W]"]),
+    ({"images": IMAGES, "labels": np.where(LABELS == 1, 2**40, LABELS)}, [f"labels[1]={2**40}", "int32"]),
+    ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 training"]),
   ],
 )
 def test_unfit_arrays_are_named(tmp_path, arrays, words):
@@ -234,6 +349,9 @@ def test_unfit_arrays_are_named(tmp_path, arrays, words):
   [
     ("stdlb", {}, ["stdlb", "did you mean 'stdlib'"]),
     ("text", {}, ["data.path", "missing"]),
+    ("text", {"path": []}, ["data.path", "missing"]),
+    ("text", {"path": ""}, ["data.path", "missing"]),
+    ("text", {"path": "CORPUS/../blank.txt"}, ["blank.txt", "no text files"]),
     ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
     ("text", {"path": "/no/such/*.txt"}, ["/no/such/*.txt"]),
     ("text", {"path": "EMPTY"}, ["no text files"]),
@@ -248,6 +366,7 @@ def test_unfit_arrays_are_named(tmp_path, arrays, words):
 def test_what_cannot_be_read_is_named(corpus, tmp_path, kind, options, words, monkeypatch):
   monkeypatch.setitem(sys.modules, "datasets", None)
   (tmp_path / "empty").mkdir()
+  (tmp_path / "blank.txt").touch()
   if isinstance(options.get("path"), str):
     path = options["path"].replace("CORPUS", str(corpus)).replace("EMPTY", str(tmp_path / "empty"))
     options = options | {"path": path}
@@ -270,15 +389,24 @@ class FakeSplit:
 
 @pytest.fixture
 def hub(monkeypatch):
-  """A stand-in for the `datasets` package with two datasets on its hub."""
+  """A stand-in for the `datasets` package with a few datasets on its hub."""
   texts = FakeSplit(text=[chr(65 + i) * 40 for i in range(12)])
   held_out = FakeSplit(text=[chr(97 + i) * 40 for i in range(3)])
   images = FakeSplit(image=list(IMAGES), label=LABELS.tolist())
 
+  ragged = FakeSplit(image=[IMAGES[0], IMAGES[0][:5]], label=[0, 1])
+  hubs = {
+    "texts": {"train": texts, "test": held_out},
+    "images": {"train": images},
+    "gaps": {"train": FakeSplit(text=["a" * 40, None])},
+    "ragged": {"train": ragged},
+    "blank": {"train": FakeSplit(image=[], label=[])},
+  }
+
   def load_dataset(name):
-    if name not in ("texts", "images"):
+    if name not in hubs:
       raise ConnectionError(f"no {name}\non the hub")
-    return {"texts": {"train": texts, "test": held_out}, "images": {"train": images}}[name]
+    return hubs[name]
 
   module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: texts)
   monkeypatch.setitem(sys.modules, "datasets", module)
@@ -293,9 +421,21 @@ def test_hub_text_and_images(hub, tmp_path):
   assert (data.info.image_shape, data.info.num_classes, data.info.eval_examples) == ((6, 6, 1), 3, 10)
 
 
+def test_a_folder_with_the_name_of_a_hub_dataset_is_not_it(hub, tmp_path, monkeypatch):
+  (tmp_path / "images").mkdir()
+  monkeypatch.chdir(tmp_path)
+  data = load("huggingface", name="images", image_column="image", label_column="label")
+  assert data.info.image_shape == (6, 6, 1)
+
+
 @pytest.mark.parametrize(
   ("options", "words"),
   [
+    ({"name": "gaps", "text_column": "text"}, ["gaps[train]", "text[1]", "NoneType"]),
+    ({"name": "ragged", "image_column": "image", "label_column": "label"}, ["image[1]", "(5, 6)", "(6, 6)"]),
+    ({"name": "blank", "image_column": "image", "label_column": "label"}, ["blank[train]", "no rows"]),
+    ({"name": "texts", "text_column": "text", "eval_split": "train"}, ["eval_split='train'", "another"]),
+    ({"path": ["texts"], "text_column": "text"}, ["data.path", "data.name"]),
     ({"name": "nothing", "text_column": "text"}, ["nothing", "hub"]),
     ({"name": "texts", "text_column": "body"}, ["'body'", "text"]),
     ({"name": "texts", "text_column": "text", "train_split": "all"}, ["'all'", "train, test"]),

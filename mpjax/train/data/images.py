@@ -102,10 +102,10 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
     if name not in arrays:
       raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
   images, labels = arrays[f"{prefix}images"], arrays[f"{prefix}labels"]
-  if images.ndim not in (3, 4) or images.dtype.kind not in "uif":
+  if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or 0 in images.shape[1:]:
     raise DataError(
       f"{path}: {prefix}images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] "
-      "or [N, H, W, C]"
+      "or [N, H, W, C], none of them empty"
     )
   if labels.ndim != 1 or labels.dtype.kind not in "ui":
     raise DataError(f"{path}: {prefix}labels is {labels.dtype}{list(labels.shape)}: expected integers [N]")
@@ -113,6 +113,9 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
     raise DataError(f"{path}: {len(images)} {prefix}images but {len(labels)} {prefix}labels")
   if labels.dtype.kind == "i" and (labels < 0).any():
     raise DataError(f"{path}: {prefix}labels has negative values, first at {int(np.argmax(labels < 0))}")
+  if (large := labels > np.iinfo(np.int32).max).any():
+    at = int(np.argmax(large))
+    raise DataError(f"{path}: {prefix}labels[{at}]={labels[at]}: expected classes that int32 can hold")
   if images.dtype.kind == "f":
     with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
       images = images.astype(np.float32)

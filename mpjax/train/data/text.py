@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import os
 import pathlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,38 @@ _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 def load_stdlib(spec: Any, seed: int) -> Data:
   """The `*.py` files of the running Python's standard library, split by file."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
-  files = (path.relative_to(root) for path in root.rglob("*.py"))
-  names = sorted(path.as_posix() for path in files if not _NOT_OURS & set(path.parts))
-  documents = {name: (root / name).read_bytes() for name in names}
+  files = _walk(root, lambda name: name in _NOT_OURS)
+  named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
+  documents = {name: _read(named[name]) for name in sorted(named)}
   return documents_to_data(documents, "Python standard library source", spec, seed)
 
 
 def load_text(spec: Any, seed: int) -> Data:
   """A file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
-  Files are text when their first kilobyte has no zero byte; hidden ones are left out. Several files are
-  split by file, a single one by position.
+  Of a folder or a glob, files are text when their first kilobyte has no zero byte; empty and hidden ones
+  are left out. A file that several paths lead to is read once, so that it cannot be in both splits.
+  Several files are split by file, a single one by position.
   """
-  if spec.path is None:
+  paths = [spec.path] if isinstance(spec.path, str) else list(spec.path or [])
+  if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
-  paths = [spec.path] if isinstance(spec.path, str) else list(spec.path)
   documents: dict[str, bytes] = {}
-  for path in paths:
-    found = dict(_read(path))
+  seen: set[pathlib.Path] = set()
+  for position, path in enumerate(paths):
+    found = False
+    only_text = not pathlib.Path(path).is_file()
+    for name, file in _find(path):
+      real = file.resolve()
+      if real not in seen and (text := _read(file, only_text)):
+        seen.add(real)
+        # Named by position in the list: neither the split nor the fingerprint knows where the data lies.
+        documents[name if len(paths) == 1 else f"{position}:{name}"] = text
+      found |= real in seen
     if not found:
-      raise DataError(f"data.path={path!r}: no text files there")
-    documents |= {name if len(paths) == 1 else f"{path}:{name}": text for name, text in found.items()}
+      raise DataError(
+        f"data.path={path!r}: no text files there (empty, hidden and binary files are left out)"
+      )
   return documents_to_data(documents, ", ".join(paths), spec, seed)
 
 
@@ -85,7 +97,7 @@ def documents_to_data(
     train_examples=counts[0],
     eval_examples=counts[1],
     fingerprint=digest.hexdigest(),
-    description=f"{title}: {len(splits[0]) / 1e6:.1f} MB to train on, {len(splits[1]) / 1e6:.2f} MB held out",
+    description=f"{title}: {len(splits[0]):,} bytes to train on, {len(splits[1]):,} held out",
   )
   return make_data(info, _windows(splits[0], spec.seq_len), _windows(splits[1], spec.seq_len), spec, seed)
 
@@ -107,13 +119,13 @@ def _windows(data: np.ndarray, seq_len: int) -> Any:
   return row
 
 
-def _read(path: str) -> Iterable[tuple[str, bytes]]:
-  """(name, content) of the text files at a path, sorted by name."""
+def _find(path: str) -> list[tuple[str, pathlib.Path]]:
+  """(name, file) of the files at a path, sorted by name."""
   root = pathlib.Path(path)
   if root.is_file():
-    return [(root.name, _content(root))]
+    return [(root.name, root)]
   if root.is_dir():
-    files = [file for file in root.rglob("*") if not _hidden(file.relative_to(root))]
+    files = _walk(root, lambda name: name.startswith("."))
     base = root
   else:
     files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
@@ -122,16 +134,23 @@ def _read(path: str) -> Iterable[tuple[str, bytes]]:
     # Names relative to the part of the pattern before its first wildcard: not to where the data lies.
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts)
     base = pathlib.Path(*fixed)
-  named = {file.relative_to(base).as_posix(): _content(file) for file in files if file.is_file()}
-  return sorted((name, text) for name, text in named.items() if text and b"\0" not in text[:1024])
+  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
 
 
-def _content(file: pathlib.Path) -> bytes:
+def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
+  """Files below a folder; what `skip` says of a name holds for a file and for a whole folder."""
+  found = []
+  for folder, folders, files in os.walk(root):
+    folders[:] = [name for name in folders if not skip(name)]
+    found += [pathlib.Path(folder, name) for name in files if not skip(name)]
+  return [file for file in found if file.is_file()]
+
+
+def _read(file: pathlib.Path, only_text: bool = False) -> bytes:
+  """The content; with `only_text`, nothing of a file that is not text, which is not read to its end."""
   try:
-    return file.read_bytes()
+    with file.open("rb") as stream:
+      head = stream.read(1024)
+      return b"" if only_text and b"\0" in head else head + stream.read()
   except OSError as error:
     raise DataError(f"data.path: cannot read {file}: {error.strerror}") from error
-
-
-def _hidden(path: pathlib.Path) -> bool:
-  return any(part.startswith(".") for part in path.parts)
