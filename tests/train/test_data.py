@@ -333,6 +333,10 @@ def with_value(value, index=(3, 2, 1)):
       ["eval_images", "(5, 6)", "(6, 6)"],
     ),
     ({"images": np.asarray(["a"] * 40), "labels": LABELS}, ["images", "[40]"]),
+    (
+      {"images": IMAGES, "labels": LABELS, "eval_images": IMAGES / 255, "eval_labels": LABELS},
+      ["eval_images are float32", "images uint8"],
+    ),
     ({"images": IMAGES[:, :0], "labels": LABELS}, ["images", "[40, 0, 6]", "[N, H, W]"]),
     ({"images": IMAGES, "labels": np.where(LABELS == 1, 2**40, LABELS)}, [f"labels[1]={2**40}", "int32"]),
     ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 training"]),

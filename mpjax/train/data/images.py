@@ -40,6 +40,11 @@ def load_npz(spec: Any, seed: int) -> Data:
       raise DataError(
         f"{spec.path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
       )
+    if held_out[0].dtype != train[0].dtype:
+      # Most likely 0 to 255 beside 0 to 1: they would be standardised alike.
+      raise DataError(
+        f"{spec.path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
+      )
   else:
     train, held_out = split_arrays(*train, spec.valid_fraction)
   return arrays_to_data(train, held_out, spec.path, spec, seed)
