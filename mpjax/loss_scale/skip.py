@@ -43,10 +43,11 @@ def apply_if(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old_state
   old_arrays = [old for new, old in leaves if _compat.is_array(new)]
   cut = len(closed.jaxpr.outvars) - len(old_arrays)
   state_atoms = closed.jaxpr.outvars[cut:]
+  passed_through = set(closed.jaxpr.constvars)
   selected: dict[Any, Any] = {}
   for atom, old in zip(state_atoms, old_arrays, strict=True):
     # Not what `update` passes through; and of a value that it keeps twice only the first.
-    if _compat.is_variable(atom) and atom not in closed.jaxpr.constvars:
+    if _compat.is_variable(atom) and atom not in passed_through:
       selected.setdefault(atom, old)
 
   def at_definition(variable: Any, value: Any) -> Any:
