@@ -2,13 +2,26 @@
 
 from mpjax.loss_scale import (
   LossScaleState,
+  LossScaling,
   all_finite,
+  apply_updates,
+  check_loss_scaling,
   dynamic_loss_scale,
+  export_loss_scale,
   get_loss_scale,
+  import_loss_scale,
+  layerwise_loss_scale,
+  loss_scale_metrics,
+  nonfinite_leaves,
+  scale_history,
   scale_loss,
+  scaled_region,
+  skip_report,
   static_loss_scale,
+  track_skips,
+  with_loss_scaling,
 )
-from mpjax.policy import LossScaling, Policy, cast_floating, get_policy
+from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 
 __version__ = "0.1.0"
@@ -20,11 +33,23 @@ __all__ = [
   "TrainState",
   "TrainStep",
   "all_finite",
+  "apply_updates",
   "cast_floating",
+  "check_loss_scaling",
   "dynamic_loss_scale",
+  "export_loss_scale",
   "get_loss_scale",
   "get_policy",
+  "import_loss_scale",
+  "layerwise_loss_scale",
+  "loss_scale_metrics",
   "make_train_step",
+  "nonfinite_leaves",
+  "scale_history",
   "scale_loss",
+  "scaled_region",
+  "skip_report",
   "static_loss_scale",
+  "track_skips",
+  "with_loss_scaling",
 ]

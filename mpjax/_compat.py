@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import pathlib
+import sys
+import types
 from collections.abc import Callable
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
 import numpy as np
+import optax
 
 
 def preset_dir() -> Traversable:
@@ -51,3 +54,34 @@ def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[An
     ):
       environment[variable] = at_definition(variable, value)
   return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+class MultiStepsOutside(NamedTuple):
+  """An `optax.MultiSteps` that calls; whether it drops non-finite gradients."""
+
+  skips_nonfinite: bool
+
+
+def multi_steps_outside() -> MultiStepsOutside | None:
+  """The `optax.MultiSteps` from whose `update` this is called, at any depth; `None` if there is none.
+
+  optax passes a wrapped transform no word of its wrapper, so the call stack is asked.
+  """
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    if frame.f_code is optax.MultiSteps.update.__code__:
+      rule = getattr(frame.f_locals["self"], "_should_skip_update_fn", None)
+      return MultiStepsOutside(rule is optax.skip_not_finite)
+    frame = frame.f_back
+  return None
+
+
+def vary_like(tree: Any, like: Any) -> Any:
+  """`tree` marked as varying over the `shard_map` axes that `like` varies over; elsewhere as it is."""
+  axes: frozenset[str] = getattr(jax.typeof(like), "vma", frozenset())
+
+  def leaf(x: Any) -> Any:
+    missing = axes - getattr(jax.typeof(x), "vma", frozenset())
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+  return jax.tree.map(leaf, tree) if axes else tree

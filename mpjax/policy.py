@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import numbers
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -21,69 +19,13 @@ import yaml
 
 from mpjax import _compat
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
+from mpjax.loss_scale.config import LossScaling, parse_loss_scaling
 
 T = TypeVar("T")
 
 _STRING_KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 _STRING_KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScaling:
-  """How the loss is scaled: the validated arguments of `mpjax.dynamic_loss_scale`.
-
-  Attributes:
-    kind: `"dynamic"`, or `"static"` (the scale stays `init_scale`, the adjustment fields are unused).
-    init_scale: first scale.
-    growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-    backoff_factor: multiplies the scale when `hysteresis` non-finite steps were seen.
-    growth_interval: finite steps in a row before the scale grows.
-    min_scale: the scale never falls below it.
-    max_scale: the scale never grows above it; at most 2**126, above which its reciprocal is
-      subnormal and is flushed to zero.
-    hysteresis: non-finite steps before the first back-off.
-
-  Raises:
-    ValueError: names the first field that is out of range.
-  """
-
-  kind: str = "dynamic"
-  init_scale: float = 2.0**16
-  growth_factor: float = 2.0
-  backoff_factor: float = 0.5
-  growth_interval: int = 2000
-  min_scale: float = 1.0
-  max_scale: float = 2.0**24
-  hysteresis: int = 1
-
-  def __post_init__(self) -> None:
-    if self.kind not in ("dynamic", "static"):
-      raise ValueError(f"loss scaling kind {self.kind!r}: expected 'dynamic' or 'static'")
-    for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-      object.__setattr__(self, name, _number(name, getattr(self, name)))
-    for name in ("growth_interval", "hysteresis"):
-      object.__setattr__(self, name, _positive_integer(name, getattr(self, name)))
-    for name in ("init_scale", "min_scale", "max_scale"):
-      value = getattr(self, name)
-      if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(
-          f"{name}={value!r}: expected a positive number from 2**-126 to 2**126, so that neither the "
-          "scale nor its reciprocal leaves the normal range of float32"
-        )
-    if self.kind == "static":
-      return
-    if self.growth_factor <= 1:
-      raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1")
-    if not 0 < self.backoff_factor < 1:
-      raise ValueError(f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1")
-    if self.min_scale > self.max_scale:
-      raise ValueError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
-    if not self.min_scale <= self.init_scale <= self.max_scale:
-      raise ValueError(
-        f"init_scale={self.init_scale!r}: expected a value from min_scale={self.min_scale!r} "
-        f"to max_scale={self.max_scale!r}"
-      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,8 +77,7 @@ class Policy(jmp.Policy):
           f"matmul_precision={self.matmul_precision!r}: expected a name of jax.default_matmul_precision "
           f"({error})"
         ) from error
-    if self.loss_scaling is not None and not isinstance(self.loss_scaling, LossScaling):
-      object.__setattr__(self, "loss_scaling", _parse_loss_scaling(self.loss_scaling))
+    object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
     if isinstance(self.fp8, Mapping):
       object.__setattr__(self, "fp8", tuple(sorted(self.fp8.items())))
     object.__setattr__(self, "overrides", _parse_overrides(self.overrides))
@@ -307,27 +248,6 @@ def _from_mapping(spec: Mapping[Any, Any], backend: str | None) -> Policy:
   return Policy(**values)
 
 
-def _parse_loss_scaling(spec: Any) -> LossScaling | None:
-  if isinstance(spec, Mapping):
-    fields = [f.name for f in dataclasses.fields(LossScaling)]
-    for key in spec:
-      if key not in fields:
-        raise ValueError(
-          f"unknown loss_scaling key {key!r}: expected one of {', '.join(fields)}"
-          + did_you_mean(str(key), fields)
-        )
-    return LossScaling(**spec)
-  if isinstance(spec, str) and spec in ("dynamic", "none"):
-    return LossScaling() if spec == "dynamic" else None
-  try:
-    return LossScaling(kind="static", init_scale=_number("loss_scaling", spec))
-  except ValueError as error:
-    raise ValueError(
-      f"loss_scaling={spec!r}: expected none, dynamic, a number (a static scale), or a mapping such as "
-      "{kind: dynamic, init_scale: 65536}" + _yaml_hint(spec)
-    ) from error
-
-
 def _parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
   pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
   if not isinstance(pairs, (list, tuple)) or not all(
@@ -341,27 +261,6 @@ def _parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
       raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
     get_policy(policy)
   return tuple((pattern, str(policy)) for pattern, policy in pairs)
-
-
-def _number(name: str, value: Any) -> float:
-  """`value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean."""
-  if isinstance(value, str):
-    with contextlib.suppress(ValueError):
-      value = float(value)
-  if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-    raise ValueError(f"{name}={value!r}: expected a finite number" + _yaml_hint(value))
-  return float(value)
-
-
-def _positive_integer(name: str, value: Any) -> int:
-  number = _number(name, value)
-  if number != int(number) or number < 1:
-    raise ValueError(f"{name}={value!r}: expected a positive integer")
-  return int(number)
-
-
-def _yaml_hint(value: Any) -> str:
-  return " (YAML reads on, off, yes and no as booleans: quote the word)" if isinstance(value, bool) else ""
 
 
 _triple: Callable[[jmp.Policy], tuple[Any, Any, Any]] = lambda p: (

@@ -19,7 +19,8 @@ from flax import nnx
 
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import unscale
-from mpjax.loss_scale.transform import LossScaleState, from_config, static_loss_scale
+from mpjax.loss_scale.overwritten import apply_updates
+from mpjax.loss_scale.transform import LossScaleState, static_loss_scale, with_loss_scaling
 from mpjax.policy import Policy, cast_floating, get_policy, matmul_precision
 
 Metrics = dict[str, jax.Array]
@@ -249,7 +250,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
+      params=apply_updates(state.params, updates),
       model_state=model_state,
       opt_state=opt_state,
     )
@@ -326,7 +327,7 @@ def _with_policy(
       ),
     )
   if policy.loss_scaling is not None:
-    wrapped = from_config(wrapped, policy.loss_scaling)
+    wrapped = with_loss_scaling(wrapped, policy.loss_scaling)
   elif skip_nonfinite:
     wrapped = static_loss_scale(wrapped, 1.0)
   if wrapped is inner:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.loss_scale.transform import LossScaleState
+
+T = TypeVar("T")
 
 
 def scale_loss(loss: Any, opt_state: Any, *, path: str | None = None) -> jax.Array:
@@ -38,10 +40,7 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState
   Raises:
     ValueError: if there is none, or if there are several that `path` fits.
   """
-  if isinstance(opt_state, nnx.Optimizer):
-    opt_state = opt_state.opt_state
-  # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
-  found = _find(nnx.as_pure(opt_state))
+  found = find_loss_scales(opt_state)
   fitting = {key: state for key, state in found.items() if path is None or path in key}
   if len(fitting) == 1:
     return next(iter(fitting.values()))
@@ -59,13 +58,25 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState
   )
 
 
-def _find(tree: Any, prefix: str = "") -> dict[str, LossScaleState]:
-  """Every `LossScaleState` in `tree` by key path, those inside another's `inner_state` too."""
-  is_state = lambda x: isinstance(x, LossScaleState)
-  found: dict[str, LossScaleState] = {}
+def find_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
+  """Every loss scale in an optimiser's state by key path, those inside another's `inner_state` too."""
+  return find_states(opt_state, LossScaleState)
+
+
+def find_states(opt_state: Any, kind: type[T]) -> dict[str, T]:
+  """Every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
+  if isinstance(opt_state, nnx.Optimizer):
+    opt_state = opt_state.opt_state
+  # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
+  return _find(nnx.as_pure(opt_state), kind)
+
+
+def _find(tree: Any, kind: type[T], prefix: str = "") -> dict[str, T]:
+  is_state = lambda x: isinstance(x, kind)
+  found: dict[str, T] = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
-    if is_state(leaf):
+    if isinstance(leaf, kind):
       path = prefix + jax.tree_util.keystr(key)
       found[path] = leaf
-      found |= _find(leaf.inner_state, path + ".inner_state")
+      found |= _find(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
   return found

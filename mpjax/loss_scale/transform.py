@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax import _compat
+from mpjax.loss_scale.config import LossScaling, is_power_of_two, parse_loss_scaling
 from mpjax.loss_scale.finite import all_finite, unscale
+from mpjax.loss_scale.overwritten import has_overwritten, hide, show
 from mpjax.loss_scale.skip import apply_if, keep_dtypes
-from mpjax.policy import LossScaling
 
 
 class LossScaleState(NamedTuple):
@@ -48,6 +50,7 @@ def dynamic_loss_scale(
   min_scale: float = 1.0,
   max_scale: float = 2.0**24,
   hysteresis: int = 1,
+  consecutive_hysteresis: bool = False,
   axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with a loss scale that backs off on overflow and grows after finite steps.
@@ -59,13 +62,22 @@ def dynamic_loss_scale(
   The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
   `hysteresis` non-finite steps; after it each non-finite step backs off, until the next growth
   restores the patience (as in Megatron-LM). Where `init_scale` and both factors are powers of two the
-  scale remains one: the bounds are then rounded inwards to powers of two.
+  scale remains one: the bounds are then rounded inwards to powers of two. Other libraries' rules are
+  presets of `mpjax.with_loss_scaling`.
+
+  It belongs outermost, round everything that reads gradients: what stands before it in a chain sees
+  them scaled, and infinite. `mpjax.check_loss_scaling` tells whether a transform is right.
+
+  Keyword arguments of `update` are passed on to `inner`: `value`, `value_fn` and `grad_fn` are those
+  of the unscaled loss, while arrays that are the very gradients handed in (`grad=grads`) reach it
+  unscaled as those do. Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are
+  kept from `inner`; their update is their next value, or the old one on a skipped step: use
+  `mpjax.apply_updates`.
 
   Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 
   Args:
-    inner: any optax transform; it sees the unscaled gradients. Keyword arguments of `update` are
-      passed on to it.
+    inner: any optax transform; it sees the unscaled gradients.
     init_scale: first scale.
     growth_factor: above 1.
     backoff_factor: between 0 and 1.
@@ -73,6 +85,7 @@ def dynamic_loss_scale(
     min_scale: lower bound of the scale.
     max_scale: upper bound of the scale, at most 2**126.
     hysteresis: non-finite steps before the first back-off.
+    consecutive_hysteresis: let every finite step restore the patience (DeepSpeed's option).
     axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all must
       take the same decision. Not needed under plain `jit`, where sharded gradients are judged as one.
 
@@ -80,7 +93,8 @@ def dynamic_loss_scale(
     A transform with a `LossScaleState`.
 
   Raises:
-    ValueError: names the argument that is out of range.
+    ValueError: names the argument that is out of range; from `update`, if `optax.MultiSteps` stands
+      outside, whose accumulator a non-finite gradient poisons before any scaler sees it.
   """
   config = LossScaling(
     kind="dynamic",
@@ -91,6 +105,7 @@ def dynamic_loss_scale(
     min_scale=min_scale,
     max_scale=max_scale,
     hysteresis=hysteresis,
+    consecutive_hysteresis=consecutive_hysteresis,
   )
   return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
@@ -124,10 +139,24 @@ def static_loss_scale(
   return _loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
 
 
-def from_config(
-  inner: optax.GradientTransformation, config: LossScaling, *, axis_name: Hashable | None = None
+def with_loss_scaling(
+  inner: optax.GradientTransformation, spec: Any, *, axis_name: Hashable | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps `inner` as `Policy.loss_scaling` asks."""
+  """Wraps `inner` with the loss scale that `spec` describes, as `Policy.loss_scaling` does.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients.
+    spec: an `mpjax.LossScaling`; the name of a preset (`grad_scaler`, `megatron`, `deepspeed`, `keras`,
+      `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields,
+      with `preset` to start from; `None` or `"none"`, for `inner` as it is.
+    axis_name: as for `dynamic_loss_scale`.
+
+  Raises:
+    ValueError: names the part that is wrong and the choices.
+  """
+  config = parse_loss_scaling(spec)
+  if config is None:
+    return optax.with_extra_args_support(inner)
   return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
 
@@ -149,25 +178,31 @@ def _loss_scale(
       skipped_steps=zero(),
       consecutive_skips=zero(),
       grads_finite=jnp.asarray(True),
-      inner_state=inner.init(params),
+      inner_state=inner.init(hide(params)),
       hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
     )
 
   def update(
     updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LossScaleState]:
-    unscaled = unscale(updates, state.scale)
+    _refuse_multi_steps(config)
+    gradients = hide(updates)
+    unscaled = unscale(gradients, state.scale)
     # A non-finite gradient stays so when it is unscaled, so one look afterwards sees both kinds.
     finite = all_finite(unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
-    step = lambda: inner.update(unscaled, state.inner_state, params, **extra_args)
+    extra_args = _unscale_repeats(extra_args, gradients, unscaled)
+    step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
     if skip_nonfinite:
       new_updates, new_inner_state = apply_if(finite, step, state.inner_state)
     else:
       new_updates, new_inner_state = step()
       new_inner_state = keep_dtypes(new_inner_state, state.inner_state)
+    if has_overwritten(updates):
+      values = _overwrite(updates, params, finite) if skip_nonfinite else updates
+      new_updates = show(updates, new_updates, values)
     return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -175,33 +210,69 @@ def _loss_scale(
 
 def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
   """The state's scale and counters after a step that was `finite` or not."""
-  good_steps = state.good_steps + 1
   scale, hysteresis_left = state.scale, state.hysteresis_left
+  good_steps = jnp.where(finite, state.good_steps + 1, 0)
   if config.kind == "dynamic":
-    grow = finite & (good_steps >= config.growth_interval)
-    back_off = ~finite & (hysteresis_left <= 1)
+    grow = good_steps >= config.growth_interval
+    good_steps = jnp.where(grow, 0, good_steps)
     grown = jnp.minimum(scale * config.growth_factor, config.max_scale)
     backed_off = jnp.maximum(scale * config.backoff_factor, config.min_scale)
+    back_off = ~finite
+    # A compiled step of a small model pays for every instruction, so without patience there is none.
+    if config.hysteresis > 1:
+      back_off &= hysteresis_left <= 1
+      restored = finite if config.consecutive_hysteresis else grow
+      waiting = jnp.where(finite, hysteresis_left, jnp.maximum(hysteresis_left - 1, 1))
+      hysteresis_left = jnp.where(restored, config.hysteresis, waiting)
     scale = jnp.where(grow, grown, jnp.where(back_off, backed_off, scale))
-    hysteresis_left = jnp.where(
-      grow, config.hysteresis, jnp.where(finite, hysteresis_left, jnp.maximum(hysteresis_left - 1, 1))
-    )
-    good_steps = jnp.where(grow, 0, good_steps)
-  skipped = (~finite).astype(jnp.int32)
   return state._replace(
     scale=scale,
-    good_steps=jnp.where(finite, good_steps, 0),
-    skipped_steps=state.skipped_steps + skipped,
-    consecutive_skips=(state.consecutive_skips + 1) * skipped,
+    good_steps=good_steps,
+    skipped_steps=state.skipped_steps + ~finite,
+    consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
     grads_finite=finite,
     hysteresis_left=hysteresis_left,
+  )
+
+
+def _unscale_repeats(extra_args: dict[str, Any], gradients: Any, unscaled: Any) -> dict[str, Any]:
+  """`extra_args`, where an array that is one of `gradients` becomes what that is in `unscaled`."""
+  pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(unscaled), strict=True)
+  known = {id(g): u for g, u in pairs if isinstance(g, jax.Array)}
+  seen = lambda arg: any(id(leaf) in known for leaf in jax.tree.leaves(arg))
+  replace = lambda leaf: known.get(id(leaf), leaf)
+  return {name: jax.tree.map(replace, arg) if seen(arg) else arg for name, arg in extra_args.items()}
+
+
+def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
+  if params is None:
+    raise ValueError(
+      "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
+      "a skipped step, so it is needed: update(grads, state, params)"
+    )
+  return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, params)
+
+
+def _refuse_multi_steps(config: LossScaling) -> None:
+  """Raises at trace time where a non-finite gradient has reached `optax.MultiSteps` first."""
+  outer = _compat.multi_steps_outside()
+  if outer is None or (config.kind == "static" and outer.skips_nonfinite):
+    return
+  reason = (
+    "drops non-finite micro-steps, so the loss scale would never back off"
+    if outer.skips_nonfinite
+    else "adds a non-finite gradient to its accumulator, which stays NaN from then on"
+  )
+  raise ValueError(
+    f"optax.MultiSteps stands outside the loss scale and {reason}: put it inside, as in "
+    "mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation())"
   )
 
 
 def _keep_power_of_two(config: LossScaling) -> LossScaling:
   """Rounds the bounds inwards to powers of two where the scale itself only moves by powers of two."""
   factors = (config.init_scale, config.growth_factor, config.backoff_factor)
-  if config.kind != "dynamic" or any(math.frexp(value)[0] != 0.5 for value in factors):
+  if config.kind != "dynamic" or not all(map(is_power_of_two, factors)):
     return config
   return dataclasses.replace(
     config,

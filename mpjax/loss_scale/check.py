@@ -1,0 +1,147 @@
+"""`check_loss_scaling`: whether an optimiser with a loss scale in it is right, found by trying it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
+from mpjax.loss_scale.finite import is_inexact
+from mpjax.loss_scale.observe import TrackSkipsState
+from mpjax.loss_scale.overwritten import is_overwritten
+from mpjax.loss_scale.transform import LossScaleState
+
+_SCALES = (2.0**-12, 2.0**12)
+_WAY_OUT = (
+  "the loss scale belongs outermost, as in "
+  "mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
+)
+
+
+def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> None:
+  """Tries `tx` on made-up gradients, and raises if its loss scale does not do its work.
+
+  Three steps at each of two scales have to give the same updates; a gradient that is
+  not finite, in each leaf in turn, has to leave parameters and state bit for bit as they were. So it finds
+  a clip or a moving average outside the loss scale, a mask that lets a leaf by, a count that goes on.
+
+  Takes the memory of some optimiser steps and one small run for each leaf of `params`; meant for a test or
+  the start of a script.
+
+  Args:
+    tx: a transform with a loss scale somewhere in it. With several, each has to skip its own leaves only.
+    params: tree of parameters; their values are used.
+    **extra_args: keyword arguments for `tx.update`, such as `value`.
+
+  Raises:
+    ValueError: if there is no loss scale, or says which leaf went wrong and why.
+  """
+  first = tx.init(params)
+  if not find_loss_scales(first):
+    get_loss_scale(first)
+  update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
+  gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]
+  _check_scales(update, first, gradients)
+  _check_skips(update, first, gradients[0], alone=len(find_loss_scales(first)) == 1)
+
+
+def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:
+  results = []
+  for scale in _SCALES:
+    state, outputs = first, []
+    for grads in gradients:
+      updates, state = update(_scaled(grads, scale), _with_scale(state, scale))
+      outputs.append(updates)
+    results.append(outputs)
+  for path, (low, high) in _leaves(*results):
+    tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
+    if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
+      raise ValueError(
+        f"update {path} depends on the loss scale: something outside it reads scaled gradients, or gradients "
+        f"are unscaled twice or not at all; {_WAY_OUT}"
+      )
+
+
+def _check_skips(update: Any, first: Any, grads: Any, alone: bool) -> None:
+  """One warm-up step, then for every leaf a step in which that leaf is not finite."""
+  scale = _SCALES[1]
+  grads = _scaled(grads, scale)
+  _, state = update(grads, _with_scale(first, scale))
+  leaves, structure = jax.tree.flatten(grads)
+  before = _without_scale(state)
+  for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
+    if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
+      continue
+    name = jax.tree_util.keystr(path)
+    bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, jnp.nan), *leaves[i + 1 :]])
+    updates, new = update(bad, state)
+    for j, (where, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+      if not is_inexact(out) or is_overwritten(where):
+        continue
+      if np.any(np.asarray(out) != 0) and (alone or j == i or not np.isfinite(out).all()):
+        raise ValueError(
+          f"a step whose gradient {name} is not finite still updates {jax.tree_util.keystr(where)}: a mask "
+          f"or a group keeps that gradient from the loss scale; {_WAY_OUT}"
+        )
+    if alone:
+      for key, (new_leaf, old_leaf) in _leaves(_without_scale(new), before):
+        if new_leaf.tobytes() != old_leaf.tobytes():
+          raise ValueError(
+            f"a step whose gradient {name} is not finite still changes the state {key}: it belongs to a "
+            f"transform outside the loss scale; {_WAY_OUT}"
+          )
+
+
+def _gradients(params: Any, seed: int, size: float) -> Any:
+  """Normal gradients of norm about `size`, in float32 where they can be; zeros for what is not inexact."""
+  rng = np.random.default_rng(seed)
+  count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
+
+  def leaf(p: Any) -> Any:
+    if not is_inexact(p):
+      return np.zeros(np.shape(p), jax.dtypes.float0)
+    dtype = jnp.promote_types(jnp.asarray(p).dtype, jnp.float32)
+    return jnp.asarray(rng.normal(size=np.shape(p)) * (size / np.sqrt(count)), dtype)
+
+  return jax.tree.map(leaf, params)
+
+
+def _scaled(grads: Any, scale: float) -> Any:
+  return jax.tree_util.tree_map_with_path(
+    lambda path, g: g * scale if is_inexact(g) and not is_overwritten(path) else g, grads
+  )
+
+
+def _with_scale(state: Any, scale: float) -> Any:
+  """`state` with every loss scale in it set to `scale`."""
+  return _map_states(state, lambda s: s._replace(scale=jnp.asarray(scale, jnp.float32)))
+
+
+def _without_scale(state: Any) -> Any:
+  """`state` with what its loss scales, and records of them, wrap in their place."""
+  return _map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
+
+
+def _map_states(tree: Any, change: Any, kinds: Any = LossScaleState) -> Any:
+  def one(leaf: Any) -> Any:
+    if not isinstance(leaf, kinds):
+      return leaf
+    return change(leaf._replace(inner_state=_map_states(leaf.inner_state, change, kinds)))
+
+  return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def _leaves(a: Any, b: Any) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+  """Path and both values of every leaf of two trees of one structure, keys as their data."""
+
+  def value(x: Any) -> np.ndarray:
+    if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    return np.asarray(x)
+
+  pairs = zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True)
+  return [(jax.tree_util.keystr(path), (value(x), value(y))) for (path, x), y in pairs]

@@ -1,0 +1,196 @@
+"""`LossScaling`: how a loss is scaled, as data; the other libraries' rules as presets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpjax.dtypes import did_you_mean
+
+LOWEST, HIGHEST = 2.0**-126, 2.0**126
+
+# Where the original has no bound, the bound is that of float32's normal range.
+PRESETS: dict[str, dict[str, Any]] = {
+  # torch.amp.GradScaler: torch/amp/grad_scaler.py, _amp_update_scale_
+  "grad_scaler": {"min_scale": LOWEST, "max_scale": HIGHEST},
+  # Megatron-LM DynamicGradScaler: megatron/core/optimizer/grad_scaler.py, optimizer_config.py
+  "megatron": {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2, "max_scale": HIGHEST},
+  # DeepSpeed DynamicLossScaler with the defaults of its fp16 config: deepspeed/runtime/fp16/loss_scaler.py
+  "deepspeed": {"growth_interval": 1000, "hysteresis": 2, "max_scale": HIGHEST},
+  # keras.optimizers.LossScaleOptimizer
+  "keras": {"init_scale": 2.0**15, "min_scale": LOWEST, "max_scale": HIGHEST},
+  # jmp.DynamicLossScale, with the first scale of its README
+  "jmp": {"init_scale": 2.0**15, "max_scale": HIGHEST},
+  # flax.training.dynamic_scale.DynamicScale, which grows on the step after `growth_interval` finite ones
+  "flax": {"growth_interval": 2001, "min_scale": LOWEST, "max_scale": HIGHEST},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaling:
+  """How the loss is scaled: the validated arguments of `mpjax.dynamic_loss_scale`.
+
+  A scale or factor that is not a power of two is allowed, and makes unscaling round every gradient.
+
+  Attributes:
+    kind: `"dynamic"`, or `"static"` (the scale stays `init_scale`, the adjustment fields are unused).
+    init_scale: first scale.
+    growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
+    backoff_factor: multiplies the scale when `hysteresis` non-finite steps were seen.
+    growth_interval: finite steps in a row before the scale grows.
+    min_scale: the scale never falls below it.
+    max_scale: the scale never grows above it; at most 2**126, above which its reciprocal is
+      subnormal and is flushed to zero.
+    hysteresis: non-finite steps before the first back-off.
+    consecutive_hysteresis: whether every finite step restores the patience, so that only `hysteresis`
+      non-finite steps in a row back off; otherwise only growth does.
+
+  Raises:
+    ValueError: names the first field that is out of range.
+  """
+
+  kind: str = "dynamic"
+  init_scale: float = 2.0**16
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  min_scale: float = 1.0
+  max_scale: float = 2.0**24
+  hysteresis: int = 1
+  consecutive_hysteresis: bool = False
+
+  @classmethod
+  def preset(cls, name: str, **changes: Any) -> LossScaling:
+    """Another library's rules by name, with some fields changed.
+
+    | preset | first scale | grows on finite step | patience | bounds |
+    |---|---|---|---|---|
+    | `grad_scaler` (torch) | 2^16 | 2000 | 1 | none |
+    | `megatron` | 2^32 | 1000 | 2, restored by growth | 1 and up |
+    | `deepspeed` | 2^16 | 1000 | 2, restored by growth | 1 and up |
+    | `keras` | 2^15 | 2000 | 1 | none |
+    | `jmp` | 2^15 | 2000 | 1 | 1 and up |
+    | `flax` | 2^16 | 2001 | 1 | none |
+
+    "None" means those of float32: 2^-126 and 2^126. DeepSpeed raises an exception at its lowest scale;
+    here the scale stays there. Its `consecutive_hysteresis` is the field of that name.
+
+    Raises:
+      ValueError: if there is no such preset, or a field is out of range.
+    """
+    if name not in PRESETS:
+      raise ValueError(
+        f"unknown loss scaling preset {name!r}: expected one of {', '.join(PRESETS)}"
+        + did_you_mean(str(name), list(PRESETS))
+      )
+    return cls(**{**PRESETS[name], **changes})
+
+  def __post_init__(self) -> None:
+    if self.kind not in ("dynamic", "static"):
+      raise ValueError(f"loss scaling kind {self.kind!r}: expected 'dynamic' or 'static'")
+    for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+      object.__setattr__(self, name, number(name, getattr(self, name)))
+    for name in ("growth_interval", "hysteresis"):
+      object.__setattr__(self, name, positive_integer(name, getattr(self, name)))
+    if not isinstance(self.consecutive_hysteresis, bool):
+      raise ValueError(f"consecutive_hysteresis={self.consecutive_hysteresis!r}: expected true or false")
+    for name in ("init_scale", "min_scale", "max_scale"):
+      value = getattr(self, name)
+      if not LOWEST <= value <= HIGHEST:
+        raise ValueError(
+          f"{name}={value!r}: expected a positive number from 2**-126 to 2**126, so that neither the "
+          "scale nor its reciprocal leaves the normal range of float32"
+        )
+    if self.kind == "dynamic":
+      self._check_adjustment()
+
+  def _check_adjustment(self) -> None:
+    if self.growth_factor <= 1:
+      raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1")
+    if not 0 < self.backoff_factor < 1:
+      raise ValueError(f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1")
+    if self.min_scale > self.max_scale:
+      raise ValueError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
+    if not self.min_scale <= self.init_scale <= self.max_scale:
+      raise ValueError(
+        f"init_scale={self.init_scale!r}: expected a value from min_scale={self.min_scale!r} "
+        f"to max_scale={self.max_scale!r}"
+      )
+
+
+def parse_loss_scaling(spec: Any) -> LossScaling | None:
+  """The `LossScaling` that `spec` describes.
+
+  Args:
+    spec: a `LossScaling`; `None` or `"none"`; `"dynamic"`; the name of a preset; a number (a static
+      scale); or a mapping of `LossScaling`'s fields, with `preset` naming the one to start from.
+
+  Raises:
+    ValueError: names the part that is wrong and the choices.
+  """
+  if spec is None or isinstance(spec, LossScaling):
+    return spec
+  if isinstance(spec, Mapping):
+    fields = [f.name for f in dataclasses.fields(LossScaling)]
+    for key in spec:
+      if key not in (*fields, "preset"):
+        raise ValueError(
+          f"unknown loss_scaling key {key!r}: expected one of preset, {', '.join(fields)}"
+          + did_you_mean(str(key), ["preset", *fields])
+        )
+    values = dict(spec)
+    return LossScaling.preset(values.pop("preset"), **values) if "preset" in values else LossScaling(**values)
+  if isinstance(spec, str) and spec in ("dynamic", "none"):
+    return LossScaling() if spec == "dynamic" else None
+  if isinstance(spec, str) and spec in PRESETS:
+    return LossScaling.preset(spec)
+  try:
+    return LossScaling(kind="static", init_scale=number("loss_scaling", spec))
+  except ValueError as error:
+    raise ValueError(
+      f"loss_scaling={spec!r}: expected none, dynamic, a preset ({', '.join(PRESETS)}), a number (a static "
+      "scale), or a mapping such as {kind: dynamic, init_scale: 65536}"
+      + _yaml_hint(spec)
+      + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
+    ) from error
+
+
+def is_power_of_two(value: float) -> bool:
+  """Whether `value` is a positive power of two."""
+  return math.frexp(value)[0] == 0.5
+
+
+def number(name: str, value: Any) -> float:
+  """`value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
+
+  Raises:
+    ValueError: names `name`, if it is not one.
+  """
+  if isinstance(value, str):
+    with contextlib.suppress(ValueError):
+      value = float(value)
+  if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    raise ValueError(f"{name}={value!r}: expected a finite number" + _yaml_hint(value))
+  return float(value)
+
+
+def positive_integer(name: str, value: Any) -> int:
+  """`value` as an integer of at least 1.
+
+  Raises:
+    ValueError: names `name`, if it is not one.
+  """
+  out = number(name, value)
+  if out != int(out) or out < 1:
+    raise ValueError(f"{name}={value!r}: expected a positive integer")
+  return int(out)
+
+
+def _yaml_hint(value: Any) -> str:
+  return " (YAML reads on, off, yes and no as booleans: quote the word)" if isinstance(value, bool) else ""
