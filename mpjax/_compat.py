@@ -78,10 +78,17 @@ def multi_steps_outside() -> MultiStepsOutside | None:
 
 def vary_like(tree: Any, like: Any) -> Any:
   """`tree` marked as varying over the `shard_map` axes that `like` varies over; elsewhere as it is."""
-  axes: frozenset[str] = getattr(jax.typeof(like), "vma", frozenset())
+  axes = _varying_axes(like)
 
   def leaf(x: Any) -> Any:
-    missing = axes - getattr(jax.typeof(x), "vma", frozenset())
+    missing = axes - _varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
   return jax.tree.map(leaf, tree) if axes else tree
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+  kind = jax.typeof(x)
+  if hasattr(kind, "manual_axis_type"):
+    return kind.manual_axis_type.varying
+  return getattr(kind, "vma", frozenset())  # the name in the first 0.10 releases

@@ -63,7 +63,7 @@ class Scaled:
 def layerwise_loss_scale(
   *,
   underflow: float = 1e-3,
-  init_scale: float = 1.0,
+  init_scale: float | None = None,
   max_layer_scale: float = 2.0**10,
   max_scale: float = 2.0**100,
 ) -> LayerwiseLossScale:
@@ -88,11 +88,12 @@ def layerwise_loss_scale(
   layers that compute in float32 or bfloat16 get a scale of 1.
 
   Reference: Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385, where
-  `max_layer_scale` is 16 and `max_scale` is 1024: too little for deep chains.
+  the first scale is 1, `max_layer_scale` 16 and `max_scale` 1024: too little for deep chains.
 
   Args:
     underflow: share of a layer's products that may underflow, between 0 and 1.
-    init_scale: scale of the loss's own gradient, where it enters half precision.
+    init_scale: scale of the loss's own gradient, where it enters half precision; `None`: the power of two
+      that brings its largest element to between 1/2 and 1.
     max_layer_scale: upper bound of one layer's scale.
     max_scale: upper bound of the product of scales, at most 2**126.
 
@@ -107,19 +108,21 @@ class LayerwiseLossScale:
   """What `layerwise_loss_scale` returns; its attributes are that function's arguments."""
 
   underflow: float
-  init_scale: float
+  init_scale: float | None
   max_layer_scale: float
   max_scale: float
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
-      object.__setattr__(self, field.name, number(field.name, getattr(self, field.name)))
+      value = getattr(self, field.name)
+      if field.name != "init_scale" or value is not None:
+        object.__setattr__(self, field.name, number(field.name, value))
     if not 0 < self.underflow < 1:
       raise ValueError(f"underflow={self.underflow!r}: expected a share between 0 and 1")
     for name in ("max_layer_scale", "max_scale"):
       if not 1 <= getattr(self, name) <= HIGHEST:
         raise ValueError(f"{name}={getattr(self, name)!r}: expected a number from 1 to 2**126")
-    if not 0 < self.init_scale <= self.max_scale:
+    if self.init_scale is not None and not 0 < self.init_scale <= self.max_scale:
       raise ValueError(
         f"init_scale={self.init_scale!r}: expected a positive number up to max_scale={self.max_scale!r}"
       )
@@ -200,8 +203,8 @@ class LayerwiseLossScale:
     return tuple(Scaled(*copy) for copy in _fork(n, *_spend(h)))
 
   def finish(self, h: Scaled) -> jax.Array:
-    """The activation in float32, for the loss; the gradient that comes back starts at `init_scale`."""
-    return _finish(self.init_scale, *_spend(h))
+    """The activation in float32 or wider, for the loss; the gradient that comes back gets `init_scale`."""
+    return _finish(self, *_spend(h))
 
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
@@ -289,16 +292,27 @@ _start.defvjp(lambda dtype, x, token: (_start(dtype, x, token), x.ravel()[:0]), 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish(init_scale: float, value: jax.Array, token: jax.Array) -> jax.Array:
+def _finish(scaling: LayerwiseLossScale, value: jax.Array, token: jax.Array) -> jax.Array:
   return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
-def _finish_backward(init_scale: float, like: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return (g * init_scale).astype(like.dtype), _compat.vary_like(jnp.full([], init_scale, jnp.float32), g)
+def _finish_backward(
+  scaling: LayerwiseLossScale, like: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  if scaling.init_scale is not None:
+    scale = jnp.full([], scaling.init_scale, jnp.float32)
+  elif jnp.finfo(like.dtype).minexp < -100 or not g.size:
+    scale = jnp.ones([], jnp.float32)  # nothing underflows in a dtype of float32's range
+  else:
+    top = jnp.abs(g).max().astype(jnp.float32)
+    usable = jnp.isfinite(top) & (top > 0)
+    scale = jnp.where(usable, jnp.minimum(0.5 / _power_of_two(top), scaling.max_scale), 1.0)
+  scale = _compat.vary_like(scale, g)
+  return _times(g, scale).astype(like.dtype), scale
 
 
 _finish.defvjp(
-  lambda init_scale, value, token: (_finish(init_scale, value, token), value.ravel()[:0]), _finish_backward
+  lambda scaling, value, token: (_finish(scaling, value, token), value.ravel()[:0]), _finish_backward
 )
 
 

@@ -1,0 +1,119 @@
+"""Metrics, scale history and the reasons for skips."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import mpjax
+
+PARAMS = {"dense": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, "none": None}
+BAD = {
+  "dense": {"w": jnp.asarray([[jnp.nan, jnp.inf, 1], [jnp.inf, -jnp.inf, 2]]), "b": jnp.ones(3)},
+  "none": None,
+}
+
+
+def tracked(**settings):
+  return mpjax.track_skips(mpjax.dynamic_loss_scale(optax.adam(0.1), growth_interval=2), **settings)
+
+
+def test_metrics_are_the_state_ready_for_a_logger():
+  tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
+  _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+  metrics = jax.jit(mpjax.loss_scale_metrics)(state)
+  numbers = {name: value.item() for name, value in metrics.items()}
+  assert numbers == {
+    "loss_scale": 2.0**15,
+    "good_steps": 0,
+    "skipped_steps": 1,
+    "consecutive_skips": 1,
+    "grads_finite": False,
+  }
+  json.dumps(numbers)
+
+
+def test_metrics_of_several_scales_carry_their_paths():
+  groups = {"a": mpjax.dynamic_loss_scale(optax.sgd(0.1)), "b": mpjax.static_loss_scale(optax.sgd(0.1), 4.0)}
+  metrics = mpjax.loss_scale_metrics(optax.partition(groups, {"x": "a", "y": "b"}).init({"x": 1.0, "y": 2.0}))
+  scales = {name: float(value) for name, value in metrics.items() if name.endswith("/loss_scale")}
+  assert sorted(scales.values()) == [4.0, 2.0**16]
+  assert any("'a'" in name for name in scales)
+  with pytest.raises(ValueError, match="no loss scale"):
+    mpjax.loss_scale_metrics(optax.adam(0.1).init(PARAMS))
+
+
+def test_nonfinite_leaves_on_demand():
+  rows = mpjax.nonfinite_leaves({**BAD, "c": jnp.asarray([complex(0, np.inf), 1]), "i": np.arange(3)})
+  assert {path: str(row) for path, row in rows.items()} == {
+    "dense/w": "1 NaN, 2 +inf, 1 -inf of 6",
+    "c": "1 +inf of 2",
+  }
+  assert mpjax.nonfinite_leaves(PARAMS) == {}
+
+
+def test_the_last_skip_is_explained_and_the_history_kept():
+  tx = tracked(history=4)
+  state = tx.init(PARAMS)
+  assert mpjax.skip_report(state) is None
+  step = jax.jit(tx.update)
+  for finite in (True, True, False, True, True, True):
+    _, state = step(PARAMS if finite else BAD, state, PARAMS)
+  report = mpjax.skip_report(state)
+  assert (report.step, report.loss_scale) == (2, 2.0**17)
+  assert str(report) == "step 2 was skipped at loss scale 131072:\n  dense/w: 1 NaN, 2 +inf, 1 -inf of 6"
+  history = mpjax.scale_history(state)
+  np.testing.assert_array_equal(history["step"], [2, 3, 4, 5])
+  np.testing.assert_array_equal(history["loss_scale"], np.asarray([2, 1, 1, 2]) * 2.0**16)
+  np.testing.assert_array_equal(history["grads_finite"], [False, True, True, True])
+  assert step._cache_size() == 1
+
+
+def test_tracking_changes_no_update():
+  tx, plain = tracked(), mpjax.dynamic_loss_scale(optax.adam(0.1), growth_interval=2)
+  state, plain_state = tx.init(PARAMS), plain.init(PARAMS)
+  for grads in (PARAMS, BAD, PARAMS):
+    updates, state = tx.update(grads, state, PARAMS)
+    expected, plain_state = plain.update(grads, plain_state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+  jax.tree.map(np.testing.assert_array_equal, state.inner_state, plain_state)
+
+
+def test_leaves_are_counted_only_on_a_skip():
+  text = jax.jit(tracked().update).lower(PARAMS, tracked().init(PARAMS), PARAMS).as_text()
+  outside, inside = text.split("stablehlo.case", 1)
+  # NaN is what differs from itself: the comparison is nowhere but in the branch, or in a function it calls.
+  assert "compare  NE" not in outside.split("func.func private")[0]
+  assert inside
+
+
+def test_counts_of_shards_are_added():
+  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name="d"), axis_name="d")
+  grads = jnp.ones(16).at[jnp.asarray([3, 12])].set(jnp.nan)
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = PartitionSpec("d"), PartitionSpec()
+
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+  def step(grads, state):
+    return tx.update(grads, state)
+
+  _, state = jax.jit(step)(grads, tx.init(grads))
+  assert mpjax.skip_report(state).leaves["value"] == mpjax.nonfinite_leaves(grads)["value"]
+
+
+@pytest.mark.parametrize("history", [0, -1, 2.5, True])
+def test_an_unfit_history_is_named(history):
+  with pytest.raises(ValueError, match="history="):
+    tracked(history=history)
+
+
+def test_no_record_and_no_scale_are_named():
+  with pytest.raises(ValueError, match=r"0 records.*mpjax\.track_skips"):
+    mpjax.skip_report(optax.adam(0.1).init(PARAMS))
+  with pytest.raises(ValueError, match="no loss scale"):
+    mpjax.track_skips(optax.adam(0.1)).init(PARAMS)
