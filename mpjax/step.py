@@ -19,7 +19,7 @@ from flax import nnx
 
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import unscale
-from mpjax.loss_scale.overwritten import apply_updates
+from mpjax.loss_scale.overwritten import apply_updates, hide, keep_from, map_parts, show
 from mpjax.loss_scale.transform import LossScaleState, static_loss_scale, with_loss_scaling
 from mpjax.policy import Policy, cast_floating, get_policy, matmul_precision
 
@@ -203,7 +203,9 @@ class TrainStep:
     with matmul_precision(self.policy):
       loss, _, grads, _ = self._gradients(state, batch)
     scaler = _scaler(state.opt_state)
-    return loss, grads if scaler is None else unscale(grads, scaler.scale)
+    if scaler is not None:
+      grads = show(grads, unscale(hide(grads), scaler.scale), grads)
+    return loss, grads
 
   def _in_place(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, rng: Any) -> Metrics:
     if optimizer.tx is not self.tx:
@@ -258,7 +260,8 @@ class TrainStep:
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any]:
     """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model state."""
-    compute_params = self.policy.cast_to_compute(state.params)
+    # FP8 scales and amax histories are state in a dtype of their own.
+    compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
     grad_fn = jax.value_and_grad(self._scaled_loss, has_aux=True)
 
@@ -277,12 +280,13 @@ class TrainStep:
     def body(carry: Any, xs: Any) -> Any:
       grads, model_state = carry
       loss, metrics, more, model_state = micro_step(model_state, *xs)
-      grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, more)
+      add = lambda total, g: total + g.astype(total.dtype)
+      grads = map_parts(add, jnp.maximum, grads, more)
       return (grads, model_state), (loss, metrics)
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
     (grads, model_state), (losses, metrics) = jax.lax.scan(body, (zeros, state.model_state), (batches, rngs))
-    grads = jax.tree.map(lambda g: g / n, grads)
+    grads = map_parts(lambda g: g / n, lambda g: g, grads)
     return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state
 
   def _scaled_loss(
@@ -330,8 +334,8 @@ def _with_policy(
     wrapped = with_loss_scaling(wrapped, policy.loss_scaling)
   elif skip_nonfinite:
     wrapped = static_loss_scale(wrapped, 1.0)
-  if wrapped is inner:
-    return inner
+  else:
+    wrapped = _without_scale(wrapped)
 
   def init(params: Any) -> Any:
     state = wrapped.init(params)
@@ -343,6 +347,16 @@ def _with_policy(
     return state
 
   return optax.GradientTransformationExtraArgs(init, wrapped.update)
+
+
+def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+  """`tx` kept from leaves that are overwritten, unless a loss scale of its own does that."""
+  kept = keep_from(tx)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    return (kept if _scaler(state) is None else tx).update(updates, state, params, **extra)
+
+  return optax.GradientTransformationExtraArgs(kept.init, update)
 
 
 def _scaler(opt_state: Any) -> LossScaleState | None:

@@ -12,10 +12,11 @@ import optax
 from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
 from mpjax.loss_scale.finite import is_inexact
 from mpjax.loss_scale.observe import TrackSkipsState
-from mpjax.loss_scale.overwritten import is_overwritten
+from mpjax.loss_scale.overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale.transform import LossScaleState
 
-_SCALES = (2.0**-12, 2.0**12)
+# Far apart: a clip outside may sit at any size. The made-up gradients are in float32, which holds both.
+_SCALES = (2.0**-12, 2.0**40)
 _WAY_OUT = (
   "the loss scale belongs outermost, as in "
   "mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
@@ -54,8 +55,10 @@ def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:
   for scale in _SCALES:
     state, outputs = first, []
     for grads in gradients:
-      updates, state = update(_scaled(grads, scale), _with_scale(state, scale))
+      handed_in = _scaled(grads, scale)
+      updates, state = update(handed_in, _with_scale(state, scale))
       outputs.append(updates)
+      _check_overwritten(handed_in, updates)
     results.append(outputs)
   for path, (low, high) in _leaves(*results):
     tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
@@ -63,6 +66,15 @@ def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:
       raise ValueError(
         f"update {path} depends on the loss scale: something outside it reads scaled gradients, or gradients "
         f"are unscaled twice or not at all; {_WAY_OUT}"
+      )
+
+
+def _check_overwritten(handed_in: Any, updates: Any) -> None:
+  for path, (value, update) in _leaves(handed_in, updates):
+    if COLLECTION in path and not np.array_equal(value, update):
+      raise ValueError(
+        f"update {path} is not the value that was handed in: leaves under {COLLECTION!r} are overwritten, "
+        f"and nothing outside the loss scale may touch them; {_WAY_OUT}"
       )
 
 
@@ -76,24 +88,34 @@ def _check_skips(update: Any, first: Any, grads: Any, alone: bool) -> None:
   for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
     if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
       continue
-    name = jax.tree_util.keystr(path)
-    bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, jnp.nan), *leaves[i + 1 :]])
-    updates, new = update(bad, state)
-    for j, (where, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
-      if not is_inexact(out) or is_overwritten(where):
-        continue
-      if np.any(np.asarray(out) != 0) and (alone or j == i or not np.isfinite(out).all()):
-        raise ValueError(
-          f"a step whose gradient {name} is not finite still updates {jax.tree_util.keystr(where)}: a mask "
-          f"or a group keeps that gradient from the loss scale; {_WAY_OUT}"
-        )
-    if alone:
-      for key, (new_leaf, old_leaf) in _leaves(_without_scale(new), before):
-        if new_leaf.tobytes() != old_leaf.tobytes():
-          raise ValueError(
-            f"a step whose gradient {name} is not finite still changes the state {key}: it belongs to a "
-            f"transform outside the loss scale; {_WAY_OUT}"
-          )
+    # A NaN goes through a clip, an infinity becomes finite there.
+    for value in (jnp.nan, jnp.inf):
+      bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
+      updates, new = update(bad, state)
+      where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
+      _check_updates(where, i, updates, alone)
+      if alone:
+        _check_state(where, _without_scale(new), before)
+
+
+def _check_updates(where: str, bad: int, updates: Any, alone: bool) -> None:
+  for i, (path, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+    if not is_inexact(out) or is_overwritten(path):
+      continue
+    if np.any(np.asarray(out) != 0) and (alone or i == bad or not np.isfinite(out).all()):
+      raise ValueError(
+        f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip keeps that gradient "
+        f"from the loss scale; {_WAY_OUT}"
+      )
+
+
+def _check_state(where: str, new: Any, old: Any) -> None:
+  for path, (new_leaf, old_leaf) in _leaves(new, old):
+    if new_leaf.tobytes() != old_leaf.tobytes():
+      raise ValueError(
+        f"{where} still changes the state {path}: it belongs to a transform outside the loss scale; "
+        + _WAY_OUT
+      )
 
 
 def _gradients(params: Any, seed: int, size: float) -> Any:
@@ -104,7 +126,9 @@ def _gradients(params: Any, seed: int, size: float) -> Any:
   def leaf(p: Any) -> Any:
     if not is_inexact(p):
       return np.zeros(np.shape(p), jax.dtypes.float0)
-    dtype = jnp.promote_types(jnp.asarray(p).dtype, jnp.float32)
+    dtype = jnp.asarray(p).dtype
+    if jnp.finfo(dtype).bits < 32:
+      dtype = jnp.dtype(jnp.float32)
     return jnp.asarray(rng.normal(size=np.shape(p)) * (size / np.sqrt(count)), dtype)
 
   return jax.tree.map(leaf, params)

@@ -172,6 +172,8 @@ def number(name: str, value: Any) -> float:
   Raises:
     ValueError: names `name`, if it is not one.
   """
+  if hasattr(value, "item") and np.ndim(value) == 0:
+    value = value.item()
   if isinstance(value, str):
     with contextlib.suppress(ValueError):
       value = float(value)
@@ -181,14 +183,14 @@ def number(name: str, value: Any) -> float:
 
 
 def positive_integer(name: str, value: Any) -> int:
-  """`value` as an integer of at least 1.
+  """`value` as an integer from 1 to what int32 holds.
 
   Raises:
     ValueError: names `name`, if it is not one.
   """
   out = number(name, value)
-  if out != int(out) or out < 1:
-    raise ValueError(f"{name}={value!r}: expected a positive integer")
+  if out != int(out) or not 1 <= out < 2**31:
+    raise ValueError(f"{name}={value!r}: expected a positive integer below 2**31")
   return int(out)
 
 

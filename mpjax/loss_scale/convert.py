@@ -58,14 +58,15 @@ def import_loss_scale(
   return tx, state
 
 
-def export_loss_scale(opt_state: Any, to: str, *, scaling: Any = "dynamic", path: str | None = None) -> Any:
+def export_loss_scale(opt_state: Any, to: str, *, scaling: Any, path: str | None = None) -> Any:
   """The loss scale in `opt_state` as another library's object. What that has no bound for is dropped.
 
   Args:
     opt_state: what `mpjax.get_loss_scale` takes; concrete, not traced.
     to: `"jmp"` gives a `jmp` loss scale, `"flax"` a `DynamicScale`, `"torch"` a dict that
       `GradScaler.load_state_dict` takes.
-    scaling: the rules that the state was adjusted by, as `mpjax.with_loss_scaling` takes them.
+    scaling: the rules that the state was adjusted by, as `mpjax.with_loss_scaling` takes them: they are
+      not in the state.
     path: which loss scale is meant, where there are several.
 
   Raises:

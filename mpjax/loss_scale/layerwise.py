@@ -1,8 +1,10 @@
 """Layer-wise adaptive loss scaling: each layer's scale from the statistics of its weights and its gradient.
 
 The gradient that travels backward carries the product of the scales that it has passed. That product
-travels with it as the cotangent of a dummy scalar, the token, so that every layer can divide it out of the
-gradients of its parameters. Forward, nothing is scaled.
+travels with it as the cotangent of a dummy array, the token, so that every layer can divide it out of the
+gradients of its parameters. Beside it travels a count of the paths that it came by: where an activation was
+used twice, two scales were added up, and the gradient becomes NaN rather than wrong. Forward, nothing is
+scaled.
 
 Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385.
 """
@@ -14,13 +16,14 @@ import functools
 import operator
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax.dtypes import cast_floating
+from mpjax.loss_scale import carried
 from mpjax.loss_scale.config import HIGHEST, number
 
 
@@ -30,7 +33,8 @@ class Scaled:
 
   Attributes:
     value: the activation, in the dtype that its layer computes in.
-    token: array of shape [] and dtype float32; zero, its cotangent is the scale that `value`'s carries.
+    token: array of shape [2] and dtype float32; zeros, their cotangents are the scale that `value`'s
+      carries, and the number of paths that it came by.
   """
 
   def __init__(self, value: jax.Array, token: jax.Array):
@@ -67,9 +71,11 @@ def layerwise_loss_scale(
   max_layer_scale: float = 2.0**10,
   max_scale: float = 2.0**100,
 ) -> LayerwiseLossScale:
-  """Layer-wise adaptive loss scaling for a model in plain JAX: no trial, no error, no skipped steps.
+  """Layer-wise adaptive loss scaling for a model in plain JAX, without trial and error.
 
-  The gradients that come out are those of the loss: nothing is scaled before and unscaled after.
+  The gradients that come out are those of the loss: nothing is scaled before and unscaled after. What can
+  still overflow (an activation, the inside of a function given to `apply`) is for
+  `mpjax.static_loss_scale(tx, 1)` to skip.
 
   ```python
   scaling = mpjax.layerwise_loss_scale()
@@ -139,8 +145,7 @@ class LayerwiseLossScale:
       raise ValueError(
         f"start takes a floating array, not {x.dtype}: look up embeddings first, and start from them"
       )
-    token = _compat.vary_like(jnp.zeros([], jnp.float32), x)
-    return Scaled(*_start(jnp.dtype(dtype or x.dtype), x, token))
+    return Scaled(*carried.start(jnp.dtype(dtype or x.dtype), x, carried.tie(jnp.zeros([2], jnp.float32), x)))
 
   def layer(
     self,
@@ -155,10 +160,11 @@ class LayerwiseLossScale:
     """`fun(params, h)`, which rescales the gradient on its way back and unscales that of `params`.
 
     `fun` should be the matrix product or convolution and its bias; activation functions go to `apply`. A
-    layer without a kernel, such as a norm with its gain, passes the scale on as it came.
+    layer without a kernel, such as a norm with its gain, passes the scale on as it came. Arrays that `fun`
+    closes over are treated as its parameters (under `shard_map`, if they differ between shards).
 
     Args:
-      fun: (params in `h`'s dtype, array) -> floating array; what it differentiates is in its arguments.
+      fun: (params in `h`'s dtype, array) -> floating array.
       params: master weights in float32 or wider; their gradients come out in that dtype.
       h: the activation.
       kernel: takes `params` to the array that the gradient is multiplied by; `None`: the only leaf of two
@@ -166,31 +172,47 @@ class LayerwiseLossScale:
       fan_in: products summed in each element of the gradient that is passed on; `None`: what a kernel of
         shape [..., in, out] gives, its size over `in`.
       scale: f32[]; if positive, the layer's scale, measured before; if zero, it is measured. Either way the
-        gradient with respect to `scale` is the scale that was used, so that a training loop can measure
-        every so many steps and keep the rest.
+        gradient with respect to `scale` is the scale that was used (their sum, where gradients are summed
+        over micro-batches, members or shards), so that a training loop can measure every so many steps.
 
     Raises:
-      TypeError: if `h` does not come from `start`.
-      ValueError: if a parameter is narrower than float32, or several leaves could be the kernel.
+      TypeError: if `h` does not come from `start`, or `fun` does not return one floating array.
+      ValueError: if a parameter is narrower than float32 or sharded otherwise than `h`, if several leaves
+        could be the kernel, if `h` was used before, or if `fun` communicates between devices.
     """
     value, token = _spend(h)
     _check_master_weights(params)
-    static = _Layer(self, fun, kernel or _only_kernel(params), fan_in, reuses=scale is not None)
-    scale = jnp.zeros([], jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
+    stray = _compat.varying_axes(params) - _compat.varying_axes(value)
+    if stray:
+      raise ValueError(
+        f"parameters differ along the mesh axes {sorted(stray)} and the activation does not: under tensor "
+        "parallelism each shard would choose a scale of its own for one gradient"
+      )
+    picked = kernel or _only_kernel(params)
+    if picked is not None and fan_in is None and jnp.ndim(picked(params)) < 2:
+      raise ValueError("a kernel of less than two dimensions does not tell its fan-in: pass fan_in=...")
+    reuses = scale is not None
+    scale = jnp.asarray(scale, jnp.float32) if reuses else jnp.zeros([], jnp.float32)
     params, scale = _compat.vary_like((params, scale), value)
-    return Scaled(*_layer(static, params, value, token, scale))
+    run, constants = _without_closure(lambda p, x: fun(cast_floating(p, x.dtype), x), params, value)
+    static = carried.Layer(run, self.measure, picked, fan_in, reuses)
+    return Scaled(*carried.layer(static, (constants, params), (value,), token, scale))
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
-    """`fun` of one or more activations, without parameters: activation functions, sums, attention.
+    """`fun` of one or more activations: activation functions, sums, attention, dropout.
 
-    An activation that is used twice has to be `fork`ed first: its two gradients carry scales of their own.
+    What `fun` closes over gets its gradient unscaled too. An activation that is used twice has to be
+    `fork`ed first: its two gradients carry scales of their own.
 
     Raises:
-      TypeError: if one of `hs` does not come from `start`.
-      ValueError: if one of `hs` was used before.
+      TypeError: if one of `hs` does not come from `start`, or `fun` does not return one floating array.
+      ValueError: if one of `hs` was used before, or `fun` communicates between devices.
     """
     values, tokens = zip(*map(_spend, hs), strict=True)
-    return Scaled(fun(*values), functools.reduce(operator.add, tokens))
+    run, constants = _without_closure(lambda _, *values: fun(*values), (), *values)
+    zero = _compat.vary_like(jnp.zeros([], jnp.float32), values[0])
+    token = functools.reduce(operator.add, tokens)
+    return Scaled(*carried.layer(carried.Layer(run, self.measure), (constants, ()), values, token, zero))
 
   def fork(self, h: Scaled, n: int = 2) -> tuple[Scaled, ...]:
     """`n` copies of an activation, whose gradients are brought to one scale before they are added.
@@ -200,11 +222,11 @@ class LayerwiseLossScale:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
       raise ValueError(f"n={n!r}: expected a positive integer")
-    return tuple(Scaled(*copy) for copy in _fork(n, *_spend(h)))
+    return tuple(Scaled(*copy) for copy in carried.fork(n, *_spend(h)))
 
   def finish(self, h: Scaled) -> jax.Array:
     """The activation in float32 or wider, for the loss; the gradient that comes back gets `init_scale`."""
-    return _finish(self, *_spend(h))
+    return carried.finish(self.init_scale, self.max_scale, *_spend(h))
 
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
@@ -212,7 +234,7 @@ class LayerwiseLossScale:
     """The scale of a layer: section 4 of the paper.
 
     Args:
-      g: gradient of the layer's output, with `passed` in it.
+      g: gradient of the layer's output in the dtype of the layer, with `passed` in it.
       kernel: the layer's weights.
       passed: f32[]; product of the scales so far.
       fan_in: as for `layer`.
@@ -220,6 +242,8 @@ class LayerwiseLossScale:
     Returns:
       f32[]; a power of two, 1 for a gradient that is zero or not finite.
     """
+    if not g.size or carried.has_wide_range(g.dtype):
+      return jnp.ones_like(passed)
     limits = jnp.finfo(g.dtype)
     kernel = kernel.astype(jnp.float32)
     wide = g.astype(jnp.float32)
@@ -236,120 +260,21 @@ class LayerwiseLossScale:
     scale = jnp.minimum(scale, largest / top)
     scale = jnp.minimum(jnp.minimum(scale, self.max_scale / passed), self.max_layer_scale)
     usable = jnp.isfinite(top) & (sigma > 0)
-    return jnp.where(usable, _power_of_two(scale), 1.0)
+    return jnp.where(usable, carried.power_of_two(scale), 1.0)
 
 
-class _Layer(NamedTuple):
-  """What is static in a layer."""
-
-  scaling: LayerwiseLossScale
-  fun: Callable[[Any, jax.Array], jax.Array]
-  kernel: Callable[[Any], jax.Array] | None
-  fan_in: int | None
-  reuses: bool
-
-  def run(self, params: Any, value: jax.Array) -> jax.Array:
-    return self.fun(cast_floating(params, value.dtype), value)
-
-
-def _layer(static: _Layer, params: Any, value: jax.Array, token: jax.Array, scale: jax.Array) -> Any:
-  @jax.custom_vjp
-  def call(params: Any, value: jax.Array, token: jax.Array, scale: jax.Array) -> Any:
-    return static.run(params, value), token
-
-  def forward(params: Any, value: jax.Array, token: jax.Array, scale: jax.Array) -> Any:
-    out, backward = jax.vjp(static.run, params, value)
-    return (out, token), (backward, params, scale)
-
-  def backward(residuals: Any, cotangents: Any) -> Any:
-    vjp, params, scale = residuals
-    g, passed = cotangents
-    unscaled = lambda p: p if p.dtype == jax.dtypes.float0 else p / passed.astype(p.dtype)
-    grads = jax.tree.map(unscaled, vjp(g)[0])
-    used = _compat.vary_like(jnp.ones([], jnp.float32), g)
-    if static.kernel is not None:
-      measure = lambda: static.scaling.measure(g, static.kernel(params), passed, static.fan_in)
-      used = jax.lax.cond(scale > 0, lambda: scale, measure) if static.reuses else measure()
-    return grads, vjp(_times(g, used))[1], passed * used, used
-
-  call.defvjp(forward, backward)
-  return call(params, value, token, scale)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _start(dtype: Any, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return x.astype(dtype), token
-
-
-def _start_backward(dtype: Any, like: jax.Array, cotangents: Any) -> tuple[jax.Array, jax.Array]:
-  g, passed = cotangents
-  wide = jnp.promote_types(like.dtype, jnp.float32)
-  return (g.astype(wide) / passed.astype(wide)).astype(like.dtype), jnp.zeros_like(passed)
-
-
-# An empty array stands for the dtype, which is no residual.
-_start.defvjp(lambda dtype, x, token: (_start(dtype, x, token), x.ravel()[:0]), _start_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish(scaling: LayerwiseLossScale, value: jax.Array, token: jax.Array) -> jax.Array:
-  return value.astype(jnp.promote_types(value.dtype, jnp.float32))
-
-
-def _finish_backward(
-  scaling: LayerwiseLossScale, like: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  if scaling.init_scale is not None:
-    scale = jnp.full([], scaling.init_scale, jnp.float32)
-  elif jnp.finfo(like.dtype).minexp < -100 or not g.size:
-    scale = jnp.ones([], jnp.float32)  # nothing underflows in a dtype of float32's range
-  else:
-    top = jnp.abs(g).max().astype(jnp.float32)
-    usable = jnp.isfinite(top) & (top > 0)
-    scale = jnp.where(usable, jnp.minimum(0.5 / _power_of_two(top), scaling.max_scale), 1.0)
-  scale = _compat.vary_like(scale, g)
-  return _times(g, scale).astype(like.dtype), scale
-
-
-_finish.defvjp(
-  lambda scaling, value, token: (_finish(scaling, value, token), value.ravel()[:0]), _finish_backward
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fork(n: int, value: jax.Array, token: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-  return [(value, token)] * n
-
-
-def _fork_backward(n: int, _: None, cotangents: Any) -> tuple[jax.Array, jax.Array]:
-  gradients = jnp.stack([g for g, _ in cotangents])  # [n, ...]
-  scales = jnp.stack([scale for _, scale in cotangents])  # f32[n]
-  wide = gradients.astype(jnp.promote_types(gradients.dtype, jnp.float32))
-  ratio = lambda scale: (scale / scales).reshape(n, *[1] * (wide.ndim - 1)).astype(wide.dtype)
-  tops = jnp.abs(wide.reshape(n, -1)).max(1) if wide.size else jnp.zeros([n], wide.dtype)
-  largest = float(jnp.finfo(gradients.dtype).max)
-  # The sum of all has to fit, so each of them has to fit n times.
-  fits = lambda scale: (tops / scales * scale).sum() < largest
-  lowest = scales.min()
-  candidates = jnp.concatenate([jnp.sort(scales)[::-1], lowest * 2.0 ** -jnp.arange(1.0, 64.0)])
-  usable = jax.vmap(fits)(candidates)
-  # Nothing fits where a gradient is not finite already: it goes on as it is.
-  target = jnp.where(usable.any(), candidates[jnp.argmax(usable)], lowest)
-  return (wide * ratio(target)).sum(0).astype(gradients.dtype), target
-
-
-_fork.defvjp(lambda n, value, token: (_fork(n, value, token), None), _fork_backward)
-
-
-def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """`g` times a scale that may not fit in `g`'s dtype."""
-  wide = jnp.promote_types(g.dtype, jnp.float32)
-  return (g.astype(wide) * scale.astype(wide)).astype(g.dtype)
-
-
-def _power_of_two(x: jax.Array) -> jax.Array:
-  """The greatest power of two that is not above `x`."""
-  return jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1)
+def _without_closure(fun: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
+  """`fun` with the arrays that it closes over as its first argument, and these: they have gradients too."""
+  run, constants, axes = _compat.closure_as_argument(fun, *arguments)
+  out = jax.eval_shape(run, constants, *arguments)
+  if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
+    raise TypeError(f"a function between start and finish has to return one floating array, not {out}")
+  if axes:
+    raise ValueError(
+      f"a function between start and finish communicates along {sorted(axes)}: every shard has scales of its "
+      "own there, so no gradient can cross; do it before start or after finish"
+    )
+  return run, constants
 
 
 def _spend(h: Any) -> tuple[jax.Array, jax.Array]:

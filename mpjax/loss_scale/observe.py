@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax import _compat
 from mpjax.loss_scale.access import find_loss_scales, find_states, get_loss_scale
+from mpjax.loss_scale.config import positive_integer
 from mpjax.loss_scale.finite import is_inexact
+from mpjax.loss_scale.overwritten import hide, show
 
 _FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite")
 
@@ -116,7 +119,8 @@ def track_skips(
   Args:
     tx: a transform with one loss scale somewhere in its state.
     history: steps whose scale is kept.
-    axis_name: mapped axis over which counts are summed; as for `dynamic_loss_scale`.
+    axis_name: mapped axis over which counts are summed, for gradients that differ along it: with gradients
+      that were averaged already, leave it out. `shard_map` with `check_vma=True` needs none.
 
   Returns:
     A transform with a `TrackSkipsState`; updates are those of `tx`.
@@ -124,8 +128,7 @@ def track_skips(
   Raises:
     ValueError: if `history` is not a positive integer; at `init`, if `tx` has not one loss scale.
   """
-  if isinstance(history, bool) or not isinstance(history, int) or history < 1:
-    raise ValueError(f"history={history!r}: expected a positive integer")
+  history = positive_integer("history", history)
   tx = optax.with_extra_args_support(tx)
 
   def init(params: Any) -> TrackSkipsState:
@@ -149,8 +152,11 @@ def track_skips(
     scale = get_loss_scale(state.inner_state).scale
 
     def count() -> Any:
-      counts = _count(updates)
-      return counts if axis_name is None else jax.lax.psum(counts, axis_name)
+      gradients = hide(updates)
+      axes = _compat.varying_axes(gradients)
+      reduce = lambda leaf, n: _sum_over(axis_name if not axes else tuple(_compat.varying_axes(leaf)), n)
+      counts = jax.tree.map(reduce, gradients, _count(gradients))
+      return show(updates, counts, state.counts)
 
     slot = state.step % history
     return new_updates, TrackSkipsState(
@@ -205,7 +211,17 @@ def _record(opt_state: Any) -> TrackSkipsState:
       f"{len(found)} records of skipped steps in this optimiser state: expected one, as of "
       "mpjax.track_skips(mpjax.dynamic_loss_scale(...))"
     )
-  return next(iter(found.values()))
+  record = next(iter(found.values()))
+  if np.ndim(record.step):
+    raise ValueError(
+      f"a record of {np.shape(record.step)} members: take that of one, as in "
+      "jax.tree.map(lambda x: x[0], opt_state)"
+    )
+  return record
+
+
+def _sum_over(axis_name: Any, counts: jax.Array) -> jax.Array:
+  return jax.lax.psum(counts, axis_name) if axis_name else counts
 
 
 def _count(tree: Any) -> Any:

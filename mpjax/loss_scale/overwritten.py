@@ -6,6 +6,7 @@ gradients: nobody unscales, judges, clips or averages them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -30,7 +31,18 @@ def apply_updates(params: T, updates: Any) -> T:
   if not has_overwritten(params):
     return optax.apply_updates(params, updates)
   hidden = optax.apply_updates(hide(params), hide(updates))
-  return show(params, hidden, jax.tree.map(lambda p, u: jnp.asarray(u, p.dtype), params, updates))
+  return map_parts(lambda p, new, u: new, lambda p, _, u: jnp.asarray(u, p.dtype), params, hidden, updates)
+
+
+def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`inner` without the leaves that are overwritten: their updates are what was handed in for them."""
+  inner = optax.with_extra_args_support(inner)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    hidden, state = inner.update(hide(updates), state, hide(params), **hide_like(updates, extra_args))
+    return show(updates, hidden, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: inner.init(hide(params)), update)
 
 
 def has_overwritten(tree: Any) -> bool:
@@ -40,15 +52,28 @@ def has_overwritten(tree: Any) -> bool:
 
 def hide(tree: T) -> T:
   """`tree` with `optax.MaskedNode` in place of the leaves that are overwritten."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: optax.MaskedNode() if is_overwritten(path) else leaf, tree
-  )
+  return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
+
+
+def hide_like(updates: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+  """`extra_args`, where trees of the structure of `updates` are hidden as they are."""
+  if not has_overwritten(updates):
+    return extra_args
+  structure: Any = jax.tree.structure(updates)
+  return {k: hide(arg) if jax.tree.structure(arg) == structure else arg for k, arg in extra_args.items()}
 
 
 def show(like: Any, hidden: T, values: Any) -> T:
   """`hidden` with its masked leaves taken from `values`; `like` is a whole tree of the same structure."""
+  if not has_overwritten(like):
+    return hidden
+  return map_parts(lambda _, kept, __: kept, lambda _, __, value: value, like, hidden, values)
+
+
+def map_parts(of_gradients: Callable[..., Any], of_overwritten: Callable[..., Any], *trees: Any) -> Any:
+  """`jax.tree.map` with one function for what is differentiated and one for what is overwritten."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, _, kept, value: value if is_overwritten(path) else kept, like, hidden, values
+    lambda path, *leaves: (of_overwritten if is_overwritten(path) else of_gradients)(*leaves), *trees
   )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax import _compat
 from mpjax.loss_scale.finite import is_inexact
 
 
@@ -32,8 +33,8 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
   ```
 
   Args:
-    fun: `(params, *inputs)` to a tree; it casts to half precision inside, and what it differentiates is
-      in its arguments.
+    fun: `(params, *inputs)` to a tree; it casts to half precision inside. The gradient of what it closes
+      over leaves unscaled, like that of `inputs`.
     scale: f32[]; such as `mpjax.get_loss_scale(opt_state, path=...).scale`.
 
   Returns:
@@ -51,17 +52,24 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
           f"input {jax.tree_util.keystr(path)} of a scaled region is {jnp.result_type(leaf)}: its gradient "
           "would be unscaled in that dtype and underflow; pass it in float32 and cast it inside"
         )
-    return call(params, inputs, jnp.asarray(scale, jnp.float32))
+    wide = lambda params, inputs: jax.tree.map(_widen, fun(params, *inputs))
+    run, closure, _ = _compat.closure_as_argument(wide, params, inputs)
+    return _call(run, params, (closure, inputs), jnp.asarray(scale, jnp.float32))
 
-  def run(params: Any, inputs: Any) -> Any:
-    return jax.tree.map(_widen, fun(params, *inputs))
+  return region
 
+
+def _call(run: Callable[..., Any], params: Any, inputs: tuple[Any, Any], scale: jax.Array) -> Any:
   @jax.custom_vjp
   def call(params: Any, inputs: Any, scale: jax.Array) -> Any:
-    return run(params, inputs)
+    return apply(params, inputs)
+
+  def apply(params: Any, inputs: Any) -> Any:
+    closure, rest = inputs
+    return run(closure, params, rest)
 
   def forward(params: Any, inputs: Any, scale: jax.Array) -> Any:
-    out, backward = jax.vjp(run, params, inputs)
+    out, backward = jax.vjp(apply, params, inputs)
     return out, (backward, scale)
 
   def backward(residuals: Any, g: Any) -> Any:
@@ -71,7 +79,7 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
     return of_params, times(1 / scale, of_inputs), jnp.zeros_like(scale)
 
   call.defvjp(forward, backward)
-  return region
+  return call(params, inputs, scale)
 
 
 def _widen(x: Any) -> Any:

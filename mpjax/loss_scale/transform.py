@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax import _compat
 from mpjax.loss_scale.config import LossScaling, is_power_of_two, parse_loss_scaling
 from mpjax.loss_scale.finite import all_finite, unscale
-from mpjax.loss_scale.overwritten import has_overwritten, hide, show
+from mpjax.loss_scale.overwritten import has_overwritten, hide, hide_like, map_parts, show
 from mpjax.loss_scale.skip import apply_if, keep_dtypes
 
 
@@ -70,7 +71,8 @@ def dynamic_loss_scale(
 
   Keyword arguments of `update` are passed on to `inner`: `value`, `value_fn` and `grad_fn` are those
   of the unscaled loss, while arrays that are the very gradients handed in (`grad=grads`) reach it
-  unscaled as those do. Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are
+  unscaled as those do. `optax.value_and_grad_from_state` is not of use here: what it takes from the
+  state is unscaled already. Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are
   kept from `inner`; their update is their next value, or the old one on a skipped step: use
   `mpjax.apply_updates`.
 
@@ -185,7 +187,7 @@ def _loss_scale(
   def update(
     updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LossScaleState]:
-    _refuse_multi_steps(config)
+    _refuse_multi_steps(config, update)
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
     # A non-finite gradient stays so when it is unscaled, so one look afterwards sees both kinds.
@@ -193,7 +195,7 @@ def _loss_scale(
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
-    extra_args = _unscale_repeats(extra_args, gradients, unscaled)
+    extra_args = _unscale_repeats(hide_like(updates, extra_args), gradients, unscaled)
     step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
     if skip_nonfinite:
       new_updates, new_inner_state = apply_if(finite, step, state.inner_state)
@@ -238,7 +240,7 @@ def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> Lo
 def _unscale_repeats(extra_args: dict[str, Any], gradients: Any, unscaled: Any) -> dict[str, Any]:
   """`extra_args`, where an array that is one of `gradients` becomes what that is in `unscaled`."""
   pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(unscaled), strict=True)
-  known = {id(g): u for g, u in pairs if isinstance(g, jax.Array)}
+  known = {id(g): u for g, u in pairs if isinstance(g, (jax.Array, np.ndarray))}
   seen = lambda arg: any(id(leaf) in known for leaf in jax.tree.leaves(arg))
   replace = lambda leaf: known.get(id(leaf), leaf)
   return {name: jax.tree.map(replace, arg) if seen(arg) else arg for name, arg in extra_args.items()}
@@ -250,17 +252,19 @@ def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
       "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
       "a skipped step, so it is needed: update(grads, state, params)"
     )
-  return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, params)
+  return map_parts(
+    lambda new, _: new, lambda new, old: jnp.where(finite, new, old).astype(old.dtype), updates, params
+  )
 
 
-def _refuse_multi_steps(config: LossScaling) -> None:
-  """Raises at trace time where a non-finite gradient has reached `optax.MultiSteps` first."""
-  outer = _compat.multi_steps_outside()
-  if outer is None or (config.kind == "static" and outer.skips_nonfinite):
+def _refuse_multi_steps(config: LossScaling, update: Any) -> None:
+  """Raises at trace time where a non-finite gradient has reached `optax.MultiSteps` before `update`."""
+  outer = _compat.multi_steps_outside(guard=update.__code__)
+  if outer is None or (config.kind == "static" and outer.may_skip):
     return
   reason = (
     "drops non-finite micro-steps, so the loss scale would never back off"
-    if outer.skips_nonfinite
+    if outer.may_skip
     else "adds a non-finite gradient to its accumulator, which stays NaN from then on"
   )
   raise ValueError(

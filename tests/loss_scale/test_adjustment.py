@@ -284,7 +284,7 @@ def test_an_overflow_on_the_step_that_would_grow_backs_off():
     *[("init_scale", v) for v in (0.0, -1.0, math.inf, math.nan, True, "big", 2.0**127, 0.5)],
     *[("growth_factor", v) for v in (1.0, 0.5, math.inf, math.nan)],
     *[("backoff_factor", v) for v in (0.0, 1.0, 2.0, -0.5)],
-    *[("growth_interval", v) for v in (0, -1, 1.5, True)],
+    *[("growth_interval", v) for v in (0, -1, 1.5, True, 2**31)],
     *[("hysteresis", v) for v in (0, 2.5)],
     ("consecutive_hysteresis", 1),
     *[("min_scale", v) for v in (0.0, -1.0, 2.0**25, math.nan)],
@@ -294,6 +294,11 @@ def test_an_overflow_on_the_step_that_would_grow_backs_off():
 def test_unfit_arguments_are_named_when_built(field, value):
   with pytest.raises(ValueError, match=field):
     mpjax.dynamic_loss_scale(optax.sgd(0.1), **{field: value})
+
+
+def test_numbers_may_be_arrays_of_no_dimension():
+  tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=jnp.float32(4), growth_interval=np.int64(3))
+  assert float(tx.init({}).scale) == 4
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 2.0**127, False])

@@ -34,6 +34,14 @@ WRONG = {
     lambda: optax.chain(optax.clip(1.0), SCALED(optax.sgd(0.1))),
     "depends on the loss scale",
   ),
+  "a clip far away": (
+    lambda: optax.chain(optax.clip_by_global_norm(1e6), SCALED(optax.sgd(0.1))),
+    "depends on the loss scale",
+  ),
+  "infinities clipped": (
+    lambda: optax.chain(optax.clip(1e30), SCALED(optax.sgd(0.1))),
+    "is not finite still updates",
+  ),
   "moments outside": (
     lambda: optax.chain(optax.scale_by_adam(), SCALED(optax.sgd(0.1))),
     "depends on the loss scale",
@@ -80,6 +88,10 @@ def test_a_wrong_composition_is_explained(name):
     mpjax.check_loss_scaling(make(), PARAMS)
 
 
+def test_parameters_in_eight_bits():
+  mpjax.check_loss_scaling(SCALED(optax.sgd(0.1)), {"w": jnp.ones(3, jnp.float8_e4m3fn)})
+
+
 def test_extra_arguments_are_passed_on():
   tx = SCALED(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
   mpjax.check_loss_scaling(tx, PARAMS, value=1.0)
@@ -88,5 +100,8 @@ def test_extra_arguments_are_passed_on():
 def test_overwritten_leaves_and_integers_are_left_alone():
   params = {"params": {"w": jnp.ones(3)}, "_overwrite_with_gradient": {"scale": jnp.ones(())}}
   mpjax.check_loss_scaling(SCALED(optax.adam(0.1)), params)
+  outside = optax.chain(SCALED(optax.adam(0.1)), optax.scale(-1.0))
+  with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*not the value"):
+    mpjax.check_loss_scaling(outside, params)
   integers = {"w": jnp.ones(3), "i": jnp.arange(3)}
   mpjax.check_loss_scaling(SCALED(optax.masked(optax.adam(0.1), {"w": True, "i": False})), integers)

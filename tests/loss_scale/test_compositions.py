@@ -222,7 +222,7 @@ class TestMultiSteps:
       _, state = tx.update(gradients(i, finite=i != 0), state, PARAMS)
     assert not mpjax.all_finite(state.acc_grads)
 
-  @pytest.mark.parametrize("skip", [None, optax.skip_not_finite])
+  @pytest.mark.parametrize("skip", [None, optax.skip_not_finite, lambda *a: optax.skip_not_finite(*a)])
   @pytest.mark.parametrize("jit", [False, True])
   def test_outside_it_is_refused_when_traced(self, skip, jit):
     multi = optax.MultiSteps(optax.chain(SCALED(optax.sgd(1.0))), 2, should_skip_update_fn=skip)
@@ -233,9 +233,18 @@ class TestMultiSteps:
     with pytest.raises(ValueError, match=r"MultiSteps stands outside.*put it inside"):
       update(gradients(0), state, PARAMS)
 
-  def test_outside_a_static_scale_bad_micro_steps_can_be_dropped(self):
+  def test_a_guard_outside_protects_a_scale_further_in(self):
+    inner = optax.MultiSteps(mpjax.static_loss_scale(optax.sgd(1.0), 8.0), 2).gradient_transformation()
+    tx = SCALED(inner)
+    state = tx.init(PARAMS)
+    for i, finite in enumerate([True, False, True]):
+      _, state = tx.update(times(gradients(i, finite), state.scale), state, PARAMS)
+    assert mpjax.all_finite(state.inner_state)
+
+  @pytest.mark.parametrize("skip", [optax.skip_not_finite, lambda *a: optax.skip_not_finite(*a)])
+  def test_outside_a_static_scale_bad_micro_steps_can_be_dropped(self, skip):
     tx = optax.MultiSteps(
-      mpjax.static_loss_scale(optax.sgd(1.0), 8.0), 2, should_skip_update_fn=optax.skip_not_finite
+      mpjax.static_loss_scale(optax.sgd(1.0), 8.0), 2, should_skip_update_fn=skip
     ).gradient_transformation()
     state, total = tx.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)
     for i, finite in enumerate([True, False, True]):
@@ -269,6 +278,9 @@ def test_gradients_as_an_extra_argument_are_unscaled_too():
   close(seen["grad"], gradients(0))
   assert seen["value"] == 2.5
   assert seen["other"] is other
+  on_host = jax.tree.map(np.asarray, grads)
+  tx.update(on_host, state, PARAMS, value=2.5, grad=on_host, other=other)
+  close(seen["grad"], gradients(0))
 
 
 def test_train_state_of_flax():

@@ -105,7 +105,7 @@ def test_static_scales():
 
 def test_a_scale_nested_in_other_states_is_exported():
   tx = optax.chain(optax.identity(), mpjax.dynamic_loss_scale(optax.sgd(0.1)))
-  exported = mpjax.export_loss_scale(tx.init(PARAMS), "torch")
+  exported = mpjax.export_loss_scale(tx.init(PARAMS), "torch", scaling="dynamic")
   assert exported == torch_state(scale=2.0**16, growth_interval=2000, _growth_tracker=0)
 
 

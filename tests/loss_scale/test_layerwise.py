@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from scipy import special
 
 import mpjax
+from mpjax.loss_scale import carried
 
 DEPTH, WIDTH = 8, 16
 RNG = np.random.default_rng(0)
@@ -276,6 +277,71 @@ def test_the_kernel_can_be_named():
   SCALING.layer(both, params, SCALING.start(X), kernel=lambda p: p["up"], fan_in=16)
 
 
+def test_an_ensemble_and_per_example_losses_under_vmap():
+  """The gradient of a vmap, not only the vmap of a gradient."""
+  per_example = lambda params: jax.vmap(lambda x: scaled_loss(params, x[None], jnp.float16))(X).mean()
+  expected = jax.grad(lambda params: jax.vmap(lambda x: plain_loss(params, x[None], jnp.float32))(X).mean())(
+    PARAMS
+  )
+  assert max(error(jax.grad(per_example)(PARAMS), expected)) < 0.08
+  members = jax.tree.map(lambda p: jnp.stack([p, p * 0.9]), PARAMS)
+  ensemble = lambda loss, dtype: jax.grad(lambda ps: jax.vmap(lambda p: loss(p, X, dtype))(ps).sum())(members)
+  assert max(error(ensemble(scaled_loss, jnp.float16), ensemble(plain_loss, jnp.float32))) < 0.08
+
+
+def test_what_a_function_closes_over_is_unscaled_too():
+  def loss(gain, key, dtype):
+    def body(h, p):
+      keep = jax.random.bernoulli(key, 0.5, (len(X), WIDTH))
+      h = SCALING.layer(dense, p, h)
+      return SCALING.apply(lambda v: jnp.where(keep, jnp.tanh(v) * gain.astype(v.dtype), 0), h), None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS[:3])
+    h, _ = jax.lax.scan(jax.checkpoint(body), SCALING.start(X, dtype), stacked)
+    return jnp.mean((SCALING.finish(h) - Y) ** 2)
+
+  half, full = (jax.grad(loss)(jnp.float32(0.9), jax.random.key(0), d) for d in (jnp.float16, jnp.float32))
+  np.testing.assert_allclose(half, full, rtol=0.01)
+
+
+def test_large_inputs_and_many_rows_do_not_overflow_the_sum():
+  x = jnp.full((4096, 8), 50.0)
+  loss = lambda w: jnp.mean(
+    SCALING.finish(SCALING.layer(lambda w, v: v @ w, w, SCALING.start(x, jnp.float16)))
+  )
+  np.testing.assert_allclose(jax.grad(loss)(jnp.full((8, 4), 0.01)), np.full((8, 4), 12.5), rtol=0.01)
+
+
+def test_a_product_with_float32_output_is_scaled_for_its_half_precision_input():
+  wide = lambda w, v: jnp.dot(v, w, preferred_element_type=jnp.float32)
+
+  def loss(first, second):
+    h = SCALING.apply(
+      lambda v: v.astype(jnp.float16),
+      SCALING.layer(wide, first, SCALING.start(jnp.ones((8, 16)), jnp.float16)),
+    )
+    return jnp.mean(SCALING.finish(SCALING.layer(wide, second, h)))
+
+  grad = jax.grad(loss)(jnp.full((16, 16), 0.1), jnp.full((16, 16), 2.0**-23))
+  np.testing.assert_allclose(grad, np.full((16, 16), 2.0**-23), rtol=0.01)
+
+
+def test_a_copy_that_nothing_is_made_of():
+  def loss(p):
+    first, _, third = SCALING.fork(SCALING.layer(dense, p, SCALING.start(X, jnp.float16)), 3)
+    return jnp.mean(SCALING.finish(SCALING.apply(jnp.add, first, third)))
+
+  expected = jax.grad(lambda p: jnp.mean(2 * dense(p, X)))(PARAMS[0])
+  assert error([jax.grad(loss)(PARAMS[0])], [expected])[0] < 0.01
+
+
+def test_an_empty_batch():
+  grads = jax.grad(
+    lambda p: jnp.sum(SCALING.finish(SCALING.layer(dense, p, SCALING.start(X[:0], jnp.float16))))
+  )(PARAMS[0])
+  assert not any(g.any() for g in jax.tree.leaves(grads))
+
+
 class TestMisuse:
   """Each way to get wrong numbers is an error with the way out."""
 
@@ -284,6 +350,43 @@ class TestMisuse:
     SCALING.apply(jnp.tanh, h)
     with pytest.raises(ValueError, match=r"used before.*fork"):
       SCALING.layer(dense, PARAMS[0], h)
+
+  @pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, lambda f: lambda h: f(jax.tree.map(jnp.copy, h))]
+  )
+  def test_an_activation_that_is_used_twice_where_nobody_can_see_it(self, wrap):
+    """Through a transform of JAX it looks like another one: the gradient is NaN, not wrong."""
+
+    def loss(p):
+      h = SCALING.layer(dense, p, SCALING.start(X, jnp.float16))
+      block = wrap(lambda h: SCALING.layer(dense, PARAMS[1], h))
+      return jnp.mean(SCALING.finish(SCALING.apply(jnp.add, h, block(h))))
+
+    assert np.isnan(jax.grad(loss)(PARAMS[0])["w"]).all()
+
+  def test_communication_between_start_and_finish(self):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mean = lambda x: SCALING.finish(SCALING.apply(lambda v: jax.lax.pmean(v, "d"), SCALING.start(x)))
+    with pytest.raises(ValueError, match=r"communicates along \['d'\]"):
+      jax.shard_map(mean, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec(), check_vma=False)(
+        X
+      )
+
+  def test_tensor_parallel_parameters(self):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    of = lambda w, x: SCALING.finish(SCALING.layer(lambda w, v: v @ w, w, SCALING.start(x)))
+    spec = PartitionSpec(None, "d")
+    with pytest.raises(ValueError, match=r"differ along the mesh axes \['d'\]"):
+      jax.shard_map(of, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(PARAMS[0]["w"], X)
+
+  @pytest.mark.parametrize("fun", [lambda v: (v, v), lambda v: v.argmax()])
+  def test_a_function_that_returns_something_else(self, fun):
+    with pytest.raises(TypeError, match="one floating array"):
+      SCALING.apply(fun, SCALING.start(X))
+
+  def test_a_kernel_without_a_fan_in(self):
+    with pytest.raises(ValueError, match="fan_in"):
+      SCALING.layer(dense, PARAMS[0], SCALING.start(X), kernel=lambda p: p["b"])
 
   def test_an_array_in_place_of_an_activation(self):
     with pytest.raises(TypeError, match=r"scaling\.start"):
@@ -324,12 +427,13 @@ class TestMisuse:
 def test_a_fork_adds_gradients_of_any_scales(exponents, sizes):
   """To what float16 can hold at the scale that comes out, which no gradient overflows at."""
   n = len(exponents)
-  _, backward = jax.vjp(
-    lambda v, t: mpjax.loss_scale.layerwise._fork(n, v, t), jnp.zeros(3, jnp.float16), 0.0
-  )
+  fork = functools.partial(carried.fork, n)
+  _, backward = jax.vjp(fork, jnp.zeros(3, jnp.float16), jnp.zeros(2))
   gradients = [jnp.asarray([1.0, -0.5, 0.75], jnp.float16) * jnp.float16(2.0**s) for s in sizes[:n]]
   scales = [jnp.float32(2.0**e) for e in exponents]
-  total, scale = backward(list(zip(gradients, scales, strict=True)))
+  tokens = [jnp.stack([scale, 1.0]) for scale in scales]
+  total, (scale, paths) = backward(list(zip(gradients, tokens, strict=True)))
+  assert paths == 1
   expected = sum(np.float64(g) / float(s) for g, s in zip(gradients, scales, strict=True))
   assert np.isfinite(np.float64(total)).all()
   assert float(scale) <= max(map(float, scales))

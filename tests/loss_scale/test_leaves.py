@@ -181,3 +181,49 @@ class TestOverwrittenLeaves:
     bad, metrics = step(first, x * jnp.nan)
     assert not metrics["grads_finite"]
     jax.tree.map(np.testing.assert_array_equal, bad.params, first.params)
+
+  @pytest.mark.parametrize(
+    "policy", ["fp32", "bf16", {"base": "fp16", "loss_scaling": 8}], ids=["fp32", "bf16", "fp16"]
+  )
+  @pytest.mark.parametrize("accumulate", [1, 2])
+  def test_a_training_step_of_any_policy_overwrites_them(self, policy, accumulate):
+    """Their values are theirs: not cast, not unscaled, not averaged but merged by maximum."""
+
+    @jax.custom_vjp
+    def remember(x, amax):
+      return x
+
+    # Of this, float16 would make an infinity.
+    remember.defvjp(
+      lambda x, amax: (x, x), lambda x, g: (g, 1e5 * jnp.abs(x).max().astype(jnp.float32).reshape(1))
+    )
+    params = {"params": {"w": jnp.ones((4, 4))}, OWG: {"amax": jnp.full((1,), 1e5)}}
+    loss = lambda p, x: jnp.mean(remember(x @ p["params"]["w"], p[OWG]["amax"]).astype(jnp.float32) ** 2)
+    step = mpjax.make_train_step(loss, optax.adam(1e-2), policy, accumulate=accumulate, donate=False)
+    state = step.init(params)
+    x = jnp.asarray([[1.0] * 4, [2.0] * 4])
+    new, _ = step(state, x)
+    np.testing.assert_allclose(new.params[OWG]["amax"], [8e5], rtol=1e-6)
+    np.testing.assert_allclose(new.params["params"]["w"], np.full((4, 4), 0.99), rtol=1e-3)
+    assert new.params[OWG]["amax"].dtype == jnp.float32
+    np.testing.assert_allclose(step.gradients(state, x)[1][OWG]["amax"], [8e5], rtol=1e-6)
+
+  def test_beside_integers_and_as_extra_arguments(self):
+    params = {**self.params, "i": jnp.arange(3)}
+    grads = {**self.grads, "i": np.zeros(3, jax.dtypes.float0)}
+    inner = optax.masked(
+      optax.sgd(0.1), lambda p: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), p)
+    )
+    updates, _ = mpjax.dynamic_loss_scale(inner).update(
+      grads, mpjax.dynamic_loss_scale(inner).init(params), params
+    )
+    assert float(updates[OWG]["scale"]) == 5
+    seen = {}
+
+    def update(updates, state, params=None, *, grad):
+      seen["same"] = jax.tree.structure(updates) == jax.tree.structure(grad)
+      return updates, state
+
+    tx = mpjax.dynamic_loss_scale(optax.GradientTransformationExtraArgs(lambda p: (), update))
+    tx.update(self.grads, tx.init(self.params), self.params, grad=self.grads)
+    assert seen["same"]

@@ -92,18 +92,37 @@ def test_leaves_are_counted_only_on_a_skip():
   assert inside
 
 
-def test_counts_of_shards_are_added():
-  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name="d"), axis_name="d")
+@pytest.mark.parametrize(("check_vma", "axis_name"), [(False, "d"), (True, "d"), (True, None)])
+def test_counts_of_shards_are_added(check_vma, axis_name):
+  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name="d"), axis_name=axis_name)
   grads = jnp.ones(16).at[jnp.asarray([3, 12])].set(jnp.nan)
   mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = PartitionSpec("d"), PartitionSpec()
 
-  @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
   def step(grads, state):
     return tx.update(grads, state)
 
   _, state = jax.jit(step)(grads, tx.init(grads))
   assert mpjax.skip_report(state).leaves["value"] == mpjax.nonfinite_leaves(grads)["value"]
+
+
+def test_leaves_that_are_no_gradients_are_no_reason():
+  tree = {"w": jnp.ones(2), "_overwrite_with_gradient": {"amax": jnp.ones(2)}}
+  tx = tracked()
+  bad = jax.tree.map(lambda x: x * jnp.inf, tree)
+  _, state = tx.update(bad, tx.init(tree), tree)
+  assert list(mpjax.skip_report(state).leaves) == ["w"]
+
+
+def test_a_record_of_an_ensemble_is_read_member_by_member():
+  params = {"w": jnp.ones((2, 3))}
+  tx = tracked()
+  _, state = jax.vmap(tx.update)({"w": params["w"].at[1, 0].set(jnp.nan)}, jax.vmap(tx.init)(params), params)
+  with pytest.raises(ValueError, match="of one"):
+    mpjax.skip_report(state)
+  members = [mpjax.skip_report(jax.tree.map(lambda x: x[i], state)) for i in range(2)]
+  assert (members[0], str(members[1].leaves["w"])) == (None, "1 NaN of 3")
 
 
 @pytest.mark.parametrize("history", [0, -1, 2.5, True])

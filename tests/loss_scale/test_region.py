@@ -71,3 +71,23 @@ def test_integer_inputs_and_the_gradient_of_floating_ones():
   table, x = jax.grad(of, argnums=(0, 1))(PARAMS["body"], jnp.ones((3, 4)))
   np.testing.assert_array_equal(x, np.ones((3, 4)))
   np.testing.assert_array_equal(table[:, 0], [0, 16, 8, 0])
+
+
+def test_what_a_region_closes_over():
+  """A dropout key of a scan, and a parameter of nobody's group."""
+
+  def loss(gain, key):
+    def body(h, key):
+      keep = lambda w, x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), half(jnp.tanh)(w, x) * gain, 0)
+      return mpjax.scaled_region(keep, jnp.float32(2.0**10))(PARAMS["body"], h), None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(body), X, jax.random.split(key, 3))[0])
+
+  def plain(gain, key):
+    h = X
+    for k in jax.random.split(key, 3):
+      h = jnp.where(jax.random.bernoulli(k, 0.5, h.shape), jnp.tanh(h @ PARAMS["body"]) * gain, 0)
+    return jnp.sum(h)
+
+  key = jax.random.key(0)
+  np.testing.assert_allclose(jax.grad(loss)(0.9, key), jax.grad(plain)(0.9, key), rtol=0.02)
