@@ -16,6 +16,7 @@ import random
 import re
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -33,7 +34,10 @@ MODELS = {
   "tf_opt": {"dim": 512, "heads": 8, "layers": 4, "batch": 1, "seq": 32, "inner": 3},
   # 7k parameters: bound by dispatch
   "mlp": {"inner": 200},
+  # the same, 500 steps in one program
+  "mlp_scan": {"inner": 1},
 }
+SCANNED = 500
 VOCAB = 256
 
 
@@ -127,26 +131,45 @@ def variants(loss: Any) -> dict[str, tuple[Any, Any]]:
   return out
 
 
-def measure(model: str, rounds: int) -> dict[str, Any]:
-  """Compiles every variant, runs them interleaved, and returns their figures."""
+def build(model: str) -> tuple[int, Any, Any, Any]:
+  """Steps to time at once, parameters, loss and batch."""
   settings = dict(MODELS[model])
   inner = settings.pop("inner")
-  params, loss, batch = mlp() if model == "mlp" else transformer(**settings)
+  return inner, *(mlp() if model.startswith("mlp") else transformer(**settings))
+
+
+def measure(model: str, rounds: int, variants: Callable[[Any], dict[str, Any]] = variants) -> dict[str, Any]:
+  """Compiles every variant, runs them interleaved, and returns their figures; the first is the base."""
+  inner, params, loss, batch = build(model)
   rows, runs = {}, {}
   for name, (init, step) in variants(loss).items():
-    state = init(jax.tree.map(jnp.copy, params))
+    step = scanned(step) if model.endswith("_scan") else step
+    state = jax.tree.map(jnp.array, init(jax.tree.map(jnp.copy, params)))
     start = time.perf_counter()
     compiled = step.lower(state, batch).compile()
     rows[name] = {"compile_s": time.perf_counter() - start, **compiler_figures(compiled)}
     runs[name] = Runner(step, state, batch)
     runs[name](3)
+  return compare(rows, runs, inner, rounds)
+
+
+def scanned(step: Any) -> Any:
+  """A program of SCANNED steps."""
+  body = lambda batch: lambda state, _: step(state, batch)
+  run = lambda state, batch: jax.lax.scan(body(batch), state, None, length=SCANNED)
+  return jax.jit(run, donate_argnums=0)
+
+
+def compare(rows: dict[str, Any], runs: dict[str, Runner], inner: int, rounds: int) -> dict[str, Any]:
+  """`rows` with the times of `runs`, as ratios to the first within each round."""
+  first = next(iter(rows))
   times: dict[str, list[float]] = {name: [] for name in runs}
   for i in range(rounds):
     order = list(runs)
     random.Random(i).shuffle(order)
     for name in order:
       times[name].append(runs[name](inner) / inner)
-  base_times, base = times["hand-written fp32"], rows["hand-written fp32"]
+  base_times, base = times[first], rows[first]
   for name, row in rows.items():
     ratios = [a / b for a, b in zip(times[name], base_times, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
