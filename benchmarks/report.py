@@ -15,7 +15,9 @@ MODELS = {
   "tf": "transformer, 3.3M parameters, 1024 tokens: bound by matrix products",
   "tf_opt": "transformer, 12.9M parameters, 32 tokens: bound by the optimiser",
   "mlp": "perceptron, 7k parameters: bound by dispatch",
+  "mlp_scan": "the same perceptron, 500 steps in one program",
 }
+SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
 
 
 def overhead(report: dict[str, Any]) -> str:
@@ -49,6 +51,64 @@ def quality(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def peers(report: dict[str, Any]) -> str:
+  """Ratio to the bare step by library and model, then temporaries and instructions."""
+  tables = report["models"]
+  names = list(next(iter(tables.values())))
+  lines = ["| step | " + " | ".join(tables) + " |", "|---|" + "---|" * len(tables)]
+  for name in names:
+    cells = [f"{rows[name]['ratio']:.2f}" for rows in tables.values()]
+    lines.append(f"| {name} | " + " | ".join(cells) + " |")
+  once = {title.split(",")[0]: rows for title, rows in tables.items()}
+  lines += ["", "| step | " + " | ".join(f"{model}: temporaries MB, instructions" for model in once) + " |"]
+  lines.append("|---|" + "---|" * len(once))
+  for name in names:
+    cells = [
+      f"{rows[name]['temp_bytes'] / 1e6:.2f}, {rows[name]['ops_ratio']:.2f}x" for rows in once.values()
+    ]
+    lines.append(f"| {name} | " + " | ".join(cells) + " |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def compiled(report: dict[str, Any]) -> str:
+  """Memory of the step with a loss scale beside that without."""
+  lines = [
+    "| compute dtype | rows | temporaries MB, bare | scaled | ratio | donated | bytes | instructions |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in report["rows"]:
+    bare, scaled = row["bare"], row["mpjax.dynamic_loss_scale"]
+    accessed = f"{scaled['bytes_accessed'] / bare['bytes_accessed']:.2f}" if bare["bytes_accessed"] else "-"
+    aliased = "all reused" if scaled["alias_bytes"] >= scaled["donated_array_bytes"] else "not all reused"
+    before, after = bare["temp_bytes"], scaled["temp_bytes"]
+    lines.append(
+      f"| {row['dtype']} | {row['batch']} | {before / 1e6:.1f} | {after / 1e6:.1f} | {after / before:.3f} | "
+      f"{aliased} | {accessed} | {scaled['ops'] / bare['ops']:.2f}x |"
+    )
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def layerwise(report: dict[str, Any]) -> str:
+  """Share of zeros by layer and scale, and the losses after training."""
+  table = report["gradients"]
+  single = table["single"]
+  lines = [
+    "| layer | " + " | ".join(f"2^{k}" for k in single) + " | layer-wise |",
+    "|---|" + "---|" * (len(single) + 1),
+  ]
+  for i in SOME_LAYERS:
+    cells = [f"{row['zeros'][i]:.0%}" for row in (*single.values(), table["layerwise"])]
+    lines.append(f"| {i} | " + " | ".join(cells) + " |")
+  finite = ["yes" if row["finite"] else "no" for row in single.values()]
+  lines += ["| finite | " + " | ".join([*finite, "yes"]) + " |", ""]
+  lines += ["| trained with | eval loss | without the noise in it | skipped steps |", "|---|---|---|---|"]
+  for name, run in report["runs"].items():
+    title = name if name == "float32" else f"float16, {name}"
+    skipped = f"{run['skipped']} of {run['steps']}"
+    lines.append(f"| {title} | {run['eval_loss']:.4f} | {run['noiseless']:.4f} | {skipped} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def provenance(report: dict[str, Any]) -> str:
   """How the figures were made."""
   versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -59,7 +119,14 @@ def main() -> None:
   """Replaces what stands between each pair of markers."""
   file = FOLDER / "README.md"
   text = file.read_text()
-  for name, make in (("overhead_cpu", overhead), ("quality_gpt_cpu", quality)):
+  for name, make in (
+    ("overhead_cpu", overhead),
+    ("peers_cpu", peers),
+    ("compiled_h200", compiled),
+    ("compiled_tpu_v5e", compiled),
+    ("layerwise_cpu", layerwise),
+    ("quality_gpt_cpu", quality),
+  ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
     text = re.sub(pattern, lambda m, table=table: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL)

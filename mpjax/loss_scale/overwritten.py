@@ -52,6 +52,8 @@ def has_overwritten(tree: Any) -> bool:
 
 def hide(tree: T) -> T:
   """`tree` with `optax.MaskedNode` in place of the leaves that are overwritten."""
+  if not has_overwritten(tree):
+    return tree
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
 
 

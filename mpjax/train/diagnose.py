@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.loss_scale.access import get_loss_scale
-from mpjax.loss_scale.finite import is_inexact
+from mpjax.loss_scale.observe import nonfinite_leaves
 from mpjax.step import TrainState, TrainStep
 
 
@@ -35,7 +33,7 @@ def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int 
     ("loss", loss),
     ("gradients", grads),
   ):
-    rows = _nonfinite(tree)
+    rows = [f"{path} ({counts})" for path, counts in nonfinite_leaves(tree).items()]
     if rows:
       guilty = guilty or name
       lines.append(f"non-finite {name}: " + "; ".join(rows[:limit]))
@@ -44,21 +42,6 @@ def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int 
   if guilty is None:
     return "every tensor is finite when the step is computed again: the failure does not repeat on this batch"
   return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
-
-
-def _nonfinite(tree: Any) -> list[str]:
-  rows = []
-  for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    if not is_inexact(leaf):
-      continue
-    values = np.asarray(jnp.asarray(leaf).astype(jnp.float32))
-    if np.isfinite(values).all():
-      continue
-    counts = {"NaN": np.isnan(values), "+inf": np.isposinf(values), "-inf": np.isneginf(values)}
-    shown = ", ".join(f"{mask.sum()} {kind}" for kind, mask in counts.items() if mask.any())
-    name = jax.tree_util.keystr(key, simple=True, separator="/")
-    rows.append(f"{name or 'value'} ({shown} of {values.size})")
-  return rows
 
 
 def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:

@@ -232,3 +232,39 @@ def test_debug_nans_is_quiet_on_an_overflow_to_infinity():
   with jax.debug_nans(True):
     updates, _ = jax.jit(tx.update)({"w": jnp.asarray([jnp.inf, 1.0])}, tx.init(PARAMS), PARAMS)
   assert not updates["w"].any()
+
+
+def test_the_scale_and_what_is_inside_are_found_by_optax_itself():
+  """One key of its own in the whole state, and monitors inside see unscaled updates (trap 26)."""
+  seen = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u, updates))
+  tx = mpjax.dynamic_loss_scale(optax.chain(seen, optax.ema(0.0), optax.adam(0.1)), init_scale=8.0)
+  _, state = tx.update({"w": jnp.asarray([8.0, 16.0])}, tx.init(PARAMS), PARAMS)
+  assert bool(optax.tree.get(state, "grads_finite"))
+  np.testing.assert_array_equal(optax.tree.get(state, "ema")["w"], [1.0, 2.0])
+
+
+def test_micro_batches_of_half_precision_are_added_in_float32():
+  """4096 ones in bfloat16 stall at 256 (trap 30)."""
+  stalled = jax.lax.scan(lambda c, x: (c + x, None), jnp.bfloat16(0), jnp.ones(4096, jnp.bfloat16))[0]
+  assert float(stalled) == 256
+  tx = mpjax.dynamic_loss_scale(
+    optax.MultiSteps(optax.sgd(1.0), 512, use_grad_mean=False).gradient_transformation()
+  )
+  params = {"w": jnp.zeros((), jnp.float32)}
+
+  def step(carry, _):
+    params, state = carry
+    updates, state = tx.update({"w": state.scale.astype(jnp.bfloat16)}, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=512)
+  assert float(params["w"]) == -512
+
+
+def test_two_losses_under_one_scale():
+  """Both are multiplied by it, and their gradients added (trap 15)."""
+  tx = mpjax.dynamic_loss_scale(optax.sgd(1.0))
+  state = tx.init(PARAMS)
+  of = lambda p: mpjax.scale_loss(p["w"].sum(), state) + mpjax.scale_loss((p["w"] ** 2).sum(), state)
+  updates, _ = tx.update(jax.grad(of)(PARAMS), state, PARAMS)
+  np.testing.assert_allclose(updates["w"], [-3.0, -5.0])

@@ -218,12 +218,25 @@ def test_the_compiled_step_has_fewer_instructions_than_a_select_of_everything():
   assert count(ours, tx.init(params)) < 0.75 * peer
 
 
-def test_the_state_survives_a_trip_through_numpy():
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
-  state = tx.init(PARAMS)
-  restored = jax.tree.map(np.asarray, state)
+@pytest.mark.parametrize(
+  "inner", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()]
+)
+def test_the_state_survives_a_trip_through_numpy(inner):
+  """As from a checkpoint, also in the middle of an accumulation."""
+  tx = mpjax.dynamic_loss_scale(inner)
   step = jax.jit(tx.update)
+  _, state = step(GRADS, tx.init(PARAMS), PARAMS)
+  restored = jax.tree.map(np.asarray, state)
   jax.tree.map(same_bits, step(GRADS, state, PARAMS), step(GRADS, restored, PARAMS))
+
+
+def test_a_scale_is_added_to_a_run_that_had_none():
+  plain, tx = optax.adam(0.1), mpjax.dynamic_loss_scale(optax.adam(0.1))
+  _, old = plain.update(GRADS, plain.init(PARAMS), PARAMS)
+  state = tx.init(PARAMS)._replace(inner_state=old)
+  updates, _ = tx.update(jax.tree.map(lambda g: g * state.scale, GRADS), state, PARAMS)
+  expected, _ = plain.update(GRADS, old, PARAMS)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected)
 
 
 def test_state_that_is_passed_on_swapped_or_kept_twice_is_still_kept():
