@@ -18,10 +18,10 @@ import optax
 from flax import nnx
 
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
-from mpjax.loss_scale.finite import unscale
-from mpjax.loss_scale.overwritten import apply_updates, hide, keep_from, map_parts, show
-from mpjax.loss_scale.transform import LossScaleState, static_loss_scale, with_loss_scaling
-from mpjax.policy import Policy, cast_floating, get_policy, matmul_precision
+from mpjax.loss_scale.finite import is_inexact, unscale
+from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
+from mpjax.policy import Policy, get_policy, matmul_precision
+from mpjax.step_optimizer import find_scaler, with_policy
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
@@ -138,7 +138,7 @@ class TrainStep:
       raise ValueError(f"accumulate={accumulate!r}: expected a positive integer")
     self.policy = get_policy(policy)
     require_honoured(self.policy)
-    self.tx = _with_policy(tx, self.policy, skip_nonfinite)
+    self.tx = with_policy(tx, self.policy, skip_nonfinite)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
     self._jitted_gradients = jax.jit(self._loss_and_gradients)
     self._loss_fn = loss_fn
@@ -172,6 +172,7 @@ class TrainStep:
           f"loss_fn {verb} {name!r} but init was {'not ' if value is None else ''}given one: "
           f"name {name!r} in the signature of loss_fn and pass step.init(..., {name}=...)"
         )
+    _check_differentiable(params)
     params = self.policy.cast_to_param(params)
     # Donation needs buffers that nobody else holds.
     own = lambda tree: jax.tree.map(jnp.copy, tree)
@@ -202,7 +203,7 @@ class TrainStep:
   def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     with matmul_precision(self.policy):
       loss, _, grads, _ = self._gradients(state, batch)
-    scaler = _scaler(state.opt_state)
+    scaler = find_scaler(state.opt_state)
     if scaler is not None:
       grads = show(grads, unscale(hide(grads), scaler.scale), grads)
     return loss, grads
@@ -217,7 +218,8 @@ class TrainStep:
     if wrong:
       raise ValueError(
         f"the model has {', '.join(sorted(wrong))} parameters where the policy has param_dtype="
-        f"{self.policy.param_dtype.name}: make the optimizer for policy.cast_to_param(model)"
+        f"{self.policy.param_dtype.name}: cast them before the optimizer is made, as in "
+        "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
       )
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
@@ -238,7 +240,7 @@ class TrainStep:
       loss, metrics, grads, model_state = self._gradients(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
     metrics["loss"] = loss
-    scaler = _scaler(opt_state)
+    scaler = find_scaler(opt_state)
     if scaler is not None:
       model_state = jax.tree.map(
         lambda new, old: jnp.where(scaler.grads_finite, new, old), model_state, state.model_state
@@ -308,7 +310,7 @@ class TrainStep:
     if returned is not None:
       model_state = returned
     scaled = loss.astype(jnp.float32)
-    if _scaler(state.opt_state) is not None:
+    if find_scaler(state.opt_state) is not None:
       scaled = scale_loss(loss, state.opt_state)
     # What is reported is in the output dtype; what is differentiated has not gone through it, since the
     # scale itself may not fit there (2**16 in float16).
@@ -316,54 +318,13 @@ class TrainStep:
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
 
 
-def _with_policy(
-  tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool
-) -> optax.GradientTransformationExtraArgs:
-  """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it."""
-  inner = optax.with_extra_args_support(tx)
-  wrapped = inner
-  if policy.optimizer_dtype is not None:
-    dtype = policy.optimizer_dtype
-    wrapped = optax.GradientTransformationExtraArgs(
-      lambda params: inner.init(cast_floating(params, dtype)),
-      lambda updates, state, params=None, **extra: inner.update(
-        cast_floating(updates, dtype), state, cast_floating(params, dtype), **extra
-      ),
-    )
-  if policy.loss_scaling is not None:
-    wrapped = with_loss_scaling(wrapped, policy.loss_scaling)
-  elif skip_nonfinite:
-    wrapped = static_loss_scale(wrapped, 1.0)
-  else:
-    wrapped = _without_scale(wrapped)
-
-  def init(params: Any) -> Any:
-    state = wrapped.init(params)
-    if isinstance(state, LossScaleState) and _scaler(state.inner_state) is not None:
+def _check_differentiable(params: Any) -> None:
+  for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    if not is_inexact(leaf):
       raise ValueError(
-        f"two loss scales: tx has one and the policy ({policy}, loss_scaling={policy.loss_scaling}, "
-        f"skip_nonfinite={skip_nonfinite}) puts another round it; take one of them away"
+        f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and cannot be trained: put it "
+        "into model_state, or let loss_fn close over it"
       )
-    return state
-
-  return optax.GradientTransformationExtraArgs(init, wrapped.update)
-
-
-def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-  """`tx` kept from leaves that are overwritten, unless a loss scale of its own does that."""
-  kept = keep_from(tx)
-
-  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    return (kept if _scaler(state) is None else tx).update(updates, state, params, **extra)
-
-  return optax.GradientTransformationExtraArgs(kept.init, update)
-
-
-def _scaler(opt_state: Any) -> LossScaleState | None:
-  is_state = lambda x: isinstance(x, LossScaleState)
-  if not any(is_state(leaf) for leaf in jax.tree.leaves(opt_state, is_leaf=is_state)):
-    return None
-  return get_loss_scale(opt_state)
 
 
 def require_honoured(policy: Policy) -> None:

@@ -8,7 +8,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import pathlib
 
+import jax
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _clear_caches():
+  """Compiled programs of one file are of no use to the next, and take gigabytes."""
+  yield
+  jax.clear_caches()
 
 
 def write_tiny_gpt(folder: pathlib.Path) -> list[str]:

@@ -339,3 +339,17 @@ def in_place(policy, tx):
   step = mpjax.make_train_step(nnx_loss, optax.sgd(0.1), policy)
   model = Model(nnx.Rngs(0))
   step(model, nnx.Optimizer(model, tx(step), wrt=nnx.Param), BATCH)
+
+
+def test_integer_parameters_are_named():
+  step = mpjax.make_train_step(lambda p, b: p["w"].sum(), optax.sgd(0.1), "fp32")
+  with pytest.raises(ValueError, match=r"\['i'\] is int32.*model_state"):
+    step.init({"w": jnp.ones(2), "i": jnp.arange(2)})
+
+
+def test_several_loss_scales_in_the_optimiser_are_refused():
+  groups = {name: mpjax.dynamic_loss_scale(optax.sgd(0.1)) for name in "ab"}
+  tx = optax.partition(groups, {"x": "a", "y": "b"})
+  step = mpjax.make_train_step(lambda p, b: p["x"].sum() + p["y"].sum(), tx, "fp32")
+  with pytest.raises(ValueError, match=r"2 loss scales in tx.*round the whole"):
+    step.init({"x": jnp.ones(2), "y": jnp.ones(2)})

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax.loss_scale.finite import is_inexact
 
 
 class Layer(NamedTuple):
   """What is static in a layer; `run` takes what it closed over, the parameters and the activations."""
 
   run: Callable[..., jax.Array]
+  enter: Callable[[jax.Array, jax.Array], jax.Array]
   measure: Callable[..., jax.Array]
   kernel: Callable[[Any], jax.Array] | None = None
   fan_in: int | None = None
@@ -31,7 +33,7 @@ def layer(
 ) -> tuple[jax.Array, jax.Array]:
   """Output and token of `static.run(*learnt, *values)`, with the backward pass of the paper."""
   run = lambda learnt, values: static.run(*learnt, *values)
-  dtype = functools.reduce(jnp.promote_types, [value.dtype for value in values])
+  dtype = max((value.dtype for value in values), key=lambda dtype: jnp.finfo(dtype).minexp)
 
   @jax.custom_vjp
   def call(learnt: Any, values: Any, token: jax.Array, scale: jax.Array) -> Any:
@@ -48,15 +50,18 @@ def layer(
     g, token = cotangents
     passed = _sole(token)
     used = _compat.vary_like(jnp.ones([], jnp.float32), g)
+    if has_wide_range(g.dtype) and not has_wide_range(dtype):
+      first = static.enter(g, passed)  # here and not at the end does the gradient enter half precision
+      g, passed = _times(g, first), passed * first
     of_learnt, of_values = vjp(g)
     if static.kernel is not None:
-      kernel, low = static.kernel, g.astype(min(g.dtype, dtype, key=lambda d: jnp.finfo(d).bits))
+      kernel, low = static.kernel, g.astype(dtype if has_wide_range(g.dtype) else g.dtype)
       measure = lambda: static.measure(low, kernel(learnt[1]), passed, static.fan_in)
       used = jax.lax.cond(scale > 0, lambda: scale, measure) if static.reuses else measure()
       of_values = vjp(_times(g, used))[1]
     if largest is not None:
-      less = _fit_sums(g, largest)
-      of_learnt = jax.tree.map(_unshared, learnt, _divide(vjp(_times(g, less))[0], passed * less))
+      less = _fit_sums(g, largest, learnt)
+      of_learnt = jax.tree.map(_unshared, learnt, divide(vjp(_times(g, less))[0], passed * less))
     return of_learnt, of_values, jnp.stack([passed * used, jnp.ones_like(used)]), used
 
   call.defvjp(forward, backward)
@@ -69,15 +74,23 @@ def _largest(values: tuple[jax.Array, ...]) -> jax.Array:
   return functools.reduce(jnp.maximum, tops, _compat.vary_like(jnp.full([], 64.0, jnp.float32), values[0]))
 
 
-def _fit_sums(g: jax.Array, largest: jax.Array) -> jax.Array:
-  """A power of two up to 1, with which no sum of `g` times an input over all rows leaves `g`'s dtype.
+def _fit_sums(g: jax.Array, largest: jax.Array, learnt: Any) -> jax.Array:
+  """A power of two up to 1, with which no sum that makes the gradient of a parameter leaves `g`'s dtype.
 
-  So is the gradient of a weight computed, in the dtype of the layer, and divided in float32 after.
+  These are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
+  input over all axes but the last, over all but that of a vector, or over all for a single number.
   """
   if has_wide_range(g.dtype) or not g.size:
     return jnp.ones_like(largest)
-  columns = jnp.abs(g.astype(jnp.float32)).reshape(-1, g.shape[-1] if g.ndim else 1).sum(0)
-  bound = float(jnp.finfo(g.dtype).max) / (columns.max() * largest)
+  sizes = {jnp.size(leaf) for leaf in jax.tree.leaves(learnt) if is_inexact(leaf)}
+  magnitudes = jnp.abs(g.astype(jnp.float32))
+  if g.ndim == 0 or 1 in sizes:
+    top = magnitudes.sum()
+  else:
+    kept = [axis for axis in range(g.ndim) if axis == g.ndim - 1 or g.shape[axis] in sizes]
+    others = [tuple(other for other in range(g.ndim) if other != axis) for axis in kept]
+    top = functools.reduce(jnp.maximum, [magnitudes.sum(axes).max() for axes in others])
+  bound = float(jnp.finfo(g.dtype).max) / (top * largest)
   return jnp.where(bound < 1, power_of_two(bound), 1.0)
 
 
@@ -88,14 +101,20 @@ def _unshared(x: jax.Array, g: jax.Array) -> jax.Array:
   return jnp.full_like(x, jnp.nan)
 
 
-def _divide(tree: Any, scale: jax.Array) -> Any:
-  """`tree` over `scale`, in float32 or wider; what is no gradient as it is."""
+def divide(tree: Any, scale: jax.Array) -> Any:
+  """`tree` over `scale`, in the dtypes of `tree`; what is no gradient as it is.
 
-  def leaf(g: jax.Array) -> jax.Array:
-    if g.dtype == jax.dtypes.float0:
+  NaN where a gradient in half precision becomes too small for its dtype: what is learnt has to be in float32.
+  """
+
+  def leaf(g: Any) -> Any:
+    if not is_inexact(g):
       return g
     wide = jnp.promote_types(g.dtype, jnp.float32)
-    return (g.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(g.dtype)
+    out = g.astype(wide) / scale.astype(jnp.finfo(wide).dtype)
+    if wide != g.dtype:
+      out = jnp.where((g != 0) & (jnp.abs(out) < float(jnp.finfo(g.dtype).tiny)), jnp.nan, out)
+    return out.astype(g.dtype)
 
   return jax.tree.map(leaf, tree)
 
@@ -109,37 +128,32 @@ def start(dtype: Any, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Ar
 def _start_backward(dtype: Any, like: jax.Array, cotangents: Any) -> tuple[jax.Array, jax.Array]:
   g, token = cotangents
   wide = jnp.promote_types(like.dtype, jnp.float32)
-  return _divide(g.astype(wide), _sole(token)).astype(like.dtype), jnp.zeros_like(token)
+  return divide(g.astype(wide), _sole(token)).astype(like.dtype), jnp.zeros_like(token)
 
 
-# An empty array stands for the dtype, which is no residual.
-start.defvjp(lambda dtype, x, token: (start(dtype, x, token), x.ravel()[:0]), _start_backward)
+# An empty array stands for the dtype, which is no residual. No forward rule calls what it is the rule of: the
+# gradient of a gradient is an ordinary one, in which nothing is scaled.
+start.defvjp(lambda dtype, x, token: ((x.astype(dtype), token), x.ravel()[:0]), _start_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def finish(init_scale: float | None, max_scale: float, value: jax.Array, token: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def finish(enter: Callable[..., jax.Array], value: jax.Array, token: jax.Array) -> jax.Array:
   """`value` in float32, whose gradient is scaled in that dtype before it is cast to that of `value`."""
   return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
 def _finish_backward(
-  init_scale: float | None, max_scale: float, like: jax.Array, g: jax.Array
+  enter: Callable[..., jax.Array], like: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  if init_scale is not None:
-    scale = jnp.full([], init_scale, jnp.float32)
-  elif has_wide_range(like.dtype) or not g.size:
-    scale = jnp.ones([], jnp.float32)
-  else:
-    top = jnp.abs(g).max().astype(jnp.float32)
-    usable = jnp.isfinite(top) & (top > 0)
-    scale = jnp.where(usable, jnp.minimum(0.5 / power_of_two(top), max_scale), 1.0)
-  scale = _compat.vary_like(scale, g)
+  scale = _compat.vary_like(jnp.ones([], jnp.float32), g)
+  if not has_wide_range(like.dtype):
+    scale = enter(g, scale)
   return _times(g, scale).astype(like.dtype), jnp.stack([scale, jnp.ones_like(scale)])
 
 
 finish.defvjp(
-  lambda init_scale, max_scale, value, token: (
-    finish(init_scale, max_scale, value, token),
+  lambda enter, value, token: (
+    value.astype(jnp.promote_types(value.dtype, jnp.float32)),
     value.ravel()[:0],
   ),
   _finish_backward,
@@ -174,7 +188,7 @@ def _fork_backward(n: int, _: None, cotangents: Any) -> tuple[jax.Array, jax.Arr
   return total, jnp.stack([target, used.any().astype(jnp.float32)])
 
 
-fork.defvjp(lambda n, value, token: (fork(n, value, token), None), _fork_backward)
+fork.defvjp(lambda n, value, token: ([(value, token)] * n, None), _fork_backward)
 
 
 def tie(token: jax.Array, like: jax.Array) -> jax.Array:

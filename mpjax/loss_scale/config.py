@@ -172,7 +172,7 @@ def number(name: str, value: Any) -> float:
   Raises:
     ValueError: names `name`, if it is not one.
   """
-  if hasattr(value, "item") and np.ndim(value) == 0:
+  if hasattr(value, "item") and np.size(value) == 1:
     value = value.item()
   if isinstance(value, str):
     with contextlib.suppress(ValueError):

@@ -160,12 +160,15 @@ def _describe_torch(source: Mapping[str, Any]) -> tuple[LossScaling, int]:
     growth_interval=interval,
     min_scale=LOWEST,
   )
+  tracker = number("_growth_tracker", tracker)
+  if tracker != int(tracker) or tracker < 0:
+    raise ValueError(f"_growth_tracker={tracker!r}: expected a count of finite steps")
   return config, int(tracker)
 
 
 def _dynamic(scale: Any, *, min_scale: float, **rules: Any) -> LossScaling:
   try:
-    scale = number("scale", float(scale))
+    scale = number("scale", scale)
     # A scale below the source's own floor (set by hand, say) stays where it is.
     low = max(min(min_scale, scale), LOWEST)
     return LossScaling(kind="dynamic", init_scale=scale, min_scale=low, max_scale=HIGHEST, **rules)

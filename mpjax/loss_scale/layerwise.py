@@ -25,6 +25,7 @@ from mpjax import _compat
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import carried
 from mpjax.loss_scale.config import HIGHEST, number
+from mpjax.loss_scale.finite import is_inexact
 
 
 @jax.tree_util.register_pytree_node_class
@@ -45,8 +46,13 @@ class Scaled:
     """Value and token, once: two gradients, each with a scale of its own, cannot simply be added.
 
     Raises:
-      ValueError: the second time.
+      ValueError: the second time, or if this is a stack of activations.
     """
+    if jnp.shape(self.token) != (2,):
+      raise ValueError(
+        f"a stack of {jnp.shape(self.token)[:-1]} activations, as vmap or the outputs of scan make it: take "
+        "it apart by vmap too, as in jax.vmap(scaling.finish)(stack)"
+      )
     if self._spent:
       raise ValueError(
         "this activation was used before: take one copy for each use, as in h1, h2 = scaling.fork(h)"
@@ -75,7 +81,8 @@ def layerwise_loss_scale(
 
   The gradients that come out are those of the loss: nothing is scaled before and unscaled after. What can
   still overflow (an activation, the inside of a function given to `apply`) is for
-  `mpjax.static_loss_scale(tx, 1)` to skip.
+  `mpjax.static_loss_scale(tx, 1)` to skip. The loss itself is computed after `finish`, in float32. The
+  gradient of a gradient is not scaled.
 
   ```python
   scaling = mpjax.layerwise_loss_scale()
@@ -141,6 +148,8 @@ class LayerwiseLossScale:
       dtype: what to compute in; `None`: that of `x`.
     """
     x = jnp.asarray(x)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"start computes in a floating dtype, not {jnp.dtype(dtype)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(
         f"start takes a floating array, not {x.dtype}: look up embeddings first, and start from them"
@@ -195,14 +204,15 @@ class LayerwiseLossScale:
     scale = jnp.asarray(scale, jnp.float32) if reuses else jnp.zeros([], jnp.float32)
     params, scale = _compat.vary_like((params, scale), value)
     run, constants = _without_closure(lambda p, x: fun(cast_floating(p, x.dtype), x), params, value)
-    static = carried.Layer(run, self.measure, picked, fan_in, reuses)
+    static = carried.Layer(run, self.enter, self.measure, picked, fan_in, reuses)
     return Scaled(*carried.layer(static, (constants, params), (value,), token, scale))
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
     """`fun` of one or more activations: activation functions, sums, attention, dropout.
 
-    What `fun` closes over gets its gradient unscaled too. An activation that is used twice has to be
-    `fork`ed first: its two gradients carry scales of their own.
+    What `fun` closes over gets its gradient unscaled too (in float32; NaN, if in half precision it would be
+    lost). An activation that is used twice has to be `fork`ed first: its two gradients carry scales of their
+    own.
 
     Raises:
       TypeError: if one of `hs` does not come from `start`, or `fun` does not return one floating array.
@@ -212,7 +222,9 @@ class LayerwiseLossScale:
     run, constants = _without_closure(lambda _, *values: fun(*values), (), *values)
     zero = _compat.vary_like(jnp.zeros([], jnp.float32), values[0])
     token = functools.reduce(operator.add, tokens)
-    return Scaled(*carried.layer(carried.Layer(run, self.measure), (constants, ()), values, token, zero))
+    return Scaled(
+      *carried.layer(carried.Layer(run, self.enter, self.measure), (constants, ()), values, token, zero)
+    )
 
   def fork(self, h: Scaled, n: int = 2) -> tuple[Scaled, ...]:
     """`n` copies of an activation, whose gradients are brought to one scale before they are added.
@@ -226,7 +238,25 @@ class LayerwiseLossScale:
 
   def finish(self, h: Scaled) -> jax.Array:
     """The activation in float32 or wider, for the loss; the gradient that comes back gets `init_scale`."""
-    return carried.finish(self.init_scale, self.max_scale, *_spend(h))
+    return carried.finish(self.enter, *_spend(h))
+
+  def enter(self, g: jax.Array, passed: jax.Array) -> jax.Array:
+    """The scale of a gradient in float32 or wider where it enters half precision: see `init_scale`.
+
+    Args:
+      g: the gradient, with `passed` in it.
+      passed: f32[]; product of the scales so far.
+
+    Returns:
+      f32[]; 1 for a gradient that is empty, zero or not finite.
+    """
+    if self.init_scale is not None:
+      return self.init_scale / passed
+    if not g.size:
+      return jnp.ones_like(passed)
+    top = jnp.abs(g).max().astype(jnp.float32)
+    usable = jnp.isfinite(top) & (top > 0)
+    return jnp.where(usable, jnp.minimum(0.5 / carried.power_of_two(top), self.max_scale / passed), 1.0)
 
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
@@ -252,7 +282,7 @@ class LayerwiseLossScale:
     sigma = rms(wide) * rms(kernel)
     smallest = float(limits.smallest_subnormal) / statistics.NormalDist().inv_cdf((1 + self.underflow) / 2)
     largest = float(limits.max)
-    terms = kernel.size // kernel.shape[-2] if fan_in is None else fan_in
+    terms = max(1, kernel.size // max(1, kernel.shape[-2])) if fan_in is None else fan_in
     top = jnp.abs(wide).max()
     scale = jnp.maximum(smallest / sigma, 1.0)
     scale = jnp.minimum(scale, largest / terms / (top * jnp.abs(kernel).max()))
@@ -295,7 +325,7 @@ def _check_master_weights(params: Any) -> None:
 
 def _only_kernel(params: Any) -> Callable[[Any], jax.Array] | None:
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  found = [i for i, (_, leaf) in enumerate(leaves) if jnp.ndim(leaf) >= 2]
+  found = [i for i, (_, leaf) in enumerate(leaves) if jnp.ndim(leaf) >= 2 and is_inexact(leaf)]
   if len(found) > 1:
     names = ", ".join(jax.tree_util.keystr(leaves[i][0]) for i in found)
     raise ValueError(

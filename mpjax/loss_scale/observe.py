@@ -156,7 +156,7 @@ def track_skips(
       axes = _compat.varying_axes(gradients)
       reduce = lambda leaf, n: _sum_over(axis_name if not axes else tuple(_compat.varying_axes(leaf)), n)
       counts = jax.tree.map(reduce, gradients, _count(gradients))
-      return show(updates, counts, state.counts)
+      return _in_structure_of(state.counts, show(updates, counts, state.counts))
 
     slot = state.step % history
     return new_updates, TrackSkipsState(
@@ -220,6 +220,16 @@ def _record(opt_state: Any) -> TrackSkipsState:
   return record
 
 
+def _in_structure_of(old: Any, counts: Any) -> Any:
+  """`counts` with zeros for leaves that have no gradient."""
+  is_none = lambda x: x is None
+  new = jax.tree_util.tree_flatten_with_path(counts, is_leaf=is_none)[0]
+  found = {jax.tree_util.keystr(path): leaf for path, leaf in new if leaf is not None}
+  return jax.tree_util.tree_map_with_path(
+    lambda path, zero: found.get(jax.tree_util.keystr(path), jnp.zeros_like(zero)), old
+  )
+
+
 def _sum_over(axis_name: Any, counts: jax.Array) -> jax.Array:
   return jax.lax.psum(counts, axis_name) if axis_name else counts
 
@@ -228,7 +238,7 @@ def _count(tree: Any) -> Any:
   """i32[4] for every leaf: elements that are NaN, +inf, -inf, and all."""
 
   def leaf(x: Any) -> jax.Array:
-    size = jnp.asarray(np.size(x), jnp.int32)
+    size = jnp.asarray(min(np.size(x), 2**31 - 1), jnp.int32)
     if not is_inexact(x):
       return jnp.stack([jnp.zeros([], jnp.int32)] * 3 + [size])
     x = jnp.asarray(x)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax.loss_scale.carried import divide
 from mpjax.loss_scale.finite import is_inexact
 
 
@@ -34,7 +35,7 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
 
   Args:
     fun: `(params, *inputs)` to a tree; it casts to half precision inside. The gradient of what it closes
-      over leaves unscaled, like that of `inputs`.
+      over leaves unscaled, like that of `inputs`; in half precision it becomes NaN where it would be lost.
     scale: f32[]; such as `mpjax.get_loss_scale(opt_state, path=...).scale`.
 
   Returns:
@@ -76,7 +77,7 @@ def _call(run: Callable[..., Any], params: Any, inputs: tuple[Any, Any], scale: 
     vjp, scale = residuals
     times = lambda factor, tree: jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
     of_params, of_inputs = vjp(times(scale, g))
-    return of_params, times(1 / scale, of_inputs), jnp.zeros_like(scale)
+    return of_params, divide(of_inputs, scale), jnp.zeros_like(scale)
 
   call.defvjp(forward, backward)
   return call(params, inputs, scale)

@@ -118,6 +118,8 @@ def test_a_scale_nested_in_other_states_is_exported():
     (torch_state(scale=2.0**127), ValueError, r"^scale="),
     (torch_state(growth_interval=0), ValueError, "growth_interval=0"),
     (torch_state(growth_factor=1.0), ValueError, "growth_factor=1"),
+    (torch_state(_growth_tracker=-5), ValueError, "_growth_tracker=-5"),
+    (torch_state(_growth_tracker=None), ValueError, "_growth_tracker=None"),
     (3.0, TypeError, "float"),
   ],
 )

@@ -107,6 +107,13 @@ def test_counts_of_shards_are_added(check_vma, axis_name):
   assert mpjax.skip_report(state).leaves["value"] == mpjax.nonfinite_leaves(grads)["value"]
 
 
+def test_parameters_without_a_gradient():
+  params = {"w": jnp.ones(2), "frozen": jnp.ones(3)}
+  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.sgd(0.1)))
+  _, state = jax.jit(tx.update)({"w": jnp.asarray([jnp.nan, 1]), "frozen": None}, tx.init(params))
+  assert list(mpjax.skip_report(state).leaves) == ["w"]
+
+
 def test_leaves_that_are_no_gradients_are_no_reason():
   tree = {"w": jnp.ones(2), "_overwrite_with_gradient": {"amax": jnp.ones(2)}}
   tx = tracked()

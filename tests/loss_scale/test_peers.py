@@ -132,6 +132,25 @@ def test_a_growth_step_reports_the_gradients_it_was_given():
   assert float(grads) == 1.5
 
 
+def test_any_scale_stays_exact_and_fits_any_half_precision():
+  """mpx takes every scale through float16, also for bfloat16, and cuts it to 65504: no power of two."""
+  tx = SCALED(init_scale=2.0**17, growth_interval=1)
+  updates, state = tx.update({"w": jnp.float32(2.0**17 / 3)}, tx.init(PARAMS))
+  assert (float(updates["w"]), float(state.scale)) == (float(jnp.float32(1 / 3)), 2.0**18)
+  scaling = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1), period=1)
+  assert float(scaling.adjust(jnp.asarray(True)).loss_scaling) == 65504
+
+
+def test_policies_of_numpy_dtypes_have_a_string():
+  policy = jmp.Policy(*[np.dtype("float16")] * 3)
+  with pytest.raises(KeyError):
+    str(policy)
+  assert mpjax.get_policy(str(mpjax.get_policy(policy))) == mpjax.get_policy(policy)
+  # A Python number is a leaf here as it is for jax.numpy; jmp passes it by.
+  assert isinstance(jmp.cast_to_half({"x": 1.0})["x"], float)
+  assert not mpjax.all_finite({"x": float("inf")})
+
+
 def test_apply_if_finite_gives_up_and_we_do_not():
   bad = {"w": jnp.asarray([jnp.nan, 1.0])}
   peer, ours = optax.apply_if_finite(optax.sgd(0.1), 2), mpjax.dynamic_loss_scale(optax.sgd(0.1))

@@ -91,3 +91,16 @@ def test_what_a_region_closes_over():
 
   key = jax.random.key(0)
   np.testing.assert_allclose(jax.grad(loss)(0.9, key), jax.grad(plain)(0.9, key), rtol=0.02)
+
+
+def test_half_precision_arrays_that_a_region_closes_over():
+  def loss(w, factor):
+    low = w.astype(jnp.float16)
+    region = mpjax.scaled_region(
+      lambda p, x: x.astype(jnp.float16) @ low + p.astype(jnp.float16), jnp.float32(8)
+    )
+    return jnp.mean(region(jnp.zeros(4), X) ** 2) * factor + jnp.sum(low).astype(jnp.float32)
+
+  expected = jax.grad(lambda w: jnp.mean((X @ w) ** 2) + jnp.sum(w))(PARAMS["body"])
+  np.testing.assert_allclose(jax.grad(loss)(PARAMS["body"], 1.0), expected, rtol=0.01, atol=2e-3)
+  assert np.isnan(jax.grad(loss)(PARAMS["body"], 1e-6)).any()
