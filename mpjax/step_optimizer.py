@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import optax
 
 from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
@@ -37,15 +36,11 @@ def with_policy(
   def init(params: Any) -> Any:
     state = wrapped.init(params)
     scales = find_loss_scales(state)
-    if len(scales) > 1 and not isinstance(state, LossScaleState):
+    if len(scales) > 1:
       raise ValueError(
-        f"{len(scales)} loss scales in tx, at {', '.join(scales)}: a training step scales one loss by one of "
-        "them; put one mpjax.dynamic_loss_scale round the whole, or loss_scaling into the policy"
-      )
-    if isinstance(state, LossScaleState) and find_scaler(state.inner_state) is not None:
-      raise ValueError(
-        f"two loss scales: tx has one and the policy ({policy}, loss_scaling={policy.loss_scaling}, "
-        f"skip_nonfinite={skip_nonfinite}) puts another round it; take one of them away"
+        f"{len(scales)} loss scales, at {', '.join(scales)}: a training step scales one loss by one scale, "
+        f"round the whole of tx or from the policy (loss_scaling={policy.loss_scaling}, "
+        f"skip_nonfinite={skip_nonfinite}); take the others away"
       )
     return state
 
@@ -64,7 +59,4 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 def find_scaler(opt_state: Any) -> LossScaleState | None:
   """The one loss scale in an optimiser's state, if there is any."""
-  is_state = lambda x: isinstance(x, LossScaleState)
-  if not any(is_state(leaf) for leaf in jax.tree.leaves(opt_state, is_leaf=is_state)):
-    return None
-  return get_loss_scale(opt_state)
+  return get_loss_scale(opt_state) if find_loss_scales(opt_state) else None

@@ -40,15 +40,10 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState
   Raises:
     ValueError: if there is none, or if there are several that `path` fits.
   """
-  found = find_loss_scales(opt_state)
+  found = all_loss_scales(opt_state)
   fitting = {key: state for key, state in found.items() if path is None or path in key}
   if len(fitting) == 1:
     return next(iter(fitting.values()))
-  if not found:
-    raise ValueError(
-      f"no loss scale in this optimiser state ({type(opt_state).__name__}): wrap the optimiser, "
-      "as in tx = mpjax.dynamic_loss_scale(optax.adamw(1e-3)), and pass the state of that tx"
-    )
   known = ", ".join(repr(key) for key in found)
   if not fitting:
     raise ValueError(f"no loss scale at path={path!r}: there are {known}")
@@ -56,6 +51,21 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState
     f"{len(fitting)} loss scales in this optimiser state, at {known}: name the one meant by a part of "
     f"its path, as in get_loss_scale(opt_state, path={next(iter(fitting))!r})"
   )
+
+
+def all_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
+  """What `find_loss_scales` finds.
+
+  Raises:
+    ValueError: if that is nothing.
+  """
+  found = find_loss_scales(opt_state)
+  if not found:
+    raise ValueError(
+      f"no loss scale in this optimiser state ({type(opt_state).__name__}): wrap the optimiser, "
+      "as in tx = mpjax.dynamic_loss_scale(optax.adamw(1e-3)), and pass the state of that tx"
+    )
+  return found
 
 
 def find_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:

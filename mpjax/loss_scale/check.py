@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
+from mpjax.loss_scale.access import all_loss_scales
 from mpjax.loss_scale.finite import is_inexact
 from mpjax.loss_scale.observe import TrackSkipsState
 from mpjax.loss_scale.overwritten import COLLECTION, is_overwritten
@@ -26,12 +26,12 @@ _WAY_OUT = (
 def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> None:
   """Tries `tx` on made-up gradients, and raises if its loss scale does not do its work.
 
-  Three steps at each of two scales have to give the same updates; a gradient that is
-  not finite, in each leaf in turn, has to leave parameters and state bit for bit as they were. So it finds
-  a clip or a moving average outside the loss scale, a mask that lets a leaf by, a count that goes on.
+  Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
+  leaf in turn, has to leave parameters and state bit for bit as they were. So it finds a clip or a moving
+  average outside the loss scale, a mask that lets a leaf by, a count that goes on.
 
-  Takes the memory of some optimiser steps and one small run for each leaf of `params`; meant for a test or
-  the start of a script.
+  Takes the memory of some optimiser steps, and two steps for each leaf of `params`; meant for a test or the
+  start of a script.
 
   Args:
     tx: a transform with a loss scale somewhere in it. With several, each has to skip its own leaves only.
@@ -42,12 +42,11 @@ def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_ar
     ValueError: if there is no loss scale, or says which leaf went wrong and why.
   """
   first = tx.init(params)
-  if not find_loss_scales(first):
-    get_loss_scale(first)
+  alone = len(all_loss_scales(first)) == 1
   update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
   gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]
   _check_scales(update, first, gradients)
-  _check_skips(update, first, gradients[0], alone=len(find_loss_scales(first)) == 1)
+  _check_skips(update, first, gradients[0], alone)
 
 
 def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:

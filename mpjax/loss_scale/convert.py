@@ -12,7 +12,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 from mpjax.loss_scale.access import get_loss_scale
 from mpjax.loss_scale.config import HIGHEST, LOWEST, LossScaling, number, parse_loss_scaling, positive_integer
-from mpjax.loss_scale.transform import LossScaleState, with_loss_scaling
+from mpjax.loss_scale.transform import LossScaleState, first_state, with_loss_scaling
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _TARGETS = ("jmp", "flax", "torch")
@@ -45,17 +45,7 @@ def import_loss_scale(
   """
   config, good_steps = _describe(source)
   tx = with_loss_scaling(inner, config, axis_name=axis_name)
-  zero = lambda: jnp.zeros([], jnp.int32)
-  state = LossScaleState(
-    scale=jnp.asarray(config.init_scale, jnp.float32),
-    good_steps=jnp.asarray(good_steps, jnp.int32),
-    skipped_steps=zero(),
-    consecutive_skips=zero(),
-    grads_finite=jnp.asarray(True),
-    inner_state=inner_state,
-    hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
-  )
-  return tx, state
+  return tx, first_state(config, inner_state)._replace(good_steps=jnp.asarray(good_steps, jnp.int32))
 
 
 def export_loss_scale(opt_state: Any, to: str, *, scaling: Any, path: str | None = None) -> Any:
@@ -155,8 +145,8 @@ def _describe_torch(source: Mapping[str, Any]) -> tuple[LossScaling, int]:
   interval = positive_integer("growth_interval", interval)
   config = _dynamic(
     scale,
-    growth_factor=float(growth),
-    backoff_factor=float(backoff),
+    growth_factor=growth,
+    backoff_factor=backoff,
     growth_interval=interval,
     min_scale=LOWEST,
   )

@@ -261,7 +261,7 @@ class LayerwiseLossScale:
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
   ) -> jax.Array:
-    """The scale of a layer: section 4 of the paper.
+    """The scale of a layer, from the statistics of its gradient and weights (arXiv 1910.12385).
 
     Args:
       g: gradient of the layer's output in the dtype of the layer, with `passed` in it.

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from mpjax import _compat
-from mpjax.loss_scale.access import find_loss_scales, find_states, get_loss_scale
+from mpjax.loss_scale.access import all_loss_scales, find_states, get_loss_scale
 from mpjax.loss_scale.config import positive_integer
 from mpjax.loss_scale.finite import is_inexact
 from mpjax.loss_scale.overwritten import hide, show
@@ -88,9 +88,7 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
   Raises:
     ValueError: if there is no loss scale.
   """
-  found = find_loss_scales(opt_state)
-  if not found:
-    get_loss_scale(opt_state)
+  found = all_loss_scales(opt_state)
   metrics = {}
   for path, state in found.items():
     prefix = "" if len(found) == 1 else f"{path}/"

@@ -173,16 +173,7 @@ def _loss_scale(
   config = _keep_power_of_two(config)
 
   def init(params: Any) -> LossScaleState:
-    zero = lambda: jnp.zeros([], jnp.int32)
-    return LossScaleState(
-      scale=jnp.asarray(config.init_scale, jnp.float32),
-      good_steps=zero(),
-      skipped_steps=zero(),
-      consecutive_skips=zero(),
-      grads_finite=jnp.asarray(True),
-      inner_state=inner.init(hide(params)),
-      hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
-    )
+    return first_state(config, inner.init(hide(params)))
 
   def update(
     updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
@@ -208,6 +199,20 @@ def _loss_scale(
     return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_state(config: LossScaling, inner_state: Any) -> LossScaleState:
+  """The state before the first step; no two of its leaves share a buffer, so that it can be donated."""
+  zero = lambda: jnp.zeros([], jnp.int32)
+  return LossScaleState(
+    scale=jnp.asarray(config.init_scale, jnp.float32),
+    good_steps=zero(),
+    skipped_steps=zero(),
+    consecutive_skips=zero(),
+    grads_finite=jnp.asarray(True),
+    inner_state=inner_state,
+    hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
+  )
 
 
 def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
