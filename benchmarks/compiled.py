@@ -12,10 +12,8 @@ version, nvidia-cuda-nvcc and nvidia-nvvm, and no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
-import re
 import sys
 from typing import Any
 
@@ -31,6 +29,7 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from record import compiler_figures, origin, write
 
 import mpjax
 
@@ -90,14 +89,10 @@ def measure(sharding: Any, dtype: str, batch: int) -> dict[str, Any]:
     state = put(jax.eval_shape(init, params))
     x = put(jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
     compiled = jax.jit(step, donate_argnums=0).lower(state, x).compile()
-    memory = compiled.memory_analysis()
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
-    rows[name] = {
-      "temp_bytes": memory.temp_size_in_bytes,
-      "alias_bytes": memory.alias_size_in_bytes,
+    rows[name] = compiler_figures(compiled) | {
       "donated_array_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in arrays),
       "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
-      "ops": len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled.as_text(), re.MULTILINE)),
     }
   return rows
 
@@ -109,12 +104,8 @@ def main() -> None:
   options = parser.parse_args()
   device = described(options.target).devices[0]
   sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
-  report: dict[str, Any] = {
-    "command": f"python benchmarks/compiled.py {options.target}",
-    "device": f"{device.device_kind}, described and not there",
-    "versions": {m.__name__: m.__version__ for m in (jax, optax, mpjax)},
-    "rows": [],
-  }
+  shown = f"{device.device_kind}, described and not there"
+  report: dict[str, Any] = origin(f"compiled.py {options.target}", "optax", device=shown) | {"rows": []}
   print(f"{'':26}{'temp MB bare':>14}{'scaled':>10}{'ratio':>8}{'aliased':>9}{'bytes':>8}{'ops':>7}")
   for dtype in DTYPES:
     for batch in BATCHES:
@@ -130,10 +121,7 @@ def main() -> None:
         f"{ratio('ops'):7.2f}",
         flush=True,
       )
-  if options.json:
-    with open(options.json, "w") as file:
-      json.dump(report, file, indent=1)
-      file.write("\n")
+  write(report, options.json)
 
 
 if __name__ == "__main__":

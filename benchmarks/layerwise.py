@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from record import origin, write
 
 import mpjax
 
@@ -151,17 +150,8 @@ def main() -> None:
   for name, run in runs.items():
     against = run["eval_loss"] / runs["float32"]["eval_loss"] - 1
     print(f"{name:12}{run['eval_loss']:10.4f}{run['noiseless']:11.4f}{run['skipped']:9}{against:17.1%}")
-  if options.json:
-    report = {
-      "command": f"python benchmarks/layerwise.py --steps {options.steps}",
-      "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
-      "versions": {m.__name__: m.__version__ for m in (jax, optax, mpjax)},
-      "gradients": table,
-      "runs": runs,
-    }
-    with open(options.json, "w") as file:
-      json.dump(report, file, indent=1)
-      file.write("\n")
+  report = origin(f"layerwise.py --steps {options.steps}", "optax") | {"gradients": table, "runs": runs}
+  write(report, options.json)
   if options.plot:
     plot(table, options.plot)
 

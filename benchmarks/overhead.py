@@ -10,20 +10,17 @@ compiler's own. On a CPU the ratios tell of overhead only: what half precision g
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from record import compiler_figures, origin, print_times, write
 
 import mpjax
 
@@ -178,17 +175,6 @@ def compare(rows: dict[str, Any], runs: dict[str, Runner], inner: int, rounds: i
   return rows
 
 
-def compiler_figures(compiled: Any) -> dict[str, Any]:
-  """Memory, aliasing and instruction count of a compiled program."""
-  memory = compiled.memory_analysis()
-  return {
-    "temp_bytes": memory.temp_size_in_bytes,
-    "argument_bytes": memory.argument_size_in_bytes,
-    "alias_bytes": memory.alias_size_in_bytes,
-    "ops": len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled.as_text(), re.MULTILINE)),
-  }
-
-
 class Runner:
   """Runs a step on its own state and returns the seconds that n steps took."""
 
@@ -204,29 +190,21 @@ class Runner:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  options = arguments(__doc__)
+  report: dict[str, Any] = origin(f"overhead.py --rounds {options.rounds}", "flax", "optax") | {"models": {}}
+  for model in options.model or MODELS:
+    rows = report["models"][model] = measure(model, options.rounds)
+    print_times(model, rows)
+  write(report, options.json)
+
+
+def arguments(doc: str) -> argparse.Namespace:
+  """The command line that this benchmark and its variants take."""
+  parser = argparse.ArgumentParser(description=doc.splitlines()[0])
   parser.add_argument("--model", choices=MODELS, action="append")
   parser.add_argument("--rounds", type=int, default=40)
   parser.add_argument("--json")
-  options = parser.parse_args()
-  report: dict[str, Any] = {
-    "command": f"python benchmarks/overhead.py --rounds {options.rounds}",
-    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
-    "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, mpjax)},
-    "models": {},
-  }
-  for model in options.model or MODELS:
-    rows = report["models"][model] = measure(model, options.rounds)
-    print(f"{model:44}{'ms':>9}{'ratio':>7}{'q25-q75':>14}{'temp MB':>9}{'ratio':>7}{'ops':>7}{'ratio':>7}")
-    for name, row in rows.items():
-      print(
-        f"  {name:42}{row['ms']:9.3f}{row['ratio']:7.3f}{row['q25']:7.3f}-{row['q75']:.3f} "
-        f"{row['temp_bytes'] / 1e6:9.2f}{row['temp_ratio']:7.3f}{row['ops']:7}{row['ops_ratio']:7.2f}"
-      )
-  if options.json:
-    with open(options.json, "w") as file:
-      json.dump(report, file, indent=1)
-      file.write("\n")
+  return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,7 @@ memory kept.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import importlib.metadata
-import json
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +24,8 @@ import mpx._cast
 import mpx._dtypes
 import optax
 from flax.training.dynamic_scale import DynamicScale
-from overhead import MODELS, measure
+from overhead import MODELS, arguments, measure
+from record import origin, print_times, write
 
 import mpjax
 
@@ -116,20 +113,9 @@ def keep_freed_memory() -> bool:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--model", choices=MODELS, action="append")
-  parser.add_argument("--rounds", type=int, default=40)
-  parser.add_argument("--json")
-  options = parser.parse_args()
-  report: dict[str, Any] = {
-    "command": f"python benchmarks/peers.py --rounds {options.rounds}",
-    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
-    "versions": {
-      name: importlib.metadata.version(name)
-      for name in ("jax", "optax", "flax", "jmp", "mixed-precision-for-JAX", "mpjax")
-    },
-    "models": {},
-  }
+  options = arguments(__doc__)
+  peers = ("optax", "flax", "jmp", "mixed-precision-for-JAX")
+  report: dict[str, Any] = origin(f"peers.py --rounds {options.rounds}", *peers) | {"models": {}}
   for memory in ("default", "kept"):
     if memory == "kept" and not keep_freed_memory():
       print("the allocator of this system cannot be told to keep memory: no second table")
@@ -137,17 +123,8 @@ def main() -> None:
     for model in options.model or MODELS:
       title = f"{model}, memory {memory}"
       rows = report["models"][title] = measure(model, options.rounds, variants)
-      print(f"{title:36}{'ms':>9}{'ratio':>7}{'q25-q75':>14}{'temp MB':>9}{'ops':>7}{'ratio':>7}")
-      for name, row in rows.items():
-        print(
-          f"  {name:34}{row['ms']:9.3f}{row['ratio']:7.3f}{row['q25']:7.3f}-{row['q75']:.3f} "
-          f"{row['temp_bytes'] / 1e6:9.2f}{row['ops']:7}{row['ops_ratio']:7.2f}",
-          flush=True,
-        )
-  if options.json:
-    with open(options.json, "w") as file:
-      json.dump(report, file, indent=1)
-      file.write("\n")
+      print_times(title, rows)
+  write(report, options.json)
 
 
 if __name__ == "__main__":

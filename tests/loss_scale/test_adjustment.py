@@ -29,60 +29,47 @@ def run(tx, finite_steps, state=None):
   return states, last
 
 
-def reference_scale(finite_steps, *, init, growth, backoff, interval, low, high, hysteresis, consecutive):
+def reference_scale(finite_steps, rules):
   """Scale after each step, by hand: grow on the N-th good step, Megatron's patience."""
-  scale, good, patience, history = init, 0, hysteresis, []
+  scale, good, patience, history = rules["init_scale"], 0, rules["hysteresis"], []
   for finite in finite_steps:
     if finite:
       good += 1
-      if consecutive:
-        patience = hysteresis
-      if good == interval:
-        scale, good, patience = min(scale * growth, high), 0, hysteresis
+      if rules["consecutive_hysteresis"]:
+        patience = rules["hysteresis"]
+      if good == rules["growth_interval"]:
+        scale, good, patience = (
+          min(scale * rules["growth_factor"], rules["max_scale"]),
+          0,
+          rules["hysteresis"],
+        )
     else:
       good, patience = 0, patience - 1
       if patience <= 0:
-        scale = max(scale * backoff, low)
+        scale = max(scale * rules["backoff_factor"], rules["min_scale"])
     history.append(scale)
   return history
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-  finite_steps=st.lists(st.booleans(), min_size=1, max_size=40),
-  interval=st.integers(1, 5),
-  growth=st.sampled_from([2.0, 4.0]),
-  backoff=st.sampled_from([0.5, 0.25]),
-  hysteresis=st.integers(1, 3),
-  consecutive=st.booleans(),
-  low=st.sampled_from([0.25, 1.0, 128.0]),
-  high=st.sampled_from([1024.0, 2.0**20]),
+RULES = st.fixed_dictionaries(
+  {
+    "init_scale": st.just(1024.0),
+    "growth_interval": st.integers(1, 5),
+    "growth_factor": st.sampled_from([2.0, 4.0]),
+    "backoff_factor": st.sampled_from([0.5, 0.25]),
+    "hysteresis": st.integers(1, 3),
+    "consecutive_hysteresis": st.booleans(),
+    "min_scale": st.sampled_from([0.25, 1.0, 128.0]),
+    "max_scale": st.sampled_from([1024.0, 2.0**20]),
+  }
 )
-def test_the_scale_follows_the_rules(
-  finite_steps, interval, growth, backoff, hysteresis, consecutive, low, high
-):
-  tx = mpjax.dynamic_loss_scale(
-    optax.identity(),
-    init_scale=1024,
-    growth_factor=growth,
-    backoff_factor=backoff,
-    growth_interval=interval,
-    min_scale=low,
-    max_scale=high,
-    hysteresis=hysteresis,
-    consecutive_hysteresis=consecutive,
-  )
-  expected = reference_scale(
-    finite_steps,
-    init=1024.0,
-    growth=growth,
-    backoff=backoff,
-    interval=interval,
-    low=low,
-    high=high,
-    hysteresis=hysteresis,
-    consecutive=consecutive,
-  )
+
+
+@settings(max_examples=25, deadline=None)
+@given(finite_steps=st.lists(st.booleans(), min_size=1, max_size=40), rules=RULES)
+def test_the_scale_follows_the_rules(finite_steps, rules):
+  tx = mpjax.dynamic_loss_scale(optax.identity(), **rules)
+  expected = reference_scale(finite_steps, rules)
   states, last = run(tx, finite_steps)
   np.testing.assert_array_equal(states.scale, expected)
   np.testing.assert_array_equal(states.grads_finite, finite_steps)

@@ -14,6 +14,7 @@ from deep_chain import (
   PARAMS,
   RNG,
   SCALING,
+  TRUTH,
   WIDTH,
   X,
   Y,
@@ -28,8 +29,6 @@ from hypothesis import strategies as st
 from scipy import special
 
 import mpjax
-
-TRUTH = jax.grad(plain_loss)(PARAMS, X, jnp.float32)
 
 
 def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient():

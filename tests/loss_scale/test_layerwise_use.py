@@ -10,6 +10,7 @@ import pytest
 from deep_chain import (
   PARAMS,
   SCALING,
+  TRUTH,
   WIDTH,
   X,
   Y,
@@ -25,8 +26,6 @@ from jax.sharding import PartitionSpec
 
 import mpjax
 from mpjax.loss_scale import carried
-
-TRUTH = jax.grad(plain_loss)(PARAMS, X, jnp.float32)
 
 
 class TestTransforms:

@@ -139,6 +139,10 @@ def test_any_scale_stays_exact_and_fits_any_half_precision():
   assert (float(updates["w"]), float(state.scale)) == (float(jnp.float32(1 / 3)), 2.0**18)
   scaling = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1), period=1)
   assert float(scaling.adjust(jnp.asarray(True)).loss_scaling) == 65504
+  # To ask it for bfloat16 by name changes nothing, and says nothing.
+  mpx.set_half_precision_datatype("bfloat16")
+  assert mpx.half_precision_datatype() == jnp.float16
+  assert mpjax.get_policy("bf16").compute_dtype == jnp.bfloat16
 
 
 def test_policies_of_numpy_dtypes_have_a_string():
