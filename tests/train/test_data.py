@@ -3,34 +3,14 @@
 import json
 import subprocess
 import sys
-import types
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from datasets_under_test import DEFAULTS, IMAGES, LABELS, letters, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.train.data import DataError, load_data
-
-DEFAULTS = {
-  "batch_size": 4,
-  "path": None,
-  "seq_len": 8,
-  "valid_fraction": 0.25,
-  "eval_batches": None,
-  "workers": 0,
-  "name": None,
-  "text_column": None,
-  "image_column": None,
-  "label_column": None,
-  "train_split": "train",
-  "eval_split": None,
-}
-
-
-def load(kind, seed=0, **options):
-  return load_data(SimpleNamespace(kind=kind, **(DEFAULTS | options)), seed=seed)
+from mpjax.train.data import DataError
 
 
 def take(iterator, count):
@@ -47,12 +27,6 @@ def corpus(tmp_path):
   (tmp_path / "corpus" / "image.bin").write_bytes(b"\0\1\2" * 50)
   (tmp_path / "corpus" / ".hidden.txt").write_bytes(b"~" * 50)
   return tmp_path / "corpus"
-
-
-def letters(data, split):
-  rows = getattr(data, f"{split}_row")
-  examples = getattr(data.info, f"{split}_examples")
-  return {byte for i in range(examples) for byte in rows(i)["tokens"].tolist()} - {0}
 
 
 def test_text_is_split_by_file(corpus):
@@ -288,10 +262,6 @@ def save(tmp_path, **arrays):
   return str(path)
 
 
-IMAGES = np.random.default_rng(0).integers(0, 255, (40, 6, 6), dtype=np.uint8)
-LABELS = np.arange(40) % 3
-
-
 @pytest.mark.parametrize("channels", [None, 1, 3])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_arrays_of_the_users_own(tmp_path, channels, dtype):
@@ -376,79 +346,5 @@ def test_what_cannot_be_read_is_named(corpus, tmp_path, kind, options, words, mo
     options = options | {"path": path}
   with pytest.raises(DataError) as error:
     load(kind, **options)
-  assert "\n" not in str(error.value)
-  assert all(word in str(error.value) for word in words), error.value
-
-
-class FakeSplit:
-  """The part of a `datasets.Dataset` that is used: columns by name."""
-
-  def __init__(self, **columns):
-    self.columns = columns
-    self.column_names = list(columns)
-
-  def __getitem__(self, name):
-    return self.columns[name]
-
-
-@pytest.fixture
-def hub(monkeypatch):
-  """A stand-in for the `datasets` package with a few datasets on its hub."""
-  texts = FakeSplit(text=[chr(65 + i) * 40 for i in range(12)])
-  held_out = FakeSplit(text=[chr(97 + i) * 40 for i in range(3)])
-  images = FakeSplit(image=list(IMAGES), label=LABELS.tolist())
-
-  ragged = FakeSplit(image=[IMAGES[0], IMAGES[0][:5]], label=[0, 1])
-  hubs = {
-    "texts": {"train": texts, "test": held_out},
-    "images": {"train": images},
-    "gaps": {"train": FakeSplit(text=["a" * 40, None])},
-    "ragged": {"train": ragged},
-    "blank": {"train": FakeSplit(image=[], label=[])},
-  }
-
-  def load_dataset(name):
-    if name not in hubs:
-      raise ConnectionError(f"no {name}\non the hub")
-    return hubs[name]
-
-  module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: texts)
-  monkeypatch.setitem(sys.modules, "datasets", module)
-
-
-def test_hub_text_and_images(hub, tmp_path):
-  data = load("huggingface", name="texts", text_column="text", eval_split="test")
-  assert letters(data, "eval") == set(b"abc")
-  assert letters(data, "train") == set(range(65, 77))
-  assert letters(load("huggingface", path=str(tmp_path), text_column="text"), "train") < set(range(65, 77))
-  data = load("huggingface", name="images", image_column="image", label_column="label")
-  assert (data.info.image_shape, data.info.num_classes, data.info.eval_examples) == ((6, 6, 1), 3, 10)
-
-
-def test_a_folder_with_the_name_of_a_hub_dataset_is_not_it(hub, tmp_path, monkeypatch):
-  (tmp_path / "images").mkdir()
-  monkeypatch.chdir(tmp_path)
-  data = load("huggingface", name="images", image_column="image", label_column="label")
-  assert data.info.image_shape == (6, 6, 1)
-
-
-@pytest.mark.parametrize(
-  ("options", "words"),
-  [
-    ({"name": "gaps", "text_column": "text"}, ["gaps[train]", "text[1]", "NoneType"]),
-    ({"name": "ragged", "image_column": "image", "label_column": "label"}, ["image[1]", "(5, 6)", "(6, 6)"]),
-    ({"name": "blank", "image_column": "image", "label_column": "label"}, ["blank[train]", "no rows"]),
-    ({"name": "texts", "text_column": "text", "eval_split": "train"}, ["eval_split='train'", "another"]),
-    ({"path": ["texts"], "text_column": "text"}, ["data.path", "data.name"]),
-    ({"name": "nothing", "text_column": "text"}, ["nothing", "hub"]),
-    ({"name": "texts", "text_column": "body"}, ["'body'", "text"]),
-    ({"name": "texts", "text_column": "text", "train_split": "all"}, ["'all'", "train, test"]),
-    ({"name": "texts"}, ["data.text_column"]),
-    ({}, ["data.path", "data.name"]),
-  ],
-)
-def test_unfit_hub_datasets_are_named(hub, options, words):
-  with pytest.raises(DataError) as error:
-    load("huggingface", **options)
   assert "\n" not in str(error.value)
   assert all(word in str(error.value) for word in words), error.value
