@@ -1,5 +1,8 @@
 """Mixed-precision policies for JAX: loss scaling, casting and training from one policy."""
 
+from mpjax.casting.autocast import autocast, full_precision
+from mpjax.casting.explain import explain
+from mpjax.casting.op_lists import OpLists
 from mpjax.loss_scale import (
   LossScaleState,
   LossScaling,
@@ -29,15 +32,19 @@ __version__ = "0.1.0"
 __all__ = [
   "LossScaleState",
   "LossScaling",
+  "OpLists",
   "Policy",
   "TrainState",
   "TrainStep",
   "all_finite",
   "apply_updates",
+  "autocast",
   "cast_floating",
   "check_loss_scaling",
   "dynamic_loss_scale",
+  "explain",
   "export_loss_scale",
+  "full_precision",
   "get_loss_scale",
   "get_policy",
   "import_loss_scale",

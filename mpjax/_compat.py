@@ -7,7 +7,7 @@ import importlib.resources
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import jax
 import jax.extend.core
 import numpy as np
 import optax
+from jax._src import source_info_util
+from jax._src.interpreters import ad, partial_eval
 
 
 def preset_dir() -> Traversable:
@@ -33,6 +35,139 @@ def is_array(leaf: Any) -> bool:
 def is_variable(atom: Any) -> bool:
   """Whether a jaxpr's atom is a variable, and not a literal."""
   return not isinstance(atom, jax.extend.core.Literal)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+  """A jaxpr with `eqns`, whether it came closed over its constants or not."""
+  return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> list[Any]:
+  """The constants that a jaxpr is closed over, in the order of its `constvars`."""
+  return list(getattr(jaxpr, "consts", ()))
+
+
+def bodies(equation: Any) -> list[Any]:
+  """The jaxprs among the parameters of a higher-order primitive's equation."""
+  found = []
+  for value in equation.params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if hasattr(open_jaxpr(item), "eqns"):
+        found.append(item)
+  return found
+
+
+def module_path(equation: Any) -> str:
+  """The scopes that an equation was traced in, without the transformations: `GPT/h0/attn`."""
+  stack = equation.source_info.name_stack.stack
+  return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
+@contextlib.contextmanager
+def at(equation: Any) -> Iterator[None]:
+  """In which new equations bear an equation's source line, scope and context."""
+  info = equation.source_info
+  stack = source_info_util.current_name_stack() + info.name_stack
+  with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+    yield
+
+
+def bind(equation: Any, operands: list[Any], **changes: Any) -> list[Any]:
+  """Applies an equation's primitive to other operands, with some parameters changed."""
+  parameters = equation.primitive.get_bind_params({**equation.params, **changes})
+  out = equation.primitive.bind(*operands, **parameters)
+  return list(out) if equation.primitive.multiple_results else [out]
+
+
+def trace(fun: Callable[..., Any], operands: list[Any]) -> Any:
+  """The closed jaxpr of `fun` for operands of these types."""
+  return jax.make_jaxpr(fun)(*operands)
+
+
+def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Any, list[Any]]:
+  """A jaxpr without constants, and what to pass before `operands` in their place."""
+  closed = trace(fun, operands)
+  return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
+
+
+def joined_branches(traced: list[tuple[Any, list[Any]]], operands: list[Any]) -> tuple[Any, ...]:
+  """Branches that take one list of operands: the constants of all of them, in order, and then `operands`."""
+  counts = [len(own) for _, own in traced]
+  every = [c for _, own in traced for c in own]
+
+  def branch(i: int, jaxpr: Any) -> Any:
+    start = sum(counts[:i])
+
+    def run(*xs: Any) -> list[Any]:
+      return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, []))(
+        *xs[start : start + counts[i]], *xs[len(every) :]
+      )
+
+    return trace(run, [*every, *operands]) if every else jax.extend.core.ClosedJaxpr(jaxpr, [])
+
+  return tuple(branch(i, jaxpr) for i, (jaxpr, _) in enumerate(traced))
+
+
+class ScanParts(NamedTuple):
+  """How many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
+
+  consts: int
+  carry: int
+  options: dict[str, Any]
+
+
+def scan_parts(equation: Any) -> ScanParts:
+  """The layout of a `scan`'s operands, which releases of JAX write down in two ways."""
+  p = equation.params
+  if "num_consts" in p:
+    consts, carry = p["num_consts"], p["num_carry"]
+  else:
+    consts, carry = (len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in tuple(p["ft_in"])[:2])
+  return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
+
+
+def shard_map_like(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+  """`fun` under the same `shard_map` as an equation's."""
+  p = equation.params
+  return jax.shard_map(
+    fun,
+    mesh=p["mesh"],
+    in_specs=tuple(p["in_specs"]),
+    out_specs=tuple(p["out_specs"]),
+    axis_names=set(p["newly_manual_axes"]),
+    check_vma=p["check_vma"],
+  )
+
+
+def custom_jvp_rule(equation: Any) -> Callable[..., list[Any]]:
+  """The rule of a `custom_jvp_call`: (*primals, *tangents) to [*primals, *tangents]."""
+  _, rule = equation.primitive.get_bind_params(equation.params)["subfuns"]
+  return rule.call_wrapped
+
+
+def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """The rules of a `custom_vjp_call`.
+
+  Returns:
+    forward: operands to (residuals, outputs), two lists.
+    backward: (residuals, cotangents of the outputs) to the cotangents of the operands, `None` for zero.
+  """
+  _, forward, backward = equation.primitive.get_bind_params(equation.params)["subfuns"]
+
+  def run_forward(operands: list[Any]) -> tuple[list[Any], list[Any]]:
+    out = forward.call_wrapped(*(x for operand in operands for x in (operand, True)))
+    # Residuals that are operands are not returned a second time.
+    _, tree, forwarded = equation.params["out_trees"]()
+    returned = iter(out)
+    own = operands[equation.params["num_consts"] :]
+    residuals = [next(returned) if i is None else own[i] for i in forwarded]
+    return residuals, list(returned)
+
+  def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+    out = backward.call_wrapped(*residuals, *cotangents)
+    return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
+
+  return run_forward, run_backward
 
 
 def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[Any]:

@@ -46,7 +46,9 @@ class Policy(jmp.Policy):
     matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
     loss_scaling: `LossScaling`, or `None` for none.
     fp8: FP8 recipe as sorted (key, value) pairs (`to_dict` gives the mapping); empty: no FP8.
-    overrides: (regex on the module path, policy string) pairs, first match wins.
+    autocast: whether a training step runs the loss function under `mpjax.autocast`, rather than cast the
+      parameters and the batch.
+    overrides: (regex on the module path, policy string) pairs, first match wins; for autocast.
     name: what the user called it.
     reason: why this was chosen, where the backend chose.
   """
@@ -58,6 +60,7 @@ class Policy(jmp.Policy):
   matmul_precision: str | None = None
   loss_scaling: LossScaling | None = None
   fp8: tuple[tuple[str, Any], ...] = ()
+  autocast: bool = False
   overrides: tuple[tuple[str, str], ...] = ()
   name: str | None = None
   reason: str | None = None
@@ -80,6 +83,8 @@ class Policy(jmp.Policy):
     object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
     if isinstance(self.fp8, Mapping):
       object.__setattr__(self, "fp8", tuple(sorted(self.fp8.items())))
+    if not isinstance(self.autocast, bool):
+      raise ValueError(f"autocast={self.autocast!r}: expected true or false")
     object.__setattr__(self, "overrides", _parse_overrides(self.overrides))
 
   def cast_to_param(self, x: T) -> T:

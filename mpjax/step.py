@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from mpjax.casting.autocast import autocast
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import is_inexact, unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
@@ -25,6 +26,10 @@ from mpjax.step_optimizer import find_scaler, with_policy
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
+_NEEDS_AUTOCAST = (
+  ("accum_dtype", "an accumulation dtype of matrix products"),
+  ("overrides", "per-module precision"),
+)
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
 
 
@@ -84,10 +89,11 @@ def make_train_step(
   its signature names them: `rng`, a fresh key for each step and micro-batch, and `model_state`. For an
   `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics) is kept.
 
-  A step casts parameters and the floating leaves of the batch to `compute_dtype` (once, also under
-  accumulation), never `model_state`; casts what `loss_fn` returns to `output_dtype`; scales the loss if
-  the policy says so; and hands gradients in the master dtype to the optimiser. A step with non-finite
-  gradients leaves parameters, optimiser and model state as they were.
+  A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
+  and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
+  `model_state`. It casts what `loss_fn` returns to `output_dtype`; scales the loss if the policy says so;
+  and hands gradients in the master dtype to the optimiser. A step with non-finite gradients leaves
+  parameters, optimiser and model state as they were.
 
   Args:
     loss_fn: see above.
@@ -141,7 +147,9 @@ class TrainStep:
     self.tx = with_policy(tx, self.policy, skip_nonfinite)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
     self._jitted_gradients = jax.jit(self._loss_and_gradients)
-    self._loss_fn = loss_fn
+    # Metrics go to the output dtype below, model state never.
+    wide = dataclasses.replace(self.policy, output_dtype=jnp.float32)  # type: ignore[call-arg]
+    self._loss_fn = autocast(loss_fn, wide) if self.policy.autocast else loss_fn
     self._accumulate = accumulate
     self._cast_batch = cast_batch
     self._wrt = wrt
@@ -263,7 +271,9 @@ class TrainStep:
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any]:
     """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model state."""
     # FP8 scales and amax histories are state in a dtype of their own.
-    compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
+    compute_params = state.params
+    if not self.policy.autocast:
+      compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
     grad_fn = jax.value_and_grad(self._scaled_loss, has_aux=True)
 
@@ -296,7 +306,7 @@ class TrainStep:
   ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Any]]:
     values = {"rng": rng, "model_state": model_state}
     keywords = {name: values[name] for name in self._keywords}
-    if self._cast_batch:
+    if self._cast_batch and not self.policy.autocast:
       batch = self.policy.cast_to_compute(batch)
     if state.graphdef is None:
       out = self._loss_fn(compute_params, batch, **keywords)
@@ -331,16 +341,17 @@ def require_honoured(policy: Policy) -> None:
   """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
   for key, means in (
     ("reduce_dtype", "a dtype for gradients that cross devices"),
-    ("accum_dtype", "an accumulation dtype of matrix products"),
     ("fp8", "FP8 matrix products"),
-    ("overrides", "per-module precision"),
+    *(() if policy.autocast else _NEEDS_AUTOCAST),
   ):
     value = getattr(policy, key)
     if value not in (None, ()):
       shown = dict(value) if isinstance(value, tuple) else value
+      way_out = f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
+      if (key, means) in _NEEDS_AUTOCAST:
+        raise ValueError(f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy")
       raise ValueError(
-        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: "
-        f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
+        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
       )
   if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
     raise ValueError(

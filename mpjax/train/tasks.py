@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from mpjax.casting.autocast import autocast
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
 from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
@@ -99,9 +100,11 @@ class LanguageModel:
 
   def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
     """[B, T] tokens -> [B, T, vocab]."""
-    model = nnx.merge(self._graphdef, policy.cast_to_compute(params), model_state)
-    with matmul_precision(policy):
-      return policy.cast_to_output(model(inputs))
+    run = lambda params, inputs: nnx.merge(self._graphdef, params, model_state)(inputs)
+    if policy.autocast:  # the module as an argument, which gives its parts their paths
+      model = nnx.merge(self._graphdef, params, model_state)
+      return autocast(lambda model, inputs: model(inputs), policy)(model, inputs)
+    return _cast_call(run, policy)(params, inputs)
 
   def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
     """`eval_loss` (nats a token), `eval_bits_per_byte`."""
@@ -146,10 +149,8 @@ class ImageClassifier:
 
   def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
     """[B, H, W, C] images -> [B, classes]."""
-    variables = {"params": policy.cast_to_compute(params), **model_state}
-    with matmul_precision(policy):
-      logits = self._module.apply(variables, policy.cast_to_compute(inputs), train=False)
-    return policy.cast_to_output(logits)
+    run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
+    return (autocast if policy.autocast else _cast_call)(run, policy)(params, inputs)
 
   def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
     """`eval_loss` (nats an image), `eval_accuracy`."""
@@ -158,6 +159,14 @@ class ImageClassifier:
       "eval_loss": _cross_entropy(logits, batch["labels"]),
       "eval_accuracy": _accuracy(logits, batch["labels"]),
     }
+
+
+def _cast_call(run: Callable[..., jax.Array], policy: Policy) -> Callable[..., jax.Array]:
+  def cast(*args: Any) -> jax.Array:
+    with matmul_precision(policy):
+      return policy.cast_to_output(run(*policy.cast_to_compute(args)))
+
+  return cast
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Autocast: a jaxpr transform that gives each operation its dtype."""

@@ -1,0 +1,152 @@
+"""`autocast`: any JAX function with the right dtype for each operation, and `full_precision`, the way out of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax.casting.interpret import run
+from mpjax.casting.modules import Modules, with_module_argument
+from mpjax.casting.op_lists import OpLists
+from mpjax.casting.paths import FULL_PRECISION, OUTPUT, Overrides
+from mpjax.casting.plan import Plan, Rules
+from mpjax.casting.values import initial
+from mpjax.policy import Policy, get_policy, matmul_precision
+
+_RECOMPUTE = ("islands", "dots", "nothing")
+_OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
+
+
+def autocast(
+  fun: Callable[..., Any] | None = None,
+  policy: Any = "auto",
+  *,
+  ops: OpLists | None = None,
+  overrides: Mapping[str, Any] | None = None,
+  recompute: str = "islands",
+) -> Callable[..., Any]:
+  if fun is None:
+    return functools.partial(autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute)
+
+  @functools.wraps(fun)
+  def wrapped(*args: Any, **kwargs: Any) -> Any:
+    return _call(fun, args, kwargs, get_policy(policy), ops, overrides, recompute)
+
+  return wrapped
+
+
+def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+  @functools.wraps(fun)
+  def region(*args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(FULL_PRECISION):
+      return fun(*args, **kwargs)
+
+  return region
+
+
+def _call(fun: Any, args: Any, kwargs: Any, policy: Policy, ops: OpLists | None, overrides: Any, recompute: str) -> Any:
+  rules = make_rules(policy, ops, overrides, recompute)
+  if rules.overrides.nothing_to_do:
+    with jax.named_scope(FULL_PRECISION):
+      return _to_output(fun(*args, **kwargs), policy)
+  traced = Traced(fun, args, kwargs)
+  plan = traced.plan(rules)
+  rules.overrides.check_all_matched()
+  cast = lambda *operands: run(plan, operands)
+  if recompute == "dots":
+    cast = jax.checkpoint(cast, policy=jax.checkpoint_policies.dots_saveable)
+  with matmul_precision(policy):
+    return traced.finish(cast(*traced.operands), policy)
+
+
+def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:
+  """What decides, from autocast's arguments."""
+  resolved = Overrides(policy, overrides)
+  return Rules(ops or OpLists.default(), resolved, policy.accum_dtype, islands=recompute == "islands")
+
+
+class Traced:
+  """A call of a function, traced in the dtypes that it was written for.
+
+  Attributes:
+    closed: its jaxpr.
+    operands: constants and arguments for it.
+  """
+
+  def __init__(self, fun: Any, args: Any, kwargs: Any):
+    fun, args = with_module_argument(fun, args)
+    self._modules = Modules((args, kwargs))
+    leaves = self._modules.leaves
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+
+    def flat(*arrays: Any) -> list[Any]:
+      merged = list(leaves)
+      for i, array in zip(dynamic, arrays, strict=True):
+        merged[i] = array
+      out, changed = self._modules.call(fun, merged)
+      self._out, self._structure = jax.tree.flatten(out)
+      for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
+        _check_output(path, leaf)
+      changes, self._changes = jax.tree.flatten(changed)
+      self._arrays = [i for i, leaf in enumerate(self._out) if hasattr(leaf, "dtype")]
+      return [*(self._out[i] for i in self._arrays), *changes]
+
+    arguments = [leaves[i] for i in dynamic]
+    self.closed = jax.make_jaxpr(flat)(*arguments)
+    self.operands = [*_compat.constants(self.closed), *arguments]
+
+  def plan(self, rules: Rules) -> Plan:
+    """The plan of the program under these rules."""
+    body = _compat.open_jaxpr(self.closed)
+    constants = _compat.constants(self.closed)
+    half = rules.overrides.any_half
+    held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
+    return Plan(self.closed, [*held, *(initial(v.aval) for v in body.invars)], rules)
+
+  def finish(self, results: list[Any], policy: Policy) -> Any:
+    """The function's value from the results of its program; puts mutated state where it belongs."""
+    n = len(self._arrays)
+    with jax.named_scope(OUTPUT):
+      written = [_as(x, v.aval.dtype) for x, v in zip(results, _compat.open_jaxpr(self.closed).outvars, strict=True)]
+    out = list(self._out)
+    for i, x, own in zip(self._arrays, results[:n], written[:n], strict=True):
+      out[i] = _to_output(x, policy) if own.dtype in _OUTPUTS else own
+    self._modules.update(jax.tree.unflatten(self._changes, written[n:]))
+    return jax.tree.unflatten(self._structure, out)
+
+
+def _as(x: Any, dtype: Any) -> Any:
+  return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
+
+
+def _check_output(path: Any, leaf: Any) -> None:
+  if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+    raise TypeError(
+      f"the function under autocast returned {leaf!r} of type {type(leaf).__name__} at output"
+      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; return it from outside, or not at all"
+    )
+
+
+def _known(x: Any) -> Any:
+  if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") or x.size > 1 << 20 or x.dtype != np.float32:
+    return None
+  return np.asarray(x)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+  return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) and leaf.dtype != jax.dtypes.float0
+
+
+def _to_output(tree: Any, policy: Policy) -> Any:
+  def cast(x: Any) -> Any:
+    if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
+      return jax.lax.convert_element_type(x, policy.output_dtype)
+    return x
+
+  with jax.named_scope(OUTPUT):
+    return jax.tree.map(cast, tree)

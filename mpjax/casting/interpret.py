@@ -1,0 +1,173 @@
+"""Carries out a plan: binds each equation again, in its dtype, with the casts that belong there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _compat
+from mpjax.casting import calls
+from mpjax.casting.plan import Mode, Node, Plan
+from mpjax.casting.regions import Island, schedule
+from mpjax.casting.values import Kind, castable, fits
+
+# Operands of a lesser shape are broadcast by the primitive itself.
+_BROADCASTING = frozenset(("add", "sub", "mul", "div", "max", "min", "rem", "pow", "atan2", "add_any"))
+
+
+def run(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+  """The outputs of a planned program, each in the dtype of `plan.outs`.
+
+  Args:
+    plan: the plan.
+    inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+  """
+  values = Values(plan)
+  for variable, value in zip(plan.inputs, inputs, strict=True):
+    values.write(variable, value)
+  for unit in schedule(plan):
+    if isinstance(unit, Island):
+      _emit_island(unit, values)
+    else:
+      emit(unit, values)
+  return [values.read(atom, held.dtype) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
+
+
+class Values:
+  """The arrays of a program that is being carried out; each in the dtypes it has been asked for."""
+
+  def __init__(self, plan: Plan):
+    self.plan = plan
+    self._arrays: dict[Any, dict[Any, Any]] = {}
+
+  def write(self, variable: Any, value: Any) -> None:
+    """Keeps a value in the dtype it comes in, beside other copies of it."""
+    if type(variable).__name__ != "DropVar":
+      self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
+
+  def read(self, atom: Any, dtype: Any) -> Any:
+    """A value in a dtype; anything that is not float32 in the user's program comes as it is."""
+    if not _compat.is_variable(atom):
+      return atom.val if not castable(atom.aval) or atom.aval.dtype == dtype else _literal(atom.val, dtype)
+    copies = self._arrays[atom]
+    if not castable(atom.aval):
+      return next(iter(copies.values()))
+    if dtype not in copies:
+      held = self.plan.held[atom]
+      source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
+      copies[dtype] = _narrow(source, dtype, held.wide)
+    return copies[dtype]
+
+  def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any]) -> Values:
+    """The values of an island: what it reads, and nothing else."""
+    values = Values(self.plan)
+    for (variable, _), array in zip(variables, arrays, strict=True):
+      values.write(variable, array)
+    return values
+
+
+def emit(node: Node, values: Values) -> None:
+  """Carries out one equation."""
+  equation = node.equation
+  if node.mode is Mode.ENTER:
+    with _compat.at(equation):
+      operands = [values.read(a, h.dtype) for a, h in zip(equation.invars, node.call.ins, strict=True)]
+    out = calls.RULES[equation.primitive.name].emit(node.call, operands, run)
+  else:
+    with _compat.at(equation):
+      out = _EMIT[node.mode](node, values)
+  for variable, value, held in zip(equation.outvars, out, node.outs, strict=True):
+    values.write(variable, calls.cast(value, held) if castable(variable.aval) else value)
+
+
+def _emit_as_written(node: Node, values: Values) -> list[Any]:
+  equation = node.equation
+  return _compat.bind(equation, [values.read(a, getattr(a.aval, "dtype", None)) for a in equation.invars])
+
+
+def _emit_half(node: Node, values: Values) -> list[Any]:
+  equation, half = node.equation, node.half
+  if _compat.bodies(equation):  # relu and its like: in float32 between casts that fuse away
+    return _emit_as_written(node, values)
+  name = equation.primitive.name
+  if name == "broadcast_in_dim":
+    return [_broadcast(equation, values, half)]
+  shape = equation.outvars[0].aval.shape
+  operands = [_operand(a, shape, values, half, name in _BROADCASTING) for a in equation.invars]
+  changes = {}
+  if equation.params.get("preferred_element_type") is not None:
+    changes["preferred_element_type"] = np.dtype(node.half)
+  if node.list == "allow" and values.plan.rules.accum_dtype is not None and "preferred_element_type" in equation.params:
+    changes["preferred_element_type"] = values.plan.rules.accum_dtype
+  return _compat.bind(equation, operands, **changes)
+
+
+def _operand(atom: Any, shape: tuple[int, ...], values: Values, half: Any, broadcasts: bool) -> Any:
+  """An operand in half precision, cast after its broadcast, so that its gradient is summed in float32."""
+  if broadcasts and _compat.is_variable(atom) and castable(atom.aval) and atom.aval.shape != shape:
+    wide = values.read(atom, jnp.float32)
+    return jax.lax.convert_element_type(jnp.broadcast_to(wide, shape), half)
+  return values.read(atom, half)
+
+
+def _broadcast(equation: Any, values: Values, half: Any) -> Any:
+  (operand,) = equation.invars[:1]
+  if operand.aval.size == equation.outvars[0].aval.size or not _compat.is_variable(operand):
+    return _compat.bind(equation, [values.read(a, half) for a in equation.invars])[0]
+  out = _compat.bind(equation, [values.read(a, a.aval.dtype) for a in equation.invars])[0]
+  return jax.lax.convert_element_type(out, half)
+
+
+def _emit_each(node: Node, values: Values) -> list[Any]:
+  equation = node.equation
+  operands = [values.read(a, values.plan.how(a).dtype) for a in equation.invars]
+  if equation.primitive.name == "convert_element_type":
+    return [calls.cast(x, h) for x, h in zip(operands, node.outs, strict=True)]
+  return _compat.bind(equation, operands)
+
+
+def _emit_cast(node: Node, values: Values) -> list[Any]:
+  (atom,) = node.equation.invars
+  operand = values.read(atom, values.plan.how(atom).dtype if castable(atom.aval) else atom.aval.dtype)
+  return _compat.bind(node.equation, [operand])
+
+
+def _emit_island(island: Island, values: Values) -> None:
+  def inside(*arrays: Any) -> list[Any]:
+    local = values.copy(island.inputs, arrays)
+    for node in island.nodes:
+      emit(node, local)
+    return [local.read(v, dtype) for v, dtype in island.outputs]
+
+  operands = [values.read(v, dtype) for v, dtype in island.inputs]
+  products = {node.equation.primitive.name for node in island.nodes if node.list == "allow"}
+  save = lambda primitive, *_, **__: primitive.name in products
+  out = jax.checkpoint(inside, policy=save if products else None)(*operands)
+  for (variable, _), value in zip(island.outputs, out, strict=True):
+    values.write(variable, value)
+
+
+def _literal(value: Any, dtype: Any) -> Any:
+  return np.asarray(value).astype(dtype)
+
+
+def _narrow(x: Any, dtype: Any, wide: bool) -> Any:
+  if wide and np.dtype(dtype).itemsize < 4:
+    # A mask of -1e9 is as good at -65504, and -inf minus -inf is not a number.
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+  return jax.lax.convert_element_type(x, dtype)
+
+
+_EMIT = {
+  Mode.HALF: _emit_half,
+  Mode.FULL: _emit_as_written,
+  Mode.KEEP: _emit_as_written,
+  Mode.EACH: _emit_each,
+  Mode.CAST: _emit_cast,
+}
+__all__ = ["Kind", "Values", "emit", "fits", "run"]

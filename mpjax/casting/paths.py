@@ -1,0 +1,91 @@
+"""Module paths, and the per-module policies that are chosen by them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.policy import Policy, get_policy
+
+# Scopes with which autocast marks a program for autocasts outside it.
+FULL_PRECISION = "full_precision"
+OUTPUT = "autocast_output"
+
+
+def join(prefix: str, path: str) -> str:
+  """A path inside another."""
+  return f"{prefix}/{path}" if prefix and path else prefix or path
+
+
+def half_dtype(policy: Policy) -> np.dtype | None:
+  """The half dtype that a policy computes in, or `None` if it computes in float32 or wider."""
+  return policy.compute_dtype if policy.compute_dtype.itemsize < 4 else None
+
+
+class Overrides:
+  """Policies by regular expression on the module path, and which of them matched.
+
+  A regex has to match whole components of the path, anywhere in it: `head` matches `GPT/head` and what lies
+  under it, not `GPT/header`. The first that matches wins.
+  """
+
+  def __init__(self, policy: Policy, overrides: Any):
+    pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
+    self._rules = []
+    for pattern, spec in [*pairs, *policy.overrides]:
+      try:
+        compiled = re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)")
+      except (re.error, TypeError) as error:
+        raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
+      self._rules.append((pattern, compiled, half_dtype(get_policy(spec))))
+    self._default = half_dtype(policy)
+    self._resolved: dict[str, np.dtype | None] = {}
+    self._matched: set[str] = set()
+
+  @property
+  def nothing_to_do(self) -> bool:
+    """Whether no module computes in half precision."""
+    return self._default is None and all(dtype is None for *_, dtype in self._rules)
+
+  @property
+  def half(self) -> np.dtype | None:
+    """The half dtype outside every override."""
+    return self._default
+
+  @property
+  def any_half(self) -> np.dtype:
+    """A half dtype that is in use, bfloat16 if none is."""
+    in_use = (self._default, *(dtype for *_, dtype in self._rules))
+    return next((dtype for dtype in in_use if dtype is not None), np.dtype(jnp.bfloat16))
+
+  def half_at(self, path: str) -> np.dtype | None:
+    """The half dtype that a module computes in, or `None` for float32."""
+    if path not in self._resolved:
+      self._resolved[path] = self._resolve(path)
+    return self._resolved[path]
+
+  def uniform_below(self, path: str) -> bool:
+    """Whether a path in float32 can have nothing in half precision under it."""
+    return FULL_PRECISION in path.split("/") or all(dtype is None for *_, dtype in self._rules)
+
+  def _resolve(self, path: str) -> np.dtype | None:
+    found = [(pattern, dtype) for pattern, regex, dtype in self._rules if regex.search(path)]
+    self._matched |= {pattern for pattern, _ in found}
+    if FULL_PRECISION in path.split("/"):
+      return None
+    return found[0][1] if found else self._default
+
+  def check_all_matched(self) -> None:
+    """Raises `ValueError` for a regex that matched no path, naming the paths there are."""
+    for pattern, *_ in self._rules:
+      if pattern not in self._matched:
+        paths = sorted(path for path in self._resolved if path)
+        shown = ", ".join(paths[:40]) + (f", and {len(paths) - 40} more" if len(paths) > 40 else "")
+        raise ValueError(
+          f"policy override {pattern!r} matches no module path; the paths are "
+          + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
+        )

@@ -1,0 +1,372 @@
+"""The plan of a program: for each equation the dtype it runs in, for each value the dtype it is held in, and why.
+
+Planning reads a jaxpr and changes nothing; `interpret.py` carries a plan out and `explain.py` prints one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax.casting import calls
+from mpjax.casting.op_lists import OpLists
+from mpjax.casting.operations import OPERATIONS
+from mpjax.casting.paths import OUTPUT, Overrides, join
+from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet
+
+# Results that lie elsewhere in memory than their operands, so that a cast before them is not free.
+_MOVES = frozenset(
+  ("gather", "scatter", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "sort", "top_k", "split")
+  + ("reduce_window_max", "reduce_window_min", "cummax", "cummin", "all_gather", "all_to_all", "ppermute", "stack")
+)
+# Through these a value reaches a matrix product as it is.
+_VIEWS = frozenset(
+  ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "stop_gradient", "name", "pad")
+  + ("sharding_constraint", "concatenate", "split", "dynamic_slice", "gather", "convert_element_type")
+)
+# What their gradient needs of two operands is nothing: the result is the smaller thing to save.
+_LINEAR = frozenset(("add", "add_any", "sub", "max", "min", "select_n", "clamp", "concatenate"))
+# Each operand has a result of its own.
+_EACH = frozenset(("sort", "optimization_barrier", "device_put", "pvary", "pcast", "all_gather", "ppermute"))
+
+
+class Mode(enum.Enum):
+  """How an equation is carried out."""
+
+  HALF = "half"  # in the compute dtype
+  FULL = "full"  # in float32
+  KEEP = "keep"  # in the dtypes of the user's program
+  EACH = "each"  # every operand as it is held
+  CAST = "cast"  # the user's own cast
+  ENTER = "enter"  # its body is planned
+
+
+@dataclasses.dataclass
+class Node:
+  """One equation with its decision."""
+
+  equation: Any
+  path: str
+  list: str
+  mode: Mode
+  half: Any
+  why: str
+  outs: list[Held]
+  call: Any = None
+  region: int | None = None
+
+
+@dataclasses.dataclass
+class Rules:
+  """What decides: the lists, the policies by module, the accumulation dtype and what is recomputed."""
+
+  ops: OpLists
+  overrides: Overrides
+  accum_dtype: Any = None
+  islands: bool = True
+  _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
+  _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+  def list_of(self, name: str, half: Any) -> str:
+    """The list that a primitive is on where `half` is the compute dtype."""
+    return self.ops.of(name, half or self.overrides.any_half)
+
+  def contents(self, jaxpr: Any) -> frozenset[str]:
+    """Names of the primitives in a jaxpr, at any depth; not of those inside opaque ones."""
+    body = _compat.open_jaxpr(jaxpr)
+    if id(body) not in self._contents:
+      names: set[str] = set()
+      for equation in body.eqns:
+        name = equation.primitive.name
+        names.add(name)
+        if self.ops.of(name, self.overrides.any_half) == "call":
+          names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
+      self._contents[id(body)] = (body, frozenset(names))
+    return self._contents[id(body)][1]
+
+  def inside(self, equation: Any, half: Any) -> set[str]:
+    """The lists of what is in an equation's bodies."""
+    return {self.list_of(name, half) for body in _compat.bodies(equation) for name in self.contents(body)}
+
+  def cheap(self, equation: Any) -> bool:
+    """Whether an equation may be computed again in the backward pass rather than saved."""
+    names = {equation.primitive.name}
+    if self.list_of(equation.primitive.name, None) == "call":
+      if equation.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"):
+        return False
+      names = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
+    known = (name for name in names if self.list_of(name, None) != "call")
+    return all(name in OPERATIONS and OPERATIONS[name].cheap for name in known) and not equation.effects
+
+  def feeding(self, jaxpr: Any) -> set[Any]:
+    """The variables of a jaxpr that a matrix product reads, directly or by views."""
+    body = _compat.open_jaxpr(jaxpr)
+    if id(body) not in self._feeding:
+      found: set[Any] = set()
+      for equation in reversed(body.eqns):
+        name = equation.primitive.name
+        kind = self.list_of(name, None)
+        if kind == "allow" or (name in _VIEWS and any(v in found for v in equation.outvars)):
+          found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
+        elif kind == "call":
+          for inner, indices in calls.alignment(equation):
+            within = self.feeding(inner)
+            pairs = zip(_compat.open_jaxpr(inner).invars, indices, strict=True)
+            operands = (equation.invars[i] for v, i in pairs if v in within)
+            found.update(v for v in operands if _compat.is_variable(v) and castable(v.aval))
+      self._feeding[id(body)] = (body, found)
+    return self._feeding[id(body)][1]
+
+
+class Plan:
+  """A jaxpr with a decision on each of its equations.
+
+  Attributes:
+    jaxpr: the open jaxpr.
+    inputs: its `constvars` and `invars`.
+    nodes: the decisions, for those equations whose results are used.
+    held: how each variable is held.
+    outs: how each output is held.
+  """
+
+  def __init__(self, jaxpr: Any, held: Sequence[Held], rules: Rules, prefix: str = "", wanted: Sequence[Any] = ()):
+    self.jaxpr = _compat.open_jaxpr(jaxpr)
+    self.inputs = [*self.jaxpr.constvars, *self.jaxpr.invars]
+    self.rules = rules
+    self.prefix = prefix
+    self.held: dict[Any, Held] = dict(zip(self.inputs, held, strict=True))
+    self._feeding = rules.feeding(jaxpr)
+    self._outputs = {v for v in self.jaxpr.outvars if _compat.is_variable(v)}
+    self.nodes = [self._decide(equation) for equation in _live(self.jaxpr)]
+    self._pull_in()
+    self.outs = [self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars)]
+
+  def how(self, atom: Any, half: Any = None) -> Held:
+    """How a variable or literal is held."""
+    return self.held[atom] if _compat.is_variable(atom) else initial(atom.aval, atom.val, half)
+
+  def feeds_product(self, atom: Any) -> bool:
+    """Whether a matrix product reads this variable."""
+    return _compat.is_variable(atom) and atom in self._feeding
+
+  def met(self, atom: Any, half: Any) -> Held:
+    """How a variable meets others: an island's result that is rounded for a product anyway is half to all."""
+    held = self.how(atom, half)
+    if held.kind is Kind.ISLAND and half is not None and not held.wide and self.feeds_product(atom):
+      return Held(Kind.HALF, half)
+    return held
+
+  def _output(self, i: int, atom: Any, wanted: Sequence[Any]) -> Held:
+    held = self.how(atom)
+    narrow = wanted[i] if i < len(wanted) else None
+    computed = held.kind is Kind.ISLAND or (held.kind is Kind.FLEXIBLE and atom not in self.inputs)
+    return Held(Kind.HALF, narrow) if narrow is not None and computed and not held.wide else held
+
+  def _decide(self, equation: Any) -> Node:
+    path = join(self.prefix, _compat.module_path(equation))
+    half = self.rules.overrides.half_at(path)
+    name = equation.primitive.name
+    kind = self.rules.list_of(name, half)
+    if kind == "call":
+      node = self._decide_call(equation, path, half)
+    elif name == "convert_element_type":
+      node = self._decide_cast(equation, path, half)
+    else:
+      node = self._decide_plain(equation, path, half, kind)
+    self.held.update(zip(equation.outvars, node.outs, strict=True))
+    return node
+
+  def _decide_plain(self, equation: Any, path: str, half: Any, kind: str) -> Node:
+    node = lambda mode, why, outs, name=kind: Node(equation, path, name, mode, half, why, outs)
+    operands = [a for a in equation.invars if castable(a.aval)]
+    results = [v for v in equation.outvars if castable(v.aval)]
+    if any(_of_its_own(a.aval) for a in (*equation.invars, *equation.outvars)):
+      return node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
+    if kind == "opaque" or not operands:
+      why = _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
+      return node(Mode.KEEP, why, self._kept(equation))
+    if kind == "allow":
+      if half is None:
+        return node(Mode.FULL, "its module's policy computes in float32", self._computed(equation))
+      if _pinned_precision(equation):
+        return node(Mode.FULL, "the user asks for this precision", self._computed(equation))
+      return node(Mode.HALF, _reason(equation, ""), self._outs(equation, Held(Kind.HALF, half)))
+    if kind == "deny":
+      return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
+    if equation.primitive.name in _EACH and len(equation.invars) == len(equation.outvars):
+      return node(Mode.EACH, "each operand as it comes", [self.how(a) for a in equation.invars])
+    met = [self.met(a, half) for a in operands]
+    if not results:  # comparisons, argmax: exact in float32 whatever the operands
+      return node(Mode.FULL, "its result is no floating number", self._outs(equation, Held(Kind.FIXED, None)))
+    if half is None:
+      met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
+    largest = max((_size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
+    out = meet(met, max(map(_size, results)) <= largest)
+    if out.kind is Kind.HALF:
+      return node(Mode.HALF, "its operands are half precision", self._outs(equation, out._replace(dtype=half)))
+    return node(Mode.FULL, _follows(out, met), self._outs(equation, out))
+
+  def _decide_cast(self, equation: Any, path: str, half: Any) -> Node:
+    (source,), (result,) = equation.invars, equation.outvars
+    node = lambda mode, why, out: Node(equation, path, "infer", mode, half, why, [out])
+    if castable(source.aval) and castable(result.aval):  # a change of weak type or sharding
+      held = self.how(source, half)
+      return node(Mode.EACH, "it changes no dtype", held)
+    if not castable(result.aval):
+      return node(Mode.CAST, "the user's own cast", Held(Kind.FIXED, result.aval.dtype))
+    if OUTPUT in path.split("/"):
+      return node(Mode.CAST, "the end of an inner autocast", Held(Kind.ISLAND, FLOAT32))
+    if is_float(source.aval):
+      pinned = source.aval.dtype.itemsize < 4
+      return node(Mode.CAST, "the user's own cast", Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32))
+    # Counts and token numbers have more digits than float16 has.
+    wide = half is not None and half == np.float16 and source.aval.dtype.itemsize > 1
+    return node(Mode.CAST, "from integers", Held(Kind.FLEXIBLE, FLOAT32, wide))
+
+  def _decide_call(self, equation: Any, path: str, half: Any) -> Node:
+    node = lambda kind, mode, why, outs, call=None: Node(equation, path, kind, mode, half, why, outs, call)
+    inside = self.rules.inside(equation, half)
+    operands = [a for a in equation.invars if castable(a.aval)]
+    product = "allow" in inside
+    if not product and not operands:
+      return node("call", Mode.KEEP, "no matrix product inside", self._kept(equation))
+    whole = half is None and self.rules.overrides.uniform_below(path)
+    met = [self.met(a, half) for a in operands]
+    halves = any(h.kind is Kind.HALF for h in met)
+    name = equation.primitive.name
+    denied = "deny" in inside
+    enters = product or (halves and (name in calls.LOOPS or (name == "jit" and not denied)))
+    if whole or not enters or name not in calls.RULES:
+      if name in calls.RULES and not denied and not whole and halves and name not in calls.LOOPS:
+        # relu and its like, with the rule they came with: exact in float32, so their result may be rounded.
+        return node("infer", Mode.HALF, "its operands are half precision", self._outs(equation, Held(Kind.HALF, half)))
+      why = "its module's policy computes in float32" if whole else f"{_named(equation)} runs as one"
+      return node("deny" if denied else "infer", Mode.FULL, why, self._computed(equation))
+    wanted = [half if self.feeds_product(v) else None for v in equation.outvars]
+
+    def plan_body(jaxpr: Any, held: Sequence[Held], wanted: Sequence[Any] = (), islands: bool = True) -> Plan:
+      rules = self.rules if islands or not self.rules.islands else dataclasses.replace(self.rules, islands=False)
+      return Plan(jaxpr, held, rules, path, wanted)
+
+    call = calls.RULES[name].plan(equation, [self.met(a, half) for a in equation.invars], wanted, plan_body)
+    return node("call", Mode.ENTER, "its body is entered", call.outs, call)
+
+  def _kept(self, equation: Any) -> list[Held]:
+    """Results of an equation that keeps its dtypes."""
+    operands = [a.aval for a in equation.invars]
+    kind = Kind.ISLAND if any(map(castable, operands)) else Kind.FLEXIBLE
+    if any(is_float(a) and not castable(a) and a.dtype.itemsize < 4 for a in operands):
+      kind = Kind.PINNED
+    return self._outs(equation, Held(kind, FLOAT32))
+
+  def _computed(self, equation: Any) -> list[Held]:
+    """Results of an equation that runs in float32 whatever its operands."""
+    held = [(self.how(a), _size(a)) for a in equation.invars if castable(a.aval)]
+    kinds = {h.kind for h, _ in held}
+    outs = []
+    for v in equation.outvars:
+      kind = Kind.PINNED if Kind.PINNED in kinds else Kind.ISLAND
+      if kinds <= {Kind.FLEXIBLE}:
+        kind = Kind.FLEXIBLE
+      elif _size(v) < max(size for _, size in held) or kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}:
+        kind = Kind.STATISTIC
+      outs.append(Held(kind, FLOAT32) if castable(v.aval) else Held(Kind.FIXED, getattr(v.aval, "dtype", None)))
+    return outs
+
+  def _outs(self, equation: Any, held: Held) -> list[Held]:
+    fixed = lambda v: Held(Kind.FIXED, getattr(v.aval, "dtype", None))
+    return [held if castable(v.aval) else fixed(v) for v in equation.outvars]
+
+  def _pull_in(self) -> None:
+    """Moves into float32 what only float32 reads: the scale and mask before a softmax, `x + epsilon` before a root.
+
+    The island then takes what comes before it. Not so for a sum of two values of full size: the sum is the
+    smaller thing to save.
+    """
+    users: dict[Any, list[Node]] = {}
+    for node in reversed(self.nodes):
+      readers = [users.get(v, []) for v in node.equation.outvars]
+      for atom in node.equation.invars:
+        if _compat.is_variable(atom):
+          users.setdefault(atom, []).append(node)
+      if node.mode not in (Mode.HALF, Mode.ENTER) or node.list not in ("infer", "call"):
+        continue
+      if node.mode is Mode.ENTER and (node.equation.primitive.name != "jit" or _has_product(node)):
+        continue
+      if any(v in self._outputs for v in node.equation.outvars) or not any(readers):
+        continue
+      if not all(r.mode is Mode.FULL and r.list in ("deny", "infer") for rs in readers for r in rs):
+        continue
+      if node.equation.primitive.name in _MOVES or self._sums(node):
+        continue
+      node.mode, node.list, node.why = Mode.FULL, "infer", "only float32 reads it"
+      node.outs = self._outs(node.equation, Held(Kind.ISLAND, FLOAT32))
+      self.held.update(zip(node.equation.outvars, node.outs, strict=True))
+
+  def _sums(self, node: Node) -> bool:
+    if node.equation.primitive.name not in _LINEAR:
+      return False
+    halves = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
+    largest = max(map(_size, node.equation.invars))
+    return sum(_size(a) == largest for a in halves) > 1
+
+
+def _has_product(node: Node) -> bool:
+  return any(n.list == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes)
+
+
+def _live(jaxpr: Any) -> list[Any]:
+  """The equations whose results or effects matter."""
+  needed = {v for v in jaxpr.outvars if _compat.is_variable(v)}
+  live = []
+  for equation in reversed(jaxpr.eqns):
+    if equation.effects or any(v in needed for v in equation.outvars):
+      live.append(equation)
+      needed.update(a for a in equation.invars if _compat.is_variable(a))
+  return live[::-1]
+
+
+def _size(atom: Any) -> int:
+  return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _of_its_own(aval: Any) -> bool:
+  dtype = getattr(aval, "dtype", None)
+  return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _pinned_precision(equation: Any) -> bool:
+  """Whether a product states a precision of its own, or an algorithm, which names its operands' dtypes."""
+  precision = equation.params.get("precision")
+  if precision is None:
+    return False
+  if isinstance(precision, tuple):
+    ambient = jax.config.jax_default_matmul_precision
+    return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
+  return True
+
+
+def _named(equation: Any) -> str:
+  return str(equation.params.get("name") or equation.primitive.name)
+
+
+def _reason(equation: Any, otherwise: str) -> str:
+  operation = OPERATIONS.get(equation.primitive.name)
+  return operation.reason if operation else otherwise
+
+
+def _follows(out: Held, met: list[Held]) -> str:
+  if out.kind is Kind.PINNED:
+    return "the user cast an operand to float32"
+  if out.wide:
+    return "an operand has values that half precision has not"
+  if any(h.kind is Kind.STATISTIC for h in met):
+    return "an operand is a reduction's result"
+  return "it is part of an island" if out.kind is Kind.ISLAND else "its operands come before any product"
