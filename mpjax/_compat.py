@@ -122,7 +122,9 @@ def scan_parts(equation: Any) -> ScanParts:
   if "num_consts" in p:
     consts, carry = p["num_consts"], p["num_carry"]
   else:
-    consts, carry = (len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in tuple(p["ft_in"])[:2])
+    consts, carry = (
+      len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in tuple(p["ft_in"])[:2]
+    )
   return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
 
 
@@ -155,12 +157,12 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
   _, forward, backward = equation.primitive.get_bind_params(equation.params)["subfuns"]
 
   def run_forward(operands: list[Any]) -> tuple[list[Any], list[Any]]:
-    out = forward.call_wrapped(*(x for operand in operands for x in (operand, True)))
+    consts = equation.params["num_consts"]
+    out = forward.call_wrapped(*(x for i, operand in enumerate(operands) for x in (operand, i >= consts)))
     # Residuals that are operands are not returned a second time.
     _, tree, forwarded = equation.params["out_trees"]()
     returned = iter(out)
-    own = operands[equation.params["num_consts"] :]
-    residuals = [next(returned) if i is None else own[i] for i in forwarded]
+    residuals = [next(returned) if i is None else operands[i] for i in forwarded]
     return residuals, list(returned)
 
   def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:

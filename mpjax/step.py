@@ -349,7 +349,9 @@ def require_honoured(policy: Policy) -> None:
       shown = dict(value) if isinstance(value, tuple) else value
       way_out = f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
       if (key, means) in _NEEDS_AUTOCAST:
-        raise ValueError(f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy")
+        raise ValueError(
+          f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
+        )
       raise ValueError(
         f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
       )

@@ -18,7 +18,7 @@ from mpjax.casting.plan import Plan, Rules
 from mpjax.casting.values import initial
 from mpjax.policy import Policy, get_policy, matmul_precision
 
-_RECOMPUTE = ("islands", "dots", "nothing")
+RECOMPUTE = ("islands", "dots", "nothing")
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
 
 
@@ -30,8 +30,55 @@ def autocast(
   overrides: Mapping[str, Any] | None = None,
   recompute: str = "islands",
 ) -> Callable[..., Any]:
+  """`fun` with its matrix products in half precision and its range-critical operations in float32.
+
+  A transform at trace time: what is left at run time are the casts. Arguments are never changed: float32
+  master weights go in, their gradients come out in float32. Composes with `jit`, `grad`, `vmap`, `scan` and
+  the other transforms, in any order; keeps the derivative rules of `custom_jvp` and `custom_vjp`. What an
+  `nnx.Module` argument mutates is kept, in its own dtype.
+
+  ```python
+  loss = mpjax.autocast(loss_fn, "bf16", overrides={".*/head": "fp32"})
+  grads = jax.grad(loss)(params, batch)
+  ```
+
+  Matrix products and convolutions run in `policy.compute_dtype`, with float32 accumulation where the hardware
+  does it. Sums, exponentials, norms and losses are float32 islands: their inputs are half precision, their
+  results are half again where half-precision operations read them, and the backward pass computes the inside
+  again rather than keep it. Parameters, biases and masks follow the activation they meet; their gradients are
+  summed in float32. What the program casts to float32 itself stays float32 until a matrix product reads it.
+  float64, complex, integer and explicitly half-precision values, kernels and callbacks keep their dtypes.
+
+  Args:
+    fun: any function of pytrees, an `nnx.Module`, or a method of one; `None` for use as a decorator. NumPy and
+      JAX arrays among its arguments are traced, everything else (Python numbers, strings) is static.
+    policy: whatever `mpjax.get_policy` takes; read at each call, so `"auto"` follows the backend.
+    ops: the lists of primitives, if not `mpjax.OpLists.default()`.
+    overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's own;
+      the first that matches whole components of the path wins.
+    recompute: what the backward pass computes again instead of keeping it in memory: `"islands"`; `"dots"`,
+      everything but the results of matrix products (less memory, more work); or `"nothing"`.
+
+  Returns:
+    A function with `fun`'s signature; its float16, bfloat16 and float32 outputs are in `policy.output_dtype`.
+
+  Raises:
+    ValueError: for a policy or a list that is not understood, and when called, for an override that matches no
+      module path (it lists the paths there are).
+    TypeError: when called, if `fun` returns something that is neither array nor number.
+  """
+  if recompute not in RECOMPUTE:
+    raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+  if ops is not None and not isinstance(ops, OpLists):
+    raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
+  get_policy(policy)
   if fun is None:
     return functools.partial(autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute)
+  if not callable(fun):
+    raise ValueError(
+      f"autocast of {fun!r}: expected a function; the policy is the second argument, as in "
+      "mpjax.autocast(f, 'bf16') or @mpjax.autocast(policy='bf16')"
+    )
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -41,6 +88,18 @@ def autocast(
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """`fun` as a region that `autocast` leaves in float32, matrix products too.
+
+  What comes in from half-precision operations is cast to float32; without an autocast outside it does nothing.
+  Also a decorator.
+
+  Args:
+    fun: any function.
+
+  Returns:
+    A function with `fun`'s signature.
+  """
+
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     with jax.named_scope(FULL_PRECISION):
@@ -49,7 +108,9 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   return region
 
 
-def _call(fun: Any, args: Any, kwargs: Any, policy: Policy, ops: OpLists | None, overrides: Any, recompute: str) -> Any:
+def _call(
+  fun: Any, args: Any, kwargs: Any, policy: Policy, ops: OpLists | None, overrides: Any, recompute: str
+) -> Any:
   rules = make_rules(policy, ops, overrides, recompute)
   if rules.overrides.nothing_to_do:
     with jax.named_scope(FULL_PRECISION):
@@ -67,7 +128,7 @@ def _call(fun: Any, args: Any, kwargs: Any, policy: Policy, ops: OpLists | None,
 def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:
   """What decides, from autocast's arguments."""
   resolved = Overrides(policy, overrides)
-  return Rules(ops or OpLists.default(), resolved, policy.accum_dtype, islands=recompute == "islands")
+  return Rules(ops or OpLists.default(), resolved, policy.accum_dtype, islands=recompute != "nothing")
 
 
 class Traced:
@@ -111,12 +172,13 @@ class Traced:
   def finish(self, results: list[Any], policy: Policy) -> Any:
     """The function's value from the results of its program; puts mutated state where it belongs."""
     n = len(self._arrays)
-    with jax.named_scope(OUTPUT):
-      written = [_as(x, v.aval.dtype) for x, v in zip(results, _compat.open_jaxpr(self.closed).outvars, strict=True)]
+    own = [v.aval.dtype for v in _compat.open_jaxpr(self.closed).outvars]
     out = list(self._out)
-    for i, x, own in zip(self._arrays, results[:n], written[:n], strict=True):
-      out[i] = _to_output(x, policy) if own.dtype in _OUTPUTS else own
-    self._modules.update(jax.tree.unflatten(self._changes, written[n:]))
+    with jax.named_scope(OUTPUT):
+      for i, x, dtype in zip(self._arrays, results, own, strict=False):
+        out[i] = _as(x, policy.output_dtype if dtype in _OUTPUTS else dtype)
+      changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
+    self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
 
 

@@ -116,14 +116,19 @@ def _settle(entering: list[Held], plan_with: Callable[[list[Held]], Any], offset
   carry = entering
   for _ in range(4):
     plan = plan_with(carry)
-    variables = plan.inputs[offset : offset + n]
-    feeds = [plan.feeds_product(v) for v in variables]
-    merged = [carried(c, out, f) for c, out, f in zip(carry, plan.outs[:n], feeds, strict=True)]
+    pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], strict=True)
+    halves = [plan.half_of_carry(before, after) for before, after in pairs]
+    merged = [carried(c, out, half) for c, out, half in zip(carry, plan.outs[:n], halves, strict=True)]
     if merged == carry:
       return plan, carry
     carry = merged
   pinned = [c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32) for c in carry]
   return plan_with(pinned), pinned
+
+
+def _after(outs: list[Held]) -> list[Held]:
+  """What a loop leaves, seen from outside."""
+  return [h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs]
 
 
 def _plan_scan(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBody) -> Call:
@@ -134,7 +139,7 @@ def _plan_scan(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBody
   plan_with = lambda carry: plan_body(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
   plan, carry = _settle(held[k : k + n], plan_with, len(consts) + k, n)
   ins = [*held[:k], *carry, *held[k + n :]]
-  return Call(equation, ins, [plan], [*carry, *plan.outs[n:]], plan_body, carry)
+  return Call(equation, ins, [plan], _after([*carry, *plan.outs[n:]]), plan_body, carry)
 
 
 def _emit_scan(call: Call, operands: list[Any], run: Run) -> list[Any]:
@@ -162,7 +167,7 @@ def _plan_while(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBod
   # In the order in which the bodies stand in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = [order[key] for key in p if key in order]
-  return Call(equation, ins, plans, carry, plan_body, carry)
+  return Call(equation, ins, plans, _after(carry), plan_body, carry)
 
 
 def _emit_while(call: Call, operands: list[Any], run: Run) -> list[Any]:
@@ -317,7 +322,9 @@ def _emit_custom_vmap(call: Call, operands: list[Any], run: Run) -> list[Any]:
     return list(f(*operands))
 
 
-def _interpret(call: Call, run: Run, flat: Any, like: list[Any], held: list[Held], operands: list[Any]) -> list[Any]:
+def _interpret(
+  call: Call, run: Run, flat: Any, like: list[Any], held: list[Held], operands: list[Any]
+) -> list[Any]:
   """A derivative or batching rule, traced in the dtypes it was written for and carried out in ours."""
   closed = _compat.trace(flat, like)
   plan = call.plan_body(closed, [*_constants(closed), *held])

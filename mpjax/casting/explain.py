@@ -79,7 +79,9 @@ class Explanation:
   def _summary(self) -> str:
     flops = self.matrix_flops()
     whole = sum(flops.values()) or 1
-    parts = [f"{dtype} {_count(n)} ({n / whole:.0%})" for dtype, n in sorted(flops.items(), key=lambda x: -x[1])]
+    parts = [
+      f"{dtype} {_count(n)} ({n / whole:.0%})" for dtype, n in sorted(flops.items(), key=lambda x: -x[1])
+    ]
     islands = len({row.island for row in self.rows if row.island is not None})
     casts = sum(row.casts for row in self.rows)
     return (
@@ -272,4 +274,6 @@ def _table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
   widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
   words = [all(not line[i][:1].isdigit() for line in lines) for i in range(len(head))]
   align = lambda cell, i: cell.ljust(widths[i]) if words[i] or i == 0 else cell.rjust(widths[i])
-  return "\n".join("  ".join(align(cell, i) for i, cell in enumerate(line)).rstrip() for line in (head, *lines))
+  return "\n".join(
+    "  ".join(align(cell, i) for i, cell in enumerate(line)).rstrip() for line in (head, *lines)
+  )

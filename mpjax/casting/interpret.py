@@ -101,7 +101,11 @@ def _emit_half(node: Node, values: Values) -> list[Any]:
   changes = {}
   if equation.params.get("preferred_element_type") is not None:
     changes["preferred_element_type"] = np.dtype(node.half)
-  if node.list == "allow" and values.plan.rules.accum_dtype is not None and "preferred_element_type" in equation.params:
+  if (
+    node.list == "allow"
+    and values.plan.rules.accum_dtype is not None
+    and "preferred_element_type" in equation.params
+  ):
     changes["preferred_element_type"] = values.plan.rules.accum_dtype
   return _compat.bind(equation, operands, **changes)
 

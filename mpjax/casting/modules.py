@@ -23,7 +23,9 @@ _ACTIVE: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("mpjax
 _SCOPED: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
-def with_module_argument(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def with_module_argument(
+  fun: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """A module that is called, or a method bound to one, as a function with the module as first argument."""
   if isinstance(fun, nnx.Module):
     return (lambda module, *args, **kwargs: module(*args, **kwargs)), (fun, *args)
@@ -114,7 +116,9 @@ def _scoped_class(cls: type) -> type:
       own = getattr(nnx.Module, name, None) is not method and getattr(object, name, None) is not method
       if own and (name == "__call__" or not name.startswith("_")):
         methods[name] = _in_scope(method)
-    _SCOPED[cls] = type(cls)(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    _SCOPED[cls] = type(cls)(
+      cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
   return _SCOPED[cls]
 
 

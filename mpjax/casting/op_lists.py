@@ -52,9 +52,9 @@ class OpLists:
     """The lists of `mpjax/casting/operations.py`, which gives the reason for each."""
     lists: dict[str, set[str]] = {field: set() for field in _LISTS}
     for name, operation in OPERATIONS.items():
-      lists["deny_float16" if operation.float16 == "deny" and operation.list == "infer" else operation.list].add(
-        name
-      )
+      lists[
+        "deny_float16" if operation.float16 == "deny" and operation.list == "infer" else operation.list
+      ].add(name)
     return cls(**{field: frozenset(names) for field, names in lists.items()})
 
   def replace(self, **lists: Iterable[str]) -> OpLists:

@@ -23,12 +23,42 @@ from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_floa
 
 # Results that lie elsewhere in memory than their operands, so that a cast before them is not free.
 _MOVES = frozenset(
-  ("gather", "scatter", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "sort", "top_k", "split")
-  + ("reduce_window_max", "reduce_window_min", "cummax", "cummin", "all_gather", "all_to_all", "ppermute", "stack")
+  (
+    "gather",
+    "scatter",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "concatenate",
+    "pad",
+    "sort",
+    "top_k",
+    "split",
+  )
+  + (
+    "reduce_window_max",
+    "reduce_window_min",
+    "cummax",
+    "cummin",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "stack",
+  )
 )
 # Through these a value reaches a matrix product as it is.
 _VIEWS = frozenset(
-  ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "stop_gradient", "name", "pad")
+  (
+    "reshape",
+    "transpose",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "rev",
+    "copy",
+    "stop_gradient",
+    "name",
+    "pad",
+  )
   + ("sharding_constraint", "concatenate", "split", "dynamic_slice", "gather", "convert_element_type")
 )
 # What their gradient needs of two operands is nothing: the result is the smaller thing to save.
@@ -86,7 +116,7 @@ class Rules:
       for equation in body.eqns:
         name = equation.primitive.name
         names.add(name)
-        if self.ops.of(name, self.overrides.any_half) == "call":
+        if self.list_of(name, None) == "call":
           names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
       self._contents[id(body)] = (body, frozenset(names))
     return self._contents[id(body)][1]
@@ -136,7 +166,9 @@ class Plan:
     outs: how each output is held.
   """
 
-  def __init__(self, jaxpr: Any, held: Sequence[Held], rules: Rules, prefix: str = "", wanted: Sequence[Any] = ()):
+  def __init__(
+    self, jaxpr: Any, held: Sequence[Held], rules: Rules, prefix: str = "", wanted: Sequence[Any] = ()
+  ):
     self.jaxpr = _compat.open_jaxpr(jaxpr)
     self.inputs = [*self.jaxpr.constvars, *self.jaxpr.invars]
     self.rules = rules
@@ -162,6 +194,27 @@ class Plan:
     if held.kind is Kind.ISLAND and half is not None and not held.wide and self.feeds_product(atom):
       return Held(Kind.HALF, half)
     return held
+
+  def half_of_carry(self, before: Any, after: Any) -> Any:
+    """The half dtype that a loop's carry may be held in when this plan is the loop's body, or `None`.
+
+    One that comes to a matrix product in the body is an activation that passes through layers. One that is
+    only added to is a sum, and one that is multiplied on its way to the next step decays: both remember many
+    steps.
+    """
+    reached, multiplied, product = {before}, {before: False}, False
+    for node in self.nodes:
+      equation = node.equation
+      variables = [a for a in equation.invars if _compat.is_variable(a)]
+      if any(a in reached for a in variables):
+        reached.update(equation.outvars)
+        product |= node.list == "allow" or (node.call is not None and _has_product(node))
+      past = [multiplied[a] for a in variables if a in multiplied]
+      if past and node.list == "infer":
+        scales = any(past) or equation.primitive.name in ("mul", "div")
+        multiplied.update(dict.fromkeys(equation.outvars, scales))
+    decays = _compat.is_variable(after) and multiplied.get(after, False)
+    return self.rules.overrides.half_at(self.prefix) if product and not decays else None
 
   def _output(self, i: int, atom: Any, wanted: Sequence[Any]) -> Held:
     held = self.how(atom)
@@ -190,7 +243,9 @@ class Plan:
     if any(_of_its_own(a.aval) for a in (*equation.invars, *equation.outvars)):
       return node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
     if kind == "opaque" or not operands:
-      why = _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
+      why = (
+        _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
+      )
       return node(Mode.KEEP, why, self._kept(equation))
     if kind == "allow":
       if half is None:
@@ -207,10 +262,14 @@ class Plan:
       return node(Mode.FULL, "its result is no floating number", self._outs(equation, Held(Kind.FIXED, None)))
     if half is None:
       met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
-    largest = max((_size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
+    largest = max(
+      (_size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0
+    )
     out = meet(met, max(map(_size, results)) <= largest)
     if out.kind is Kind.HALF:
-      return node(Mode.HALF, "its operands are half precision", self._outs(equation, out._replace(dtype=half)))
+      return node(
+        Mode.HALF, "its operands are half precision", self._outs(equation, out._replace(dtype=half))
+      )
     return node(Mode.FULL, _follows(out, met), self._outs(equation, out))
 
   def _decide_cast(self, equation: Any, path: str, half: Any) -> Node:
@@ -246,13 +305,17 @@ class Plan:
     if whole or not enters or name not in calls.RULES:
       if name in calls.RULES and not denied and not whole and halves and name not in calls.LOOPS:
         # relu and its like, with the rule they came with: exact in float32, so their result may be rounded.
-        return node("infer", Mode.HALF, "its operands are half precision", self._outs(equation, Held(Kind.HALF, half)))
+        return node(
+          "infer", Mode.HALF, "its operands are half precision", self._outs(equation, Held(Kind.HALF, half))
+        )
       why = "its module's policy computes in float32" if whole else f"{_named(equation)} runs as one"
       return node("deny" if denied else "infer", Mode.FULL, why, self._computed(equation))
     wanted = [half if self.feeds_product(v) else None for v in equation.outvars]
 
     def plan_body(jaxpr: Any, held: Sequence[Held], wanted: Sequence[Any] = (), islands: bool = True) -> Plan:
-      rules = self.rules if islands or not self.rules.islands else dataclasses.replace(self.rules, islands=False)
+      rules = (
+        self.rules if islands or not self.rules.islands else dataclasses.replace(self.rules, islands=False)
+      )
       return Plan(jaxpr, held, rules, path, wanted)
 
     call = calls.RULES[name].plan(equation, [self.met(a, half) for a in equation.invars], wanted, plan_body)
@@ -277,7 +340,9 @@ class Plan:
         kind = Kind.FLEXIBLE
       elif _size(v) < max(size for _, size in held) or kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}:
         kind = Kind.STATISTIC
-      outs.append(Held(kind, FLOAT32) if castable(v.aval) else Held(Kind.FIXED, getattr(v.aval, "dtype", None)))
+      outs.append(
+        Held(kind, FLOAT32) if castable(v.aval) else Held(Kind.FIXED, getattr(v.aval, "dtype", None))
+      )
     return outs
 
   def _outs(self, equation: Any, held: Held) -> list[Held]:
@@ -319,7 +384,9 @@ class Plan:
 
 
 def _has_product(node: Node) -> bool:
-  return any(n.list == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes)
+  return any(
+    n.list == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes
+  )
 
 
 def _live(jaxpr: Any) -> list[Any]:

@@ -13,11 +13,31 @@ from typing import Any
 
 from mpjax import _compat
 from mpjax.casting.plan import Mode, Node, Plan
-from mpjax.casting.values import Kind, castable
+from mpjax.casting.values import FLOAT32, Kind, castable
 
 _LINEAR = frozenset(
-  ("add", "add_any", "sub", "neg", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "select_n", "rev")
-  + ("convert_element_type", "reduce_sum", "concatenate", "copy", "stop_gradient", "name", "sharding_constraint")
+  (
+    "add",
+    "add_any",
+    "sub",
+    "neg",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "select_n",
+    "rev",
+  )
+  + (
+    "convert_element_type",
+    "reduce_sum",
+    "concatenate",
+    "copy",
+    "stop_gradient",
+    "name",
+    "sharding_constraint",
+  )
 )
 
 
@@ -47,8 +67,12 @@ def schedule(plan: Plan) -> list[Node | Island]:
   reads = [
     [producer[a] for a in node.equation.invars if _compat.is_variable(a) and a in producer] for node in nodes
   ]
-  inside = [node.mode is Mode.FULL and node.list != "allow" and plan.rules.cheap(node.equation) for node in nodes]
-  ends = [_is_product(node) and any(inside[j] for j in before) for node, before in zip(nodes, reads, strict=True)]
+  inside = [
+    node.mode is Mode.FULL and node.list != "allow" and plan.rules.cheap(node.equation) for node in nodes
+  ]
+  ends = [
+    _is_product(node) and any(inside[j] for j in before) for node, before in zip(nodes, reads, strict=True)
+  ]
   islands = _group(plan, reads, inside, ends)
   return _order(nodes, reads, islands)
 
@@ -73,7 +97,9 @@ def _group(plan: Plan, reads: list[list[int]], inside: list[bool], ends: list[bo
 
   for i, before in enumerate(reads):
     member = inside[i] or ends[i]
-    level[i] = max((level[j] + (member if not inside[j] else not member) + ends[j] for j in before), default=0)
+    level[i] = max(
+      (level[j] + (member if not inside[j] else not member) + ends[j] for j in before), default=0
+    )
     for j in before:
       if member and inside[j] and level[i] == level[j]:
         parent[root(i)] = root(j)
@@ -116,6 +142,10 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
         outputs[v, getattr(v.aval, "dtype", None)] = None
   island = Island(nodes, list(inputs.items()), list(outputs))
   half = max((_size(v) for v, _ in island.inputs if plan.held[v].kind is Kind.HALF), default=0)
+  # Before the first product nothing is half yet: an embedding and the norm after it.
+  half = half or max(
+    (_size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
+  )
   heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in _LINEAR)
   island.kept = half > 1 and any(_size(a) >= half for n in heavy for a in n.equation.invars)
   return island

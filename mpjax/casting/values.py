@@ -15,10 +15,13 @@ class Kind(enum.Enum):
   """What a value is to autocast."""
 
   FIXED = "fixed"  # not float32 in the user's program: keeps its dtype
-  FLEXIBLE = "flexible"  # a parameter, an input, a literal, or computed from those alone: follows what it meets
+  FLEXIBLE = (
+    "flexible"  # a parameter, an input, a literal, or computed from those alone: follows what it meets
+  )
   HALF = "half"  # held in the compute dtype
   ISLAND = "island"  # computed in float32 from half precision; half again where it meets that
   STATISTIC = "statistic"  # what a reduction left: small, and keeps what it meets in float32
+  RUNNING = "running"  # a sum over the steps of a loop: keeps what it meets in float32
   PINNED = "pinned"  # cast to float32 by the user: keeps what it meets in float32
 
 
@@ -72,8 +75,9 @@ def meet(helds: list[Held], shrank: bool) -> Held:
   """
   kinds = {held.kind for held in helds}
   wide = any(held.wide for held in helds)
-  if Kind.PINNED in kinds:
-    return Held(Kind.PINNED, FLOAT32)
+  for kind in (Kind.PINNED, Kind.RUNNING):
+    if kind in kinds:
+      return Held(kind, FLOAT32)
   if Kind.STATISTIC in kinds:
     small = kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}
     return Held(Kind.STATISTIC if small and shrank else Kind.ISLAND, FLOAT32, wide)
@@ -85,19 +89,20 @@ def meet(helds: list[Held], shrank: bool) -> Held:
   return Held(Kind.FLEXIBLE, FLOAT32, wide)
 
 
-def carried(first: Held, last: Held, feeds_product: bool) -> Held:
+def carried(first: Held, last: Held, half: Any) -> Held:
   """The one way in which a loop's carry is held, from how it enters and how it leaves the body.
 
-  Half only where the body multiplies it: what is only added to is a sum, and would stall in half precision.
+  Args:
+    first: how it enters.
+    last: how it leaves.
+    half: the half dtype that it may be held in, or `None` if it must not: what is only added to, or decays,
+      is a memory of many steps, and would stall in half precision.
   """
-  if first.kind is Kind.FIXED:
-    return first
   kinds = {first.kind, last.kind}
-  if feeds_product and Kind.HALF in kinds and kinds <= {Kind.HALF, Kind.FLEXIBLE, Kind.ISLAND}:
-    dtype = first.dtype if first.kind is Kind.HALF else last.dtype
-    return Held(Kind.HALF, dtype)
+  wide = first.wide or last.wide
+  if Kind.FIXED in kinds or kinds == {Kind.FLEXIBLE}:
+    return first._replace(wide=wide)
   for kind in (Kind.PINNED, Kind.STATISTIC):
     if kind in kinds:
-      return Held(kind, FLOAT32)
-  same = kinds == {Kind.FLEXIBLE}
-  return Held(Kind.FLEXIBLE if same else Kind.ISLAND, FLOAT32, first.wide or last.wide)
+      return Held(kind, FLOAT32, wide)
+  return Held(Kind.RUNNING, FLOAT32, wide) if half is None or wide else Held(Kind.HALF, half)

@@ -111,9 +111,9 @@ class ResNet(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C]
     norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype)
     conv = functools.partial(nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype)
-    x = nn.relu(norm()(conv(8)(x)))
-    x = nn.max_pool(x, (2, 2), (2, 2))
-    for features, stride in ((8, 1), (16, 2)):
+    x = nn.relu(norm()(conv(4, strides=2)(x)))
+    x = nn.max_pool(x, (2, 2), strides=(1, 1), padding="SAME")
+    for features, stride in ((4, 1), (8, 2)):
       y = nn.relu(norm()(conv(features, strides=stride)(x)))
       y = norm(scale_init=nn.initializers.constant(0.5))(conv(features)(y))
       if y.shape != x.shape:
@@ -129,7 +129,7 @@ class ResBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:  # [B, H, W, C], [B, E]
-    norm = functools.partial(nn.GroupNorm, num_groups=4, dtype=self.dtype)
+    norm = functools.partial(nn.GroupNorm, num_groups=2, dtype=self.dtype)
     y = nn.Conv(self.features, (3, 3), dtype=self.dtype)(nn.silu(norm()(x)))
     y = y + nn.Dense(self.features, dtype=self.dtype)(nn.silu(time))[:, None, None]
     y = nn.Conv(self.features, (3, 3), dtype=self.dtype)(nn.silu(norm()(y)))
@@ -148,12 +148,12 @@ class UNet(nn.Module):
     angles = t[:, None] * frequencies
     time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
     time = nn.Dense(32, dtype=self.dtype)(nn.silu(nn.Dense(32, dtype=self.dtype)(time)))
-    skip = ResBlock(8, self.dtype)(nn.Conv(8, (3, 3), dtype=self.dtype)(x), time)
-    y = ResBlock(16, self.dtype)(nn.Conv(16, (3, 3), strides=2, dtype=self.dtype)(skip), time)
-    y = y + self.attention(nn.GroupNorm(4, dtype=self.dtype)(y).reshape(b, -1, 16)).reshape(y.shape)
-    y = jax.image.resize(ResBlock(16, self.dtype)(y, time), (b, side, side, 16), "nearest")
-    y = ResBlock(8, self.dtype)(jnp.concatenate([y, skip], -1), time)
-    return nn.Conv(x.shape[-1], (3, 3), dtype=self.dtype)(nn.silu(nn.GroupNorm(4, dtype=self.dtype)(y)))
+    skip = ResBlock(4, self.dtype)(nn.Conv(4, (3, 3), dtype=self.dtype)(x), time)
+    y = ResBlock(8, self.dtype)(nn.Conv(8, (3, 3), strides=2, dtype=self.dtype)(skip), time)
+    y = y + self.attention(nn.GroupNorm(2, dtype=self.dtype)(y).reshape(b, -1, 8)).reshape(y.shape)
+    y = jax.image.resize(ResBlock(8, self.dtype)(y, time), (b, side, side, 8), "nearest")
+    y = ResBlock(4, self.dtype)(jnp.concatenate([y, skip], -1), time)
+    return nn.Conv(x.shape[-1], (3, 3), dtype=self.dtype)(nn.silu(nn.GroupNorm(2, dtype=self.dtype)(y)))
 
   def attention(self, x: jax.Array) -> jax.Array:  # [B, T, D]
     q, k, v = jnp.split(nn.Dense(3 * x.shape[-1], dtype=self.dtype, name="qkv")(x), 3, -1)

@@ -14,6 +14,8 @@ from conformance import Case, case, check, exact, normal, uniform
 from jax import lax, nn
 from optax import losses
 
+import mpjax
+
 X = normal(3, 8)
 Y = normal(3, 8, seed=1)
 POSITIVE = uniform(0.5, 3, 3, 8)
@@ -126,6 +128,16 @@ SCATTER = lax.ScatterDimensionNumbers((1,), (0,), (0,))
 GATHER = lax.GatherDimensionNumbers((1,), (0,), (0,))
 
 
+@jax.custom_vjp
+def masked_product(x):
+  return (x @ x.T) * MASK[:, :3]
+
+
+masked_product.defvjp(
+  lambda x: (masked_product(x), x), lambda x, g: ((g * MASK[:, :3]) @ x + (g * MASK[:, :3]).T @ x,)
+)
+
+
 def newton(x: Any) -> Any:
   solve = lambda f, x: lax.fori_loop(0, 20, lambda _, y: y - f(y) / (3 * y**2), x)
   return lax.custom_root(lambda y: y**3 - x, jnp.ones_like(x), solve, lambda g, y: y / g(jnp.ones_like(y)))
@@ -203,6 +215,7 @@ LAX = {
     VECTORS,
   ),
   "custom_root": case(newton, POSITIVE),
+  "custom_vjp with constants": case(masked_product, X),
   "dot": case(lax.dot, X, normal(8, 2)),
   "dot preferring float32": case(
     lambda x, y: lax.dot(x, y, preferred_element_type=jnp.float32), X, Y.T.copy()
@@ -334,3 +347,12 @@ def test_jax_lax(name):
 def test_every_function_is_in_the_table(module, table, excluded):
   public = {name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name))}
   assert public == {name for name in [*table, *excluded] if " " not in name}
+
+
+@pytest.mark.parametrize("value", [False, 1.0, 3, 2.0 + 1j], ids=str)
+def test_constant_outputs_are_arrays(value):
+  fun = lambda x: (x @ x.T, jnp.asarray(value))
+  for f in (mpjax.autocast(fun, "bf16"), jax.jit(mpjax.autocast(fun, "bf16"))):
+    got, want = f(X)[1], fun(X)[1]
+    assert isinstance(got, jax.Array)
+    assert (got, got.dtype, got.weak_type) == (want, want.dtype, want.weak_type)
