@@ -160,7 +160,7 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
     consts = equation.params["num_consts"]
     out = forward.call_wrapped(*(x for i, operand in enumerate(operands) for x in (operand, i >= consts)))
     # Residuals that are operands are not returned a second time.
-    _, tree, forwarded = equation.params["out_trees"]()
+    _, _, forwarded = equation.params["out_trees"]()
     returned = iter(out)
     residuals = [next(returned) if i is None else operands[i] for i in forwarded]
     return residuals, list(returned)

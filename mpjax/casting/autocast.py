@@ -1,4 +1,4 @@
-"""`autocast`: any JAX function with the right dtype for each operation, and `full_precision`, the way out of it."""
+"""`autocast`: any JAX function, each operation in the right dtype; `full_precision`, the way out of it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def autocast(
   float64, complex, integer and explicitly half-precision values, kernels and callbacks keep their dtypes.
 
   Args:
-    fun: any function of pytrees, an `nnx.Module`, or a method of one; `None` for use as a decorator. NumPy and
-      JAX arrays among its arguments are traced, everything else (Python numbers, strings) is static.
+    fun: any function of pytrees, an `nnx.Module`, or a method of one; `None` for use as a decorator. NumPy
+      and JAX arrays among its arguments are traced, everything else (Python numbers, strings) is static.
     policy: whatever `mpjax.get_policy` takes; read at each call, so `"auto"` follows the backend.
     ops: the lists of primitives, if not `mpjax.OpLists.default()`.
-    overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's own;
-      the first that matches whole components of the path wins.
+    overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's
+      own; the first that matches whole components of the path wins.
     recompute: what the backward pass computes again instead of keeping it in memory: `"islands"`; `"dots"`,
       everything but the results of matrix products (less memory, more work); or `"nothing"`.
 
@@ -63,8 +63,8 @@ def autocast(
     A function with `fun`'s signature; its float16, bfloat16 and float32 outputs are in `policy.output_dtype`.
 
   Raises:
-    ValueError: for a policy or a list that is not understood, and when called, for an override that matches no
-      module path (it lists the paths there are).
+    ValueError: for a policy or a list that is not understood, and when called, for an override that matches
+      no module path (it lists the paths there are).
     TypeError: when called, if `fun` returns something that is neither array nor number.
   """
   if recompute not in RECOMPUTE:
@@ -90,8 +90,8 @@ def autocast(
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   """`fun` as a region that `autocast` leaves in float32, matrix products too.
 
-  What comes in from half-precision operations is cast to float32; without an autocast outside it does nothing.
-  Also a decorator.
+  What comes in from half-precision operations is cast to float32. Without an autocast outside it does
+  nothing. Also a decorator.
 
   Args:
     fun: any function.
@@ -190,7 +190,7 @@ def _check_output(path: Any, leaf: Any) -> None:
   if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
     raise TypeError(
       f"the function under autocast returned {leaf!r} of type {type(leaf).__name__} at output"
-      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; return it from outside, or not at all"
+      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; take it out of the result"
     )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax.casting.values import FLOAT32, Held, Kind, carried, castable, initial
+from mpjax.casting.values import FLOAT32, Held, Kind, carried, initial
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset(("scan", "while", "cond", "shard_map"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,11 +98,9 @@ class Explanation:
       flops = sum(row.flops for row in rows)
       full = sum(row.flops for row in rows if row.after == "float32")
       casts = sum(row.casts for row in rows)
-      lines.append(
-        (path or "(no module)", *map(count, ("allow", "deny", "infer", "opaque")), str(casts or ""))
-        + (_count(sum(row.cast_bytes for row in rows)) if casts else "", _count(flops) if flops else "")
-        + (f"{full / flops:.0%}" if full else "",)
-      )
+      cells = [path or "(no module)", *map(count, ("allow", "deny", "infer", "opaque"))]
+      cells += [str(casts), _count(sum(row.cast_bytes for row in rows))] if casts else ["", ""]
+      lines.append((*cells, _count(flops) if flops else "", f"{full / flops:.0%}" if full else ""))
     return _table(head, lines)
 
   def _full(self) -> str:
@@ -164,7 +162,7 @@ class _Numbers:
 
 
 def _rows(plan: Plan, times: int, numbers: _Numbers) -> Iterator[Row]:
-  island_of = {}
+  island_of: dict[int, int] = {}
   for unit in schedule(plan):
     if isinstance(unit, Island):
       number = numbers.next()
@@ -183,7 +181,7 @@ def _rows(plan: Plan, times: int, numbers: _Numbers) -> Iterator[Row]:
     yield Row(
       path=node.path,
       primitive=_name(node.equation),
-      list=node.list,
+      list=node.listed,
       before=str(results[0].dtype) if results else "",
       after=runs_in,
       flops=flops(node.equation) * times,
@@ -201,7 +199,7 @@ def _rows(plan: Plan, times: int, numbers: _Numbers) -> Iterator[Row]:
 
 
 def _casts(plan: Plan, node: Node, made: set[Any], island: int | None) -> Iterator[tuple[Any, Any]]:
-  """(aval, dtype) of the casts before an equation that no earlier one made: inside an island none is stored."""
+  """(aval, dtype) of the casts that an equation is the first to need; inside an island none is stored."""
   for atom in node.equation.invars:
     if not _compat.is_variable(atom) or not castable(atom.aval):
       continue
@@ -237,7 +235,7 @@ def flops(equation: Any) -> int:
     # Every row meets one group's matrix, whatever the group sizes.
     numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     lhs, rhs = (a.aval.shape for a in equation.invars[:2])
-    (contracted, of_rhs), (batch, of_rhs_batch) = numbers
+    (contracted, of_rhs), (_, of_rhs_batch) = numbers
     groups = set(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
     free = [d for i, d in enumerate(rhs) if i not in {*of_rhs, *of_rhs_batch, *groups}]
     return 2 * math.prod(lhs) * math.prod(free)
@@ -270,7 +268,7 @@ def _count(n: float) -> str:
   return ""
 
 
-def _table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
   widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
   words = [all(not line[i][:1].isdigit() for line in lines) for i in range(len(head))]
   align = lambda cell, i: cell.ljust(widths[i]) if words[i] or i == 0 else cell.rjust(widths[i])

@@ -10,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import calls
+from mpjax.casting import calls, traits
 from mpjax.casting.plan import Mode, Node, Plan
 from mpjax.casting.regions import Island, schedule
-from mpjax.casting.values import Kind, castable, fits
-
-# Operands of a lesser shape are broadcast by the primitive itself.
-_BROADCASTING = frozenset(("add", "sub", "mul", "div", "max", "min", "rem", "pow", "atan2", "add_any"))
+from mpjax.casting.values import Held, castable
 
 
 def run(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
@@ -80,6 +77,7 @@ def emit(node: Node, values: Values) -> None:
   else:
     with _compat.at(equation):
       out = _EMIT[node.mode](node, values)
+  held: Held
   for variable, value, held in zip(equation.outvars, out, node.outs, strict=True):
     values.write(variable, calls.cast(value, held) if castable(variable.aval) else value)
 
@@ -97,12 +95,12 @@ def _emit_half(node: Node, values: Values) -> list[Any]:
   if name == "broadcast_in_dim":
     return [_broadcast(equation, values, half)]
   shape = equation.outvars[0].aval.shape
-  operands = [_operand(a, shape, values, half, name in _BROADCASTING) for a in equation.invars]
+  operands = [_operand(a, shape, values, half, name in traits.BROADCASTING) for a in equation.invars]
   changes = {}
   if equation.params.get("preferred_element_type") is not None:
     changes["preferred_element_type"] = np.dtype(node.half)
   if (
-    node.list == "allow"
+    node.listed == "allow"
     and values.plan.rules.accum_dtype is not None
     and "preferred_element_type" in equation.params
   ):
@@ -148,7 +146,7 @@ def _emit_island(island: Island, values: Values) -> None:
     return [local.read(v, dtype) for v, dtype in island.outputs]
 
   operands = [values.read(v, dtype) for v, dtype in island.inputs]
-  products = {node.equation.primitive.name for node in island.nodes if node.list == "allow"}
+  products = {node.equation.primitive.name for node in island.nodes if node.listed == "allow"}
   save = lambda primitive, *_, **__: primitive.name in products
   out = jax.checkpoint(inside, policy=save if products else None)(*operands)
   for (variable, _), value in zip(island.outputs, out, strict=True):
@@ -174,4 +172,3 @@ _EMIT = {
   Mode.EACH: _emit_each,
   Mode.CAST: _emit_cast,
 }
-__all__ = ["Kind", "Values", "emit", "fits", "run"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ def with_module_argument(
   """A module that is called, or a method bound to one, as a function with the module as first argument."""
   if isinstance(fun, nnx.Module):
     return (lambda module, *args, **kwargs: module(*args, **kwargs)), (fun, *args)
-  if isinstance(getattr(fun, "__self__", None), nnx.Module) and hasattr(fun, "__func__"):
+  if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
     return fun.__func__, (fun.__self__, *args)
   if isinstance(fun, functools.partial):
     inner, first = with_module_argument(fun.func, fun.args)

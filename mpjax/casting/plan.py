@@ -1,4 +1,4 @@
-"""The plan of a program: for each equation the dtype it runs in, for each value the dtype it is held in, and why.
+"""The plan of a program: the dtype that each equation runs in, the dtype each value is held in, and why.
 
 Planning reads a jaxpr and changes nothing; `interpret.py` carries a plan out and `explain.py` prints one.
 """
@@ -15,56 +15,11 @@ import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import calls
+from mpjax.casting import calls, traits
 from mpjax.casting.op_lists import OpLists
 from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import OUTPUT, Overrides, join
 from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet
-
-# Results that lie elsewhere in memory than their operands, so that a cast before them is not free.
-_MOVES = frozenset(
-  (
-    "gather",
-    "scatter",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "concatenate",
-    "pad",
-    "sort",
-    "top_k",
-    "split",
-  )
-  + (
-    "reduce_window_max",
-    "reduce_window_min",
-    "cummax",
-    "cummin",
-    "all_gather",
-    "all_to_all",
-    "ppermute",
-    "stack",
-  )
-)
-# Through these a value reaches a matrix product as it is.
-_VIEWS = frozenset(
-  (
-    "reshape",
-    "transpose",
-    "squeeze",
-    "broadcast_in_dim",
-    "slice",
-    "rev",
-    "copy",
-    "stop_gradient",
-    "name",
-    "pad",
-  )
-  + ("sharding_constraint", "concatenate", "split", "dynamic_slice", "gather", "convert_element_type")
-)
-# What their gradient needs of two operands is nothing: the result is the smaller thing to save.
-_LINEAR = frozenset(("add", "add_any", "sub", "max", "min", "select_n", "clamp", "concatenate"))
-# Each operand has a result of its own.
-_EACH = frozenset(("sort", "optimization_barrier", "device_put", "pvary", "pcast", "all_gather", "ppermute"))
 
 
 class Mode(enum.Enum):
@@ -84,7 +39,7 @@ class Node:
 
   equation: Any
   path: str
-  list: str
+  listed: str
   mode: Mode
   half: Any
   why: str
@@ -143,7 +98,7 @@ class Rules:
       for equation in reversed(body.eqns):
         name = equation.primitive.name
         kind = self.list_of(name, None)
-        if kind == "allow" or (name in _VIEWS and any(v in found for v in equation.outvars)):
+        if kind == "allow" or (name in traits.VIEWS and any(v in found for v in equation.outvars)):
           found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
         elif kind == "call":
           for inner, indices in calls.alignment(equation):
@@ -208,10 +163,10 @@ class Plan:
       variables = [a for a in equation.invars if _compat.is_variable(a)]
       if any(a in reached for a in variables):
         reached.update(equation.outvars)
-        product |= node.list == "allow" or (node.call is not None and _has_product(node))
+        product |= node.listed == "allow" or (node.call is not None and _has_product(node))
       past = [multiplied[a] for a in variables if a in multiplied]
-      if past and node.list == "infer":
-        scales = any(past) or equation.primitive.name in ("mul", "div")
+      if past and node.listed == "infer":
+        scales = any(past) or equation.primitive.name in traits.SCALES
         multiplied.update(dict.fromkeys(equation.outvars, scales))
     decays = _compat.is_variable(after) and multiplied.get(after, False)
     return self.rules.overrides.half_at(self.prefix) if product and not decays else None
@@ -255,7 +210,7 @@ class Plan:
       return node(Mode.HALF, _reason(equation, ""), self._outs(equation, Held(Kind.HALF, half)))
     if kind == "deny":
       return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
-    if equation.primitive.name in _EACH and len(equation.invars) == len(equation.outvars):
+    if equation.primitive.name in traits.EACH and len(equation.invars) == len(equation.outvars):
       return node(Mode.EACH, "each operand as it comes", [self.how(a) for a in equation.invars])
     met = [self.met(a, half) for a in operands]
     if not results:  # comparisons, argmax: exact in float32 whatever the operands
@@ -350,7 +305,7 @@ class Plan:
     return [held if castable(v.aval) else fixed(v) for v in equation.outvars]
 
   def _pull_in(self) -> None:
-    """Moves into float32 what only float32 reads: the scale and mask before a softmax, `x + epsilon` before a root.
+    """Moves into float32 what only float32 reads: the scale and the mask before a softmax, say.
 
     The island then takes what comes before it. Not so for a sum of two values of full size: the sum is the
     smaller thing to save.
@@ -361,22 +316,22 @@ class Plan:
       for atom in node.equation.invars:
         if _compat.is_variable(atom):
           users.setdefault(atom, []).append(node)
-      if node.mode not in (Mode.HALF, Mode.ENTER) or node.list not in ("infer", "call"):
+      if node.mode not in (Mode.HALF, Mode.ENTER) or node.listed not in ("infer", "call"):
         continue
       if node.mode is Mode.ENTER and (node.equation.primitive.name != "jit" or _has_product(node)):
         continue
       if any(v in self._outputs for v in node.equation.outvars) or not any(readers):
         continue
-      if not all(r.mode is Mode.FULL and r.list in ("deny", "infer") for rs in readers for r in rs):
+      if not all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs):
         continue
-      if node.equation.primitive.name in _MOVES or self._sums(node):
+      if node.equation.primitive.name in traits.MOVES or self._sums(node):
         continue
-      node.mode, node.list, node.why = Mode.FULL, "infer", "only float32 reads it"
+      node.mode, node.listed, node.why = Mode.FULL, "infer", "only float32 reads it"
       node.outs = self._outs(node.equation, Held(Kind.ISLAND, FLOAT32))
       self.held.update(zip(node.equation.outvars, node.outs, strict=True))
 
   def _sums(self, node: Node) -> bool:
-    if node.equation.primitive.name not in _LINEAR:
+    if node.equation.primitive.name not in traits.SUMS:
       return False
     halves = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
     largest = max(map(_size, node.equation.invars))
@@ -385,7 +340,7 @@ class Plan:
 
 def _has_product(node: Node) -> bool:
   return any(
-    n.list == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes
+    n.listed == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes
   )
 
 
@@ -415,7 +370,7 @@ def _pinned_precision(equation: Any) -> bool:
   if precision is None:
     return False
   if isinstance(precision, tuple):
-    ambient = jax.config.jax_default_matmul_precision
+    ambient = getattr(jax.config, "jax_default_matmul_precision", None)
     return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
   return True
 

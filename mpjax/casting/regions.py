@@ -1,4 +1,4 @@
-"""Islands: which float32 equations are computed together, from half-precision inputs to half-precision outputs.
+"""Islands: which float32 equations are computed together, from half-precision inputs to outputs.
 
 An island is emitted as one `jax.checkpoint`, so that what is kept for the backward pass is what went in, in
 half precision, and not what is inside, in float32.
@@ -12,33 +12,9 @@ import math
 from typing import Any
 
 from mpjax import _compat
+from mpjax.casting import traits
 from mpjax.casting.plan import Mode, Node, Plan
 from mpjax.casting.values import FLOAT32, Kind, castable
-
-_LINEAR = frozenset(
-  (
-    "add",
-    "add_any",
-    "sub",
-    "neg",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "slice",
-    "select_n",
-    "rev",
-  )
-  + (
-    "convert_element_type",
-    "reduce_sum",
-    "concatenate",
-    "copy",
-    "stop_gradient",
-    "name",
-    "sharding_constraint",
-  )
-)
 
 
 @dataclasses.dataclass
@@ -68,7 +44,7 @@ def schedule(plan: Plan) -> list[Node | Island]:
     [producer[a] for a in node.equation.invars if _compat.is_variable(a) and a in producer] for node in nodes
   ]
   inside = [
-    node.mode is Mode.FULL and node.list != "allow" and plan.rules.cheap(node.equation) for node in nodes
+    node.mode is Mode.FULL and node.listed != "allow" and plan.rules.cheap(node.equation) for node in nodes
   ]
   ends = [
     _is_product(node) and any(inside[j] for j in before) for node, before in zip(nodes, reads, strict=True)
@@ -78,7 +54,7 @@ def schedule(plan: Plan) -> list[Node | Island]:
 
 
 def _is_product(node: Node) -> bool:
-  return node.list == "allow" and node.mode is Mode.HALF
+  return node.listed == "allow" and node.mode is Mode.HALF
 
 
 def _group(plan: Plan, reads: list[list[int]], inside: list[bool], ends: list[bool]) -> list[Island]:
@@ -146,7 +122,7 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
   half = half or max(
     (_size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
   )
-  heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in _LINEAR)
+  heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in traits.LINEAR)
   island.kept = half > 1 and any(_size(a) >= half for n in heavy for a in n.equation.invars)
   return island
 

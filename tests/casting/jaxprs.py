@@ -1,0 +1,56 @@
+"""What is in a traced or lowered program: its equations at any depth, and the dtypes of its matrix products."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
+
+
+def equations(fun: Callable[..., Any], *args: Any) -> list[Any]:
+  """The equations of `fun(*args)`, those of bodies after the equation that they belong to."""
+  return list(_walk(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+def bodies(equation: Any) -> list[Any]:
+  """The jaxprs among an equation's parameters."""
+  values = [x for v in equation.params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
+  return [j for v in values if hasattr(j := getattr(v, "jaxpr", v), "eqns")]
+
+
+def named(name: str, fun: Callable[..., Any], *args: Any) -> list[Any]:
+  """The equations of one primitive, or of those in a list separated by spaces."""
+  return [e for e in equations(fun, *args) if e.primitive.name in name.split()]
+
+
+def dtypes(atoms: Any) -> str:
+  """Dtypes of an equation's variables: `f32 bf16`; `-` for what has none."""
+  names = [str(getattr(a.aval, "dtype", "-")) for a in atoms]
+  return " ".join(_SHORT.get(name, name) for name in names)
+
+
+def products(fun: Callable[..., Any], *args: Any) -> set[str]:
+  """The dtypes of the operands of matrix products, as traced: `{"bf16"}` where all are bfloat16."""
+  return {
+    d for e in equations(fun, *args) if e.primitive.name in PRODUCTS for d in dtypes(e.invars[:2]).split()
+  }
+
+
+def lowered_products(fun: Callable[..., Any], *args: Any) -> collections.Counter[str]:
+  """How many matrix products StableHLO has, by the dtypes of their operands: `{"bf16 bf16": 3}`."""
+  text = jax.jit(fun).lower(*args).as_text()
+  operands = re.findall(r"stablehlo\.dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\)", text)
+  return collections.Counter(" ".join(t.rsplit("x")[-1] for t in pair) for pair in operands)
+
+
+def _walk(jaxpr: Any) -> Iterator[Any]:
+  for equation in jaxpr.eqns:
+    yield equation
+    for body in bodies(equation):
+      yield from _walk(body)

@@ -1,0 +1,312 @@
+"""The contract of `mpjax.autocast`: forms, dtypes in and out, composition with JAX's transformations, errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from conformance import OPTIONS, TOLERANCE, normal
+from jax.sharding import PartitionSpec as P
+from jaxprs import dtypes, equations, lowered_products, named, products
+
+import mpjax
+
+W = normal(4, 4, scale=0.5)
+X = normal(8, 4, seed=1)
+HALF = {"bf16": "bf16", "fp16": "f16"}
+BF16 = mpjax.autocast(policy="bf16")
+FP16 = mpjax.autocast(policy="fp16")
+
+
+def layer(w, x):
+  """A product, an island and a residual: x's shape in, x's shape out."""
+  return x + jax.nn.softmax(jnp.tanh(x @ w)) * 0.5
+
+
+def jit(fun):
+  return jax.jit(fun, compiler_options=OPTIONS)
+
+
+def close(got: Any, want: Any, tolerance: float = TOLERANCE["bf16"]) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_allclose(a, b, rtol=0, atol=2 * tolerance * max(1e-2, float(np.abs(b).max())))
+
+
+def same(got: Any, want: Any) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert a.dtype == b.dtype
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# Forms
+
+FORMS = {
+  "second argument": lambda f: mpjax.autocast(f, "bf16"),
+  "keyword": lambda f: mpjax.autocast(f, policy="bf16"),
+  "decorator": lambda f: mpjax.autocast(policy="bf16")(f),
+  "default": mpjax.autocast,  # auto, which is bf16 on the CPU
+  "string": lambda f: mpjax.autocast(f, "params=float32,compute=bfloat16,output=float32"),
+  "mapping": lambda f: mpjax.autocast(f, {"base": "bf16"}),
+  "Policy": lambda f: mpjax.autocast(f, mpjax.get_policy("bf16")),
+  "jmp.Policy": lambda f: mpjax.autocast(f, jmp.Policy(jnp.float32, jnp.bfloat16, jnp.float32)),
+  "partial of it": lambda f: functools.partial(mpjax.autocast(f, "bf16")),
+  "of a partial": lambda f: mpjax.autocast(functools.partial(f), "bf16"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+  cast = FORMS[form](layer)
+  assert products(cast, W, X) == {"bf16"}
+  close(cast(W, X), layer(W, X))
+  close(cast(W, x=X), layer(W, X))
+
+
+def test_signature_name_and_docstring_are_those_of_the_function():
+  def model(params, x: int, *rest, flag: bool = False, **options):
+    """Says what it does."""
+    return x
+
+  cast = mpjax.autocast(model, "bf16")
+  assert (cast.__name__, cast.__doc__) == ("model", "Says what it does.")
+  assert inspect.signature(cast) == inspect.signature(model)
+
+
+def test_decorator_of_methods():
+  class Model:
+    scale = 2.0
+
+    @mpjax.autocast(policy="bf16")
+    def method(self, x):
+      return x @ W * self.scale
+
+    @staticmethod
+    @mpjax.autocast(policy="fp16")
+    def static(x):
+      return x @ W
+
+    @classmethod
+    @mpjax.autocast(policy="fp16")
+    def of_class(cls, x):
+      return x @ W * cls.scale
+
+  model = Model()
+  assert products(model.method, X) == {"bf16"}
+  assert products(jax.jit(model.method), X) == {"bf16"}
+  assert products(Model.static, X) == products(model.of_class, X) == {"f16"}
+  close(model.method(X), X @ W * 2)
+  assert products(mpjax.autocast(Model.method, "fp32"), model, X) == {"bf16"}
+
+
+def test_static_arguments_are_seen_by_the_function_as_they_are():
+  seen = []
+
+  def f(x, flag, name, n, scale, nothing, *, shape):
+    seen.append((flag, name, n, scale, nothing, shape))
+    return jnp.broadcast_to((x @ W * scale).sum(), shape) if flag else x
+
+  args = (True, "relu", 3, 0.5, None)
+  BF16(f)(X, *args, shape=(2, 3))
+  jax.jit(BF16(f), static_argnums=(1, 2, 3, 4), static_argnames="shape")(X, *args, shape=(2, 3))
+  assert seen == [(*args, (2, 3))] * 2
+  assert [type(x) for x in seen[0]] == [bool, str, int, float, type(None), tuple]
+
+
+def test_arguments_are_never_changed():
+  params = {"w": W.copy(), "b": jnp.ones(4), "n": np.arange(4)}
+
+  def f(params, x):
+    assert [leaf.dtype for leaf in jax.tree.leaves(params)] == [np.float32, np.int32, np.float32]
+    assert x.dtype == np.float32
+    return x @ params["w"] + params["b"] * params["n"]
+
+  before = jax.tree.map(np.array, params)
+  BF16(f)(params, X)
+  same(params, before)
+
+
+# Outputs
+
+
+class Pair(NamedTuple):
+  first: Any
+  second: Any
+
+
+def outputs(x):
+  y = x @ W
+  return {
+    "product": y,
+    "argument": x,
+    "bfloat16": y.astype(jnp.bfloat16),
+    "float16": y.astype(jnp.float16),
+    "float8": y.astype(jnp.float8_e4m3fn),
+    "complex": y + 1j,
+    "int": jnp.argmax(y),
+    "uint8": y.astype(jnp.uint8),
+    "bool": y > 0,
+    "key": jax.random.key(0),
+    "constant": jnp.float32(3),
+    "constant bool": jnp.array(False),
+    "none": None,
+    "number": 3,
+    "weak": 2.5,
+    "tree": Pair((y,), [np.float32(1)]),
+  }
+
+
+KEPT = {"float8", "complex", "int", "uint8", "bool", "key", "constant bool"}
+
+
+@pytest.mark.parametrize("output", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_floating_outputs_have_the_output_dtype_and_others_their_own(compute, output, jitted):
+  cast = mpjax.autocast(outputs, f"params=float32,compute={compute},output={output}")
+  got, want = (jax.jit(cast) if jitted else cast)(X), (jax.jit(outputs) if jitted else outputs)(X)
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for name in sorted(set(want) - {"none", "number", "weak", "tree"}):
+    assert isinstance(got[name], jax.Array), name
+    assert got[name].dtype == (want[name].dtype if name in KEPT else np.dtype(output)), name
+    assert got[name].shape == want[name].shape, name
+  assert got["tree"].first[0].dtype == got["tree"].second[0].dtype == np.dtype(output)
+  if not jitted:
+    assert (got["number"], got["weak"], got["none"]) == (3, 2.5, None)
+    assert (type(got["number"]), type(got["weak"])) == (int, float)
+
+
+def test_float64_is_never_narrowed():
+  with jax.enable_x64(True):
+    wide, narrow = np.ones((4, 4)), np.ones((4, 4), np.float32)
+
+    def f(a, b):
+      return a @ a, b @ b, (b @ b).astype(np.float64) + 1e-300, jnp.exp(a), jnp.zeros(3, jnp.int64)
+
+    got = jax.jit(BF16(f))(wide, narrow)
+    assert [str(x.dtype) for x in got] == ["float64", "float32", "float64", "float64", "int64"]
+    assert lowered_products(BF16(f), wide, narrow) == {"f64 f64": 1, "bf16 bf16": 2}
+    grads = jax.grad(lambda a, b: BF16(f)(a, b)[0].sum() + BF16(f)(a, b)[2].sum(), (0, 1))(wide, narrow)
+    assert [str(g.dtype) for g in grads] == ["float64", "float32"]
+
+
+@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_have_the_dtype_of_their_argument(policy, dtype):
+  args = (W.astype(dtype), X, jnp.ones(4, dtype))
+  loss = mpjax.autocast(lambda w, x, b: jnp.sum(layer(w, x) + b), policy)
+  for got, arg in zip(jax.grad(loss, (0, 1, 2))(*args), args, strict=True):
+    assert (got.dtype, got.shape) == (arg.dtype, arg.shape)
+
+
+# Composition
+
+
+def scanned(f):
+  return lambda w, x: jax.lax.scan(lambda c, y: (f(w, c) * y, c.sum()), x, jnp.ones((3, 1)))
+
+
+def loop(f):
+  return lambda w, x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1]
+
+
+def with_jvp(f):
+  g = jax.custom_jvp(lambda w, x: f(w, x))
+  g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+  return g
+
+
+def with_vjp(f):
+  g = jax.custom_vjp(lambda w, x: f(w, x))
+  g.defvjp(lambda w, x: (f(w, x), (w, x)), lambda r, g: jax.vjp(f, *r)[1](g))
+  return g
+
+
+def sharded(f):
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+
+
+def mapped(f):
+  """Over devices by `pmap`."""
+  return lambda w, x: jax.pmap(f, in_axes=(None, 0))(w, x[:, None])[:, 0]
+
+
+total = lambda f: lambda w, x: jnp.sum(f(w, x) ** 2)
+TRANSFORMS = {
+  "jit": jax.jit,
+  "grad": lambda f: jax.grad(total(f)),
+  "value_and_grad": lambda f: jax.value_and_grad(total(f), argnums=(0, 1)),
+  "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (x[:4], x)),
+  "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](x[:4], x),
+  "vjp": lambda f: lambda w, x: jax.vjp(f, w, x)[1](x),
+  "hessian": lambda f: jax.hessian(total(f)),
+  "grad of grad": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(total(f))(w, x) ** 2)),
+  "vmap": lambda f: jax.vmap(f, (None, 0)),
+  "scan": scanned,
+  "while_loop": loop,
+  "fori_loop": lambda f: lambda w, x: jax.lax.fori_loop(0, 3, lambda i, x: f(w, x), x),
+  "map": lambda f: lambda w, x: jax.lax.map(lambda row: f(w, row), x, batch_size=4),
+  "cond": lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 5, lambda x: x, lambda x: f(w, x), x),
+  "switch": lambda f: lambda w, x: jax.lax.switch(x.astype(int)[0, 0] * 0 + 1, [lambda w, x: x, f, f], w, x),
+  "checkpoint": jax.checkpoint,
+  "custom_jvp": with_jvp,
+  "custom_vjp": with_vjp,
+  "shard_map": sharded,
+  "pmap": mapped,
+}
+COMPOSITIONS = [(name,) for name in TRANSFORMS] + [
+  ("grad", "scan"),
+  ("grad", "checkpoint"),
+  ("grad", "cond"),
+  ("grad", "switch"),
+  ("grad", "jit"),
+  ("grad", "custom_jvp"),
+  ("grad", "custom_vjp"),
+  ("grad", "shard_map"),
+  ("grad", "map"),
+  ("value_and_grad", "vmap"),
+  ("jvp", "scan"),
+  ("jvp", "while_loop"),
+  ("jvp", "custom_jvp"),
+  ("linearize", "cond"),
+  ("vjp", "fori_loop"),
+  ("scan", "checkpoint"),
+  ("scan", "vmap"),
+  ("vmap", "custom_vjp"),
+  ("vmap", "scan"),
+  ("vmap", "jit"),
+  ("checkpoint", "scan"),
+  ("while_loop", "switch"),
+  ("shard_map", "scan"),
+  ("hessian", "scan"),
+  ("hessian", "custom_jvp"),
+  ("jit", "grad", "scan", "checkpoint"),
+  ("grad", "scan", "custom_vjp"),
+  ("grad", "shard_map", "checkpoint", "scan"),
+]
+
+
+def compose(f, names):
+  for name in reversed(names):
+    f = TRANSFORMS[name](f) if name != "autocast" else BF16(f)
+  return f
+
+
+@pytest.mark.parametrize("names", COMPOSITIONS, ids=" of ".join)
+def test_composes_in_any_order(names):
+  want = jit(compose(layer, names))(W, X)
+  positions = {0, len(names) // 2 + (len(names) > 1), len(names)}
+  for i in sorted(positions):
+    cast = compose(layer, (*names[:i], "autocast", *names[i:]))
+    got = jit(cast)(W, X)
+    close(got, want)
+    assert {"bf16 bf16"} == set(lowered_products(cast, W, X)), i
