@@ -58,9 +58,9 @@ def bodies(equation: Any) -> list[Any]:
 
 
 def module_path(equation: Any) -> str:
-  """The scopes that an equation was traced in, without the transformations: `GPT/h0/attn`."""
+  """The scopes that an equation was traced in, without transformations and einsums: `GPT/h0/attn`."""
   stack = equation.source_info.name_stack.stack
-  return "/".join(entry.name for entry in stack if type(entry).__name__ == "Scope")
+  return "/".join(e.name for e in stack if type(e).__name__ == "Scope" and "->" not in e.name)
 
 
 @contextlib.contextmanager

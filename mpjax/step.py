@@ -18,18 +18,15 @@ import optax
 from flax import nnx
 
 from mpjax.casting.autocast import autocast
+from mpjax.casting.explain import Explanation, explain
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import is_inexact, unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
-from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.step_optimizer import find_scaler, with_policy
+from mpjax.policy import get_policy, matmul_precision
+from mpjax.step_policy import find_scaler, require_honoured, with_policy
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
-_NEEDS_AUTOCAST = (
-  ("accum_dtype", "an accumulation dtype of matrix products"),
-  ("overrides", "per-module precision"),
-)
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
 
 
@@ -149,6 +146,7 @@ class TrainStep:
     self._jitted_gradients = jax.jit(self._loss_and_gradients)
     # Metrics go to the output dtype below, model state never.
     wide = dataclasses.replace(self.policy, output_dtype=jnp.float32)  # type: ignore[call-arg]
+    self._plain_loss_fn = loss_fn
     self._loss_fn = autocast(loss_fn, wide) if self.policy.autocast else loss_fn
     self._accumulate = accumulate
     self._cast_batch = cast_batch
@@ -207,6 +205,18 @@ class TrainStep:
     For looking at: nothing is updated or donated.
     """
     return self._jitted_gradients(state, batch)
+
+  def explain(self, state: TrainState, batch: Any) -> Explanation:
+    """What autocast does to the loss function under this policy; see `mpjax.explain`.
+
+    Args:
+      state: a state, or its shapes (`jax.eval_shape`).
+      batch: a batch, or its shapes.
+    """
+    model = state.params if state.graphdef is None else state.model
+    values = {"rng": state.rng, "model_state": state.model_state}
+    keywords = {name: values[name] for name in self._keywords}
+    return explain(self._plain_loss_fn, self.policy)(model, batch, **keywords)
 
   def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     with matmul_precision(self.policy):
@@ -335,31 +345,6 @@ def _check_differentiable(params: Any) -> None:
         f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and cannot be trained: put it "
         "into model_state, or let loss_fn close over it"
       )
-
-
-def require_honoured(policy: Policy) -> None:
-  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
-  for key, means in (
-    ("reduce_dtype", "a dtype for gradients that cross devices"),
-    ("fp8", "FP8 matrix products"),
-    *(() if policy.autocast else _NEEDS_AUTOCAST),
-  ):
-    value = getattr(policy, key)
-    if value not in (None, ()):
-      shown = dict(value) if isinstance(value, tuple) else value
-      way_out = f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
-      if (key, means) in _NEEDS_AUTOCAST:
-        raise ValueError(
-          f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
-        )
-      raise ValueError(
-        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
-      )
-  if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
-    raise ValueError(
-      f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "
-      "without stochastic rounding, which is not supported yet; use float32"
-    )
 
 
 def _unpack(out: Any, takes_state: bool) -> tuple[jax.Array, Metrics, Any]:

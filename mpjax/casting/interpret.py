@@ -31,7 +31,7 @@ def run(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
       _emit_island(unit, values)
     else:
       emit(unit, values)
-  return [values.read(atom, held.dtype) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
+  return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
 
 
 class Values:
@@ -58,6 +58,12 @@ class Values:
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
       copies[dtype] = _narrow(source, dtype, held.wide)
     return copies[dtype]
+
+  def output(self, atom: Any, held: Held) -> Any:
+    """A result, which is an array also where the program returns a constant."""
+    if _compat.is_variable(atom):
+      return self.read(atom, held.dtype)
+    return jnp.asarray(np.asarray(atom.val), held.dtype)
 
   def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any]) -> Values:
     """The values of an island: what it reads, and nothing else."""

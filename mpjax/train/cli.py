@@ -15,6 +15,7 @@ from mpjax.train.config import ConfigError, load_config
 from mpjax.train.data import DataError
 from mpjax.train.export import export_run
 from mpjax.train.interrupt import Interrupted
+from mpjax.train.setup import make_setup
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -46,6 +47,28 @@ def export(arguments: Sequence[str]) -> int:
     if unknown:
       raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step or out")
     print(f"exported {export_run(options.directory, **pairs)}")
+
+  return _guarded(run)
+
+
+def explain(arguments: Sequence[str]) -> int:
+  """`scripts/explain.py`; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="explain.py",
+    description="Say what runs in which dtype under a config's policy, by module, and why. Computes nothing.",
+    epilog="example: explain.py configs/gpt_stdlib.yaml policy=fp16",
+  )
+  parser.add_argument("config", help="a YAML file, such as configs/gpt_stdlib.yaml")
+  parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
+  options = parser.parse_args(arguments)
+
+  def run() -> None:
+    setup = make_setup(load_config(options.config, options.overrides))
+    print(setup.explain())
+    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
+      print(
+        "\nautocast: false in the policy: a run casts parameters and batch instead"
+      )
 
   return _guarded(run)
 

@@ -16,7 +16,7 @@ import yaml
 
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
-from mpjax.step import require_honoured
+from mpjax.step_policy import require_honoured
 
 
 class ConfigError(ValueError):

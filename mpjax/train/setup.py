@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from mpjax.casting.explain import Explanation
 from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.config import Config, ConfigError
@@ -52,6 +53,17 @@ class Setup:
       return batch
     return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
 
+  def explain(self) -> Explanation:
+    """What runs in which dtype under the policy, and why; nothing is computed.
+
+    Raises:
+      ConfigError: for an override of the policy that matches no module.
+    """
+    try:
+      return self.step.explain(self.abstract_state(), next(self.data.train()))
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+
   def _init(self) -> TrainState:
     key, step_key = jax.random.split(jax.random.key(self.config.seed))
     return self.step.init(**self.task.init(key), rng=step_key)
@@ -81,7 +93,10 @@ def make_setup(config: Config) -> Setup:
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
   )
-  return Setup(config, policy, data, task, step, mesh)
+  setup = Setup(config, policy, data, task, step, mesh)
+  if policy.overrides:
+    setup.explain()
+  return setup
 
 
 def _make_mesh(config: Config) -> jax.sharding.Mesh | None:

@@ -11,17 +11,14 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
-from conformance import OPTIONS, TOLERANCE, normal
-from jax.sharding import PartitionSpec as P
-from jaxprs import dtypes, equations, lowered_products, named, products
+from conformance import TOLERANCE, leaf_failures, normal
+from jaxprs import lowered_products, products
 
 import mpjax
 
 W = normal(4, 4, scale=0.5)
-X = normal(8, 4, seed=1)
-HALF = {"bf16": "bf16", "fp16": "f16"}
+X = jnp.asarray(normal(8, 4, seed=1))
 BF16 = mpjax.autocast(policy="bf16")
-FP16 = mpjax.autocast(policy="fp16")
 
 
 def layer(w, x):
@@ -29,15 +26,8 @@ def layer(w, x):
   return x + jax.nn.softmax(jnp.tanh(x @ w)) * 0.5
 
 
-def jit(fun):
-  return jax.jit(fun, compiler_options=OPTIONS)
-
-
-def close(got: Any, want: Any, tolerance: float = TOLERANCE["bf16"]) -> None:
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    np.testing.assert_allclose(a, b, rtol=0, atol=2 * tolerance * max(1e-2, float(np.abs(b).max())))
+def close(got: Any, want: Any) -> None:
+  assert [*leaf_failures("output", got, want, TOLERANCE["bf16"])] == []
 
 
 def same(got: Any, want: Any) -> None:
@@ -104,7 +94,6 @@ def test_decorator_of_methods():
   assert products(jax.jit(model.method), X) == {"bf16"}
   assert products(Model.static, X) == products(model.of_class, X) == {"f16"}
   close(model.method(X), X @ W * 2)
-  assert products(mpjax.autocast(Model.method, "fp32"), model, X) == {"bf16"}
 
 
 def test_static_arguments_are_seen_by_the_function_as_they_are():
@@ -146,7 +135,7 @@ def outputs(x):
   y = x @ W
   return {
     "product": y,
-    "argument": x,
+    "argument": x[:2],
     "bfloat16": y.astype(jnp.bfloat16),
     "float16": y.astype(jnp.float16),
     "float8": y.astype(jnp.float8_e4m3fn),
@@ -198,115 +187,10 @@ def test_float64_is_never_narrowed():
     assert [str(g.dtype) for g in grads] == ["float64", "float32"]
 
 
-@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_have_the_dtype_of_their_argument(policy, dtype):
   args = (W.astype(dtype), X, jnp.ones(4, dtype))
   loss = mpjax.autocast(lambda w, x, b: jnp.sum(layer(w, x) + b), policy)
   for got, arg in zip(jax.grad(loss, (0, 1, 2))(*args), args, strict=True):
     assert (got.dtype, got.shape) == (arg.dtype, arg.shape)
-
-
-# Composition
-
-
-def scanned(f):
-  return lambda w, x: jax.lax.scan(lambda c, y: (f(w, c) * y, c.sum()), x, jnp.ones((3, 1)))
-
-
-def loop(f):
-  return lambda w, x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1]
-
-
-def with_jvp(f):
-  g = jax.custom_jvp(lambda w, x: f(w, x))
-  g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
-  return g
-
-
-def with_vjp(f):
-  g = jax.custom_vjp(lambda w, x: f(w, x))
-  g.defvjp(lambda w, x: (f(w, x), (w, x)), lambda r, g: jax.vjp(f, *r)[1](g))
-  return g
-
-
-def sharded(f):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  return jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-
-
-def mapped(f):
-  """Over devices by `pmap`."""
-  return lambda w, x: jax.pmap(f, in_axes=(None, 0))(w, x[:, None])[:, 0]
-
-
-total = lambda f: lambda w, x: jnp.sum(f(w, x) ** 2)
-TRANSFORMS = {
-  "jit": jax.jit,
-  "grad": lambda f: jax.grad(total(f)),
-  "value_and_grad": lambda f: jax.value_and_grad(total(f), argnums=(0, 1)),
-  "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (x[:4], x)),
-  "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](x[:4], x),
-  "vjp": lambda f: lambda w, x: jax.vjp(f, w, x)[1](x),
-  "hessian": lambda f: jax.hessian(total(f)),
-  "grad of grad": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(total(f))(w, x) ** 2)),
-  "vmap": lambda f: jax.vmap(f, (None, 0)),
-  "scan": scanned,
-  "while_loop": loop,
-  "fori_loop": lambda f: lambda w, x: jax.lax.fori_loop(0, 3, lambda i, x: f(w, x), x),
-  "map": lambda f: lambda w, x: jax.lax.map(lambda row: f(w, row), x, batch_size=4),
-  "cond": lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 5, lambda x: x, lambda x: f(w, x), x),
-  "switch": lambda f: lambda w, x: jax.lax.switch(x.astype(int)[0, 0] * 0 + 1, [lambda w, x: x, f, f], w, x),
-  "checkpoint": jax.checkpoint,
-  "custom_jvp": with_jvp,
-  "custom_vjp": with_vjp,
-  "shard_map": sharded,
-  "pmap": mapped,
-}
-COMPOSITIONS = [(name,) for name in TRANSFORMS] + [
-  ("grad", "scan"),
-  ("grad", "checkpoint"),
-  ("grad", "cond"),
-  ("grad", "switch"),
-  ("grad", "jit"),
-  ("grad", "custom_jvp"),
-  ("grad", "custom_vjp"),
-  ("grad", "shard_map"),
-  ("grad", "map"),
-  ("value_and_grad", "vmap"),
-  ("jvp", "scan"),
-  ("jvp", "while_loop"),
-  ("jvp", "custom_jvp"),
-  ("linearize", "cond"),
-  ("vjp", "fori_loop"),
-  ("scan", "checkpoint"),
-  ("scan", "vmap"),
-  ("vmap", "custom_vjp"),
-  ("vmap", "scan"),
-  ("vmap", "jit"),
-  ("checkpoint", "scan"),
-  ("while_loop", "switch"),
-  ("shard_map", "scan"),
-  ("hessian", "scan"),
-  ("hessian", "custom_jvp"),
-  ("jit", "grad", "scan", "checkpoint"),
-  ("grad", "scan", "custom_vjp"),
-  ("grad", "shard_map", "checkpoint", "scan"),
-]
-
-
-def compose(f, names):
-  for name in reversed(names):
-    f = TRANSFORMS[name](f) if name != "autocast" else BF16(f)
-  return f
-
-
-@pytest.mark.parametrize("names", COMPOSITIONS, ids=" of ".join)
-def test_composes_in_any_order(names):
-  want = jit(compose(layer, names))(W, X)
-  positions = {0, len(names) // 2 + (len(names) > 1), len(names)}
-  for i in sorted(positions):
-    cast = compose(layer, (*names[:i], "autocast", *names[i:]))
-    got = jit(cast)(W, X)
-    close(got, want)
-    assert {"bf16 bf16"} == set(lowered_products(cast, W, X)), i

@@ -56,6 +56,11 @@ def under_autocast(name, policy, order):
 
 
 @functools.cache
+def initial(name):
+  return MODELS[name].init()
+
+
+@functools.cache
 def program(name, policy, kind):
   """A jitted gradient: `plain`, `by hand`, or autocast in one of the two orders."""
   if kind in ORDERS:
@@ -67,7 +72,7 @@ def program(name, policy, kind):
 @functools.cache
 def first_step(name, policy, kind):
   model = MODELS[name]
-  return program(name, policy, kind)(*model.init(), model.batch(0))
+  return program(name, policy, kind)(*initial(name), model.batch(0))
 
 
 @functools.partial(jax.jit, compiler_options=OPTIONS)
@@ -80,7 +85,7 @@ def update(grads, inner, params):
 def curve(name, policy, kind):
   """The losses of some steps of Adam."""
   model, step = MODELS[name], program(name, policy, kind)
-  params, state = model.init()
+  params, state = initial(name)
   inner = optax.adam(3e-3).init(params)
   losses = []
   for i in range(STEPS):
@@ -120,7 +125,7 @@ def products(text):
 
 
 def lowered(fun, name, platform):
-  arguments = *MODELS[name].init(), MODELS[name].batch(0)
+  arguments = *initial(name), MODELS[name].batch(0)
   return jax.export.export(jax.jit(fun), platforms=[platform])(*arguments).mlir_module()
 
 
@@ -139,8 +144,14 @@ def products_of_float32(name, platform):
   ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_every_product_is_half_precision_forward_and_backward(name, policy, platform, order):
-  found = products(lowered(under_autocast(name, policy, order), name, platform))
+def test_every_product_is_half_precision_and_no_reduction_is(name, policy, platform, order):
+  """Forward and backward: JAX itself refuses a half-precision reduction where it is told to."""
+  before = jax.config.jax_allow_f16_reductions
+  jax.config.update("jax_allow_f16_reductions", False)
+  try:
+    found = products(lowered(under_autocast(name, policy, order), name, platform))
+  finally:
+    jax.config.update("jax_allow_f16_reductions", before)
   plain = products_of_float32(name, platform)
   assert set(plain) == {("f32", "f32")}
   assert set(found) == {(MLIR[policy], MLIR[policy])}, found
@@ -154,21 +165,6 @@ def test_the_count_sees_products_of_called_functions_and_of_mixed_dtypes():
   fun = lambda x, y: (inner(x, x), inner(x + 1, x), inner(y, y), jax.lax.conv(x[None, None], x[None, None], (1, 1), "SAME"))
   text = jax.export.export(jax.jit(fun), platforms=["cuda"])(x, half).mlir_module()
   assert products(text) == {("f32", "f32"): 3, ("bf16", "bf16"): 1}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("policy", HALF)
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_trace_where_half_precision_reductions_are_forbidden(name, policy, order):
-  before = jax.config.jax_allow_f16_reductions
-  jax.config.update("jax_allow_f16_reductions", False)
-  try:
-    out = jax.eval_shape(under_autocast(name, policy, order), *MODELS[name].init(), MODELS[name].batch(0))
-  finally:
-    jax.config.update("jax_allow_f16_reductions", before)
-  assert {leaf.dtype for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.inexact)} == {
-    np.dtype(np.float32)
-  }
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -224,7 +220,7 @@ def residuals(loss, params, state, batch, capsys):
 @pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_activations_saved_for_the_backward_pass_are_half_precision(name, policy, capsys):
   model = MODELS[name]
-  params, state = model.init()
+  params, state = initial(name)
   batch = model.batch(0)
   full = {"gpt": batch["x"].size * 32, "vit": batch["y"].size * 5 * 32}[name]  # [B, T, D]
   ours = residuals(mpjax.autocast(model.loss(None), policy), params, state, batch, capsys)

@@ -1,4 +1,4 @@
-"""The optimiser of a training step: the policy's dtype and loss scaling round the user's transform."""
+"""What a policy asks of a training step: that all of it is honoured, and what goes round the optimiser."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
 from mpjax.loss_scale.overwritten import keep_from
 from mpjax.loss_scale.transform import LossScaleState, static_loss_scale, with_loss_scaling
 from mpjax.policy import Policy, cast_floating
+
+_NEEDS_AUTOCAST = (
+  ("accum_dtype", "an accumulation dtype of matrix products"),
+  ("overrides", "per-module precision"),
+)
 
 
 def with_policy(
@@ -60,3 +65,28 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
 def find_scaler(opt_state: Any) -> LossScaleState | None:
   """The one loss scale in an optimiser's state, if there is any."""
   return get_loss_scale(opt_state) if find_loss_scales(opt_state) else None
+
+
+def require_honoured(policy: Policy) -> None:
+  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
+  for key, means in (
+    ("reduce_dtype", "a dtype for gradients that cross devices"),
+    ("fp8", "FP8 matrix products"),
+    *(() if policy.autocast else _NEEDS_AUTOCAST),
+  ):
+    value = getattr(policy, key)
+    if value not in (None, ()):
+      shown = dict(value) if isinstance(value, tuple) else value
+      way_out = f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
+      if (key, means) in _NEEDS_AUTOCAST:
+        raise ValueError(
+          f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
+        )
+      raise ValueError(
+        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
+      )
+  if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
+    raise ValueError(
+      f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "
+      "without stochastic rounding, which is not supported yet; use float32"
+    )
