@@ -32,8 +32,8 @@ _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 class Policy(jmp.Policy):
   """A `jmp.Policy` and what else a run needs to know about precision. Frozen and hashable.
 
-  Equal policies agree in every field but `name` and `reason`; a policy whose other fields are at
-  their defaults also equals the `jmp.Policy` of the same three dtypes.
+  Equal policies agree in every field but `name`, `reason` and `autocast`; a policy whose other fields are
+  at their defaults also equals the `jmp.Policy` of the same three dtypes.
 
   Attributes:
     param_dtype: dtype of the parameters that the optimiser updates (the master weights).
@@ -85,7 +85,7 @@ class Policy(jmp.Policy):
       object.__setattr__(self, "fp8", tuple(sorted(self.fp8.items())))
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
-    object.__setattr__(self, "overrides", _parse_overrides(self.overrides))
+    object.__setattr__(self, "overrides", parse_overrides(self.overrides))
 
   def cast_to_param(self, x: T) -> T:
     """Casts the floating leaves of a tree to `param_dtype`."""
@@ -126,7 +126,8 @@ class Policy(jmp.Policy):
     return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
 
   def _extras(self) -> tuple[Any, ...]:
-    skip = ("param_dtype", "compute_dtype", "output_dtype", "name", "reason")
+    # A jmp.Policy does not say by which means a training step applies it.
+    skip = ("param_dtype", "compute_dtype", "output_dtype", "name", "reason", "autocast")
     return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skip)
 
   def __eq__(self, other: object) -> bool:
@@ -253,7 +254,8 @@ def _from_mapping(spec: Mapping[Any, Any], backend: str | None) -> Policy:
   return Policy(**values)
 
 
-def _parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
+def parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
+  """(regex, policy string) pairs from a mapping or from pairs; `ValueError` that names what is wrong."""
   pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
   if not isinstance(pairs, (list, tuple)) or not all(
     isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs
@@ -265,7 +267,7 @@ def _parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
     except (re.error, TypeError) as error:
       raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
     get_policy(policy)
-  return tuple((pattern, str(policy)) for pattern, policy in pairs)
+  return tuple((pattern, p if isinstance(p, str) else str(get_policy(p))) for pattern, p in pairs)
 
 
 _triple: Callable[[jmp.Policy], tuple[Any, Any, Any]] = lambda p: (

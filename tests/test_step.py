@@ -77,11 +77,12 @@ def test_the_loss_sees_the_compute_dtype_once_and_gradients_come_back_in_the_mas
     return grads, state
 
   tx = optax.GradientTransformation(lambda params: (), update)
-  step = mpjax.make_train_step(loss, tx, "bf16")
+  policy = {"base": "bf16", "autocast": False}
+  step = mpjax.make_train_step(loss, tx, policy)
   step(step.init(PARAMS), {"x": X, "n": np.arange(3)})
   assert seen == [(jnp.bfloat16, jnp.bfloat16, jnp.int32)]
   assert set(update_dtypes) == {np.dtype("float32")}
-  uncast = mpjax.make_train_step(loss, tx, "bf16", cast_batch=False)
+  uncast = mpjax.make_train_step(loss, tx, policy, cast_batch=False)
   uncast(uncast.init(PARAMS), {"x": X, "n": np.arange(3)})
   assert seen[-1][1] == jnp.float32
 
@@ -289,9 +290,9 @@ def test_a_scale_of_the_users_own_is_used():
   ("policy", "word"),
   [
     ("fp8", "fp8"),
-    ({"base": "bf16", "overrides": {"head": "fp32"}}, "overrides"),
+    ({"base": "bf16", "autocast": False, "overrides": {"head": "fp32"}}, "overrides.*autocast: true"),
     ({"base": "bf16", "reduce_dtype": "float32"}, "reduce_dtype"),
-    ({"base": "bf16", "accum_dtype": "float32"}, "accum_dtype"),
+    ({"base": "bf16", "autocast": False, "accum_dtype": "float32"}, "accum_dtype.*autocast: true"),
     ({"base": "bf16", "optimizer_dtype": "bfloat16"}, "optimizer_dtype"),
     ("fp61", "fp61"),
   ],

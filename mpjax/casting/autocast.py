@@ -14,7 +14,8 @@ from mpjax.casting.interpret import run
 from mpjax.casting.modules import Modules, with_module_argument
 from mpjax.casting.op_lists import OpLists
 from mpjax.casting.paths import FULL_PRECISION, OUTPUT, Overrides
-from mpjax.casting.plan import Plan, Rules
+from mpjax.casting.plan import Plan
+from mpjax.casting.rules import Rules
 from mpjax.casting.values import initial
 from mpjax.policy import Policy, get_policy, matmul_precision
 
@@ -71,7 +72,7 @@ def autocast(
     raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
   if ops is not None and not isinstance(ops, OpLists):
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
-  get_policy(policy)
+  make_rules(get_policy(policy), ops, overrides)  # what is wrong with them is said now
   if fun is None:
     return functools.partial(autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute)
   if not callable(fun):
@@ -82,7 +83,9 @@ def autocast(
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
-    return _call(fun, args, kwargs, get_policy(policy), ops, overrides, recompute)
+    resolved = get_policy(policy)
+    with matmul_precision(resolved):
+      return _call(fun, args, kwargs, resolved, ops, overrides, recompute)
 
   return wrapped
 
@@ -121,8 +124,7 @@ def _call(
   cast = lambda *operands: run(plan, operands)
   if recompute == "dots":
     cast = jax.checkpoint(cast, policy=jax.checkpoint_policies.dots_saveable)
-  with matmul_precision(policy):
-    return traced.finish(cast(*traced.operands), policy)
+  return traced.finish(cast(*traced.operands), policy)
 
 
 def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:

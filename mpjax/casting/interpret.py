@@ -63,7 +63,9 @@ class Values:
     """A result, which is an array also where the program returns a constant."""
     if _compat.is_variable(atom):
       return self.read(atom, held.dtype)
-    return jnp.asarray(np.asarray(atom.val), held.dtype)
+    value = np.asarray(atom.val)
+    array = jnp.asarray(value.item()) if atom.aval.weak_type else jnp.asarray(value)
+    return array if array.dtype == held.dtype else array.astype(held.dtype)
 
   def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any]) -> Values:
     """The values of an island: what it reads, and nothing else."""

@@ -1,7 +1,8 @@
 """`nnx.Module` arguments: their state goes in and out of a trace, and their calls get module paths.
 
 linen and Haiku put the module path into every equation, nnx puts nothing. Inside a trace the modules are
-copies of ours, so each can be given a subclass of its class whose calls enter `jax.named_scope`.
+copies of ours, so each can be given a subclass of its class whose calls enter `jax.named_scope`; the caller's
+own modules and their classes are left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextvars
 import functools
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +21,7 @@ from flax import nnx
 _Node = (nnx.Pytree, nnx.Variable)
 _SCOPES: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("mpjax_scopes")
 _ACTIVE: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("mpjax_active", default=())
-_SCOPED: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_SCOPED: dict[type, type] = {}
 
 
 def with_module_argument(
@@ -109,17 +109,16 @@ def _is_called(cls: type) -> bool:
 
 
 def _scoped_class(cls: type) -> type:
-  if cls in _SCOPED.values():
+  if "_mpjax_scoped" in vars(cls):
     return cls
   if cls not in _SCOPED:
-    methods = {}
+    methods: dict[str, Any] = {}
     for name, method in inspect.getmembers(cls, inspect.isfunction):
       own = getattr(nnx.Module, name, None) is not method and getattr(object, name, None) is not method
       if own and (name == "__call__" or not name.startswith("_")):
         methods[name] = _in_scope(method)
-    _SCOPED[cls] = type(cls)(
-      cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    )
+    methods |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "_mpjax_scoped": True}
+    _SCOPED.setdefault(cls, type(cls)(cls.__name__, (cls,), methods))
   return _SCOPED[cls]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import Policy, get_policy, parse_overrides
 
 # Scopes with which autocast marks a program for autocasts outside it.
 FULL_PRECISION = "full_precision"
@@ -34,22 +33,18 @@ class Overrides:
   """
 
   def __init__(self, policy: Policy, overrides: Any):
-    pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
-    self._rules = []
-    for pattern, spec in [*pairs, *policy.overrides]:
-      try:
-        compiled = re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)")
-      except (re.error, TypeError) as error:
-        raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
-      self._rules.append((pattern, compiled, half_dtype(get_policy(spec))))
+    self._rules = [
+      (pattern, re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)"), half_dtype(get_policy(spec)))
+      for pattern, spec in [*parse_overrides(overrides or ()), *policy.overrides]
+    ]
     self._default = half_dtype(policy)
     self._resolved: dict[str, np.dtype | None] = {}
     self._matched: set[str] = set()
 
   @property
   def nothing_to_do(self) -> bool:
-    """Whether no module computes in half precision."""
-    return self._default is None and all(dtype is None for *_, dtype in self._rules)
+    """Whether everything computes in float32, without a look at its paths."""
+    return self._default is None and not self._rules
 
   @property
   def half(self) -> np.dtype | None:

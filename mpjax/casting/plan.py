@@ -16,9 +16,9 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax.casting import calls, traits
-from mpjax.casting.op_lists import OpLists
 from mpjax.casting.operations import OPERATIONS
-from mpjax.casting.paths import OUTPUT, Overrides, join
+from mpjax.casting.paths import OUTPUT, join
+from mpjax.casting.rules import Rules
 from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet
 
 
@@ -46,68 +46,6 @@ class Node:
   outs: list[Held]
   call: Any = None
   region: int | None = None
-
-
-@dataclasses.dataclass
-class Rules:
-  """What decides: the lists, the policies by module, the accumulation dtype and what is recomputed."""
-
-  ops: OpLists
-  overrides: Overrides
-  accum_dtype: Any = None
-  islands: bool = True
-  _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
-  _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-  def list_of(self, name: str, half: Any) -> str:
-    """The list that a primitive is on where `half` is the compute dtype."""
-    return self.ops.of(name, half or self.overrides.any_half)
-
-  def contents(self, jaxpr: Any) -> frozenset[str]:
-    """Names of the primitives in a jaxpr, at any depth; not of those inside opaque ones."""
-    body = _compat.open_jaxpr(jaxpr)
-    if id(body) not in self._contents:
-      names: set[str] = set()
-      for equation in body.eqns:
-        name = equation.primitive.name
-        names.add(name)
-        if self.list_of(name, None) == "call":
-          names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
-      self._contents[id(body)] = (body, frozenset(names))
-    return self._contents[id(body)][1]
-
-  def inside(self, equation: Any, half: Any) -> set[str]:
-    """The lists of what is in an equation's bodies."""
-    return {self.list_of(name, half) for body in _compat.bodies(equation) for name in self.contents(body)}
-
-  def cheap(self, equation: Any) -> bool:
-    """Whether an equation may be computed again in the backward pass rather than saved."""
-    names = {equation.primitive.name}
-    if self.list_of(equation.primitive.name, None) == "call":
-      if equation.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"):
-        return False
-      names = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
-    known = (name for name in names if self.list_of(name, None) != "call")
-    return all(name in OPERATIONS and OPERATIONS[name].cheap for name in known) and not equation.effects
-
-  def feeding(self, jaxpr: Any) -> set[Any]:
-    """The variables of a jaxpr that a matrix product reads, directly or by views."""
-    body = _compat.open_jaxpr(jaxpr)
-    if id(body) not in self._feeding:
-      found: set[Any] = set()
-      for equation in reversed(body.eqns):
-        name = equation.primitive.name
-        kind = self.list_of(name, None)
-        if kind == "allow" or (name in traits.VIEWS and any(v in found for v in equation.outvars)):
-          found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
-        elif kind == "call":
-          for inner, indices in calls.alignment(equation):
-            within = self.feeding(inner)
-            pairs = zip(_compat.open_jaxpr(inner).invars, indices, strict=True)
-            operands = (equation.invars[i] for v, i in pairs if v in within)
-            found.update(v for v in operands if _compat.is_variable(v) and castable(v.aval))
-      self._feeding[id(body)] = (body, found)
-    return self._feeding[id(body)][1]
 
 
 class Plan:
@@ -195,13 +133,20 @@ class Plan:
     node = lambda mode, why, outs, name=kind: Node(equation, path, name, mode, half, why, outs)
     operands = [a for a in equation.invars if castable(a.aval)]
     results = [v for v in equation.outvars if castable(v.aval)]
-    if any(_of_its_own(a.aval) for a in (*equation.invars, *equation.outvars)):
+    # A product that gives half precision from float32 asks for no more than autocast does.
+    asked = (
+      equation.invars if kind == "allow" and _gives(equation, half) else [*equation.invars, *equation.outvars]
+    )
+    if any(_of_its_own(a.aval) for a in asked):
       return node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
     if kind == "opaque" or not operands:
       why = (
         _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
       )
       return node(Mode.KEEP, why, self._kept(equation))
+    if kind == "allow" and _contracts_all(equation):
+      why = "a sum of products, on no matrix unit: it overflows like a sum"
+      return node(Mode.FULL, why, self._computed(equation), "deny")
     if kind == "allow":
       if half is None:
         return node(Mode.FULL, "its module's policy computes in float32", self._computed(equation))
@@ -221,6 +166,9 @@ class Plan:
       (_size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0
     )
     out = meet(met, max(map(_size, results)) <= largest)
+    if out.kind is Kind.HALF and equation.primitive.name in traits.SCALES:
+      # The half value may be what brings an island's result back into half precision's range.
+      out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
     if out.kind is Kind.HALF:
       return node(
         Mode.HALF, "its operands are half precision", self._outs(equation, out._replace(dtype=half))
@@ -288,10 +236,12 @@ class Plan:
     """Results of an equation that runs in float32 whatever its operands."""
     held = [(self.how(a), _size(a)) for a in equation.invars if castable(a.aval)]
     kinds = {h.kind for h, _ in held}
+    half = self.rules.overrides.half_at(join(self.prefix, _compat.module_path(equation)))
+    unbounded = equation.primitive.name in traits.EXPANDS and half == np.float16
     outs = []
     for v in equation.outvars:
       kind = Kind.PINNED if Kind.PINNED in kinds else Kind.ISLAND
-      if kinds <= {Kind.FLEXIBLE}:
+      if kinds <= {Kind.FLEXIBLE} and not unbounded:
         kind = Kind.FLEXIBLE
       elif _size(v) < max(size for _, size in held) or kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}:
         kind = Kind.STATISTIC
@@ -311,6 +261,7 @@ class Plan:
     smaller thing to save.
     """
     users: dict[Any, list[Node]] = {}
+    self._makers = {v: node for node in self.nodes for v in node.equation.outvars}
     for node in reversed(self.nodes):
       readers = [users.get(v, []) for v in node.equation.outvars]
       for atom in node.equation.invars:
@@ -324,24 +275,53 @@ class Plan:
         continue
       if not all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs):
         continue
-      if node.equation.primitive.name in traits.MOVES or self._sums(node):
+      if node.equation.primitive.name in traits.MOVES or self._sums(node) or self._shrinks(node):
         continue
       node.mode, node.listed, node.why = Mode.FULL, "infer", "only float32 reads it"
       node.outs = self._outs(node.equation, Held(Kind.ISLAND, FLOAT32))
       self.held.update(zip(node.equation.outvars, node.outs, strict=True))
 
+  def _shrinks(self, node: Node) -> bool:
+    """Whether less comes out than goes in, so that its result is the smaller thing to save."""
+    halves = [a for a in node.equation.invars if self.how(a).kind is Kind.HALF]
+    return max(map(_size, halves), default=0) > max(map(_size, node.equation.outvars))
+
   def _sums(self, node: Node) -> bool:
     if node.equation.primitive.name not in traits.SUMS:
       return False
-    halves = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
+    halves = [a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF]
     largest = max(map(_size, node.equation.invars))
-    return sum(_size(a) == largest for a in halves) > 1
+    return len({self._source(a) for a in halves if _size(a) == largest}) > 1
+
+  def _source(self, variable: Any) -> Any:
+    """The half value that this one is made of, element by element; itself, if it is made of several."""
+    node = self._makers.get(variable)
+    if node is None or node.mode is not Mode.HALF or node.listed != "infer" or node.call is not None:
+      return variable
+    if node.equation.primitive.name in traits.MOVES:
+      return variable
+    before = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
+    sources = {self._source(a) for a in before}
+    return sources.pop() if len(sources) == 1 else variable
 
 
 def _has_product(node: Node) -> bool:
   return any(
     n.listed == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes
   )
+
+
+def _gives(equation: Any, half: Any) -> bool:
+  return half is not None and all(v.aval.dtype == half for v in equation.outvars)
+
+
+def _contracts_all(equation: Any) -> bool:
+  """Whether a `dot_general` leaves no dimension of either operand but batch ones: a vector times a vector."""
+  if equation.primitive.name != "dot_general":
+    return False
+  contracted, batch = equation.params["dimension_numbers"]
+  used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
+  return used == [len(a.aval.shape) for a in equation.invars]
 
 
 def _live(jaxpr: Any) -> list[Any]:

@@ -43,14 +43,18 @@ def schedule(plan: Plan) -> list[Node | Island]:
   reads = [
     [producer[a] for a in node.equation.invars if _compat.is_variable(a) and a in producer] for node in nodes
   ]
-  inside = [
-    node.mode is Mode.FULL and node.listed != "allow" and plan.rules.cheap(node.equation) for node in nodes
-  ]
+  inside = [_in_float32(node) and plan.rules.cheap(node.equation) for node in nodes]
   ends = [
     _is_product(node) and any(inside[j] for j in before) for node, before in zip(nodes, reads, strict=True)
   ]
   islands = _group(plan, reads, inside, ends)
   return _order(nodes, reads, islands)
+
+
+def _in_float32(node: Node) -> bool:
+  if node.mode is Mode.EACH:  # a change of weak type, say
+    return len(node.outs) == 1 and node.outs[0].kind is not Kind.FIXED and node.outs[0].dtype == FLOAT32
+  return node.mode is Mode.FULL and node.listed != "allow"
 
 
 def _is_product(node: Node) -> bool:
@@ -117,13 +121,15 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
       elif outside or v in plan.jaxpr.outvars:
         outputs[v, getattr(v.aval, "dtype", None)] = None
   island = Island(nodes, list(inputs.items()), list(outputs))
-  half = max((_size(v) for v, _ in island.inputs if plan.held[v].kind is Kind.HALF), default=0)
+  # What the products at its end read besides is saved with or without the island.
+  read = {a for n in nodes if n.mode is Mode.FULL for a in n.equation.invars if _compat.is_variable(a)}
+  half = max((_size(v) for v in read - own if plan.held[v].kind is Kind.HALF), default=0)
   # Before the first product nothing is half yet: an embedding and the norm after it.
   half = half or max(
     (_size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
   )
   heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in traits.LINEAR)
-  island.kept = half > 1 and any(_size(a) >= half for n in heavy for a in n.equation.invars)
+  island.kept = half > 1 and any(2 * _size(a) >= half for n in heavy for a in n.equation.invars)
   return island
 
 

@@ -26,5 +26,7 @@ LINEAR = _names(
 EACH = _names("all_gather device_put optimization_barrier pcast ppermute pvary sort tie")
 # Operands of a lesser shape are broadcast by the primitive itself.
 BROADCASTING = _names("add add_any atan2 div max min mul pow rem sub")
+# Their results may be far larger than their operands.
+EXPANDS = _names("cosh div exp exp2 expm1 integer_pow pow reciprocal rsqrt sinh square tan")
 # On its way through these a value decays or grows.
 SCALES = _names("div mul")

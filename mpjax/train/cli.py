@@ -66,9 +66,7 @@ def explain(arguments: Sequence[str]) -> int:
     setup = make_setup(load_config(options.config, options.overrides))
     print(setup.explain())
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
-      print(
-        "\nautocast: false in the policy: a run casts parameters and batch instead"
-      )
+      print("\nautocast: false in the policy: a run casts parameters and batch instead")
 
   return _guarded(run)
 

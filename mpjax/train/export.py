@@ -43,7 +43,9 @@ class ExportedModel:
 
   def logits(self, inputs: Any) -> jax.Array:
     """Logits in `output_dtype`: [B, T] tokens -> [B, T, vocab], [B, H, W, C] images -> [B, classes]."""
-    return jax.jit(self.task.logits, static_argnums=3)(self.params, self.model_state, inputs, self.policy)
+    # Autocast takes a program in the parameters' own dtype, and rounds each where it is used.
+    params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params
+    return jax.jit(self.task.logits, static_argnums=3)(params, self.model_state, inputs, self.policy)
 
 
 def save_safetensors(

@@ -115,7 +115,7 @@ class ResNet(nn.Module):
     x = nn.max_pool(x, (2, 2), strides=(1, 1), padding="SAME")
     for features, stride in ((4, 1), (8, 2)):
       y = nn.relu(norm()(conv(features, strides=stride)(x)))
-      y = norm(scale_init=nn.initializers.constant(0.5))(conv(features)(y))
+      y = norm()(conv(features)(y))
       if y.shape != x.shape:
         x = norm()(conv(features, kernel_size=(1, 1), strides=stride)(x))
       x = nn.relu(x + y)
@@ -212,7 +212,7 @@ class ConvNet(nnx.Module):
   def __init__(self, dtype: Any, rngs: nnx.Rngs):
     self.stem = nnx.Conv(3, 8, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
     self.norm1 = nnx.BatchNorm(8, momentum=0.9, dtype=dtype, rngs=rngs)
-    self.depthwise = nnx.Conv(8, 8, (3, 3), feature_group_count=8, dtype=dtype, rngs=rngs)
+    self.depthwise = nnx.Conv(8, 8, (3, 3), feature_group_count=8, use_bias=False, dtype=dtype, rngs=rngs)
     self.pointwise = nnx.Conv(8, 16, (1, 1), use_bias=False, dtype=dtype, rngs=rngs)
     self.norm2 = nnx.BatchNorm(16, momentum=0.9, dtype=dtype, rngs=rngs)
     self.squeeze = nnx.Linear(16, 4, dtype=dtype, rngs=rngs)
@@ -308,10 +308,25 @@ def drawer() -> Callable[..., jax.Array]:
   return draw
 
 
+def drawn(shapes: Any) -> Any:
+  """Initial values for a tree of shapes, by the name of the leaf; to compile an initialiser takes seconds."""
+  draw = drawer()
+
+  def fill(path: Any, leaf: Any) -> jax.Array:
+    name = jax.tree_util.keystr(path)
+    if leaf.ndim == 1:
+      return jnp.full(leaf.shape, float("scale" in name or "var" in name))
+    if "kernel" not in name:
+      return draw(*leaf.shape, scale=0.02 if leaf.shape[0] != VOCAB else leaf.shape[1] ** -0.5)
+    return draw(*leaf.shape, scale=(leaf.size / leaf.shape[-1]) ** -0.5)
+
+  return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
 def linen_init(model: Any, batch: Any, *names: str) -> tuple[Any, Any]:
-  variables = jax.jit(model.init)(jax.random.key(0), *(batch[name] for name in names))
+  variables = jax.eval_shape(model.init, jax.random.key(0), *(batch[name] for name in names))
   state = {name: value for name, value in variables.items() if name != "params"}
-  return {"params": variables["params"]}, state
+  return drawn({"params": variables["params"]}), drawn(state)
 
 
 def linen_loss(build: Any) -> Callable[[Any], Loss]:
@@ -326,13 +341,13 @@ def linen_loss(build: Any) -> Callable[[Any], Loss]:
 
 
 def nnx_init(build: Any) -> tuple[Any, Any]:
-  _, params, state = nnx.split(build(None, nnx.Rngs(0)), nnx.Param, ...)
-  return params, state
+  _, params, state = nnx.split(nnx.eval_shape(lambda: build(None, nnx.Rngs(0))), nnx.Param, ...)
+  return drawn(params), drawn(state)
 
 
 def nnx_loss(build: Any) -> Callable[[Any], Loss]:
   def with_dtype(dtype: Any) -> Loss:
-    graph = nnx.graphdef(build(dtype, nnx.Rngs(0)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: build(dtype, nnx.Rngs(0))))
 
     def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
       model = nnx.merge(graph, params, state, copy=True)

@@ -194,3 +194,111 @@ def test_gradients_have_the_dtype_of_their_argument(policy, dtype):
   loss = mpjax.autocast(lambda w, x, b: jnp.sum(layer(w, x) + b), policy)
   for got, arg in zip(jax.grad(loss, (0, 1, 2))(*args), args, strict=True):
     assert (got.dtype, got.shape) == (arg.dtype, arg.shape)
+
+
+# Errors
+
+
+def fails_outside(*args):
+  return {"loss": jnp.float32(0), "model": object()}
+
+
+ERRORS = {
+  "unknown policy": (lambda: mpjax.autocast(layer, "bf61"), ValueError, "bf61.*did you mean 'bf16'"),
+  "integer dtype": (lambda: mpjax.autocast(layer, {"compute": "int8"}), ValueError, "int8.*expected one of"),
+  "integer jmp.Policy": (
+    lambda: mpjax.autocast(layer, jmp.Policy(jnp.float32, jnp.int32, jnp.float32)),
+    ValueError,
+    "compute_dtype=.*int32.*floating dtype",
+  ),
+  "policy is a number": (lambda: mpjax.autocast(layer, 16), ValueError, "policy 16 of type int"),
+  "policy first": (lambda: mpjax.autocast("bf16"), ValueError, "'bf16'.*expected a function.*policy='bf16'"),
+  "ops is a set": (lambda: mpjax.autocast(layer, "bf16", ops={"exp"}), ValueError, "ops=.*OpLists"),
+  "recompute": (
+    lambda: mpjax.autocast(layer, "bf16", recompute="x"),
+    ValueError,
+    "recompute='x'.*islands.*dots.*nothing",
+  ),
+  "non-array output": (
+    lambda: BF16(fails_outside)(X),
+    TypeError,
+    r"object.*output\['model'\].*arrays or numbers",
+  ),
+  "string output": (lambda: BF16(lambda x: ("done", x))(X), TypeError, r"'done'.*str.*output\[0\]"),
+  "string output in jit": (lambda: jax.jit(BF16(lambda x: ("done", x)))(X), TypeError, "'done'"),
+  "regex": (
+    lambda: mpjax.autocast(layer, "bf16", overrides={"h(": "fp32"})(W, X),
+    ValueError,
+    r"'h\('.*not a regular expression",
+  ),
+  "regex is a number": (
+    lambda: mpjax.autocast(layer, "bf16", overrides={3: "fp32"})(W, X),
+    ValueError,
+    "override 3",
+  ),
+  "policy of an override": (
+    lambda: mpjax.autocast(layer, "bf16", overrides={"head": "fp61"})(W, X),
+    ValueError,
+    "fp61.*did you mean",
+  ),
+  "overrides are a string": (
+    lambda: mpjax.autocast(layer, "bf16", overrides="head")(W, X),
+    ValueError,
+    "overrides='head'.*mapping",
+  ),
+  "nothing has a path": (
+    lambda: mpjax.autocast(layer, "bf16", overrides={"head": "fp32"})(W, X),
+    ValueError,
+    "'head' matches no module path.*named_scope",
+  ),
+  "no such path": (
+    lambda: mpjax.autocast(scoped, "bf16", overrides={"hed": "fp32"})(X),
+    ValueError,
+    "'hed' matches no module path.*net/body, net/head",
+  ),
+  "no such path, of two": (
+    lambda: mpjax.autocast(scoped, "bf16", overrides={"head": "fp32", "hea": "fp32"})(X),
+    ValueError,
+    "'hea' matches no module path",
+  ),
+  "no such path, in the policy": (
+    lambda: mpjax.autocast(scoped, {"base": "bf16", "overrides": {"hed": "fp32"}})(X),
+    ValueError,
+    "'hed' matches no module path",
+  ),
+  "no such path, base fp32": (
+    lambda: mpjax.autocast(scoped, "fp32", overrides={"hed": "fp32"})(X),
+    ValueError,
+    "'hed' matches no module path",
+  ),
+}
+
+
+def scoped(x):
+  with jax.named_scope("net"):
+    with jax.named_scope("body"):
+      x = x @ W
+    with jax.named_scope("head"):
+      return x @ W
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_is_wrong_and_the_way_out(name):
+  call, kind, message = ERRORS[name]
+  with pytest.raises(kind, match=f"(?s){message}"):
+    call()
+
+
+def test_errors_of_the_function_come_through_as_they_are():
+  class Mine(Exception):
+    pass
+
+  def f(x):
+    raise Mine("inside")
+
+  with pytest.raises(Mine, match="inside"):
+    BF16(f)(X)
+  with pytest.raises(TypeError, match="dot_general"):
+    BF16(lambda x: x @ x)(X)
+  with pytest.raises(TypeError, match="missing"):
+    BF16(layer)(W)

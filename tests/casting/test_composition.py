@@ -254,8 +254,6 @@ def test_one_jitted_function_with_the_policy_as_static_argument():
   step = jax.jit(lambda policy, x: mpjax.autocast(lambda x: x @ W, policy)(x), static_argnums=0)
   for policy, dtype in (("bf16", "bf16"), ("fp16", "f16"), ("fp32", "f32"), ("bf16", "bf16")):
     assert f"tensor<4x4x{dtype}>) ->" in step.lower(policy, X).as_text()
-  got = [np.asarray(step(policy, X)) for policy in ("bf16", "fp16", "fp32")]
-  assert len({a.tobytes() for a in got}) == 3
 
 
 # Closures

@@ -1,0 +1,75 @@
+"""What autocast decides by, with what it has found out about jaxprs so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mpjax import _compat
+from mpjax.casting import calls, traits
+from mpjax.casting.op_lists import OpLists
+from mpjax.casting.operations import OPERATIONS
+from mpjax.casting.paths import Overrides
+from mpjax.casting.values import castable
+
+
+@dataclasses.dataclass
+class Rules:
+  """What decides: the lists, the policies by module, the accumulation dtype and what is recomputed."""
+
+  ops: OpLists
+  overrides: Overrides
+  accum_dtype: Any = None
+  islands: bool = True
+  _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
+  _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+  def list_of(self, name: str, half: Any) -> str:
+    """The list that a primitive is on where `half` is the compute dtype."""
+    return self.ops.of(name, half or self.overrides.any_half)
+
+  def contents(self, jaxpr: Any) -> frozenset[str]:
+    """Names of the primitives in a jaxpr, at any depth; not of those inside opaque ones."""
+    body = _compat.open_jaxpr(jaxpr)
+    if id(body) not in self._contents:
+      names: set[str] = set()
+      for equation in body.eqns:
+        name = equation.primitive.name
+        names.add(name)
+        if self.list_of(name, None) == "call":
+          names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
+      self._contents[id(body)] = (body, frozenset(names))
+    return self._contents[id(body)][1]
+
+  def inside(self, equation: Any, half: Any) -> set[str]:
+    """The lists of what is in an equation's bodies."""
+    return {self.list_of(name, half) for body in _compat.bodies(equation) for name in self.contents(body)}
+
+  def cheap(self, equation: Any) -> bool:
+    """Whether an equation may be computed again in the backward pass rather than saved."""
+    names = {equation.primitive.name}
+    if self.list_of(equation.primitive.name, None) == "call":
+      if equation.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"):
+        return False
+      names = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
+    known = (name for name in names if self.list_of(name, None) != "call")
+    return all(name in OPERATIONS and OPERATIONS[name].cheap for name in known) and not equation.effects
+
+  def feeding(self, jaxpr: Any) -> set[Any]:
+    """The variables of a jaxpr that a matrix product reads, directly or by views."""
+    body = _compat.open_jaxpr(jaxpr)
+    if id(body) not in self._feeding:
+      found: set[Any] = set()
+      for equation in reversed(body.eqns):
+        name = equation.primitive.name
+        kind = self.list_of(name, None)
+        if kind == "allow" or (name in traits.VIEWS and any(v in found for v in equation.outvars)):
+          found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
+        elif kind == "call":
+          for inner, indices in calls.alignment(equation):
+            within = self.feeding(inner)
+            pairs = zip(_compat.open_jaxpr(inner).invars, indices, strict=True)
+            operands = (equation.invars[i] for v, i in pairs if v in within)
+            found.update(v for v in operands if _compat.is_variable(v) and castable(v.aval))
+      self._feeding[id(body)] = (body, found)
+    return self._feeding[id(body)][1]

@@ -1,0 +1,244 @@
+"""Values at the edge of float16 (masks, epsilons, large sums and squares) under autocast: nothing new overflows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conformance import OPTIONS, normal
+
+import mpjax
+
+POLICIES = ("bf16", "fp16")
+# About ten unit roundoffs.
+TOLERANCE = {"bf16": 4e-2, "fp16": 6e-3}
+SMALLEST = float(jnp.finfo(jnp.float32).min)
+CAUSAL = np.tri(8, dtype=bool)
+# The second row attends to nothing.
+EMPTY_ROW = CAUSAL & (np.arange(8) != 1)[:, None]
+W = normal(8, 8, seed=1, scale=0.35)
+X = normal(4, 8, 8, seed=2)
+
+
+def attention(mask):
+  """Attention over the middle axis whose scores go through `mask`."""
+
+  def fun(x, w):
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x) * 8**-0.5
+    return jax.nn.softmax(mask(scores)) @ x
+
+  return fun
+
+
+def added(mask, value):
+  return lambda scores: scores + jnp.where(mask, 0.0, value)
+
+
+def scaled(mask, value):
+  return lambda scores: scores + (1.0 - jnp.asarray(mask, jnp.float32)) * value
+
+
+def selected(mask, value):
+  return lambda scores: jnp.where(mask, scores, value)
+
+
+def in_place(mask, value):
+  return lambda scores: scores.at[:, ~mask].set(value)
+
+
+def twice(mask, value):
+  """A causal mask and one of padding, added up: below what even bfloat16 holds, where both are finfo.min / 2."""
+  return lambda scores: scores + jnp.where(mask, 0.0, value) + jnp.where(np.arange(8) < 6, 0.0, value)
+
+
+def guarded(scores):
+  """-inf, and rows without any score kept from being not a number."""
+  scores = jnp.where(EMPTY_ROW, scores, -jnp.inf)
+  largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+  largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+  e = jnp.exp(scores - largest)
+  return jnp.log(jnp.maximum(e / jnp.maximum(e.sum(-1, keepdims=True), 1e-30), 1e-30))
+
+
+MASKS = {
+  f"{how.__name__} {value:.4g}{' with an empty row' if mask is EMPTY_ROW else ''}": attention(
+    how(mask, value)
+  )
+  for how in (added, scaled, selected, in_place)
+  for value in (-1e4, -1e9, SMALLEST, -np.inf)
+  for mask in (CAUSAL, EMPTY_ROW)
+  # 0 * inf, and a softmax of nothing but -inf, is not a number in float32 either.
+  if not (value == -np.inf and (how is scaled or mask is EMPTY_ROW))
+} | {
+  "twice -1e9": attention(twice(CAUSAL, -1e9)),
+  "twice half of the smallest": attention(twice(CAUSAL, SMALLEST / 2)),
+  "-inf and a guarded empty row": attention(guarded),
+  "softmax(where=)": lambda x, w: jax.nn.softmax(x @ w, where=CAUSAL[3]) @ w,
+  "softmax(where=) of the dot_product_attention": lambda x, w: jax.nn.dot_product_attention(
+    (x @ w)[:, :, None], x[:, :, None], x[:, :, None], mask=CAUSAL[None, None]
+  ),
+  "max over masked values": lambda x, w: jnp.where(CAUSAL, x @ w, -jnp.inf).max(-1) @ w,
+  "argmax over masked values": lambda x, w: (
+    (x @ w) * jax.nn.one_hot(jnp.where(CAUSAL, x @ w, -1e9).argmax(-1), 8)
+  ),
+  "top_k over masked values": lambda x, w: jax.lax.top_k(jnp.where(CAUSAL, x @ w, SMALLEST), 1)[0],
+  "logsumexp": lambda x, w: jax.nn.logsumexp(jnp.where(CAUSAL, x @ w, -1e9), -1) @ w,
+  "masked mask": lambda x, w: (
+    jax.nn.softmax(jax.lax.stop_gradient(jnp.where(CAUSAL, 0.0, -1e9)) + jax.nn.relu(x @ w)) @ w
+  ),
+  "online softmax": lambda x, w: online(x @ w),
+}
+
+
+def online(scores):
+  """A softmax in one pass: the running maximum begins at -inf or at a number that stands for it."""
+
+  def step(carry, column):
+    largest, total = carry
+    new = jnp.maximum(largest, column)
+    return (new, total * jnp.exp(largest - new) + jnp.exp(column - new)), None
+
+  first = jnp.full(scores.shape[:-1], -1e30), jnp.zeros(scores.shape[:-1])
+  (largest, total), _ = jax.lax.scan(step, first, jnp.moveaxis(scores, -1, 0))
+  return jnp.exp(scores - largest[..., None]) / total[..., None]
+
+
+def silent(x):
+  """Zeros that a product made: an activation that is dead."""
+  return (x @ jnp.zeros((8, 8))).astype(x.dtype)
+
+
+EPSILONS = {
+  "divided by a norm + 1e-8": lambda x, w: x @ w / (jnp.linalg.norm(x @ w, axis=-1, keepdims=True) + 1e-8),
+  "zero divided by itself + 1e-8": lambda x, w: 1e-3 * silent(x) / (jnp.abs(silent(x)) + 1e-8) + x @ w,
+  "zero divided by its sum + 1e-8": lambda x, w: (
+    1e-3 * silent(x) / (silent(x).sum(-1, keepdims=True) + 1e-8) + x @ w
+  ),
+  "divided by max(zero, 1e-8)": lambda x, w: 1e-3 * silent(x) / jnp.maximum(silent(x), 1e-8) + x @ w,
+  "log of zero + 1e-8": lambda x, w: jnp.log(silent(x) + 1e-8) * 0.1 + x @ w,
+  "log of max(zero, 1e-12)": lambda x, w: jnp.log(jnp.maximum(jax.nn.relu(silent(x)), 1e-12)) + x @ w,
+  "rsqrt of zero + 1e-8": lambda x, w: silent(x) * jax.lax.rsqrt(silent(x) ** 2 + 1e-8) + x @ w,
+  "sqrt of zero + 1e-12": lambda x, w: jnp.sqrt(silent(x) ** 2 + 1e-12) + x @ w,
+  "power of zero + 1e-8": lambda x, w: (jnp.abs(silent(x)) + 1e-8) ** 0.5 + x @ w,
+  "reciprocal of zero + 1e-7": lambda x, w: silent(x) * jnp.reciprocal(silent(x) + 1e-7) + x @ w,
+  "layer norm of zeros": lambda x, w: standardized(silent(x), 1e-8) @ w + x @ w,
+  "layer norm of a constant": lambda x, w: standardized(silent(x) + 3.0, 1e-12) @ w + x @ w,
+  "root mean square of zeros": lambda x, w: (
+    jax.nn.relu(silent(x)) * jax.lax.rsqrt(jnp.mean(silent(x) ** 2, -1, keepdims=True) + 1e-12) + x @ w
+  ),
+  "cosine similarity with a dead vector": lambda x, w: optax.losses.cosine_similarity(
+    silent(x), x @ w, epsilon=1e-8
+  ),
+  "entropy by hand": lambda x, w: entropy(5 * (x @ w)),
+  "binary cross entropy by hand": lambda x, w: -jnp.log(1 - jax.nn.sigmoid(x @ w) + 1e-8),
+  "clip to (1e-7, 1 - 1e-7)": lambda x, w: jnp.log(jnp.clip(jax.nn.sigmoid(2 * (x @ w)), 1e-7, 1 - 1e-7)),
+  "1e-8 times 1e8": lambda x, w: ((x @ w) * 1e-8) * 1e8,
+}
+
+
+def entropy(scores):
+  p = jax.nn.softmax(scores)
+  return -(p * jnp.log(p + 1e-9)).sum(-1)
+
+
+def standardized(x, epsilon):
+  mean = x.mean(-1, keepdims=True)
+  return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + epsilon)
+
+
+# Of ones: 70 000 of them have a sum that float16 has not.
+LONG = np.ones((1, 70_000), np.float32)
+LARGE = {
+  "literal 65505": lambda x, w: jnp.minimum(x @ w, 65505.0) + (x @ w) * (65505.0 / 1e5),
+  "literal 70000": lambda x, w: x @ w - 70000.0,
+  "literal 1e5 in a comparison": lambda x, w: jnp.where(x @ w < 1e5, x @ w, 1e5),
+  "literal 1e6 and back": lambda x, w: (x @ w + 1e6) * 1e-6,
+  "clip at 1e6": lambda x, w: jnp.clip(x @ w, -1e6, 1e6) @ w,
+  "sum": lambda x, w: (jnp.ones((70_000, 1)) @ x[0, :1, :1] * 0 + 1).sum(),
+  "mean by sum": lambda x, w: jnp.sum(LONG.T @ jnp.abs(x[0, :1]), 0) / 70_000,
+  "sum of squares": lambda x, w: 1e-4 * ((300 * (x @ w)) ** 2).sum(),
+  "cumulative sum": lambda x, w: 1e-3 * jnp.cumsum(LONG[0] * (jnp.abs(x[0, :1]) @ jnp.abs(w))[0, 0])[-1],
+  "variance": lambda x, w: jnp.var(300 * (x @ w), -1) * 1e-3,
+  "standard deviation": lambda x, w: jnp.std(300 * (x @ w), -1) @ w,
+  "layer norm": lambda x, w: standardized(1000 * (x @ w), 1e-6) @ w,
+  "group norm by two moments": lambda x, w: two_moments(300 * (x @ w)) @ w,
+  "root mean square norm": lambda x, w: (
+    (1000 * (x @ w)) * jax.lax.rsqrt(jnp.mean((1000 * (x @ w)) ** 2, -1, keepdims=True) + 1e-6)
+  ),
+  "l2 loss of 300": lambda x, w: optax.losses.l2_loss(300 * x @ w, -300 * x).mean(),
+  "squared error of 300": lambda x, w: jnp.mean(jnp.square(300 * (x @ w) + 300.0)),
+  "l2 loss, each": lambda x, w: optax.losses.l2_loss(300 * x @ w, -300 * x),
+  "norm": lambda x, w: jnp.linalg.norm(1000 * (x @ w)),
+  "norms by einsum": lambda x, w: 1e-2 * jnp.einsum("bqd,bqd->bq", 100 * (x @ w), 100 * (x @ w)),
+  "squared norm": lambda x, w: 1e-4 * jnp.vdot(100 * (x @ w), 100 * (x @ w)),
+  "global norm": lambda x, w: optax.tree.norm({"a": 300 * (x @ w), "b": [300 * (x @ w)]}),
+  "exp of 12": lambda x, w: jnp.log1p(jnp.exp(6 * (x @ w) ** 2)) * 1e-3,
+  "softplus by hand": lambda x, w: jnp.log(1 + jnp.exp(4 * (x @ w))),
+  "cosh": lambda x, w: jnp.log(jnp.cosh(4 * (x @ w))),
+  "cube": lambda x, w: jnp.cbrt(jnp.abs(30 * (x @ w)) ** 3 + 1e5),
+  "gelu by hand": lambda x, w: jax.nn.gelu(50 * (x @ w)) @ w,
+  "product of sums": lambda x, w: (jnp.sum(40 * jnp.abs(x @ w)) * jnp.sum(40 * jnp.abs(x @ w))) ** 0.5,
+  "cross entropy of 1000": lambda x, w: optax.softmax_cross_entropy_with_integer_labels(
+    1000 * (x @ w), np.zeros((4, 8), np.int32)
+  ).mean(),
+  "kl divergence": lambda x, w: optax.losses.kl_divergence(
+    jax.nn.log_softmax(30 * (x @ w)), jax.nn.softmax(x)
+  ),
+  "huber": lambda x, w: optax.losses.huber_loss(300 * (x @ w), delta=1e5).mean(),
+  "position in a long sequence": lambda x, w: jnp.sin(jnp.arange(70_000, 70_008)[:, None] * 1e-3 + x @ w) @ w,
+  "a counter among activations": lambda x, w: x @ w / (jnp.arange(100_000, 100_008) * 1e-5),
+}
+
+
+def two_moments(x):
+  mean, square = x.mean(-1, keepdims=True), (x * x).mean(-1, keepdims=True)
+  return (x - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)
+
+
+def value_and_gradients(fun):
+  """The value, and gradients of its mean, of `fun` on activations that come in half precision."""
+
+  def loss(x, w):
+    value = fun(x, w)
+    return jnp.mean(value), value
+
+  def both(x, w):
+    grads, value = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+    return {"value": value, "gradients": grads}
+
+  return jax.jit(both, compiler_options=OPTIONS)
+
+
+def faults(got, want, tolerance):
+  """Lines for leaves that are not finite where float32 is, or far from it."""
+  # The gradient of what is flat is rounding, and is measured against 1e-3.
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    finite = np.isfinite(b)
+    where = jax.tree_util.keystr(path)
+    if not np.isfinite(a[finite]).all():
+      yield f"{where}: {a[finite & ~np.isfinite(a)][0]} where float32 has {b[finite & ~np.isfinite(a)][0]:.4g}"
+    elif finite.any():
+      size = max(np.abs(b[finite]).max(), 1e-3)
+      error = np.abs(a[finite] - b[finite]).max() / size
+      if error > tolerance:
+        yield f"{where}: error {error:.3g} of {size:.3g}"
+
+
+TABLE = {
+  **{f"mask: {name}": fun for name, fun in MASKS.items()},
+  **{f"epsilon: {name}": fun for name, fun in EPSILONS.items()},
+  **{f"large: {name}": fun for name, fun in LARGE.items()},
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_is_infinite_or_undefined_that_is_finite_in_float32(name):
+  fun = TABLE[name]
+  want = value_and_gradients(fun)(X, W)
+  assert np.isfinite(np.asarray(want["value"])).any()
+  lines = []
+  for policy in POLICIES:
+    got = value_and_gradients(mpjax.autocast(fun, policy))(X, W)
+    lines += [f"{policy} {line}" for line in faults(got, want, TOLERANCE[policy])]
+  assert not lines, "\n" + "\n".join(lines)
