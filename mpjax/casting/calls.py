@@ -114,7 +114,7 @@ def _emit_remat(call: Call, operands: list[Any], run: Run) -> list[Any]:
 def _settle(entering: list[Held], plan_with: Callable[[list[Held]], Any], offset: int, n: int) -> Any:
   """The plan of a loop's body whose carry leaves as it enters."""
   carry = entering
-  for _ in range(4):
+  for _ in range(len(entering) + 3):  # a kind may move by one carry in each round
     plan = plan_with(carry)
     pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], strict=True)
     halves = [plan.half_of_carry(before, after) for before, after in pairs]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from mpjax.casting import calls, traits
 from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import OUTPUT, join
 from mpjax.casting.rules import Rules
-from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet
+from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet, size
 
 
 class Mode(enum.Enum):
@@ -163,9 +162,9 @@ class Plan:
     if half is None:
       met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
     largest = max(
-      (_size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0
+      (size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0
     )
-    out = meet(met, max(map(_size, results)) <= largest)
+    out = meet(met, max(map(size, results)) <= largest)
     if out.kind is Kind.HALF and equation.primitive.name in traits.SCALES:
       # The half value may be what brings an island's result back into half precision's range.
       out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
@@ -234,21 +233,30 @@ class Plan:
 
   def _computed(self, equation: Any) -> list[Held]:
     """Results of an equation that runs in float32 whatever its operands."""
-    held = [(self.how(a), _size(a)) for a in equation.invars if castable(a.aval)]
+    held = [(self.how(a), size(a)) for a in equation.invars if castable(a.aval)]
     kinds = {h.kind for h, _ in held}
     half = self.rules.overrides.half_at(join(self.prefix, _compat.module_path(equation)))
-    unbounded = equation.primitive.name in traits.EXPANDS and half == np.float16
+    wide = half == np.float16 and self._expands(equation)
     outs = []
     for v in equation.outvars:
       kind = Kind.PINNED if Kind.PINNED in kinds else Kind.ISLAND
-      if kinds <= {Kind.FLEXIBLE} and not unbounded:
+      if kinds <= {Kind.FLEXIBLE}:
         kind = Kind.FLEXIBLE
-      elif _size(v) < max(size for _, size in held) or kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}:
+      elif size(v) < max(n for _, n in held) or kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}:
         kind = Kind.STATISTIC
       outs.append(
-        Held(kind, FLOAT32) if castable(v.aval) else Held(Kind.FIXED, getattr(v.aval, "dtype", None))
+        Held(kind, FLOAT32, wide) if castable(v.aval) else Held(Kind.FIXED, getattr(v.aval, "dtype", None))
       )
     return outs
+
+  def _expands(self, equation: Any) -> bool:
+    """Whether a result may be far larger than the operands, and so outside float16's range."""
+    if equation.primitive.name != "div":
+      return equation.primitive.name in traits.EXPANDS
+    divisor = equation.invars[1]
+    if _compat.is_variable(divisor):  # a softmax divides by its sum
+      return self.how(divisor).kind is not Kind.STATISTIC
+    return bool(abs(divisor.val) < 1)
 
   def _outs(self, equation: Any, held: Held) -> list[Held]:
     fixed = lambda v: Held(Kind.FIXED, getattr(v.aval, "dtype", None))
@@ -284,14 +292,14 @@ class Plan:
   def _shrinks(self, node: Node) -> bool:
     """Whether less comes out than goes in, so that its result is the smaller thing to save."""
     halves = [a for a in node.equation.invars if self.how(a).kind is Kind.HALF]
-    return max(map(_size, halves), default=0) > max(map(_size, node.equation.outvars))
+    return max(map(size, halves), default=0) > max(map(size, node.equation.outvars))
 
   def _sums(self, node: Node) -> bool:
     if node.equation.primitive.name not in traits.SUMS:
       return False
     halves = [a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF]
-    largest = max(map(_size, node.equation.invars))
-    return len({self._source(a) for a in halves if _size(a) == largest}) > 1
+    largest = max(map(size, node.equation.invars))
+    return len({self._source(a) for a in halves if size(a) == largest}) > 1
 
   def _source(self, variable: Any) -> Any:
     """The half value that this one is made of, element by element; itself, if it is made of several."""
@@ -333,10 +341,6 @@ def _live(jaxpr: Any) -> list[Any]:
       live.append(equation)
       needed.update(a for a in equation.invars if _compat.is_variable(a))
   return live[::-1]
-
-
-def _size(atom: Any) -> int:
-  return math.prod(getattr(atom.aval, "shape", ()))
 
 
 def _of_its_own(aval: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from mpjax import _compat
 from mpjax.casting import traits
 from mpjax.casting.plan import Mode, Node, Plan
-from mpjax.casting.values import FLOAT32, Kind, castable
+from mpjax.casting.values import FLOAT32, Kind, castable, size
 
 
 @dataclasses.dataclass
@@ -123,13 +123,13 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
   island = Island(nodes, list(inputs.items()), list(outputs))
   # What the products at its end read besides is saved with or without the island.
   read = {a for n in nodes if n.mode is Mode.FULL for a in n.equation.invars if _compat.is_variable(a)}
-  half = max((_size(v) for v in read - own if plan.held[v].kind is Kind.HALF), default=0)
+  half = max((size(v) for v in read - own if plan.held[v].kind is Kind.HALF), default=0)
   # Before the first product nothing is half yet: an embedding and the norm after it.
   half = half or max(
-    (_size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
+    (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
   )
   heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in traits.LINEAR)
-  island.kept = half > 1 and any(2 * _size(a) >= half for n in heavy for a in n.equation.invars)
+  island.kept = half > 1 and any(2 * size(a) >= half for n in heavy for a in n.equation.invars)
   return island
 
 
@@ -196,7 +196,3 @@ def _order(nodes: list[Node], reads: list[list[int]], islands: list[Island]) -> 
       if not waits[other]:
         heapq.heappush(ready, (first[other], other))
   return ordered
-
-
-def _size(atom: Any) -> int:
-  return math.prod(getattr(atom.aval, "shape", ()))

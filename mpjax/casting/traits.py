@@ -27,6 +27,9 @@ EACH = _names("all_gather device_put optimization_barrier pcast ppermute pvary s
 # Operands of a lesser shape are broadcast by the primitive itself.
 BROADCASTING = _names("add add_any atan2 div max min mul pow rem sub")
 # Their results may be far larger than their operands.
-EXPANDS = _names("cosh div exp exp2 expm1 integer_pow pow reciprocal rsqrt sinh square tan")
+EXPANDS = _names(
+  """cosh cumprod cumsum div exp exp2 expm1 integer_pow pow reciprocal reduce_window_sum rsqrt scatter-add
+  scatter-mul sinh square tan"""
+)
 # On its way through these a value decays or grows.
 SCALES = _names("div mul")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,6 +43,11 @@ class Held(NamedTuple):
 def castable(aval: Any) -> bool:
   """Whether autocast may choose the dtype of a value: float32 arrays only, not references to one."""
   return getattr(aval, "dtype", None) == FLOAT32 and not hasattr(aval, "inner_aval")
+
+
+def size(atom: Any) -> int:
+  """Number of elements of a jaxpr's variable or literal; a symbolic dimension counts as a large one."""
+  return math.prod(d if isinstance(d, int) else 1024 for d in getattr(atom.aval, "shape", ()))
 
 
 def is_float(aval: Any) -> bool:
