@@ -63,6 +63,12 @@ def module_path(equation: Any) -> str:
   return "/".join(e.name for e in stack if type(e).__name__ == "Scope" and "->" not in e.name)
 
 
+def backward_depth(equation: Any) -> int:
+  """How many backward passes an equation is inside of, as its scopes tell."""
+  stack = equation.source_info.name_stack.stack
+  return sum(type(e).__name__ == "Transform" and e.name == "transpose" for e in stack)
+
+
 @contextlib.contextmanager
 def at(equation: Any) -> Iterator[None]:
   """In which new equations bear an equation's source line, scope and context."""

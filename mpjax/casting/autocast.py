@@ -119,7 +119,7 @@ def _call(
     with jax.named_scope(FULL_PRECISION):
       return _to_output(fun(*args, **kwargs), policy)
   traced = Traced(fun, args, kwargs)
-  plan = traced.plan(rules)
+  plan = traced.plan(rules, policy)
   rules.overrides.check_all_matched()
   cast = lambda *operands: run(plan, operands)
   if recompute == "dots":
@@ -152,24 +152,26 @@ class Traced:
       for i, array in zip(dynamic, arrays, strict=True):
         merged[i] = array
       out, changed = self._modules.call(fun, merged)
-      self._out, self._structure = jax.tree.flatten(out)
+      leaves_out, self._structure = jax.tree.flatten(out)
       for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
         _check_output(path, leaf)
       changes, self._changes = jax.tree.flatten(changed)
-      self._arrays = [i for i, leaf in enumerate(self._out) if hasattr(leaf, "dtype")]
-      return [*(self._out[i] for i in self._arrays), *changes]
+      self._arrays = [i for i, leaf in enumerate(leaves_out) if hasattr(leaf, "dtype")]
+      self._out = [None if hasattr(leaf, "dtype") else leaf for leaf in leaves_out]
+      return [*(leaves_out[i] for i in self._arrays), *changes]
 
     arguments = [leaves[i] for i in dynamic]
     self.closed = jax.make_jaxpr(flat)(*arguments)
     self.operands = [*_compat.constants(self.closed), *arguments]
 
-  def plan(self, rules: Rules) -> Plan:
+  def plan(self, rules: Rules, policy: Policy) -> Plan:
     """The plan of the program under these rules."""
     body = _compat.open_jaxpr(self.closed)
     constants = _compat.constants(self.closed)
     half = rules.overrides.any_half
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
-    return Plan(self.closed, [*held, *(initial(v.aval) for v in body.invars)], rules)
+    held += [initial(v.aval) for v in body.invars]
+    return Plan(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4)
 
   def finish(self, results: list[Any], policy: Policy) -> Any:
     """The function's value from the results of its program; puts mutated state where it belongs."""

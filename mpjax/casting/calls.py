@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax.casting.values import FLOAT32, Held, Kind, carried, initial
+from mpjax.casting import carries
+from mpjax.casting.values import FLOAT32, Held, Kind, initial
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset(("scan", "while", "cond", "shard_map"))
@@ -111,35 +112,15 @@ def _emit_remat(call: Call, operands: list[Any], run: Run) -> list[Any]:
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr)
 
 
-def _settle(entering: list[Held], plan_with: Callable[[list[Held]], Any], offset: int, n: int) -> Any:
-  """The plan of a loop's body whose carry leaves as it enters."""
-  carry = entering
-  for _ in range(len(entering) + 3):  # a kind may move by one carry in each round
-    plan = plan_with(carry)
-    pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], strict=True)
-    halves = [plan.half_of_carry(before, after) for before, after in pairs]
-    merged = [carried(c, out, half) for c, out, half in zip(carry, plan.outs[:n], halves, strict=True)]
-    if merged == carry:
-      return plan, carry
-    carry = merged
-  pinned = [c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32) for c in carry]
-  return plan_with(pinned), pinned
-
-
-def _after(outs: list[Held]) -> list[Held]:
-  """What a loop leaves, seen from outside."""
-  return [h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs]
-
-
 def _plan_scan(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBody) -> Call:
   body = equation.params["jaxpr"]
   k, n, _ = _compat.scan_parts(equation)
   consts = _constants(body)
   outs_wanted = [None] * n + list(wanted[n:])
   plan_with = lambda carry: plan_body(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
-  plan, carry = _settle(held[k : k + n], plan_with, len(consts) + k, n)
+  plan, carry = carries.settle(held[k : k + n], plan_with, len(consts) + k, n)
   ins = [*held[:k], *carry, *held[k + n :]]
-  return Call(equation, ins, [plan], _after([*carry, *plan.outs[n:]]), plan_body, carry)
+  return Call(equation, ins, [plan], carries.after_loop([*carry, *plan.outs[n:]]), plan_body, carry)
 
 
 def _emit_scan(call: Call, operands: list[Any], run: Run) -> list[Any]:
@@ -161,13 +142,13 @@ def _plan_while(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBod
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
   consts = _constants(p["body_jaxpr"])
   plan_with = lambda carry: plan_body(p["body_jaxpr"], [*consts, *in_body, *carry])
-  plan, carry = _settle(entering, plan_with, len(consts) + second, len(entering))
+  plan, carry = carries.settle(entering, plan_with, len(consts) + second, len(entering))
   condition = plan_body(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *carry])
   ins = [*in_condition, *in_body, *carry]
   # In the order in which the bodies stand in the parameters.
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = [order[key] for key in p if key in order]
-  return Call(equation, ins, plans, _after(carry), plan_body, carry)
+  return Call(equation, ins, plans, carries.after_loop(carry), plan_body, carry)
 
 
 def _emit_while(call: Call, operands: list[Any], run: Run) -> list[Any]:

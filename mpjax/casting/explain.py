@@ -142,8 +142,8 @@ def explain(
   @functools.wraps(fun)
   def explained(*args: Any, **kwargs: Any) -> Explanation:
     resolved = get_policy(policy)
-    rules = make_rules(resolved, ops, overrides)
-    plan = Traced(fun, args, kwargs).plan(rules)
+    rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
+    plan = Traced(fun, args, kwargs).plan(rules, resolved)
     rules.overrides.check_all_matched()
     return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())))
 

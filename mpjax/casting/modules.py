@@ -11,17 +11,14 @@ import contextvars
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
 _Node = (nnx.Pytree, nnx.Variable)
-_SCOPES: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("mpjax_scopes")
 _ACTIVE: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("mpjax_active", default=())
-_SCOPED: dict[type, type] = {}
 
 
 def with_module_argument(
@@ -69,8 +66,8 @@ class Modules:
     for position, obj in zip(self._positions, objects, strict=True):
       everything.insert(position, obj)
     args, kwargs = jax.tree.unflatten(self._structure, everything)
-    with _scoped(objects):
-      out = fun(*args, **kwargs)
+    _give_scopes(objects)
+    out = fun(*args, **kwargs)
     after = dict(nnx.to_flat_state(nnx.state(objects)))
     changed = {path: v for path, v in after.items() if path not in before or _value(v) is not before[path]}
     return out, changed
@@ -85,49 +82,43 @@ def _value(variable: Any) -> Any:
   return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
-@contextmanager
-def _scoped(objects: tuple[Any, ...]) -> Iterator[None]:
-  names = {}
+def _give_scopes(objects: tuple[Any, ...]) -> None:
+  """Names the modules in our copies of the objects, each by its path from the module that holds it."""
+  named: set[int] = set()
   for obj in objects:
-    owners: dict[tuple[Any, ...], None] = {}
+    owners: list[tuple[Any, ...]] = []
     for path, node in sorted(nnx.iter_graph(obj), key=lambda item: len(item[0])):
-      if not isinstance(node, nnx.Module) or not _is_called(type(node)) or id(node) in names:
+      if not isinstance(node, nnx.Module) or not _is_called(type(node)) or id(node) in named:
         continue
       above = max((len(p) for p in owners if path[: len(p)] == p), default=None)
-      owners[path] = None
-      names[id(node)] = type(node).__name__ if above is None else "/".join(map(str, path[above:]))
-      object.__setattr__(node, "__class__", _scoped_class(type(node)))
-  token = _SCOPES.set({**_SCOPES.get({}), **names})
-  try:
-    yield
-  finally:
-    _SCOPES.reset(token)
+      owners.append(path)
+      named.add(id(node))
+      cls = getattr(type(node), "_mpjax_scope_of", type(node))
+      name = cls.__name__ if above is None else "/".join(map(str, path[above:]))
+      object.__setattr__(node, "__class__", _scoped_class(cls, name))
 
 
 def _is_called(cls: type) -> bool:
   return any("__call__" in vars(base) for base in cls.__mro__)
 
 
-def _scoped_class(cls: type) -> type:
-  if "_mpjax_scoped" in vars(cls):
-    return cls
-  if cls not in _SCOPED:
-    methods: dict[str, Any] = {}
-    for name, method in inspect.getmembers(cls, inspect.isfunction):
-      own = getattr(nnx.Module, name, None) is not method and getattr(object, name, None) is not method
-      if own and (name == "__call__" or not name.startswith("_")):
-        methods[name] = _in_scope(method)
-    methods |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "_mpjax_scoped": True}
-    _SCOPED.setdefault(cls, type(cls)(cls.__name__, (cls,), methods))
-  return _SCOPED[cls]
+@functools.cache
+def _scoped_class(cls: type, name: str) -> type:
+  # The name is the class's, not the object's: copies that nnx makes for its transforms keep it.
+  methods: dict[str, Any] = {}
+  for key, method in inspect.getmembers(cls, inspect.isfunction):
+    own = getattr(nnx.Module, key, None) is not method and getattr(object, key, None) is not method
+    if own and (key == "__call__" or not key.startswith("_")):
+      methods[key] = _in_scope(method, name)
+  methods |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "_mpjax_scope_of": cls}
+  return type(cls)(cls.__name__, (cls,), methods)
 
 
-def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_scope(method: Callable[..., Any], name: str) -> Callable[..., Any]:
   @functools.wraps(method)
   def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-    name = _SCOPES.get({}).get(id(self))
     active = _ACTIVE.get()
-    if name is None or (active and active[-1] == id(self)):
+    if active and active[-1] == id(self):  # one of its methods calls another
       return method(self, *args, **kwargs)
     token = _ACTIVE.set((*active, id(self)))
     try:

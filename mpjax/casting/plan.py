@@ -46,6 +46,11 @@ class Node:
   call: Any = None
   region: int | None = None
 
+  def has_product(self) -> bool:
+    """Whether a matrix product is in its body, at any depth."""
+    nodes = [node for plan in (self.call.plans if self.call else ()) for node in plan.nodes]
+    return any(node.listed == "allow" or node.has_product() for node in nodes)
+
 
 class Plan:
   """A jaxpr with a decision on each of its equations.
@@ -59,7 +64,13 @@ class Plan:
   """
 
   def __init__(
-    self, jaxpr: Any, held: Sequence[Held], rules: Rules, prefix: str = "", wanted: Sequence[Any] = ()
+    self,
+    jaxpr: Any,
+    held: Sequence[Held],
+    rules: Rules,
+    prefix: str = "",
+    wanted: Sequence[Any] = (),
+    full_outputs: bool = False,
   ):
     self.jaxpr = _compat.open_jaxpr(jaxpr)
     self.inputs = [*self.jaxpr.constvars, *self.jaxpr.invars]
@@ -67,6 +78,8 @@ class Plan:
     self.prefix = prefix
     self.held: dict[Any, Held] = dict(zip(self.inputs, held, strict=True))
     self._feeding = rules.feeding(jaxpr)
+    self._full_outputs = full_outputs
+    self._depth: dict[Any, int] = {}
     self._outputs = {v for v in self.jaxpr.outvars if _compat.is_variable(v)}
     self.nodes = [self._decide(equation) for equation in _live(self.jaxpr)]
     self._pull_in()
@@ -80,33 +93,19 @@ class Plan:
     """Whether a matrix product reads this variable."""
     return _compat.is_variable(atom) and atom in self._feeding
 
-  def met(self, atom: Any, half: Any) -> Held:
-    """How a variable meets others: an island's result that is rounded for a product anyway is half to all."""
+  def met(self, atom: Any, half: Any, equation: Any) -> Held:
+    """How a variable meets others in an equation.
+
+    An island's result that is rounded for a product anyway is half to all. A gradient that leaves the
+    backward pass is float32, as it is where parameters are cast by hand: an optimiser's sums would stall.
+    """
     held = self.how(atom, half)
+    depth = self._depth.get(atom, 0) if _compat.is_variable(atom) else 0
+    if held.kind in (Kind.HALF, Kind.ISLAND) and depth > _compat.backward_depth(equation):
+      return Held(Kind.PINNED, FLOAT32)
     if held.kind is Kind.ISLAND and half is not None and not held.wide and self.feeds_product(atom):
       return Held(Kind.HALF, half)
     return held
-
-  def half_of_carry(self, before: Any, after: Any) -> Any:
-    """The half dtype that a loop's carry may be held in when this plan is the loop's body, or `None`.
-
-    One that comes to a matrix product in the body is an activation that passes through layers. One that is
-    only added to is a sum, and one that is multiplied on its way to the next step decays: both remember many
-    steps.
-    """
-    reached, multiplied, product = {before}, {before: False}, False
-    for node in self.nodes:
-      equation = node.equation
-      variables = [a for a in equation.invars if _compat.is_variable(a)]
-      if any(a in reached for a in variables):
-        reached.update(equation.outvars)
-        product |= node.listed == "allow" or (node.call is not None and _has_product(node))
-      past = [multiplied[a] for a in variables if a in multiplied]
-      if past and node.listed == "infer":
-        scales = any(past) or equation.primitive.name in traits.SCALES
-        multiplied.update(dict.fromkeys(equation.outvars, scales))
-    decays = _compat.is_variable(after) and multiplied.get(after, False)
-    return self.rules.overrides.half_at(self.prefix) if product and not decays else None
 
   def _output(self, i: int, atom: Any, wanted: Sequence[Any]) -> Held:
     held = self.how(atom)
@@ -126,6 +125,7 @@ class Plan:
     else:
       node = self._decide_plain(equation, path, half, kind)
     self.held.update(zip(equation.outvars, node.outs, strict=True))
+    self._depth.update(dict.fromkeys(equation.outvars, _compat.backward_depth(equation)))
     return node
 
   def _decide_plain(self, equation: Any, path: str, half: Any, kind: str) -> Node:
@@ -156,7 +156,7 @@ class Plan:
       return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
     if equation.primitive.name in traits.EACH and len(equation.invars) == len(equation.outvars):
       return node(Mode.EACH, "each operand as it comes", [self.how(a) for a in equation.invars])
-    met = [self.met(a, half) for a in operands]
+    met = [self.met(a, half, equation) for a in operands]
     if not results:  # comparisons, argmax: exact in float32 whatever the operands
       return node(Mode.FULL, "its result is no floating number", self._outs(equation, Held(Kind.FIXED, None)))
     if half is None:
@@ -198,8 +198,8 @@ class Plan:
     product = "allow" in inside
     if not product and not operands:
       return node("call", Mode.KEEP, "no matrix product inside", self._kept(equation))
-    whole = half is None and self.rules.overrides.uniform_below(path)
-    met = [self.met(a, half) for a in operands]
+    whole = half is None and not self.rules.enter_all and self.rules.overrides.uniform_below(path)
+    met = [self.met(a, half, equation) for a in operands]
     halves = any(h.kind is Kind.HALF for h in met)
     name = equation.primitive.name
     denied = "deny" in inside
@@ -220,7 +220,9 @@ class Plan:
       )
       return Plan(jaxpr, held, rules, path, wanted)
 
-    call = calls.RULES[name].plan(equation, [self.met(a, half) for a in equation.invars], wanted, plan_body)
+    call = calls.RULES[name].plan(
+      equation, [self.met(a, half, equation) for a in equation.invars], wanted, plan_body
+    )
     return node("call", Mode.ENTER, "its body is entered", call.outs, call)
 
   def _kept(self, equation: Any) -> list[Held]:
@@ -277,9 +279,10 @@ class Plan:
           users.setdefault(atom, []).append(node)
       if node.mode not in (Mode.HALF, Mode.ENTER) or node.listed not in ("infer", "call"):
         continue
-      if node.mode is Mode.ENTER and (node.equation.primitive.name != "jit" or _has_product(node)):
+      if node.mode is Mode.ENTER and (node.equation.primitive.name != "jit" or node.has_product()):
         continue
-      if any(v in self._outputs for v in node.equation.outvars) or not any(readers):
+      results = [v for v in node.equation.outvars if v in self._outputs]
+      if (results and not self._full_outputs) or not (results or any(readers)):
         continue
       if not all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs):
         continue
@@ -311,12 +314,6 @@ class Plan:
     before = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
     sources = {self._source(a) for a in before}
     return sources.pop() if len(sources) == 1 else variable
-
-
-def _has_product(node: Node) -> bool:
-  return any(
-    n.listed == "allow" or (n.call is not None and _has_product(n)) for p in node.call.plans for n in p.nodes
-  )
 
 
 def _gives(equation: Any, half: Any) -> bool:

@@ -15,12 +15,21 @@ from mpjax.casting.values import castable
 
 @dataclasses.dataclass
 class Rules:
-  """What decides: the lists, the policies by module, the accumulation dtype and what is recomputed."""
+  """What decides.
+
+  Attributes:
+    ops: the lists.
+    overrides: the policies by module.
+    accum_dtype: dtype that matrix products accumulate in and return, or `None`.
+    islands: whether islands are computed again in the backward pass.
+    enter_all: plan the bodies of calls that run whole in float32, too, for `explain`.
+  """
 
   ops: OpLists
   overrides: Overrides
   accum_dtype: Any = None
   islands: bool = True
+  enter_all: bool = False
   _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
   _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
 

@@ -93,22 +93,3 @@ def meet(helds: list[Held], shrank: bool) -> Held:
   if Kind.ISLAND in kinds:
     return Held(Kind.ISLAND, FLOAT32, wide)
   return Held(Kind.FLEXIBLE, FLOAT32, wide)
-
-
-def carried(first: Held, last: Held, half: Any) -> Held:
-  """The one way in which a loop's carry is held, from how it enters and how it leaves the body.
-
-  Args:
-    first: how it enters.
-    last: how it leaves.
-    half: the half dtype that it may be held in, or `None` if it must not: what is only added to, or decays,
-      is a memory of many steps, and would stall in half precision.
-  """
-  kinds = {first.kind, last.kind}
-  wide = first.wide or last.wide
-  if Kind.FIXED in kinds or kinds == {Kind.FLEXIBLE}:
-    return first._replace(wide=wide)
-  for kind in (Kind.PINNED, Kind.STATISTIC):
-    if kind in kinds:
-      return Held(kind, FLOAT32, wide)
-  return Held(Kind.RUNNING, FLOAT32, wide) if half is None or wide else Held(Kind.HALF, half)

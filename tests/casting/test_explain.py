@@ -161,7 +161,7 @@ REASONS = {  # (function of x, primitive, a word of the reason)
   "cast": (lambda x: (x @ W).astype(jnp.bfloat16).astype(jnp.float32) * 2 @ W, "mul", "cast"),
   "mask": (lambda x: jax.nn.relu(x @ W) + 1e9, "add", "half precision has not"),
   "reduction": (lambda x: (x @ W) * jnp.sum(x @ W), "mul", "reduction"),
-  "island": (lambda x: jnp.exp(x @ W) * 2, "mul", "island"),
+  "island": (lambda x: jnp.log(x @ W) * 2, "mul", "island"),
 }
 
 
