@@ -93,7 +93,7 @@ def _give_scopes(objects: tuple[Any, ...]) -> None:
       above = max((len(p) for p in owners if path[: len(p)] == p), default=None)
       owners.append(path)
       named.add(id(node))
-      cls = getattr(type(node), "_mpjax_scope_of", type(node))
+      cls: type = getattr(type(node), "_mpjax_scope_of", type(node))
       name = cls.__name__ if above is None else "/".join(map(str, path[above:]))
       object.__setattr__(node, "__class__", _scoped_class(cls, name))
 

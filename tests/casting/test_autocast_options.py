@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import OPTIONS, TOLERANCE, leaf_failures, normal
-from jaxprs import dtypes, equations, lowered_products, named, products
+from conformance import TOLERANCE, leaf_failures, normal
+from jaxprs import dtypes, equations, jit, lowered_products, named, products
 
 import mpjax
 
@@ -16,10 +16,6 @@ X = normal(8, 4, seed=1)
 HALF = {"bf16": "bf16", "fp16": "f16"}
 BF16 = mpjax.autocast(policy="bf16")
 FP16 = mpjax.autocast(policy="fp16")
-
-
-def jit(fun):
-  return jax.jit(fun, compiler_options=OPTIONS)
 
 
 def close(got, want, policy="bf16"):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import OPTIONS, TOLERANCE, leaf_failures, normal
+from conformance import TOLERANCE, leaf_failures, normal
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, pallas
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import bodies, dtypes, equations, lowered_products, named
+from jaxprs import bodies, dtypes, equations, jit, lowered_products, named
 
 import mpjax
 
@@ -24,10 +24,6 @@ X = jnp.asarray(normal(8, 4, seed=1))
 BF16 = mpjax.autocast(policy="bf16")
 FP16 = mpjax.autocast(policy="fp16")
 product = lambda x: x @ W
-
-
-def jit(fun: Callable[..., Any]) -> Callable[..., Any]:
-  return jax.jit(fun, compiler_options=OPTIONS)
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -145,14 +141,19 @@ def attend(x):
 
 
 SCANS = {  # (step, dtypes of the carry, of what is stacked) under bf16 and fp16 alike; H is the half dtype
-  "residual stream": (lambda c, x: (c + attend(c), None), "H", ""),
+  "residual stream": (lambda c, x: (c + (c @ x.T) @ x, None), "H", ""),  # each layer has weights of its own
+  "sampler": (lambda c, x: (c + attend(c), None), "f32", ""),  # the same network at every step
   "layers": (lambda c, x: (jnp.tanh(c @ W), None), "H", ""),
   "sum": (lambda c, x: (c + (x @ W).sum(), None), "f32", ""),
   "sum of squares": (lambda c, x: (c + (x @ W) ** 2, None), "f32", ""),
   "decaying mean": (lambda c, x: (0.9 * c + 0.1 * (x @ W), None), "f32", ""),
   "stacked products": (lambda c, x: (c @ W, x @ W), "H", "H"),
   "counter": (lambda c, x: ((c[0] + 1, c[1] @ W), None), "int32 H", ""),
-  "stream and loss": (lambda c, x: ((c[0] + attend(c[0]), c[1] + jnp.sum(c[0])), None), "H f32", ""),
+  "stream and loss": (
+    lambda c, x: ((c[0] + (c[0] @ x.T) @ x, c[1] + jnp.sum(c[0])), None),
+    "H f32",
+    "",
+  ),
   "swapped": (lambda c, x: ((c[1] @ W, c[0] @ W), None), "H H", ""),
 }
 
@@ -173,7 +174,7 @@ def test_carries_have_one_dtype_that_suits_them(name, policy):
 
 
 WHILES = {  # (condition, body, initial value, dtypes of the carry)
-  "stream": (lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + attend(c[1])), lambda x: (0, x), "int32 bf16"),
+  "sampler": (lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + attend(c[1])), lambda x: (0, x), "int32 f32"),
   "sum": (lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + attend(X).sum()), lambda x: (0, 0.0), "int32 f32"),
   "condition on the stream": (lambda c: c.sum() < 5, lambda c: c @ W + 1, lambda x: x * 0, "bf16"),
   "product in the condition": (lambda c: (c @ jnp.abs(W)).max() < 5, lambda c: c + 1, lambda x: x, "f32"),

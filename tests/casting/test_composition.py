@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import OPTIONS, TOLERANCE, exact, leaf_failures, normal
+from conformance import TOLERANCE, exact, leaf_failures, normal
 from jax.sharding import PartitionSpec as P
-from jaxprs import lowered_products, products
+from jaxprs import jit, lowered_products, products
 
 import mpjax
 
@@ -25,10 +25,6 @@ FP32 = mpjax.autocast(policy="fp32")
 def layer(w, x):
   """A product, an island and a residual: x's shape in, x's shape out."""
   return x + jax.nn.softmax(jnp.tanh(x @ w)) * 0.5
-
-
-def jit(fun):
-  return jax.jit(fun, compiler_options=OPTIONS)
 
 
 def scanned(f):

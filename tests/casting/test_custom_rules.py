@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import OPTIONS, TOLERANCE, leaf_failures, normal
-from jaxprs import lowered_products, named
+from conformance import TOLERANCE, leaf_failures, normal
+from jaxprs import jit, lowered_products, named
 
 import mpjax
 
@@ -17,10 +17,6 @@ W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))
 HALF = {"bf16": "bf16", "fp16": "f16"}
 BF16 = mpjax.autocast(policy="bf16")
-
-
-def jit(fun):
-  return jax.jit(fun, compiler_options=OPTIONS)
 
 
 # Each rule gives a derivative that is wrong by a factor of 7, so that it shows which one was used.

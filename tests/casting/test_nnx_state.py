@@ -153,8 +153,15 @@ def test_modules_of_the_user_are_left_alone():
   jax.tree.map(np.testing.assert_array_equal, params(), before)
   assert Net.__call__.__qualname__ == "Net.__call__"
   # It can still be split, copied and called without autocast.
-  nnx.merge(*nnx.split(model))(X)
-  assert nnx.graphdef(model) == nnx.graphdef(copy.deepcopy(model))
+  for same in (copy.deepcopy(model), nnx.merge(*nnx.split(model)), model):
+    assert same(X).shape == (8, 3)
+
+
+def test_the_structure_of_a_called_module_is_that_without_autocast():
+  model, reference = net(), net()
+  mpjax.autocast(loss, "bf16")(model, X)
+  loss(reference, X)
+  assert nnx.graphdef(model) == nnx.graphdef(reference)
 
 
 def test_an_error_inside_leaves_the_module_as_it_was():
