@@ -109,6 +109,39 @@ def layerwise(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def autocast_memory(report: dict[str, Any]) -> str:
+  """Temporary memory of the gradient beside casts by hand, and the products by dtype."""
+  lines = ["| gradient of | temporaries MB | ratio | matrix products |", "|---|---|---|---|"]
+  for model, rows in report["models"].items():
+    for name, row in rows.items():
+      counts = ", ".join(f"{n} {dtypes}" for dtypes, n in row["products"].items())
+      lines.append(f"| {model}, {name} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} | {counts} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def autocast_time(report: dict[str, Any]) -> str:
+  """Time of a training step beside casts by hand."""
+  lines = ["| step | ms | ratio (quartiles) | temporaries MB |", "|---|---|---|---|"]
+  lines += [
+    f"| {model}, {name} | {row['ms']:.1f} | {row['ratio']:.3f} ({row['q25']:.3f} to {row['q75']:.3f}) | "
+    f"{row['temp_bytes'] / 1e6:.1f} |"
+    for model, rows in report["models"].items()
+    for name, row in rows.items()
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def autocast_trace(report: dict[str, Any]) -> str:
+  """Seconds of tracing, lowering and compiling, and their ratios to the plain function's."""
+  phases = ("trace", "lower", "compile", "total")
+  lines = ["| gradient of | " + " | ".join(f"{phase} s (ratio)" for phase in phases) + " |", "|---" * 5 + "|"]
+  for model, rows in report["models"].items():
+    for name, row in rows.items():
+      cells = [f"{row[f'{phase}_s']:.2f} ({row[f'{phase}_ratio']:.2f})" for phase in phases]
+      lines.append(f"| {model}, {name} | " + " | ".join(cells) + " |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def provenance(report: dict[str, Any]) -> str:
   """How the figures were made."""
   versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -126,6 +159,10 @@ def main() -> None:
     ("compiled_tpu_v5e", compiled),
     ("layerwise_cpu", layerwise),
     ("quality_gpt_cpu", quality),
+    ("autocast_memory_h200", autocast_memory),
+    ("autocast_memory_tpu_v5e", autocast_memory),
+    ("autocast_time_cpu", autocast_time),
+    ("autocast_trace_h200", autocast_trace),
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
