@@ -115,7 +115,9 @@ def autocast_memory(report: dict[str, Any]) -> str:
   for model, rows in report["models"].items():
     for name, row in rows.items():
       counts = ", ".join(f"{n} {dtypes}" for dtypes, n in row["products"].items())
-      lines.append(f"| {model}, {name} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} | {counts} |")
+      lines.append(
+        f"| {model}, {name} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} | {counts} |"
+      )
   return "\n".join([*lines, "", provenance(report)])
 
 

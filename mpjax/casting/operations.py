@@ -191,18 +191,18 @@ GROUPS = (
     ),
   ),
   ("fft", Operation("deny", "no half-precision transform, and every output sums all inputs", cheap=False)),
-  # infer in bfloat16, deny in float16: the range decides, not the precision
   (
     "tanh logistic erf erfc",
-    Operation("infer", "bounded; float16 loses its tails and their gradients", float16="deny"),
+    Operation("deny", "an activation function: as an island, its inside is not kept for the backward pass"),
   ),
+  # infer in bfloat16, deny in float16: the range decides, not the precision
   (
     "div reciprocal rem sqrt",
     Operation("infer", "element-wise; in float16 a small divisor or epsilon vanishes", float16="deny"),
   ),
   (
     "square integer_pow one_minus_square polynomial",
-    Operation("infer", "element-wise; in float16 powers overflow beyond 256 and underflow", float16="deny"),
+    Operation("deny", "part of activation functions and variances; in float16 powers overflow beyond 256"),
   ),
   # infer: follows its operands
   (
