@@ -157,14 +157,13 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
   """The rules of a `custom_vjp_call`.
 
   Returns:
-    forward: operands to (residuals, outputs), two lists.
+    forward: (operands, which of them are differentiated) to (residuals, outputs), two lists.
     backward: (residuals, cotangents of the outputs) to the cotangents of the operands, `None` for zero.
   """
   _, forward, backward = equation.primitive.get_bind_params(equation.params)["subfuns"]
 
-  def run_forward(operands: list[Any]) -> tuple[list[Any], list[Any]]:
-    consts = equation.params["num_consts"]
-    out = forward.call_wrapped(*(x for i, operand in enumerate(operands) for x in (operand, i >= consts)))
+  def run_forward(operands: list[Any], perturbed: list[bool]) -> tuple[list[Any], list[Any]]:
+    out = forward.call_wrapped(*(x for pair in zip(operands, perturbed, strict=True) for x in pair))
     # Residuals that are operands are not returned a second time.
     _, _, forwarded = equation.params["out_trees"]()
     returned = iter(out)

@@ -112,3 +112,24 @@ def test_a_module_in_place_keeps_its_statistics_and_counts():
 def test_autocast_is_true_or_false():
   with pytest.raises(ValueError, match=r"autocast='yes'.*true or false"):
     mpjax.get_policy({"base": "bf16", "autocast": "yes"})
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["grad", "jit of grad"])
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_an_optimiser_under_autocast_moves_the_parameters(policy, jitted):
+  def steps(params):
+    gradient = jax.grad(lambda params: loss_fn(params, BATCH, {"batch_stats": VARIABLES["batch_stats"]})[0])
+    gradient = jax.jit(gradient) if jitted else gradient
+    tx = optax.adam(1e-5)  # far below what bfloat16 resolves beside a weight
+    state = tx.init(params)
+    for _ in range(3):
+      updates, state = tx.update(gradient(params), state)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  params = VARIABLES["params"]["head"]["kernel"] + 1
+  params = {**VARIABLES["params"], "head": {**VARIABLES["params"]["head"], "kernel": params}}
+  moved = jax.tree.map(jnp.subtract, jax.jit(mpjax.autocast(steps, policy))(params), params)
+  exact = jax.tree.map(jnp.subtract, jax.jit(steps)(params), params)
+  error = optax.tree.norm(jax.tree.map(jnp.subtract, moved, exact)) / optax.tree.norm(exact)
+  assert float(error) < 0.1

@@ -226,7 +226,8 @@ def _emit_custom_jvp(call: Call, operands: list[Any], run: Run) -> list[Any]:
 
     like = [*map(_struct, avals), *(_struct(avals[i]) for i in moving)]
     held = [*call.ins, *(call.ins[i] for i in moving)]
-    out = _interpret(call, run, flat, like, held, [*primals, *(tangents[i] for i in moving)])
+    values = [*primals, *(tangents[i] for i in moving)]
+    out = _interpret(call, run, flat, like, held, values, tangents=len(moving))
     n = len(call.outs)
     value = tuple(cast(x, h) for x, h in zip(out[:n], call.outs, strict=True))
     return value, tuple(cast(x, h) for x, h in zip(out[n:], call.outs, strict=True))
@@ -245,9 +246,11 @@ def _emit_custom_vjp(call: Call, operands: list[Any], run: Run) -> list[Any]:
   def f(*xs: Any) -> Any:
     return tuple(body(*xs))
 
-  def f_forward(*xs: Any) -> Any:
+  def f_forward(*primals: Any) -> Any:
+    xs = [primal.value for primal in primals]
+
     def flat(*xs: Any) -> list[Any]:
-      residuals, outs = forward(list(xs))
+      residuals, outs = forward(list(xs), [primal.perturbed for primal in primals])
       notes["residuals"] = [jax.typeof(r) for r in residuals]
       return [*outs, *residuals]
 
@@ -264,6 +267,8 @@ def _emit_custom_vjp(call: Call, operands: list[Any], run: Run) -> list[Any]:
       notes["given"] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
       return [x for x, given in zip(out, notes["given"], strict=True) if given]
 
+    zero = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
+    cotangents = [zero(x) for x in cotangents]
     results = [v.aval for v in call.equation.outvars]
     like = [*map(_struct, notes["residuals"]), *map(_struct, results)]
     out = iter(_interpret(call, run, flat, like, [*notes["held"], *call.outs], [*residuals, *cotangents]))
@@ -271,7 +276,8 @@ def _emit_custom_vjp(call: Call, operands: list[Any], run: Run) -> list[Any]:
       cast(next(out), h) if given else None for h, given in zip(call.ins, notes["given"], strict=True)
     )
 
-  f.defvjp(f_forward, f_backward)
+  # With these the rule is told truly which operands are differentiated: its constants are not.
+  f.defvjp(f_forward, f_backward, symbolic_zeros=True)
   with _compat.at(call.equation):
     return list(f(*operands))
 
@@ -304,11 +310,20 @@ def _emit_custom_vmap(call: Call, operands: list[Any], run: Run) -> list[Any]:
 
 
 def _interpret(
-  call: Call, run: Run, flat: Any, like: list[Any], held: list[Held], operands: list[Any]
+  call: Call,
+  run: Run,
+  flat: Any,
+  like: list[Any],
+  held: list[Held],
+  operands: list[Any],
+  tangents: int = 0,
 ) -> list[Any]:
-  """A derivative or batching rule, traced in the dtypes it was written for and carried out in ours."""
+  """A derivative or batching rule, traced in the dtypes it was written for and carried out in ours.
+
+  The last `tangents` of the operands are tangents, in which the rule has to stay linear.
+  """
   closed = _compat.trace(flat, like)
-  plan = call.plan_body(closed, [*_constants(closed), *held])
+  plan = call.plan_body(closed, [*_constants(closed), *held], tangents=tangents)
   return run(plan, [*_compat.constants(closed), *operands])
 
 

@@ -71,6 +71,7 @@ class Plan:
     prefix: str = "",
     wanted: Sequence[Any] = (),
     full_outputs: bool = False,
+    tangents: int = 0,
   ):
     self.jaxpr = _compat.open_jaxpr(jaxpr)
     self.inputs = [*self.jaxpr.constvars, *self.jaxpr.invars]
@@ -80,6 +81,7 @@ class Plan:
     self._feeding = rules.feeding(jaxpr)
     self._full_outputs = full_outputs
     self._depth: dict[Any, int] = {}
+    self._linear = set(self.inputs[len(self.inputs) - tangents :])
     self._outputs = {v for v in self.jaxpr.outvars if _compat.is_variable(v)}
     self.nodes = [self._decide(equation) for equation in _live(self.jaxpr)]
     self._pull_in()
@@ -124,9 +126,21 @@ class Plan:
       node = self._decide_cast(equation, path, half)
     else:
       node = self._decide_plain(equation, path, half, kind)
+    if any(_compat.is_variable(a) and a in self._linear for a in equation.invars):
+      self._linear.update(equation.outvars)  # to clip what is wide would not be linear
+      node.outs = [held._replace(wide=False) for held in node.outs]
     self.held.update(zip(equation.outvars, node.outs, strict=True))
-    self._depth.update(dict.fromkeys(equation.outvars, _compat.backward_depth(equation)))
+    self._depth.update(zip(equation.outvars, self._depths(node), strict=True))
     return node
+
+  def _depths(self, node: Node) -> list[int]:
+    """How deep in backward passes each result of an equation was made, in its body too."""
+    depths = [_compat.backward_depth(node.equation)] * len(node.outs)
+    for plan in node.call.plans if node.call else ():
+      if len(plan.jaxpr.outvars) == len(depths):
+        inner = [plan._depth.get(v, 0) if _compat.is_variable(v) else 0 for v in plan.jaxpr.outvars]
+        depths = list(map(max, depths, inner))
+    return depths
 
   def _decide_plain(self, equation: Any, path: str, half: Any, kind: str) -> Node:
     node = lambda mode, why, outs, name=kind: Node(equation, path, name, mode, half, why, outs)
@@ -214,11 +228,13 @@ class Plan:
       return node("deny" if denied else "infer", Mode.FULL, why, self._computed(equation))
     wanted = [half if self.feeds_product(v) else None for v in equation.outvars]
 
-    def plan_body(jaxpr: Any, held: Sequence[Held], wanted: Sequence[Any] = (), islands: bool = True) -> Plan:
-      rules = (
-        self.rules if islands or not self.rules.islands else dataclasses.replace(self.rules, islands=False)
-      )
-      return Plan(jaxpr, held, rules, path, wanted)
+    def plan_body(
+      jaxpr: Any, held: Sequence[Held], wanted: Sequence[Any] = (), islands: bool = True, tangents: int = 0
+    ) -> Plan:
+      rules = self.rules
+      if rules.islands and not islands:
+        rules = dataclasses.replace(rules, islands=False)
+      return Plan(jaxpr, held, rules, path, wanted, tangents=tangents)
 
     call = calls.RULES[name].plan(
       equation, [self.met(a, half, equation) for a in equation.invars], wanted, plan_body
@@ -367,7 +383,7 @@ def _reason(equation: Any, otherwise: str) -> str:
 
 def _follows(out: Held, met: list[Held]) -> str:
   if out.kind is Kind.PINNED:
-    return "the user cast an operand to float32"
+    return "an operand was cast to float32 by the user, or is a gradient"
   if out.wide:
     return "an operand has values that half precision has not"
   if any(h.kind is Kind.STATISTIC for h in met):
