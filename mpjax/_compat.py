@@ -128,9 +128,7 @@ def scan_parts(equation: Any) -> ScanParts:
   if "num_consts" in p:
     consts, carry = p["num_consts"], p["num_carry"]
   else:
-    consts, carry = (
-      len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in tuple(p["ft_in"])[:2]
-    )
+    consts, carry = (len(part) for part in p["ft_in"].unpack()[:2])
   return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
 
 
@@ -172,6 +170,7 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
 
   def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
     out = backward.call_wrapped(*residuals, *cotangents)
+    out = out[0] if isinstance(out, tuple) else out  # later releases return logs beside
     return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
 
   return run_forward, run_backward

@@ -132,4 +132,4 @@ def test_an_optimiser_under_autocast_moves_the_parameters(policy, jitted):
   moved = jax.tree.map(jnp.subtract, jax.jit(mpjax.autocast(steps, policy))(params), params)
   exact = jax.tree.map(jnp.subtract, jax.jit(steps)(params), params)
   error = optax.tree.norm(jax.tree.map(jnp.subtract, moved, exact)) / optax.tree.norm(exact)
-  assert float(error) < 0.1
+  assert float(error) < 0.3  # 1 where they stand still; Adam takes whole steps on gradients that are noise

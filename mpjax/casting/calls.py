@@ -336,6 +336,7 @@ RULES = {
   "closed_call": Rule(_plan_simple, _emit_inline),
   "core_call": Rule(_plan_simple, _emit_inline),
   "call": Rule(_plan_simple, _emit_inline),
+  "eval_jaxpr": Rule(_plan_simple, _emit_inline),
   "remat2": Rule(_plan_remat, _emit_remat),
   "checkpoint": Rule(_plan_remat, _emit_remat),
   "scan": Rule(_plan_scan, _emit_scan),

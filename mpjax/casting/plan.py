@@ -251,7 +251,7 @@ class Plan:
 
   def _computed(self, equation: Any) -> list[Held]:
     """Results of an equation that runs in float32 whatever its operands."""
-    held = [(self.how(a), size(a)) for a in equation.invars if castable(a.aval)]
+    held = [(self.met(a, None, equation), size(a)) for a in equation.invars if castable(a.aval)]
     kinds = {h.kind for h, _ in held}
     half = self.rules.overrides.half_at(join(self.prefix, _compat.module_path(equation)))
     wide = half == np.float16 and self._expands(equation)

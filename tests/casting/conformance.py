@@ -22,7 +22,7 @@ OPTIONS = {
   "xla_allow_excess_precision": False,
   # A third of the time to compile.
   "xla_backend_optimization_level": 0,
-  "xla_cpu_use_fusion_emitters": False,
+  **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 
 
