@@ -48,7 +48,7 @@ def test_public_names_exist_and_are_documented():
 
 def test_the_python_of_the_readme_runs():
   text = (ROOT / "README.md").read_text()
-  first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  autocast, first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   batch = {"x": np.ones((4, 2), np.float32)}
   names = {
     "mpjax": mpjax,
@@ -58,6 +58,8 @@ def test_the_python_of_the_readme_runs():
     "loss_fn": lambda params, batch: ((batch["x"] * params["w"]).astype(jnp.float32) ** 2).mean() / 8,
     "batch": batch,
   }
+  exec(autocast, names)
+  assert names["grads"]["w"].dtype == jnp.float32
   exec(first, names)
   params, state = jax.jit(names["step"])(names["params"], names["opt_state"], batch)
   assert (params["w"] != 1).all()
