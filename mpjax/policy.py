@@ -37,7 +37,8 @@ class Policy(jmp.Policy):
 
   Attributes:
     param_dtype: dtype of the parameters that the optimiser updates (the master weights).
-    compute_dtype: dtype that parameters and inputs are cast to for a step.
+    compute_dtype: dtype that parameters and inputs are cast to for a step; under autocast, that of the
+      matrix products and of what follows them.
     output_dtype: dtype of what the model or loss function returns.
     reduce_dtype: dtype in which gradients cross devices; `None`: the dtype they are computed in.
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.

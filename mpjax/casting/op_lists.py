@@ -60,7 +60,8 @@ class OpLists:
   def replace(self, **lists: Iterable[str]) -> OpLists:
     """A copy with some lists replaced; a name that is put on one list leaves the one where it was.
 
-    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is left on no list follows its inputs.
+    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is taken off its list goes to
+    `infer`.
 
     Raises:
       ValueError: if a list or a name does not exist, or a name is given to two lists.

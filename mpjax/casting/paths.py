@@ -47,11 +47,6 @@ class Overrides:
     return self._default is None and not self._rules
 
   @property
-  def half(self) -> np.dtype | None:
-    """The half dtype outside every override."""
-    return self._default
-
-  @property
   def any_half(self) -> np.dtype:
     """A half dtype that is in use, bfloat16 if none is."""
     in_use = (self._default, *(dtype for *_, dtype in self._rules))

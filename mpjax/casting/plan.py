@@ -44,7 +44,6 @@ class Node:
   why: str
   outs: list[Held]
   call: Any = None
-  region: int | None = None
 
   def has_product(self) -> bool:
     """Whether a matrix product is in its body, at any depth."""

@@ -96,8 +96,6 @@ def _group(plan: Plan, reads: list[list[int]], inside: list[bool], ends: list[bo
   for members in groups.values():
     island = _island(plan, members, readers)
     if island.kept:
-      for i in members:
-        plan.nodes[i].region = members[0]
       islands.append(island)
   return islands
 

@@ -57,6 +57,11 @@ def make_task(config: Config, info: DataInfo, policy: Policy) -> Task:
       f"use model.kind {fits}"
     )
   attention = getattr(config.model, "attention", "auto")
+  if attention == "cudnn" and policy.autocast:
+    raise ConfigError(
+      "model.attention=cudnn under autocast, which takes a float32 program, and the fused kernel takes none: "
+      "use auto, or autocast: false in the policy"
+    )
   if attention == "cudnn" and (platform(None) != "gpu" or policy.compute_dtype.itemsize != 2):
     raise ConfigError(
       f"model.attention=cudnn on {platform(None)} in {policy.compute_dtype.name}: the fused kernel needs an "

@@ -257,7 +257,9 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
     (["model.heads=3"], ["dim=32", "heads=3"]),
     (["optimizer.name=adamv"], ["adamv", "did you mean"]),
     (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),
-    (["model.attention=cudnn", "policy=bf16"], ["model.attention=cudnn", "cpu", "auto"]),
+    (["model.attention=cudnn", "policy=bf16_pure"], ["model.attention=cudnn", "cpu", "auto"]),
+    (["model.attention=cudnn", "policy=bf16"], ["model.attention=cudnn", "autocast: false"]),
+    (["policy={base: bf16, overrides: {heat: fp32}}"], ["'heat' matches no module", "GPT/blocks/0"]),
   ],
 )
 def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_path, capsys, overrides, words):
@@ -267,6 +269,18 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
   assert error.count("\n") == 1
   assert all(word in error for word in words), error
   assert not (tmp_path / "run").exists()
+
+
+def test_explain_says_what_a_run_would_do(tiny_gpt, capsys):
+  assert cli.explain([*tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  row = lambda path: next(line.split() for line in lines if line.split()[:1] == [path])
+  assert row("GPT/blocks/0/up")[-1] != "100%"
+  assert row("GPT/blocks/1/up")[-1] == "100%"  # of its FLOPs in float32
+  assert "its module's policy computes in float32" in "\n".join(lines)
+  assert cli.explain([*tiny_gpt, "policy={base: bf16, autocast: false}"]) == 0
+  assert "casts parameters and batch instead" in capsys.readouterr().out
+  assert cli.explain([*tiny_gpt, "policy=fp61"]) == 2
 
 
 def test_no_arguments_is_a_usage_error(capsys):
