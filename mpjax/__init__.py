@@ -1,8 +1,9 @@
 """Mixed-precision policies for JAX: loss scaling, casting and training from one policy."""
 
-from mpjax.casting.autocast import autocast, full_precision
+from mpjax.casting.autocast import autocast, full_precision, init_fp8_state
 from mpjax.casting.explain import explain
 from mpjax.casting.op_lists import OpLists
+from mpjax.fp8.product import fp8_dot_general
 from mpjax.loss_scale import (
   LossScaleState,
   LossScaling,
@@ -44,10 +45,12 @@ __all__ = [
   "dynamic_loss_scale",
   "explain",
   "export_loss_scale",
+  "fp8_dot_general",
   "full_precision",
   "get_loss_scale",
   "get_policy",
   "import_loss_scale",
+  "init_fp8_state",
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "make_train_step",

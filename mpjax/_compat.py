@@ -15,7 +15,7 @@ import jax
 import jax.extend.core
 import numpy as np
 import optax
-from jax._src import source_info_util
+from jax._src import sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
 
 
@@ -85,6 +85,18 @@ def bind(equation: Any, operands: list[Any], **changes: Any) -> list[Any]:
   return list(out) if equation.primitive.multiple_results else [out]
 
 
+def bind_jit(equation: Any, operands: list[Any], extra: list[Any], closed: Any) -> list[Any]:
+  """A `jit` of another body, whose inputs are `operands` and then `extra`, of any sharding."""
+  n = len(extra)
+  p = equation.params
+  more = {
+    "in_shardings": (*p["in_shardings"], *(sharding_impls.UNSPECIFIED,) * n),
+    "in_layouts": (*p["in_layouts"], *(None,) * n),
+    "donated_invars": (*p["donated_invars"], *(False,) * n),
+  }
+  return bind(equation, [*operands, *extra], jaxpr=closed, **(more if n else {}))
+
+
 def trace(fun: Callable[..., Any], operands: list[Any]) -> Any:
   """The closed jaxpr of `fun` for operands of these types."""
   return jax.make_jaxpr(fun)(*operands)
@@ -132,13 +144,13 @@ def scan_parts(equation: Any) -> ScanParts:
   return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
 
 
-def shard_map_like(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
-  """`fun` under the same `shard_map` as an equation's."""
+def shard_map_like(equation: Any, fun: Callable[..., Any], replicated: int = 0) -> Callable[..., Any]:
+  """`fun` under the same `shard_map` as an equation's, with more operands, the same everywhere."""
   p = equation.params
   return jax.shard_map(
     fun,
     mesh=p["mesh"],
-    in_specs=tuple(p["in_specs"]),
+    in_specs=(*p["in_specs"], *(jax.sharding.PartitionSpec(),) * replicated),
     out_specs=tuple(p["out_specs"]),
     axis_names=set(p["newly_manual_axes"]),
     check_vma=p["check_vma"],
@@ -235,14 +247,14 @@ def vary_like(tree: Any, like: Any) -> Any:
 
 def varying_axes(tree: Any) -> frozenset[str]:
   """The `shard_map` axes that a leaf of `tree` is known to vary over: none where that is not tracked."""
-  axes: frozenset[str] = frozenset()
-  for leaf in jax.tree.leaves(tree):
-    kind = jax.typeof(leaf)
-    if hasattr(kind, "manual_axis_type"):
-      axes |= kind.manual_axis_type.varying
-    else:
-      axes |= getattr(kind, "vma", frozenset())  # the name in earlier releases
-  return axes
+  return frozenset().union(*(varying_axes_of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def varying_axes_of_type(kind: Any) -> frozenset[str]:
+  """The `shard_map` axes that values of a type vary over."""
+  if hasattr(kind, "manual_axis_type"):
+    return kind.manual_axis_type.varying
+  return getattr(kind, "vma", frozenset())  # the name in earlier releases
 
 
 def closure_as_argument(

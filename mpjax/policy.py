@@ -19,6 +19,7 @@ import yaml
 
 from mpjax import _compat
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
+from mpjax.fp8.recipe import Recipe, parse_recipe, to_pairs
 from mpjax.loss_scale.config import LossScaling, parse_loss_scaling
 
 T = TypeVar("T")
@@ -82,11 +83,22 @@ class Policy(jmp.Policy):
           f"({error})"
         ) from error
     object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
-    if isinstance(self.fp8, Mapping):
-      object.__setattr__(self, "fp8", tuple(sorted(self.fp8.items())))
+    object.__setattr__(self, "fp8", to_pairs(self.fp8))
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
     object.__setattr__(self, "overrides", parse_overrides(self.overrides))
+
+  @property
+  def fp8_recipe(self) -> Recipe | None:
+    """What `fp8` says, with defaults; `None` for no FP8."""
+    return parse_recipe(self.fp8)
+
+  def without_histories(self) -> Policy:
+    """The policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
+    if self.fp8_recipe is None or self.fp8_recipe.recipe != "delayed":
+      return self
+    pairs = {k: v for k, v in self.fp8 if not k.startswith("amax_")} | {"recipe": "current"}
+    return dataclasses.replace(self, fp8=to_pairs(pairs))
 
   def cast_to_param(self, x: T) -> T:
     """Casts the floating leaves of a tree to `param_dtype`."""
@@ -116,7 +128,7 @@ class Policy(jmp.Policy):
       elif isinstance(value, LossScaling):
         value = dataclasses.asdict(value)
       elif field.name == "fp8":
-        value = dict(value)
+        value = {key: list(x) if isinstance(x, tuple) else x for key, x in value}
       elif field.name == "overrides":
         # A list: the first match wins, and writers of YAML sort the keys of a mapping.
         value = [list(pair) for pair in value]
@@ -267,8 +279,17 @@ def parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
       re.compile(pattern)
     except (re.error, TypeError) as error:
       raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
-    get_policy(policy)
-  return tuple((pattern, p if isinstance(p, str) else str(get_policy(p))) for pattern, p in pairs)
+    parsed = get_policy(policy)
+    if not isinstance(policy, str) and parsed.fp8 and parsed.name != "fp8":
+      raise ValueError(
+        f"policy override {pattern!r}: name the preset, as in {pattern}: fp8; the recipe is that of the "
+        "whole policy's fp8 mapping"
+      )
+  return tuple((pattern, _as_string(get_policy(p)) if not isinstance(p, str) else p) for pattern, p in pairs)
+
+
+def _as_string(policy: Policy) -> str:
+  return "fp8" if policy.fp8 else str(policy)
 
 
 _triple: Callable[[jmp.Policy], tuple[Any, Any, Any]] = lambda p: (

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax.casting.autocast import autocast
+from mpjax.casting.autocast import autocast, init_fp8_state
 from mpjax.casting.explain import Explanation, explain
+from mpjax.casting.paths import Overrides
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import is_inexact, unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
@@ -32,7 +33,7 @@ _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=["step", "params", "model_state", "opt_state", "rng"],
+  data_fields=["step", "params", "model_state", "opt_state", "rng", "fp8_state"],
   meta_fields=["graphdef"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TrainState:
     opt_state: state of `TrainStep.tx`.
     rng: key from which each step's key is folded, or `None`.
     graphdef: structure of an `nnx.Module`, or `None`; static.
+    fp8_state: amax histories of FP8 products under delayed scaling (`mpjax.init_fp8_state`); `{}` for none.
   """
 
   step: jax.Array
@@ -55,6 +57,7 @@ class TrainState:
   opt_state: Any
   rng: jax.Array | None
   graphdef: Any = None
+  fp8_state: Any = dataclasses.field(default_factory=dict)
 
   @property
   def model(self) -> nnx.Module:
@@ -147,24 +150,34 @@ class TrainStep:
     # Metrics go to the output dtype below, model state never.
     wide = dataclasses.replace(self.policy, output_dtype=jnp.float32)  # type: ignore[call-arg]
     self._plain_loss_fn = loss_fn
-    self._loss_fn = autocast(loss_fn, wide) if self.policy.autocast else loss_fn
+    self._delayed = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
+    self._autocast_policy = wide
     self._accumulate = accumulate
     self._cast_batch = cast_batch
     self._wrt = wrt
     names = inspect.signature(loss_fn).parameters
     self._keywords = tuple(name for name in _KEYWORDS if name in names)
 
-  def init(self, params: Any, *, model_state: Any = None, rng: jax.Array | None = None) -> TrainState:
+  def init(
+    self, params: Any, *, model_state: Any = None, rng: jax.Array | None = None, batch: Any = None
+  ) -> TrainState:
     """The first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
 
     Args:
       params: tree of parameters, or an `nnx.Module`.
       model_state: what the model carries besides, for a parameter tree.
       rng: key for `loss_fn`'s `rng`.
+      batch: a batch, or its shapes; needed for delayed FP8 scaling alone, which has a history a product.
 
     Raises:
-      ValueError: if an argument is missing that `loss_fn` takes, or one is given that it does not.
+      ValueError: if an argument is missing that `loss_fn` or the policy takes, or one is given that
+        `loss_fn` does not take.
     """
+    if self._delayed and batch is None:
+      raise ValueError(
+        "fp8 recipe 'delayed' keeps a history of each product, which depends on the batch: pass "
+        "step.init(..., batch=batch), or its shapes; or use recipe 'current'"
+      )
     graphdef = None
     if isinstance(params, nnx.Module):
       if model_state is not None or "model_state" in self._keywords:
@@ -182,7 +195,7 @@ class TrainStep:
     params = self.policy.cast_to_param(params)
     # Donation needs buffers that nobody else holds.
     own = lambda tree: jax.tree.map(jnp.copy, tree)
-    return TrainState(
+    state = TrainState(
       step=jnp.zeros([], jnp.int32),
       params=own(params),
       model_state=own({} if model_state is None else model_state),
@@ -190,6 +203,14 @@ class TrainStep:
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
+    return state.replace(fp8_state=self._init_fp8(state, batch)) if self._delayed else state
+
+  def _init_fp8(self, state: TrainState, batch: Any) -> Any:
+    if self._accumulate > 1:
+      first = lambda batch: jax.tree.map(lambda x: _split_batch(self._accumulate, x)[0], batch)
+      batch = jax.eval_shape(first, batch)
+    args, keywords = self._arguments(state, batch)
+    return init_fp8_state(self._plain_loss_fn, self._autocast_policy)(*args, **keywords)
 
   def __call__(self, *args: Any, rng: jax.Array | None = None) -> Any:
     """`(state, batch) -> (state, metrics)`, or `(model, optimizer, batch) -> metrics` in place."""
@@ -206,6 +227,12 @@ class TrainStep:
     """
     return self._jitted_gradients(state, batch)
 
+  def _arguments(self, state: TrainState, batch: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Those of the loss function."""
+    values = {"rng": state.rng, "model_state": state.model_state}
+    model = state.params if state.graphdef is None else state.model
+    return (model, batch), {name: values[name] for name in self._keywords}
+
   def explain(self, state: TrainState, batch: Any) -> Explanation:
     """What autocast does to the loss function under this policy; see `mpjax.explain`.
 
@@ -213,14 +240,12 @@ class TrainStep:
       state: a state, or its shapes (`jax.eval_shape`).
       batch: a batch, or its shapes.
     """
-    model = state.params if state.graphdef is None else state.model
-    values = {"rng": state.rng, "model_state": state.model_state}
-    keywords = {name: values[name] for name in self._keywords}
-    return explain(self._plain_loss_fn, self.policy)(model, batch, **keywords)
+    args, keywords = self._arguments(state, batch)
+    return explain(self._plain_loss_fn, self.policy)(*args, **keywords)
 
   def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     with matmul_precision(self.policy):
-      loss, _, grads, _ = self._gradients(state, batch)
+      loss, _, grads, _, _ = self._gradients(state, batch)
     scaler = find_scaler(state.opt_state)
     if scaler is not None:
       grads = show(grads, unscale(hide(grads), scaler.scale), grads)
@@ -230,6 +255,11 @@ class TrainStep:
     if optimizer.tx is not self.tx:
       raise ValueError(
         "the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)"
+      )
+    if self._delayed:
+      raise ValueError(
+        "fp8 recipe 'delayed' keeps its histories in a TrainState: use state = step.init(model, batch=batch) "
+        "and step(state, batch), or recipe 'current'"
       )
     graphdef, params, model_state = nnx.split(model, self._wrt, ...)
     wrong = {p.dtype.name for p in jax.tree.leaves(params)} - {self.policy.param_dtype.name}
@@ -255,14 +285,14 @@ class TrainStep:
 
   def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     with matmul_precision(self.policy):
-      loss, metrics, grads, model_state = self._gradients(state, batch)
+      loss, metrics, grads, model_state, fp8_state = self._gradients(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
     if scaler is not None:
-      model_state = jax.tree.map(
-        lambda new, old: jnp.where(scaler.grads_finite, new, old), model_state, state.model_state
-      )
+      keep = lambda new, old: jnp.where(scaler.grads_finite, new, old)
+      model_state = jax.tree.map(keep, model_state, state.model_state)
+      fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
       metrics |= {
         # The scale that this loss was multiplied by, not the next one.
         "loss_scale": get_loss_scale(state.opt_state).scale,
@@ -275,54 +305,62 @@ class TrainStep:
       params=apply_updates(state.params, updates),
       model_state=model_state,
       opt_state=opt_state,
+      fp8_state=fp8_state,
     )
     return state, metrics
 
-  def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any]:
-    """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model state."""
+  def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
+    """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model and FP8 state."""
     # FP8 scales and amax histories are state in a dtype of their own.
     compute_params = state.params
     if not self.policy.autocast:
       compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-    grad_fn = jax.value_and_grad(self._scaled_loss, has_aux=True)
+    grad_fn = jax.value_and_grad(self._scaled_loss, argnums=(0, 1), has_aux=True)
 
     def micro_step(model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-      (_, (loss, metrics, model_state)), grads = grad_fn(compute_params, model_state, batch, rng, state)
-      return loss, metrics, grads, model_state
+      (_, (loss, metrics, model_state)), (grads, fp8_state) = grad_fn(
+        compute_params, state.fp8_state, model_state, batch, rng, state
+      )
+      return loss, metrics, grads, model_state, fp8_state
 
     if self._accumulate == 1:
-      loss, metrics, grads, model_state = micro_step(state.model_state, batch, rng)
-      return loss, metrics, _cast_like(grads, state.params), model_state
+      loss, metrics, grads, model_state, fp8_state = micro_step(state.model_state, batch, rng)
+      return loss, metrics, _cast_like(grads, state.params), model_state, fp8_state
 
     n = self._accumulate
     batches = jax.tree.map(functools.partial(_split_batch, n), batch)
     rngs = None if rng is None else jax.random.split(rng, n)
 
     def body(carry: Any, xs: Any) -> Any:
-      grads, model_state = carry
-      loss, metrics, more, model_state = micro_step(model_state, *xs)
+      grads, model_state, fp8_state = carry
+      loss, metrics, more, model_state, more_fp8 = micro_step(model_state, *xs)
       add = lambda total, g: total + g.astype(total.dtype)
       grads = map_parts(add, jnp.maximum, grads, more)
-      return (grads, model_state), (loss, metrics)
+      fp8_state = jax.tree.map(jnp.maximum, fp8_state, more_fp8)
+      return (grads, model_state, fp8_state), (loss, metrics)
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-    (grads, model_state), (losses, metrics) = jax.lax.scan(body, (zeros, state.model_state), (batches, rngs))
+    first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
+    (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, (batches, rngs))
     grads = map_parts(lambda g: g / n, lambda g: g, grads)
-    return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state
+    return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state, fp8_state
 
   def _scaled_loss(
-    self, compute_params: Any, model_state: Any, batch: Any, rng: Any, state: TrainState
+    self, compute_params: Any, fp8_state: Any, model_state: Any, batch: Any, rng: Any, state: TrainState
   ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Any]]:
     values = {"rng": rng, "model_state": model_state}
     keywords = {name: values[name] for name in self._keywords}
-    if self._cast_batch and not self.policy.autocast:
+    loss_fn = self._plain_loss_fn
+    if self.policy.autocast:
+      loss_fn = autocast(loss_fn, self._autocast_policy, fp8_state=fp8_state or None)
+    elif self._cast_batch:
       batch = self.policy.cast_to_compute(batch)
     if state.graphdef is None:
-      out = self._loss_fn(compute_params, batch, **keywords)
+      out = loss_fn(compute_params, batch, **keywords)
     else:
       model = nnx.merge(state.graphdef, compute_params, model_state)
-      out = self._loss_fn(model, batch, **keywords)
+      out = loss_fn(model, batch, **keywords)
       mutated = nnx.split(model, self._wrt, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)

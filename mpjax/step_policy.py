@@ -14,6 +14,7 @@ from mpjax.policy import Policy, cast_floating
 _NEEDS_AUTOCAST = (
   ("accum_dtype", "an accumulation dtype of matrix products"),
   ("overrides", "per-module precision"),
+  ("fp8", "FP8 matrix products"),
 )
 
 
@@ -71,7 +72,6 @@ def require_honoured(policy: Policy) -> None:
   """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
   for key, means in (
     ("reduce_dtype", "a dtype for gradients that cross devices"),
-    ("fp8", "FP8 matrix products"),
     *(() if policy.autocast else _NEEDS_AUTOCAST),
   ):
     value = getattr(policy, key)

@@ -10,13 +10,16 @@ import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting.interpret import run
+from mpjax.casting import quantised
+from mpjax.casting.interpret import Run
+from mpjax.casting.layers import Layers
 from mpjax.casting.modules import Modules, with_module_argument
 from mpjax.casting.op_lists import OpLists
 from mpjax.casting.paths import FULL_PRECISION, OUTPUT, Overrides
 from mpjax.casting.plan import Plan
 from mpjax.casting.rules import Rules
 from mpjax.casting.values import initial
+from mpjax.fp8.delayed import empty_state
 from mpjax.policy import Policy, get_policy, matmul_precision
 
 RECOMPUTE = ("islands", "dots", "nothing")
@@ -30,6 +33,7 @@ def autocast(
   ops: OpLists | None = None,
   overrides: Mapping[str, Any] | None = None,
   recompute: str = "islands",
+  fp8_state: Any = None,
 ) -> Callable[..., Any]:
   """`fun` with its matrix products in half precision and its range-critical operations in float32.
 
@@ -57,6 +61,8 @@ def autocast(
     ops: the lists of primitives, if not `mpjax.OpLists.default()`.
     overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's
       own; the first that matches whole components of the path wins.
+    fp8_state: histories of FP8 products under `recipe: delayed`, from `mpjax.init_fp8_state`; what is
+      differentiated with respect to it gives its next value.
     recompute: what the backward pass computes again instead of keeping it in memory: `"islands"`; `"dots"`,
       everything but the results of matrix products (less memory, more work); or `"nothing"`.
 
@@ -74,7 +80,9 @@ def autocast(
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
   make_rules(get_policy(policy), ops, overrides)  # what is wrong with them is said now
   if fun is None:
-    return functools.partial(autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute)
+    return functools.partial(
+      autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute, fp8_state=fp8_state
+    )
   if not callable(fun):
     raise ValueError(
       f"autocast of {fun!r}: expected a function; the policy is the second argument, as in "
@@ -85,9 +93,56 @@ def autocast(
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     resolved = get_policy(policy)
     with matmul_precision(resolved):
-      return _call(fun, args, kwargs, resolved, ops, overrides, recompute)
+      rules = make_rules(resolved, ops, overrides, recompute)
+      quantised.warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
+      return _call(fun, args, kwargs, resolved, rules, recompute, fp8_state)
 
   return wrapped
+
+
+def init_fp8_state(
+  fun: Callable[..., Any],
+  policy: Any,
+  *,
+  ops: OpLists | None = None,
+  overrides: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+  """The first state of delayed FP8 scaling, for `mpjax.autocast(fun, policy, fp8_state=...)`.
+
+  ```python
+  state = mpjax.init_fp8_state(loss_fn, policy)(params, batch)
+  loss = lambda params, state, batch: mpjax.autocast(loss_fn, policy, fp8_state=state)(params, batch)
+  grads, state = jax.grad(loss, argnums=(0, 1))(params, state, batch)  # what comes back is the next state
+  ```
+
+  One tree, whatever the model is written in; checkpoint, shard (it is small: replicate) and donate it as any
+  other. Each differentiated call takes the state once: where a loss calls a model twice, put the autocast
+  round the loss. On a step whose gradients are not finite, keep the old state; in a tree of parameters under
+  `_overwrite_with_gradient`, mpjax's loss scaling does that.
+
+  Args:
+    fun: the function.
+    policy: with `recipe: delayed` in its `fp8` mapping.
+    ops: as for `autocast`.
+    overrides: as for `autocast`.
+
+  Returns:
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state: for each FP8
+    product, by module path, float32[amax_history_len] for `lhs`, `rhs` and `gradient`; nothing is computed.
+  """
+
+  def init(*args: Any, **kwargs: Any) -> Any:
+    resolved = get_policy(policy)
+    rules = make_rules(resolved, ops, overrides)
+    if rules.overrides.nothing_to_do:
+      return empty_state({})
+    with matmul_precision(resolved):
+      plan = Traced(fun, args, kwargs).plan(rules, resolved)
+    rules.overrides.check_all_matched()
+    sites = {node.fp8.site for node in plan.all_nodes() if node.fp8} - {None}
+    return empty_state({site: rules.sites.recipes[site].amax_history_len for site in sorted(sites)})
+
+  return init
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,19 +167,20 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(
-  fun: Any, args: Any, kwargs: Any, policy: Policy, ops: OpLists | None, overrides: Any, recompute: str
+  fun: Any, args: Any, kwargs: Any, policy: Policy, rules: Rules, recompute: str, fp8_state: Any
 ) -> Any:
-  rules = make_rules(policy, ops, overrides, recompute)
   if rules.overrides.nothing_to_do:
     with jax.named_scope(FULL_PRECISION):
       return _to_output(fun(*args, **kwargs), policy)
   traced = Traced(fun, args, kwargs)
   plan = traced.plan(rules, policy)
   rules.overrides.check_all_matched()
-  cast = lambda *operands: run(plan, operands)
+  uses = quantised.number([node.fp8 for node in plan.all_nodes() if node.fp8])
+  histories = quantised.open_histories(fp8_state, rules.sites.recipes, uses)
+  cast = lambda histories, *operands: Run(histories)(plan, operands)
   if recompute == "dots":
     cast = jax.checkpoint(cast, policy=jax.checkpoint_policies.dots_saveable)
-  return traced.finish(cast(*traced.operands), policy)
+  return traced.finish(cast(histories, *traced.operands), policy)
 
 
 def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:
@@ -171,7 +227,8 @@ class Traced:
     half = rules.overrides.any_half
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
     held += [initial(v.aval) for v in body.invars]
-    return Plan(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4)
+    layers = Layers.of(self.closed, rules) if rules.overrides.recipes else None
+    return Plan(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4, layers=layers)
 
   def finish(self, results: list[Any], policy: Policy) -> Any:
     """The function's value from the results of its program; puts mutated state where it belongs."""

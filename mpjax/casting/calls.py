@@ -7,7 +7,7 @@ A rule keeps what the primitive promises: the name, shardings and donation of a 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,12 +16,15 @@ import jax.numpy as jnp
 from mpjax import _compat
 from mpjax.casting import carries
 from mpjax.casting.values import FLOAT32, Held, Kind, initial
+from mpjax.fp8.observe import spread
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset(("scan", "while", "cond", "shard_map"))
 
 PlanBody = Callable[..., Any]  # (jaxpr, held, wanted) -> Plan
-Run = Callable[[Any, Sequence[Any]], list[Any]]  # (plan, inputs) -> outputs, as plan.outs says
+# FP8 products are looked for in these alone: a derivative rule is a program of its own.
+PLAIN = LOOPS | {"jit", "closed_call", "core_call", "call", "eval_jaxpr", "remat2", "checkpoint"}
+Run = Any  # `interpret.Run`: (plan, inputs) -> outputs, as plan.outs says
 
 
 @dataclasses.dataclass
@@ -90,9 +93,11 @@ def _body(call: Call, run: Run, i: int = 0) -> Callable[..., list[Any]]:
 
 
 def _emit_jit(call: Call, operands: list[Any], run: Run) -> list[Any]:
-  closed = _compat.trace(_body(call, run), operands)
+  histories, n = run.within(call.plans), len(operands)
+  inside = lambda *xs: _body(call, run.replace(histories.with_arrays(xs[n:])))(*xs[:n])
+  closed = _compat.trace(inside, [*operands, *histories.arrays])
   with _compat.at(call.equation):
-    return _compat.bind(call.equation, operands, jaxpr=closed)
+    return _compat.bind_jit(call.equation, operands, histories.arrays, closed)
 
 
 def _emit_inline(call: Call, operands: list[Any], run: Run) -> list[Any]:
@@ -125,14 +130,18 @@ def _plan_scan(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBody
 
 def _emit_scan(call: Call, operands: list[Any], run: Run) -> list[Any]:
   k, n, options = _compat.scan_parts(call.equation)
-  body = _body(call, run)
+  histories = run.within(call.plans)
+  # A probe for each step: what they see is merged by the largest, where a constant's would be added.
+  probes = {number: spread(probe, options["length"]) for number, probe in histories.probes.items()}
 
   def step(carry: Any, xs: Any) -> Any:
+    xs, probes = xs
+    body = _body(call, run.replace(dataclasses.replace(histories, probes=probes)))
     out = body(*operands[:k], *carry, *xs)
     return [cast(x, h) for x, h in zip(out[:n], call.carry, strict=True)], out[n:]
 
   with _compat.at(call.equation):
-    carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
+    carry, ys = jax.lax.scan(step, operands[k : k + n], (operands[k + n :], probes), **options)
   return [*carry, *ys]
 
 
@@ -201,9 +210,11 @@ def _emit_cond(call: Call, operands: list[Any], run: Run) -> list[Any]:
 
 
 def _emit_shard_map(call: Call, operands: list[Any], run: Run) -> list[Any]:
-  body = _body(call, run)
+  histories, n = run.within(call.plans), len(operands)
+  inside = lambda *xs: tuple(_body(call, run.replace(histories.with_arrays(xs[n:])))(*xs[:n]))
   with _compat.at(call.equation):
-    return list(_compat.shard_map_like(call.equation, lambda *xs: tuple(body(*xs)))(*operands))
+    mapped = _compat.shard_map_like(call.equation, inside, replicated=len(histories.arrays))
+    return list(mapped(*operands, *histories.arrays))
 
 
 def _emit_custom_jvp(call: Call, operands: list[Any], run: Run) -> list[Any]:

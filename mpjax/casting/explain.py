@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpjax import _compat
 from mpjax.casting.autocast import Traced, make_rules
 from mpjax.casting.calls import LOOPS
 from mpjax.casting.op_lists import OpLists
-from mpjax.casting.plan import Mode, Node, Plan
+from mpjax.casting.plan import NOT_FP8, Mode, Node, Plan
 from mpjax.casting.regions import Island, read_dtype, schedule
 from mpjax.casting.values import castable
 from mpjax.policy import Policy, get_policy
@@ -74,7 +74,7 @@ class Explanation:
     return total
 
   def __str__(self) -> str:
-    return "\n\n".join(filter(None, (self._summary(), self._modules(), self._full())))
+    return "\n\n".join(filter(None, (self._summary(), self._modules(), self._not_fp8(), self._full())))
 
   def _summary(self) -> str:
     flops = self.matrix_flops()
@@ -104,16 +104,10 @@ class Explanation:
     return _table(head, lines)
 
   def _full(self) -> str:
-    """Why something is in float32: by module and reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in self.rows:
-      if row.after == "float32" and row.before == "float32":
-        reasons.setdefault((row.path or "(no module)", row.why), []).append(row.primitive)
-    lines = []
-    for (path, why), names in reasons.items():
-      counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
-      lines.append((path, ", ".join(counted), why))
-    return _table(("in float32", "operations", "because"), lines) if lines else ""
+    return _reasons("in float32", (row for row in self.rows if row.after == row.before == "float32"))
+
+  def _not_fp8(self) -> str:
+    return _reasons("not in FP8", (row for row in self.rows if row.flops), NOT_FP8)
 
 
 def explain(
@@ -148,6 +142,19 @@ def explain(
     return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())))
 
   return explained
+
+
+def _reasons(title: str, rows: Iterable[Row], prefix: str = "") -> str:
+  """Why something runs in its dtype, for reasons that start so: by module and reason."""
+  reasons: dict[tuple[str, str], list[str]] = {}
+  for row in rows:
+    if row.why.startswith(prefix):
+      reasons.setdefault((row.path or "(no module)", row.why.removeprefix(prefix)), []).append(row.primitive)
+  lines = []
+  for (path, why), names in reasons.items():
+    counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
+    lines.append((path, ", ".join(counted), why))
+  return _table((title, "operations", "because"), lines) if lines else ""
 
 
 class _Numbers:
@@ -210,6 +217,8 @@ def _casts(plan: Plan, node: Node, made: set[Any], island: int | None) -> Iterat
 
 
 def _runs_in(plan: Plan, node: Node) -> str:
+  if node.fp8 is not None:
+    return node.fp8.recipe.forward_dtype
   if node.mode is Mode.HALF:
     return np.dtype(node.half).name
   avals = [v.aval for v in node.equation.outvars if hasattr(v.aval, "dtype")]

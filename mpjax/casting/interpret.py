@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,20 +11,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import calls, traits
+from mpjax.casting import calls, quantised, traits
 from mpjax.casting.plan import Mode, Node, Plan
-from mpjax.casting.regions import Island, schedule
+from mpjax.casting.quantised import Histories
+from mpjax.casting.regions import Island, read_dtype, schedule
 from mpjax.casting.values import Held, castable
+from mpjax.fp8.product import NAME
 
 
-def run(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
-  """The outputs of a planned program, each in the dtype of `plan.outs`.
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Carries out plans.
 
-  Args:
-    plan: the plan.
-    inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+  Attributes:
+    histories: under delayed FP8 scaling, scales by site and probes by number of the product.
   """
-  values = Values(plan)
+
+  histories: Histories = dataclasses.field(default_factory=Histories)
+
+  def __call__(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a planned program, each in the dtype of `plan.outs`.
+
+    Args:
+      plan: the plan.
+      inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
+    """
+    return _carry_out(plan, inputs, self)
+
+  def within(self, plans: Sequence[Plan]) -> Histories:
+    """The histories of the products in some plans."""
+    return self.histories.of([node.fp8 for plan in plans for node in plan.all_nodes() if node.fp8])
+
+  def replace(self, histories: Histories) -> Run:
+    """The same with other histories."""
+    return Run(histories)
+
+
+def _carry_out(plan: Plan, inputs: Sequence[Any], run: Run) -> list[Any]:
+  values = Values(plan, run)
   for variable, value in zip(plan.inputs, inputs, strict=True):
     values.write(variable, value)
   for unit in schedule(plan):
@@ -37,8 +62,9 @@ def run(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
 class Values:
   """The arrays of a program that is being carried out; each in the dtypes it has been asked for."""
 
-  def __init__(self, plan: Plan):
+  def __init__(self, plan: Plan, run: Run):
     self.plan = plan
+    self.run = run
     self._arrays: dict[Any, dict[Any, Any]] = {}
 
   def write(self, variable: Any, value: Any) -> None:
@@ -69,7 +95,7 @@ class Values:
 
   def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any]) -> Values:
     """The values of an island: what it reads, and nothing else."""
-    values = Values(self.plan)
+    values = Values(self.plan, self.run)
     for (variable, _), array in zip(variables, arrays, strict=True):
       values.write(variable, array)
     return values
@@ -81,7 +107,10 @@ def emit(node: Node, values: Values) -> None:
   if node.mode is Mode.ENTER:
     with _compat.at(equation):
       operands = [values.read(a, h.dtype) for a, h in zip(equation.invars, node.call.ins, strict=True)]
-    out = calls.RULES[equation.primitive.name].emit(node.call, operands, run)
+    out = calls.RULES[equation.primitive.name].emit(node.call, operands, values.run)
+  elif node.fp8 is not None:
+    with _compat.at(equation):
+      out = [_quantised(node, values)]
   else:
     with _compat.at(equation):
       out = _EMIT[node.mode](node, values)
@@ -114,6 +143,16 @@ def _emit_half(node: Node, values: Values) -> list[Any]:
   ):
     changes["preferred_element_type"] = values.plan.rules.accum_dtype
   return _compat.bind(equation, operands, **changes)
+
+
+def _quantised(node: Node, values: Values) -> Any:
+  operands = [
+    values.read(a, read_dtype(values.plan, node, a)) if castable(a.aval) else values.read(a, None)
+    for a in node.equation.invars
+  ]
+  out_dtype = node.outs[0].dtype if node.mode is Mode.HALF else node.equation.outvars[0].aval.dtype
+  out_dtype = values.plan.rules.accum_dtype or out_dtype
+  return quantised.emit(node.fp8, node.equation, operands, values.run.histories, out_dtype)
 
 
 def _operand(atom: Any, shape: tuple[int, ...], values: Values, half: Any, broadcasts: bool) -> Any:
@@ -154,7 +193,9 @@ def _emit_island(island: Island, values: Values) -> None:
     return [local.read(v, dtype) for v, dtype in island.outputs]
 
   operands = [values.read(v, dtype) for v, dtype in island.inputs]
-  products = {node.equation.primitive.name for node in island.nodes if node.listed == "allow"}
+  products = {
+    NAME if node.fp8 else node.equation.primitive.name for node in island.nodes if node.listed == "allow"
+  }
   save = lambda primitive, *_, **__: primitive.name in products
   out = jax.checkpoint(inside, policy=save if products else None)(*operands)
   for (variable, _), value in zip(island.outputs, out, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.fp8.recipe import Recipe
 from mpjax.policy import Policy, get_policy, parse_overrides
 
 # Scopes with which autocast marks a program for autocasts outside it.
@@ -33,40 +34,57 @@ class Overrides:
   """
 
   def __init__(self, policy: Policy, overrides: Any):
+    self._recipe = policy.fp8_recipe
     self._rules = [
-      (pattern, re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)"), half_dtype(get_policy(spec)))
+      (pattern, re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)"), *self._of(get_policy(spec)))
       for pattern, spec in [*parse_overrides(overrides or ()), *policy.overrides]
     ]
-    self._default = half_dtype(policy)
-    self._resolved: dict[str, np.dtype | None] = {}
+    self._default = self._of(policy)
+    self._resolved: dict[str, tuple[np.dtype | None, Recipe | None]] = {}
     self._matched: set[str] = set()
 
   @property
   def nothing_to_do(self) -> bool:
     """Whether everything computes in float32, without a look at its paths."""
-    return self._default is None and not self._rules
+    return self._default == (None, None) and not self._rules
 
   @property
   def any_half(self) -> np.dtype:
     """A half dtype that is in use, bfloat16 if none is."""
-    in_use = (self._default, *(dtype for *_, dtype in self._rules))
+    in_use = (self._default[0], *(dtype for _, _, dtype, _ in self._rules))
     return next((dtype for dtype in in_use if dtype is not None), np.dtype(jnp.bfloat16))
+
+  @property
+  def recipes(self) -> set[Recipe]:
+    """The FP8 recipes in use."""
+    return {recipe for recipe in (self._default[1], *(recipe for *_, recipe in self._rules)) if recipe}
 
   def half_at(self, path: str) -> np.dtype | None:
     """The half dtype that a module computes in, or `None` for float32."""
+    return self._at(path)[0]
+
+  def recipe_at(self, path: str) -> Recipe | None:
+    """The FP8 recipe of a module's matrix products, or `None` for none."""
+    return self._at(path)[1]
+
+  def uniform_below(self, path: str) -> bool:
+    """Whether a path in float32 can have nothing in half precision under it."""
+    return FULL_PRECISION in path.split("/") or all(dtype is None for _, _, dtype, _ in self._rules)
+
+  def _of(self, policy: Policy) -> tuple[np.dtype | None, Recipe | None]:
+    """The half dtype and the recipe of a policy; an override's recipe is that of the whole policy."""
+    return half_dtype(policy), policy.fp8_recipe and (self._recipe or policy.fp8_recipe)
+
+  def _at(self, path: str) -> tuple[np.dtype | None, Recipe | None]:
     if path not in self._resolved:
       self._resolved[path] = self._resolve(path)
     return self._resolved[path]
 
-  def uniform_below(self, path: str) -> bool:
-    """Whether a path in float32 can have nothing in half precision under it."""
-    return FULL_PRECISION in path.split("/") or all(dtype is None for *_, dtype in self._rules)
-
-  def _resolve(self, path: str) -> np.dtype | None:
-    found = [(pattern, dtype) for pattern, regex, dtype in self._rules if regex.search(path)]
+  def _resolve(self, path: str) -> tuple[np.dtype | None, Recipe | None]:
+    found = [(pattern, (half, recipe)) for pattern, regex, half, recipe in self._rules if regex.search(path)]
     self._matched |= {pattern for pattern, _ in found}
     if FULL_PRECISION in path.split("/"):
-      return None
+      return None, None
     return found[0][1] if found else self._default
 
   def check_all_matched(self) -> None:

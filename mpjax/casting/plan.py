@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import calls, traits
+from mpjax.casting import calls, quantised, traits
+from mpjax.casting.layers import Layers
 from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import OUTPUT, join
-from mpjax.casting.rules import Rules
+from mpjax.casting.rules import Rules, live
 from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet, size
+
+NOT_FP8 = "not FP8: "  # how the reason of such a product begins
 
 
 class Mode(enum.Enum):
@@ -44,11 +47,12 @@ class Node:
   why: str
   outs: list[Held]
   call: Any = None
+  fp8: Any = None
 
   def has_product(self) -> bool:
     """Whether a matrix product is in its body, at any depth."""
-    nodes = [node for plan in (self.call.plans if self.call else ()) for node in plan.nodes]
-    return any(node.listed == "allow" or node.has_product() for node in nodes)
+    nodes = (node for plan in (self.call.plans if self.call else ()) for node in plan.all_nodes())
+    return any(node.listed == "allow" for node in nodes)
 
 
 class Plan:
@@ -71,20 +75,29 @@ class Plan:
     wanted: Sequence[Any] = (),
     full_outputs: bool = False,
     tangents: int = 0,
+    layers: Layers | None = None,
   ):
     self.jaxpr = _compat.open_jaxpr(jaxpr)
     self.inputs = [*self.jaxpr.constvars, *self.jaxpr.invars]
     self.rules = rules
     self.prefix = prefix
+    self.layers = layers
     self.held: dict[Any, Held] = dict(zip(self.inputs, held, strict=True))
     self._feeding = rules.feeding(jaxpr)
     self._full_outputs = full_outputs
     self._depth: dict[Any, int] = {}
     self._linear = set(self.inputs[len(self.inputs) - tangents :])
     self._outputs = {v for v in self.jaxpr.outvars if _compat.is_variable(v)}
-    self.nodes = [self._decide(equation) for equation in _live(self.jaxpr)]
+    self.nodes = [self._decide(equation) for equation in live(self.jaxpr)]
     self._pull_in()
     self.outs = [self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars)]
+
+  def all_nodes(self) -> Iterator[Node]:
+    """The decisions, those in bodies too."""
+    for node in self.nodes:
+      yield node
+      for plan in node.call.plans if node.call else ():
+        yield from plan.all_nodes()
 
   def how(self, atom: Any, half: Any = None) -> Held:
     """How a variable or literal is held."""
@@ -150,7 +163,9 @@ class Plan:
       equation.invars if kind == "allow" and _gives(equation, half) else [*equation.invars, *equation.outvars]
     )
     if any(_of_its_own(a.aval) for a in asked):
-      return node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
+      kept = node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
+      by_hand = kind == "allow" and half is not None and all(a.aval.dtype == half for a in asked)
+      return self._quantised(kept) if by_hand else kept
     if kind == "opaque" or not operands:
       why = (
         _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
@@ -164,7 +179,9 @@ class Plan:
         return node(Mode.FULL, "its module's policy computes in float32", self._computed(equation))
       if _pinned_precision(equation):
         return node(Mode.FULL, "the user asks for this precision", self._computed(equation))
-      return node(Mode.HALF, _reason(equation, ""), self._outs(equation, Held(Kind.HALF, half)))
+      return self._quantised(
+        node(Mode.HALF, _reason(equation, ""), self._outs(equation, Held(Kind.HALF, half)))
+      )
     if kind == "deny":
       return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
     if equation.primitive.name in traits.EACH and len(equation.invars) == len(equation.outvars):
@@ -186,6 +203,26 @@ class Plan:
         Mode.HALF, "its operands are half precision", self._outs(equation, out._replace(dtype=half))
       )
     return node(Mode.FULL, _follows(out, met), self._outs(equation, out))
+
+  def _quantised(self, node: Node) -> Node:
+    """A product in half precision as an FP8 one, if it may be."""
+    recipe = self.rules.overrides.recipe_at(node.path)
+    if recipe is None:
+      return node
+    product = self.layers.products.get(id(node.equation)) if self.layers else None
+    site = None
+    if recipe.recipe == "delayed" and product is not None:
+      # Named whether FP8 or not: the names are to be the same for batches of other sizes.
+      weight = id(node.equation) if all(product.active) else product.roots[not product.active[1]]
+      site = self.rules.sites.name(node.path, weight, recipe)
+    decided = quantised.decide(node.equation, node.path, recipe, product)
+    if isinstance(decided, str):
+      node.why = f"{NOT_FP8}{decided}"
+      return node
+    node.fp8 = decided
+    node.why = f"an FP8 product ({recipe.recipe} scaling)"
+    decided.site = site
+    return node
 
   def _decide_cast(self, equation: Any, path: str, half: Any) -> Node:
     (source,), (result,) = equation.invars, equation.outvars
@@ -233,7 +270,9 @@ class Plan:
       rules = self.rules
       if rules.islands and not islands:
         rules = dataclasses.replace(rules, islands=False)
-      return Plan(jaxpr, held, rules, path, wanted, tangents=tangents)
+      inner = self.layers.inner.get(id(equation), {}) if self.layers and name in calls.PLAIN else {}
+      layers = inner.get(id(_compat.open_jaxpr(jaxpr)))
+      return Plan(jaxpr, held, rules, path, wanted, tangents=tangents, layers=layers)
 
     call = calls.RULES[name].plan(
       equation, [self.met(a, half, equation) for a in equation.invars], wanted, plan_body
@@ -342,17 +381,6 @@ def _contracts_all(equation: Any) -> bool:
   contracted, batch = equation.params["dimension_numbers"]
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
   return used == [len(a.aval.shape) for a in equation.invars]
-
-
-def _live(jaxpr: Any) -> list[Any]:
-  """The equations whose results or effects matter."""
-  needed = {v for v in jaxpr.outvars if _compat.is_variable(v)}
-  live = []
-  for equation in reversed(jaxpr.eqns):
-    if equation.effects or any(v in needed for v in equation.outvars):
-      live.append(equation)
-      needed.update(a for a in equation.invars if _compat.is_variable(a))
-  return live[::-1]
 
 
 def _of_its_own(aval: Any) -> bool:

@@ -147,6 +147,8 @@ def _read_as(plan: Plan, v: Any, outside: list[Node]) -> list[Any]:
 
 def read_dtype(plan: Plan, node: Node, atom: Any) -> Any:
   """The dtype in which an equation reads a float32 value of the program."""
+  if node.fp8 is not None and plan.how(atom).kind is Kind.FLEXIBLE:
+    return FLOAT32  # master weights are rounded once
   if node.mode is Mode.HALF and node.call is None and not _compat.bodies(node.equation):
     return node.half
   if node.mode is Mode.ENTER:

@@ -11,6 +11,30 @@ from mpjax.casting.op_lists import OpLists
 from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import Overrides
 from mpjax.casting.values import castable
+from mpjax.fp8.recipe import Recipe
+
+
+class Sites:
+  """Names for the histories of delayed scaling: the module path, and a number where it has several weights.
+
+  Attributes:
+    recipes: the recipe of each, by name.
+  """
+
+  def __init__(self) -> None:
+    self.recipes: dict[str, Recipe] = {}
+    self._names: dict[tuple[str, Any], str] = {}
+    self._weights: dict[str, int] = {}
+
+  def name(self, path: str, weight: Any, recipe: Recipe) -> str:
+    """The name for a product with a weight (what identifies it), in a module."""
+    if (path, weight) not in self._names:
+      i = self._weights.get(path, 0)
+      self._weights[path] = i + 1
+      self._names[path, weight] = f"{path}:{i}" if i else path or ":0"
+    name = self._names[path, weight]
+    self.recipes[name] = recipe
+    return name
 
 
 @dataclasses.dataclass
@@ -23,6 +47,7 @@ class Rules:
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     islands: whether islands are computed again in the backward pass.
     enter_all: plan the bodies of calls that run whole in float32, too, for `explain`.
+    sites: what the FP8 products under delayed scaling keep their histories under.
   """
 
   ops: OpLists
@@ -30,6 +55,7 @@ class Rules:
   accum_dtype: Any = None
   islands: bool = True
   enter_all: bool = False
+  sites: Sites = dataclasses.field(default_factory=lambda: Sites())
   _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
   _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
 
@@ -82,3 +108,14 @@ class Rules:
             found.update(v for v in operands if _compat.is_variable(v) and castable(v.aval))
       self._feeding[id(body)] = (body, found)
     return self._feeding[id(body)][1]
+
+
+def live(jaxpr: Any) -> list[Any]:
+  """The equations whose results or effects matter."""
+  needed = {v for v in jaxpr.outvars if _compat.is_variable(v)}
+  live = []
+  for equation in reversed(jaxpr.eqns):
+    if equation.effects or any(v in needed for v in equation.outvars):
+      live.append(equation)
+      needed.update(a for a in equation.invars if _compat.is_variable(a))
+  return live[::-1]

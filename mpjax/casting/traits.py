@@ -15,6 +15,10 @@ VIEWS = _names(
   """broadcast_in_dim concatenate convert_element_type copy dynamic_slice gather name pad reshape rev
   sharding_constraint slice split squeeze stop_gradient transpose"""
 )
+# A weight is the same weight behind these.
+SAME = _names(
+  """broadcast_in_dim convert_element_type copy reshape sharding_constraint squeeze stop_gradient transpose"""
+)
 # The gradient of a sum or a choice needs none of its operands: the result is the smaller thing to save.
 SUMS = _names("add add_any clamp concatenate max min select_n sub")
 # Nothing of these needs saving for the backward pass, so that there is nothing to compute again.

@@ -110,7 +110,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   info = DataInfo(**data | {"image_shape": None if shape is None else tuple(shape)})
   policy = get_policy(config.policy)
   task = make_task(config, info, policy)
-  init = make_train_step(task.loss_fn, optax.identity(), policy).init
+  init = make_train_step(task.loss_fn, optax.identity(), policy.without_histories()).init
   like = jax.eval_shape(lambda key: init(**task.init(key), rng=key), jax.random.key(0))
 
   def read(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:

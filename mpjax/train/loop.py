@@ -216,12 +216,15 @@ class Run:
     """Means over the evaluation batches."""
     totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
     for batch in self.data.eval():
-      for name, value in self._evaluate(state.params, state.model_state, self.setup.place(batch)).items():
+      parts = (state.params, state.model_state, state.fp8_state)
+      for name, value in self._evaluate(*parts, self.setup.place(batch)).items():
         totals[name].append(value)
     return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
 
-  def _evaluate_batch(self, params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
-    return self.task.evaluate(params, model_state, batch, self.policy)
+  def _evaluate_batch(
+    self, params: Any, model_state: Any, fp8_state: Any, batch: Any
+  ) -> dict[str, jax.Array]:
+    return self.task.evaluate(params, model_state, batch, self.policy, fp8_state)
 
   def _resume(self, iterator: Any) -> tuple[TrainState, int]:
     start = self.checkpoints.latest()

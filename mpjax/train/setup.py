@@ -66,7 +66,7 @@ class Setup:
 
   def _init(self) -> TrainState:
     key, step_key = jax.random.split(jax.random.key(self.config.seed))
-    return self.step.init(**self.task.init(key), rng=step_key)
+    return self.step.init(**self.task.init(key), rng=step_key, batch=next(self.data.train()))
 
   def _state_sharding(self) -> Sharding:
     if self.mesh is None:

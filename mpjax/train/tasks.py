@@ -37,10 +37,17 @@ class Task(Protocol):
   def init(self, key: jax.Array) -> dict[str, Any]:
     """Keyword arguments of `TrainStep.init`, but for `rng`."""
 
-  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
-    """Evaluation logits under the policy, in its `output_dtype`, from master weights."""
+  def logits(
+    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
+  ) -> jax.Array:
+    """Evaluation logits under the policy, in its `output_dtype`, from master weights.
 
-  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+    Delayed FP8 scaling takes its histories from `fp8_state`; without one, each tensor has its own scale.
+    """
+
+  def evaluate(
+    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+  ) -> Metrics:
     """f32[] means over a batch: `eval_loss` and what a person asks for beside it."""
 
 
@@ -103,17 +110,21 @@ class LanguageModel:
     logits = self._policy.cast_to_output(model(batch["tokens"][:, :-1], rng=rng))
     return _cross_entropy(logits, batch["tokens"][:, 1:])
 
-  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
+  def logits(
+    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
+  ) -> jax.Array:
     """[B, T] tokens -> [B, T, vocab]."""
     run = lambda params, inputs: nnx.merge(self._graphdef, params, model_state)(inputs)
     if policy.autocast:  # the module as an argument, which gives its parts their paths
       model = nnx.merge(self._graphdef, params, model_state)
-      return autocast(lambda model, inputs: model(inputs), policy)(model, inputs)
+      return _autocast(lambda model, inputs: model(inputs), policy, fp8_state)(model, inputs)
     return _cast_call(run, policy)(params, inputs)
 
-  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+  def evaluate(
+    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+  ) -> Metrics:
     """`eval_loss` (nats a token), `eval_bits_per_byte`."""
-    logits = self.logits(params, model_state, batch["tokens"][:, :-1], policy)
+    logits = self.logits(params, model_state, batch["tokens"][:, :-1], policy, fp8_state)
     loss = _cross_entropy(logits, batch["tokens"][:, 1:])
     return {"eval_loss": loss, "eval_bits_per_byte": loss / jnp.log(2.0)}
 
@@ -152,18 +163,27 @@ class ImageClassifier:
       model_state,
     )
 
-  def logits(self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy) -> jax.Array:
+  def logits(
+    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
+  ) -> jax.Array:
     """[B, H, W, C] images -> [B, classes]."""
     run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
-    return (autocast if policy.autocast else _cast_call)(run, policy)(params, inputs)
+    cast = _autocast(run, policy, fp8_state) if policy.autocast else _cast_call(run, policy)
+    return cast(params, inputs)
 
-  def evaluate(self, params: Any, model_state: Any, batch: Any, policy: Policy) -> Metrics:
+  def evaluate(
+    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+  ) -> Metrics:
     """`eval_loss` (nats an image), `eval_accuracy`."""
-    logits = self.logits(params, model_state, batch["images"], policy)
+    logits = self.logits(params, model_state, batch["images"], policy, fp8_state)
     return {
       "eval_loss": _cross_entropy(logits, batch["labels"]),
       "eval_accuracy": _accuracy(logits, batch["labels"]),
     }
+
+
+def _autocast(run: Callable[..., jax.Array], policy: Policy, fp8_state: Any) -> Callable[..., jax.Array]:
+  return autocast(run, policy if fp8_state else policy.without_histories(), fp8_state=fp8_state or None)
 
 
 def _cast_call(run: Callable[..., jax.Array], policy: Policy) -> Callable[..., jax.Array]:

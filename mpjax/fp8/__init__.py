@@ -1,0 +1,1 @@
+"""FP8 matrix products: recipes, scaling, differentiation. Knows nothing of autocast, which calls it."""

@@ -1,0 +1,330 @@
+"""`fp8_dot_general`: a bilinear primitive whose operands are FP8, in the forward and both backward products.
+
+As a primitive it is differentiated like `dot_general` (forward and reverse, to any order), and the platform
+that it is lowered for decides whether FP8 units multiply or wider ones do; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax.fp8.recipe import BLOCK, Recipe, parse_recipe
+from mpjax.fp8.scaling import amax_of, quantise, quantise_blocks, scale_of
+
+Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+NAME = "fp8_dot_general"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """How one product is carried out.
+
+  Attributes:
+    lhs_dtype: format of the left operand.
+    rhs_dtype: format of the right one.
+    gradient_dtype: format of gradients and tangents.
+    out_dtype: dtype of the result, and of the gradients that it sends back.
+    margin: as in `Recipe`.
+    pow2: as `Recipe.pow2_scales`.
+    block: whether scales go by blocks.
+    saved: whether operands are kept for the backward pass in FP8.
+    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
+    native: multiply in FP8; `None`: where the platform is one that has such units.
+  """
+
+  lhs_dtype: np.dtype
+  rhs_dtype: np.dtype
+  gradient_dtype: np.dtype
+  out_dtype: np.dtype
+  margin: int = 0
+  pow2: bool = False
+  block: bool = False
+  saved: bool = False
+  given: tuple[bool, bool, bool] = (False, False, False)
+  native: bool | None = None
+
+
+def fp8_dot_general(
+  lhs: jax.Array,
+  rhs: jax.Array,
+  dimension_numbers: Any,
+  recipe: Recipe | Any = "current",
+  *,
+  scales: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+  out_dtype: Any = None,
+  gradient_operand: tuple[bool, bool] = (False, False),
+  native: bool | None = None,
+) -> jax.Array:
+  """`jax.lax.dot_general` with FP8 operands, float32 accumulation, and FP8 in both backward products.
+
+  Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
+  `recipe.gradient_dtype`. A result whose scale 1 / (scale of lhs x scale of rhs) is below 2**-126 is zero.
+
+  Args:
+    lhs: floating, any shape.
+    rhs: floating.
+    dimension_numbers: as of `jax.lax.dot_general`.
+    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors.
+    out_dtype: dtype of the result; `None`: that of lhs.
+    gradient_operand: which operands are gradients themselves.
+    native: whether FP8 units multiply; `None`: on the platforms that have them.
+
+  Returns:
+    [batch, lhs free, rhs free] in `out_dtype`.
+
+  Raises:
+    ValueError: for a recipe that is not understood, one that is delayed without scales, or a contracted
+      dimension that its blocks do not divide.
+  """
+  parsed = parse_recipe(recipe) or Recipe()
+  if parsed.recipe == "delayed" and scales is None:
+    raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
+  formats = [parsed.gradient if is_gradient else parsed.forward for is_gradient in gradient_operand]
+  spec = Spec(
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    gradient_dtype=parsed.gradient,
+    out_dtype=np.dtype(lhs.dtype if out_dtype is None else out_dtype),
+    margin=parsed.margin,
+    pow2=parsed.pow2_scales,
+    block=parsed.recipe == "block",
+    saved=parsed.saved_activations == "fp8" and parsed.recipe != "block",
+    given=(scales is not None,) * 3,
+    native=native,
+  )
+  contracted, batch = dimension_numbers
+  dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
+  if spec.block and int(np.prod([lhs.shape[i] for i in dims[0][0]])) % BLOCK:
+    raise ValueError(f"recipe 'block' of {lhs.shape}: expected a contracted size that {BLOCK} divides")
+  one = jnp.ones([], jnp.float32)
+  return fp8_dot_general_p.bind(lhs, rhs, *(scales or (one, one, one)), dimension_numbers=dims, spec=spec)
+
+
+fp8_dot_general_p = Primitive(NAME)
+
+
+@functools.partial(jax.jit, static_argnames=("dimension_numbers", "spec"))
+def _eager(*operands: Any, dimension_numbers: Dims, spec: Spec) -> jax.Array:
+  return fp8_dot_general_p.bind(*operands, dimension_numbers=dimension_numbers, spec=spec)
+
+
+def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) -> Any:
+  # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
+  aval, _ = jax.lax.dot_general_p.abstract_eval(
+    lhs.update(dtype=spec.out_dtype, weak_type=False),
+    rhs.update(dtype=spec.out_dtype, weak_type=False),
+    dimension_numbers=dimension_numbers,
+    precision=None,
+    preferred_element_type=spec.out_dtype,
+    out_sharding=None,
+  )
+  return aval
+
+
+def _compute(
+  lhs: jax.Array, rhs: jax.Array, *scales: jax.Array, dimension_numbers: Dims, spec: Spec, native: bool
+) -> jax.Array:
+  native = native if spec.native is None else spec.native
+  if spec.block:
+    return _compute_blocks(lhs, rhs, dimension_numbers, spec, native)
+  (lhs, lhs_scale), (rhs, rhs_scale) = (
+    quantised(x, scale, dtype, given, spec)
+    for x, scale, dtype, given in zip(
+      (lhs, rhs), scales[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
+    )
+  )
+  if not native:  # every FP8 number is a bfloat16 one, and so is every product of two
+    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+  out = jax.lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+  # One factor, which compilers fuse into the product.
+  unit = 1 / (lhs_scale * rhs_scale)
+  return (out * unit.reshape(unit.shape + (1,) * (out.ndim - unit.ndim))).astype(spec.out_dtype)
+
+
+def quantised(
+  x: jax.Array, scale: jax.Array, dtype: Any, given: bool, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
+  """An operand in FP8, which it may be already, and its scale."""
+  if x.dtype == dtype:
+    return x, scale
+  if not given:
+    scale = scale_of(amax_of(x), dtype, spec.margin, spec.pow2)
+  return quantise(x, scale, dtype), scale
+
+
+def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, native: bool) -> jax.Array:
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+  lhs_free, rhs_free = free_dims(lhs.ndim, dims, 0), free_dims(rhs.ndim, dims, 1)
+  shape = tuple(lhs.shape[i] for i in (*lhs_batch, *lhs_free)) + tuple(rhs.shape[i] for i in rhs_free)
+
+  def rows(x: jax.Array, batch: Any, free: Any, contract: Any) -> jax.Array:
+    size = lambda dims: int(np.prod([x.shape[i] for i in dims]))
+    return x.transpose(*batch, *free, *contract).reshape(size(batch), size(free), size(contract))
+
+  lhs = rows(lhs, lhs_batch, lhs_free, lhs_contract)  # [batch, M, K]
+  rhs = rows(rhs, rhs_batch, rhs_free, rhs_contract)  # [batch, N, K]
+  lhs, lhs_units = quantise_blocks(lhs, 2, BLOCK, spec.lhs_dtype)
+  rhs, rhs_units = quantise_blocks(rhs, 2, BLOCK, spec.rhs_dtype)
+  if native:
+    out = jax.nn.scaled_matmul(lhs, rhs, lhs_units, rhs_units, preferred_element_type=jnp.float32)
+  else:
+    lhs, rhs = _times_units(lhs, lhs_units), _times_units(rhs, rhs_units)
+    out = jax.lax.dot_general(lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+  return out.astype(spec.out_dtype).reshape(shape)
+
+
+def _times_units(x: jax.Array, units: jax.Array) -> jax.Array:
+  """What block-scaled numbers stand for, in bfloat16, which holds them but at the ends of its range."""
+  units = jnp.repeat(units.astype(jnp.float32), BLOCK, axis=2)
+  return (x.astype(jnp.float32) * units).astype(jnp.bfloat16)
+
+
+def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
+  """The dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
+  used = {*dims[0][side], *dims[1][side]}
+  return [i for i in range(ndim) if i not in used]
+
+
+def _jvp(primals: Any, tangents: Any, *, dimension_numbers: Dims, spec: Spec) -> Any:
+  lhs, rhs, *scales = primals
+  d_lhs, d_rhs = tangents[:2]
+  if spec.saved:
+    lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec)
+  bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
+  out = bind(lhs, rhs, *scales, spec=spec)
+  terms = []
+  if not isinstance(d_lhs, ad.Zero):
+    of_lhs = dataclasses.replace(
+      spec, lhs_dtype=spec.gradient_dtype, given=(False, *spec.given[1:]), saved=False
+    )
+    terms.append(bind(d_lhs, rhs, *scales, spec=of_lhs))
+  if not isinstance(d_rhs, ad.Zero):
+    of_rhs = dataclasses.replace(
+      spec, rhs_dtype=spec.gradient_dtype, given=(spec.given[0], False, spec.given[2]), saved=False
+    )
+    terms.append(bind(lhs, d_rhs, *scales, spec=of_rhs))
+  tangent = functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
+  return out, tangent
+
+
+def _saved(lhs: Any, rhs: Any, scales: list[Any], spec: Spec) -> tuple[Any, Any, list[Any], Spec]:
+  """The operands in FP8, so that what differentiation keeps of them is that."""
+  lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
+  rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
+  return (
+    _not_differentiable(lhs),
+    _not_differentiable(rhs),
+    [lhs_scale, rhs_scale, scales[2]],
+    dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False),
+  )
+
+
+@jax.custom_jvp
+def _not_differentiable(x: jax.Array) -> jax.Array:
+  return x
+
+
+@_not_differentiable.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+  raise NotImplementedError(
+    "a second derivative through an FP8 product with saved_activations: fp8, which keeps too little for it; "
+    "use saved_activations: compute"
+  )
+
+
+def _transpose(ct: Any, lhs: Any, rhs: Any, *scales: Any, dimension_numbers: Dims, spec: Spec) -> list[Any]:
+  nothing = [None] * len(scales)
+  if isinstance(ct, ad.Zero):
+    return [None, None, *nothing]
+  of_lhs = ad.is_undefined_primal(lhs)
+  dims, permutation = _transposed(
+    lhs.aval.ndim if of_lhs else lhs.ndim,
+    rhs.ndim if of_lhs else rhs.aval.ndim,
+    dimension_numbers,
+    of_lhs,
+  )
+  # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
+  if of_lhs:
+    operands, order = (ct, rhs), (2, 1, 2)
+    formats = (spec.gradient_dtype, spec.rhs_dtype)
+  else:
+    operands, order = (lhs, ct), (0, 2, 2)
+    formats = (spec.lhs_dtype, spec.gradient_dtype)
+  first, second, third = (spec.given[i] for i in order)
+  backward = dataclasses.replace(
+    spec, lhs_dtype=formats[0], rhs_dtype=formats[1], given=(first, second, third)
+  )
+  out = fp8_dot_general_p.bind(*operands, *(scales[i] for i in order), dimension_numbers=dims, spec=backward)
+  like = (lhs if of_lhs else rhs).aval
+  out = jax.lax.convert_element_type(jax.lax.transpose(out, permutation), like.dtype)
+  return [out, None, *nothing] if of_lhs else [None, out, *nothing]
+
+
+def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple[Dims, tuple[int, ...]]:
+  """The product that gives an operand's gradient, and the permutation that puts it into its layout."""
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+  n = len(lhs_batch)
+  lhs_free, rhs_free = free_dims(lhs_ndim, dims, 0), free_dims(rhs_ndim, dims, 1)
+  batch = tuple(range(n))
+  ct_lhs = tuple(range(n, n + len(lhs_free)))
+  ct_rhs = tuple(range(n + len(lhs_free), n + len(lhs_free) + len(rhs_free)))
+  if of_lhs:  # [batch, lhs free, contracted in the order of rhs]
+    new = ((ct_rhs, tuple(rhs_free)), (batch, rhs_batch))
+    by_rhs = [lhs_contract[i] for i in np.argsort(rhs_contract)]
+    layout = [*lhs_batch, *lhs_free, *by_rhs]
+  else:  # [batch, contracted in the order of lhs, rhs free]
+    new = ((tuple(lhs_free), ct_lhs), (lhs_batch, batch))
+    by_lhs = [rhs_contract[i] for i in np.argsort(lhs_contract)]
+    layout = [*rhs_batch, *by_lhs, *rhs_free]
+  return new, tuple(int(i) for i in np.argsort(layout))
+
+
+def _batch(operands: Any, axes: Any, *, dimension_numbers: Dims, spec: Spec) -> tuple[jax.Array, int]:
+  lhs, rhs, *scales = operands
+  lhs_axis, rhs_axis, *scale_axes = axes
+  size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+  front = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+  ranked = any(scale.ndim for scale in scales)
+  if ranked or any(axis is not None for axis in scale_axes):  # each member has its scales
+    lhs, rhs = front(lhs, lhs_axis), front(rhs, rhs_axis)
+    scales = [front(scale, axis) for scale, axis in zip(scales, scale_axes, strict=True)]
+    lhs_axis = rhs_axis = 0
+  moved = lambda dims, axis, skip=False: (
+    tuple(dims) if axis is None or skip else tuple(i + (i >= axis) for i in dims)
+  )
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
+  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
+  if lhs_axis is not None and rhs_axis is not None:
+    lhs_batch, rhs_batch, out_axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
+  elif lhs_axis is not None:
+    free = free_dims(lhs.ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
+    out_axis = len(lhs_batch) + free.index(lhs_axis)
+  else:
+    free = free_dims(rhs.ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
+    out_axis = lhs.ndim - len(lhs_contract) + free.index(rhs_axis)
+  dims = ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+  return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
+
+
+def _lower(native: bool) -> Any:
+  return mlir.lower_fun(functools.partial(_compute, native=native), multiple_results=False)
+
+
+fp8_dot_general_p.def_impl(_eager)
+fp8_dot_general_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[fp8_dot_general_p] = _jvp
+ad.primitive_transposes[fp8_dot_general_p] = _transpose
+batching.primitive_batchers[fp8_dot_general_p] = _batch
+mlir.register_lowering(fp8_dot_general_p, _lower(native=False))
+for _platform in ("cuda", "rocm"):
+  mlir.register_lowering(fp8_dot_general_p, _lower(native=True), platform=_platform)

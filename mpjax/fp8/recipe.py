@@ -1,0 +1,187 @@
+"""`Recipe`: how a policy's matrix products become FP8, as its `fp8` mapping says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from mpjax.dtypes import did_you_mean
+
+RECIPES = ("current", "delayed", "block")
+# By short name: OCP's formats, which NVIDIA has, and AMD's, which have no negative zero.
+FORMATS = {
+  "e4m3fn": "float8_e4m3fn",
+  "e5m2": "float8_e5m2",
+  "e4m3fnuz": "float8_e4m3fnuz",
+  "e5m2fnuz": "float8_e5m2fnuz",
+}
+BLOCK = 32  # elements with one scale, in MXFP8
+_AMAX_COMPUTE = ("max", "most_recent")
+_SAVED = ("compute", "fp8")
+_DELAYED_ONLY = ("amax_history_len", "amax_compute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What is quantised, to which format, and by which scale.
+
+  Attributes:
+    recipe: where scales come from. `current`: the largest magnitude (amax) of this very tensor. `delayed`:
+      the amaxes of earlier steps (arXiv 2209.05433; the state is what `mpjax.init_fp8_state` makes).
+      `block`: MXFP8, a power of two for every 32 elements along the contracted dimension.
+    forward_dtype: format of weights and activations.
+    gradient_dtype: format of incoming gradients.
+    margin: binades left free above the amax.
+    pow2_scales: round scales down to powers of two, which scale without rounding.
+    amax_history_len: steps that `delayed` looks back over.
+    amax_compute: `max` over them, or the `most_recent`.
+    emulate: quantise also where the device has no FP8 units, and multiply in a wider dtype there.
+    first_layer: whether products that come before any other layer are quantised.
+    last_layer: whether products that no other follows are quantised.
+    attention: whether products of two activations are quantised.
+    min_dim: products with a dimension below this stay in the compute dtype: too small to gain.
+    include: regular expressions on the module path; with any, products elsewhere are not quantised.
+    exclude: regular expressions on the module path where products are not quantised.
+    saved_activations: what is kept for the backward pass is in the `compute` dtype, or in `fp8`.
+  """
+
+  recipe: str = "current"
+  forward_dtype: str = "float8_e4m3fn"
+  gradient_dtype: str = "float8_e5m2"
+  margin: int = 0
+  pow2_scales: bool = False
+  amax_history_len: int = 1024
+  amax_compute: str = "max"
+  emulate: bool = False
+  first_layer: bool = False
+  last_layer: bool = False
+  attention: bool = False
+  min_dim: int = 128
+  include: tuple[str, ...] = ()
+  exclude: tuple[str, ...] = ()
+  saved_activations: str = "compute"
+
+  @property
+  def forward(self) -> np.dtype:
+    """The format of weights and activations."""
+    return np.dtype(self.forward_dtype)
+
+  @property
+  def gradient(self) -> np.dtype:
+    """The format of gradients."""
+    return np.dtype(self.gradient_dtype)
+
+  @property
+  def multiple(self) -> int:
+    """What every dimension of a product must be a multiple of."""
+    return BLOCK if self.recipe == "block" else 16
+
+  def excludes(self, path: str) -> str | None:
+    """Why products at a module path are not quantised, or `None` if they may be."""
+    for pattern in self.exclude:
+      if _on_path(pattern, path):
+        return f"fp8.exclude has {pattern!r}"
+    if self.include and not any(_on_path(pattern, path) for pattern in self.include):
+      return "no pattern of fp8.include matches its module"
+    return None
+
+
+def parse_recipe(spec: Any) -> Recipe | None:
+  """A `Recipe` from a policy's `fp8` mapping or (key, value) pairs; `None` from an empty one.
+
+  Raises:
+    ValueError: names the key that is wrong, and what was expected.
+  """
+  if isinstance(spec, Recipe):
+    return spec
+  if isinstance(spec, str):
+    spec = {"recipe": spec}
+  try:
+    given = dict(spec or ())
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"fp8={spec!r}: expected a mapping such as {{recipe: current}}") from error
+  if not given:
+    return None
+  fields = {field.name: field for field in dataclasses.fields(Recipe)}
+  for key in given:
+    if key not in fields:
+      raise ValueError(
+        f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}" + did_you_mean(str(key), fields)
+      )
+  values = {key: _value(key, fields[key].default, value) for key, value in given.items()}
+  kind = values.get("recipe", "current")
+  for key in _DELAYED_ONLY:
+    if key in values and kind != "delayed":
+      raise ValueError(f"fp8 key {key!r} belongs to recipe: delayed, not to recipe: {kind}")
+  if kind == "block":
+    for key in ("margin", "pow2_scales"):
+      if key in values:
+        raise ValueError(f"fp8 key {key!r} does not apply to recipe: block, whose scales are powers of two")
+    values.setdefault("gradient_dtype", "float8_e4m3fn")
+  recipe = Recipe(**values)
+  if recipe.forward_dtype.endswith("fnuz") != recipe.gradient_dtype.endswith("fnuz"):
+    raise ValueError(
+      f"fp8.forward_dtype={recipe.forward_dtype!r} with gradient_dtype={recipe.gradient_dtype!r}: no device "
+      "multiplies an FNUZ format by another; use both, as in e4m3fnuz and e5m2fnuz"
+    )
+  return recipe
+
+
+def to_pairs(spec: Any) -> tuple[tuple[str, Any], ...]:
+  """A policy's `fp8` value as sorted, hashable pairs, checked."""
+  recipe = parse_recipe(spec)
+  if recipe is None:
+    return ()
+  if isinstance(spec, Recipe):
+    spec = dataclasses.asdict(spec)
+  given = {"recipe": spec} if isinstance(spec, str) else dict(spec)
+  return tuple(sorted((key, getattr(recipe, key)) for key in given))
+
+
+def _value(key: str, default: Any, value: Any) -> Any:
+  choices: dict[str, Any] = {"recipe": RECIPES, "amax_compute": _AMAX_COMPUTE, "saved_activations": _SAVED}
+  if key in choices:
+    if value not in choices[key]:
+      raise ValueError(
+        f"fp8.{key}={value!r}: expected one of {', '.join(choices[key])}"
+        + did_you_mean(str(value), choices[key])
+      )
+    return value
+  if key.endswith("_dtype"):
+    name = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
+    name = FORMATS.get(name, name)
+    if name not in FORMATS.values():
+      raise ValueError(
+        f"fp8.{key}={value!r}: expected one of {', '.join(FORMATS)}" + did_you_mean(name, FORMATS)
+      )
+    return name
+  if isinstance(default, bool):
+    if not isinstance(value, bool):
+      raise ValueError(f"fp8.{key}={value!r}: expected true or false")
+    return value
+  if isinstance(default, int):
+    least = 0 if key == "margin" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+      raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least}")
+    return value
+  return _patterns(key, value)
+
+
+def _patterns(key: str, value: Any) -> tuple[str, ...]:
+  patterns = (value,) if isinstance(value, str) else value
+  if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+    raise ValueError(f"fp8.{key}={value!r}: expected a list of regular expressions on the module path")
+  for pattern in patterns:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise ValueError(f"fp8.{key}: {pattern!r} is not a regular expression ({error})") from error
+  return tuple(patterns)
+
+
+def _on_path(pattern: str, path: str) -> bool:
+  """Whether a regex matches whole components of a module path, as for a policy's overrides."""
+  return re.search(rf"(?:^|/)(?:{pattern})(?:/|$)", path) is not None

@@ -1,0 +1,92 @@
+"""From a wide tensor to FP8 and a scale: amax, scale, the saturating cast.
+
+x is held as q with x = q / scale; q never overflows. E4M3 has no infinity and its cast turns overflow into
+NaN, E5M2's into infinity, so values are clamped before it (arXiv 2209.05433, section 3.1: conversions
+saturate); what was not finite becomes NaN, for the loss scaler to see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Reciprocals stay normal numbers, which no device flushes to zero.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+_E8M0_BIAS = 127
+
+
+def amax_of(x: jax.Array, lead: int = 0) -> jax.Array:
+  """The largest magnitude: f32[] of any x, or f32[*x.shape[:lead]]; NaN or infinity if x holds one."""
+  return jnp.max(jnp.abs(x), axis=tuple(range(lead, x.ndim)), initial=0).astype(jnp.float32)
+
+
+def scale_of(amax: jax.Array, dtype: Any, margin: int = 0, pow2: bool = False) -> jax.Array:
+  """The scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
+
+  Args:
+    amax: float32; 0 or not finite (nothing is known) gives 1.
+    dtype: an FP8 format.
+    margin: binades left free.
+    pow2: round down to a power of two.
+
+  Returns:
+    float32 of the shape of `amax`, in [2**-126, 2**126].
+  """
+  known = (amax > 0) & (amax < jnp.inf)
+  largest = float(jnp.finfo(dtype).max) * 2.0**-margin
+  scale = jnp.clip(largest / jnp.where(known, amax, largest), _SMALLEST, _LARGEST)
+  if pow2:
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & np.uint32(0xFF800000)
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return scale
+
+
+def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  """`x * scale` in FP8, saturated; NaN where x is not finite.
+
+  Args:
+    x: of any floating dtype and shape.
+    scale: float32, of shape [] or that of leading dimensions of x.
+    dtype: an FP8 format.
+  """
+  largest = float(jnp.finfo(dtype).max)
+  wide = x.astype(jnp.float32)
+  scaled = wide * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+  # 0 times a number that is not finite is NaN: a select would be a second pass over x on a GPU.
+  return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
+
+
+def quantise_blocks(x: jax.Array, axis: int, block: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+  """MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
+
+  The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the
+  OCP Microscaling specification 1.0, section 6.3, rounds down instead).
+
+  Args:
+    x: floating, its `axis` a multiple of `block`.
+    axis: the contracted dimension.
+    block: elements to a scale.
+    dtype: an FP8 format.
+
+  Returns:
+    q: x divided by its block's scale, in `dtype`.
+    scales: E8M0 of x's shape with `axis` divided by `block`.
+  """
+  shape = (*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
+  wide = x.astype(jnp.float32).reshape(shape)
+  amax = jnp.max(jnp.abs(wide), axis=axis + 1, keepdims=True)
+  known = (amax > 0) & (amax < jnp.inf)
+  ratio = jnp.where(known, amax, 1) / float(jnp.finfo(dtype).max)
+  bits = jax.lax.bitcast_convert_type(jnp.maximum(ratio, _SMALLEST), jnp.uint32)
+  exponent = (bits >> 23) + ((bits & np.uint32(0x7FFFFF)) != 0)  # rounded up
+  exponent = jnp.clip(jnp.where(known, exponent, _E8M0_BIAS), 1, _LARGEST_E8M0)
+  unit = jax.lax.bitcast_convert_type((exponent << 23).astype(jnp.uint32), jnp.float32)
+  largest = float(jnp.finfo(dtype).max)
+  q = (jnp.clip(wide / unit, -largest, largest) + 0 * wide).astype(dtype)
+  return q.reshape(x.shape), jnp.squeeze(unit, axis + 1).astype(jnp.float8_e8m0fnu)
+
+
+_LARGEST_E8M0 = 2 * _E8M0_BIAS - 1
