@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
+import math
 import pathlib
 import sys
 import types
@@ -144,17 +145,29 @@ def scan_parts(equation: Any) -> ScanParts:
   return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
 
 
-def shard_map_like(equation: Any, fun: Callable[..., Any], replicated: int = 0) -> Callable[..., Any]:
-  """`fun` under the same `shard_map` as an equation's, with more operands, the same everywhere."""
+def shard_map_like(
+  equation: Any, fun: Callable[..., Any], replicated: int = 0, split: int = 0
+) -> tuple[Callable[..., Any], int]:
+  """`fun` under the same `shard_map` as an equation's, with more operands, and over how many devices.
+
+  Args:
+    equation: the equation.
+    fun: takes its operands and the further ones.
+    replicated: how many further operands are the same everywhere.
+    split: how many have a row for each device, after those.
+  """
   p = equation.params
-  return jax.shard_map(
+  axes = tuple(sorted(p["newly_manual_axes"]))
+  more = (*(jax.sharding.PartitionSpec(),) * replicated, *(jax.sharding.PartitionSpec(axes),) * split)
+  mapped = jax.shard_map(
     fun,
     mesh=p["mesh"],
-    in_specs=(*p["in_specs"], *(jax.sharding.PartitionSpec(),) * replicated),
+    in_specs=(*p["in_specs"], *more),
     out_specs=tuple(p["out_specs"]),
     axis_names=set(p["newly_manual_axes"]),
     check_vma=p["check_vma"],
   )
+  return mapped, math.prod(p["mesh"].shape[axis] for axis in axes)
 
 
 def custom_jvp_rule(equation: Any) -> Callable[..., list[Any]]:

@@ -84,6 +84,11 @@ class Policy(jmp.Policy):
         ) from error
     object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
     object.__setattr__(self, "fp8", to_pairs(self.fp8))
+    if self.fp8 and self.compute_dtype.itemsize != 2:
+      raise ValueError(
+        f"fp8={dict(self.fp8)} with compute_dtype={self.compute_dtype.name!r}: FP8 products are those that "
+        "would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
+      )
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
     object.__setattr__(self, "overrides", parse_overrides(self.overrides))

@@ -20,6 +20,7 @@ from mpjax.casting.plan import Plan
 from mpjax.casting.rules import Rules
 from mpjax.casting.values import initial
 from mpjax.fp8.delayed import empty_state
+from mpjax.fp8.product import as_product
 from mpjax.policy import Policy, get_policy, matmul_precision
 
 RECOMPUTE = ("islands", "dots", "nothing")
@@ -177,9 +178,9 @@ def _call(
   rules.overrides.check_all_matched()
   uses = quantised.number([node.fp8 for node in plan.all_nodes() if node.fp8])
   histories = quantised.open_histories(fp8_state, rules.sites.recipes, uses)
-  cast = lambda histories, *operands: Run(histories)(plan, operands)
+  cast = lambda histories, *operands: quantised.keep(histories, Run(histories)(plan, operands))
   if recompute == "dots":
-    cast = jax.checkpoint(cast, policy=jax.checkpoint_policies.dots_saveable)
+    cast = jax.checkpoint(cast, policy=as_product(jax.checkpoint_policies.dots_saveable))
   return traced.finish(cast(histories, *traced.operands), policy)
 
 

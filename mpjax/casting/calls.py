@@ -17,6 +17,7 @@ from mpjax import _compat
 from mpjax.casting import carries
 from mpjax.casting.values import FLOAT32, Held, Kind, initial
 from mpjax.fp8.observe import spread
+from mpjax.fp8.product import as_product
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset(("scan", "while", "cond", "shard_map"))
@@ -113,8 +114,10 @@ def _plan_remat(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBod
 
 def _emit_remat(call: Call, operands: list[Any], run: Run) -> list[Any]:
   jaxpr, constants = _compat.trace_open(_body(call, run), operands)
+  policy = call.equation.params["policy"]
+  policy = policy and as_product(policy)
   with _compat.at(call.equation):
-    return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr)
+    return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 
 
 def _plan_scan(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBody) -> Call:
@@ -211,10 +214,16 @@ def _emit_cond(call: Call, operands: list[Any], run: Run) -> list[Any]:
 
 def _emit_shard_map(call: Call, operands: list[Any], run: Run) -> list[Any]:
   histories, n = run.within(call.plans), len(operands)
-  inside = lambda *xs: tuple(_body(call, run.replace(histories.with_arrays(xs[n:])))(*xs[:n]))
+  scales, probes = list(histories.scales.values()), list(histories.probes.values())
+
+  def inside(*xs: Any) -> Any:
+    own = [*xs[n : n + len(scales)], *(probe[0] for probe in xs[n + len(scales) :])]
+    return tuple(_body(call, run.replace(histories.with_arrays(own)))(*xs[:n]))
+
   with _compat.at(call.equation):
-    mapped = _compat.shard_map_like(call.equation, inside, replicated=len(histories.arrays))
-    return list(mapped(*operands, *histories.arrays))
+    mapped, devices = _compat.shard_map_like(call.equation, inside, len(scales), len(probes))
+    # A probe for each device: what they see is merged by the largest.
+    return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))
 
 
 def _emit_custom_jvp(call: Call, operands: list[Any], run: Run) -> list[Any]:

@@ -14,9 +14,10 @@ from mpjax import _compat
 from mpjax.casting import calls, quantised, traits
 from mpjax.casting.plan import Mode, Node, Plan
 from mpjax.casting.quantised import Histories
-from mpjax.casting.regions import Island, read_dtype, schedule
-from mpjax.casting.values import Held, castable
+from mpjax.casting.regions import Island, read_dtype, saved_dtype, schedule
+from mpjax.casting.values import Held, Kind, castable
 from mpjax.fp8.product import NAME
+from mpjax.fp8.saving import keep_in_fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +94,9 @@ class Values:
     array = jnp.asarray(value.item()) if atom.aval.weak_type else jnp.asarray(value)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
-  def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any]) -> Values:
+  def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any], run: Run) -> Values:
     """The values of an island: what it reads, and nothing else."""
-    values = Values(self.plan, self.run)
+    values = Values(self.plan, run)
     for (variable, _), array in zip(variables, arrays, strict=True):
       values.write(variable, array)
     return values
@@ -186,13 +187,12 @@ def _emit_cast(node: Node, values: Values) -> list[Any]:
 
 
 def _emit_island(island: Island, values: Values) -> None:
-  def inside(*arrays: Any) -> list[Any]:
-    local = values.copy(island.inputs, arrays)
-    for node in island.nodes:
-      emit(node, local)
-    return [local.read(v, dtype) for v, dtype in island.outputs]
-
+  inside = lambda *arrays: _inside(island, values, arrays, values.run)
   operands = [values.read(v, dtype) for v, dtype in island.inputs]
+  dtype = saved_dtype(island, values.plan)
+  if dtype is not None:
+    _emit_saving(island, values, dtype, operands)
+    return
   products = {
     NAME if node.fp8 else node.equation.primitive.name for node in island.nodes if node.listed == "allow"
   }
@@ -200,6 +200,28 @@ def _emit_island(island: Island, values: Values) -> None:
   out = jax.checkpoint(inside, policy=save if products else None)(*operands)
   for (variable, _), value in zip(island.outputs, out, strict=True):
     values.write(variable, value)
+
+
+def _emit_saving(island: Island, values: Values, dtype: Any, operands: list[Any]) -> None:
+  """An island of which half-precision inputs are kept in FP8."""
+  n, histories = len(operands), values.run.histories
+  inside = lambda *xs: _inside(island, values, xs[:n], values.run.replace(histories.with_arrays(xs[n:])))
+  narrow = [
+    values.plan.held[v].kind is Kind.HALF and x.ndim > 0
+    for (v, _), x in zip(island.inputs, operands, strict=True)
+  ]
+  arrays = histories.arrays
+  out = keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
+  for (variable, _), value in zip(island.outputs, out, strict=True):
+    values.write(variable, value)
+
+
+def _inside(island: Island, values: Values, arrays: Sequence[Any], run: Run) -> list[Any]:
+  """The results of an island, from what it reads."""
+  local = values.copy(island.inputs, arrays, run)
+  for node in island.nodes:
+    emit(node, local)
+  return [local.read(v, dtype) for v, dtype in island.outputs]
 
 
 def _literal(value: Any, dtype: Any) -> Any:

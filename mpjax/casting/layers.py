@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from mpjax import _compat
 from mpjax.casting import calls, traits
 from mpjax.casting.rules import Rules, live
+from mpjax.casting.values import size
 
-_REMAT = ("remat2", "checkpoint")
+_STACKED = "stacked"  # what a scan collects of a value
 
 
 class Fact(NamedTuple):
@@ -21,13 +22,21 @@ class Fact(NamedTuple):
 
   Attributes:
     active: whether a layer came before it.
-    varies: whether it depends on an input of the program.
+    varies: whether it depends on an input or an array that the program closes over.
     root: what identifies it behind reshapes and calls.
+    gradient: whether it was computed in a backward pass, from what flows there.
   """
 
   active: bool
   varies: bool
   root: Any
+  gradient: bool = False
+
+  def join(self, other: Fact) -> Fact:
+    """Either, as far as is known."""
+    return Fact(
+      self.active or other.active, self.varies or other.varies, self.root, self.gradient or other.gradient
+    )
 
 
 class Product(NamedTuple):
@@ -37,13 +46,15 @@ class Product(NamedTuple):
     active: which of its operands come after a layer.
     gradients: which of its operands are gradients, in a backward pass inside the program.
     roots: what identifies its operands.
+    size: elements of its result; of the gradient operand, in a backward pass.
     last: whether no product follows it.
   """
 
   active: tuple[bool, bool]
   gradients: tuple[bool, bool]
   roots: tuple[Any, Any]
-  last: bool
+  size: int
+  last: bool = False
 
   @property
   def first(self) -> bool:
@@ -59,19 +70,20 @@ class Layers:
   Attributes:
     products: by equation (its id).
     inner: for each higher-order equation (its id), those of its bodies, by body (its id).
+    reaching: variables that a product comes after.
   """
 
-  def __init__(self, jaxpr: Any, facts: Sequence[Fact], rules: Rules, recomputed: bool = False):
+  def __init__(self, jaxpr: Any, facts: Sequence[Fact], rules: Rules, behind: bool = False):
     self._jaxpr = _compat.open_jaxpr(jaxpr)
     self._rules = rules
-    self._recomputed = recomputed
+    self._behind = behind
     self.products: dict[int, Product] = {}
     self.inner: dict[int, dict[int, Layers]] = {}
+    self.reaching: set[Any] = set()
     self._facts: dict[Any, Fact] = {}
-    self._depth: dict[Any, int] = {}
     inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
     missing = len(inputs) - len(facts)
-    constants = [Fact(False, False, (id(v), "constant")) for v in inputs[:missing]]
+    constants = [Fact(False, True, (id(v), "constant")) for v in inputs[:missing]]
     self._facts.update(zip(inputs, [*constants, *facts], strict=True))
     self._equations = live(self._jaxpr)
     for equation in self._equations:
@@ -85,31 +97,34 @@ class Layers:
     layers = cls(body, [Fact(False, True, (i, "input")) for i in range(len(body.invars))], rules)
     layers.backward([False] * len(body.outvars))
     readers: dict[Any, list[Product]] = {}
-    for product in layers.all():
-      if not any(product.gradients):
-        for root in product.roots:
-          readers.setdefault(root, []).append(product)
+    for product in layers._forward_products():
+      for root in product.roots:
+        readers.setdefault(root, []).append(product)
     layers._inherit(readers)
     return layers
 
-  def all(self) -> Iterator[Product]:
-    """All products, those of bodies too."""
-    yield from self.products.values()
+  def _forward_products(self) -> Iterator[Product]:
+    if not self._behind:
+      yield from (product for product in self.products.values() if not any(product.gradients))
     for bodies in self.inner.values():
       for layers in bodies.values():
-        yield from layers.all()
+        yield from layers._forward_products()
 
   def _inherit(self, readers: dict[Any, list[Product]]) -> None:
+    """Gives the products of a backward pass what is known of the forward ones that they come from."""
     for key, product in list(self.products.items()):
-      if not any(product.gradients):
+      if not (self._behind or any(product.gradients)):
         continue
-      kept = [i for i in (0, 1) if not product.gradients[i]]
-      forward = readers.get(product.roots[kept[0]], []) if kept else []
-      if not forward or self._recomputed:
+      roots = [root for root, gradient in zip(product.roots, product.gradients, strict=True) if not gradient]
+      forward = [p for root in roots for p in readers.get(root, [])]
+      forward = [p for p in forward if p.size == product.size] or forward
+      if not forward or all(product.gradients):
         del self.products[key]
         continue
-      active = (all(p.active[0] for p in forward), all(p.active[1] for p in forward))
       last = any(p.last for p in forward)
+      active = product.active  # of one that is computed again
+      if any(product.gradients):
+        active = (all(p.active[0] for p in forward), all(p.active[1] for p in forward))
       self.products[key] = product._replace(active=active, last=last)
     for bodies in self.inner.values():
       for layers in bodies.values():
@@ -121,20 +136,18 @@ class Layers:
   def _forward(self, equation: Any) -> None:
     facts = [self._fact(a) for a in equation.invars]
     name = equation.primitive.name
-    variables = [a for a in equation.invars if _compat.is_variable(a)]
-    depth = max([_compat.backward_depth(equation), *(self._depth.get(a, 0) for a in variables)])
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
-    outs = [Fact(active, varies, (id(self), id(v))) for v in equation.outvars]
+    gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
+    outs = [Fact(active, varies, (id(self), id(v)), gradient) for v in equation.outvars]
     if self._rules.list_of(name, None) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
-      lhs, rhs = equation.invars[:2]
-      is_gradient = lambda a: _compat.is_variable(a) and self._depth.get(a, 0) > 0
+      lhs, rhs = facts[:2]
       self.products[id(equation)] = Product(
-        active=(facts[0].active, facts[1].active),
-        gradients=(is_gradient(lhs), is_gradient(rhs)),
-        roots=(facts[0].root, facts[1].root),
-        last=False,
+        active=(lhs.active, rhs.active),
+        gradients=(lhs.gradient, rhs.gradient),
+        roots=(lhs.root, rhs.root),
+        size=size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
       )
       outs = [fact._replace(active=True) for fact in outs]
     elif name == "gather" and facts[1].varies:
@@ -142,7 +155,6 @@ class Layers:
     elif name in traits.SAME and len(facts) == 1:
       outs = [facts[0]]
     self._facts.update(zip(equation.outvars, outs, strict=True))
-    self._depth.update(dict.fromkeys(equation.outvars, depth))
 
   def _call(self, equation: Any, facts: list[Fact]) -> list[Fact] | None:
     name = equation.primitive.name
@@ -152,41 +164,39 @@ class Layers:
     entering = list(facts)
     if name == "scan":
       consts, carry, _ = _compat.scan_parts(equation)
-      entering[consts + carry :] = [f._replace(root=(f.root, "row")) for f in entering[consts + carry :]]
+      entering[consts + carry :] = [f._replace(root=_row(f.root)) for f in entering[consts + carry :]]
       first, loops = consts, carry
     elif name == "while":
       first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], n
     else:
       first, loops = 0, 0
-    recomputed = self._recomputed or (name in _REMAT and _compat.backward_depth(equation) > 0)
+    behind = self._behind or _compat.backward_depth(equation) > 0
     for _ in range(2 if loops else 1):
       bodies, merged = {}, None
       for body, indices in calls.alignment(equation):
-        layers = Layers(body, [entering[i] for i in indices], self._rules, recomputed)
+        layers = Layers(body, [entering[i] for i in indices], self._rules, behind)
         bodies[id(_compat.open_jaxpr(body))] = layers
         if len(layers.outs) == n and not (name == "while" and body is equation.params["cond_jaxpr"]):
           pairs = zip(merged or layers.outs, layers.outs, strict=True)
-          merged = [Fact(a.active or b.active, a.varies or b.varies, a.root) for a, b in pairs]
+          merged = [a.join(b) for a, b in pairs]
       if not loops or merged is None:
         break
       for i in range(loops):
-        before = entering[first + i]
-        entering[first + i] = before._replace(
-          active=before.active or merged[i].active, varies=before.varies or merged[i].varies
-        )
+        entering[first + i] = entering[first + i].join(merged[i])
     self.inner[id(equation)] = bodies
     if merged is None:
       return None
     if name in ("scan", "while", "cond"):
-      merged = [
-        fact._replace(root=(id(self), id(v))) for fact, v in zip(merged, equation.outvars, strict=True)
-      ]
+      stacked = loops if name == "scan" else n
+      roots: list[Any] = [(id(self), id(v)) for v in equation.outvars[:stacked]]
+      roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
+      merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
     return merged
 
   def backward(self, reached: Sequence[bool]) -> list[bool]:
     """Marks the last products, given which outputs reach one; returns which inputs do."""
     reaches = {v for v, is_reached in zip(self._jaxpr.outvars, reached, strict=True) if is_reached}
-    reaches = {v for v in reaches if _compat.is_variable(v)}
+    self.reaching = reaches = {v for v in reaches if _compat.is_variable(v)}
     for equation in reversed(self._equations):
       if _compat.backward_depth(equation):
         continue
@@ -223,6 +233,12 @@ class Layers:
     if not known:
       return list(equation.invars) if any(out) else []
     return [equation.invars[i] for i in found]
+
+
+def _row(root: Any) -> Any:
+  """What identifies a step's part of a value that a scan goes through."""
+  is_stacked = isinstance(root, tuple) and root[0] is _STACKED
+  return root[1] if is_stacked else (root, "row")
 
 
 def is_layer(equation: Any, rules: Rules) -> bool:

@@ -165,7 +165,7 @@ class Plan:
     if any(_of_its_own(a.aval) for a in asked):
       kept = node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
       by_hand = kind == "allow" and half is not None and all(a.aval.dtype == half for a in asked)
-      return self._quantised(kept) if by_hand else kept
+      return self._quantised(kept) if by_hand and not _pinned_precision(equation) else kept
     if kind == "opaque" or not operands:
       why = (
         _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"

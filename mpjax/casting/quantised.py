@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mpjax.casting.layers import Product
+from mpjax.casting.values import is_float
 from mpjax.fp8.delayed import check_state, open_state
 from mpjax.fp8.eligible import (
   Windows,
@@ -21,7 +22,7 @@ from mpjax.fp8.eligible import (
   unfit,
   windows_of,
 )
-from mpjax.fp8.observe import GRADIENT, LHS, RHS, observe
+from mpjax.fp8.observe import GRADIENT, LHS, NOTHING, RHS, observe
 from mpjax.fp8.product import fp8_dot_general
 from mpjax.fp8.recipe import Recipe
 from mpjax.fp8.support import fp8_units
@@ -56,10 +57,12 @@ class Histories:
   Attributes:
     scales: by site, float32[3] for lhs, rhs and gradient.
     probes: by number of the product, float32[3].
+    tie: a probe that every result has, so that the state has a next value whatever the program does.
   """
 
   scales: dict[str, Any] = dataclasses.field(default_factory=dict)
   probes: dict[int, Any] = dataclasses.field(default_factory=dict)
+  tie: Any = None
 
   def of(self, products: Sequence[Fp8]) -> Histories:
     """Those of some products."""
@@ -105,6 +108,11 @@ def support(recipe: Recipe) -> Support:
     # On a machine without a GPU this may be compiled for one: the platform decides.
     return Support(None, None if platform in ("cpu", "tpu") else False)
   return Support(f"{lack} (emulate: true quantises all the same)", None)
+
+
+def works(recipe: Recipe) -> bool:
+  """Whether anything is quantised on this machine."""
+  return support(recipe).why_not is None
 
 
 def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
@@ -187,6 +195,13 @@ def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out
   if probe is not None:
     out = observe(out, probe, GRADIENT)
   return out if fp8.windows is None else conv_result(out, fp8.windows)
+
+
+def keep(histories: Histories, results: list[Any]) -> list[Any]:
+  """A program's results, tied to the state."""
+  if histories.tie is None:
+    return results
+  return [observe(x, histories.tie, NOTHING) if is_float(x) else x for x in results]
 
 
 def number(products: Sequence[Fp8]) -> dict[str, list[int]]:

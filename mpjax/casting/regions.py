@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from mpjax import _compat
-from mpjax.casting import traits
+from mpjax.casting import quantised, traits
 from mpjax.casting.plan import Mode, Node, Plan
 from mpjax.casting.values import FLOAT32, Kind, castable, size
 
@@ -157,6 +157,19 @@ def read_dtype(plan: Plan, node: Node, atom: Any) -> Any:
   if node.mode in (Mode.EACH, Mode.CAST):
     return plan.how(atom).dtype
   return atom.aval.dtype
+
+
+def saved_dtype(island: Island, plan: Plan) -> Any:
+  """The FP8 format in which what an island reads is kept for the backward pass; `None`: in half precision.
+
+  Not before the loss, nor where there is an exponential: a rounding error there is one of the exponent.
+  """
+  recipe = plan.rules.overrides.recipe_at(island.nodes[0].path)
+  if recipe is None or recipe.saved_activations != "fp8" or not quantised.works(recipe) or not plan.layers:
+    return None
+  names = plan.rules.primitives([node.equation for node in island.nodes])
+  followed = any(v in plan.layers.reaching for v, _ in island.outputs)
+  return recipe.forward if followed and not names & traits.EXPONENTIALS else None
 
 
 def _order(nodes: list[Node], reads: list[list[int]], islands: list[Island]) -> list[Node | Island]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from mpjax import _compat
@@ -75,6 +76,14 @@ class Rules:
           names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
       self._contents[id(body)] = (body, frozenset(names))
     return self._contents[id(body)][1]
+
+  def primitives(self, equations: Iterable[Any]) -> set[str]:
+    """Names of the primitives of equations, those in their bodies too."""
+    found = set()
+    for equation in equations:
+      found.add(equation.primitive.name)
+      found.update(*(self.contents(body) for body in _compat.bodies(equation)))
+    return found
 
   def inside(self, equation: Any, half: Any) -> set[str]:
     """The lists of what is in an equation's bodies."""

@@ -30,6 +30,8 @@ LINEAR = _names(
 EACH = _names("all_gather device_put optimization_barrier pcast ppermute pvary sort tie")
 # Operands of a lesser shape are broadcast by the primitive itself.
 BROADCASTING = _names("add add_any atan2 div max min mul pow rem sub")
+# These turn an absolute error into a relative one.
+EXPONENTIALS = _names("exp exp2 expm1 log log1p log2 pow sinh cosh")
 # Their results may be far larger than their operands.
 EXPANDS = _names(
   """cosh cumprod cumsum div exp exp2 expm1 integer_pow pow reciprocal reduce_window_sum rsqrt scatter-add

@@ -72,14 +72,15 @@ def open_state(state: Any, recipes: dict[str, Recipe], uses: Mapping[str, Iterab
   Returns:
     scales: by history, float32[3] for lhs, rhs and gradient.
     probes: by number, float32[3].
+    tie: a probe for results that are differentiated, so that a state always has a next value.
   """
-  scales, probes = _open(state, recipes)
+  scales, probes, tie = _open(state, recipes)
   by_number: dict[int, jax.Array] = {}
   for site, numbers in uses.items():
     own = list(numbers)
     several = spread(probes[site], len(own)) if len(own) > 1 else probes[site][None]
     by_number |= {number: several[i] for i, number in enumerate(own)}
-  return scales, by_number
+  return scales, by_number, tie
 
 
 def _open(state: Any, recipes: dict[str, Recipe]) -> Any:
@@ -87,13 +88,13 @@ def _open(state: Any, recipes: dict[str, Recipe]) -> Any:
   def open_histories(state: Any) -> Any:
     normal = _normalised(state)
     scales = {site: _scales(normal[site], recipe) for site, recipe in recipes.items()}
-    return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}
+    return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}, jnp.zeros([3], jnp.float32)
 
   def forward(state: Any) -> Any:
     return open_histories(state), state
 
   def backward(state: Any, cotangents: Any) -> Any:
-    _, amaxes = cotangents
+    _, amaxes, _ = cotangents
     normal = _normalised(state)
     new = dict(normal)  # what was not used, as it is
     for site in recipes:

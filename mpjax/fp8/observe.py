@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax import _compat
 from mpjax.fp8.scaling import amax_of
 
-LHS, RHS, GRADIENT = range(3)
+LHS, RHS, GRADIENT, NOTHING = range(4)
 
 
 def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
@@ -28,7 +28,7 @@ def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
   Args:
     x: floating.
     probe: float32[3].
-    slot: LHS, RHS or GRADIENT.
+    slot: LHS, RHS or GRADIENT; for NOTHING the cotangent is zero, but there is one.
   """
   return observe_p.bind(x, probe, slot=slot, lead=0)
 
@@ -48,7 +48,7 @@ def _observe_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
   out = observe_p.bind(x, probe, slot=slot, lead=lead)
   if isinstance(d_probe, ad.Zero):
     return out, dx
-  amax = jnp.zeros(x.shape[:lead], jnp.float32) if slot == GRADIENT else amax_of(x, lead)
+  amax = amax_of(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)
   dx = ad.instantiate_zeros(dx)
   return out, observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=lead)
 
@@ -71,7 +71,7 @@ def _linear_transpose(ct: Any, dx: Any, d_probe: Any, amax: Any, *, slot: int, l
       amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else amax_of(ct, lead)
     axes = tuple(sorted(_compat.varying_axes(amax) - _compat.varying_axes_of_type(d_probe.aval)))
     amax = jax.lax.pmax(amax, axes) if axes else amax
-    of_probe = amax[..., None] * np.eye(3, dtype=np.float32)[slot]
+    of_probe = amax[..., None] * np.eye(4, 3, dtype=np.float32)[slot]
   return [of_dx, of_probe, None]
 
 

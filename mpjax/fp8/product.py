@@ -131,19 +131,21 @@ def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) 
 
 
 def _compute(
-  lhs: jax.Array, rhs: jax.Array, *scales: jax.Array, dimension_numbers: Dims, spec: Spec, native: bool
+  lhs: jax.Array, rhs: jax.Array, *scales: jax.Array, dimension_numbers: Dims, spec: Spec, units: Any
 ) -> jax.Array:
-  native = native if spec.native is None else spec.native
+  """The product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
+  if spec.native is not None:
+    units = None if spec.native else units or jnp.bfloat16
   if spec.block:
-    return _compute_blocks(lhs, rhs, dimension_numbers, spec, native)
+    return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
   (lhs, lhs_scale), (rhs, rhs_scale) = (
     quantised(x, scale, dtype, given, spec)
     for x, scale, dtype, given in zip(
       (lhs, rhs), scales[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
     )
   )
-  if not native:  # every FP8 number is a bfloat16 one, and so is every product of two
-    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+  if units is not None:  # every FP8 number is a bfloat16 one, and so is every product of two
+    lhs, rhs = lhs.astype(units), rhs.astype(units)
   out = jax.lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
   # One factor, which compilers fuse into the product.
   unit = 1 / (lhs_scale * rhs_scale)
@@ -161,7 +163,7 @@ def quantised(
   return quantise(x, scale, dtype), scale
 
 
-def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, native: bool) -> jax.Array:
+def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: Any) -> jax.Array:
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
   lhs_free, rhs_free = free_dims(lhs.ndim, dims, 0), free_dims(rhs.ndim, dims, 1)
   shape = tuple(lhs.shape[i] for i in (*lhs_batch, *lhs_free)) + tuple(rhs.shape[i] for i in rhs_free)
@@ -174,18 +176,28 @@ def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, nati
   rhs = rows(rhs, rhs_batch, rhs_free, rhs_contract)  # [batch, N, K]
   lhs, lhs_units = quantise_blocks(lhs, 2, BLOCK, spec.lhs_dtype)
   rhs, rhs_units = quantise_blocks(rhs, 2, BLOCK, spec.rhs_dtype)
-  if native:
+  if units is None:
     out = jax.nn.scaled_matmul(lhs, rhs, lhs_units, rhs_units, preferred_element_type=jnp.float32)
   else:
-    lhs, rhs = _times_units(lhs, lhs_units), _times_units(rhs, rhs_units)
+    lhs, rhs = _times_units(lhs, lhs_units, units), _times_units(rhs, rhs_units, units)
     out = jax.lax.dot_general(lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
   return out.astype(spec.out_dtype).reshape(shape)
 
 
-def _times_units(x: jax.Array, units: jax.Array) -> jax.Array:
-  """What block-scaled numbers stand for, in bfloat16, which holds them but at the ends of its range."""
-  units = jnp.repeat(units.astype(jnp.float32), BLOCK, axis=2)
-  return (x.astype(jnp.float32) * units).astype(jnp.bfloat16)
+def _times_units(x: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+  """What block-scaled numbers stand for; bfloat16 holds them but at the ends of its range."""
+  scales = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=2)
+  return (x.astype(jnp.float32) * scales).astype(dtype)
+
+
+@functools.cache
+def as_product(policy: Any) -> Any:
+  """A policy of `jax.checkpoint` that takes FP8 products for what they are: matrix products."""
+
+  def asked(primitive: Any, *args: Any, **params: Any) -> Any:
+    return policy(jax.lax.dot_general_p if primitive is fp8_dot_general_p else primitive, *args, **params)
+
+  return asked
 
 
 def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
@@ -221,23 +233,24 @@ def _saved(lhs: Any, rhs: Any, scales: list[Any], spec: Spec) -> tuple[Any, Any,
   lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
   rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
   return (
-    _not_differentiable(lhs),
-    _not_differentiable(rhs),
+    not_differentiable(lhs),
+    not_differentiable(rhs),
     [lhs_scale, rhs_scale, scales[2]],
     dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False),
   )
 
 
 @jax.custom_jvp
-def _not_differentiable(x: jax.Array) -> jax.Array:
+def not_differentiable(x: jax.Array) -> jax.Array:
+  """`x`, which was kept for a backward pass in too few bits to be differentiated in its turn."""
   return x
 
 
-@_not_differentiable.defjvp
+@not_differentiable.defjvp
 def _(primals: Any, tangents: Any) -> Any:
   raise NotImplementedError(
-    "a second derivative through an FP8 product with saved_activations: fp8, which keeps too little for it; "
-    "use saved_activations: compute"
+    "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
+    "saved_activations: compute"
   )
 
 
@@ -316,8 +329,14 @@ def _batch(operands: Any, axes: Any, *, dimension_numbers: Dims, spec: Spec) -> 
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
 
 
-def _lower(native: bool) -> Any:
-  return mlir.lower_fun(functools.partial(_compute, native=native), multiple_results=False)
+def _lower(units: Any) -> Any:
+  return mlir.lower_fun(functools.partial(_compute, units=units), multiple_results=False)
+
+
+def _on_cpu(*operands: jax.Array, dimension_numbers: Dims, spec: Spec) -> jax.Array:
+  # XLA has no bfloat16 kernel for some layouts of batched products there.
+  units = jnp.float32 if dimension_numbers[1][0] else jnp.bfloat16
+  return _compute(*operands, dimension_numbers=dimension_numbers, spec=spec, units=units)
 
 
 fp8_dot_general_p.def_impl(_eager)
@@ -325,6 +344,7 @@ fp8_dot_general_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_dot_general_p] = _jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose
 batching.primitive_batchers[fp8_dot_general_p] = _batch
-mlir.register_lowering(fp8_dot_general_p, _lower(native=False))
+mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
+mlir.register_lowering(fp8_dot_general_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
 for _platform in ("cuda", "rocm"):
-  mlir.register_lowering(fp8_dot_general_p, _lower(native=True), platform=_platform)
+  mlir.register_lowering(fp8_dot_general_p, _lower(None), platform=_platform)
