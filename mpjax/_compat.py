@@ -8,7 +8,7 @@ import math
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
@@ -256,6 +256,15 @@ def vary_like(tree: Any, like: Any) -> Any:
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
   return jax.tree.map(leaf, tree) if axes else tree
+
+
+def permuted_sharding(aval: Any, permutation: Sequence[int]) -> Any:
+  """The sharding of what becomes a value of this type by a transpose; `None` without explicit axes."""
+  sharding = getattr(aval, "sharding", None)
+  if sharding is None or not getattr(sharding.mesh, "explicit_axes", ()):
+    return None
+  spec = dict(zip(permutation, sharding.spec, strict=True))
+  return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from mpjax import _compat
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
 from mpjax.fp8.recipe import Recipe, parse_recipe, to_pairs
 from mpjax.loss_scale.config import LossScaling, parse_loss_scaling
+from mpjax.patterns import component_regex
 
 T = TypeVar("T")
 
@@ -84,11 +84,6 @@ class Policy(jmp.Policy):
         ) from error
     object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
     object.__setattr__(self, "fp8", to_pairs(self.fp8))
-    if self.fp8 and self.compute_dtype.itemsize != 2:
-      raise ValueError(
-        f"fp8={dict(self.fp8)} with compute_dtype={self.compute_dtype.name!r}: FP8 products are those that "
-        "would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
-      )
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
     object.__setattr__(self, "overrides", parse_overrides(self.overrides))
@@ -281,8 +276,8 @@ def parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
     raise ValueError(f"overrides={spec!r}: expected a mapping from regular expressions to policies")
   for pattern, policy in pairs:
     try:
-      re.compile(pattern)
-    except (re.error, TypeError) as error:
+      component_regex(pattern)
+    except (ValueError, TypeError) as error:
       raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
     parsed = get_policy(policy)
     if not isinstance(policy, str) and parsed.fp8 and parsed.name != "fp8":

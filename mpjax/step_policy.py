@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from mpjax.casting.autocast import make_rules
 from mpjax.loss_scale.access import find_loss_scales, get_loss_scale
 from mpjax.loss_scale.overwritten import keep_from
 from mpjax.loss_scale.transform import LossScaleState, static_loss_scale, with_loss_scaling
@@ -24,6 +25,8 @@ def with_policy(
   """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it."""
   inner = optax.with_extra_args_support(tx)
   wrapped = inner
+  if policy.autocast:
+    make_rules(policy, None, None)
   if policy.optimizer_dtype is not None:
     dtype = policy.optimizer_dtype
     wrapped = optax.GradientTransformationExtraArgs(
@@ -85,6 +88,8 @@ def require_honoured(policy: Policy) -> None:
       raise ValueError(
         f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
       )
+  if policy.autocast:
+    make_rules(policy, None, None)
   if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
     raise ValueError(
       f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "

@@ -186,6 +186,11 @@ def _call(
 
 def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:
   """What decides, from autocast's arguments."""
+  if policy.fp8 and policy.compute_dtype.itemsize != 2:
+    raise ValueError(
+      f"fp8={dict(policy.fp8)} with compute_dtype={policy.compute_dtype.name!r}: FP8 products are those that "
+      "would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
+    )
   resolved = Overrides(policy, overrides)
   return Rules(ops or OpLists.default(), resolved, policy.accum_dtype, islands=recompute != "nothing")
 

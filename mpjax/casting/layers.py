@@ -6,7 +6,7 @@ backward one what comes before a product; both enter the bodies of higher-order 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax import _compat
@@ -23,7 +23,7 @@ class Fact(NamedTuple):
   Attributes:
     active: whether a layer came before it.
     varies: whether it depends on an input or an array that the program closes over.
-    root: what identifies it behind reshapes and calls.
+    root: what identifies it behind reshapes and calls; `None` for what is made of literals.
     gradient: whether it was computed in a backward pass, from what flows there.
   """
 
@@ -34,8 +34,9 @@ class Fact(NamedTuple):
 
   def join(self, other: Fact) -> Fact:
     """Either, as far as is known."""
+    root = other.root if self.root is None else self.root
     return Fact(
-      self.active or other.active, self.varies or other.varies, self.root, self.gradient or other.gradient
+      self.active or other.active, self.varies or other.varies, root, self.gradient or other.gradient
     )
 
 
@@ -96,24 +97,27 @@ class Layers:
     body = _compat.open_jaxpr(jaxpr)
     layers = cls(body, [Fact(False, True, (i, "input")) for i in range(len(body.invars))], rules)
     layers.backward([False] * len(body.outvars))
-    readers: dict[Any, list[Product]] = {}
-    for product in layers._forward_products():
-      for root in product.roots:
-        readers.setdefault(root, []).append(product)
-    layers._inherit(readers)
+    layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
+    layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
     return layers
 
-  def _forward_products(self) -> Iterator[Product]:
-    if not self._behind:
+  def _forward_products(self, behind: bool) -> Iterator[Product]:
+    """Products that are of no gradient; `behind`: also those that a backward pass computes again."""
+    if behind or not self._behind:
       yield from (product for product in self.products.values() if not any(product.gradients))
     for bodies in self.inner.values():
       for layers in bodies.values():
-        yield from layers._forward_products()
+        yield from layers._forward_products(behind)
 
-  def _inherit(self, readers: dict[Any, list[Product]]) -> None:
-    """Gives the products of a backward pass what is known of the forward ones that they come from."""
+  def _inherit(self, readers: dict[Any, list[Product]], gradients: bool) -> None:
+    """Gives products of a backward pass what is known of the forward ones that they come from.
+
+    Args:
+      readers: the forward products by what identifies their operands.
+      gradients: those of gradients, rather than those that are computed again.
+    """
     for key, product in list(self.products.items()):
-      if not (self._behind or any(product.gradients)):
+      if any(product.gradients) != gradients or not (self._behind or gradients):
         continue
       roots = [root for root, gradient in zip(product.roots, product.gradients, strict=True) if not gradient]
       forward = [p for root in roots for p in readers.get(root, [])]
@@ -128,7 +132,7 @@ class Layers:
       self.products[key] = product._replace(active=active, last=last)
     for bodies in self.inner.values():
       for layers in bodies.values():
-        layers._inherit(readers)
+        layers._inherit(readers, gradients)
 
   def _fact(self, atom: Any) -> Fact:
     return self._facts[atom] if _compat.is_variable(atom) else Fact(False, False, None)
@@ -138,7 +142,8 @@ class Layers:
     name = equation.primitive.name
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
     gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
-    outs = [Fact(active, varies, (id(self), id(v)), gradient) for v in equation.outvars]
+    constant = not any(map(_compat.is_variable, equation.invars))
+    outs = [Fact(active, varies, None if constant else (id(self), id(v)), gradient) for v in equation.outvars]
     if self._rules.list_of(name, None) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
@@ -186,7 +191,7 @@ class Layers:
     self.inner[id(equation)] = bodies
     if merged is None:
       return None
-    if name in ("scan", "while", "cond"):
+    if name in ("scan", "while"):
       stacked = loops if name == "scan" else n
       roots: list[Any] = [(id(self), id(v)) for v in equation.outvars[:stacked]]
       roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
@@ -233,6 +238,15 @@ class Layers:
     if not known:
       return list(equation.invars) if any(out) else []
     return [equation.invars[i] for i in found]
+
+
+def _readers(products: Iterable[Product]) -> dict[Any, list[Product]]:
+  """Products by what identifies their operands."""
+  readers: dict[Any, list[Product]] = {}
+  for product in products:
+    for root in filter(None, product.roots):
+      readers.setdefault(root, []).append(product)
+  return readers
 
 
 def _row(root: Any) -> Any:

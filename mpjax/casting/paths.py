@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.fp8.recipe import Recipe
+from mpjax.patterns import component_regex
 from mpjax.policy import Policy, get_policy, parse_overrides
 
 # Scopes with which autocast marks a program for autocasts outside it.
@@ -36,7 +36,7 @@ class Overrides:
   def __init__(self, policy: Policy, overrides: Any):
     self._recipe = policy.fp8_recipe
     self._rules = [
-      (pattern, re.compile(rf"(?:^|/)(?:{pattern})(?:/|$)"), *self._of(get_policy(spec)))
+      (pattern, component_regex(pattern), *self._of(get_policy(spec)))
       for pattern, spec in [*parse_overrides(overrides or ()), *policy.overrides]
     ]
     self._default = self._of(policy)

@@ -211,7 +211,7 @@ class Plan:
       return node
     product = self.layers.products.get(id(node.equation)) if self.layers else None
     site = None
-    if recipe.recipe == "delayed" and product is not None:
+    if recipe.recipe == "delayed" and product is not None and not any(product.gradients):
       # Named whether FP8 or not: the names are to be the same for batches of other sizes.
       weight = id(node.equation) if all(product.active) else product.roots[not product.active[1]]
       site = self.rules.sites.name(node.path, weight, recipe)
@@ -221,7 +221,8 @@ class Plan:
       return node
     node.fp8 = decided
     node.why = f"an FP8 product ({recipe.recipe} scaling)"
-    decided.site = site
+    # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
+    decided.site = None if any(decided.gradients) else site
     return node
 
   def _decide_cast(self, equation: Any, path: str, half: Any) -> Node:

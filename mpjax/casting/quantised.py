@@ -103,7 +103,7 @@ def support(recipe: Recipe) -> Support:
   has_units, lack = fp8_units(recipe)
   platform = jax.default_backend()
   if has_units:
-    return Support(None, True if platform == "tpu" else None)
+    return Support(None, True)
   if recipe.emulate:
     # On a machine without a GPU this may be compiled for one: the platform decides.
     return Support(None, None if platform in ("cpu", "tpu") else False)
@@ -175,7 +175,7 @@ def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out
     dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
   scales = probe = None
   recipe = fp8.recipe
-  if fp8.site is not None and fp8.site not in histories.scales:
+  if recipe.recipe == "delayed" and fp8.site not in histories.scales:
     recipe = dataclasses.replace(recipe, recipe="current")
   elif fp8.site is not None:
     of_lhs, of_rhs, of_gradient = histories.scales[fp8.site]

@@ -71,7 +71,7 @@ def _linear_transpose(ct: Any, dx: Any, d_probe: Any, amax: Any, *, slot: int, l
       amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else amax_of(ct, lead)
     axes = tuple(sorted(_compat.varying_axes(amax) - _compat.varying_axes_of_type(d_probe.aval)))
     amax = jax.lax.pmax(amax, axes) if axes else amax
-    of_probe = amax[..., None] * np.eye(4, 3, dtype=np.float32)[slot]
+    of_probe = jnp.where(np.eye(4, 3, dtype=bool)[slot], amax[..., None], 0)  # an amax may be NaN
   return [of_dx, of_probe, None]
 
 

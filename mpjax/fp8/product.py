@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax import _compat
 from mpjax.fp8.recipe import BLOCK, Recipe, parse_recipe
 from mpjax.fp8.scaling import amax_of, quantise, quantise_blocks, scale_of
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 NAME = "fp8_dot_general"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Spec:
     saved: whether operands are kept for the backward pass in FP8.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
     native: multiply in FP8; `None`: where the platform is one that has such units.
+    out_sharding: of the result, on a mesh with explicit axes; `None`: as the operands'.
   """
 
   lhs_dtype: np.dtype
@@ -50,6 +54,7 @@ class Spec:
   saved: bool = False
   given: tuple[bool, bool, bool] = (False, False, False)
   native: bool | None = None
+  out_sharding: Any = None
 
 
 def fp8_dot_general(
@@ -66,7 +71,8 @@ def fp8_dot_general(
   """`jax.lax.dot_general` with FP8 operands, float32 accumulation, and FP8 in both backward products.
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
-  `recipe.gradient_dtype`. A result whose scale 1 / (scale of lhs x scale of rhs) is below 2**-126 is zero.
+  `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-32
+  and 1e43; below, it is zero.
 
   Args:
     lhs: floating, any shape.
@@ -82,9 +88,15 @@ def fp8_dot_general(
     [batch, lhs free, rhs free] in `out_dtype`.
 
   Raises:
-    ValueError: for a recipe that is not understood, one that is delayed without scales, or a contracted
-      dimension that its blocks do not divide.
+    ValueError: for a recipe that is not understood, one that is delayed without scales, operands that are
+      not floating, or a contracted dimension that its blocks do not divide.
   """
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+      raise ValueError(
+        f"fp8_dot_general: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64"
+      )
   parsed = parse_recipe(recipe) or Recipe()
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
@@ -103,10 +115,10 @@ def fp8_dot_general(
   )
   contracted, batch = dimension_numbers
   dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
-  if spec.block and int(np.prod([lhs.shape[i] for i in dims[0][0]])) % BLOCK:
-    raise ValueError(f"recipe 'block' of {lhs.shape}: expected a contracted size that {BLOCK} divides")
   one = jnp.ones([], jnp.float32)
-  return fp8_dot_general_p.bind(lhs, rhs, *(scales or (one, one, one)), dimension_numbers=dims, spec=spec)
+  factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
+  lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
+  return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
 
 
 fp8_dot_general_p = Primitive(NAME)
@@ -118,6 +130,12 @@ def _eager(*operands: Any, dimension_numbers: Dims, spec: Spec) -> jax.Array:
 
 
 def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) -> Any:
+  contracted = math.prod(lhs.shape[i] for i in dimension_numbers[0][0])
+  if spec.block and contracted % BLOCK:
+    raise ValueError(
+      f"fp8 recipe 'block' of {lhs.shape} and {rhs.shape}: the product, forward or backward, contracts "
+      f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
+    )
   # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
   aval, _ = jax.lax.dot_general_p.abstract_eval(
     lhs.update(dtype=spec.out_dtype, weak_type=False),
@@ -125,7 +143,7 @@ def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) 
     dimension_numbers=dimension_numbers,
     precision=None,
     preferred_element_type=spec.out_dtype,
-    out_sharding=None,
+    out_sharding=spec.out_sharding,
   )
   return aval
 
@@ -136,6 +154,8 @@ def _compute(
   """The product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
   if spec.native is not None:
     units = None if spec.native else units or jnp.bfloat16
+  elif spec.block:  # by the platform alone nobody knows whether it has units for blocks
+    units = units or jnp.bfloat16
   if spec.block:
     return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
   (lhs, lhs_scale), (rhs, rhs_scale) = (
@@ -146,9 +166,11 @@ def _compute(
   )
   if units is not None:  # every FP8 number is a bfloat16 one, and so is every product of two
     lhs, rhs = lhs.astype(units), rhs.astype(units)
-  out = jax.lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+  out = jax.lax.dot_general(
+    lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=spec.out_sharding
+  )
   # One factor, which compilers fuse into the product.
-  unit = 1 / (lhs_scale * rhs_scale)
+  unit = jnp.minimum(1 / (lhs_scale * rhs_scale), _LARGEST)
   return (out * unit.reshape(unit.shape + (1,) * (out.ndim - unit.ndim))).astype(spec.out_dtype)
 
 
@@ -164,30 +186,37 @@ def quantised(
 
 
 def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: Any) -> jax.Array:
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-  lhs_free, rhs_free = free_dims(lhs.ndim, dims, 0), free_dims(rhs.ndim, dims, 1)
-  shape = tuple(lhs.shape[i] for i in (*lhs_batch, *lhs_free)) + tuple(rhs.shape[i] for i in rhs_free)
+  def rows(x: jax.Array, side: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """[*batch, *free, contracted], and its scales."""
+    contract, batch = dims[0][side], dims[1][side]
+    x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
+    kept = x.shape[: x.ndim - len(contract)]
+    return quantise_blocks(x.reshape(*kept, -1) if len(contract) != 1 else x, len(kept), BLOCK, dtype)
 
-  def rows(x: jax.Array, batch: Any, free: Any, contract: Any) -> jax.Array:
-    size = lambda dims: int(np.prod([x.shape[i] for i in dims]))
-    return x.transpose(*batch, *free, *contract).reshape(size(batch), size(free), size(contract))
-
-  lhs = rows(lhs, lhs_batch, lhs_free, lhs_contract)  # [batch, M, K]
-  rhs = rows(rhs, rhs_batch, rhs_free, rhs_contract)  # [batch, N, K]
-  lhs, lhs_units = quantise_blocks(lhs, 2, BLOCK, spec.lhs_dtype)
-  rhs, rhs_units = quantise_blocks(rhs, 2, BLOCK, spec.rhs_dtype)
-  if units is None:
-    out = jax.nn.scaled_matmul(lhs, rhs, lhs_units, rhs_units, preferred_element_type=jnp.float32)
+  lhs, lhs_units = rows(lhs, 0, spec.lhs_dtype)
+  rhs, rhs_units = rows(rhs, 1, spec.rhs_dtype)
+  n = len(dims[1][0])
+  shape = (*lhs.shape[:-1], *rhs.shape[n:-1])
+  if units is None:  # [batch, rows, contracted]
+    fold = lambda x: x.reshape(math.prod(x.shape[:n]), math.prod(x.shape[n:-1]), x.shape[-1])
+    out = jax.nn.scaled_matmul(
+      fold(lhs), fold(rhs), fold(lhs_units), fold(rhs_units), preferred_element_type=jnp.float32
+    ).reshape(shape)
   else:
-    lhs, rhs = _times_units(lhs, lhs_units, units), _times_units(rhs, rhs_units, units)
-    out = jax.lax.dot_general(lhs, rhs, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-  return out.astype(spec.out_dtype).reshape(shape)
+    out = jax.lax.dot_general(
+      _times_units(lhs, lhs_units, units),
+      _times_units(rhs, rhs_units, units),
+      (((lhs.ndim - 1,), (rhs.ndim - 1,)), (tuple(range(n)), tuple(range(n)))),
+      preferred_element_type=jnp.float32,
+      out_sharding=spec.out_sharding,
+    )
+  return out.astype(spec.out_dtype)
 
 
 def _times_units(x: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
   """What block-scaled numbers stand for; bfloat16 holds them but at the ends of its range."""
-  scales = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=2)
-  return (x.astype(jnp.float32) * scales).astype(dtype)
+  blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
+  return blocks.reshape(x.shape).astype(dtype)
 
 
 @functools.cache
@@ -267,17 +296,24 @@ def _transpose(ct: Any, lhs: Any, rhs: Any, *scales: Any, dimension_numbers: Dim
   )
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   if of_lhs:
-    operands, order = (ct, rhs), (2, 1, 2)
+    operands, order = (ct, rhs), (2, 1)
     formats = (spec.gradient_dtype, spec.rhs_dtype)
   else:
-    operands, order = (lhs, ct), (0, 2, 2)
+    operands, order = (lhs, ct), (0, 2)
     formats = (spec.lhs_dtype, spec.gradient_dtype)
-  first, second, third = (spec.given[i] for i in order)
-  backward = dataclasses.replace(
-    spec, lhs_dtype=formats[0], rhs_dtype=formats[1], given=(first, second, third)
-  )
-  out = fp8_dot_general_p.bind(*operands, *(scales[i] for i in order), dimension_numbers=dims, spec=backward)
+  first, second = order
   like = (lhs if of_lhs else rhs).aval
+  backward = dataclasses.replace(
+    spec,
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    # Gradients of gradients are another thing than what has a history.
+    given=(spec.given[first], spec.given[second], False),
+    out_sharding=_compat.permuted_sharding(like, permutation),
+  )
+  out = fp8_dot_general_p.bind(
+    *operands, scales[first], scales[second], scales[2], dimension_numbers=dims, spec=backward
+  )
   out = jax.lax.convert_element_type(jax.lax.transpose(out, permutation), like.dtype)
   return [out, None, *nothing] if of_lhs else [None, out, *nothing]
 
@@ -333,18 +369,13 @@ def _lower(units: Any) -> Any:
   return mlir.lower_fun(functools.partial(_compute, units=units), multiple_results=False)
 
 
-def _on_cpu(*operands: jax.Array, dimension_numbers: Dims, spec: Spec) -> jax.Array:
-  # XLA has no bfloat16 kernel for some layouts of batched products there.
-  units = jnp.float32 if dimension_numbers[1][0] else jnp.bfloat16
-  return _compute(*operands, dimension_numbers=dimension_numbers, spec=spec, units=units)
-
-
 fp8_dot_general_p.def_impl(_eager)
 fp8_dot_general_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_dot_general_p] = _jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose
 batching.primitive_batchers[fp8_dot_general_p] = _batch
 mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
-mlir.register_lowering(fp8_dot_general_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+# XLA has no bfloat16 kernel for some layouts there.
+mlir.register_lowering(fp8_dot_general_p, _lower(jnp.float32), platform="cpu")
 for _platform in ("cuda", "rocm"):
   mlir.register_lowering(fp8_dot_general_p, _lower(None), platform=_platform)

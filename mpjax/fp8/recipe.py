@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import numpy as np
 
 from mpjax.dtypes import did_you_mean
+from mpjax.patterns import component_regex
 
 RECIPES = ("current", "delayed", "block")
 # By short name: OCP's formats, which NVIDIA has, and AMD's, which have no negative zero.
@@ -21,6 +21,7 @@ FORMATS = {
 BLOCK = 32  # elements with one scale, in MXFP8
 _AMAX_COMPUTE = ("max", "most_recent")
 _SAVED = ("compute", "fp8")
+_LARGEST_MARGIN = 64
 _DELAYED_ONLY = ("amax_history_len", "amax_compute")
 
 
@@ -33,7 +34,7 @@ class Recipe:
       the amaxes of earlier steps (arXiv 2209.05433; the state is what `mpjax.init_fp8_state` makes).
       `block`: MXFP8, a power of two for every 32 elements along the contracted dimension.
     forward_dtype: format of weights and activations.
-    gradient_dtype: format of incoming gradients.
+    gradient_dtype: format of incoming gradients; by default E5M2, for `block` the forward format.
     margin: binades left free above the amax.
     pow2_scales: round scales down to powers of two, which scale without rounding.
     amax_history_len: steps that `delayed` looks back over.
@@ -50,7 +51,7 @@ class Recipe:
 
   recipe: str = "current"
   forward_dtype: str = "float8_e4m3fn"
-  gradient_dtype: str = "float8_e5m2"
+  gradient_dtype: str = ""
   margin: int = 0
   pow2_scales: bool = False
   amax_history_len: int = 1024
@@ -63,6 +64,32 @@ class Recipe:
   include: tuple[str, ...] = ()
   exclude: tuple[str, ...] = ()
   saved_activations: str = "compute"
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name != "gradient_dtype" or value:
+        object.__setattr__(self, field.name, _value(field.name, field.default, value))
+    fnuz = self.forward_dtype.endswith("fnuz")
+    if not self.gradient_dtype:
+      of_gradients = "float8_e5m2fnuz" if fnuz else "float8_e5m2"
+      own = self.forward_dtype if self.recipe == "block" else of_gradients
+      object.__setattr__(self, "gradient_dtype", own)
+    if "e5m2" in self.forward_dtype and "e5m2" in self.gradient_dtype:
+      raise ValueError(
+        f"fp8.forward_dtype={self.forward_dtype!r} with gradient_dtype={self.gradient_dtype!r}: no device "
+        "multiplies E5M2 by E5M2; use e4m3 for one of them"
+      )
+    if fnuz != self.gradient_dtype.endswith("fnuz"):
+      raise ValueError(
+        f"fp8.forward_dtype={self.forward_dtype!r} with gradient_dtype={self.gradient_dtype!r}: no device "
+        "multiplies an FNUZ format by another; use both, as in e4m3fnuz and e5m2fnuz"
+      )
+    if self.recipe == "block" and self.saved_activations == "fp8":
+      raise ValueError(
+        "fp8.saved_activations='fp8' does not apply to recipe: block, whose forward and backward products "
+        "scale blocks of different elements"
+      )
 
   @property
   def forward(self) -> np.dtype:
@@ -82,9 +109,9 @@ class Recipe:
   def excludes(self, path: str) -> str | None:
     """Why products at a module path are not quantised, or `None` if they may be."""
     for pattern in self.exclude:
-      if _on_path(pattern, path):
+      if component_regex(pattern).search(path):
         return f"fp8.exclude has {pattern!r}"
-    if self.include and not any(_on_path(pattern, path) for pattern in self.include):
+    if self.include and not any(component_regex(pattern).search(path) for pattern in self.include):
       return "no pattern of fp8.include matches its module"
     return None
 
@@ -120,14 +147,7 @@ def parse_recipe(spec: Any) -> Recipe | None:
     for key in ("margin", "pow2_scales"):
       if key in values:
         raise ValueError(f"fp8 key {key!r} does not apply to recipe: block, whose scales are powers of two")
-    values.setdefault("gradient_dtype", "float8_e4m3fn")
-  recipe = Recipe(**values)
-  if recipe.forward_dtype.endswith("fnuz") != recipe.gradient_dtype.endswith("fnuz"):
-    raise ValueError(
-      f"fp8.forward_dtype={recipe.forward_dtype!r} with gradient_dtype={recipe.gradient_dtype!r}: no device "
-      "multiplies an FNUZ format by another; use both, as in e4m3fnuz and e5m2fnuz"
-    )
-  return recipe
+  return Recipe(**values)
 
 
 def to_pairs(spec: Any) -> tuple[tuple[str, Any], ...]:
@@ -135,9 +155,11 @@ def to_pairs(spec: Any) -> tuple[tuple[str, Any], ...]:
   recipe = parse_recipe(spec)
   if recipe is None:
     return ()
+  usual = Recipe(recipe=recipe.recipe)
+  given = {"recipe"} if isinstance(spec, (str, Recipe)) else set(dict(spec))
   if isinstance(spec, Recipe):
-    spec = dataclasses.asdict(spec)
-  given = {"recipe": spec} if isinstance(spec, str) else dict(spec)
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    given |= {name for name in names if getattr(recipe, name) != getattr(usual, name)}
   return tuple(sorted((key, getattr(recipe, key)) for key in given))
 
 
@@ -163,9 +185,9 @@ def _value(key: str, default: Any, value: Any) -> Any:
       raise ValueError(f"fp8.{key}={value!r}: expected true or false")
     return value
   if isinstance(default, int):
-    least = 0 if key == "margin" else 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-      raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least}")
+    least, most = (0, _LARGEST_MARGIN) if key == "margin" else (1, 1 << 20)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+      raise ValueError(f"fp8.{key}={value!r}: expected an integer of at least {least} and at most {most}")
     return value
   return _patterns(key, value)
 
@@ -176,12 +198,7 @@ def _patterns(key: str, value: Any) -> tuple[str, ...]:
     raise ValueError(f"fp8.{key}={value!r}: expected a list of regular expressions on the module path")
   for pattern in patterns:
     try:
-      re.compile(pattern)
-    except re.error as error:
-      raise ValueError(f"fp8.{key}: {pattern!r} is not a regular expression ({error})") from error
+      component_regex(pattern)
+    except ValueError as error:
+      raise ValueError(f"fp8.{key}: {error}") from error
   return tuple(patterns)
-
-
-def _on_path(pattern: str, path: str) -> bool:
-  """Whether a regex matches whole components of a module path, as for a policy's overrides."""
-  return re.search(rf"(?:^|/)(?:{pattern})(?:/|$)", path) is not None

@@ -40,15 +40,16 @@ def fp8_units(recipe: Recipe, device: Any = None) -> tuple[bool, str]:
   capability = str(getattr(device, "compute_capability", ""))
   if capability.startswith("gfx"):
     return _amd(kind, capability, fnuz, block)
-  major, _, minor = capability.partition(".")
-  if not major.isdecimal() or (int(major), int(minor or 0)) < (8, 9):
+  version = re.match(r"(\d+)\.(\d+)", capability)
+  major, minor = map(int, version.groups()) if version else (0, 0)
+  if (major, minor) < (8, 9):
     return (
       False,
       f"{kind} (compute capability {capability or 'unknown'}) has no FP8 units: they start with 8.9",
     )
   if fnuz:
     return False, f"{kind} has no FNUZ formats: use e4m3fn and e5m2"
-  if block and int(major) < 10:
+  if block and major < 10:
     return False, f"{kind} (compute capability {capability}) {_NO_BLOCKS}"
   return True, ""
 

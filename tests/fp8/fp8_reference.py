@@ -1,0 +1,248 @@
+"""FP8 by hand in float64 NumPy: rounding, scales, products, and the error that rounding to FP8 may leave in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from mpjax.fp8.product import fp8_dot_general
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E4M3_AMD, E5M2_AMD = "float8_e4m3fnuz", "float8_e5m2fnuz"
+# Bits of the fraction, exponent of the smallest normal number, largest number.
+FORMATS = {
+  E4M3: (3, -6, 448.0),
+  E5M2: (2, -14, 57344.0),
+  E4M3_AMD: (3, -7, 240.0),
+  E5M2_AMD: (2, -15, 57344.0),
+}
+TINY = 2.0**-126  # the smallest normal float32
+HUGE = float(np.finfo(np.float32).max)
+BLOCK = 32
+# A third of the time to compile.
+OPTIONS = {"xla_backend_optimization_level": 0}
+
+MATMUL = (((1,), (0,)), ((), ()))
+AMD = {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"}
+SAVED = {"saved_activations": "fp8"}
+# Bounds that do not depend on the operands: of a product of normal numbers, relative to its norm.
+FORWARD_ERROR, GRADIENT_ERROR = 0.05, 0.09
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+  """float64 `x` to the nearest number of a format, ties to even, saturated; NaN where it is not finite."""
+  fraction, smallest, largest = FORMATS[dtype]
+  x = np.asarray(x, np.float64)
+  finite = np.clip(np.where(np.isfinite(x), x, 0), -largest, largest)
+  exponent = np.frexp(finite)[1] - 1
+  step = 2.0 ** (np.maximum(exponent, smallest) - fraction)
+  return np.where(np.isfinite(x), np.rint(finite / step) * step, np.nan)
+
+
+def scale_for(x: np.ndarray, dtype: str, margin: int = 0, pow2: bool = False) -> float:
+  """The scale of a tensor: a float32, held in a Python float."""
+  amax = float(np.max(np.abs(np.asarray(x, np.float64)), initial=0))
+  if amax == 0 or not math.isfinite(amax):
+    scale = 1.0
+  else:
+    scale = float(np.clip(FORMATS[dtype][2] * 2.0**-margin / amax, 2.0**-126, 2.0**126))
+  return 2.0 ** (math.frexp(scale)[1] - 1) if pow2 else float(np.float32(scale))
+
+
+def held(x: np.ndarray, scale: float, dtype: str) -> np.ndarray:
+  """What `x` is after quantisation: float64."""
+  scaled = np.asarray(x, np.float32) * np.float32(scale)
+  return rounded(scaled.astype(np.float64), dtype) / scale
+
+
+def held_in_blocks(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+  """[..., K] after MXFP8 quantisation of each 32 of K, and the scales [..., K / 32]: float64."""
+  blocks = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, BLOCK)
+  amax = np.max(np.abs(blocks), axis=-1, keepdims=True)
+  exponent = [math.ceil(math.log2(a / FORMATS[dtype][2])) if a else 0 for a in amax.ravel()]
+  unit = 2.0 ** np.clip(exponent, -126, 127).reshape(amax.shape)
+  return (rounded(blocks / unit, dtype) * unit).reshape(x.shape), unit[..., 0]
+
+
+def rounding(x: np.ndarray, scale: float, dtype: str) -> np.ndarray:
+  """A bound of |held(x) - x|: half a unit in the last place, or half the smallest subnormal number.
+
+  The product with the scale, in float32, rounds once more.
+  """
+  fraction, smallest, _ = FORMATS[dtype]
+  size = np.abs(np.asarray(x, np.float64))
+  return np.maximum(2.0 ** -(fraction + 1) * size, 2.0 ** (smallest - fraction - 1) / scale) + 2.0**-23 * size
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """A `dot_general` by the letters of its dimensions; dimensions of one letter are one.
+
+  Attributes:
+    lhs: letters of the left operand's dimensions.
+    rhs: letters of the right one's.
+    batch: letters of the batch dimensions, in order.
+    contracted: letters of the contracted dimensions, in order.
+    sizes: size of each letter.
+  """
+
+  lhs: str
+  rhs: str
+  batch: str
+  contracted: str
+  sizes: dict[str, int]
+
+  @property
+  def out(self) -> str:
+    """Letters of the result."""
+    used = self.batch + self.contracted
+    return self.batch + "".join(c for c in self.lhs + self.rhs if c not in used)
+
+  @property
+  def dims(self):
+    """As `jax.lax.dot_general` wants them."""
+    pair = lambda letters: tuple(tuple(side.index(c) for c in letters) for side in (self.lhs, self.rhs))
+    return pair(self.contracted), pair(self.batch)
+
+  def shape(self, letters: str) -> tuple[int, ...]:
+    """Sizes of letters."""
+    return tuple(self.sizes[c] for c in letters)
+
+
+def check_product(
+  out, spec: str, x, y, x_dtype: str, y_dtype: str, scales=(None, None), margin=0, pow2=False
+):
+  """Fails where `out` is further from the einsum `spec` of x and y than FP8's rounding explains.
+
+  Args:
+    out: the result, of any floating dtype.
+    spec: as `np.einsum` takes it.
+    x: finite float32.
+    y: finite float32.
+    x_dtype: the format that x goes through.
+    y_dtype: that of y.
+    scales: of x and y; `None`: from their amaxes.
+    margin: as the recipe's.
+    pow2: as the recipe's.
+  """
+  out_dtype, out = np.dtype(out.dtype), np.asarray(out, np.float64)
+  x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+  x_scale = scale_for(x, x_dtype, margin, pow2) if scales[0] is None else scales[0]
+  y_scale = scale_for(y, y_dtype, margin, pow2) if scales[1] is None else scales[1]
+  x_held, y_held = held(x, x_scale, x_dtype), held(y, y_scale, y_dtype)
+  want, held_want = np.einsum(spec, x, y), np.einsum(spec, x_held, y_held)
+  size = np.einsum(spec, np.abs(x_held), np.abs(y_held))
+  unit = 1 / (x_scale * y_scale)
+  assert not np.isnan(out).any(), f"{np.isnan(out).sum()} NaN of finite operands, unit {unit:.3g}"
+  if unit > HUGE:  # even products of the smallest FP8 numbers are large
+    assert (out[size == 0] == 0).all()
+    return
+  inputs, result = spec.split("->")
+  sizes = dict(zip(inputs.replace(",", ""), x.shape + y.shape, strict=True))
+  terms = math.prod(n for letter, n in sizes.items() if letter not in result)
+  narrow = jnp.finfo(out_dtype)
+  # float32 sums, the unit and the output; what is below the smallest normal number may be flushed to 0.
+  own = (terms + 8) * 2.0**-24 * size + float(narrow.eps) / 2 * (1 + 1e-6) * np.abs(held_want)
+  own = own + float(narrow.tiny) + (size if unit < TINY * 4 else 0)
+  fits = np.abs(held_want) + own < float(narrow.max)
+  assert (np.abs(out - held_want)[fits] <= own[fits]).all(), (
+    f"{spec}: {np.max((np.abs(out - held_want) / own)[fits]):.3g} times what arithmetic explains"
+  )
+  if scales == (None, None):  # given scales may saturate
+    dx, dy = rounding(x, x_scale, x_dtype), rounding(y, y_scale, y_dtype)
+    fp8 = np.einsum(spec, dx, np.abs(y)) + np.einsum(spec, np.abs(x), dy) + np.einsum(spec, dx, dy)
+    assert (np.abs(out - want)[fits] <= (fp8 + own)[fits]).all(), (
+      f"{spec}: {np.max((np.abs(out - want) / (fp8 + own))[fits]):.3g} times FP8's rounding"
+    )
+
+
+def relative(x, reference) -> float:
+  """The norm of the difference over that of the reference."""
+  x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
+  return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
+
+
+def bits(x) -> np.ndarray:
+  """What is compared where every bit counts, the sign of zero too."""
+  x = np.asarray(x)
+  return x.view(f"u{x.dtype.itemsize}")
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+  """float32 without its subnormal numbers, which devices may take for zero."""
+  return np.where(np.abs(x) < TINY, 0, x).astype(np.float32)
+
+
+def compiled(fun):
+  """`jax.jit` for small programs of which there are many."""
+  return jax.jit(fun, compiler_options=OPTIONS)
+
+
+def with_gradients(fun):
+  """A function of (x, w, ct): the product and the gradients of both operands, compiled as one."""
+
+  def run(x, w, ct):
+    out, back = jax.vjp(fun, x, w)
+    return out, *back(ct.astype(out.dtype))
+
+  return compiled(run)
+
+
+def normal(*shape, seed=0, scale=1.0):
+  return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+def matmul(x, w, recipe="current", **options):
+  return fp8_dot_general(x, w, MATMUL, recipe, **options)
+
+
+@st.composite
+def products(draw, multiple=1):
+  """Any dot_general: 0 to 2 dimensions of each kind, in any order; contracted ones and what backward contracts."""
+  kinds = {kind: draw(st.integers(0, 2)) for kind in ("batch", "lhs", "rhs", "contracted")}
+  letters = iter("abcdefgh")
+  names = {kind: "".join(next(letters) for _ in range(n)) for kind, n in kinds.items()}
+  sizes = {}
+  for kind, part in names.items():
+    for i, letter in enumerate(part):
+      sizes[letter] = draw(st.integers(1, 6)) * (multiple if i == 0 and kind != "batch" else 1)
+  shuffled = lambda text: "".join(draw(st.permutations(text)))
+  return Product(
+    lhs=shuffled(names["batch"] + names["lhs"] + names["contracted"]),
+    rhs=shuffled(names["batch"] + names["rhs"] + names["contracted"]),
+    batch=shuffled(names["batch"]),
+    contracted=shuffled(names["contracted"]),
+    sizes=sizes,
+  )
+
+
+@st.composite
+def tensors(draw, low=-30, high=30):
+  """What makes a float32 array of a shape: normal numbers times a magnitude, zeros, magnitudes that are mixed."""
+  seed = draw(st.integers(0, 2**16))
+  magnitude = draw(st.floats(low, high))
+  mixed = draw(st.sampled_from([0, 0, 3, 12, 30]))
+  zeros = draw(st.sampled_from([0, 0, 0.5, 1]))
+
+  def make(shape):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 10.0 ** (magnitude - rng.uniform(0, mixed, size=shape))
+    return flushed(np.where(rng.uniform(size=shape) < zeros, 0, x).astype(np.float32))
+
+  return make
+
+
+def examples(n):
+  return settings(
+    max_examples=n,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # a smaller product takes many compilations to find
+    suppress_health_check=list(HealthCheck),
+  )

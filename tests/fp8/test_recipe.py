@@ -1,0 +1,309 @@
+"""The `fp8` mapping of a policy: keys, defaults, errors that name key, value and choices, and the way back."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import yaml
+
+import mpjax
+from mpjax.fp8.recipe import Recipe, parse_recipe, to_pairs
+
+DEFAULTS = {
+  "recipe": "current",
+  "forward_dtype": "float8_e4m3fn",
+  "gradient_dtype": "float8_e5m2",
+  "margin": 0,
+  "pow2_scales": False,
+  "amax_history_len": 1024,
+  "amax_compute": "max",
+  "emulate": False,
+  "first_layer": False,
+  "last_layer": False,
+  "attention": False,
+  "min_dim": 128,
+  "include": (),
+  "exclude": (),
+  "saved_activations": "compute",
+}
+# Every key with a value that is not its default, and what is parsed of it.
+OTHER = {
+  "recipe": ("delayed", "delayed"),
+  "forward_dtype": (jnp.float8_e4m3fn, "float8_e4m3fn"),
+  "gradient_dtype": ("e4m3fn", "float8_e4m3fn"),
+  "margin": (3, 3),
+  "pow2_scales": (True, True),
+  "amax_history_len": (16, 16),
+  "amax_compute": ("most_recent", "most_recent"),
+  "emulate": (True, True),
+  "first_layer": (True, True),
+  "last_layer": (True, True),
+  "attention": (True, True),
+  "min_dim": (16, 16),
+  "include": (["mlp", "block_[0-3]"], ("mlp", "block_[0-3]")),
+  "exclude": ("head", ("head",)),
+  "saved_activations": ("fp8", "fp8"),
+}
+DELAYED = ("amax_history_len", "amax_compute")
+
+
+def mapping(key, value):
+  return {"recipe": "delayed", key: value} if key in DELAYED else {key: value}
+
+
+def test_defaults_are_documented_ones_and_every_key_is_tested_here():
+  assert dataclasses.asdict(Recipe()) == DEFAULTS
+  assert OTHER.keys() == DEFAULTS.keys()
+  assert parse_recipe({"recipe": "current"}) == Recipe()
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_key_sets_its_own_field_and_no_other(key):
+  given, want = OTHER[key]
+  recipe = parse_recipe(mapping(key, given))
+  want_fields = DEFAULTS | {key: want} | ({"recipe": "delayed"} if key in DELAYED else {})
+  assert dataclasses.asdict(recipe) == want_fields
+  hash(recipe)
+
+
+@pytest.mark.parametrize("empty", [None, {}, (), []])
+def test_nothing_is_no_recipe(empty):
+  assert parse_recipe(empty) is None
+  assert to_pairs(empty) == ()
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "block"])
+def test_a_name_alone_is_a_recipe(name):
+  assert parse_recipe(name) == parse_recipe({"recipe": name})
+  assert parse_recipe(name).recipe == name
+
+
+def test_blocks_take_e4m3_for_gradients_too_unless_told():
+  assert parse_recipe("block").gradient_dtype == "float8_e4m3fn"
+  assert parse_recipe({"recipe": "block", "gradient_dtype": "e5m2"}).gradient_dtype == "float8_e5m2"
+  assert parse_recipe("block").multiple == 32
+  assert parse_recipe("current").multiple == parse_recipe("delayed").multiple == 16
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"),
+  [
+    ("e4m3fn", ml_dtypes.float8_e4m3fn),
+    ("e5m2", ml_dtypes.float8_e5m2),
+    ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
+    ("float8_e5m2", ml_dtypes.float8_e5m2),
+    (jnp.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+    (jnp.float8_e5m2, ml_dtypes.float8_e5m2),
+    (np.dtype(ml_dtypes.float8_e5m2), ml_dtypes.float8_e5m2),
+  ],
+)
+def test_a_format_goes_by_short_name_long_name_or_dtype(name, dtype):
+  forward = parse_recipe({"forward_dtype": name, "gradient_dtype": "e4m3fn"})
+  assert forward.forward == parse_recipe({"gradient_dtype": name}).gradient == np.dtype(dtype)
+
+
+def test_gradients_have_the_format_that_goes_with_the_forward_one():
+  assert parse_recipe({"forward_dtype": "e4m3fnuz"}).gradient == np.dtype(ml_dtypes.float8_e5m2fnuz)
+  assert Recipe(recipe="block").gradient_dtype == "float8_e4m3fn"
+
+
+def test_flags_of_a_pattern_hold_for_all_of_it():
+  recipe = parse_recipe({"exclude": "(?i)HEAD"})
+  assert recipe.excludes("GPT/head")
+  assert not recipe.excludes("GPT/header")
+
+
+@pytest.mark.parametrize(
+  ("forward", "gradient"),
+  [
+    ("e4m3fnuz", "e5m2fnuz"),
+    (jnp.float8_e4m3fnuz, "float8_e5m2fnuz"),
+    ("float8_e4m3fnuz", jnp.float8_e5m2fnuz),
+  ],
+)
+def test_formats_of_amd(forward, gradient):
+  recipe = parse_recipe({"forward_dtype": forward, "gradient_dtype": gradient})
+  assert recipe.forward == np.dtype(ml_dtypes.float8_e4m3fnuz)
+  assert recipe.gradient == np.dtype(ml_dtypes.float8_e5m2fnuz)
+
+
+# (mapping, what the message names)
+WRONG = {
+  "unknown key": ({"recip": "current"}, ["recip", "did you mean 'recipe'", *DEFAULTS]),
+  "unknown key that is no string": ({3: "current"}, ["3", "recipe"]),
+  "unknown recipe": (
+    {"recipe": "curent"},
+    ["recipe", "'curent'", "current, delayed, block", "did you mean 'current'"],
+  ),
+  "unknown recipe by name": ("mxfp8", ["recipe", "'mxfp8'", "current, delayed, block"]),
+  "recipe of none": ({"recipe": None}, ["recipe", "None", "current, delayed, block"]),
+  "recipe that is a list": ({"recipe": ["current"]}, ["recipe", "['current']", "current, delayed, block"]),
+  "forward format": (
+    {"forward_dtype": "e4m3"},
+    ["forward_dtype", "'e4m3'", "e4m3fn, e5m2, e4m3fnuz, e5m2fnuz"],
+  ),
+  "gradient format": ({"gradient_dtype": "bfloat16"}, ["gradient_dtype", "'bfloat16'", "e5m2fnuz"]),
+  "format that is a dtype": ({"gradient_dtype": jnp.bfloat16}, ["gradient_dtype", "bfloat16", "e5m2fnuz"]),
+  "format of none": ({"forward_dtype": None}, ["forward_dtype", "None", "e4m3fn"]),
+  "scale format": ({"forward_dtype": "float8_e8m0fnu"}, ["forward_dtype", "float8_e8m0fnu", "e4m3fn"]),
+  "FNUZ forward only": (
+    {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2"},
+    ["forward_dtype", "gradient_dtype", "float8_e5m2", "fnuz"],
+  ),
+  "E5M2 twice": ({"forward_dtype": "e5m2"}, ["forward_dtype", "gradient_dtype", "float8_e5m2", "e4m3"]),
+  "FNUZ gradient only": (
+    {"gradient_dtype": "e5m2fnuz"},
+    ["forward_dtype", "gradient_dtype", "float8_e4m3fn"],
+  ),
+  "margin below zero": ({"margin": -1}, ["margin", "-1", "at least 0"]),
+  "margin that is a float": ({"margin": 1.0}, ["margin", "1.0", "integer"]),
+  "margin that is a truth value": ({"margin": True}, ["margin", "True", "integer"]),
+  "margin beyond float32": ({"margin": 200}, ["margin", "200"]),
+  "history of nothing": (
+    {"recipe": "delayed", "amax_history_len": 0},
+    ["amax_history_len", "0", "at least 1"],
+  ),
+  "history as text": (
+    {"recipe": "delayed", "amax_history_len": "16"},
+    ["amax_history_len", "'16'", "integer"],
+  ),
+  "amax_compute": (
+    {"recipe": "delayed", "amax_compute": "mean"},
+    ["amax_compute", "'mean'", "max, most_recent"],
+  ),
+  "truth value as text": ({"emulate": "yes"}, ["emulate", "'yes'", "true or false"]),
+  "truth value as number": ({"first_layer": 1}, ["first_layer", "1", "true or false"]),
+  "truth value of none": ({"attention": None}, ["attention", "None", "true or false"]),
+  "last_layer": ({"last_layer": "no"}, ["last_layer", "'no'", "true or false"]),
+  "pow2_scales": ({"pow2_scales": 2}, ["pow2_scales", "2", "true or false"]),
+  "min_dim": ({"min_dim": 0}, ["min_dim", "0", "at least 1"]),
+  "include": ({"include": 3}, ["include", "3", "regular expressions"]),
+  "exclude of numbers": ({"exclude": [1]}, ["exclude", "[1]", "regular expressions"]),
+  "a pattern that is none": ({"exclude": ["mlp", "("]}, ["exclude", "'('", "regular expression"]),
+  "saved_activations": ({"saved_activations": "bf16"}, ["saved_activations", "'bf16'", "compute, fp8"]),
+  "history without delay": ({"amax_history_len": 16}, ["amax_history_len", "delayed", "current"]),
+  "amax_compute in blocks": (
+    {"recipe": "block", "amax_compute": "max"},
+    ["amax_compute", "delayed", "block"],
+  ),
+  "margin in blocks": ({"recipe": "block", "margin": 1}, ["margin", "block"]),
+  "pow2_scales in blocks": ({"recipe": "block", "pow2_scales": True}, ["pow2_scales", "block"]),
+  "saved FP8 in blocks": ({"recipe": "block", "saved_activations": "fp8"}, ["saved_activations", "block"]),
+  "not a mapping": (7, ["fp8=7", "mapping"]),
+  "true": (True, ["fp8=True", "mapping"]),
+  "pairs that are none": (["current"], ["fp8", "mapping"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_error_names_key_value_and_choices(case):
+  spec, named = WRONG[case]
+  for parse in (parse_recipe, to_pairs):
+    with pytest.raises(ValueError) as error:
+      parse(spec)
+    missing = [part for part in named if part not in str(error.value)]
+    assert not missing, f"{error.value} does not say {missing}"
+
+
+@pytest.mark.parametrize(
+  ("include", "exclude", "path", "quantised"),
+  [
+    ((), (), "gpt/block_0/mlp", True),
+    ((), ("mlp",), "gpt/block_0/mlp", False),
+    ((), ("mlp",), "gpt/block_0/mlp_up", True),
+    ((), ("ml",), "gpt/block_0/mlp", True),
+    ((), ("head|mlp",), "gpt/block_0/mlp/up", False),
+    ((), ("head|mlp",), "gpt/head", False),
+    ((), ("block_0/mlp",), "gpt/block_0/mlp", False),
+    ((), ("block_.*",), "gpt/block_0/mlp", False),
+    (("mlp",), (), "gpt/block_0/mlp", True),
+    (("mlp",), (), "gpt/block_0/attn", False),
+    (("mlp",), (), "", False),
+    (("block_[01]",), ("mlp",), "gpt/block_0/mlp", False),
+    (("block_[01]",), ("mlp",), "gpt/block_0/attn", True),
+    (("block_[01]",), ("mlp",), "gpt/block_2/attn", False),
+  ],
+)
+def test_patterns_match_whole_components_of_the_module_path(include, exclude, path, quantised):
+  reason = parse_recipe(
+    {"include": list(include), "exclude": list(exclude)} | {"recipe": "current"}
+  ).excludes(path)
+  assert (reason is None) == quantised
+  if reason is not None:
+    assert "include" in reason if not any(p in reason for p in exclude) else "exclude" in reason
+
+
+SPECS = [
+  "current",
+  "block",
+  {"recipe": "delayed", "amax_history_len": 4, "amax_compute": "most_recent"},
+  {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"},
+  {"forward_dtype": jnp.float8_e4m3fn, "margin": 2, "emulate": True},
+  {"include": ["mlp", "attn"], "exclude": "head", "min_dim": 16},
+  [("recipe", "current"), ("pow2_scales", True)],
+  Recipe(),
+  Recipe(margin=1, include=("mlp",)),
+  parse_recipe("delayed"),
+  parse_recipe("block"),
+]
+
+
+def named(spec):
+  return f"Recipe {spec.recipe} {spec.margin}" if isinstance(spec, Recipe) else str(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=named)
+def test_pairs_are_sorted_hashable_and_mean_the_same(spec):
+  pairs = to_pairs(spec)
+  assert list(pairs) == sorted(pairs)
+  hash(pairs)
+  assert parse_recipe(pairs) == parse_recipe(spec)
+  assert to_pairs(pairs) == to_pairs(dict(pairs)) == pairs
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=named)
+@pytest.mark.parametrize(
+  "through",
+  [lambda d: d, lambda d: json.loads(json.dumps(d)), lambda d: yaml.safe_load(yaml.safe_dump(d))],
+  ids=["dict", "json", "yaml"],
+)
+def test_a_policy_with_fp8_comes_back_from_plain_data(spec, through):
+  policy = mpjax.get_policy({"base": "bf16", "fp8": spec})
+  again = mpjax.get_policy(through(policy.to_dict()))
+  assert again == policy
+  assert hash(again) == hash(policy)
+  assert parse_recipe(again.fp8) == parse_recipe(spec)
+
+
+def test_names_of_one_format_make_equal_policies():
+  short = mpjax.get_policy({"base": "fp8", "fp8": {"forward_dtype": "e4m3fn"}})
+  long = mpjax.get_policy({"base": "fp8", "fp8": {"forward_dtype": "float8_e4m3fn"}})
+  assert short == long
+
+
+@pytest.mark.parametrize("case", ["unknown key", "unknown recipe", "FNUZ forward only", "margin in blocks"])
+def test_a_policy_refuses_what_its_fp8_mapping_may_not_hold(case):
+  spec, named = WRONG[case]
+  with pytest.raises(ValueError) as error:
+    mpjax.get_policy({"base": "fp8", "fp8": spec})
+  assert all(part in str(error.value) for part in named)
+
+
+def test_the_preset_has_a_recipe():
+  assert parse_recipe(mpjax.get_policy("fp8").fp8).recipe == "current"
+  assert parse_recipe(mpjax.get_policy("bf16").fp8) is None
+
+
+@pytest.mark.parametrize("field", ["recipe", "forward_dtype"])
+def test_a_recipe_is_checked_however_it_is_made(field):
+  with pytest.raises(ValueError, match=field):
+    parse_recipe(Recipe(**{field: "banana"}))
+
+
+def test_blocks_of_amd_formats_need_their_formats_named_for_both_or_once():
+  # The gradient's default must not be the reason that the mapping is refused without saying what to write.
+  recipe = parse_recipe({"recipe": "block", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
+  assert (recipe.forward_dtype, recipe.gradient_dtype) == ("float8_e4m3fnuz", "float8_e4m3fnuz")
