@@ -12,7 +12,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax.casting import quantised
 from mpjax.casting.interpret import Run
-from mpjax.casting.layers import Layers
+from mpjax.casting.layers import Layers, input_root
 from mpjax.casting.modules import Modules, with_module_argument
 from mpjax.casting.op_lists import OpLists
 from mpjax.casting.paths import FULL_PRECISION, OUTPUT, Overrides
@@ -139,11 +139,35 @@ def init_fp8_state(
       return empty_state({})
     with matmul_precision(resolved):
       plan = Traced(fun, args, kwargs).plan(rules, resolved)
-    rules.overrides.check_all_matched()
+    rules.check_all_matched()
     sites = {node.fp8.site for node in plan.all_nodes() if node.fp8} - {None}
     return empty_state({site: rules.sites.recipes[site].amax_history_len for site in sorted(sites)})
 
   return init
+
+
+def fp8_weights(fun: Callable[..., Any], policy: Any) -> Callable[..., set[str]]:
+  """Which arrays among the arguments are the weights of FP8 products, in a function under `mpjax.autocast`.
+
+  Args:
+    fun: the function.
+    policy: with an `fp8` mapping.
+
+  Returns:
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns tree paths, as in
+    `0/params/Dense_0/kernel`; those of an `nnx.Module` are paths in it, after its number.
+  """
+
+  def weights(*args: Any, **kwargs: Any) -> set[str]:
+    resolved = get_policy(policy)
+    rules = make_rules(resolved, None, None)
+    traced = Traced(fun, args, kwargs)
+    plan = traced.plan(rules, resolved)
+    rules.check_all_matched()
+    found = {root for node in plan.all_nodes() if node.fp8 for root in node.fp8.roots}
+    return {name for i, name in enumerate(traced.names) if input_root(i) in found}
+
+  return weights
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +199,7 @@ def _call(
       return _to_output(fun(*args, **kwargs), policy)
   traced = Traced(fun, args, kwargs)
   plan = traced.plan(rules, policy)
-  rules.overrides.check_all_matched()
+  rules.check_all_matched()
   uses = quantised.number([node.fp8 for node in plan.all_nodes() if node.fp8])
   histories = quantised.open_histories(fp8_state, rules.sites.recipes, uses)
   cast = lambda histories, *operands: quantised.keep(histories, Run(histories)(plan, operands))
@@ -201,6 +225,7 @@ class Traced:
   Attributes:
     closed: its jaxpr.
     operands: constants and arguments for it.
+    names: a tree path for each argument.
   """
 
   def __init__(self, fun: Any, args: Any, kwargs: Any):
@@ -223,6 +248,7 @@ class Traced:
       return [*(leaves_out[i] for i in self._arrays), *changes]
 
     arguments = [leaves[i] for i in dynamic]
+    self.names = [self._modules.names[i] for i in dynamic]
     self.closed = jax.make_jaxpr(flat)(*arguments)
     self.operands = [*_compat.constants(self.closed), *arguments]
 

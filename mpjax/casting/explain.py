@@ -138,7 +138,7 @@ def explain(
     resolved = get_policy(policy)
     rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
     plan = Traced(fun, args, kwargs).plan(rules, resolved)
-    rules.overrides.check_all_matched()
+    rules.check_all_matched()
     return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())))
 
   return explained

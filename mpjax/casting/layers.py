@@ -95,7 +95,7 @@ class Layers:
   def of(cls, jaxpr: Any, rules: Rules) -> Layers:
     """Of a whole program."""
     body = _compat.open_jaxpr(jaxpr)
-    layers = cls(body, [Fact(False, True, (i, "input")) for i in range(len(body.invars))], rules)
+    layers = cls(body, [Fact(False, True, input_root(i)) for i in range(len(body.invars))], rules)
     layers.backward([False] * len(body.outvars))
     layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
     layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
@@ -154,7 +154,8 @@ class Layers:
         roots=(lhs.root, rhs.root),
         size=size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
       )
-      outs = [fact._replace(active=True) for fact in outs]
+      if is_layer(equation, self._rules, of_matrices=True):
+        outs = [fact._replace(active=True) for fact in outs]
     elif name == "gather" and facts[1].varies:
       outs = [fact._replace(active=True) for fact in outs]
     elif name in traits.SAME and len(facts) == 1:
@@ -240,6 +241,11 @@ class Layers:
     return [equation.invars[i] for i in found]
 
 
+def input_root(i: int) -> Any:
+  """What identifies an input of a whole program."""
+  return (i, "input")
+
+
 def _readers(products: Iterable[Product]) -> dict[Any, list[Product]]:
   """Products by what identifies their operands."""
   readers: dict[Any, list[Product]] = {}
@@ -255,8 +261,14 @@ def _row(root: Any) -> Any:
   return root[1] if is_stacked else (root, "row")
 
 
-def is_layer(equation: Any, rules: Rules) -> bool:
-  """Whether an equation is a product of matrices or vectors with one, or a convolution."""
+def is_layer(equation: Any, rules: Rules, of_matrices: bool = False) -> bool:
+  """Whether an equation is a convolution or a product, other than of two vectors.
+
+  Args:
+    equation: any equation.
+    rules: what decides.
+    of_matrices: nor of a matrix and a vector, of which power iterations are made.
+  """
   name = equation.primitive.name
   if rules.list_of(name, None) != "allow":
     return False
@@ -264,4 +276,5 @@ def is_layer(equation: Any, rules: Rules) -> bool:
     return True
   contracted, batch = equation.params["dimension_numbers"]
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
-  return used != [len(a.aval.shape) for a in equation.invars]
+  free = [len(a.aval.shape) > n for a, n in zip(equation.invars, used, strict=True)]
+  return all(free) if of_matrices else any(free)

@@ -40,6 +40,7 @@ class Modules:
 
   Attributes:
     leaves: the other leaves, and the arrays of the objects' state.
+    names: a path for each, in the arguments or in its object.
   """
 
   def __init__(self, tree: Any):
@@ -47,8 +48,12 @@ class Modules:
     self._positions = [i for i, leaf in enumerate(everything) if isinstance(leaf, _Node)]
     self._objects = tuple(everything[i] for i in self._positions)
     self._others = [leaf for leaf in everything if not isinstance(leaf, _Node)]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _Node))[0]
+    self.names = [_joined(path) for path, leaf in paths if not isinstance(leaf, _Node)]
     self._graphdef, state = nnx.split(self._objects)
-    self._state, self._state_structure = jax.tree.flatten(nnx.to_pure_dict(state))
+    pure = nnx.to_pure_dict(state)
+    self._state, self._state_structure = jax.tree.flatten(pure)
+    self.names += [_joined(path) for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]]
     self._template = state
     self.leaves = [*self._others, *self._state]
 
@@ -76,6 +81,10 @@ class Modules:
     """Gives the caller's objects the state that a call changed."""
     if changed:
       nnx.update(self._objects, nnx.from_flat_state(changed))
+
+
+def _joined(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _value(variable: Any) -> Any:

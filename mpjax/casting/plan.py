@@ -209,6 +209,7 @@ class Plan:
     recipe = self.rules.overrides.recipe_at(node.path)
     if recipe is None:
       return node
+    self.rules.products.add(node.path)
     product = self.layers.products.get(id(node.equation)) if self.layers else None
     site = None
     if recipe.recipe == "delayed" and product is not None and not any(product.gradients):

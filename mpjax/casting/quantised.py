@@ -37,6 +37,7 @@ class Fp8:
     gradients: which of its operands are gradients.
     windows: the convolution that it is, if it is one.
     native: as of `fp8_dot_general`.
+    roots: what identifies its operands in the program.
     site: under delayed scaling, what its history is kept under.
     use: under delayed scaling, its number among the products of a program.
   """
@@ -45,6 +46,7 @@ class Fp8:
   gradients: tuple[bool, bool]
   windows: Windows | None
   native: bool | None
+  roots: tuple[Any, Any]
   site: str | None = None
   use: int = 0
 
@@ -155,7 +157,7 @@ def decide(equation: Any, path: str, recipe: Recipe, product: Product | None) ->
       return "a convolution whose windows overlap is no matrix product"
     sizes = conv_sizes(windows, lhs, rhs)
   why_not = unfit(sizes, recipe)
-  return why_not or Fp8(recipe, product.gradients, windows, support(recipe).native)
+  return why_not or Fp8(recipe, product.gradients, windows, support(recipe).native, product.roots)
 
 
 def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out_dtype: Any) -> Any:

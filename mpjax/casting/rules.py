@@ -13,6 +13,7 @@ from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import Overrides
 from mpjax.casting.values import castable
 from mpjax.fp8.recipe import Recipe
+from mpjax.patterns import component_regex
 
 
 class Sites:
@@ -48,6 +49,7 @@ class Rules:
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     islands: whether islands are computed again in the backward pass.
     enter_all: plan the bodies of calls that run whole in float32, too, for `explain`.
+    products: module paths of the products that an FP8 recipe decided on.
     sites: what the FP8 products under delayed scaling keep their histories under.
   """
 
@@ -56,6 +58,7 @@ class Rules:
   accum_dtype: Any = None
   islands: bool = True
   enter_all: bool = False
+  products: set[str] = dataclasses.field(default_factory=set)
   sites: Sites = dataclasses.field(default_factory=lambda: Sites())
   _contents: dict[int, Any] = dataclasses.field(default_factory=dict)
   _feeding: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -63,6 +66,18 @@ class Rules:
   def list_of(self, name: str, half: Any) -> str:
     """The list that a primitive is on where `half` is the compute dtype."""
     return self.ops.of(name, half or self.overrides.any_half)
+
+  def check_all_matched(self) -> None:
+    """Raises `ValueError` for a pattern of an override or a recipe that matched nothing."""
+    self.overrides.check_all_matched()
+    for recipe in self.overrides.recipes:
+      for key in ("include", "exclude"):
+        for pattern in getattr(recipe, key):
+          if self.products and not any(map(component_regex(pattern).search, self.products)):
+            paths = ", ".join(sorted(filter(None, self.products))) or "none"
+            raise ValueError(
+              f"fp8.{key}: {pattern!r} matches no module with a matrix product; their paths are {paths}"
+            )
 
   def contents(self, jaxpr: Any) -> frozenset[str]:
     """Names of the primitives in a jaxpr, at any depth; not of those inside opaque ones."""

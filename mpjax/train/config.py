@@ -157,7 +157,7 @@ class TrainConfig(_Section):
   skip_nonfinite: bool = True
   max_skips: Positive = 50
   export: Literal["safetensors"] | None = None
-  export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+  export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 
 
 class Config(_Section):

@@ -1,18 +1,26 @@
-"""Export for inference: parameters in one dtype as safetensors, and a loader that gives the model back."""
+"""Export for inference: parameters in one dtype as safetensors, and a loader that gives the model back.
+
+In FP8 it is the weights of FP8 products that are stored so, `name` in E4M3 with its scale, float32[], as
+`name_scale`: the weight is their product. The rest is in the policy's compute dtype.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import safetensors
 import safetensors.flax
 
+from mpjax.fp8.recipe import Recipe, to_pairs
+from mpjax.fp8.scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import make_train_step
 from mpjax.train.checkpoints import Checkpoints
@@ -21,7 +29,11 @@ from mpjax.train.data import DataInfo
 from mpjax.train.setup import make_setup
 from mpjax.train.tasks import Task, make_task
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+_FP8 = "float8_e4m3fn"
+_SCALE = "_scale"
+# More rows than these make no other product eligible.
+_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +76,26 @@ def save_safetensors(
     info: what the data looked like, which sizes the model.
     params: master weights.
     model_state: statistics; kept in their own dtype.
-    dtype: `float32`, `bfloat16` or `float16`; `None`: the policy's compute dtype, with which the logits are
-      bitwise those of the policy's evaluation.
+    dtype: `float32`, `bfloat16`, `float16`, or `float8_e4m3fn` for the weights of FP8 products (those of the
+      config's policy, or of the preset's where it has none); `None`: the policy's compute dtype, with which
+      the logits are bitwise those of the policy's evaluation.
 
   Raises:
-    ConfigError: for another dtype.
+    ConfigError: for another dtype, or one of FP8 for a model without FP8 products.
   """
   if dtype is not None and dtype not in _DTYPES:
     raise ConfigError(f"export dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
   path = pathlib.Path(path)
   policy = config.resolve_policy()
-  params = cast_floating(params, dtype or policy.compute_dtype)
-  tree = {"params": params, "model_state": model_state}
+  half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
+  kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
+  tree = {"params": kept, "model_state": model_state}
   tensors = {_name(key): jnp.asarray(leaf) for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  if dtype == _FP8:
+    master = {_name(key): leaf for key, leaf in jax.tree_util.tree_flatten_with_path({"params": params})[0]}
+    for name in _fp8_names(config, info, policy, params, model_state):
+      scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
+      tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
   metadata = {
     "format": "mpjax-1",
     "config": json.dumps(config.model_dump(mode="json") | {"policy": policy.to_dict()}),
@@ -97,7 +116,10 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   try:
     with safetensors.safe_open(path, framework="flax") as file:
       metadata = file.metadata() or {}
-      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+      dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+      tensors = {name: file.get_tensor(name) for name, of in dtypes.items() if of != "F8_E4M3"}
+    if len(tensors) < len(dtypes):  # NumPy, through which arrays are read, knows no FP8
+      tensors |= _widened(path, tensors)
   except (OSError, safetensors.SafetensorError) as error:
     raise ConfigError(f"cannot read {path}: {error}") from error
   if metadata.get("format") != "mpjax-1":
@@ -122,6 +144,41 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
 
   trees = jax.tree_util.tree_map_with_path(read, {"params": like.params, "model_state": like.model_state})
   return ExportedModel(config, policy, trees["params"], trees["model_state"], task)
+
+
+def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """The FP8 tensors of a file, times their scales, in float32."""
+  found = {}
+  for name, stored in safetensors.deserialize(path.read_bytes()):
+    if stored["dtype"] == "F8_E4M3":
+      if name + _SCALE not in tensors:
+        raise ConfigError(f"{path}: tensor {name!r} is FP8, and its scale {name + _SCALE!r} is missing")
+      q = np.frombuffer(stored["data"], jnp.float8_e4m3fn).reshape(stored["shape"])
+      found[name] = jnp.asarray(q.astype(np.float32)) * tensors[name + _SCALE]
+  return found
+
+
+def _fp8_names(
+  config: Config, info: DataInfo, policy: Policy, params: Any, model_state: Any
+) -> Iterable[str]:
+  """Names of the weights of FP8 products."""
+  recipe = policy.without_histories().fp8_recipe or Recipe()
+  half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
+  fp8 = dataclasses.replace(half, fp8=to_pairs(dataclasses.replace(recipe, emulate=True)), autocast=True)
+  task = make_task(config, info, fp8)
+  names = task.fp8_weights(params, model_state, _example(info), fp8)
+  if not names:
+    raise ConfigError(
+      f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (scripts/explain.py "
+      "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
+    )
+  return [f"params/{name}" for name in names]
+
+
+def _example(info: DataInfo) -> jax.ShapeDtypeStruct:
+  if info.kind == "tokens":
+    return jax.ShapeDtypeStruct((_ROWS, info.seq_len or 1), jnp.int32)
+  return jax.ShapeDtypeStruct((_ROWS, *(info.image_shape or ())), jnp.float32)
 
 
 def export_run(

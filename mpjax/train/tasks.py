@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax.casting.autocast import autocast
+from mpjax.casting.autocast import autocast, fp8_weights
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
 from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
@@ -44,6 +44,9 @@ class Task(Protocol):
 
     Delayed FP8 scaling takes its histories from `fp8_state`; without one, each tensor has its own scale.
     """
+
+  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
+    """Tree paths of the parameters that FP8 products read under the policy; inputs may be shapes."""
 
   def evaluate(
     self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
@@ -120,6 +123,11 @@ class LanguageModel:
       return _autocast(lambda model, inputs: model(inputs), policy, fp8_state)(model, inputs)
     return _cast_call(run, policy)(params, inputs)
 
+  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
+    """Paths such as `blocks/0/qkv/kernel`."""
+    model = nnx.merge(self._graphdef, params, model_state)
+    return _without_number(fp8_weights(lambda model, inputs: model(inputs), policy)(model, inputs))
+
   def evaluate(
     self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
   ) -> Metrics:
@@ -171,6 +179,11 @@ class ImageClassifier:
     cast = _autocast(run, policy, fp8_state) if policy.autocast else _cast_call(run, policy)
     return cast(params, inputs)
 
+  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
+    """Paths such as `block0/up/kernel`."""
+    run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
+    return _without_number(fp8_weights(run, policy)(params, inputs))
+
   def evaluate(
     self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
   ) -> Metrics:
@@ -180,6 +193,11 @@ class ImageClassifier:
       "eval_loss": _cross_entropy(logits, batch["labels"]),
       "eval_accuracy": _accuracy(logits, batch["labels"]),
     }
+
+
+def _without_number(names: set[str]) -> set[str]:
+  """Paths in the first argument, without its number."""
+  return {name.partition("/")[2] for name in names}
 
 
 def _autocast(run: Callable[..., jax.Array], policy: Policy, fp8_state: Any) -> Callable[..., jax.Array]:
