@@ -14,6 +14,7 @@ import numpy as np
 import rich.console
 import tensorboardX
 
+from mpjax.fp8.support import fp8_units
 from mpjax.step import TrainState
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config import Config, ConfigError
@@ -250,6 +251,7 @@ class Run:
     scaling = self.policy.loss_scaling
     rows = {
       "policy": self.policy.reason or f"{self.policy.name or 'custom'} ({self.policy})",
+      **self._fp8_row(),
       "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
       "model": f"{self.config.model.kind}, {parameters:,} parameters",
       "data": self.data.info.description,
@@ -257,6 +259,14 @@ class Run:
       "run": f"{self.directory.path}" + (f", resumed after step {start}" if start else ""),
     }
     header(self.console, rows)
+
+  def _fp8_row(self) -> dict[str, str]:
+    recipe = self.policy.fp8_recipe
+    if recipe is None:
+      return {}
+    has_units, lack = fp8_units(recipe)
+    how = "" if has_units else ", emulated" if recipe.emulate else f": none, {lack}"
+    return {"fp8": f"{recipe.recipe} scaling{how}"}
 
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.checkpoints.wait()
