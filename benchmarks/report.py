@@ -144,6 +144,24 @@ def autocast_trace(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def fp8_compiled(report: dict[str, Any]) -> str:
+  """Which products are FP8 GEMMs, and the memory beside bfloat16's."""
+  lines = [
+    "| policy | eligible, of the forward FLOPs | FP8 of that: forward, backward | temporaries MB | ratio |",
+    "|---|---|---|---|---|",
+  ]
+  for name, row in report["policies"].items():
+    eligible = row["eligible"]["flops"] / row["all_forward_flops"]
+    share = row["share"]
+    cells = (
+      ["-", "-"] if share is None else [f"{eligible:.1%}", f"{share['forward']:.0%}, {share['backward']:.0%}"]
+    )
+    lines.append(
+      f"| {name} | {' | '.join(cells)} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} |"
+    )
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def provenance(report: dict[str, Any]) -> str:
   """How the figures were made."""
   versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -165,6 +183,11 @@ def main() -> None:
     ("autocast_memory_tpu_v5e", autocast_memory),
     ("autocast_time_cpu", autocast_time),
     ("autocast_trace_h200", autocast_trace),
+    ("fp8_h200_triton", fp8_compiled),
+    ("fp8_h200_cublas", fp8_compiled),
+    ("fp8_h200_saved_compute", fp8_compiled),
+    ("fp8_h200_saved_fp8", fp8_compiled),
+    ("quality_fp8_cpu", quality),
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"

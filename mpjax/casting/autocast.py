@@ -154,8 +154,8 @@ def fp8_weights(fun: Callable[..., Any], policy: Any) -> Callable[..., set[str]]
     policy: with an `fp8` mapping.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns tree paths, as in
-    `0/params/Dense_0/kernel`; those of an `nnx.Module` are paths in it, after its number.
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns tree paths, the number or
+    name of the argument first, as in `0/params/Dense_0/kernel`; of modules, first their number among those.
   """
 
   def weights(*args: Any, **kwargs: Any) -> set[str]:
@@ -230,7 +230,7 @@ class Traced:
 
   def __init__(self, fun: Any, args: Any, kwargs: Any):
     fun, args = with_module_argument(fun, args)
-    self._modules = Modules((args, kwargs))
+    self._modules = Modules(args, kwargs)
     leaves = self._modules.leaves
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpjax import _compat
 from mpjax.casting import calls, traits
 from mpjax.casting.rules import Rules, live
-from mpjax.casting.values import size
+from mpjax.casting.values import is_float, size
 
 _STACKED = "stacked"  # what a scan collects of a value
 
@@ -206,14 +206,16 @@ class Layers:
     for equation in reversed(self._equations):
       if _compat.backward_depth(equation):
         continue
-      out = [v in reaches for v in equation.outvars]
+      # What becomes an integer (argmax) carries no value on.
+      out = [v in reaches and is_float(v.aval) for v in equation.outvars]
       sources = list(equation.invars) if any(out) else []
       if id(equation) in self.inner:
         sources = self._backward_call(equation, out)
       elif id(equation) in self.products:
         product = self.products[id(equation)]
         self.products[id(equation)] = product._replace(last=not any(out))
-        sources = list(equation.invars)
+        if is_layer(equation, self._rules, of_matrices=True):
+          sources = list(equation.invars)
       reaches.update(a for a in sources if _compat.is_variable(a))
     return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
 

@@ -43,13 +43,14 @@ class Modules:
     names: a path for each, in the arguments or in its object.
   """
 
-  def __init__(self, tree: Any):
+  def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    tree = (args, kwargs)
     everything, self._structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, _Node))
     self._positions = [i for i, leaf in enumerate(everything) if isinstance(leaf, _Node)]
     self._objects = tuple(everything[i] for i in self._positions)
     self._others = [leaf for leaf in everything if not isinstance(leaf, _Node)]
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _Node))[0]
-    self.names = [_joined(path) for path, leaf in paths if not isinstance(leaf, _Node)]
+    self.names = [_joined(path[1:]) for path, leaf in paths if not isinstance(leaf, _Node)]
     self._graphdef, state = nnx.split(self._objects)
     pure = nnx.to_pure_dict(state)
     self._state, self._state_structure = jax.tree.flatten(pure)

@@ -94,7 +94,7 @@ def make_setup(config: Config) -> Setup:
     skip_nonfinite=config.train.skip_nonfinite,
   )
   setup = Setup(config, policy, data, task, step, mesh)
-  if policy.overrides:
+  if policy.overrides or policy.fp8:
     setup.explain()
   return setup
 
