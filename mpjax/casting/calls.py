@@ -115,7 +115,8 @@ def _plan_remat(equation: Any, held: list[Held], wanted: Any, plan_body: PlanBod
 def _emit_remat(call: Call, operands: list[Any], run: Run) -> list[Any]:
   jaxpr, constants = _compat.trace_open(_body(call, run), operands)
   policy = call.equation.params["policy"]
-  policy = policy and as_product(policy)
+  if policy is not None and any(node.fp8 for plan in call.plans for node in plan.all_nodes()):
+    policy = as_product(policy)
   with _compat.at(call.equation):
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 

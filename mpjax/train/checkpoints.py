@@ -51,7 +51,7 @@ class Checkpoints:
     self._manager.save(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), loop=ocp.args.JsonSave(loop)
+        state=ocp.args.StandardSave(_to_tree(state)), data=ocp.args.JsonSave(data), loop=ocp.args.JsonSave(loop)
       ),
       # One that was not evaluated is never the best.
       metrics={"eval_loss": math.inf if eval_loss is None else eval_loss},
@@ -74,10 +74,10 @@ class Checkpoints:
     parts = self._manager.restore(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore(), loop=ocp.args.JsonRestore()
+        state=ocp.args.StandardRestore(_to_tree(like)), data=ocp.args.JsonRestore(), loop=ocp.args.JsonRestore()
       ),
     )
-    return Restored(parts["state"], parts["data"], parts["loop"])
+    return Restored(like.replace(**parts["state"]), parts["data"], parts["loop"])
 
   def wait(self) -> None:
     """Blocks until what was saved is on disk."""
@@ -86,3 +86,10 @@ class Checkpoints:
   def close(self) -> None:
     """Waits, then releases the threads."""
     self._manager.close()
+
+
+def _to_tree(state: TrainState) -> dict[str, Any]:
+  """The arrays of a state by field; without a state of FP8 scaling where there is none."""
+  fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
+  tree = {name: getattr(state, name) for name in fields}
+  return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}
