@@ -260,7 +260,10 @@ def _from_mapping(spec: Mapping[Any, Any], backend: str | None) -> Policy:
     values[field] = value
   base = values.pop("base", None)
   if base is not None:
-    return dataclasses.replace(get_policy(base, backend=backend), **values)
+    policy = get_policy(base, backend=backend)
+    if values.get("fp8") == {}:  # nothing is changed of what the base says; null takes it away
+      del values["fp8"]
+    return dataclasses.replace(policy, **values)
   values.setdefault("param_dtype", np.dtype("float32"))
   values.setdefault("compute_dtype", values["param_dtype"])
   values.setdefault("output_dtype", values["compute_dtype"])

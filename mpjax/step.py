@@ -20,15 +20,16 @@ from flax import nnx
 from mpjax.casting.autocast import autocast, init_fp8_state
 from mpjax.casting.explain import Explanation, explain
 from mpjax.casting.paths import Overrides
+from mpjax.fp8.delayed import grow_gradients
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
-from mpjax.loss_scale.finite import is_inexact, unscale
+from mpjax.loss_scale.finite import unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
 from mpjax.policy import get_policy, matmul_precision
+from mpjax.step_checks import check_differentiable, unpack
 from mpjax.step_policy import find_scaler, require_honoured, with_policy
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
-_METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
 
 
 @functools.partial(
@@ -125,6 +126,7 @@ class TrainStep:
   Attributes:
     policy: the `Policy` in force.
     tx: the optimiser with the policy's loss scaling round it.
+    needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
     jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
       `jax.export`.
   """
@@ -150,7 +152,7 @@ class TrainStep:
     # Metrics go to the output dtype below, model state never.
     wide = dataclasses.replace(self.policy, output_dtype=jnp.float32)  # type: ignore[call-arg]
     self._plain_loss_fn = loss_fn
-    self._delayed = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
+    self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
     self._autocast_policy = wide
     self._accumulate = accumulate
     self._cast_batch = cast_batch
@@ -173,7 +175,7 @@ class TrainStep:
       ValueError: if an argument is missing that `loss_fn` or the policy takes, or one is given that
         `loss_fn` does not take.
     """
-    if self._delayed and batch is None:
+    if self.needs_batch and batch is None:
       raise ValueError(
         "fp8 recipe 'delayed' keeps a history of each product, which depends on the batch: pass "
         "step.init(..., batch=batch), or its shapes; or use recipe 'current'"
@@ -191,7 +193,7 @@ class TrainStep:
           f"loss_fn {verb} {name!r} but init was {'not ' if value is None else ''}given one: "
           f"name {name!r} in the signature of loss_fn and pass step.init(..., {name}=...)"
         )
-    _check_differentiable(params)
+    check_differentiable(params)
     params = self.policy.cast_to_param(params)
     # Donation needs buffers that nobody else holds.
     own = lambda tree: jax.tree.map(jnp.copy, tree)
@@ -203,7 +205,7 @@ class TrainStep:
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
-    return state.replace(fp8_state=self._init_fp8(state, batch)) if self._delayed else state
+    return state.replace(fp8_state=self._init_fp8(state, batch)) if self.needs_batch else state
 
   def _init_fp8(self, state: TrainState, batch: Any) -> Any:
     if self._accumulate > 1:
@@ -256,7 +258,7 @@ class TrainStep:
       raise ValueError(
         "the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)"
       )
-    if self._delayed:
+    if self.needs_batch:
       raise ValueError(
         "fp8 recipe 'delayed' keeps its histories in a TrainState: use state = step.init(model, batch=batch) "
         "and step(state, batch), or recipe 'current'"
@@ -293,6 +295,9 @@ class TrainStep:
       keep = lambda new, old: jnp.where(scaler.grads_finite, new, old)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
+      # The next step's gradients are those of a loss that is scaled by more: their amaxes will be, too.
+      growth = scaler.scale / get_loss_scale(state.opt_state).scale
+      fp8_state = grow_gradients(fp8_state, jnp.maximum(growth, 1))
       metrics |= {
         # The scale that this loss was multiplied by, not the next one.
         "loss_scale": get_loss_scale(state.opt_state).scale,
@@ -364,7 +369,7 @@ class TrainStep:
       mutated = nnx.split(model, self._wrt, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)
-    loss, metrics, returned = _unpack(out, takes_state="model_state" in self._keywords)
+    loss, metrics, returned = unpack(out, takes_state="model_state" in self._keywords)
     if returned is not None:
       model_state = returned
     scaled = loss.astype(jnp.float32)
@@ -374,34 +379,6 @@ class TrainStep:
     # scale itself may not fit there (2**16 in float16).
     loss, metrics = self.policy.cast_to_output((loss, metrics))
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
-
-
-def _check_differentiable(params: Any) -> None:
-  for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-    if not is_inexact(leaf):
-      raise ValueError(
-        f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and cannot be trained: put it "
-        "into model_state, or let loss_fn close over it"
-      )
-
-
-def _unpack(out: Any, takes_state: bool) -> tuple[jax.Array, Metrics, Any]:
-  parts = out if isinstance(out, tuple) else (out,)
-  expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
-  if len(parts) not in ((3,) if takes_state else (1, 2)):
-    raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
-  loss, metrics, model_state = (*parts, {}, None)[:3] if len(parts) == 1 else (*parts, None)[:3]
-  loss = jnp.asarray(loss)
-  if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-    raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")
-  if not isinstance(metrics, dict):
-    raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
-  taken = _METRICS & metrics.keys()
-  if taken:
-    raise ValueError(
-      f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
-    )
-  return loss, dict(metrics), model_state
 
 
 def _split_batch(n: int, x: jax.Array) -> jax.Array:

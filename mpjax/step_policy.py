@@ -25,8 +25,6 @@ def with_policy(
   """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it."""
   inner = optax.with_extra_args_support(tx)
   wrapped = inner
-  if policy.autocast:
-    make_rules(policy, None, None)
   if policy.optimizer_dtype is not None:
     dtype = policy.optimizer_dtype
     wrapped = optax.GradientTransformationExtraArgs(

@@ -289,7 +289,8 @@ def test_a_scale_of_the_users_own_is_used():
 @pytest.mark.parametrize(
   ("policy", "word"),
   [
-    ("fp8", "fp8"),
+    ({"base": "fp8", "autocast": False}, "fp8.*autocast: true"),
+    ({"base": "fp8", "compute_dtype": "float32"}, "fp8.*compute_dtype='float32'"),
     ({"base": "bf16", "autocast": False, "overrides": {"head": "fp32"}}, "overrides.*autocast: true"),
     ({"base": "bf16", "reduce_dtype": "float32"}, "reduce_dtype"),
     ({"base": "bf16", "autocast": False, "accum_dtype": "float32"}, "accum_dtype.*autocast: true"),

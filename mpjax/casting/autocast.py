@@ -63,7 +63,7 @@ def autocast(
     overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's
       own; the first that matches whole components of the path wins.
     fp8_state: histories of FP8 products under `recipe: delayed`, from `mpjax.init_fp8_state`; what is
-      differentiated with respect to it gives its next value.
+      differentiated with respect to it gives its next value. Other recipes leave it as it is.
     recompute: what the backward pass computes again instead of keeping it in memory: `"islands"`; `"dots"`,
       everything but the results of matrix products (less memory, more work); or `"nothing"`.
 
@@ -140,7 +140,7 @@ def init_fp8_state(
     with matmul_precision(resolved):
       plan = Traced(fun, args, kwargs).plan(rules, resolved)
     rules.check_all_matched()
-    sites = {node.fp8.site for node in plan.all_nodes() if node.fp8} - {None}
+    sites = {node.site for node in plan.all_nodes() if node.site is not None}
     return empty_state({site: rules.sites.recipes[site].amax_history_len for site in sorted(sites)})
 
   return init
@@ -194,7 +194,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _call(
   fun: Any, args: Any, kwargs: Any, policy: Policy, rules: Rules, recompute: str, fp8_state: Any
 ) -> Any:
-  if rules.overrides.nothing_to_do:
+  if rules.overrides.nothing_to_do and fp8_state is None:
     with jax.named_scope(FULL_PRECISION):
       return _to_output(fun(*args, **kwargs), policy)
   traced = Traced(fun, args, kwargs)

@@ -6,6 +6,7 @@ backward one what comes before a product; both enter the bodies of higher-order 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from mpjax.casting import calls, traits
 from mpjax.casting.rules import Rules, live
 from mpjax.casting.values import is_float, size
 
+_NUMBERS = itertools.count()
 _STACKED = "stacked"  # what a scan collects of a value
 
 
@@ -77,6 +79,7 @@ class Layers:
   def __init__(self, jaxpr: Any, facts: Sequence[Fact], rules: Rules, behind: bool = False):
     self._jaxpr = _compat.open_jaxpr(jaxpr)
     self._rules = rules
+    self._number = next(_NUMBERS)
     self._behind = behind
     self.products: dict[int, Product] = {}
     self.inner: dict[int, dict[int, Layers]] = {}
@@ -143,7 +146,9 @@ class Layers:
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
     gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
     constant = not any(map(_compat.is_variable, equation.invars))
-    outs = [Fact(active, varies, None if constant else (id(self), id(v)), gradient) for v in equation.outvars]
+    outs = [
+      Fact(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
+    ]
     if self._rules.list_of(name, None) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
@@ -177,7 +182,7 @@ class Layers:
     else:
       first, loops = 0, 0
     behind = self._behind or _compat.backward_depth(equation) > 0
-    for _ in range(2 if loops else 1):
+    while True:  # until what goes round a loop is known
       bodies, merged = {}, None
       for body, indices in calls.alignment(equation):
         layers = Layers(body, [entering[i] for i in indices], self._rules, behind)
@@ -185,16 +190,17 @@ class Layers:
         if len(layers.outs) == n and not (name == "while" and body is equation.params["cond_jaxpr"]):
           pairs = zip(merged or layers.outs, layers.outs, strict=True)
           merged = [a.join(b) for a, b in pairs]
-      if not loops or merged is None:
+      before = entering[first : first + loops]
+      joined = [a.join(b) for a, b in zip(before, merged or before, strict=False)]
+      if joined == before:
         break
-      for i in range(loops):
-        entering[first + i] = entering[first + i].join(merged[i])
+      entering[first : first + loops] = joined
     self.inner[id(equation)] = bodies
     if merged is None:
       return None
     if name in ("scan", "while"):
       stacked = loops if name == "scan" else n
-      roots: list[Any] = [(id(self), id(v)) for v in equation.outvars[:stacked]]
+      roots: list[Any] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
       roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
       merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
     return merged
@@ -229,7 +235,7 @@ class Layers:
     elif name == "while":
       first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(out)
     known = False
-    for _ in range(2 if loops else 1):
+    while True:
       for body, indices in calls.alignment(equation):
         layers = self.inner[id(equation)].get(id(_compat.open_jaxpr(body)))
         if layers is None or len(layers.outs) != len(out):
@@ -237,7 +243,9 @@ class Layers:
         known = True
         reached = layers.backward(out)[-len(indices) :] if indices else []
         found.update(i for i, is_reached in zip(indices, reached, strict=True) if is_reached)
-      out = [is_out or (i < loops and first + i in found) for i, is_out in enumerate(out)]
+      before, out = out, [is_out or (i < loops and first + i in found) for i, is_out in enumerate(out)]
+      if out == before:
+        break
     if not known:
       return list(equation.invars) if any(out) else []
     return [equation.invars[i] for i in found]

@@ -10,7 +10,6 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mpjax import _compat
@@ -18,6 +17,7 @@ from mpjax.casting import calls, quantised, traits
 from mpjax.casting.layers import Layers
 from mpjax.casting.operations import OPERATIONS
 from mpjax.casting.paths import OUTPUT, join
+from mpjax.casting.questions import contracts_all, gives, of_its_own, pinned_precision
 from mpjax.casting.rules import Rules, live
 from mpjax.casting.values import FLOAT32, Held, Kind, castable, initial, is_float, meet, size
 
@@ -48,6 +48,7 @@ class Node:
   outs: list[Held]
   call: Any = None
   fp8: Any = None
+  site: str | None = None
 
   def has_product(self) -> bool:
     """Whether a matrix product is in its body, at any depth."""
@@ -160,24 +161,24 @@ class Plan:
     results = [v for v in equation.outvars if castable(v.aval)]
     # A product that gives half precision from float32 asks for no more than autocast does.
     asked = (
-      equation.invars if kind == "allow" and _gives(equation, half) else [*equation.invars, *equation.outvars]
+      equation.invars if kind == "allow" and gives(equation, half) else [*equation.invars, *equation.outvars]
     )
-    if any(_of_its_own(a.aval) for a in asked):
+    if any(of_its_own(a.aval) for a in asked):
       kept = node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
       by_hand = kind == "allow" and half is not None and all(a.aval.dtype == half for a in asked)
-      return self._quantised(kept) if by_hand and not _pinned_precision(equation) else kept
+      return self._quantised(kept) if by_hand and not pinned_precision(equation) else kept
     if kind == "opaque" or not operands:
       why = (
         _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
       )
       return node(Mode.KEEP, why, self._kept(equation))
-    if kind == "allow" and _contracts_all(equation):
+    if kind == "allow" and contracts_all(equation):
       why = "a sum of products, on no matrix unit: it overflows like a sum"
       return node(Mode.FULL, why, self._computed(equation), "deny")
     if kind == "allow":
       if half is None:
         return node(Mode.FULL, "its module's policy computes in float32", self._computed(equation))
-      if _pinned_precision(equation):
+      if pinned_precision(equation):
         return node(Mode.FULL, "the user asks for this precision", self._computed(equation))
       return self._quantised(
         node(Mode.HALF, _reason(equation, ""), self._outs(equation, Held(Kind.HALF, half)))
@@ -211,19 +212,23 @@ class Plan:
       return node
     self.rules.products.add(node.path)
     product = self.layers.products.get(id(node.equation)) if self.layers else None
-    site = None
-    if recipe.recipe == "delayed" and product is not None and not any(product.gradients):
-      # Named whether FP8 or not: the names are to be the same for batches of other sizes.
-      weight = id(node.equation) if all(product.active) else product.roots[not product.active[1]]
-      site = self.rules.sites.name(node.path, weight, recipe)
-    decided = quantised.decide(node.equation, node.path, recipe, product)
+    why_not = quantised.barred(node.equation, node.path, recipe, product)
+    if why_not is not None or product is None:
+      node.why = f"{NOT_FP8}{why_not}"
+      return node
+    # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
+    if recipe.recipe == "delayed" and not any(product.gradients):
+      side = int(not product.active[1])  # which operand the weight is
+      weight = id(node.equation) if all(product.active) else (product.roots[side], side)
+      # Also where the sizes are unfit: those of another batch may not be.
+      node.site = self.rules.sites.name(node.path, weight, recipe)
+    decided = quantised.decide(node.equation, recipe, product)
     if isinstance(decided, str):
       node.why = f"{NOT_FP8}{decided}"
       return node
+    decided.site = node.site
     node.fp8 = decided
     node.why = f"an FP8 product ({recipe.recipe} scaling)"
-    # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
-    decided.site = None if any(decided.gradients) else site
     return node
 
   def _decide_cast(self, equation: Any, path: str, half: Any) -> Node:
@@ -370,35 +375,6 @@ class Plan:
     before = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
     sources = {self._source(a) for a in before}
     return sources.pop() if len(sources) == 1 else variable
-
-
-def _gives(equation: Any, half: Any) -> bool:
-  return half is not None and all(v.aval.dtype == half for v in equation.outvars)
-
-
-def _contracts_all(equation: Any) -> bool:
-  """Whether a `dot_general` leaves no dimension of either operand but batch ones: a vector times a vector."""
-  if equation.primitive.name != "dot_general":
-    return False
-  contracted, batch = equation.params["dimension_numbers"]
-  used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
-  return used == [len(a.aval.shape) for a in equation.invars]
-
-
-def _of_its_own(aval: Any) -> bool:
-  dtype = getattr(aval, "dtype", None)
-  return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
-
-
-def _pinned_precision(equation: Any) -> bool:
-  """Whether a product states a precision of its own, or an algorithm, which names its operands' dtypes."""
-  precision = equation.params.get("precision")
-  if precision is None:
-    return False
-  if isinstance(precision, tuple):
-    ambient = getattr(jax.config, "jax_default_matmul_precision", None)
-    return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
-  return True
 
 
 def _named(equation: Any) -> str:

@@ -131,8 +131,8 @@ def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
       )
 
 
-def decide(equation: Any, path: str, recipe: Recipe, product: Product | None) -> Fp8 | str:
-  """A product as FP8, or why it is not."""
+def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) -> str | None:
+  """Why a product is not FP8, whatever its sizes; `None` if it may be."""
   name = equation.primitive.name
   why_not = support(recipe).why_not or recipe.excludes(path)
   if why_not is not None:
@@ -147,14 +147,18 @@ def decide(equation: Any, path: str, recipe: Recipe, product: Product | None) ->
     return "it is in the first layer (fp8.first_layer)"
   if product.last and not recipe.last_layer:
     return "it is in the last layer (fp8.last_layer)"
+  if name == "conv_general_dilated" and windows_of(equation) is None:
+    return "a convolution whose windows overlap is no matrix product"
+  return None
+
+
+def decide(equation: Any, recipe: Recipe, product: Product) -> Fp8 | str:
+  """A product that is not barred as FP8, or why its sizes are unfit."""
   lhs, rhs = (a.aval.shape for a in equation.invars[:2])
-  windows = None
-  if name == "dot_general":
+  windows = windows_of(equation) if equation.primitive.name == "conv_general_dilated" else None
+  if windows is None:
     sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
   else:
-    windows = windows_of(equation)
-    if windows is None:
-      return "a convolution whose windows overlap is no matrix product"
     sizes = conv_sizes(windows, lhs, rhs)
   why_not = unfit(sizes, recipe)
   return why_not or Fp8(recipe, product.gradients, windows, support(recipe).native, product.roots)

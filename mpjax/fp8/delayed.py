@@ -61,6 +61,14 @@ def check_state(state: Any, lengths: dict[str, int]) -> None:
         )
 
 
+def grow_gradients(state: Any, factor: jax.Array) -> Any:
+  """A state (`{}` for none) whose gradients are about to be larger by a factor, float32[]."""
+  if not state:
+    return state
+  grown = {site: h | {"gradient": h["gradient"] * factor} for site, h in state["amax"].items()}
+  return state | {"amax": grown}
+
+
 def open_state(state: Any, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]) -> Any:
   """Scales for this step, and a probe for each product.
 

@@ -77,8 +77,8 @@ class Recipe:
       object.__setattr__(self, "gradient_dtype", own)
     if "e5m2" in self.forward_dtype and "e5m2" in self.gradient_dtype:
       raise ValueError(
-        f"fp8.forward_dtype={self.forward_dtype!r} with gradient_dtype={self.gradient_dtype!r}: no device "
-        "multiplies E5M2 by E5M2; use e4m3 for one of them"
+        f"fp8.forward_dtype={self.forward_dtype!r} with gradient_dtype={self.gradient_dtype!r}: cuBLASLt "
+        "multiplies no E5M2 by E5M2; use e4m3 for one of them"
       )
     if fnuz != self.gradient_dtype.endswith("fnuz"):
       raise ValueError(

@@ -51,7 +51,9 @@ class Checkpoints:
     self._manager.save(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardSave(_to_tree(state)), data=ocp.args.JsonSave(data), loop=ocp.args.JsonSave(loop)
+        state=ocp.args.StandardSave(_to_tree(state)),
+        data=ocp.args.JsonSave(data),
+        loop=ocp.args.JsonSave(loop),
       ),
       # One that was not evaluated is never the best.
       metrics={"eval_loss": math.inf if eval_loss is None else eval_loss},
@@ -74,7 +76,9 @@ class Checkpoints:
     parts = self._manager.restore(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(_to_tree(like)), data=ocp.args.JsonRestore(), loop=ocp.args.JsonRestore()
+        state=ocp.args.StandardRestore(_to_tree(like)),
+        data=ocp.args.JsonRestore(),
+        loop=ocp.args.JsonRestore(),
       ),
     )
     return Restored(like.replace(**parts["state"]), parts["data"], parts["loop"])

@@ -66,7 +66,8 @@ class Setup:
 
   def _init(self) -> TrainState:
     key, step_key = jax.random.split(jax.random.key(self.config.seed))
-    return self.step.init(**self.task.init(key), rng=step_key, batch=next(self.data.train()))
+    batch = next(self.data.train()) if self.step.needs_batch else None
+    return self.step.init(**self.task.init(key), rng=step_key, batch=batch)
 
   def _state_sharding(self) -> Sharding:
     if self.mesh is None:

@@ -163,8 +163,9 @@ def check_product(
 
 
 def relative(x, reference) -> float:
-  """The norm of the difference over that of the reference."""
-  x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
+  """The norm of the difference over that of the reference: arrays, or trees of them."""
+  flat = lambda tree: np.concatenate([np.ravel(np.asarray(a, np.float64)) for a in jax.tree.leaves(tree)])
+  x, reference = flat(x), flat(reference)
   return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
 
 

@@ -37,7 +37,7 @@ POW2 = {"pow2_scales": True, "margin": 3}
 # The product
 
 
-@examples(25)
+@examples(15)
 @given(products(), tensors(), tensors(), st.booleans(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_product_of_any_shape_and_magnitude_is_within_the_rounding_of_fp8(case, lhs, rhs, pow2, out_dtype):
   lhs, rhs = lhs(case.shape(case.lhs)), rhs(case.shape(case.rhs))
@@ -47,7 +47,7 @@ def test_product_of_any_shape_and_magnitude_is_within_the_rounding_of_fp8(case, 
   check_product(out, f"{case.lhs},{case.rhs}->{case.out}", lhs, rhs, E4M3, E4M3, pow2=pow2)
 
 
-@examples(20)
+@examples(12)
 @given(products(), tensors(), tensors(), tensors(), st.sampled_from([{"margin": 1}, AMD, SAVED]))
 def test_gradients_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, recipe):
   lhs, rhs, ct = lhs(case.shape(case.lhs)), rhs(case.shape(case.rhs)), ct(case.shape(case.out))
@@ -99,7 +99,7 @@ def test_second_derivatives_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, v
   check_product(tangent, f"{case.out},{case.rhs}->{case.lhs}", ct, rhs, E5M2, E5M2)
 
 
-@examples(8)
+@examples(6)
 @given(
   products(),
   tensors(-5, 5),
@@ -147,8 +147,17 @@ def test_no_magnitudes_make_nan_of_finite_operands(lhs_exponent, rhs_exponent):
   assert not any(np.isnan(g).any() for g in grads)
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16", None])
-@pytest.mark.parametrize("in_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+  ("in_dtype", "out_dtype"),
+  [
+    ("float32", "bfloat16"),
+    ("float32", None),
+    ("bfloat16", "float32"),
+    ("bfloat16", None),
+    ("float16", "bfloat16"),
+    ("float16", None),
+  ],
+)
 def test_dtypes_of_results_and_gradients(in_dtype, out_dtype):
   x, w = jnp.asarray(normal(8, 16), in_dtype), jnp.asarray(normal(16, 4), "float32")
   run = with_gradients(lambda x, w: matmul(x, w, out_dtype=out_dtype))
@@ -225,16 +234,16 @@ def test_what_is_not_finite_reaches_every_result_that_depends_on_it(recipe, bad,
 
 
 @pytest.mark.parametrize(
-  ("recipe", "bound"),
+  ("recipe", "bound", "scale"),
   [
-    ("current", GRADIENT_ERROR),
-    ({"pow2_scales": True}, GRADIENT_ERROR),
-    (AMD, GRADIENT_ERROR),
-    ("block", FORWARD_ERROR),
+    ("current", GRADIENT_ERROR, 1e-15),
+    ("current", GRADIENT_ERROR, 1e15),
+    ({"pow2_scales": True}, GRADIENT_ERROR, 1e-15),
+    (AMD, GRADIENT_ERROR, 1e15),
+    ("block", FORWARD_ERROR, 1e15),
   ],
   ids=str,
 )
-@pytest.mark.parametrize("scale", [1e-15, 1e15])
 def test_gradients_beside_those_of_bfloat16(recipe, bound, scale):
   x, w, ct = normal(64, 256, scale=scale), normal(256, 96, seed=1), normal(64, 96, seed=2, scale=1e-6)
   half = jnp.bfloat16
@@ -255,8 +264,9 @@ def test_gradients_beside_those_of_bfloat16(recipe, bound, scale):
 def test_a_gradient_through_two_layers_points_where_that_of_float32_does():
   x, w1, w2 = normal(64, 64), normal(64, 128, seed=1, scale=0.125), normal(128, 32, seed=2, scale=0.1)
   loss = lambda dot: lambda w1, w2: jnp.mean(jnp.square(dot(jax.nn.gelu(dot(x, w1)), w2) - 1))
-  got = jax.grad(loss(matmul), (0, 1))(w1, w2)
-  want = jax.grad(loss(jnp.matmul), (0, 1))(w1, w2)
+  got, want = compiled(lambda w1, w2: [jax.grad(loss(dot), (0, 1))(w1, w2) for dot in (matmul, jnp.matmul)])(
+    w1, w2
+  )
   for g, r in zip(got, want, strict=True):
     cosine = np.vdot(g, r) / (np.linalg.norm(g) * np.linalg.norm(r))
     assert cosine > 0.99
@@ -265,15 +275,18 @@ def test_a_gradient_through_two_layers_points_where_that_of_float32_does():
 def test_hessian_beside_that_of_float32():
   x, w = normal(12, 16), normal(16, 8, seed=1, scale=0.2)
   loss = lambda dot: lambda w: jnp.mean(jnp.tanh(dot(x, w)))
-  want = jax.hessian(loss(jnp.matmul))(w)
-  assert relative(jax.hessian(loss(matmul))(w), want) < 0.15
-  assert relative(jax.jacrev(jax.jacrev(loss(matmul)))(w), want) < 0.15
+  ours = loss(matmul)
+  run = compiled(
+    lambda w: (jax.hessian(loss(jnp.matmul))(w), jax.hessian(ours)(w), jax.jacrev(jax.jacrev(ours))(w))
+  )
+  want, *hessians = run(w)
+  assert max(relative(hessian, want) for hessian in hessians) < 0.15
 
 
 def test_a_product_of_a_tensor_with_itself():
   x = normal(16, 16)
-  got = jax.grad(lambda x: jnp.sum(matmul(x, x) * x))(x)
-  want = jax.grad(lambda x: jnp.sum((x @ x) * x))(x)
+  grad = lambda dot: compiled(jax.grad(lambda x: jnp.sum(dot(x, x) * x)))
+  got, want = grad(matmul)(x), grad(jnp.matmul)(x)
   assert relative(got, want) < GRADIENT_ERROR
 
 

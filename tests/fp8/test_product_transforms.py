@@ -102,7 +102,7 @@ MAPPED = [
 
 
 MOST = [i for i, (_, scales) in enumerate(MAPPED) if len(set(scales)) == 1]
-OTHERS = [(i, j) for i in range(len(MAPPED)) for j in range(6) if i not in MOST or j]
+OTHERS = [i for i in range(len(MAPPED)) if i not in MOST][::2]
 
 
 def check_mapped(number, shift=0):
@@ -118,29 +118,35 @@ def test_vmap_is_a_loop(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "shift"), OTHERS)
-def test_vmap_of_any_product_is_a_loop(number, shift):
-  check_mapped(number, shift)
+@pytest.mark.parametrize("number", OTHERS, ids=lambda i: str(MAPPED[i]))
+def test_vmap_of_some_scales_is_a_loop(number):
+  check_mapped(number, number % 6)
 
 
-@pytest.mark.parametrize("recipe", DELAYED, ids=str)
 @pytest.mark.parametrize(
-  "levels",
-  [
-    [(0, None, 0, None, None), (0, 0, None, None, None)],
-    [(None, 0, None, 0, None), (0, None, 0, None, None)],
-    [(0, 0, None, None, None), (None, None, 0, 0, 0)],
-    [(1, None, None, None, 0), (None, 1, 0, None, None)],
-    [(0, 0, 0, 0, 0), (1, 1, 0, 0, 0)],
-  ],
+  ("number", "levels"),
+  list(
+    enumerate(
+      [
+        [(0, None, 0, None, None), (0, 0, None, None, None)],
+        [(None, 0, None, 0, None), (0, None, 0, None, None)],
+        [(0, 0, None, None, None), (None, None, 0, 0, 0)],
+        [(1, None, None, None, 0), (None, 1, 0, None, None)],
+        [(0, 0, 0, 0, 0), (1, 1, 0, 0, 0)],
+      ]
+    )
+  ),
   ids=str,
 )
-def test_vmap_of_vmap_is_a_loop_of_loops(levels, recipe):
-  check_vmap(BATCHED, recipe, *levels)
+def test_vmap_of_vmap_is_a_loop_of_loops(number, levels):
+  check_vmap(BATCHED, DELAYED[number % 2], *levels)
 
 
-@pytest.mark.parametrize("recipe", ["current", SAVED], ids=str)
-@pytest.mark.parametrize(("lhs_axis", "rhs_axis"), [(0, None), (None, 2), (1, 0)])
+@pytest.mark.parametrize(
+  ("recipe", "lhs_axis", "rhs_axis"),
+  [("current", 0, None), (SAVED, 0, None), ("current", None, 2), (SAVED, 1, 0)],
+  ids=str,
+)
 def test_vmap_without_scales_is_within_the_rounding_of_fp8(lhs_axis, rhs_axis, recipe):
   letters = lambda text, axis: text if axis is None else text[:axis] + "v" + text[axis:]
   lhs, rhs = letters("ij", lhs_axis), letters("jk", rhs_axis)
@@ -157,8 +163,9 @@ def test_vmap_without_scales_is_within_the_rounding_of_fp8(lhs_axis, rhs_axis, r
 def test_jacobians_by_vmap():
   x, w = normal(3, 16), normal(16, 4, seed=1)
   want = jax.jacrev(lambda w: x @ w)(w)
-  for jacobian in (jax.jacfwd, jax.jacrev):
-    assert relative(jacobian(lambda w: matmul(x, w))(w), want) < GRADIENT_ERROR
+  of = lambda w: matmul(x, w)
+  for jacobian in compiled(lambda w: (jax.jacfwd(of)(w), jax.jacrev(of)(w)))(w):
+    assert relative(jacobian, want) < GRADIENT_ERROR
 
 
 # Transforms
@@ -177,15 +184,17 @@ def test_scan_remat_and_cond_change_nothing(recipe):
   scanned = lambda body: (
     lambda x, ws: jnp.sum(jnp.square(jax.lax.scan(lambda c, w: (body(c, w), None), x, ws)[0]))
   )
-  gradients = lambda fun: compiled(jax.value_and_grad(fun, (0, 1)))
-  want = gradients(loop)(x, ws)
   programs = {
     "scan": scanned(layer),
     "scan of remat": scanned(jax.checkpoint(layer)),
     "cond": lambda x, ws: jax.lax.cond(x[0, 0] < 1e9, jax.jit(loop), lambda *_: 0.0, x, ws),
   }
-  for name, program in programs.items():
-    for got, reference in zip(jax.tree.leaves(gradients(program)(x, ws)), jax.tree.leaves(want), strict=True):
+  gradients = lambda fun: jax.value_and_grad(fun, (0, 1))(x, ws)
+  want, results = compiled(
+    lambda: (gradients(loop), {name: gradients(fun) for name, fun in programs.items()})
+  )()
+  for name, result in results.items():
+    for got, reference in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(got, reference, rtol=2e-2, atol=2e-2 * np.abs(reference).max(), err_msg=name)
 
 
@@ -193,24 +202,28 @@ def test_numpy_arguments_and_traced_scales():
   x, w = normal(8, 16), normal(16, 4)
   want = matmul(jnp.asarray(x), jnp.asarray(w), "delayed", scales=(jnp.float32(2),) * 3)
   for scales in [(2.0,) * 3, (np.float32(2),) * 3, [2.0, 2.0, 2.0], np.full(3, 2, np.float32)]:
-    for recipe in ("delayed", {"recipe": "delayed", **SAVED}):
-      got, back = jax.vjp(lambda x: matmul(x, w, recipe, scales=scales), x)
-      np.testing.assert_array_equal(got, want)
-      assert np.isfinite(back(got)[0]).all()
+    np.testing.assert_array_equal(matmul(x, w, "delayed", scales=scales), want)
+  for recipe in ("delayed", {"recipe": "delayed", **SAVED}):
+    got, back = jax.vjp(lambda x: matmul(x, w, recipe, scales=scales), x)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(back(got)[0]).all()
 
 
-@pytest.mark.parametrize("recipe", ["current", SAVED, "block"], ids=str)
+SPECS = {
+  "lhs": (("d", None), (None, None), ("d", None)),
+  "rhs": ((None, None), (None, "d"), (None, "d")),
+  "contracted": ((None, "d"), ("d", None), (None, None)),
+  "none": ((None, None), (None, None), (None, None)),
+}
+
+
 @pytest.mark.parametrize(
-  ("lhs_spec", "rhs_spec", "out_spec"),
-  [
-    (("d", None), (None, None), ("d", None)),
-    ((None, None), (None, "d"), (None, "d")),
-    ((None, "d"), ("d", None), (None, None)),
-    ((None, None), (None, None), (None, None)),
-  ],
-  ids=["lhs", "rhs", "contracted", "none"],
+  ("recipe", "over"),
+  [*(("current", over) for over in SPECS), (SAVED, "lhs"), (SAVED, "contracted"), ("block", "rhs")],
+  ids=str,
 )
-def test_shard_map_over_two_devices(lhs_spec, rhs_spec, out_spec, recipe):
+def test_shard_map_over_two_devices(over, recipe):
+  lhs_spec, rhs_spec, out_spec = SPECS[over]
   P = jax.sharding.PartitionSpec
   mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
   x, w, ct = normal(64, 64), normal(64, 64, seed=1), normal(64, 64, seed=2)
@@ -220,25 +233,23 @@ def test_shard_map_over_two_devices(lhs_spec, rhs_spec, out_spec, recipe):
     return jax.lax.psum(out, "d") if lhs_spec[1] else out
 
   fun = jax.shard_map(local, mesh=mesh, in_specs=(P(*lhs_spec), P(*rhs_spec)), out_specs=P(*out_spec))
-  out, back = jax.vjp(jax.jit(fun), x, w)
-  d_x, d_w = back(jnp.asarray(ct))
+  out, d_x, d_w = with_gradients(fun)(x, w, ct)
   assert relative(out, x @ w) < FORWARD_ERROR
   assert relative(d_x, ct @ w.T) < GRADIENT_ERROR
   assert relative(d_w, x.T @ ct) < GRADIENT_ERROR
 
 
-@pytest.mark.parametrize("recipe", ["current", SAVED, "block"], ids=str)
-@pytest.mark.parametrize("lhs_spec", [("d", None), (None, None), (None, "d")], ids=str)
+@pytest.mark.parametrize(
+  ("recipe", "lhs_spec"),
+  [("current", ("d", None)), ("current", (None, "d")), (SAVED, ("d", None)), ("block", (None, "d"))],
+  ids=str,
+)
 def test_arrays_sharded_under_jit(lhs_spec, recipe):
   P = jax.sharding.PartitionSpec
   mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
   x, w, ct = normal(64, 64), normal(64, 64, seed=1), normal(64, 64, seed=2)
 
-  @jax.jit
-  def run(x, w, ct):
-    out, back = jax.vjp(lambda x, w: matmul(x, w, recipe), x, w)
-    return out, *back(ct)
-
+  run = with_gradients(lambda x, w: matmul(x, w, recipe))
   want = run(x, w, ct)
   put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
   got = run(put(x, *lhs_spec), put(w), put(ct, lhs_spec[0], None))
@@ -253,11 +264,10 @@ def test_explicit_sharding_gives_what_a_plain_product_gives(recipe):
   with jax.set_mesh(mesh):
     x = jax.device_put(normal(64, 64), P("d", None))
     w = jax.device_put(normal(64, 64, seed=1), P(None, None))
-    run = lambda dot: jax.jit(lambda x, w: jax.vjp(dot, x, w)[0])(x, w)
-    grads = lambda dot: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(dot(x, w))), (0, 1)))(x, w)
-    fp8 = lambda x, w: matmul(x, w, recipe)
-    assert run(fp8).sharding == run(jnp.matmul).sharding
-    assert [g.sharding for g in grads(fp8)] == [g.sharding for g in grads(jnp.matmul)]
+    ct = jax.device_put(normal(64, 64, seed=2), P("d", None))
+    run = lambda dot: with_gradients(dot)(x, w, ct)
+    fp8 = run(lambda x, w: matmul(x, w, recipe))
+    assert [a.sharding for a in fp8] == [a.sharding for a in run(jnp.matmul)]
 
 
 # What is lowered
@@ -314,8 +324,8 @@ def test_blocks_are_lowered_for_a_gpu():
 
 
 def residuals(recipe, x, w, **options):
-  _, back = jax.vjp(lambda x, w: matmul(x, w, recipe, **options), x, w)
-  return jax.tree.leaves(back)
+  run = lambda x, w: jax.vjp(lambda x, w: matmul(x, w, recipe, **options), x, w)[1]
+  return jax.tree.leaves(jax.eval_shape(run, x, w))
 
 
 def test_what_is_kept_is_fp8_where_asked_for():
@@ -343,12 +353,9 @@ def test_what_a_scan_keeps_is_fp8_where_asked_for():
   ("how", "dtype", "scales"),
   [
     ("eager", "float32", None),
-    ("eager", "bfloat16", (2.0, 3.0, 4.0)),
-    ("jit", "float32", None),
-    ("jit", "bfloat16", None),
+    ("jit", "bfloat16", (2.0, 3.0, 4.0)),
     ("remat", "bfloat16", None),
     ("vmap", "float32", (2.0, 3.0, 4.0)),
-    ("vmap", "bfloat16", None),
   ],
 )
 def test_saved_fp8_gives_the_same_gradients_to_the_bit(scales, dtype, how):
@@ -365,7 +372,7 @@ def test_saved_fp8_gives_the_same_gradients_to_the_bit(scales, dtype, how):
       out, back = jax.vjp(fun, x, w)
       return out, *back(ct)
 
-    return (grads if how == "eager" else jax.jit(grads))(x, w, ct)
+    return (grads if how == "eager" else compiled(grads))(x, w, ct)
 
   for got, want in zip(run(SAVED), run("current"), strict=True):
     np.testing.assert_array_equal(bits(got), bits(want))
@@ -383,4 +390,4 @@ def test_saved_fp8_refuses_a_second_derivative_and_says_what_to_write():
       jax.eval_shape(second, w)
   # A second derivative in something else is no business of the product's.
   other = jax.grad(lambda b: jnp.sum(jax.grad(lambda w: jnp.sum(b**3 * matmul(x, w, SAVED)))(w)))
-  assert np.isfinite(other(1.0))
+  assert np.isfinite(compiled(other)(1.0))

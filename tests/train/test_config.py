@@ -61,7 +61,7 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
     (["policy=fp61"], ["fp61", "did you mean 'fp16'"]),
     (["policy={base: fp16, compute_dtype: float17}"], ["float17", "expected one of"]),
     (["policy={base: fp16, los_scaling: 1}"], ["los_scaling", "did you mean 'loss_scaling'"]),
-    (["policy=fp8"], ["policy", "fp8", "not support"]),
+    (["policy=fp8", "policy.autocast=false"], ["policy", "fp8", "autocast: true"]),
     (["policy={base: bf16, autocast: false, overrides: {head: fp32}}"], ["overrides", "autocast: true"]),
     (["policy={base: fp16, loss_scaling: {init_scale: .inf}}"], ["init_scale", "inf"]),
     (["policy={base: fp16, loss_scaling: on}"], ["loss_scaling", "boolean"]),

@@ -1,0 +1,212 @@
+"""Delayed scaling: the "gradient" with respect to the state is the next state, whatever happens to the state."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from casting.jaxprs import jit, named
+from delayed_programs import (
+  INNER,
+  LENGTH,
+  NAMES,
+  ROWS,
+  C,
+  D,
+  W,
+  X,
+  act,
+  amaxes,
+  by_site,
+  delayed,
+  exact_batch,
+  first_state,
+  following,
+  loss,
+  net,
+  newest,
+  same,
+)
+
+import mpjax
+
+
+def test_the_first_state():
+  state = first_state(loss, W, X, C)
+  assert set(state) == {"amax", "uses"}
+  assert set(state["amax"]) == set(INNER)
+  assert {a.shape for a in jax.tree.leaves(state["amax"])} == {(LENGTH,)}
+  assert not any(np.asarray(a).any() for a in jax.tree.leaves(state["amax"]))
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (W, X, C))
+  same(state, first_state(loss, *shapes))
+  same(first_state(loss, W, X, C, policy="bf16")["amax"], {})
+  every = first_state(loss, W, X, C, policy=delayed(first_layer=True, last_layer=True))
+  assert set(every["amax"]) == {f":{i}" for i in range(5)}
+
+
+def test_amaxes_by_hand():
+  state = following(loss, first_state(loss, W, X, C), W, X, C)
+  assert newest(state) == INNER
+  assert float(state["uses"]) == 1
+
+
+@pytest.mark.parametrize("compute", ["max", "most_recent"])
+def test_histories_roll(compute):
+  policy = delayed(amax_compute=compute, margin=3)  # so that amaxes may grow without saturation
+  state = first_state(loss, W, X, C, policy=policy)
+  expected = np.zeros((LENGTH, 5, 3))
+  for i in range(LENGTH + 2):
+    batch = exact_batch(i, largest=2 ** (i % 3))
+    state = following(loss, state, W, *batch, policy=policy)
+    expected = np.concatenate([amaxes(W, *batch)[None], expected[:-1]])
+    for site in range(3):
+      for j, name in enumerate(NAMES):
+        np.testing.assert_array_equal(state["amax"][f":{site}"][name], expected[:, site + 1, j])
+
+
+@functools.cache
+def three_layers(compute):
+  """Under a way to take an amax from histories: the first state, and results with the gradient of x for 16."""
+  fun = lambda w, x: x @ w[0] @ w[1] @ w[2]
+  policy = delayed(amax_compute=compute, pow2_scales=False)
+
+  def run(state, w, x):
+    out, back = jax.vjp(lambda x: mpjax.autocast(fun, policy, fp8_state=state)(w, x), x)
+    return out, back(jnp.full_like(out, 16))[0]
+
+  return lambda w, x: first_state(fun, w, x, policy=policy), jit(run)
+
+
+@pytest.mark.parametrize(
+  ("compute", "history", "largest"),
+  [("max", [1, 4, 2, 0], 4), ("most_recent", [1, 4, 2, 0], 1), ("max", [0, 0, 0, 0.5], 0.5)],
+)
+@pytest.mark.parametrize("operand", ["lhs", "rhs", "gradient"])
+def test_scales_come_from_the_history_and_saturate(compute, history, largest, operand):
+  first, run = three_layers(compute)
+  w = [np.eye(D, dtype=np.float32) * np.float32(16 if i == 1 and operand == "rhs" else 1) for i in range(3)]
+  x = np.full((ROWS, D), 16 if operand == "lhs" else 1, np.float32)
+  state = first(w, x)
+  state["amax"][":0"][operand] = jnp.array(history, jnp.float32)
+  out, d_x = run(state, w, x)
+  np.testing.assert_allclose(d_x if operand == "gradient" else out, largest, rtol=1e-2)
+
+
+def test_without_a_history_the_scale_is_1():
+  fun = lambda w, x: x @ w[0] @ w[1] @ w[2]
+  w, x = [np.eye(D, dtype=np.float32)] * 3, np.full((ROWS, D), 1000, np.float32)
+  out = mpjax.autocast(fun, delayed(), fp8_state=first_state(fun, w, x))(w, x)
+  np.testing.assert_array_equal(out, 448)
+
+
+def test_batches_of_other_sizes_share_a_state():
+  state = first_state(loss, W, X, C)
+  for rows in (ROWS, 32):
+    x, c = exact_batch(1, rows=rows)
+    state = following(loss, state, W, x, c)
+    assert newest(state) == by_site(amaxes(W, x, c))
+
+
+def test_a_batch_without_fp8_products_leaves_the_state_alone():
+  state = following(loss, first_state(loss, W, X, C), W, X, C)
+  same(following(loss, state, W, X[:17], C[:17]), state)
+
+
+def test_a_state_is_not_lost_where_its_products_do_not_reach_the_loss():
+  state = following(loss, first_state(loss, W, X, C), W, X, C)
+  frozen = lambda w, x, c: jax.lax.stop_gradient(loss(w, x, c)) + w[0].sum()
+  new = following(frozen, state, W, X, C)
+  assert float(new["uses"]) == 1
+  for site, of in new["amax"].items():
+    for name, history in of.items():
+      assert max(history) == max(state["amax"][site][name])
+
+
+def test_a_batch_without_fp8_products_has_the_state_of_larger_ones():
+  state = first_state(loss, W, X[:17], C[:17])
+  same(state, first_state(loss, W, X, C))
+  assert newest(following(loss, state, W, X, C)) == INNER
+
+
+def test_a_product_that_a_state_does_not_have_is_scaled_by_its_own_amax():
+  state = first_state(loss, W, X, C)
+  del state["amax"][":1"]
+  out = jit(lambda w: mpjax.autocast(loss, delayed(), fp8_state=state)(w, X, C))(W)
+  np.testing.assert_allclose(out, loss(W, X, C), rtol=0.1)
+
+
+def test_two_calls_that_share_a_state_do_not_blow_up():
+  one = lambda state, x, c: mpjax.autocast(loss, delayed(), fp8_state=state)(W, x, c)
+  step = jit(jax.grad(lambda state, x, c: one(state, x, c) + one(state, x, c)))
+  state = first_state(loss, W, X, C)
+  for _ in range(3 * LENGTH):
+    state = step(state, X, C)
+  assert float(state["uses"]) == 2
+  for site, of in state["amax"].items():
+    for i, name in enumerate(NAMES):
+      assert float(of[name][0]) <= 2 * INNER[site][i]
+      history = np.asarray(of[name][1:]) / 2
+      assert (history <= 2 * INNER[site][i]).all()
+      assert (history >= INNER[site][i] / 2).all()
+
+
+def test_a_shared_layer_has_one_history():
+  fun = lambda w, x, c: jnp.sum(act(act(act(x @ w[0]) @ w[1]) @ w[1]) @ w[2] * c)
+  w = [W[0], W[1], W[4]]
+  state = following(fun, first_state(fun, w, X, C), w, X, C)
+  by_hand = amaxes([W[0], W[1], W[1], W[4]], X, C)
+  assert newest(state) == {":0": list(by_hand[1:3].max(0))}
+
+
+def test_amaxes_that_are_not_finite_are_not_remembered():
+  state = following(loss, first_state(loss, W, X, C), W, X, C)
+  value = jit(lambda state, x: mpjax.autocast(loss, delayed(), fp8_state=state)(W, x, C))
+  for bad in (np.nan, np.inf):
+    x = X.copy()
+    x[0, 0] = bad
+    new = following(loss, state, W, x, C)
+    leaves = jax.tree.leaves(new)
+    assert np.isfinite(np.concatenate([np.ravel(a) for a in leaves])).all()
+    for site, of in new["amax"].items():
+      assert float(of["lhs"][0]) == 0
+      assert float(of["lhs"][1]) == INNER[site][0]
+      assert float(of["rhs"][0]) == INNER[site][1]
+    assert not np.isfinite(value(state, x))
+
+
+WRONG = {
+  "none": (lambda: None, "recipe 'delayed'.*fp8_state=state"),
+  "of another function": (
+    lambda: first_state(lambda w, x: jax.named_scope("other")(net)(w, x), W, X),
+    "of another function.*histories of other, other:1.*here are :0, :1, :2; .*init_fp8_state",
+  ),
+  "of another length": (
+    lambda: first_state(loss, W, X, C, policy=delayed(amax_history_len=7)),
+    r"history .* of :\d has shape \(7,\).*amax_history_len is 4",
+  ),
+  "no state": (lambda: {"params": 1}, "fp8_state of type dict"),
+  "a list": (lambda: [1], "fp8_state of type list"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_states_that_are_wrong(name):
+  make, message = WRONG[name]
+  with pytest.raises(ValueError, match=message):
+    mpjax.autocast(loss, delayed(), fp8_state=make())(W, X, C)
+
+
+def test_other_recipes_need_no_state():
+  policy = delayed()
+  policy["fp8"] = {"recipe": "current", "emulate": True, "min_dim": 16}
+  assert first_state(loss, W, X, C, policy=policy)["amax"] == {}
+  state = first_state(loss, W, X, C)
+  for fun in (
+    mpjax.autocast(loss, policy),
+    mpjax.autocast(loss, mpjax.get_policy(delayed()).without_histories()),
+    mpjax.autocast(loss, policy, fp8_state=state),
+  ):
+    assert len(named("fp8_dot_general", fun, W, X, C)) == 3

@@ -1,0 +1,244 @@
+"""Delayed scaling in modules, in training steps and through a loss scale: the state is kept, and rolled back."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from delayed_programs import (
+  INNER,
+  C,
+  D,
+  W,
+  X,
+  amaxes,
+  by_site,
+  delayed,
+  first_state,
+  loss,
+  mesh_of,
+  newest,
+  same,
+)
+from flax import nnx
+
+import mpjax
+
+P = jax.sharding.PartitionSpec
+
+
+class Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return nn.relu(nn.Dense(D, name="dense")(x)), None
+
+
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(D, name="first")(x)
+    shared = nn.Dense(D, name="shared")
+    x = nn.relu(shared(nn.relu(shared(x))))
+    scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    x, _ = scan(name="layers")(x, None)
+    return nn.Dense(D, name="head")(x)
+
+
+def test_names_of_linen_modules():
+  model = Net()
+  variables = jax.eval_shape(model.init, jax.random.key(0), X)
+  fun = lambda variables, x: (model.apply(variables, x) ** 2).mean()
+  assert set(first_state(fun, variables, X)["amax"]) == {"Net/shared", "Net/layers/dense"}
+
+
+class Nnx(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(4)])
+    self.norm = nnx.BatchNorm(D, rngs=rngs)
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = nnx.relu(self.norm(layer(x)))
+    return x
+
+
+def test_nnx():
+  model, x, c = Nnx(), X, C
+  fun = lambda model, x, c: jnp.sum(model(x) * c)
+  state = mpjax.init_fp8_state(fun, delayed())(model, x, c)
+  assert set(state["amax"]) == {"Nnx/layers/1", "Nnx/layers/2"}
+  of = lambda model, state: mpjax.autocast(fun, delayed(), fp8_state=state)(model, x, c)
+  grads, new = nnx.jit(nnx.grad(of, argnums=(0, 1)))(model, state)
+  assert all(all(row) for row in newest(new).values())
+  assert newest(new)["Nnx/layers/1"][1] == np.abs(model.layers[1].kernel[...]).max()
+  assert grads["layers"][1]["kernel"][...].shape == (D, D)
+  assert float(new["uses"]) == 1
+
+
+def test_plain_trees_through_a_loss_scale():
+  tx = mpjax.dynamic_loss_scale(optax.adam(1e-3), init_scale=2.0**4)
+  tree = {"params": W, "_overwrite_with_gradient": first_state(loss, W, X, C)}
+  opt_state = tx.init(tree)
+
+  def scaled(tree, opt_state, x):
+    own = mpjax.autocast(loss, delayed(), fp8_state=tree["_overwrite_with_gradient"])
+    return mpjax.scale_loss(own(tree["params"], x, C), opt_state)
+
+  @jax.jit
+  def step(tree, opt_state, x):
+    grads = jax.grad(scaled)(tree, opt_state, x)
+    updates, opt_state = tx.update(grads, opt_state, tree)
+    return mpjax.apply_updates(tree, updates), opt_state
+
+  new, opt_state = step(tree, opt_state, X)
+  by_hand = amaxes(W, X, C) * [1, 1, 2.0**4]
+  assert newest(new["_overwrite_with_gradient"]) == by_site(by_hand)
+  assert float(np.abs(new["params"][1] - W[1]).max()) > 0
+  bad = X.copy()
+  bad[0] = np.inf
+  after, opt_state = step(new, opt_state, bad)
+  same(after, new)
+  assert float(opt_state.scale) == 2.0**3
+
+
+# Steps
+
+
+def as_dict(w):
+  return {f"w{i}": layer for i, layer in enumerate(w)}
+
+
+def loss_fn(params, batch):
+  return loss([params[f"w{i}"] for i in range(5)], batch["x"], batch["c"])
+
+
+BATCH = {"x": X, "c": C}
+
+
+OPTIMIZERS = {"none": optax.sgd(0.0), "sgd": optax.sgd(1e-4), "adam": optax.adam(1e-3)}
+
+
+@functools.cache
+def step_of(policy, optimizer, **options):
+  return mpjax.make_train_step(loss_fn, OPTIMIZERS[optimizer], policy, donate=False, **options)
+
+
+def started(policy=None, optimizer="none", **options):
+  """A step, compiled once for several tests, and its first state."""
+  step = step_of(mpjax.get_policy(policy or delayed()), optimizer, **options)
+  return step, step.init(as_dict(W), batch=BATCH)
+
+
+def with_loss_scale(dtype="float16", scale=2.0**10):
+  return {**delayed(), "compute_dtype": dtype, "loss_scaling": {"init_scale": scale}}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_keeps_the_state(accumulate):
+  options = {"accumulate": accumulate} if accumulate > 1 else {}
+  step, state = started(**options)
+  assert set(state.fp8_state["amax"]) == set(INNER)
+  for i in range(3):
+    state, _ = step(state, BATCH)
+    assert newest(state.fp8_state) == INNER
+    history = np.asarray(state.fp8_state["amax"][":1"]["lhs"])
+    assert np.count_nonzero(history) == i + 1
+  assert float(state.fp8_state["uses"]) == 1
+
+
+def test_a_step_whose_batch_has_no_fp8_products_leaves_the_state_alone():
+  step, state = started()
+  state, _ = step(state, BATCH)
+  after, _ = step(state, {"x": X[:17], "c": C[:17]})
+  same(after.fp8_state, state.fp8_state)
+
+
+def test_a_loss_scale_is_not_taken_from_the_state():
+  step, state = started(with_loss_scale(), "adam")
+  state, metrics = step(state, BATCH)
+  assert bool(metrics["grads_finite"])
+  by_hand = amaxes(W, X, C) * [1, 1, 2.0**10]
+  assert newest(state.fp8_state) == by_site(by_hand)
+
+
+@pytest.mark.parametrize(("accumulate", "dtype"), [(1, "float16"), (2, "bfloat16")])
+def test_a_skipped_step_rolls_the_state_back(accumulate, dtype):
+  options = {"accumulate": accumulate} if accumulate > 1 else {}
+  step, state = started(with_loss_scale(dtype), "adam", **options)
+  state, _ = step(state, BATCH)
+  bad = X.copy()
+  bad[-1, -1] = np.nan
+  after, metrics = step(state, {"x": bad, "c": C})
+  assert not bool(metrics["grads_finite"])
+  same(after.fp8_state, state.fp8_state)
+  same(after.params, state.params)
+  after, metrics = step(after, BATCH)
+  assert bool(metrics["grads_finite"])
+
+
+def test_a_step_without_a_loss_scale_forgets_what_is_not_finite():
+  step, state = started()
+  state, _ = step(state, BATCH)
+  bad = X.copy()
+  bad[-1, -1] = np.inf
+  after, _ = step(state, {"x": bad, "c": C})
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.fp8_state))
+  guarded, state = started(skip_nonfinite=True)
+  state, _ = guarded(state, BATCH)
+  after, _ = guarded(state, {"x": bad, "c": C})
+  same(after.fp8_state, state.fp8_state)
+
+
+@pytest.mark.slow
+def test_a_step_over_devices_is_the_step_of_one():
+  mesh = mesh_of(4)
+  step, state = started(optimizer="sgd")
+  alone, _ = step(state, BATCH)
+  placed = jax.device_put(state, jax.NamedSharding(mesh, P()))
+  spread, _ = step(placed, jax.device_put(BATCH, jax.NamedSharding(mesh, P("d"))))
+  same(spread.fp8_state, alone.fp8_state)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), spread.params, alone.params)
+
+
+@pytest.mark.slow
+def test_a_step_resumed_from_a_copy_is_the_same():
+  step, state = started(with_loss_scale(), "adam")
+  for _ in range(2):
+    state, _ = step(state, BATCH)
+  leaves, structure = jax.tree.flatten(state)
+  copy = jax.tree.unflatten(structure, [jnp.asarray(np.asarray(leaf).copy()) for leaf in leaves])
+  for _ in range(2):
+    state, copy = step(state, BATCH)[0], step(copy, BATCH)[0]
+  same(copy, state)
+
+
+def test_a_step_of_modules_keeps_the_state():
+  fun = lambda model, batch: ((model(batch["x"]) - batch["c"]) ** 2).mean()
+  step = mpjax.make_train_step(fun, optax.adam(1e-3), delayed())
+  state = step.init(Nnx(), batch=BATCH)
+  assert set(state.fp8_state["amax"]) == {"Nnx/layers/1", "Nnx/layers/2"}
+  for _ in range(2):
+    state, _ = step(state, BATCH)
+  assert np.count_nonzero(state.fp8_state["amax"]["Nnx/layers/1"]["gradient"]) == 2
+  assert jax.eval_shape(step.gradients, state, BATCH)[0].shape == ()
+  assert "float8_e4m3fn" in step.explain(state, BATCH).matrix_flops()
+
+
+def test_a_step_says_what_it_lacks():
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), delayed())
+  with pytest.raises(ValueError, match=r"keeps a history of each product.*batch=batch"):
+    step.init(as_dict(W))
+  with pytest.raises(ValueError, match="fp8_state"):
+    step(mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16").init(as_dict(W)), BATCH)
+  model = Nnx()
+  step = mpjax.make_train_step(lambda m, b: (m(b["x"]) ** 2).mean(), optax.sgd(0.1), delayed())
+  with pytest.raises(ValueError, match=r"histories in a TrainState.*step\.init"):
+    step(model, nnx.Optimizer(model, step.tx, wrt=nnx.Param), BATCH)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+  same(step.init(model, batch=shapes).fp8_state, step.init(model, batch=BATCH).fp8_state)

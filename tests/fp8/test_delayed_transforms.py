@@ -1,0 +1,262 @@
+"""Delayed scaling inside scan, cond, remat, vmap and shardings, round them, and under derivatives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from casting.jaxprs import jit, named
+from delayed_programs import (
+  INNER,
+  ROWS,
+  C,
+  D,
+  W,
+  X,
+  act,
+  delayed,
+  exact_batch,
+  exact_weight,
+  first_state,
+  following,
+  loss,
+  mesh_of,
+  net,
+  newest,
+  next_state,
+  same,
+)
+
+import mpjax
+
+P = jax.sharding.PartitionSpec
+
+
+def parts(batch, n):
+  return batch.reshape(n, -1, D)
+
+
+def per_layer(wrap):
+  def fun(w, x, c):
+    layer = wrap(lambda x, w: act(x @ w))
+    for own in w[:-1]:
+      x = layer(x, own)
+    return jnp.sum(x @ w[-1] * c)
+
+  return fun
+
+
+def over_devices(check_vma):
+  def fun(w, x, c):
+    mesh = mesh_of(4)
+    local = lambda w, x, c: jax.lax.psum(loss(w, x, c), "d")
+    specs = (P(), P("d"), P("d"))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(w, x, c)
+
+  return fun
+
+
+def in_scan(step):
+  def fun(w, x, c):
+    x, _ = jax.lax.scan(step, act(x @ w[0]), jnp.stack(w[1:-1]))
+    return jnp.sum(x @ w[-1] * c)
+
+  return fun
+
+
+def layer_step(x, w):
+  return act(x @ w), None
+
+
+def in_cond(w, x, c):
+  x = act(x @ w[0])
+  good, bad = (lambda x: act(act(act(x @ w[1]) @ w[2]) @ w[3])), (lambda x: x @ (64 * w[1]))
+  return jnp.sum(jax.lax.cond(x[0, 0] > -1e9, good, bad, x) @ w[-1] * c)
+
+
+def micro_batches(w, x, c):
+  step = lambda total, xc: (total + loss(w, *xc), None)
+  return jax.lax.scan(step, 0.0, (parts(x, 4), parts(c, 4)))[0]
+
+
+def unrolled_twice(w, x, c):
+  """Each half of the batch through the same weights."""
+  return loss(w, x[: ROWS // 2], c[: ROWS // 2]) + loss(w, x[ROWS // 2 :], c[ROWS // 2 :])
+
+
+ONE_SITE = [[max(column) for column in zip(*INNER.values(), strict=True)]]
+EACH_SITE = sorted(INNER.values())
+PROGRAMS = {
+  "plain": (loss, EACH_SITE),
+  "jit of layers": (per_layer(jax.jit), EACH_SITE),
+  "remat of layers": (per_layer(jax.checkpoint), EACH_SITE),
+  "remat that keeps products": (
+    jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable),
+    EACH_SITE,
+  ),
+  "jit of remat of jit": (jax.jit(jax.checkpoint(jax.jit(loss))), EACH_SITE),
+  "scan": (in_scan(layer_step), ONE_SITE),
+  "scan of remat": (in_scan(jax.checkpoint(layer_step)), ONE_SITE),
+  "micro-batches in a scan": (micro_batches, EACH_SITE),
+  "vmap in scan": (
+    lambda w, x, c: jax.lax.map(
+      lambda xc: jax.vmap(loss, (None, 0, 0))(w, parts(xc[0], 2), parts(xc[1], 2)).sum(),
+      (parts(x, 2), parts(c, 2)),
+    ).sum(),
+    EACH_SITE,
+  ),
+  "twice": (unrolled_twice, EACH_SITE),
+  "shard_map": (over_devices(True), EACH_SITE),
+  "shard_map unchecked": (over_devices(False), EACH_SITE),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_amaxes_are_the_largest_of_all_uses(name):
+  fun, expected = PROGRAMS[name]
+  state = first_state(fun, W, X, C)
+  new = following(fun, state, W, X, C)
+  assert sorted(newest(new).values()) == expected
+  again = following(fun, new, W, X, C)
+  assert sorted(newest(again).values()) == expected
+  assert {tuple(np.asarray(h)[2:]) for h in jax.tree.leaves(again["amax"])} == {(0.0, 0.0)}
+
+
+def test_cond_counts_the_branch_that_is_taken():
+  new = following(in_cond, first_state(in_cond, W, X, C), W, X, C)
+  assert sorted(row for row in newest(new).values() if any(row)) == EACH_SITE
+
+
+@pytest.mark.parametrize(
+  ("recompute", "saved"), [("dots", "fp8"), ("nothing", "compute"), ("islands", "fp8")]
+)
+def test_whatever_is_kept_for_the_backward_pass(recompute, saved):
+  policy = delayed(saved_activations=saved)
+  state = first_state(loss, W, X, C, policy=policy)
+  assert newest(following(loss, state, W, X, C, policy=policy, recompute=recompute)) == INNER
+
+
+def test_autocast_in_other_transforms():
+  state = first_state(loss, W, parts(X, 2)[0], parts(C, 2)[0])
+  one = lambda state, x, c: mpjax.autocast(loss, delayed(), fp8_state=state)(W, x, c)
+  wrapped = {
+    "vmap": lambda s: jax.vmap(one, (None, 0, 0))(s, parts(X, 2), parts(C, 2)).sum(),
+    "scan": lambda s: jax.lax.map(lambda xc: one(s, *xc), (parts(X, 2), parts(C, 2))).sum() / 1,
+    "remat": lambda s: jax.checkpoint(one)(s, X, C),
+    "cond": lambda s: jax.lax.cond(True, one, lambda s, x, c: 0.0, s, X, C),
+  }
+  states = jit(lambda state: {name: jax.grad(fun)(state) for name, fun in wrapped.items()})(state)
+  for name, new in states.items():
+    n = float(new["uses"])
+    if name == "scan":  # two calls, whose gradients are added
+      assert n == 2
+      assert all(a <= 2 * b for site in INNER for a, b in zip(newest(new)[site], INNER[site], strict=True))
+    else:
+      assert n == 1
+      assert newest(new) == INNER
+
+
+@pytest.mark.slow
+def test_vmap_over_states():
+  batches = [exact_batch(i, largest=2**i) for i in range(2)]
+  x, c = (np.stack(arrays) for arrays in zip(*batches, strict=True))
+  w = [[layer * 2.0**i for layer in W] for i in range(2)]
+  stacked = jax.tree.map(lambda *layers: np.stack(layers), *w)
+  state = following(loss, first_state(loss, W, X, C), W, X, C)
+  states = jax.tree.map(lambda a: np.stack([a, 2 * a]), state)
+  states["uses"] = np.ones(2, np.float32)
+  step = lambda state, w, x, c: next_state(loss, state, w, x, c)
+  both = lambda states, state, *args: (
+    jax.vmap(step)(states, *args),
+    jax.vmap(step, (None, 0, 0, 0))(state, *args),
+  )
+  of_each, shared = jit(both)(states, state, stacked, x, c)
+  for i in range(2):
+    member = lambda tree, i=i: jax.tree.map(lambda a: a[i], tree)
+    same(member(of_each), following(loss, member(states), w[i], x[i], c[i]))
+    same(member(shared), following(loss, state, w[i], x[i], c[i]))
+
+
+@pytest.mark.parametrize(
+  ("shape", "of_w", "of_x"),
+  [((2, 2), P(None, "m"), P("d")), ((2, 2), P("m"), P("d", "m"))],
+  ids=["both", "contracted"],
+)
+def test_sharded_data_give_the_state_of_one_device(shape, of_w, of_x):
+  mesh = mesh_of(*shape)
+  put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+  state = put(first_state(loss, W, X, C), P())
+  new = following(loss, state, [put(w, of_w) for w in W], put(X, of_x), put(C, of_x))
+  assert newest(new) == INNER
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_within_shard_map(check_vma):
+  mesh = mesh_of(4)
+  state = first_state(loss, W, X[: ROWS // 4], C[: ROWS // 4])
+
+  def local(state, x, c):
+    new = next_state(loss, state, W, x, c)
+    return new if check_vma else jax.tree.map(lambda a: jax.lax.pmax(a, "d"), new)
+
+  run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check_vma)
+  assert newest(jit(run)(state, X, C)) == INNER
+
+
+def test_gradients_beside_the_state_are_exact():
+  state = first_state(loss, W, X, C)
+  of = lambda w, state: mpjax.autocast(loss, delayed(), fp8_state=state)(w, X, C)
+  step, exact = jit(jax.grad(of, (0, 1))), jit(jax.grad(loss))(W, X, C)
+  for _ in range(3):
+    grads, state = step(W, state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2), grads, exact)
+
+
+@pytest.mark.parametrize("fun", [loss, in_scan(layer_step)], ids=["layers", "scan"])
+def test_forward_mode_with_respect_to_parameters(fun):
+  state = following(fun, first_state(fun, W, X, C), W, X, C)
+  ours = lambda w: mpjax.autocast(fun, delayed(), fp8_state=state)(w, X, C)
+  tangent = [exact_weight(i + 10) for i in range(5)]
+  functions = ours, jax.jit(ours), lambda w: fun(w, X, C)
+  along, of_jit, exact = jit(lambda: [jax.jvp(f, (W,), (tangent,))[1] for f in functions])()
+  np.testing.assert_allclose(along, exact, rtol=0.05, atol=4)
+  np.testing.assert_allclose(of_jit, along, rtol=1e-3, atol=1e-3)
+
+
+def test_a_while_loop_can_be_run():
+  def fun(w, x):
+    body = lambda c: (c[0] + 1, act(c[1] @ w[1]))
+    return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x @ w[0]))[1] @ w[2]
+
+  state = first_state(fun, W, X)
+  assert set(state["amax"]) == {":0"}
+  np.testing.assert_array_equal(mpjax.autocast(fun, delayed(), fp8_state=state)(W, X), fun(W, X))
+
+
+def test_gradients_of_gradients_are_near():
+  fun = lambda w: (net(w, X) ** 2).mean()
+  norm = lambda f: lambda w: sum(jnp.sum(g**2) for g in jax.grad(f)(w))
+  ours = lambda state, w: norm(mpjax.autocast(fun, delayed(), fp8_state=state))(w)
+  state = first_state(fun, W)
+  step = jit(jax.grad(ours, (0, 1)))
+  for _ in range(2):
+    state, grads = step(state, W)
+  for a, b in zip(grads, jit(jax.grad(norm(fun)))(W), strict=True):
+    assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
+
+
+def test_autocast_of_a_gradient_does_not_scale_gradients_by_activations():
+  large = lambda w, x, c: 2.0**14 * loss(w, x, c)
+  state = following(large, first_state(large, W, X, C), W, X, C)
+  grads = jit(mpjax.autocast(jax.grad(large), delayed(), fp8_state=state))(W, X, C)
+  for ours, reference in zip(grads, jit(jax.grad(large))(W, X, C), strict=True):
+    np.testing.assert_allclose(ours, reference, rtol=0.1)
+
+
+def test_scales_are_operands_under_delayed_scaling_alone():
+  state = first_state(loss, W, X, C)
+  fun = mpjax.autocast(loss, delayed(), fp8_state=state)
+  specs = [e.params["spec"] for e in named("fp8_dot_general", jax.grad(fun), W, X, C)]
+  assert len(specs) == 9
+  assert all(spec.given[:2] == (True, True) for spec in specs)

@@ -1,0 +1,131 @@
+"""What comes of FP8 under autocast: values, dtypes, what is not finite, devices without FP8 units, training."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from casting.jaxprs import jit, named
+from fp8_programs import D, W, X, fp8, loss, mlp, weights
+from fp8_reference import normal, relative
+
+import mpjax
+
+
+@pytest.mark.parametrize(
+  "policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "block", "min_dim": 16}}], ids=str
+)
+def test_without_units_fp8_is_bfloat16_and_says_so(policy):
+  w, x = weights(*[128] * 4), normal(128, 128)
+  with pytest.warns(
+    UserWarning, match=r"cpu has no FP8 units: they run in bfloat16 instead.*emulate: true"
+  ) as said:
+    out = jit(jax.value_and_grad(mpjax.autocast(loss, policy)))(w, x)
+  assert len(said) == 1
+  assert said[0].filename == __file__
+  half = jit(jax.value_and_grad(mpjax.autocast(loss, "bf16")))(w, x)
+  jax.tree.map(np.testing.assert_array_equal, out, half)
+  rows = [row for row in mpjax.explain(loss, policy)(w, x).rows if row.flops]
+  assert {row.after for row in rows} == {"bfloat16"}
+  assert all("emulate: true" in row.why for row in rows)
+
+
+@pytest.mark.parametrize(
+  "policy", [fp8(), fp8(overrides={"x": "fp32"}), "bf16", {"base": "fp8", "fp8": None}], ids=str
+)
+def test_no_warning_where_nothing_is_amiss(policy):
+  fun = lambda w, x: jax.named_scope("x")(mlp)(w, x)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    jax.eval_shape(mpjax.autocast(fun, policy), W, X)
+
+
+def test_a_step_warns_too():
+  step = mpjax.make_train_step(lambda w, b: loss(w, b), optax.sgd(0.1), "fp8")
+  with pytest.warns(UserWarning, match="no FP8 units"):
+    jax.eval_shape(step.jitted, step.init(W), X)
+
+
+# Values
+
+
+@functools.cache
+def stepped(recipe):
+  """A step in float16 with a loss scale, and the state after a good batch."""
+  policy = {**fp8(recipe=recipe), "compute_dtype": "float16", "loss_scaling": {"init_scale": 2.0**10}}
+  of = lambda w, batch: loss([w["first"], w["inner"], w["last"]], batch)
+  step = mpjax.make_train_step(of, optax.adam(1e-2), policy, donate=False)
+  state = step.init(dict(zip(("first", "inner", "last"), W, strict=False)), batch=X)
+  state, metrics = step(state, X)
+  assert bool(metrics["grads_finite"])
+  return step, state
+
+
+@pytest.mark.parametrize(("where", "bad"), [("input", np.nan), ("input", np.inf), ("weight", -np.inf)])
+@pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
+def test_what_is_not_finite_reaches_the_loss_scale(recipe, where, bad):
+  step, state = stepped(recipe)
+  x, inner = X.copy(), np.array(state.params["inner"])
+  (x if where == "input" else inner)[3, 5] = bad
+  state = state.replace(params={**state.params, "inner": jnp.asarray(inner)})
+  after, metrics = step(state, x)
+  assert not bool(metrics["grads_finite"])
+  same = lambda a, b: np.testing.assert_array_equal(a, b)
+  jax.tree.map(same, (after.params, after.fp8_state), (state.params, state.fp8_state))
+  assert float(after.opt_state.scale) == float(state.opt_state.scale) / 2
+
+
+def test_a_product_of_zeros_is_zero():
+  w = [np.zeros_like(x) for x in W]
+  out, grads = jit(jax.value_and_grad(mpjax.autocast(loss, fp8())))(w, X)
+  assert float(out) == 0
+  assert not any(np.asarray(g).any() for g in grads)
+
+
+@jit
+def two_layers(w):
+  """Results and gradients of two products, in FP8 and in float32."""
+  fun = lambda w: X @ w[0] @ w[1]
+  both = lambda fun: (fun(w), jax.grad(lambda w: fun(w).sum())(w))
+  return both(mpjax.autocast(fun, fp8(last_layer=True))), both(fun)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e18])
+def test_scales_follow_the_magnitude(magnitude):
+  w = [W[0], W[1] * np.float32(magnitude)]
+  (out, grads), (expected, exact) = two_layers(w)
+  assert relative(out, expected) < 0.05
+  assert relative(grads[0], exact[0]) < 0.1
+  assert relative(grads[1], exact[1]) < 0.1
+
+
+def test_output_and_gradient_dtypes():
+  out, grads = jax.eval_shape(jax.value_and_grad(mpjax.autocast(loss, fp8())), W, X)
+  assert {a.dtype.name for a in jax.tree.leaves((out, grads))} == {"float32"}
+  specs = [
+    e.params["spec"].out_dtype.name for e in named("fp8_dot_general", mpjax.autocast(mlp, fp8()), W, X)
+  ]
+  assert set(specs) == {"bfloat16"}
+  wide = named("fp8_dot_general", mpjax.autocast(mlp, {**fp8(), "accum_dtype": "float32"}), W, X)
+  assert {e.params["spec"].out_dtype.name for e in wide} == {"float32"}
+
+
+@pytest.mark.slow
+def test_training_with_fp8_is_training():
+  x = normal(64, D)
+  y = np.tanh(x @ W[0] / 3)
+  batch = {"x": x, "y": y}
+  fun = lambda w, batch: ((mlp(w, batch["x"]) - batch["y"]) ** 2).mean()
+  losses = {}
+  for name, policy in {"fp8": fp8(), "bf16": {"base": "bf16", "autocast": True}}.items():
+    step = mpjax.make_train_step(fun, optax.adam(3e-3), policy)
+    state = step.init(W[:4])
+    for _ in range(60):
+      state, metrics = step(state, batch)
+    losses[name] = float(metrics["loss"])
+  assert losses["fp8"] < 1.25 * losses["bf16"] + 1e-3

@@ -1,0 +1,115 @@
+"""Which products are FP8 under autocast, in every kind of program, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from fp8_programs import (
+  FUNCTIONS,
+  SCANNED,
+  SIX,
+  TOKENS,
+  D,
+  W,
+  X,
+  attention,
+  fp8,
+  kinds,
+  mlp,
+  one_hot,
+  tied,
+  traced,
+  weights,
+  weights_of,
+)
+
+import mpjax
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_products_of_plain_functions(name):
+  fun, expected = FUNCTIONS[name]
+  w = weights_of(name)
+  assert kinds(fun, w, X) == expected
+  assert len(traced(mpjax.autocast(fun, fp8()), w, X)) == expected.count("8")
+
+
+@pytest.mark.parametrize(("fun", "expected"), [(tied, "8888b"), (one_hot, "b888b")], ids=["tied", "one hot"])
+def test_an_embedding_is_the_first_layer(fun, expected):
+  assert kinds(fun, W, TOKENS) == expected
+
+
+OPTIONS = {
+  "first layer": ({"first_layer": True}, "8888b"),
+  "last layer": ({"last_layer": True}, "b8888"),
+  "both": ({"first_layer": True, "last_layer": True}, "88888"),
+  "larger than all": ({"min_dim": 64}, "bbbbb"),
+  "as large": ({"min_dim": 32}, "b888b"),
+  "block": ({"recipe": "block"}, "b888b"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_recipe(name):
+  options, expected = OPTIONS[name]
+  assert kinds(mlp, W, X, policy=fp8(**options)) == expected
+
+
+def test_attention_can_be_asked_for():
+  assert kinds(attention, SIX, X, policy=fp8(attention=True)) == "b888888b"
+
+
+@pytest.mark.parametrize(
+  ("sizes", "recipe", "expected"),
+  [
+    ((D, D, 40, D, D, D), "current", "bbb8b"),
+    ((D, D, 48, D, D, D), "current", "b888b"),
+    ((D, D, 48, D, D, D), "block", "bbb8b"),
+    ((D, D, 8, D, D, D), "current", "bbb8b"),
+    ((D, D, D, D, 10), "current", "b88b"),
+  ],
+  ids=["40", "48", "48 in blocks", "8", "classes"],
+)
+def test_dimensions(sizes, recipe, expected):
+  assert kinds(mlp, weights(*sizes), X, policy=fp8(recipe=recipe)) == expected
+
+
+def test_vmap_outside_leaves_rows_that_are_too_few():
+  def outside(w, x):
+    return jax.vmap(mpjax.autocast(functools.partial(mlp, w), fp8()))(x)
+
+  assert traced(outside, W, X) == []  # each call sees a vector
+  assert traced(outside, W, jnp.stack([X, X])) == [("4", "4")] * 3
+
+
+def test_a_dimension_that_is_symbolic_may_be_no_multiple_of_16():
+  (rows,) = jax.export.symbolic_shape("rows")
+  explanation = mpjax.explain(mlp, fp8())(W, jax.ShapeDtypeStruct((rows, D), jnp.float32))
+  whys = [row.why for row in explanation.rows if row.primitive == "dot_general"]
+  assert all("symbolic" in why for why in whys[1:-1])
+
+
+# What is said
+
+
+def test_reasons():
+  rows = [row for row in mpjax.explain(mlp, fp8())(W, X).rows if row.flops]
+  assert ["first layer" in rows[0].why, "last layer" in rows[-1].why] == [True, True]
+  assert {row.why for row in rows[1:-1]} == {"an FP8 product (current scaling)"}
+  reason = lambda fun, w, x=X, **options: [
+    row.why for row in mpjax.explain(fun, fp8(**options))(w, x).rows if row.flops
+  ]
+  assert sum("two activations" in why for why in reason(attention, SIX)) == 2
+  assert any("M=32 x K=32 x N=40: N is no mul" in why for why in reason(mlp, weights(D, D, 40, D, D)))
+  assert any("M=8 x K=32 x N=32: M is no multiple of 16" in why for why in reason(mlp, W, X[:8]))
+  assert any("smaller than fp8.min_dim=64" in why for why in reason(mlp, W, min_dim=64))
+  assert any("custom derivative rule" in why for why in reason(*[FUNCTIONS["custom_vjp"][0], W]))
+
+
+def test_flops_in_a_scan_count_for_each_step():
+  fun = FUNCTIONS["scan"][0]
+  flops = mpjax.explain(fun, fp8())(SCANNED, X).matrix_flops()
+  assert flops == {"float8_e4m3fn": 3 * 2 * D**3, "bfloat16": 2 * 2 * D**3}
