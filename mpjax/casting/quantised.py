@@ -109,7 +109,7 @@ def support(recipe: Recipe) -> Support:
   if recipe.emulate:
     # On a machine without a GPU this may be compiled for one: the platform decides.
     return Support(None, None if platform in ("cpu", "tpu") else False)
-  return Support(f"{lack} (emulate: true quantises all the same)", None)
+  return Support(lack, None)
 
 
 def works(recipe: Recipe) -> bool:
@@ -120,9 +120,8 @@ def works(recipe: Recipe) -> bool:
 def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
   """Says so where a policy asks for FP8 that the device does not have."""
   for recipe in recipes:
-    why_not = support(recipe).why_not
-    if why_not is not None:
-      lack = why_not.removesuffix(" (emulate: true quantises all the same)")
+    lack = support(recipe).why_not
+    if lack is not None:
       warnings.warn(
         f"the policy asks for FP8 products and {lack}: they run in {compute_dtype} instead. For the numbers "
         "of FP8 without its speed, put emulate: true into the policy's fp8 mapping",
@@ -134,9 +133,11 @@ def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
 def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) -> str | None:
   """Why a product is not FP8, whatever its sizes; `None` if it may be."""
   name = equation.primitive.name
-  why_not = support(recipe).why_not or recipe.excludes(path)
-  if why_not is not None:
-    return why_not
+  lack, excluded = support(recipe).why_not, recipe.excludes(path)
+  if lack is not None:
+    return f"{lack} (emulate: true quantises all the same)"
+  if excluded is not None:
+    return excluded
   if name not in ("dot_general", "conv_general_dilated"):
     return f"there is no FP8 {name}"
   if product is None:

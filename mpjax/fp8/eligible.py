@@ -11,9 +11,8 @@ from mpjax.fp8.recipe import Recipe
 
 
 class Sizes(NamedTuple):
-  """A product as [batch] x [m, k] x [k, n]; a symbolic dimension is `None`."""
+  """A product as [m, k] x [k, n], but for batch dimensions; a symbolic dimension is `None`."""
 
-  batch: int | None
   m: int | None
   k: int | None
   n: int | None
@@ -27,7 +26,6 @@ def sizes_of(lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_n
   )
   rest = lambda shape, *used: [i for i in range(len(shape)) if not any(i in dims for dims in used)]
   return Sizes(
-    fold(lhs_shape, lhs_batch),
     fold(lhs_shape, rest(lhs_shape, lhs_contract, lhs_batch)),
     fold(lhs_shape, lhs_contract),
     fold(rhs_shape, rest(rhs_shape, rhs_contract, rhs_batch)),
@@ -96,7 +94,7 @@ def conv_sizes(windows: Windows, lhs_shape: tuple[int, ...], rhs_shape: tuple[in
   """The sizes of such a convolution's product."""
   rows = lhs_shape[windows.lhs_spec[0]] * math.prod(windows.out)
   depth = lhs_shape[windows.lhs_spec[1]] * math.prod(windows.kernel)
-  return Sizes(1, rows, depth, rhs_shape[windows.rhs_spec[0]])
+  return Sizes(rows, depth, rhs_shape[windows.rhs_spec[0]])
 
 
 def conv_operands(lhs: jax.Array, rhs: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
