@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 
 from mpjax.train import cli
@@ -126,3 +127,45 @@ def test_a_missing_tensor_is_named(finished_run, tmp_path):
   safetensors.numpy.save_file(tensors, tmp_path / "less.safetensors", metadata)
   with pytest.raises(ConfigError, match=re.escape(f"tensor {missing!r}")):
     load_safetensors(tmp_path / "less.safetensors")
+
+
+VIT = """
+model: {kind: vit, dim: 32, layers: 1, heads: 2}
+data: {kind: digits, batch_size: 32, eval_batches: 1}
+optimizer: {name: sgd, learning_rate: 0.05}
+mesh: {data: 1}
+train: {steps: 2, eval_every: 2, checkpoint_every: 2}
+"""
+FP8 = "policy={base: fp8, fp8: {emulate: true, min_dim: 16}}"
+
+
+@pytest.mark.parametrize("kind", ["gpt", "vit"])
+def test_weights_of_fp8_products_are_stored_in_fp8_with_their_scale(kind, tiny_gpt, tmp_path):
+  config, size = tmp_path / "vit.yaml", []
+  config.write_text(VIT)
+  if kind == "gpt":
+    config, size = tiny_gpt[0], ["model.dim=32", "train.steps=2", "train.checkpoint_every=2"]
+  directory = tmp_path / "run"
+  assert cli.train([str(config), FP8, *size, f"out={directory}"]) == 0
+  models, sizes = {}, {}
+  for dtype in ("float8_e4m3fn", "bfloat16"):
+    file = tmp_path / f"{dtype}.safetensors"
+    assert cli.export([str(directory), f"dtype={dtype}", f"out={file}"]) == 0
+    models[dtype], sizes[dtype] = load_safetensors(file), file.stat().st_size
+  with safetensors.safe_open(tmp_path / "float8_e4m3fn.safetensors", framework="numpy") as file:
+    dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+  eight = {name for name, dtype in dtypes.items() if dtype == "F8_E4M3"}
+  assert {name.split("/")[-2] for name in eight} >= {"up", "down"}
+  assert all(dtypes[f"{name}_scale"] == "F32" for name in eight)
+  assert sizes["float8_e4m3fn"] < sizes["bfloat16"]
+  setup = make_setup(load_config(str(config), [FP8, *size, f"out={directory}"]))
+  batch = next(setup.data.eval())
+  inputs = batch["images"] if kind == "vit" else batch["tokens"][:, :-1]
+  near, expected = (np.asarray(models[dtype].logits(inputs)) for dtype in ("float8_e4m3fn", "bfloat16"))
+  assert np.linalg.norm(near - expected) < 0.1 * np.linalg.norm(expected)
+
+
+def test_a_model_without_fp8_products_has_no_export_in_fp8(run, capsys):
+  directory = run[0]
+  assert cli.export([str(directory), "dtype=float8_e4m3fn"]) == 2
+  assert "no matrix product of this model is FP8" in capsys.readouterr().err
