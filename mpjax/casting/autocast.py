@@ -130,6 +130,10 @@ def init_fp8_state(
   Returns:
     A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state: for each FP8
     product, by module path, float32[amax_history_len] for `lhs`, `rhs` and `gradient`; nothing is computed.
+    Without products under delayed scaling it has no histories.
+
+  Raises:
+    ValueError: for a policy that is not understood, or a pattern in it that matches no module path.
   """
 
   def init(*args: Any, **kwargs: Any) -> Any:

@@ -71,7 +71,7 @@ def fp8_dot_general(
   """`jax.lax.dot_general` with FP8 operands, float32 accumulation, and FP8 in both backward products.
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
-  `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-32
+  `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-31
   and 1e43; below, it is zero.
 
   Args:
@@ -219,7 +219,7 @@ def _times_units(x: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
   return blocks.reshape(x.shape).astype(dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def as_product(policy: Any) -> Any:
   """A policy of `jax.checkpoint` that takes FP8 products for what they are: matrix products."""
 

@@ -19,7 +19,7 @@ import optax
 import safetensors
 import safetensors.flax
 
-from mpjax.fp8.recipe import Recipe, to_pairs
+from mpjax.fp8.recipe import BLOCK, Recipe, to_pairs
 from mpjax.fp8.scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import make_train_step
@@ -32,8 +32,6 @@ from mpjax.train.tasks import Task, make_task
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _FP8 = "float8_e4m3fn"
 _SCALE = "_scale"
-# More rows than these make no other product eligible.
-_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +164,8 @@ def _fp8_names(
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=to_pairs(dataclasses.replace(recipe, emulate=True)), autocast=True)
   task = make_task(config, info, fp8)
-  names = task.fp8_weights(params, model_state, _example(info), fp8)
+  rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
+  names = task.fp8_weights(params, model_state, _example(info, rows), fp8)
   if not names:
     raise ConfigError(
       f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (scripts/explain.py "
@@ -175,10 +174,10 @@ def _fp8_names(
   return [f"params/{name}" for name in names]
 
 
-def _example(info: DataInfo) -> jax.ShapeDtypeStruct:
+def _example(info: DataInfo, rows: int) -> jax.ShapeDtypeStruct:
   if info.kind == "tokens":
-    return jax.ShapeDtypeStruct((_ROWS, info.seq_len or 1), jnp.int32)
-  return jax.ShapeDtypeStruct((_ROWS, *(info.image_shape or ())), jnp.float32)
+    return jax.ShapeDtypeStruct((rows, info.seq_len or 1), jnp.int32)
+  return jax.ShapeDtypeStruct((rows, *(info.image_shape or ())), jnp.float32)
 
 
 def export_run(

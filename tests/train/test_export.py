@@ -165,6 +165,7 @@ def test_weights_of_fp8_products_are_stored_in_fp8_with_their_scale(kind, tiny_g
   assert np.linalg.norm(near - expected) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("run", ["gpt"], indirect=True)
 def test_a_model_without_fp8_products_has_no_export_in_fp8(run, capsys):
   directory = run[0]
   assert cli.export([str(directory), "dtype=float8_e4m3fn"]) == 2
