@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.resources
 import math
 import pathlib
@@ -306,3 +307,32 @@ def _collective_axes(jaxpr: Any) -> set[str]:
         inner = getattr(item, "jaxpr", item)
         axes |= _collective_axes(inner) if hasattr(inner, "eqns") else set()
   return axes
+
+
+def transforms(equation: Any) -> list[str]:
+  """The transformations that an equation was traced under, outermost first: `transpose`, `jvp`."""
+  stack = equation.source_info.name_stack.stack
+  return [e.name for e in stack if type(e).__name__ == "Transform"]
+
+
+# Code that a user's model goes through, and that is not the line that the user wrote.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
+_OWN = pathlib.Path(__file__).parent
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+  """Whether a file is of JAX, of a library over it or of this package, and not of the user's program."""
+  path = pathlib.Path(file)
+  if path.is_relative_to(_OWN):
+    return not path.is_relative_to(_OWN / "train")
+  parts = path.parts
+  return "site-packages" in parts and parts[parts.index("site-packages") + 1] in _LIBRARIES
+
+
+def source_line(equation: Any) -> str:
+  """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
+  for frame in source_info_util.user_frames(equation.source_info.traceback):
+    if not is_library(frame.file_name):
+      return f"{pathlib.Path(frame.file_name).name}:{frame.start_line}"
+  return ""

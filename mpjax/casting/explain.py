@@ -13,6 +13,7 @@ import numpy as np
 from mpjax import _compat
 from mpjax.casting.autocast import Traced, make_rules
 from mpjax.casting.calls import LOOPS
+from mpjax.casting.flops import flops
 from mpjax.casting.op_lists import OpLists
 from mpjax.casting.plan import NOT_FP8, Mode, Node, Plan
 from mpjax.casting.regions import Island, read_dtype, schedule
@@ -231,31 +232,6 @@ def _name(equation: Any) -> str:
   name = equation.primitive.name
   inner = equation.params.get("name") if name not in LOOPS else None
   return f"{name}:{inner}" if isinstance(inner, str) else name
-
-
-def flops(equation: Any) -> int:
-  """Floating-point operations of a matrix product or convolution (2 for a multiply-add); 0 for others."""
-  name = equation.primitive.name
-  if name == "dot_general":
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    depth = math.prod(equation.invars[0].aval.shape[i] for i in contracted)
-    return 2 * depth * math.prod(equation.outvars[0].aval.shape)
-  if name == "ragged_dot_general":
-    # Every row meets one group's matrix, whatever the group sizes.
-    numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, rhs = (a.aval.shape for a in equation.invars[:2])
-    (contracted, of_rhs), (_, of_rhs_batch) = numbers
-    groups = set(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-    free = [d for i, d in enumerate(rhs) if i not in {*of_rhs, *of_rhs_batch, *groups}]
-    return 2 * math.prod(lhs) * math.prod(free)
-  if name == "conv_general_dilated":
-    spec = equation.params["dimension_numbers"]
-    kernel = equation.invars[1].aval.shape
-    out = equation.outvars[0].aval.shape
-    channels = kernel[spec.rhs_spec[1]]
-    window = math.prod(kernel[i] for i in spec.rhs_spec[2:])
-    return 2 * math.prod(out) * channels * window
-  return 0
 
 
 def _bytes(aval: Any, dtype: Any) -> int:

@@ -1,0 +1,177 @@
+"""What a compiled program keeps in memory when that is most, by the schedule that the compiler chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from mpjax.planner.hlo import Instruction, Module
+
+_VIEWS = frozenset(
+  {"bitcast", "get-tuple-element", "tuple", "optimization-barrier", "after-all", "add-dependency"}
+)
+_ALIASING = frozenset({"while", "dynamic-update-slice", "scatter"})
+_SHARING = frozenset({"fusion", "add", "multiply", "convert", "select", "subtract", "copy", "call"})
+_NO_MEMORY = frozenset({"parameter", "constant", "partition-id", "replica-id"})
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Buffer:
+  """A piece of device memory.
+
+  Attributes:
+    maker: the instruction that writes it.
+    index: which part of its result it is.
+    nbytes: its size.
+    readers: instructions that read it.
+  """
+
+  maker: Instruction
+  index: int
+  nbytes: int
+  readers: list[Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+  """The worst moment of a computation.
+
+  Attributes:
+    nbytes: sum of what is live then, arguments and results apart.
+    buffers: what is live then.
+    at: the instruction that runs.
+    inner: the worst moment of what runs inside of that, a loop's body or a branch.
+  """
+
+  nbytes: int
+  buffers: list[Buffer]
+  at: Instruction | None
+  inner: Live | None
+
+
+def live_at_peak(module: Module) -> Live:
+  """The worst moment of a module's main computation."""
+  return _Schedule(module).peak(module.entry)
+
+
+class _Schedule:
+  def __init__(self, module: Module):
+    self._module = module
+    self._inner: dict[str, Live] = {}
+
+  def peak(self, name: str) -> Live:
+    """The worst moment of a computation, whose results are its caller's."""
+    instructions = list(self._module.computations[name].values())
+    parts = _buffers(instructions)
+    last: dict[int, int] = {}
+    for i, instruction in enumerate(instructions):
+      if instruction.op in _VIEWS:
+        continue
+      for operand in instruction.operands:
+        for buffer in parts.get(operand, ()):
+          if buffer is not None:
+            last[id(buffer)] = i
+            buffer.readers.append(instruction)
+    root = next(i for i in instructions if i.is_root)
+    free = {id(buffer) for buffer in parts[root.name] if buffer is not None}
+    live: dict[int, Buffer] = {}
+    total = 0
+    worst = Live(0, [], None, None)
+    for i, instruction in enumerate(instructions):
+      if instruction.op in _VIEWS or instruction.op in _NO_MEMORY:
+        continue
+      own = [b for b in parts[instruction.name] if b is not None and b.maker is instruction]
+      dying = [b for b in live.values() if last.get(id(b), -1) == i]
+      spare = [b.nbytes for b in dying]
+      shared = 0
+      for buffer in own:
+        if id(buffer) in free:
+          continue
+        live[id(buffer)] = buffer
+        total += buffer.nbytes
+        if instruction.op in _SHARING and buffer.nbytes in spare:
+          spare.remove(buffer.nbytes)
+          shared += buffer.nbytes
+      inner = self._called(instruction)
+      now = total - shared + (inner.nbytes if inner else 0)
+      if now > worst.nbytes:
+        worst = Live(now, list(live.values()), instruction, inner)
+      for buffer in (*dying, *(b for b in own if id(b) not in last)):
+        if id(buffer) in live:
+          del live[id(buffer)]
+          total -= buffer.nbytes
+    return worst
+
+  def _called(self, instruction: Instruction) -> Live | None:
+    if instruction.op not in ("while", "conditional", "call"):
+      return None
+    found = []
+    for name in instruction.called:
+      if name in self._module.computations:
+        if name not in self._inner:
+          self._inner[name] = self.peak(name)
+        found.append(self._inner[name])
+    return max(found, key=lambda live: live.nbytes, default=None)
+
+
+def _buffers(instructions: list[Instruction]) -> dict[str, list[Buffer | None]]:
+  """Each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
+  parts: dict[str, list[Buffer | None]] = {}
+  for instruction in instructions:
+    own: list[Buffer | None] = [
+      Buffer(instruction, k, shape.nbytes, []) if shape.space == 0 else None
+      for k, shape in enumerate(instruction.shapes)
+    ]
+    operands = [parts.get(name, [None]) for name in instruction.operands]
+    if instruction.op in _NO_MEMORY:
+      own = [None] * len(own)
+    elif instruction.op == "copy-start":
+      own[1] = operands[0][0]
+    elif instruction.op.endswith("-start"):
+      sources = [part for operand in operands for part in operand]
+      own[: len(sources)] = sources if len(own) > len(sources) else own
+    elif instruction.op == "copy-done":
+      own = operands[0][:1]
+    elif instruction.op.endswith("-done"):
+      own = _written(operands[0], instruction, own)
+    elif instruction.op == "get-tuple-element":
+      index = int(instruction.rest.partition("index=")[2].split(",")[0])
+      own = [operands[0][index] if index < len(operands[0]) else None]
+    elif instruction.op == "tuple":
+      own = [part for operand in operands for part in operand]
+    elif instruction.op in _VIEWS:
+      own = list(operands[0]) if operands else own
+    elif instruction.op in _ALIASING and operands:
+      source = operands[0]
+      own = [s if s is not None else o for s, o in zip(source, own, strict=False)] + own[len(source) :]
+    else:
+      for k, operand in _aliased_operands(instruction):
+        if operand < len(operands) and k < len(own) and operands[operand]:
+          own[k] = operands[operand][0]
+    parts[instruction.name] = own
+  return parts
+
+
+def _written(
+  started: list[Buffer | None], done: Instruction, own: list[Buffer | None]
+) -> list[Buffer | None]:
+  """The parts that an asynchronous operation wrote, of all that its start returned."""
+  mine = [part for part in started if part is not None and part.maker.op.endswith("-start")]
+  wanted = [part.nbytes if part is not None else None for part in own]
+  found: list[Buffer | None] = []
+  for nbytes in wanted:
+    match = next((part for part in mine if part.nbytes == nbytes), None)
+    if match is not None:
+      mine.remove(match)
+    found.append(match)
+  return found
+
+
+def _aliased_operands(instruction: Instruction) -> Iterator[tuple[int, int]]:
+  text = instruction.rest.partition("output_to_operand_aliasing={")[2]
+  if not text:
+    return
+  text = text[: text.find(", metadata") if ", metadata" in text else None]
+  for out, operand in re.findall(r"\{([\d, ]*)\}: \((\d+),", text):
+    yield int(out or 0), int(operand)

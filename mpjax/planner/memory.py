@@ -1,0 +1,170 @@
+"""The analytic plan of memory: what is at the worst moment of a step, by part, without a compiler."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from mpjax.planner.graph import BACKWARD, FORWARD, Graph, Value, itemsize, merged
+from mpjax.planner.liveness import TRAITS, Peak, peak
+from mpjax.planner.parts import Argument
+from mpjax.planner.results import ARGUMENT_PARTS, Memory, Saved, pattern
+from mpjax.planner.targets import Target
+from mpjax.planner.tiles import tiled_bytes
+
+LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Bytes of the values of a program on one device.
+
+  Attributes:
+    batch_share: of what depends on the batch, the share that one device has.
+    weights: bytes of an array with a weight's shape and some item size: what one device has of it.
+    kind: of the platform; a TPU pads.
+  """
+
+  batch_share: float
+  weights: dict[tuple[int, ...], float]
+  kind: str
+
+  def of(self, value: Value) -> int:
+    """Bytes of a value."""
+    if value.shape in self.weights:
+      return int(value.nbytes * self.weights[value.shape])
+    whole = tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
+    return int(whole * self.batch_share)
+
+
+def argument_bytes(argument: Argument, kind: str) -> int:
+  """Bytes of an argument on one device, as a compiler lays it out."""
+  if kind != "tpu":
+    return argument.nbytes
+  local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
+  if itemsize(argument.dtype) == 8 and not hasattr(argument.dtype, "itemsize"):
+    return tiled_bytes((*local, 2), "uint32")
+  return tiled_bytes(local, argument.dtype)
+
+
+def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
+  """Bytes by part, and those of the optimiser by slot and dtype."""
+  parts: collections.Counter[str] = collections.Counter()
+  slots: collections.Counter[str] = collections.Counter()
+  for argument in arguments:
+    nbytes = argument_bytes(argument, kind)
+    parts[argument.part] += nbytes
+    if argument.part == "optimizer state":
+      slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
+  ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
+  return ordered, dict(slots.most_common())
+
+
+def table_bytes(results: int, kind: str) -> int:
+  """Bytes of the table of pointers in which a compiled program returns several results."""
+  if results < 2:
+    return 0
+  return -(-4 * results // 512) * 512 if kind == "tpu" else 8 * results
+
+
+def analyse(
+  graph: Graph, arguments: Sequence[Argument], donated: Sequence[bool], target: Target, results: int
+) -> Memory:
+  """The parts at the worst moment of a step.
+
+  Args:
+    graph: of the step.
+    arguments: the leaves of its arguments.
+    donated: which of them the results may take the memory of.
+    target: whose habits are followed.
+    results: how many leaves the step returns.
+  """
+  sizes = _sizes(arguments, target.kind)
+  program = merged(graph, through_regions=target.kind == "cpu")
+  reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
+  worst = peak(program, TRAITS[target.kind], size=sizes.of, reusable=reusable)
+  weights = {a.shape for a in arguments if a.part == "master weights"}
+  results_in = {id(v) for v in program.results}
+  transient: collections.Counter[str] = collections.Counter()
+  for value in worst.live:
+    transient[_part(value, weights, worst, results_in)] += worst.size(value)
+  known = sum(transient.values()) + worst.extra
+  transient["temporaries"] += max(0, worst.nbytes - sum(transient.values()))
+  if known > worst.nbytes:
+    transient["temporaries"] -= min(transient["temporaries"], known - worst.nbytes)
+  transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
+  transient["outputs"] += table_bytes(results, target.kind)
+  _move_on_chip(transient, target.on_chip)
+  parts, slots = argument_parts(arguments, target.kind)
+  order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
+  parts |= {name: transient[name] for name in order if transient[name]}
+  saved = _saved(worst)
+  return Memory(parts, slots, saved[:LISTED], sum(row.nbytes for row in saved), sum(parts.values()))
+
+
+def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
+  batch = [a for a in arguments if a.part == "batch"]
+  whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
+  weights: dict[tuple[int, ...], float] = {}
+  for a in arguments:
+    if a.part == "master weights" and len(a.shape) > 1:
+      weights[a.shape] = argument_bytes(a, kind) / max(1, a.whole)
+  return Sizes(local / whole if whole else 1.0, weights, kind)
+
+
+def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
+  if id(value) in results:
+    return "outputs"
+  maker = value.maker
+  shaped = value.shape in weights or tuple(reversed(value.shape)) in weights
+  if maker is None:
+    return "temporaries"
+  if shaped and value.shape and maker.phase != BACKWARD and _from_arguments(value):
+    return "compute copies"
+  if shaped and maker.phase == BACKWARD and len(value.shape) > 1:
+    return "gradients"
+  if maker.phase == FORWARD and id(value) in worst.read_backward:
+    return "activations"
+  return "temporaries"
+
+
+def _from_arguments(value: Value) -> bool:
+  """Whether a value is a cast or a view of one argument."""
+  for _ in range(16):
+    if value.argument is not None:
+      return True
+    if value.maker is None or len(value.maker.operands) != 1 or value.maker.flops or value.maker.bodies:
+      return False
+    value = value.maker.operands[0]
+  return False
+
+
+def _move_on_chip(parts: collections.Counter[str], room: int) -> None:
+  """Takes away what the compiler keeps in the chip's own memory: what does not live for long."""
+  for name in ("temporaries", "gradients", "compute copies"):
+    moved = min(room, parts[name])
+    parts[name] -= moved
+    room -= moved
+
+
+def _saved(worst: Peak) -> tuple[Saved, ...]:
+  groups: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
+  for value in worst.saved:
+    maker = value.maker
+    if maker is None:
+      continue
+    dtype = getattr(value.dtype, "name", str(value.dtype))
+    row = groups.setdefault((pattern(maker.path), maker.source, maker.name, dtype, value.shape), [0, 0])
+    row[0] += 1
+    row[1] += worst.size(value)
+  rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]
+  return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def floor_bytes(memory: Memory, cache: int) -> int:
+  """Bytes that memory must move in a step: state read and written, the batch read, activations both ways."""
+  parts = memory.parts
+  state = sum(parts.get(name, 0) for name in ARGUMENT_PARTS if name != "batch")
+  saved = max(0, memory.saved_bytes - cache)
+  return 2 * state + parts.get("batch", 0) + 2 * saved

@@ -1,0 +1,278 @@
+"""`mpjax.plan`: what one step, of a user's own or of `make_train_step`, costs on a device."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mpjax import _compat
+from mpjax.planner import compile as compilers
+from mpjax.planner import hlo, hlo_parts, hlo_products, memory, products
+from mpjax.planner.explained import differences
+from mpjax.planner.graph import Graph, make_graph
+from mpjax.planner.parts import Argument, name_arguments
+from mpjax.planner.results import Compiled, Floor, Memory, Plan
+from mpjax.planner.targets import Target, get_target
+from mpjax.policy import Policy, get_policy
+from mpjax.step import TrainStep
+
+COMPILE = ("auto", True, False)
+
+
+def plan(
+  step: Callable[..., Any],
+  abstract_args: Sequence[Any] | Mapping[str, Any],
+  *,
+  target: str | Target | None = None,
+  compile: bool | str = "auto",
+  label: str | None = None,
+  policy: Any = None,
+  parts: Mapping[str, str] | None = None,
+  donate_argnums: int | Sequence[int] | None = None,
+) -> Plan:
+  """What a step costs on a device that need not be there: memory by part, matrix units, collectives, time.
+
+  Nothing is allocated: the step is traced for the shapes of its arguments, and compiled by the target's own
+  compiler where that is installed.
+
+  Args:
+    step: a training step (or any function of arrays): what `mpjax.make_train_step` returns, a jitted
+      function, or a plain one.
+    abstract_args: its positional arguments, as arrays or `jax.ShapeDtypeStruct`; with shardings over a mesh
+      (a `jax.sharding.AbstractMesh` will do) where it is to run on several devices.
+    target: `None` or `"here"` for this machine; `"h200"`, `"h100:8"`, `"v5e:2x4"` and the like for another.
+    compile: `"auto"`: if the target's compiler is installed; `True`: or else raise; `False`: analytic only.
+    label: what to call the plan beside others; the policy's name by default.
+    policy: whose compute dtype weights are served in; that of a `TrainStep` by default, else the dtype of
+      most matrix FLOPs.
+    parts: from a parameter of the step, by name or number, to a part of `ARGUMENT_PARTS`, where the names and
+      types of the arguments do not tell which are the weights.
+    donate_argnums: of a plain function; of a jitted one it is known.
+
+  Returns:
+    A `Plan`: `str()` of it is a report, `to_dict()` the data.
+
+  Raises:
+    ValueError: for an unknown target (lists them), a mesh larger than the target, a step that cannot be
+      traced (says where), `parts` that fit nothing, or `compile=True` without the packages.
+    mpjax.planner.compile.CompileError: if `compile=True` and the compiler fails.
+  """
+  device = get_target(target)
+  if compile not in COMPILE:
+    raise ValueError(f"compile={compile!r}: expected 'auto', True or False")
+  if isinstance(abstract_args, Mapping) or not isinstance(abstract_args, (tuple, list)):
+    raise ValueError(
+      f"abstract_args of type {type(abstract_args).__name__}: expected a tuple of the step's positional "
+      "arguments, as in mpjax.plan(step, (state, batch))"
+    )
+  resolved = step.policy if isinstance(step, TrainStep) and policy is None else policy
+  resolved = None if resolved is None else get_policy(resolved, backend=device.kind)
+  function, jitted = _function(step, donate_argnums)
+  args = tuple(_abstract(argument) for argument in abstract_args)
+  devices = _mesh_size(args, device)
+  traced = _trace(jitted, args)
+  donated = [bool(leaf.donated) for leaf in jax.tree.leaves(traced.args_info)]
+  arguments = name_arguments(args, _parameters(function), donated, parts)
+  graph = make_graph(traced.jaxpr)
+  results = len(jax.tree.leaves(traced.out_info))
+  analytic = memory.analyse(graph, arguments, donated, device, results)
+  listed = products.list_products(graph, device, devices)
+  notes = _notes(device, devices, graph, arguments)
+  compiled, crossing = None, ()
+  lacks = compilers.missing(device)
+  if compile is True and lacks:
+    raise ValueError(f"compile=True: {lacks}")
+  if compile is not False and lacks:
+    notes.append(lacks)
+  elif compile is not False:
+    try:
+      compiled, crossing = _compile(jitted, args, donated, device, arguments, analytic)
+    except compilers.CompileError as error:
+      if compile is True:
+        raise
+      notes.append(f"the compiler failed: {error}")
+  return Plan(
+    label=label or _label(step, resolved),
+    target=device.name,
+    device=device.device,
+    devices=devices,
+    device_memory=device.memory,
+    parameters=_parameter_count(arguments),
+    memory=analytic,
+    compiled=compiled,
+    inference=_inference(arguments, resolved, listed),
+    checkpoint=sum(a.whole for a in arguments if a.part != "batch"),
+    products=listed,
+    collectives=crossing,
+    floor=_floor(graph, device, devices, analytic, compiled, crossing),
+    notes=tuple(notes),
+  )
+
+
+def _function(step: Any, donate_argnums: Any) -> tuple[Any, Any]:
+  """The function whose parameters are named, and the jitted one."""
+  if isinstance(step, TrainStep):
+    return step._step, step.jitted
+  if not callable(step):
+    raise ValueError(f"step of type {type(step).__name__}: expected a function")
+  if hasattr(step, "trace") and hasattr(step, "lower"):
+    if donate_argnums is not None:
+      raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
+    return getattr(step, "__wrapped__", step), step
+  return step, jax.jit(step, donate_argnums=donate_argnums if donate_argnums is not None else ())
+
+
+def _label(step: Any, policy: Policy | None) -> str:
+  if policy is not None:
+    return policy.name or str(policy)
+  return getattr(step, "__name__", None) or "step"
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+  try:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+  except (TypeError, ValueError):
+    return ()
+
+
+def _abstract(argument: Any) -> Any:
+  """Shapes of an argument's leaves, with the shardings of those that lie on a mesh."""
+
+  def leaf(x: Any) -> Any:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+      x = np.asarray(x)
+    sharding = getattr(x, "sharding", None)
+    on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if on_mesh else None)
+
+  if isinstance(argument, nnx.Module):
+    raise ValueError(
+      "an nnx.Module as an argument of the step: pass a TrainState (step.init), or nnx.split it and plan a "
+      "function of its state"
+    )
+  return jax.tree.map(leaf, argument)
+
+
+def _mesh_size(args: Any, target: Target) -> int:
+  sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(args) if leaf.sharding is not None}
+  if len(sizes) > 1:
+    raise ValueError(f"arguments on meshes of {sorted(sizes)} devices: expected one mesh")
+  size = max(sizes, default=1)
+  if size > target.devices:
+    raise ValueError(
+      f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
+      f"smaller mesh, or a larger target such as {_larger(target, size)}"
+    )
+  return size
+
+
+def _larger(target: Target, size: int) -> str:
+  base = target.name.partition(":")[0]
+  if target.kind == "tpu":
+    side = 1
+    while side * side < size:
+      side *= 2
+    return f"{base}:{side}x{side}" if base != "v5p" else f"{base}:{side}x{side}x1"
+  return f"{base}:{size}" if not target.is_here else f"h200:{size}"
+
+
+def _trace(jitted: Any, args: tuple[Any, ...]) -> Any:
+  try:
+    return jitted.trace(*args)
+  except Exception as error:
+    where = [
+      f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+      for frame in traceback.extract_tb(error.__traceback__)
+      if not _compat.is_library(frame.filename)
+    ]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else ""
+    place = f" at {where[-1]}" if where else ""
+    raise ValueError(f"the step cannot be traced{place}: {type(error).__name__}: {message}") from error
+
+
+def _parameter_count(arguments: Sequence[Argument]) -> int:
+  return sum(a.elements for a in arguments if a.part == "master weights")
+
+
+def _inference(arguments: Sequence[Argument], policy: Policy | None, listed: Any) -> int:
+  dtype = policy.compute_dtype if policy is not None else products.half_dtype(listed)
+  return sum(
+    a.elements * (np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else 1)
+    for a in arguments
+    if a.part == "master weights"
+  )
+
+
+def _compile(
+  jitted: Any,
+  args: tuple[Any, ...],
+  donated: Sequence[bool],
+  target: Target,
+  arguments: Sequence[Argument],
+  analytic: Memory,
+) -> tuple[Compiled, Any]:
+  program = compilers.compile_step(jitted, args, [i for i, given in enumerate(donated) if given], target)
+  module = hlo.parse(program.text)
+  named, slots = memory.argument_parts(arguments, target.kind)
+  outputs = program.outputs - program.aliases
+  weights = {a.shape for a in arguments if a.part == "master weights"}
+  parts, explained = hlo_parts.divide(module, named, slots, weights, program.temporaries, outputs)
+  peak = program.arguments + outputs + program.temporaries
+  found = hlo_products.by_dtypes(hlo_products.kernel_products(module, target.kind))
+  compiled = Compiled(
+    arguments=program.arguments,
+    outputs=program.outputs,
+    aliases=program.aliases,
+    temporaries=program.temporaries,
+    peak=peak,
+    memory=parts,
+    explained=explained,
+    difference=differences(analytic, parts, program, sum(named.values()), target),
+    kernels={name: row["flops"] for name, row in found.items()},
+    seconds=program.seconds,
+  )
+  return compiled, hlo_products.collectives(module)
+
+
+def _floor(
+  graph: Graph, target: Target, devices: int, analytic: Memory, compiled: Compiled | None, crossing: Any
+) -> Floor | None:
+  units = products.seconds_on_units(graph, target, devices)
+  if units is None or not target.bandwidth:
+    return None
+  cache = int(target.data.get("cuda", {}).get("l2_cache_size", 0)) or target.on_chip
+  moved = memory.floor_bytes(compiled.memory if compiled else analytic, cache)
+  parts = {"matrix units": units, "memory": moved / target.bandwidth}
+  if crossing and target.interconnect and devices > 1:
+    # A ring sends each byte of an all-reduce twice, but for one share; every other collective once.
+    factor = (devices - 1) / devices
+    sent = sum(c.nbytes * (2 if c.operation == "all-reduce" else 1) * factor for c in crossing)
+    parts["interconnect"] = sent / target.interconnect
+  bound = max(parts, key=lambda name: parts[name])
+  return Floor(parts[bound], parts, bound, moved)
+
+
+def _notes(target: Target, devices: int, graph: Graph, arguments: Sequence[Argument]) -> list[str]:
+  notes = []
+  if target.devices > devices and not target.is_here:
+    notes.append(
+      f"target {target.name} has {target.devices} devices and the step runs on {devices}: give its arguments "
+      "shardings over a mesh to use them all"
+    )
+  if not any(a.part == "master weights" for a in arguments):
+    notes.append("no argument was taken for the weights: say which, as in parts={'params': 'master weights'}")
+  state = {a.part for a in arguments} & {"master weights", "optimizer state"}
+  per_element = sum(a.whole for a in arguments if a.part in state) / max(1, _parameter_count(arguments))
+  weights = {
+    i: (a.path.partition("/")[2] or a.path, round(per_element))
+    for i, a in enumerate(arguments)
+    if a.part == "master weights"
+  }
+  return [*notes, *products.padding_advice(graph, target, weights)]
