@@ -25,6 +25,9 @@ from mpjax.loss_scale import (
   track_skips,
   with_loss_scaling,
 )
+from mpjax.planner.plan import plan
+from mpjax.planner.results import Plan
+from mpjax.planner.search import cheapest, largest_batch
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 
@@ -34,6 +37,7 @@ __all__ = [
   "LossScaleState",
   "LossScaling",
   "OpLists",
+  "Plan",
   "Policy",
   "TrainState",
   "TrainStep",
@@ -41,6 +45,7 @@ __all__ = [
   "apply_updates",
   "autocast",
   "cast_floating",
+  "cheapest",
   "check_loss_scaling",
   "dynamic_loss_scale",
   "explain",
@@ -51,10 +56,12 @@ __all__ = [
   "get_policy",
   "import_loss_scale",
   "init_fp8_state",
+  "largest_batch",
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "make_train_step",
   "nonfinite_leaves",
+  "plan",
   "scale_history",
   "scale_loss",
   "scaled_region",

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax.casting.autocast import autocast, init_fp8_state
+from mpjax.casting.autocast import autocast, init_fp8_state, require_recompute
 from mpjax.casting.explain import Explanation, explain
+from mpjax.casting.modules import give_scopes
 from mpjax.casting.paths import Overrides
 from mpjax.fp8.delayed import grow_gradients
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
@@ -82,6 +83,7 @@ def make_train_step(
   cast_batch: bool = True,
   donate: bool = True,
   wrt: Any = nnx.Param,
+  recompute: str = "islands",
 ) -> TrainStep:
   """One jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
@@ -108,6 +110,8 @@ def make_train_step(
       the inputs itself (and may keep targets in float32).
     donate: give the state's buffers to the new state: the old one cannot be used again.
     wrt: filter for the variables of an `nnx.Module` that are trained.
+    recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
+      without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
 
   Returns:
     A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
@@ -117,7 +121,7 @@ def make_train_step(
     ValueError: if the policy is not understood, asks for something that this step does not do, or
       `accumulate` is not a positive integer.
   """
-  return TrainStep(loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt)
+  return TrainStep(loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute)
 
 
 class TrainStep:
@@ -141,6 +145,7 @@ class TrainStep:
     cast_batch: bool,
     donate: bool,
     wrt: Any,
+    recompute: str,
   ):
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
       raise ValueError(f"accumulate={accumulate!r}: expected a positive integer")
@@ -157,6 +162,7 @@ class TrainStep:
     self._accumulate = accumulate
     self._cast_batch = cast_batch
     self._wrt = wrt
+    self._recompute = require_recompute(recompute)
     names = inspect.signature(loss_fn).parameters
     self._keywords = tuple(name for name in _KEYWORDS if name in names)
 
@@ -321,7 +327,10 @@ class TrainStep:
     if not self.policy.autocast:
       compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-    grad_fn = jax.value_and_grad(self._scaled_loss, argnums=(0, 1), has_aux=True)
+    scaled_loss = self._scaled_loss
+    if self._recompute == "dots" and not self.policy.autocast:
+      scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
+    grad_fn = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
 
     def micro_step(model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
       (_, (loss, metrics, model_state)), (grads, fp8_state) = grad_fn(
@@ -358,13 +367,17 @@ class TrainStep:
     keywords = {name: values[name] for name in self._keywords}
     loss_fn = self._plain_loss_fn
     if self.policy.autocast:
-      loss_fn = autocast(loss_fn, self._autocast_policy, fp8_state=fp8_state or None)
+      loss_fn = autocast(
+        loss_fn, self._autocast_policy, recompute=self._recompute, fp8_state=fp8_state or None
+      )
     elif self._cast_batch:
       batch = self.policy.cast_to_compute(batch)
     if state.graphdef is None:
       out = loss_fn(compute_params, batch, **keywords)
     else:
       model = nnx.merge(state.graphdef, compute_params, model_state)
+      if not self.policy.autocast:  # which names modules itself
+        give_scopes((model,))
       out = loss_fn(model, batch, **keywords)
       mutated = nnx.split(model, self._wrt, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict

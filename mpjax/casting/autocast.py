@@ -75,8 +75,7 @@ def autocast(
       no module path (it lists the paths there are).
     TypeError: when called, if `fun` returns something that is neither array nor number.
   """
-  if recompute not in RECOMPUTE:
-    raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+  require_recompute(recompute)
   if ops is not None and not isinstance(ops, OpLists):
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
   make_rules(get_policy(policy), ops, overrides)  # what is wrong with them is said now
@@ -210,6 +209,13 @@ def _call(
   if recompute == "dots":
     cast = jax.checkpoint(cast, policy=as_product(jax.checkpoint_policies.dots_saveable))
   return traced.finish(cast(histories, *traced.operands), policy)
+
+
+def require_recompute(recompute: str) -> str:
+  """Raises `ValueError` unless `recompute` is one that `autocast` takes; returns it."""
+  if recompute not in RECOMPUTE:
+    raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+  return recompute
 
 
 def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: str = "islands") -> Rules:

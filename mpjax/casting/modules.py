@@ -72,7 +72,7 @@ class Modules:
     for position, obj in zip(self._positions, objects, strict=True):
       everything.insert(position, obj)
     args, kwargs = jax.tree.unflatten(self._structure, everything)
-    _give_scopes(objects)
+    give_scopes(objects)
     out = fun(*args, **kwargs)
     after = dict(nnx.to_flat_state(nnx.state(objects)))
     changed = {path: v for path, v in after.items() if path not in before or _value(v) is not before[path]}
@@ -92,7 +92,7 @@ def _value(variable: Any) -> Any:
   return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
-def _give_scopes(objects: tuple[Any, ...]) -> None:
+def give_scopes(objects: tuple[Any, ...]) -> None:
   """Names the modules in our copies of the objects, each by its path from the module that holds it."""
   named: set[int] = set()
   for obj in objects:

@@ -94,7 +94,13 @@ def compile_step(step: Any, args: tuple[Any, ...], donated: Sequence[int], targe
   if target.is_here:
     return _compile_here(jitted, leaves)
   with tempfile.TemporaryDirectory(prefix="mpjax-plan-") as folder:
-    return _compile_apart(_exported(jitted, leaves, target), donated, target, pathlib.Path(folder))
+    request = {
+      "kind": target.kind,
+      "topology": target.topology,
+      "donated": list(donated),
+      "mesh": _mesh(leaves),
+    }
+    return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
 
 
 def figures(compiled: Any, seconds: float) -> dict[str, Any]:
@@ -137,9 +143,14 @@ def _export(jitted: Any, args: Sequence[Any], platform: str, calls: Sequence[str
   return jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
 
 
-def _compile_apart(program: bytes, donated: Sequence[int], target: Target, folder: pathlib.Path) -> Program:
+def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int]]:
+  """Names and sizes of the axes of the mesh that arguments lie on; none for one device."""
+  meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
+  return list(meshes[0].shape.items()) if meshes else []
+
+
+def _compile_apart(program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path) -> Program:
   (folder / "program").write_bytes(program)
-  request = {"kind": target.kind, "topology": target.topology, "donated": list(donated)}
   if target.kind == "gpu":
     request["description"] = target.gpu_description()
   (folder / "request.json").write_text(json.dumps(request))

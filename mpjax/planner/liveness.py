@@ -99,6 +99,7 @@ class Peak:
     extra: bytes inside the operation (a loop's body).
     read_backward: identities of the values that the backward pass reads.
     size: bytes of a value, as it is stored.
+    order: what is stored, in the order in which it is computed.
   """
 
   nbytes: int
@@ -108,10 +109,11 @@ class Peak:
   extra: int
   read_backward: frozenset[int]
   size: Callable[[Value], int]
+  order: Sequence[Step]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Step:
+class Step:
   """An operation that stores something, with everything that it reads from memory."""
 
   operation: Operation
@@ -198,7 +200,7 @@ class _Storage:
   def is_stored(self, value: Value) -> bool:
     return id(value) in self._stored
 
-  def steps(self, inner: Callable[[Graph], int]) -> list[_Step]:
+  def steps(self, inner: Callable[[Graph], int]) -> list[Step]:
     out = []
     for operation in self._graph.operations:
       if operation.name in _VIEWS or _is_view(operation):
@@ -211,7 +213,7 @@ class _Storage:
         for v in self._sources(self.root(value)):
           reads[id(v)] = v
       extra = max((inner(body) for body in operation.bodies), default=0)
-      out.append(_Step(operation, list(reads.values()), writes, int(extra)))
+      out.append(Step(operation, list(reads.values()), writes, int(extra)))
     return out
 
   def _fused_cast(self, operation: Operation, value: Value) -> bool:
@@ -273,8 +275,8 @@ def _is_view(operation: Operation) -> bool:
 
 
 def _scheduled(
-  steps: Sequence[_Step], storage: _Storage, graph: Graph, size: Callable[[Value], int]
-) -> list[_Step]:
+  steps: Sequence[Step], storage: _Storage, graph: Graph, size: Callable[[Value], int]
+) -> list[Step]:
   """The steps in an order that frees what it can as soon as it can."""
   maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
   waits = [0] * len(steps)
@@ -320,7 +322,7 @@ def _scheduled(
 
 
 def _simulate(
-  order: Sequence[_Step],
+  order: Sequence[Step],
   results: list[Value],
   arguments: list[Value],
   reusable: list[Value],
@@ -387,4 +389,4 @@ def _simulate(
         total -= size(v)
         if v.maker and v.maker.phase == FORWARD and read_later.get(id(v)):
           saved_now -= size(v)
-  return Peak(worst, worst_at, worst_live, saved, worst_extra, frozenset(read_later), size)
+  return Peak(worst, worst_at, worst_live, saved, worst_extra, frozenset(read_later), size, order)

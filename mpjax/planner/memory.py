@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from mpjax.planner.graph import BACKWARD, FORWARD, Graph, Value, itemsize, merged
+from mpjax.planner.graph import BACKWARD, FORWARD, OTHER, Graph, Value, itemsize, merged
 from mpjax.planner.liveness import TRAITS, Peak, peak
 from mpjax.planner.parts import Argument
 from mpjax.planner.results import ARGUMENT_PARTS, Memory, Saved, pattern
@@ -100,7 +100,9 @@ def analyse(
   order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
   parts |= {name: transient[name] for name in order if transient[name]}
   saved = _saved(worst)
-  return Memory(parts, slots, saved[:LISTED], sum(row.nbytes for row in saved), sum(parts.values()))
+  state = {name: parts[name] for name in ("master weights", "optimizer state") if name in parts}
+  state |= _held_at_once(worst, weights)
+  return Memory(parts, slots, saved[:LISTED], sum(r.nbytes for r in saved), sum(parts.values()), state)
 
 
 def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
@@ -127,6 +129,27 @@ def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set
   if maker.phase == FORWARD and id(value) in worst.read_backward:
     return "activations"
   return "temporaries"
+
+
+def _held_at_once(worst: Peak, weights: set[tuple[int, ...]]) -> dict[str, int]:
+  """Bytes of all copies of weights that are made for products, and of all gradients that the update reads."""
+  shapes = weights | {tuple(reversed(shape)) for shape in weights}
+  copies: dict[int, int] = {}
+  for step in worst.order:
+    for value in step.writes:
+      if value.shape in shapes and step.operation.phase != BACKWARD and _from_arguments(value):
+        copies[id(value)] = worst.size(value)
+  made = {id(v): step.operation for step in worst.order for v in step.writes}
+  gradients: dict[int, int] = {}
+  for step in worst.order:
+    if step.operation.phase != OTHER:
+      continue
+    for value in step.reads:
+      maker = made.get(id(value))
+      if maker is not None and value.shape in shapes and (maker.phase == BACKWARD or maker.bodies):
+        gradients[id(value)] = worst.size(value)
+  found = {"compute copies": sum(copies.values()), "gradients": sum(gradients.values())}
+  return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def _from_arguments(value: Value) -> bool:

@@ -38,7 +38,9 @@ def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
   devices = _devices(request)
   if exported.nr_devices > len(devices):
     raise ValueError(f"the step runs on {exported.nr_devices} devices, and the target has {len(devices)}")
-  mesh = Mesh(np.array(devices[: exported.nr_devices]), ("devices",))
+  sizes = [size for _, size in request["mesh"]] or [1]
+  names = [name for name, _ in request["mesh"]] or ["devices"]
+  mesh = Mesh(np.array(devices[: exported.nr_devices]).reshape(sizes), names)
   shardings = exported.in_shardings_jax(mesh)
   one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   args = [

@@ -29,7 +29,7 @@ def train(arguments: Sequence[str]) -> int:
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
   options = parser.parse_args(arguments)
 
-  return _guarded(lambda: loop.train(load_config(options.config, options.overrides)))
+  return guarded(lambda: loop.train(load_config(options.config, options.overrides)))
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def export(arguments: Sequence[str]) -> int:
       raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step or out")
     print(f"exported {export_run(options.directory, **pairs)}")
 
-  return _guarded(run)
+  return guarded(run)
 
 
 def explain(arguments: Sequence[str]) -> int:
@@ -68,10 +68,11 @@ def explain(arguments: Sequence[str]) -> int:
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
       print("\nautocast: false in the policy: a run casts parameters and batch instead")
 
-  return _guarded(run)
+  return guarded(run)
 
 
-def _guarded(run: Callable[[], object]) -> int:
+def guarded(run: Callable[[], object]) -> int:
+  """Runs a command; its errors become one line on stderr and an exit status."""
   try:
     run()
   except (ConfigError, DataError) as error:

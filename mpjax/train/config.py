@@ -145,6 +145,9 @@ class MeshConfig(_Section):
     return self
 
 
+DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
+
+
 class TrainConfig(_Section):
   """The loop: how long, how often, and when to give up."""
 
@@ -156,6 +159,7 @@ class TrainConfig(_Section):
   keep_checkpoints: Positive = 2
   skip_nonfinite: bool = True
   max_skips: Positive = 50
+  recompute: Literal["islands", "dots", "nothing"] = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 

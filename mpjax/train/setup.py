@@ -93,6 +93,7 @@ def make_setup(config: Config) -> Setup:
     policy,
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
+    recompute=config.train.recompute,
   )
   setup = Setup(config, policy, data, task, step, mesh)
   if policy.overrides or policy.fp8:

@@ -54,8 +54,8 @@ class Task(Protocol):
     """f32[] means over a batch: `eval_loss` and what a person asks for beside it."""
 
 
-def make_task(config: Config, info: DataInfo, policy: Policy) -> Task:
-  """The task of a config and a dataset.
+def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
+  """The task of a config and a dataset, for this machine's backend or another.
 
   Raises:
     ConfigError: if the model does not take such data, or its sizes do not fit together.
@@ -72,10 +72,10 @@ def make_task(config: Config, info: DataInfo, policy: Policy) -> Task:
       "model.attention=cudnn under autocast, which takes a float32 program, and the fused kernel takes none: "
       "use auto, or autocast: false in the policy"
     )
-  if attention == "cudnn" and (platform(None) != "gpu" or policy.compute_dtype.itemsize != 2):
+  if attention == "cudnn" and (platform(backend) != "gpu" or policy.compute_dtype.itemsize != 2):
     raise ConfigError(
-      f"model.attention=cudnn on {platform(None)} in {policy.compute_dtype.name}: the fused kernel needs an "
-      "NVIDIA GPU and a half-precision policy; use auto"
+      f"model.attention=cudnn on {platform(backend)} in {policy.compute_dtype.name}: the fused kernel needs "
+      "an NVIDIA GPU and a half-precision policy; use auto"
     )
   task: Task
   try:
