@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import sys
 from typing import Any
 
@@ -32,19 +31,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from record import compiler_figures, origin, write
 
 import mpjax
+from mpjax.planner.targets import get_target
 
 LAYERS, WIDTH = 12, 2048
 DTYPES = ("float32", "bfloat16", "float16")
 BATCHES = (256, 1024, 4096)
 TX = optax.adamw(1e-3)
-H200 = pathlib.Path(__file__).parent / "h200.target_config.txtpb"
 
 
 def described(target: str) -> Any:
   """A topology of devices that need not be there."""
   if target == "tpu":
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-  return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200.read_text())
+  h200 = get_target("h200")
+  return topologies.get_topology_desc(
+    platform="cuda", topology=h200.topology, target_config=h200.gpu_description()
+  )
 
 
 def steps(dtype: Any) -> dict[str, tuple[Any, Any]]:

@@ -32,11 +32,12 @@ import optax
 import yaml
 from compiled import described
 from flax import nnx
-from hlo_products import Product, by_dtypes, products
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from record import compiler_figures, origin, write
 
 import mpjax
+from mpjax.planner import hlo
+from mpjax.planner.hlo_products import KernelProduct, by_dtypes, kernel_products
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")
@@ -68,7 +69,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
   arguments = jax.tree.map(put, (params, tokens, *state))
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
-  found = products(compiled.as_text() or "")
+  found = kernel_products(hlo.parse(compiled.as_text() or ""))
   rows = mpjax.explain(loss, policy)(model, tokens).rows
   eligible = [row.flops for row in rows if row.flops and row.after.startswith("float8")]
   return {
@@ -79,7 +80,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   } | compiler_figures(compiled)
 
 
-def shares(found: list[Product], forward: int) -> dict[str, float]:
+def shares(found: list[KernelProduct], forward: int) -> dict[str, float]:
   """FP8 GEMMs over what should be: forward, backward (twice the FLOPs of forward) and in all."""
   fp8 = [product for product in found if product.fp8]
   ahead = sum(product.flops for product in fp8 if not product.backward) / forward

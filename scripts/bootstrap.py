@@ -1,7 +1,8 @@
 """Sets up a virtual environment, then trains or tests: python3 scripts/bootstrap.py train|test [arguments].
 
 The environment is `.venv` beside this folder, or `MPJAX_VENV`. It is made once, and brought up to date when
-pyproject.toml changes. Needs Python 3.11 or later with pip, and nothing else.
+pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such as plan-tpu. Needs Python
+3.11 or later with pip, and nothing else.
 """
 
 import hashlib
@@ -40,6 +41,7 @@ def environment(extra: str) -> str:
   """Makes or updates the virtual environment with an extra of the package; returns its Python."""
   folder = pathlib.Path(os.environ.get("MPJAX_VENV", ROOT / ".venv"))
   python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+  extra = ",".join(filter(None, (extra, os.environ.get("MPJAX_EXTRAS", ""))))
   stamp = folder / f"mpjax-{extra}.stamp"
   wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
   if stamp.exists() and stamp.read_text() == wanted:

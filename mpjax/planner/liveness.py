@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.planner.graph import BACKWARD, FORWARD, Graph, Operation, Value
+
+FP8_PRODUCT = "fp8_dot_general"
 
 # The same bytes under another type, shape or order of dimensions.
 _VIEWS = frozenset(
@@ -213,6 +216,8 @@ class _Storage:
         for v in self._sources(self.root(value)):
           reads[id(v)] = v
       extra = max((inner(body) for body in operation.bodies), default=0)
+      if operation.name == FP8_PRODUCT:  # the quantised operands
+        extra += sum(math.prod(value.shape) for value in operation.operands[:2])
       out.append(Step(operation, list(reads.values()), writes, int(extra)))
     return out
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from mpjax.planner.graph import BACKWARD, FORWARD, OTHER, Graph, Value, itemsize, merged
-from mpjax.planner.liveness import TRAITS, Peak, peak
+from mpjax.planner.liveness import FP8_PRODUCT, TRAITS, Peak, peak
 from mpjax.planner.parts import Argument
 from mpjax.planner.results import ARGUMENT_PARTS, Memory, Saved, pattern
 from mpjax.planner.targets import Target
@@ -100,7 +100,7 @@ def analyse(
   order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
   parts |= {name: transient[name] for name in order if transient[name]}
   saved = _saved(worst)
-  state = {name: parts[name] for name in ("master weights", "optimizer state") if name in parts}
+  state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
   state |= _held_at_once(worst, weights)
   return Memory(parts, slots, saved[:LISTED], sum(r.nbytes for r in saved), sum(parts.values()), state)
 
@@ -139,6 +139,10 @@ def _held_at_once(worst: Peak, weights: set[tuple[int, ...]]) -> dict[str, int]:
     for value in step.writes:
       if value.shape in shapes and step.operation.phase != BACKWARD and _from_arguments(value):
         copies[id(value)] = worst.size(value)
+    if step.operation.name == FP8_PRODUCT and step.operation.phase != BACKWARD:
+      for value in step.reads:  # which it quantises
+        if value.shape in shapes and value.argument is not None:
+          copies[id(value)] = worst.size(value) // value.dtype.itemsize
   made = {id(v): step.operation for step in worst.order for v in step.writes}
   gradients: dict[int, int] = {}
   for step in worst.order:
