@@ -103,6 +103,7 @@ class Peak:
     read_backward: identities of the values that the backward pass reads.
     size: bytes of a value, as it is stored.
     order: what is stored, in the order in which it is computed.
+    root: the value whose memory a value is in.
   """
 
   nbytes: int
@@ -113,6 +114,7 @@ class Peak:
   read_backward: frozenset[int]
   size: Callable[[Value], int]
   order: Sequence[Step]
+  root: Callable[[Value], Value]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -144,11 +146,12 @@ def peak(
     whole = size
     size = lambda v: whole(v) // (2 if storage.only_multiplied(v) else 1)
   steps = storage.steps(lambda body: _inner(body, traits, size))
-  candidates = (steps, _scheduled(steps, storage, graph, size))
+  candidates = (steps, _delayed(steps), _scheduled(steps, storage, graph, size))
   results = [storage.root(v) for v in graph.results]
   best: Peak | None = None
   for order in candidates:
-    found = _simulate(order, results, [storage.root(v) for v in graph.arguments], list(reusable), size)
+    arguments = [storage.root(v) for v in graph.arguments]
+    found = _simulate(order, results, arguments, list(reusable), size, storage.root)
     best = found if best is None or found.nbytes < best.nbytes else best
   assert best is not None
   return best
@@ -279,6 +282,27 @@ def _is_view(operation: Operation) -> bool:
   return operation.name == "convert_element_type" and operand.dtype == result.dtype
 
 
+def _delayed(steps: Sequence[Step]) -> list[Step]:
+  """The steps in program order, but for what is computed again: that comes when it is first read."""
+  maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
+  again: set[int] = set()
+  for i, step in enumerate(steps):
+    before = [maker[id(v)] for v in step.reads if id(v) in maker]
+    if step.operation.region and all(j in again or steps[j].operation.phase != BACKWARD for j in before):
+      again.add(i)
+  first = list(range(len(steps)))
+  used: dict[int, int] = {}
+  for i in range(len(steps) - 1, -1, -1):
+    if i in again:
+      first[i] = used.get(i, i)
+    for v in steps[i].reads:
+      j = maker.get(id(v))
+      if j is not None:
+        used[j] = min(used.get(j, first[i]), first[i])
+  order = sorted(range(len(steps)), key=lambda i: (first[i], i not in again, i))
+  return [steps[i] for i in order]
+
+
 def _scheduled(
   steps: Sequence[Step], storage: _Storage, graph: Graph, size: Callable[[Value], int]
 ) -> list[Step]:
@@ -332,6 +356,7 @@ def _simulate(
   arguments: list[Value],
   reusable: list[Value],
   size: Callable[[Value], int],
+  root: Callable[[Value], Value],
 ) -> Peak:
   last: dict[int, int] = {}
   for i, step in enumerate(order):
@@ -394,4 +419,4 @@ def _simulate(
         total -= size(v)
         if v.maker and v.maker.phase == FORWARD and read_later.get(id(v)):
           saved_now -= size(v)
-  return Peak(worst, worst_at, worst_live, saved, worst_extra, frozenset(read_later), size, order)
+  return Peak(worst, worst_at, worst_live, saved, worst_extra, frozenset(read_later), size, order, root)

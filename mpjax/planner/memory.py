@@ -6,7 +6,10 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from mpjax.planner.graph import BACKWARD, FORWARD, OTHER, Graph, Value, itemsize, merged
+import jax
+import numpy as np
+
+from mpjax.planner.graph import BACKWARD, FORWARD, OTHER, Graph, Value, key_words, merged
 from mpjax.planner.liveness import FP8_PRODUCT, TRAITS, Peak, peak
 from mpjax.planner.parts import Argument
 from mpjax.planner.results import ARGUMENT_PARTS, Memory, Saved, pattern
@@ -43,8 +46,8 @@ def argument_bytes(argument: Argument, kind: str) -> int:
   if kind != "tpu":
     return argument.nbytes
   local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
-  if itemsize(argument.dtype) == 8 and not hasattr(argument.dtype, "itemsize"):
-    return tiled_bytes((*local, 2), "uint32")
+  if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
+    return tiled_bytes((*local, key_words(argument.dtype)), np.dtype(np.uint32))
   return tiled_bytes(local, argument.dtype)
 
 
@@ -94,7 +97,7 @@ def analyse(
   if known > worst.nbytes:
     transient["temporaries"] -= min(transient["temporaries"], known - worst.nbytes)
   transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
-  transient["outputs"] += table_bytes(results, target.kind)
+  transient["outputs"] += table_bytes(results, target.kind) + _returned_again(program, worst, donated, sizes)
   _move_on_chip(transient, target.on_chip)
   parts, slots = argument_parts(arguments, target.kind)
   order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
@@ -129,6 +132,18 @@ def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set
   if maker.phase == FORWARD and id(value) in worst.read_backward:
     return "activations"
   return "temporaries"
+
+
+def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: Sizes) -> int:
+  """Bytes of results that are another result, or an argument that the step may not overwrite."""
+  seen: set[int] = set()
+  total = 0
+  for value in graph.results:
+    root = worst.root(value)
+    given = root.argument is not None and not donated[root.argument]
+    total += sizes.of(value) if id(root) in seen or given else 0
+    seen.add(id(root))
+  return total
 
 
 def _held_at_once(worst: Peak, weights: set[tuple[int, ...]]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,10 +69,10 @@ def name_arguments(
 ) -> list[Argument]:
   """The part of every leaf, in the order in which they are flattened.
 
-  A `TrainState` says it itself. Elsewhere: what is in a NamedTuple of an optimiser library is optimiser
-  state; the largest tree that has the structure of a slot of it is the weights; a leaf that is given up to
-  the step (donated) is state; all else is batch. The names of the step's parameters (`params`, `opt_state`)
-  and `parts` decide first.
+  `parts` decides first. A `TrainState` says it itself; what is in a NamedTuple of optax is optimiser state;
+  then names tell (`params`, `opt_state`), of the step's parameters and of fields and keys in them. What is
+  left is weights where its shapes are those of a slot of the optimiser's state, or where the step may
+  overwrite it (donated); all else is batch.
 
   Args:
     args: the step's arguments.
@@ -93,54 +94,79 @@ def name_arguments(
       )
   found: list[Argument] = []
   flags = iter(donated)
+  slots = _slot_shapes(args)
   for i, argument in enumerate(args):
     name = names[i] if i < len(names) else str(i)
     chosen = given.get(name, given.get(str(i)))
+    like_slot = _shapes(argument) in slots
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
-      found.append(_argument(i, name, argument, path, leaf, chosen, next(flags)))
+      found.append(_argument(i, name, argument, path, leaf, chosen, next(flags), like_slot))
   return found
 
 
 def _argument(
-  i: int, name: str, argument: Any, path: tuple[Any, ...], leaf: Any, chosen: str | None, donated: bool
+  i: int,
+  name: str,
+  argument: Any,
+  path: tuple[Any, ...],
+  leaf: Any,
+  chosen: str | None,
+  donated: bool,
+  like_slot: bool,
 ) -> Argument:
-  owner, slot = _optimizer_slot(argument, path)
-  if chosen is not None:
-    part = chosen
-  elif owner is not None:
-    part = "optimizer state"
-  elif (key := _train_state_field(argument, path)) is not None:
-    part = _FIELDS[key]
-  else:
-    part = _by_name(name, path) or (
-      "master weights" if donated and _floating(leaf) else "other state" if donated else "batch"
-    )
-  whole = int(np.prod(leaf.shape, dtype=np.int64) * itemsize(leaf.dtype))
+  in_optax, slot = _optimizer_slot(argument, path)
+  field = _train_state_field(argument, path)
+  guess = "batch"
+  if donated or like_slot:
+    guess = "master weights" if _floating(leaf) else "other state"
+  part = (
+    chosen
+    or ("optimizer state" if in_optax else None)
+    or (_FIELDS[field] if field else None)
+    or _by_name(name, path)
+    or ("optimizer state" if slot else None)
+    or guess
+  )
   sharding = getattr(leaf, "sharding", None)
   local = sharding.shard_shape(tuple(leaf.shape)) if sharding is not None else tuple(leaf.shape)
   return Argument(
     part=part,
     path=f"{i}/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"),
     slot=slot if part == "optimizer state" else "",
-    nbytes=int(np.prod(local, dtype=np.int64) * itemsize(leaf.dtype)),
-    whole=whole,
-    elements=int(np.prod(leaf.shape, dtype=np.int64)),
+    nbytes=int(math.prod(local) * itemsize(leaf.dtype)),
+    whole=int(math.prod(leaf.shape) * itemsize(leaf.dtype)),
+    elements=math.prod(leaf.shape),
     shape=tuple(leaf.shape),
     dtype=leaf.dtype,
     sharding=sharding,
   )
 
 
-def _optimizer_slot(tree: Any, path: tuple[Any, ...]) -> tuple[Any, str]:
-  """The optimiser's NamedTuple that a leaf is in, and the last of its fields that is not a wrapper's."""
-  owner, slot, node = None, "", tree
+def _slot_shapes(args: tuple[Any, ...]) -> set[tuple[tuple[int, ...], ...]]:
+  """The shapes of the leaves of every slot of an optimiser's state that has several."""
+  slots: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+  for argument in args:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+      in_optax, slot = _optimizer_slot(argument, path)
+      if in_optax:
+        slots.setdefault((id(argument), slot), []).append(tuple(leaf.shape))
+  return {tuple(shapes) for shapes in slots.values() if any(shapes)}
+
+
+def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+  return tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _optimizer_slot(tree: Any, path: tuple[Any, ...]) -> tuple[bool, str]:
+  """Whether a leaf is in a NamedTuple of optax's kind, and the field of the innermost one that it is in."""
+  in_optax, slot, node = False, "", tree
   for entry in path:
     if isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(entry, "name"):
-      module = type(node).__module__
-      if module.startswith(("optax", "mpjax")) or type(node).__name__.endswith("State"):
-        owner, slot = node, entry.name
+      in_optax |= type(node).__module__.startswith(("optax", "mpjax.loss_scale"))
+      if in_optax or (type(node).__name__.endswith("State") and not {*node._fields} & {*_PARTS_OF_NAMES}):
+        slot = entry.name
     node = _child(node, entry)
-  return owner, slot
+  return in_optax, slot
 
 
 def _train_state_field(tree: Any, path: tuple[Any, ...]) -> str | None:

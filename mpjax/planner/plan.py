@@ -78,6 +78,8 @@ def plan(
   devices = _mesh_size(args, device)
   traced = _trace(jitted, args)
   donated = [bool(leaf.donated) for leaf in jax.tree.leaves(traced.args_info)]
+  if len(donated) != len(jax.tree.leaves(args)):
+    raise ValueError("the step has static arguments: bind them with functools.partial, before jax.jit")
   arguments = name_arguments(args, _parameters(function), donated, parts)
   graph = make_graph(traced.jaxpr)
   results = len(jax.tree.leaves(traced.out_info))
@@ -146,10 +148,17 @@ def _abstract(argument: Any) -> Any:
 
   def leaf(x: Any) -> Any:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+      if not isinstance(x, (bool, int, float, complex)):
+        raise ValueError(
+          f"an argument of the step holds {x!r:.80}: expected arrays, shapes or numbers; bind what is "
+          "static with functools.partial"
+        )
       x = np.asarray(x)
     sharding = getattr(x, "sharding", None)
     on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if on_mesh else None)
+    # As JAX reads it: without x64, NumPy's wide types and Python's numbers have 32 bits.
+    dtype = x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else _canonical(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if on_mesh else None)
 
   if isinstance(argument, nnx.Module):
     raise ValueError(
@@ -157,6 +166,10 @@ def _abstract(argument: Any) -> Any:
       "function of its state"
     )
   return jax.tree.map(leaf, argument)
+
+
+def _canonical(dtype: Any) -> Any:
+  return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _mesh_size(args: Any, target: Target) -> int:
@@ -204,7 +217,7 @@ def _parameter_count(arguments: Sequence[Argument]) -> int:
 def _inference(arguments: Sequence[Argument], policy: Policy | None, listed: Any) -> int:
   dtype = policy.compute_dtype if policy is not None else products.half_dtype(listed)
   return sum(
-    a.elements * (np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else 1)
+    a.elements * np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else a.whole
     for a in arguments
     if a.part == "master weights"
   )

@@ -124,7 +124,7 @@ def dtype_of(operation: Operation, target: Target) -> str:
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
   dtypes = [jnp.dtype(atom.aval.dtype) for atom in equation.invars[:2]]
   dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
-  if dtype == np.float32 and target.kind == "gpu" and _precision(equation) == "":
+  if dtype == np.float32 and target.kind == "gpu" and _precision(equation) != "HIGHEST":
     return "tensorfloat32"
   return dtype.name
 

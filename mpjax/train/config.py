@@ -145,6 +145,11 @@ class MeshConfig(_Section):
     return self
 
 
+def step_recompute(recompute: str) -> str:
+  """What `make_train_step` is to do for a choice of `train.recompute`: blocks are the model's."""
+  return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
+
+
 DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
 
 
@@ -159,7 +164,7 @@ class TrainConfig(_Section):
   keep_checkpoints: Positive = 2
   skip_nonfinite: bool = True
   max_skips: Positive = 50
-  recompute: Literal["islands", "dots", "nothing"] = DEFAULT_RECOMPUTE
+  recompute: Literal["islands", "dots", "blocks", "nothing"] = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 

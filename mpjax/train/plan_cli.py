@@ -30,7 +30,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # From the least memory traffic to the most; those that a target cannot run are left out.
 _CHOICES = ("fp8", "bf16", "fp16", "tf32", "fp32")
-_RECOMPUTE = (DEFAULT_RECOMPUTE, "dots")
+_RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
 def plan(arguments: Sequence[str]) -> int:

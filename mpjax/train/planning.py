@@ -17,7 +17,7 @@ from mpjax.planner.results import Plan
 from mpjax.planner.targets import Target
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train.config import DEFAULT_RECOMPUTE, Config, ConfigError
+from mpjax.train.config import DEFAULT_RECOMPUTE, Config, ConfigError, step_recompute
 from mpjax.train.data import Data, load_data
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import make_task
@@ -82,7 +82,8 @@ class Planner:
     return dataclasses.replace(made, notes=(*((note,) if note else ()), *made.notes))
 
   def _step_and_state(self, policy: Policy, recompute: str, batch: int) -> tuple[TrainStep, TrainState]:
-    config = self.config
+    train = self.config.train.model_copy(update={"recompute": recompute})
+    config = self.config.model_copy(update={"train": train})
     task = make_task(config, self._data.info, policy, backend=self.target.kind)
     step = make_train_step(
       task.loss_fn,
@@ -90,7 +91,7 @@ class Planner:
       policy,
       accumulate=config.train.accumulate,
       skip_nonfinite=config.train.skip_nonfinite,
-      recompute=recompute,
+      recompute=step_recompute(recompute),
     )
     shapes = self._batch(batch) if step.needs_batch else None
 

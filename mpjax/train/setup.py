@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from mpjax.casting.explain import Explanation
 from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train.config import Config, ConfigError
+from mpjax.train.config import Config, ConfigError, step_recompute
 from mpjax.train.data import Data, DataInfo, load_data
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import Task, make_task
@@ -93,7 +93,7 @@ def make_setup(config: Config) -> Setup:
     policy,
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
-    recompute=config.train.recompute,
+    recompute=step_recompute(config.train.recompute),
   )
   setup = Setup(config, policy, data, task, step, mesh)
   if policy.overrides or policy.fp8:

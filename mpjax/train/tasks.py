@@ -78,11 +78,12 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
       "an NVIDIA GPU and a half-precision policy; use auto"
     )
   task: Task
+  remat = config.train.recompute == "blocks"
   try:
     if isinstance(config.model, GPTConfig):
-      task = LanguageModel(config.model, info, policy)
+      task = LanguageModel(config.model, info, policy, remat)
     else:
-      task = ImageClassifier(config.model, info, policy)
+      task = ImageClassifier(config.model, info, policy, remat)
     jax.eval_shape(lambda: task.init(jax.random.key(0)) and None)
   except ValueError as error:
     raise ConfigError(f"model: {error}") from error
@@ -92,8 +93,9 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
 class LanguageModel:
   """Next-byte prediction with a `GPT` (nnx)."""
 
-  def __init__(self, config: GPTConfig, info: DataInfo, policy: Policy):
+  def __init__(self, config: GPTConfig, info: DataInfo, policy: Policy, remat: bool):
     self._arguments = config.model_dump(exclude={"kind"}) | {
+      "remat": remat,
       "vocab_size": info.vocab_size,
       "max_len": info.seq_len,
     }
@@ -140,9 +142,11 @@ class LanguageModel:
 class ImageClassifier:
   """Classification with a `ViT` or a `ResNet` (linen)."""
 
-  def __init__(self, config: ViTConfig | ResNetConfig, info: DataInfo, policy: Policy):
+  def __init__(self, config: ViTConfig | ResNetConfig, info: DataInfo, policy: Policy, remat: bool):
     kinds: dict[str, Any] = {"vit": ViT, "resnet": ResNet}
-    self._module = kinds[config.kind](num_classes=info.num_classes, **config.model_dump(exclude={"kind"}))
+    self._module = kinds[config.kind](
+      num_classes=info.num_classes, remat=remat, **config.model_dump(exclude={"kind"})
+    )
     self._image_shape = info.image_shape
     self._policy = policy
     self.units = ("images", 1)

@@ -33,6 +33,7 @@ class GPT(nnx.Module):
     dropout: rate, on the embedding and on what each branch adds; only for calls that are given a key.
     tie_head: take the embedding for the output matrix too.
     attention: as for `mpjax.train.models.attention.attention`.
+    remat: keep only each block's input for the backward pass, which computes the block again.
     rngs: makes the parameters; not kept.
 
   Raises:
@@ -53,6 +54,7 @@ class GPT(nnx.Module):
     dropout: float = 0.0,
     tie_head: bool = True,
     attention: str = "auto",
+    remat: bool = False,
     rngs: nnx.Rngs,
   ):
     sizes = {"vocab_size": vocab_size, "max_len": max_len, "dim": dim, "layers": layers, "heads": heads}
@@ -96,6 +98,7 @@ class GPT(nnx.Module):
     self.head = None if tie_head else _linear(dim, vocab_size, rngs)
     self.max_len = max_len
     self.dropout = dropout
+    self.remat = remat
 
   def __call__(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
     """Logits of each next token.
@@ -125,7 +128,8 @@ class GPT(nnx.Module):
       x += _float32(self.positions[:length])
     x = dropout(x.astype(self.embed.dtype), self.dropout, keys[0])  # [B, T, D]
     for block, key in zip(self.blocks, keys[1:], strict=True):
-      x = block(x, key)
+      # By its class, which is where a profile's and a plan's names of modules are.
+      x = (nnx.remat(type(block).__call__) if self.remat else type(block).__call__)(block, x, key)
     x = self.norm(x)
     return x @ self.embed[...].T if self.head is None else self.head(x)
 

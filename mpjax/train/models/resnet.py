@@ -17,11 +17,13 @@ class ResNet(nn.Module):
     num_classes: number of classes.
     stages: number of blocks of each stage; every stage but the first halves height and width.
     width: channels of the first stage; they double with each.
+    remat: keep only each block's input for the backward pass, which computes the block again.
   """
 
   num_classes: int
   stages: tuple[int, ...] = (2, 2, 2)
   width: int = 32
+  remat: bool = False
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
@@ -42,10 +44,11 @@ class ResNet(nn.Module):
       raise ValueError(f"images {list(images.shape)}: expected [B, H, W, C]")
     x = nn.Conv(self.width, (3, 3), use_bias=False, name="stem")(images)
     x = nn.relu(_batch_norm(train)(name="stem_norm")(x))
+    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
     for stage, blocks in enumerate(self.stages):
       for i in range(blocks):
         stride = 2 if stage > 0 and i == 0 else 1
-        x = Block(self.width * 2**stage, stride, name=f"stage_{stage}_block_{i}")(x, train)
+        x = block(self.width * 2**stage, stride, name=f"stage_{stage}_block_{i}")(x, train)
     return nn.Dense(self.num_classes, name="head")(x.mean((1, 2)))
 
 

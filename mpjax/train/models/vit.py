@@ -21,6 +21,7 @@ class ViT(nn.Module):
     mlp_ratio: width of the MLP over `dim`.
     dropout: rate, on the embedding and on what each branch adds, while training.
     attention: as for `mpjax.train.models.attention.attention`.
+    remat: keep only each block's input for the backward pass, which computes the block again.
   """
 
   num_classes: int
@@ -31,6 +32,7 @@ class ViT(nn.Module):
   mlp_ratio: int = 4
   dropout: float = 0.0
   attention: str = "auto"
+  remat: bool = False
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
@@ -54,8 +56,9 @@ class ViT(nn.Module):
     # Added in float32 for the gradient of the positions, which is a sum over the batch.
     x = (x + positions.astype(jnp.float32)).astype(x.dtype)
     x = nn.Dropout(self.dropout)(x, deterministic=not train)
+    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
     for i in range(self.layers):
-      x = Block(self.heads, self.mlp_ratio, self.dropout, self.attention, name=f"block_{i}")(x, train)
+      x = block(self.heads, self.mlp_ratio, self.dropout, self.attention, name=f"block_{i}")(x, train)
     x = nn.LayerNorm(name="norm")(x).mean(1)
     return nn.Dense(self.num_classes, name="head")(x)
 

@@ -1,0 +1,539 @@
+"""`mpjax.plan` of users' own steps: bytes against the compiler's and against counts by hand, FLOPs, bad input."""
+
+import functools
+import math
+import traceback
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax.planner import compile as compilers
+from mpjax.planner.results import ARGUMENT_PARTS
+from mpjax.planner.targets import get_target
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+S = jax.ShapeDtypeStruct
+
+# B rows, D features in, H hidden, O out.
+B, D, H, O = 16, 64, 256, 32
+PARAMS = {"w1": S((D, H), F32), "w2": S((H, O), F32)}
+BATCH = {"x": S((B, D), F32), "y": S((B, O), F32)}
+SIZE = D * H + H * O
+
+PRESETS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "auto")
+
+
+def mlp(params, batch):
+  return jnp.sum(jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"])
+
+
+def mean_squares(predict):
+  return lambda params, batch: jnp.mean((predict(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def training(loss, tx):
+  def step(params, opt_state, batch):
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+  return step
+
+
+def nbytes(tree):
+  """Bytes of a tree of shapes; a key of the default kind is two words."""
+  size = lambda x: 8 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+  return sum(math.prod(x.shape) * size(x) for x in jax.tree.leaves(tree))
+
+
+def by_parts(plan, *names):
+  return sum(plan.memory.parts.get(name, 0) for name in names)
+
+
+def abstract(init, *args):
+  return jax.eval_shape(init, *args)
+
+
+def a_train_step(policy, *, loss=mlp, params=PARAMS, tx=None, **options):
+  """A `TrainStep` and the shapes of its state."""
+  step = mpjax.make_train_step(loss, tx or optax.adam(1e-3), policy, **options)
+  return step, abstract(lambda: step.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)))
+
+
+# Steps of users, with their arguments and by hand: bytes of weights, of optimiser state, options.
+
+
+def with_optimizer(tx, **options):
+  opt_state = abstract(tx.init, PARAMS)
+  return training(mlp, tx), (PARAMS, opt_state, BATCH), nbytes(PARAMS), nbytes(opt_state), options
+
+
+def jitted_and_donated():
+  step, args, weights, state, _ = with_optimizer(optax.adamw(1e-3))
+  return jax.jit(step, donate_argnums=(0, 1)), args, weights, state, {}
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.BatchNorm(use_running_average=False)(nn.Dense(H)(x))
+    return nn.Dense(O)(nn.relu(x))
+
+
+class LinenState(train_state.TrainState):
+  batch_stats: object = None
+
+
+def linen():
+  def create():
+    variables = Linen().init(jax.random.key(0), jnp.zeros((B, D)))
+    return LinenState.create(
+      apply_fn=Linen().apply,
+      params=variables["params"],
+      tx=optax.adam(1e-3),
+      batch_stats=variables["batch_stats"],
+    )
+
+  def step(state, batch):
+    def loss(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      out, changed = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+      return jnp.mean((out - batch["y"]) ** 2), changed
+
+    (value, changed), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=gradients, batch_stats=changed["batch_stats"]), value
+
+  state = abstract(create)
+  return jax.jit(step, donate_argnums=0), (state, BATCH), nbytes(state.params), nbytes(state.opt_state), {}
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(D, H, rngs=rngs)
+    self.norm = nnx.BatchNorm(H, rngs=rngs)
+    self.down = nnx.Linear(H, O, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+def nnx_train_step():
+  step = mpjax.make_train_step(mean_squares(lambda model, x: model(x)), optax.adam(1e-3), "bf16")
+  state = abstract(lambda: step.init(Nnx(nnx.Rngs(0))))
+  return step, (state, BATCH), nbytes(state.params), nbytes(state.opt_state), {}
+
+
+def equinox():
+  model = eqx.nn.MLP(D, O, H, 1, key=jax.random.key(0))
+  arrays, static = eqx.partition(model, eqx.is_array)
+  tx = optax.adamw(1e-3)
+  loss = mean_squares(lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x))
+  opt_state = abstract(tx.init, arrays)
+  step = training(loss, tx)
+
+  def renamed(model, opt_state, batch):
+    return step(model, opt_state, batch)
+
+  return renamed, (arrays, opt_state, BATCH), nbytes(arrays), nbytes(opt_state), {"donate_argnums": (0, 1)}
+
+
+def equinox_filter_jit():
+  step, args, weights, state, _ = equinox()
+  return eqx.filter_jit(step), args, weights, state, {}
+
+
+def haiku():
+  net = hk.transform(lambda x: hk.nets.MLP([H, O])(x))
+  params = abstract(net.init, jax.random.key(0), jnp.zeros((B, D)))
+  tx = optax.adam(1e-3)
+
+  def step(params, opt_state, rng, batch):
+    loss = mean_squares(lambda params, x: net.apply(params, rng, x))
+    return training(loss, tx)(params, opt_state, batch)
+
+  opt_state, rng = abstract(tx.init, params), abstract(lambda: jax.random.key(0))
+  return step, (params, opt_state, rng, BATCH), nbytes(params), nbytes(opt_state), {"donate_argnums": (0, 1)}
+
+
+def layers(params, batch):
+  return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].sum()
+
+
+def scanned():
+  params = S((3, D, D), F32)
+  tx = optax.adam(1e-3)
+  opt_state = abstract(tx.init, params)
+  return training(layers, tx), (params, opt_state, BATCH), nbytes(params), nbytes(opt_state), {}
+
+
+def checkpointed():
+  tx = optax.adam(1e-3)
+  opt_state = abstract(tx.init, PARAMS)
+  step = training(jax.checkpoint(mlp), tx)
+  return step, (PARAMS, opt_state, BATCH), nbytes(PARAMS), nbytes(opt_state), {"donate_argnums": 0}
+
+
+def branches_and_loops():
+  def step(params, batch):
+    out = jax.lax.cond(
+      batch["y"].sum() > 0, lambda: mlp(params, batch), lambda: mlp(params, jax.tree.map(jnp.exp, batch))
+    )
+    count, out = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, out))
+    return jax.tree.map(lambda w: w * out, params), count
+
+  return step, (PARAMS, BATCH), nbytes(PARAMS), 0, {}
+
+
+STEPS = {
+  "adamw": lambda: with_optimizer(optax.adamw(1e-3)),
+  "sgd": lambda: with_optimizer(optax.sgd(1e-2, momentum=0.9)),
+  "sgd without state, donated": lambda: with_optimizer(optax.sgd(1e-2), donate_argnums=0),
+  "adafactor": lambda: with_optimizer(optax.adafactor(1e-3), donate_argnums=(0, 1)),
+  "jitted and donated": jitted_and_donated,
+  "linen": linen,
+  "nnx": nnx_train_step,
+  "equinox": equinox,
+  "equinox filter_jit": equinox_filter_jit,
+  "haiku": haiku,
+  "scan over layers": scanned,
+  "jax.checkpoint": checkpointed,
+  "cond and while": branches_and_loops,
+}
+
+
+def assert_sizes_are_the_compilers(plan, step, args):
+  traced = getattr(step, "jitted", step)
+  outputs = jax.tree.leaves(jax.eval_shape(traced, *args))
+  table = 8 * len(outputs) if len(outputs) > 1 else 0
+  compiled = plan.compiled
+  assert by_parts(plan, *ARGUMENT_PARTS) == compiled.arguments == nbytes(args)
+  assert compiled.outputs == nbytes(outputs) + table
+  assert compiled.peak == compiled.arguments + compiled.outputs - compiled.aliases + compiled.temporaries
+  assert plan.peak == compiled.peak
+  assert plan.memory.peak == sum(plan.memory.parts.values())
+  assert sum(compiled.memory.parts[name] for name in compiled.memory.parts if name in ARGUMENT_PARTS) == (
+    compiled.arguments
+  )
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_sizes_of_a_users_step_are_the_compilers(name):
+  step, args, weights, state, options = STEPS[name]()
+  plan = mpjax.plan(step, args, compile=True, **options)
+  assert_sizes_are_the_compilers(plan, step, args)
+  assert plan.target == "here"
+  assert by_parts(plan, "master weights") == weights
+  assert by_parts(plan, "optimizer state") == state == sum(plan.memory.optimizer.values())
+  assert by_parts(plan, "batch") == nbytes(BATCH)
+  assert plan.checkpoint == nbytes(args) - nbytes(BATCH)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_sizes_of_a_train_step_are_the_compilers_under_each_policy(policy, accumulate):
+  step, state = a_train_step(policy, accumulate=accumulate)
+  plan = mpjax.plan(step, (state, BATCH), compile=True)
+  assert_sizes_are_the_compilers(plan, step, (state, BATCH))
+  assert plan.label == policy
+  assert plan.parameters == SIZE
+  assert plan.checkpoint == nbytes(state)
+
+
+def test_emulated_fp8_is_planned_as_it_is_traced():
+  layers = {f"w{i}": S((128, 128), F32) for i in range(3)}
+
+  def loss(params, batch):
+    for weight in params.values():
+      batch = jnp.tanh(batch @ weight)
+    return batch.sum()
+
+  policy = {"base": "fp8", "fp8": {"recipe": "current", "emulate": True}}
+  step, state = a_train_step(policy, loss=loss, params=layers)
+  plan = mpjax.plan(step, (state, S((128, 128), F32)), target="h200", compile=False)
+  flops = plan.matrix_flops()
+  # The layer in the middle, forward and twice backward; the first layer has one product less backward.
+  product = 2 * 128**3
+  eight_bit = sum(count for dtype, count in flops.items() if dtype.startswith("float8"))
+  assert eight_bit == 3 * product
+  assert flops["bfloat16"] == 5 * product
+
+
+@pytest.mark.parametrize(
+  ("policy", "copies", "gradients", "weights", "served"),
+  [("fp32", 0, 4, 4, 4), ("bf16", 2, 2, 4, 2), ("fp16", 2, 2, 4, 2), ("bf16_pure", 0, 2, 2, 2)],
+)
+def test_rules_of_thumb_come_out_for_adam(policy, copies, gradients, weights, served):
+  step, state = a_train_step(policy)
+  plan = mpjax.plan(step, (state, BATCH), target="h200", compile=False)
+  per_parameter = {name: size / SIZE for name, size in plan.memory.model_state.items()}
+  want = {"master weights": weights, "optimizer state": 8, "compute copies": copies, "gradients": gradients}
+  assert per_parameter == pytest.approx({k: v for k, v in want.items() if v}, rel=0.01)
+  assert sum(per_parameter.values()) == pytest.approx(16 if weights == 4 else 12, rel=0.01)
+  assert plan.bytes_per_parameter("master weights", "optimizer state") == pytest.approx(weights + 8, rel=0.01)
+  assert plan.inference == served * SIZE
+  assert plan.checkpoint == nbytes(state)
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_allocate_nothing():
+  vocabulary, dim, hidden, depth = 32_000, 4096, 11_008, 32
+  block = {"qkv": (dim, 3 * dim), "out": (dim, dim), "gate": (dim, hidden), "up": (dim, hidden)}
+  block["down"] = (hidden, dim)
+  shapes = {"embed": (vocabulary, dim), "head": (dim, vocabulary)}
+  shapes |= {f"{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
+  count = sum(math.prod(shape) for shape in shapes.values())
+  assert count == pytest.approx(6.7e9, rel=0.01)
+
+  def loss(params, tokens):
+    x = params["embed"][tokens]
+    for i in range(depth):
+      w = {name: params[f"{i}/{name}"] for name in block}
+      q, k, v = jnp.split((x @ w["qkv"]).reshape(*x.shape[:2], 32, -1), 3, axis=-1)
+      x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
+      x = x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], tokens).mean()
+
+  before = {id(x) for x in jax.live_arrays()}
+  for policy in ("fp32", "bf16"):
+    step, state = a_train_step(
+      policy, loss=loss, params={name: S(shape, F32) for name, shape in shapes.items()}
+    )
+    plan = mpjax.plan(step, (state, S((1, 512), jnp.int32)), target="h200", compile=False)
+    assert sum(plan.memory.model_state.values()) == pytest.approx(16 * count, rel=0.01)
+    assert plan.peak > 12 * count
+  assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 1000
+
+
+def sizes(saved):
+  return {(row.operation, row.dtype, row.shape): (row.count, row.nbytes) for row in saved}
+
+
+def deep(params, batch):
+  x = batch["x"]
+  for weight in params:
+    x = jnp.tanh(x @ weight)
+  return jnp.sum(x)
+
+
+SQUARE = [S((D, D), F32)] * 3
+
+
+@pytest.mark.parametrize(
+  ("loss", "params", "want"),
+  [
+    # The backward pass reads what tanh gave, for its slope and for the gradient of w2, and nothing else.
+    (mlp, PARAMS, {("tanh", "float32", (B, H)): (1, 4 * B * H)}),
+    (deep, SQUARE, {("tanh", "float32", (B, D)): (3, 3 * 4 * B * D)}),
+    # A product alone saves its operands, which are arguments.
+    (lambda params, batch: jnp.sum(batch["x"] @ params), S((D, H), F32), {}),
+    (jax.checkpoint(mlp), PARAMS, {}),
+  ],
+)
+def test_saved_activations_are_those_by_hand(loss, params, want):
+  step = lambda params, batch: jax.value_and_grad(loss)(params, batch)
+  memory = mpjax.plan(step, (params, BATCH), target="h200", compile=False).memory
+  assert sizes(memory.saved) == want
+  assert memory.saved_bytes == sum(size for _, size in want.values())
+
+
+def test_saved_activations_are_halved_by_half_precision_and_bear_their_line():
+  found = {}
+  for policy in ("fp32", "bf16"):
+    step, state = a_train_step(policy, loss=deep, params=SQUARE)
+    found[policy] = mpjax.plan(step, (state, BATCH), target="h200", compile=False).memory
+  tanh = {policy: [row for row in memory.saved if row.operation == "tanh"] for policy, memory in found.items()}
+  assert [row.dtype for row in tanh["fp32"]] == ["float32"]
+  assert [row.dtype for row in tanh["bf16"]] == ["bfloat16"]
+  assert tanh["fp32"][0].nbytes == 2 * tanh["bf16"][0].nbytes
+  first = deep.__code__.co_firstlineno
+  assert tanh["fp32"][0].source == f"test_plan.py:{first + 3}"
+
+
+def flops_of(step, *args, target="h200", **options):
+  products = mpjax.plan(step, args, target=target, compile=False, **options).products
+  return sum(product.flops for product in products)
+
+
+def training_flops(loss):
+  return lambda params, batch: jax.value_and_grad(loss)(params, batch)
+
+
+def met_by_hand(size, taps, stride, pad):
+  """Pairs of output and tap that meet an input, along one dimension."""
+  outputs = (size + 2 * pad - taps) // stride + 1
+  return sum(0 <= o * stride + t - pad < size for o in range(outputs) for t in range(taps))
+
+
+def convolution(stride, padding, groups=1):
+  return lambda params, batch: jax.lax.conv_general_dilated(
+    batch, params, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+  )
+
+
+FIRST, SECOND = 2 * B * D * H, 2 * B * H * O
+FLOPS = {
+  # The first product needs no gradient of its input.
+  "training": (training_flops(mlp), (PARAMS, BATCH), 2 * FIRST + 3 * SECOND),
+  "forward": (mlp, (PARAMS, BATCH), FIRST + SECOND),
+  "batch dims": (jax.vmap(jnp.matmul), (S((5, 8, 16), F32), S((5, 16, 4), F32)), 5 * 2 * 8 * 16 * 4),
+  "vector": (jnp.dot, (S((D,), F32), S((D,), F32)), 2 * D),
+  "scan": (layers, (S((7, D, D), F32), BATCH), 7 * 2 * B * D * D),
+  "training of a scan": (training_flops(layers), (S((7, D, D), F32), BATCH), 7 * 3 * 2 * B * D * D),
+  "nothing": (lambda a, b: a * b, (S((D,), F32), S((D,), F32)), 0),
+  "unread": (lambda a, b: (a @ b, a + 1)[1], (S((D, D), F32), S((D, D), F32)), 0),
+  "convolution": (
+    convolution(1, "SAME"),
+    (S((3, 3, 4, 8), F32), S((2, 6, 6, 4), F32)),
+    2 * 2 * 8 * 4 * met_by_hand(6, 3, 1, 1) ** 2,
+  ),
+  "convolution with stride": (
+    convolution(2, ((1, 1), (1, 1))),
+    (S((3, 3, 4, 8), F32), S((2, 9, 9, 4), F32)),
+    2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
+  ),
+  "convolution in groups": (
+    convolution(1, "VALID", groups=2),
+    (S((3, 3, 2, 8), F32), S((2, 6, 6, 4), F32)),
+    2 * (2 * 4 * 4) * 8 * (3 * 3 * 2),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_by_hand(name):
+  step, args, want = FLOPS[name]
+  assert flops_of(step, *args) == want
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_accumulation_leaves_flops_and_recomputation_adds_them(policy):
+  flops = {}
+  for name, options in {"": {}, "accumulate": {"accumulate": 2}, "nothing": {"recompute": "nothing"}}.items():
+    step, state = a_train_step(policy, **options)
+    flops[name] = flops_of(step, state, BATCH)
+  assert flops[""] == flops["accumulate"] == 2 * FIRST + 3 * SECOND
+  assert flops["nothing"] >= flops[""]
+  again = lambda params, batch: jax.value_and_grad(jax.checkpoint(mlp))(params, batch)
+  assert flops_of(again, PARAMS, BATCH) == 3 * FIRST + 3 * SECOND
+
+
+def test_a_branch_counts_once_whichever_is_taken():
+  product = lambda weight: lambda batch: (batch @ weight).sum()
+  step = lambda params, batch: jax.lax.cond(batch.sum() > 0, product(params), product(params + 1), batch)
+  assert flops_of(step, S((D, H), F32), S((B, D), F32)) == FIRST
+
+
+@pytest.mark.parametrize(
+  ("target", "dtype", "precision", "want"),
+  [
+    ("h200", F32, None, "tensorfloat32"),
+    ("h200", F32, "highest", "float32"),
+    ("h200", F32, "float32", "float32"),
+    ("h200", F32, "tensorfloat32", "tensorfloat32"),
+    ("h200", BF16, None, "bfloat16"),
+    ("h200", jnp.float16, None, "float16"),
+    ("v5e", F32, None, "float32"),
+    ("v5e", BF16, None, "bfloat16"),
+    (None, F32, None, "float32"),
+  ],
+)
+def test_products_are_in_the_dtype_of_the_device(target, dtype, precision, want):
+  step = lambda params, batch: jnp.matmul(batch, params, precision=precision)
+  plan = mpjax.plan(step, (S((D, H), dtype), S((B, D), dtype)), target=target, compile=False)
+  assert plan.matrix_flops() == {want: FIRST}
+
+
+@pytest.mark.parametrize(
+  ("target", "shape", "padded", "why"),
+  [
+    ("h200", (B, H, D), (B, H, D), ""),
+    ("h200", (B, 250, D), (B, 256, D), "N=250 is no multiple of 8"),
+    ("h200", (B, H, 60), (B, H, 64), "K=60 is no multiple of 8"),
+    ("h200", (1, H, D), (8, H, D), "a matrix times a vector: bound by memory"),
+    ("v5e", (B, H, D), (B, H, 128), "K=64 is no multiple of 128"),
+    ("v6e", (B, H, H), (B, H, H), ""),
+    ("v6e", (B, 128, H), (B, 256, H), "N=128 is no multiple of 256"),
+  ],
+)
+def test_products_that_miss_full_rate_say_why(target, shape, padded, why):
+  m, n, k = shape
+  step = lambda params, batch: batch @ params
+  plan = mpjax.plan(step, (S((k, n), BF16), S((m, k), BF16)), target=target, compile=False)
+  [product] = plan.products
+  assert (product.shape, product.padded, product.why) == (shape, padded, why)
+  assert product.eligible == (not why)
+  assert plan.eligible == (0 if why else 1)
+
+
+def test_a_vocabulary_is_to_be_padded_at_its_cost():
+  step, state = a_train_step(
+    "bf16",
+    loss=lambda params, batch: jnp.sum(batch @ params["head"]),
+    params={"head": S((64, 50_257), F32)},
+  )
+  plan = mpjax.plan(step, (state, S((B, 64), F32)), target="h200", compile=False)
+  [note] = [note for note in plan.notes if note.startswith("pad ")]
+  assert "head from 50257 to 50264: 448 more elements" in note
+  assert "5.38 kB with optimizer state" in note  # 12 bytes an element
+
+
+def test_a_padded_convolution_is_judged_by_all_its_taps():
+  args = S((3, 3, 64, 64), BF16), S((2, 8, 8, 64), BF16)
+  [product] = mpjax.plan(convolution(1, "SAME"), args, target="h200", compile=False).products
+  assert product.shape == (2 * 8 * 8, 64, 3 * 3 * 64)
+  assert product.eligible
+
+
+@pytest.mark.parametrize(
+  "result",
+  [
+    lambda x: x,
+    lambda x: (2 * x, 2 * x),
+    lambda x: (2 * x, (2 * x).T),
+    lambda x: (1.0, 2 * x),
+    lambda x: {"a": x, "b": x},
+  ],
+)
+def test_results_that_are_one_value_have_memory_of_their_own(result):
+  args = (S((D, D), F32),)
+  plan = mpjax.plan(result, args, compile=True)
+  outputs = jax.tree.leaves(jax.eval_shape(result, *args))
+  assert plan.compiled.outputs == nbytes(outputs) + (8 * len(outputs) if len(outputs) > 1 else 0)
+  assert plan.memory.peak >= nbytes(args) + plan.compiled.outputs
+
+
+@pytest.mark.parametrize(
+  "argument",
+  [0.5, 3, True, np.zeros(10, np.int64), np.zeros(10), S((10,), jnp.int4), S((0, 3), F32), None]
+  + [jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl)) for impl in ("rbg", "threefry2x32")],
+  ids=str,
+)
+def test_any_argument_takes_what_jax_gives_it(argument):
+  step = lambda params, other: jax.tree.map(lambda x: x * 2, params)
+  plan = mpjax.plan(step, (S((D, D), F32), argument), compile=True)
+  assert by_parts(plan, *ARGUMENT_PARTS) == plan.compiled.arguments
+
+
+def test_weights_are_served_in_the_compute_dtype():
+  weights = {"w": S((D, H), F32), "complex": S((D,), jnp.complex64), "index": S((D,), jnp.int32)}
+  step = lambda params, batch: jax.tree.map(lambda x: x * 2, params), batch @ batch.T
+  plan = mpjax.plan(
+    lambda params, batch: (jax.tree.map(lambda x: x + 1, params), batch @ params["w"]),
+    (weights, S((B, D), F32)),
+    target="h200",
+    policy="bf16",
+    compile=False,
+  )
+  del step
+  assert plan.label == "bf16"
+  assert plan.inference == 2 * D * H + 8 * D + 4 * D
