@@ -95,12 +95,22 @@ class Graph:
   results: list[Value]
   operations: list[Operation]
 
-  def every_operation(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
-    """All operations with how often each runs, those in loops too."""
+  def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[Operation, int]]:
+    """All operations with how often each runs, those in loops too.
+
+    Of a conditional's branches, the one with the most FLOPs, or the `least`.
+    """
     for operation in self.operations:
       yield operation, times
-      for body in operation.bodies:
-        yield from body.every_operation(times * operation.times)
+      bodies = operation.bodies
+      if operation.name == "cond":
+        bodies = [(min if least else max)(bodies, key=lambda body: body.flops(least=least))]
+      for body in bodies:
+        yield from body.every_operation(times * operation.times, least=least)
+
+  def flops(self, *, least: bool = False) -> int:
+    """FLOPs of all products."""
+    return sum(operation.flops * times for operation, times in self.every_operation(least=least))
 
 
 def make_graph(closed: Any) -> Graph:

@@ -21,6 +21,7 @@ _BITS = re.compile(r"(\d+)")
 _TILE = re.compile(r"T\(([\d,]*)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _DEPTH = 64
+_PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 
@@ -158,6 +159,16 @@ def _shape(dtype: str, dims_text: str, layout: str) -> Shape:
 def shapes(text: str) -> list[Shape]:
   """The arrays of a shape or of a tuple of them, as HLO writes it."""
   return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
+
+
+def numpy_name(dtype: str) -> str:
+  """NumPy's name of a dtype: `float32` for `f32`."""
+  if dtype == "pred":
+    return "bool"
+  found = _PLAIN_DTYPE.fullmatch(dtype)
+  if found:
+    return {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}[found[1]] + found[2]
+  return re.sub(r"^f(\d)(e)", r"float\1_\2", dtype)
 
 
 def bits(dtype: str) -> int:

@@ -50,14 +50,20 @@ class Live:
   inner: Live | None
 
 
-def live_at_peak(module: Module) -> Live:
-  """The worst moment of a module's main computation."""
-  return _Schedule(module).peak(module.entry)
+def live_at_peak(module: Module, *, share: bool = True) -> Live:
+  """The worst moment of a module's main computation.
+
+  Args:
+    module: the program.
+    share: whether elementwise results are written over an operand of their size that dies there.
+  """
+  return _Schedule(module, share).peak(module.entry)
 
 
 class _Schedule:
-  def __init__(self, module: Module):
+  def __init__(self, module: Module, share: bool):
     self._module = module
+    self._share = share
     self._inner: dict[str, Live] = {}
 
   def peak(self, name: str) -> Live:
@@ -75,6 +81,7 @@ class _Schedule:
             buffer.readers.append(instruction)
     root = next(i for i in instructions if i.is_root)
     free = {id(buffer) for buffer in parts[root.name] if buffer is not None}
+    slots = self._slots(instructions, parts, root) if name == self._module.entry else []
     live: dict[int, Buffer] = {}
     total = 0
     worst = Live(0, [], None, None)
@@ -86,11 +93,11 @@ class _Schedule:
       spare = [b.nbytes for b in dying]
       shared = 0
       for buffer in own:
-        if id(buffer) in free:
+        if id(buffer) in free or _in_slot(buffer, i, last.get(id(buffer), i), slots):
           continue
         live[id(buffer)] = buffer
         total += buffer.nbytes
-        if instruction.op in _SHARING and buffer.nbytes in spare:
+        if self._share and instruction.op in _SHARING and buffer.nbytes in spare:
           spare.remove(buffer.nbytes)
           shared += buffer.nbytes
       inner = self._called(instruction)
@@ -103,6 +110,31 @@ class _Schedule:
           total -= buffer.nbytes
     return worst
 
+  def _slots(
+    self, instructions: list[Instruction], parts: dict[str, list[Buffer | None]], root: Instruction
+  ) -> list[_Slot]:
+    """The memory of results before they are written, and after the last read of an argument that is there."""
+    position = {instruction.name: i for i, instruction in enumerate(instructions)}
+    origin: dict[str, set[str]] = {}
+    last_read: dict[str, int] = {}
+    for i, instruction in enumerate(instructions):
+      below = {source for name in instruction.operands for source in origin.get(name, ())}
+      if instruction.op == "parameter":
+        origin[instruction.name] = {instruction.name}
+      elif instruction.op in _VIEWS:
+        origin[instruction.name] = below
+      for name in below:
+        last_read[name] = i
+    arguments = {int(i.rest[: i.rest.index(")")]): i.name for i in instructions if i.op == "parameter"}
+    slots = []
+    for k, buffer in enumerate(parts[root.name]):
+      if buffer is None:
+        continue
+      argument = self._module.aliases.get(k)
+      start = 0 if argument is None else last_read.get(arguments.get(argument, ""), 0)
+      slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0)))
+    return slots
+
   def _called(self, instruction: Instruction) -> Live | None:
     if instruction.op not in ("while", "conditional", "call"):
       return None
@@ -113,6 +145,24 @@ class _Schedule:
           self._inner[name] = self.peak(name)
         found.append(self._inner[name])
     return max(found, key=lambda live: live.nbytes, default=None)
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+  """Memory of a result in which nothing lies between two positions of the schedule."""
+
+  nbytes: int
+  start: int
+  end: int
+
+
+def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
+  """Puts a buffer into the smallest slot that holds it all its life, if there is one."""
+  fitting = [s for s in slots if s.nbytes >= buffer.nbytes and s.start < made and last < s.end]
+  if not fitting:
+    return False
+  min(fitting, key=lambda slot: slot.nbytes).start = last
+  return True
 
 
 def _buffers(instructions: list[Instruction]) -> dict[str, list[Buffer | None]]:

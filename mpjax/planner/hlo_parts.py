@@ -7,7 +7,7 @@ import functools
 import math
 
 from mpjax.planner.graph import BACKWARD, FORWARD
-from mpjax.planner.hlo import Instruction, Module
+from mpjax.planner.hlo import Instruction, Module, numpy_name
 from mpjax.planner.hlo_memory import Buffer, Live, live_at_peak
 from mpjax.planner.hlo_names import module_path, operation_of, phase_of, source_of
 from mpjax.planner.results import Memory, Saved, pattern
@@ -21,8 +21,10 @@ def divide(
   arguments: dict[str, int],
   optimizer: dict[str, int],
   weights: set[tuple[int, ...]],
+  *,
   temporaries: int,
   outputs: int,
+  known_live: int = 0,
 ) -> tuple[Memory, float]:
   """The parts of a program's peak, and the share of the peak that they account for.
 
@@ -33,20 +35,28 @@ def divide(
     weights: shapes of the weights on one device.
     temporaries: bytes that the compiler says it needs beside arguments and results.
     outputs: bytes of results that take no argument's memory.
+    known_live: what the compiler says is live of `temporaries` at the worst moment, 0 if it does not: the
+      rest of them are gaps that it leaves between buffers.
   """
-  live = live_at_peak(module)
+  # Which results a compiler writes over a dying operand depends on its backend: both ways are looked at.
+  wanted = known_live or temporaries
+  live = min(
+    (live_at_peak(module, share=share) for share in (True, False)),
+    key=lambda found: abs(found.nbytes - wanted),
+  )
   names = _Names(module)
   elements = {_without_ones(shape) for shape in weights}
   parts: collections.Counter[str] = collections.Counter()
   for buffer in _all(live):
     parts[_part(buffer, names, elements)] += buffer.nbytes
-  found = sum(parts.values())
-  if found > live.nbytes:  # results that are written over an operand which dies there
-    parts["temporaries"] -= min(parts["temporaries"], found - live.nbytes)
+  shared = sum(parts.values()) - live.nbytes
+  parts["temporaries"] -= min(parts["temporaries"], max(0, shared))
   listed = sum(parts.values())
   if listed > temporaries:
     parts = collections.Counter({name: n * temporaries // listed for name, n in parts.items()})
   allocator = temporaries - sum(parts.values())
+  gaps = max(0, temporaries - known_live) if known_live else 0
+  missed = max(0, abs(listed - temporaries) - (gaps if listed <= temporaries else 0))
   total = sum(arguments.values()) + outputs + temporaries
   everything = {name: n for name, n in arguments.items() if n}
   order = ("compute copies", "gradients", "activations", "workspace", "temporaries")
@@ -57,7 +67,7 @@ def divide(
     everything["allocator"] = allocator
   saved = _saved(live, names, elements)
   memory = Memory(everything, optimizer, saved[:LISTED], sum(s.nbytes for s in saved), total)
-  return memory, (total - allocator) / total if total else 1.0
+  return memory, max(0.0, 1 - missed / total) if total else 1.0
 
 
 class _Names:
@@ -155,7 +165,7 @@ def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Sa
       pattern(module_path(named.op_name)),
       source_of(names.module, named),
       operation_of(named.op_name),
-      shape.dtype,
+      numpy_name(shape.dtype),
       shape.dims,
     )
     row = groups.setdefault(key, [0, 0])

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from mpjax.casting.flops import taps
-from mpjax.planner.hlo import Instruction, Module, Shape
+from mpjax.planner.hlo import Instruction, Module, Shape, numpy_name
 from mpjax.planner.hlo_names import module_path
 from mpjax.planner.results import Collective
 
@@ -106,7 +106,13 @@ def collectives(module: Module) -> tuple[Collective, ...]:
         row[1] += times
         sources[key][module_path(instruction.op_name)] += shape.nbytes * times
   return tuple(
-    Collective(op, dtype, nbytes, count, tuple(path for path, _ in sources[op, dtype].most_common(3) if path))
+    Collective(
+      op,
+      numpy_name(dtype),
+      nbytes,
+      count,
+      tuple(path for path, _ in sources[op, dtype].most_common(3) if path),
+    )
     for (op, dtype), (nbytes, count) in sorted(total.items(), key=lambda item: -item[1][0])
   )
 

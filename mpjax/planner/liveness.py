@@ -327,12 +327,14 @@ def _scheduled(
   for i, step in enumerate(steps):
     for v in step.reads:
       readers.setdefault(id(v), []).append(i)
-  ready = [(-gain(i), i) for i in range(len(steps)) if not waits[i]]
+  # Nothing is computed again before the forward pass has ended.
+  rank = lambda i: (steps[i].operation.phase == BACKWARD, -gain(i), i)
+  ready = [rank(i) for i in range(len(steps)) if not waits[i]]
   heapq.heapify(ready)
   done = [False] * len(steps)
   order = []
   while ready:
-    _, i = heapq.heappop(ready)
+    *_, i = heapq.heappop(ready)
     if done[i]:
       continue
     done[i] = True
@@ -342,11 +344,11 @@ def _scheduled(
       if left[id(v)] == 1:
         for j in readers[id(v)]:
           if not done[j] and not waits[j]:
-            heapq.heappush(ready, (-gain(j), j))
+            heapq.heappush(ready, rank(j))
     for j in unlocks[i]:
       waits[j] -= 1
       if not waits[j]:
-        heapq.heappush(ready, (-gain(j), j))
+        heapq.heappush(ready, rank(j))
   return order
 
 

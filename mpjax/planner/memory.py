@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,8 @@ class Sizes:
 
   Attributes:
     batch_share: of what depends on the batch, the share that one device has.
-    weights: bytes of an array with a weight's shape and some item size: what one device has of it.
+    weights: of an array with a weight's shape (transposed, or of one layer of several that are stacked),
+      the share that one device has, with its padding.
     kind: of the platform; a TPU pads.
   """
 
@@ -104,7 +106,7 @@ def analyse(
   parts |= {name: transient[name] for name in order if transient[name]}
   saved = _saved(worst)
   state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
-  state |= _held_at_once(worst, weights)
+  state |= _held_at_once(program, worst, weights, sizes)
   return Memory(parts, slots, saved[:LISTED], sum(r.nbytes for r in saved), sum(parts.values()), state)
 
 
@@ -114,8 +116,16 @@ def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
   weights: dict[tuple[int, ...], float] = {}
   for a in arguments:
     if a.part == "master weights" and len(a.shape) > 1:
-      weights[a.shape] = argument_bytes(a, kind) / max(1, a.whole)
+      share = argument_bytes(a, kind) / max(1, a.whole)
+      for shape in _like_weight(a.shape):
+        weights.setdefault(shape, share)
   return Sizes(local / whole if whole else 1.0, weights, kind)
+
+
+def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+  """Shapes by which a weight and its gradient are known again: transposed, and one layer of a stack."""
+  found = [shape, shape[::-1]]
+  return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
 
 def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
@@ -146,7 +156,7 @@ def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: S
   return total
 
 
-def _held_at_once(worst: Peak, weights: set[tuple[int, ...]]) -> dict[str, int]:
+def _held_at_once(graph: Graph, worst: Peak, weights: set[tuple[int, ...]], sizes: Sizes) -> dict[str, int]:
   """Bytes of all copies of weights that are made for products, and of all gradients that the update reads."""
   shapes = weights | {tuple(reversed(shape)) for shape in weights}
   copies: dict[int, int] = {}
@@ -167,8 +177,27 @@ def _held_at_once(worst: Peak, weights: set[tuple[int, ...]]) -> dict[str, int]:
       maker = made.get(id(value))
       if maker is not None and value.shape in shapes and (maker.phase == BACKWARD or maker.bodies):
         gradients[id(value)] = worst.size(value)
-  found = {"compute copies": sum(copies.values()), "gradients": sum(gradients.values())}
+  in_loops = _copies_in_loops(graph, weights, sizes)
+  found = {"compute copies": max(sum(copies.values()), in_loops), "gradients": sum(gradients.values())}
   return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _copies_in_loops(graph: Graph, weights: set[tuple[int, ...]], sizes: Sizes) -> int:
+  """Bytes of the copies that loops make of weights which they carry along, or go through layer by layer."""
+  found: dict[tuple[tuple[int, ...], Any], int] = {}
+  for operation, times in graph.every_operation():
+    source = operation.operands[0] if len(operation.operands) == 1 else None
+    if operation.name != "convert_element_type" or source is None or source.argument is None:
+      continue
+    value = operation.results[0]
+    if value.nbytes >= source.nbytes or operation.phase == BACKWARD:
+      continue
+    whole = sum(shape == value.shape for shape in weights)
+    stacked = any(shape[1:] == value.shape for shape in weights)
+    if whole or stacked:
+      count = whole if whole else times
+      found[value.shape, value.dtype] = sizes.of(value) * count
+  return sum(found.values())
 
 
 def _from_arguments(value: Value) -> bool:

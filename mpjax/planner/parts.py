@@ -65,7 +65,7 @@ class Argument:
 
 
 def name_arguments(
-  args: tuple[Any, ...], names: tuple[str, ...], donated: list[bool], parts: Mapping[str, str] | None
+  args: tuple[Any, ...], names: tuple[str, ...], donated: list[bool], parts: Mapping[str | int, str] | None
 ) -> list[Argument]:
   """The part of every leaf, in the order in which they are flattened.
 
@@ -78,12 +78,12 @@ def name_arguments(
     args: the step's arguments.
     names: of its parameters; may be shorter.
     donated: of every leaf.
-    parts: from the name of a parameter, or its number as text, to a part.
+    parts: from the name of a parameter, or its number, to a part.
 
   Raises:
     ValueError: for a part that there is not, or a parameter that is not the step's.
   """
-  given = dict(parts or {})
+  given = {str(name): part for name, part in (parts or {}).items()}
   known = {*names, *(str(i) for i in range(len(args)))}
   for name, part in given.items():
     if part not in ARGUMENT_PARTS:

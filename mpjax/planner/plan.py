@@ -33,7 +33,7 @@ def plan(
   compile: bool | str = "auto",
   label: str | None = None,
   policy: Any = None,
-  parts: Mapping[str, str] | None = None,
+  parts: Mapping[str | int, str] | None = None,
   donate_argnums: int | Sequence[int] | None = None,
 ) -> Plan:
   """What a step costs on a device that need not be there: memory by part, matrix units, collectives, time.
@@ -76,6 +76,8 @@ def plan(
   function, jitted = _function(step, donate_argnums)
   args = tuple(_abstract(argument) for argument in abstract_args)
   devices = _mesh_size(args, device)
+  if device.is_here:
+    args = _on_devices(args)
   traced = _trace(jitted, args)
   donated = [bool(leaf.donated) for leaf in jax.tree.leaves(traced.args_info)]
   if len(donated) != len(jax.tree.leaves(args)):
@@ -146,12 +148,18 @@ def _parameters(function: Any) -> tuple[str, ...]:
 def _abstract(argument: Any) -> Any:
   """Shapes of an argument's leaves, with the shardings of those that lie on a mesh."""
 
-  def leaf(x: Any) -> Any:
+  def leaf(path: Any, x: Any) -> Any:
+    if isinstance(x, (nnx.Module, nnx.Optimizer)):
+      raise ValueError(
+        f"an nnx.{'Module' if isinstance(x, nnx.Module) else 'Optimizer'} in an argument of the step: pass a "
+        "TrainState (step.init), or nnx.split it and plan a function of its state"
+      )
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
       if not isinstance(x, (bool, int, float, complex)):
         raise ValueError(
-          f"an argument of the step holds {x!r:.80}: expected arrays, shapes or numbers; bind what is "
-          "static with functools.partial"
+          f"an argument of the step holds a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its top'}: "
+          "expected arrays, shapes or numbers; bind what is static with functools.partial, or take it out of "
+          "the tree (equinox.filter)"
         )
       x = np.asarray(x)
     sharding = getattr(x, "sharding", None)
@@ -160,12 +168,22 @@ def _abstract(argument: Any) -> Any:
     dtype = x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else _canonical(x.dtype)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if on_mesh else None)
 
-  if isinstance(argument, nnx.Module):
-    raise ValueError(
-      "an nnx.Module as an argument of the step: pass a TrainState (step.init), or nnx.split it and plan a "
-      "function of its state"
-    )
-  return jax.tree.map(leaf, argument)
+  stops = lambda x: isinstance(x, (nnx.Module, nnx.Optimizer))
+  return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=stops)
+
+
+def _on_devices(args: tuple[Any, ...]) -> tuple[Any, ...]:
+  """Shardings over an abstract mesh as ones over this machine's devices."""
+
+  def leaf(x: Any) -> Any:
+    if x.sharding is None or not isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
+      return x
+    abstract = x.sharding.mesh
+    devices = np.array(jax.devices()[: abstract.size]).reshape(abstract.axis_sizes)
+    mesh = jax.sharding.Mesh(devices, abstract.axis_names, axis_types=abstract.axis_types)
+    return x.update(sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
+
+  return jax.tree.map(leaf, args)
 
 
 def _canonical(dtype: Any) -> Any:
@@ -236,7 +254,9 @@ def _compile(
   named, slots = memory.argument_parts(arguments, target.kind)
   outputs = program.outputs - program.aliases
   weights = {a.shape for a in arguments if a.part == "master weights"}
-  parts, explained = hlo_parts.divide(module, named, slots, weights, program.temporaries, outputs)
+  parts, explained = hlo_parts.divide(
+    module, named, slots, weights, temporaries=program.temporaries, outputs=outputs, known_live=program.live
+  )
   peak = program.arguments + outputs + program.temporaries
   found = hlo_products.by_dtypes(hlo_products.kernel_products(module, target.kind))
   compiled = Compiled(

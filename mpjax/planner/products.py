@@ -48,7 +48,7 @@ def seconds_on_units(graph: Graph, target: Target, devices: int = 1) -> float | 
   if not target.flops:
     return None
   total = 0.0
-  for operation, times in graph.every_operation():
+  for operation, times in graph.every_operation(least=True):
     if operation.flops:
       total += operation.flops * times / devices / _rate(operation, target)
   return total
@@ -96,18 +96,18 @@ def shape_of(operation: Operation) -> tuple[int, int, int]:
   if operation.name == "conv_general_dilated":
     spec = equation.params["dimension_numbers"]
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
-    n = out[spec.out_spec[1]] // groups
-    m = math.prod(out) // max(1, out[spec.out_spec[1]])
-  elif operation.name == "ragged_dot_general":
+    kernel = equation.invars[1].aval.shape
+    features = out[spec.out_spec[1]]
+    n = features // groups
+    return math.prod(out) // max(1, features), n, math.prod(kernel) // max(1, kernel[spec.rhs_spec[0]])
+  if operation.name == "ragged_dot_general":
     m, n = out[0], out[-1]
-    groups = 1
-  else:
-    (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
-    lhs, rhs = (atom.aval.shape for atom in equation.invars[:2])
-    m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
-    n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
-    return m, n, math.prod(lhs[i] for i in contracted)
-  return m, n, operation.flops // max(1, 2 * m * n * groups)
+    return m, n, operation.flops // max(1, 2 * m * n)
+  (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
+  lhs, rhs = (atom.aval.shape for atom in equation.invars[:2])
+  m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
+  n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
+  return m, n, math.prod(lhs[i] for i in contracted)
 
 
 def padded(operation: Operation, target: Target) -> tuple[int, int, int]:
@@ -167,7 +167,7 @@ def _product(operation: Operation, target: Target) -> Product:
     dtype=dtype,
     shape=sizes,
     padded=wanted,
-    batch=max(1, operation.flops // one) if one else 1,
+    batch=max(1, round(operation.flops / one)) if one else 1,
     flops=0,
     eligible=fits,
     why="" if fits else _why(dtype, sizes, wanted, target),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpjax.planner.compile import CompileError
 from mpjax.planner.results import Plan
 from mpjax.planner.units import bytes_text
 
@@ -79,7 +80,13 @@ def largest_batch(
     if units not in tried:
       if progress is not None:
         progress(units * multiple, low * multiple, (high or 0) * multiple)
-      found = plan_of(units * multiple, how)
+      try:
+        found = plan_of(units * multiple, how)
+      except CompileError as error:
+        if not error.out_of_memory:
+          raise
+        tried[units] = (memory + 1, None)
+        return memory + 1
       gave_up = compile is not False and found.compiled is None and _too_large(found)
       tried[units] = (memory + 1 if gave_up else found.peak, found)
     return tried[units][0]
@@ -96,10 +103,11 @@ def largest_batch(
     else:
       high = units if not high else min(high, units)
     if high == 1:
-      needs = tried[1][0]
+      needs, found = tried[1]
+      known = f"it needs {bytes_text(needs)}" if not _is_gave_up(found, needs) else "its compiler gives up"
       raise ValueError(
-        f"not even a batch of {multiple} fits {bytes_text(memory)}: it needs "
-        f"{bytes_text(needs)}; choose another policy, a smaller model, or recompute more"
+        f"not even a batch of {multiple} fits {bytes_text(memory)}: {known}; choose another policy, a "
+        "smaller model, or recompute more"
       )
     if low >= limit:
       break
@@ -126,6 +134,8 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
   Raises:
     ValueError: if none fits, with what the smallest needs.
   """
+  if not plans:
+    raise ValueError("no plans to choose from")
   fitting = [plan for plan in plans if plan.peak <= memory]
   if not fitting:
     smallest = min(plans, key=lambda plan: plan.peak)
@@ -165,7 +175,7 @@ def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
 def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
   """The next size to try: where a line through the two bounds meets the memory, or in the middle."""
   if not high:
-    return max(low + 1, int(low * min(2.0, memory / max(1, tried[low][0]))))
+    return _beyond(low, tried, memory)
   above = tried[high][0]
   if not low:
     return max(1, min(high - 1, int(high * memory / above) if above > memory + 1 else high // 2))
@@ -175,6 +185,15 @@ def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory
   return min(max(at, low + 1), high - 1)
 
 
+def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
+  """A size above all that were tried, which fit: where the line through the last two meets the memory."""
+  smaller = max((units for units in tried if units < low), default=0)
+  if not smaller or tried[low][0] <= tried[smaller][0]:
+    return low + max(1, low // 4 if not smaller else low)
+  each = (tried[low][0] - tried[smaller][0]) / (low - smaller)
+  return low + max(1, min(int((memory - tried[low][0]) / each) + 1, 8 * low))
+
+
 def _too_large(plan: Plan) -> bool:
   return any(
     "RESOURCE_EXHAUSTED" in note or "memory" in note for note in plan.notes if "compiler failed" in note
@@ -182,4 +201,4 @@ def _too_large(plan: Plan) -> bool:
 
 
 def _is_gave_up(plan: Plan | None, peak: int) -> bool:
-  return plan is not None and plan.peak != peak
+  return plan is None or plan.peak != peak

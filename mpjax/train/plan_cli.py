@@ -71,12 +71,14 @@ def _run(options: argparse.Namespace) -> None:
     # This process traces, and the target's compiler has one of its own: no device is looked for here.
     jax.config.update("jax_platforms", "cpu")
   console = rich.console.Console()
-  _check_picture(options.picture)
+  if options.memory and not (options.fit or options.cheapest):
+    raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")
+  _check_files(options)
   planner = Planner(config, target)
   compile: bool | str = False if options.analytic else "auto"
   if not options.analytic and (lacks := missing(target)):
     console.print(lacks, highlight=False, markup=False, soft_wrap=True)
-  memory = _memory(options.memory, target) if options.fit or options.cheapest or options.memory else 0
+  memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
   chosen: list[Any] = list(policies) or [None]
   fits: list[Fit] = []
   if options.cheapest:
@@ -109,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
       soft_wrap=True,
     )
   if options.json:
-    _write(options.json, json.dumps(report, indent=1) + "\n")
+    pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
   if options.picture:
     from mpjax.planner.picture import save_picture  # matplotlib is in an extra
 
@@ -124,7 +126,7 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
   for override in overrides:
     key, equals, value = override.partition("=")
     if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
-      policies = [name.strip() for name in value.split(",") if name.strip()]
+      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
       for name in policies:
         try:
           get_policy(name)
@@ -151,8 +153,8 @@ def _memory(text: str | None, target: Target) -> int:
         f"target {target.name} does not say how much memory it has: give it, as --memory 16GB"
       )
     return target.usable
-  found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", text.lower())
-  if found is None or found[1].count(".") > 1 or float(found[1]) <= 0:
+  found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[kmgt]i?)?)b?\s*", text.lower())
+  if found is None or float(found[1]) <= 0:
     raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000")
   return int(float(found[1]) * _UNITS[found[2]])
 
@@ -235,13 +237,16 @@ def _progress(
     yield advance
 
 
-def _check_picture(path: str | None) -> None:
-  if path and pathlib.Path(path).suffix.lower() not in (".png", ".svg"):
-    raise ConfigError(f"--picture {path}: expected a file that ends in .png or .svg")
-
-
-def _write(path: str, text: str) -> None:
-  try:
-    pathlib.Path(path).write_text(text)
-  except OSError as error:
-    raise ConfigError(f"--json {path}: {error.strerror}") from error
+def _check_files(options: argparse.Namespace) -> None:
+  """Raises for files that could not be written, before anything is computed."""
+  if options.picture:
+    if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
+      raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")
+    try:
+      import matplotlib  # noqa: F401
+    except ImportError:
+      raise ConfigError('--picture needs matplotlib: pip install "mpjax[plan]"') from None
+  for name in ("json", "picture"):
+    path = getattr(options, name)
+    if path and (not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir()):
+      raise ConfigError(f"--{name} {path}: expected a file in a folder that exists")

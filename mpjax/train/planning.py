@@ -120,7 +120,11 @@ class Planner:
 def _device_count(config: Config, target: Target) -> int:
   count = target.devices if config.mesh.data == -1 else config.mesh.data
   if count > target.devices:
-    raise ConfigError(f"mesh.data={count}: target {target.name} has {target.devices} devices")
+    there = "1 device" if target.devices == 1 else f"{target.devices} devices"
+    raise ConfigError(
+      f"mesh.data={count}: target {target.name} has {there}; name a larger one, as in target=h200:8 or "
+      "target=v5e:2x4"
+    )
   return count
 
 
