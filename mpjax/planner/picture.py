@@ -9,19 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax.planner.results import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan
-from mpjax.planner.table import human_bytes
+from mpjax.planner.units import bytes_text
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
 _GB = 1e9
-_REST = "not explained"
 
 # Blues stay, oranges come and go; in each family from dark to light, so that neighbours differ in print and
 # for every kind of colour vision.
 _BLUES = ("#08306b", "#1c5aa5", "#3f8fc5", "#7ab6d9", "#abd0e6", "#d6e6f4")
 _ORANGES = ("#6b2503", "#a63b03", "#dc5a0c", "#f98a3c", "#fdb678", "#fedfc0")
-COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS, _REST), (*_BLUES, *_ORANGES, "#c8c8c8"), strict=True))
+COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*_BLUES, *_ORANGES, "#c8c8c8"), strict=True))
 
 _BAR, _PLAN = 0.3, 1.0  # height of a bar, and of what a plan takes, in units of the vertical axis
 _FAR = 3  # a device with more than so many times the memory that is drawn would make the bars too short
@@ -74,9 +73,7 @@ class _Bar(NamedTuple):
 def _bars(plan: Plan) -> Iterator[_Bar]:
   yield _Bar("analytic", plan.memory.parts, plan.memory.peak)
   if plan.compiled:
-    parts = plan.compiled.memory.parts
-    rest = max(0, plan.compiled.peak - sum(parts.values()))
-    yield _Bar("compiled", {**parts, _REST: rest}, plan.compiled.peak)
+    yield _Bar("compiled", plan.compiled.memory.parts, plan.compiled.peak)
 
 
 def _draw(
@@ -103,7 +100,7 @@ def _draw(
       axes.plot([memory, memory], [top, top + height], color="black", linestyle="--", linewidth=1.2)
     top += height
   if near:
-    what = f"device memory\n{human_bytes(near[0])}" if len(set(near)) == 1 else "device memory"
+    what = f"device memory\n{bytes_text(near[0])}" if len(set(near)) == 1 else "device memory"
     axes.plot([], [], color="black", linestyle="--", linewidth=1.2, label=what)
 
   axes.set_ylim(top, 0)
@@ -125,7 +122,7 @@ def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, device_memory:
       axes.text(left + size / 2, middle, f"{size:.3g}", color=color, fontsize=8, ha="center", va="center")
     left += size
   over = 0 < device_memory < bar.peak
-  text = f"{human_bytes(bar.peak)}{', does not fit' if over else ''}"
+  text = f"{bytes_text(bar.peak)}{', does not fit' if over else ''}"
   end = max(left, bar.peak / _GB) + 0.008 * right
   white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
   style: dict[str, Any] = {"color": "#b00020", "fontweight": "bold"} if over else {"color": "black"}
@@ -141,4 +138,4 @@ def _title(plans: Sequence[Plan]) -> str:
   target, device, count, memory = devices[0]
   words = target if device == target else f"{target}: {device}"
   many = f", on each of {count} devices" if count > 1 else ""
-  return f"Memory of a training step on {words}{f' ({human_bytes(memory)})' if memory else ''}{many}"
+  return f"Memory of a training step on {words}{f' ({bytes_text(memory)})' if memory else ''}{many}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax.planner.results import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan, Product
+from mpjax.planner.units import bytes_text, with_prefix
 
 if TYPE_CHECKING:
   import rich.console
@@ -18,7 +19,7 @@ NO_FIT = "DOES NOT FIT"
 _TITLE, _STRONG, _RULE = "bold cyan", "bold", "dim"
 
 _TEXT_WIDTH = 116
-_FIRST_WIDTH = 24  # of the names of rows, in tables that have a column a plan
+_FIRST_WIDTH = 26  # of the names of rows, in tables that have a column a plan
 _CELL_WIDTH = 21  # `123.45 GB   16.00 B/p`
 _LEAST_WIDTH = 12  # to which a column of prose shrinks
 _GAP = 2
@@ -55,11 +56,6 @@ def print_plans(plans: Sequence[Plan], console: rich.console.Console | None = No
       text.highlight_regex(rf"\S+ %  {NO_FIT}", "bold red")
       # A number that the terminal wraps can still be read, one that is cut cannot.
       console.print(text, soft_wrap=True)
-
-
-def human_bytes(count: float) -> str:
-  """Bytes in decimal units: `1.23 GB` are 1.23e9."""
-  return f"{count:.0f} B" if abs(count) < 1000 else _human(count, "B")
 
 
 class _Column(NamedTuple):
@@ -107,7 +103,7 @@ def _sections(plans: Sequence[Plan], width: int) -> Iterator[_Section]:
 def _header(plans: Sequence[Plan]) -> _Section:
   def facts(plan: Plan) -> str:
     device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
-    has = f"with {human_bytes(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
+    has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
     count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
     return f"{device}; {count}; {plan.parameters:,} parameters"
 
@@ -136,6 +132,7 @@ def _memory(plans: Sequence[Plan]) -> _Section:
     [*parts(state), row("persistent (state)", persistent, strong=True)],
     [*parts(("batch", *TRANSIENT_PARTS)), row("peak, analytic", [p.memory.peak for p in plans], strong=True)],
     _compiled(plans, row),
+    _at_once(plans, row),
     [
       _row("peak of device memory", plans, _fit, strong=True),
       row("inference weights", [plan.inference for plan in plans]),
@@ -145,6 +142,16 @@ def _memory(plans: Sequence[Plan]) -> _Section:
   lines = ["B/p: bytes per parameter."] if per_parameter else []
   lines += _said(plans, lambda plan: plan.compiled.difference if plan.compiled else ())
   return _beside("Memory of one device", plans, groups, lines)
+
+
+def _at_once(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
+  """What rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
+  states = [plan.memory.model_state for plan in plans]
+  names = _names(states)
+  if not names:
+    return []
+  parts = [row(f"  {name}", [state.get(name) for state in states]) for name in names]
+  return [row("model state, all at once", [sum(state.values()) for state in states], strong=True), *parts]
 
 
 def _compiled(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
@@ -181,10 +188,10 @@ def _activations(plan: Plan) -> _Section | None:
     s.dtype,
     _by(s.shape),
     str(s.count),
-    human_bytes(s.nbytes),
+    bytes_text(s.nbytes),
   ]
   rows = [_Row(cells(s)) for s in saved[:_MOST_ACTIVATIONS]]
-  line = f"All activations that are saved, at the worst moment: {human_bytes(plan.memory.saved_bytes)}."
+  line = f"All activations that are saved, at the worst moment: {bytes_text(plan.memory.saved_bytes)}."
   return _Section("Largest saved activations", columns, [rows], [line])
 
 
@@ -227,7 +234,7 @@ def _products(plan: Plan) -> _Section | None:
 
 def _collectives(plans: Sequence[Plan]) -> _Section | None:
   columns = _columns("plan operation dtype count bytes from")
-  cells = lambda c: [c.operation, c.dtype, str(c.count), human_bytes(c.nbytes), ", ".join(c.sources)]
+  cells = lambda c: [c.operation, c.dtype, str(c.count), bytes_text(c.nbytes), ", ".join(c.sources)]
   groups = [[_Row([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
   return _Section("Collectives of one step on one device", columns, groups) if any(groups) else None
 
@@ -240,7 +247,7 @@ def _floor(plans: Sequence[Plan]) -> _Section | None:
   for name in _names(floor.parts for floor in floors if floor):
     rows.append(_row(f"  {name}", [f and f.parts.get(name) for f in floors], _seconds))
   rows.append(_row("bound by", [f and f.bound for f in floors]))
-  rows.append(_row("bytes moved at least", [f and f.moved_bytes for f in floors], human_bytes))
+  rows.append(_row("bytes moved at least", [f and f.moved_bytes for f in floors], bytes_text))
   line = "At the published peaks of the target. It bounds the time from below and does not predict it."
   return _beside("Time floor: no step is faster than", plans, [rows], [line])
 
@@ -293,12 +300,12 @@ def _bytes_cell(count: int | None, plan: Plan) -> str:
   if count is None:
     return "-"
   if not plan.parameters:
-    return human_bytes(count)
-  return f"{human_bytes(count)}  {count / plan.parameters:6.2f} B/p"
+    return bytes_text(count)
+  return f"{bytes_text(count)}  {count / plan.parameters:6.2f} B/p"
 
 
 def _flops_cell(flops: int | None, whole: int) -> str:
-  return "-" if flops is None else f"{_human(flops, 'FLOP')}  {_percent(flops / max(1, whole)):>7}"
+  return "-" if flops is None else f"{with_prefix(flops, 'FLOP')}  {_percent(flops / max(1, whole)):>7}"
 
 
 def _fit(plan: Plan) -> str:
@@ -322,21 +329,11 @@ def _padding(product: Product) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-  return _human(seconds, "s")
+  return with_prefix(seconds, "s")
 
 
 def _by(shape: Sequence[int]) -> str:
   return "x".join(map(str, shape)) or "scalar"
-
-
-def _human(value: float, unit: str) -> str:
-  """A figure with two decimals and the decimal prefix that leaves it below 1000."""
-  if not value:
-    return f"0 {unit}"
-  # From 999.995 on, two decimals would make it 1000.00.
-  power = math.floor(math.log10(abs(value) / 0.999995) / 3)
-  power = min(max(power, -3), 6)
-  return f"{value / 1000.0**power:.2f} {'num kMGTPE'[power + 3].strip()}{unit}"
 
 
 def _folded(section: _Section, width: int) -> _Section:

@@ -1,26 +1,20 @@
-"""Numbers with units, for people: decimal bytes, FLOPs and seconds."""
+"""Numbers with units, for people."""
 
 from __future__ import annotations
 
-
-def bytes_text(nbytes: float) -> str:
-  """`1.23 GB`."""
-  return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
+import math
 
 
-def flops_text(flops: float) -> str:
-  """`4.56 TFLOP`."""
-  return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+def bytes_text(count: float) -> str:
+  """Bytes in decimal units: `1.23 GB` are 1.23e9."""
+  return f"{count:.0f} B" if abs(count) < 1000 else with_prefix(count, "B")
 
 
-def seconds_text(seconds: float) -> str:
-  """`7.89 ms`."""
-  return _scaled(seconds * 1e9, ("ns", "us", "ms", "s"))
-
-
-def _scaled(value: float, units: tuple[str, ...]) -> str:
-  for unit in units:
-    if abs(value) < 999.5 or unit == units[-1]:
-      return f"{value:.3g} {unit}" if unit != units[0] or value != int(value) else f"{int(value)} {unit}"
-    value /= 1000
-  return ""
+def with_prefix(value: float, unit: str) -> str:
+  """A figure with two decimals and the decimal prefix that leaves it below 1000."""
+  if not value:
+    return f"0 {unit}"
+  # From 999.995 on, two decimals would make it 1000.00.
+  power = math.floor(math.log10(abs(value) / 0.999995) / 3)
+  power = min(max(power, -3), 6)
+  return f"{value / 1000.0**power:.2f} {'num kMGTPE'[power + 3].strip()}{unit}"

@@ -1,0 +1,148 @@
+"""Matrix products of a plan: FLOPs by hand, dtypes, and which of them run at full rate."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from steps_under_test import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, a_train_step, layers, mlp
+
+import mpjax
+
+
+def flops_of(step, *args, target="h200", **options):
+  products = mpjax.plan(step, args, target=target, compile=False, **options).products
+  return sum(product.flops for product in products)
+
+
+def training_flops(loss):
+  return lambda params, batch: jax.value_and_grad(loss)(params, batch)
+
+
+def met_by_hand(size, taps, stride, pad):
+  """Pairs of output and tap that meet an input, along one dimension."""
+  outputs = (size + 2 * pad - taps) // stride + 1
+  return sum(0 <= o * stride + t - pad < size for o in range(outputs) for t in range(taps))
+
+
+def convolution(stride, padding, groups=1):
+  return lambda params, batch: jax.lax.conv_general_dilated(
+    batch,
+    params,
+    (stride, stride),
+    padding,
+    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    feature_group_count=groups,
+  )
+
+
+FIRST, SECOND = 2 * B * D * H, 2 * B * H * OUT
+FLOPS = {
+  # The first product needs no gradient of its input.
+  "training": (training_flops(mlp), (PARAMS, BATCH), 2 * FIRST + 3 * SECOND),
+  "forward": (mlp, (PARAMS, BATCH), FIRST + SECOND),
+  "batch dims": (jax.vmap(jnp.matmul), (S((5, 8, 16), F32), S((5, 16, 4), F32)), 5 * 2 * 8 * 16 * 4),
+  "vector": (jnp.dot, (S((D,), F32), S((D,), F32)), 2 * D),
+  "scan": (layers, (S((7, D, D), F32), BATCH), 7 * 2 * B * D * D),
+  "training of a scan": (training_flops(layers), (S((7, D, D), F32), BATCH), 7 * 3 * 2 * B * D * D),
+  "nothing": (lambda a, b: a * b, (S((D,), F32), S((D,), F32)), 0),
+  "unread": (lambda a, b: (a @ b, a + 1)[1], (S((D, D), F32), S((D, D), F32)), 0),
+  "convolution": (
+    convolution(1, "SAME"),
+    (S((3, 3, 4, 8), F32), S((2, 6, 6, 4), F32)),
+    2 * 2 * 8 * 4 * met_by_hand(6, 3, 1, 1) ** 2,
+  ),
+  "convolution with stride": (
+    convolution(2, ((1, 1), (1, 1))),
+    (S((3, 3, 4, 8), F32), S((2, 9, 9, 4), F32)),
+    2 * 2 * 8 * 4 * met_by_hand(9, 3, 2, 1) ** 2,
+  ),
+  "convolution in groups": (
+    convolution(1, "VALID", groups=2),
+    (S((3, 3, 2, 8), F32), S((2, 6, 6, 4), F32)),
+    2 * (2 * 4 * 4) * 8 * (3 * 3 * 2),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_by_hand(name):
+  step, args, want = FLOPS[name]
+  assert flops_of(step, *args) == want
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_accumulation_leaves_flops_and_recomputation_adds_them(policy):
+  flops = {}
+  for name, options in {"": {}, "accumulate": {"accumulate": 2}, "nothing": {"recompute": "nothing"}}.items():
+    step, state = a_train_step(policy, **options)
+    flops[name] = flops_of(step, state, BATCH)
+  assert flops[""] == flops["accumulate"] == 2 * FIRST + 3 * SECOND
+  assert flops["nothing"] >= flops[""]
+  again = lambda params, batch: jax.value_and_grad(jax.checkpoint(mlp))(params, batch)
+  assert flops_of(again, PARAMS, BATCH) == 3 * FIRST + 3 * SECOND
+
+
+def test_a_branch_counts_once_whichever_is_taken():
+  product = lambda weight: lambda batch: (batch @ weight).sum()
+  step = lambda params, batch: jax.lax.cond(batch.sum() > 0, product(params), product(params + 1), batch)
+  assert flops_of(step, S((D, H), F32), S((B, D), F32)) == FIRST
+
+
+@pytest.mark.parametrize(
+  ("target", "dtype", "precision", "want"),
+  [
+    ("h200", F32, None, "tensorfloat32"),
+    ("h200", F32, "highest", "float32"),
+    ("h200", F32, "float32", "float32"),
+    ("h200", F32, "tensorfloat32", "tensorfloat32"),
+    ("h200", BF16, None, "bfloat16"),
+    ("h200", jnp.float16, None, "float16"),
+    ("v5e", F32, None, "float32"),
+    ("v5e", BF16, None, "bfloat16"),
+    (None, F32, None, "float32"),
+  ],
+)
+def test_products_are_in_the_dtype_of_the_device(target, dtype, precision, want):
+  step = lambda params, batch: jnp.matmul(batch, params, precision=precision)
+  plan = mpjax.plan(step, (S((D, H), dtype), S((B, D), dtype)), target=target, compile=False)
+  assert plan.matrix_flops() == {want: FIRST}
+
+
+@pytest.mark.parametrize(
+  ("target", "shape", "padded", "why"),
+  [
+    ("h200", (B, H, D), (B, H, D), ""),
+    ("h200", (B, 250, D), (B, 256, D), "N=250 is no multiple of 8"),
+    ("h200", (B, H, 60), (B, H, 64), "K=60 is no multiple of 8"),
+    ("h200", (1, H, D), (8, H, D), "a matrix times a vector: bound by memory"),
+    ("v5e", (B, H, D), (B, H, 128), "K=64 is no multiple of 128"),
+    ("v6e", (B, H, H), (B, H, H), ""),
+    ("v6e", (B, 128, H), (B, 256, H), "N=128 is no multiple of 256"),
+  ],
+)
+def test_products_that_miss_full_rate_say_why(target, shape, padded, why):
+  m, n, k = shape
+  step = lambda params, batch: batch @ params
+  plan = mpjax.plan(step, (S((k, n), BF16), S((m, k), BF16)), target=target, compile=False)
+  [product] = plan.products
+  assert (product.shape, product.padded, product.why) == (shape, padded, why)
+  assert product.eligible == (not why)
+  assert plan.eligible == (0 if why else 1)
+
+
+def test_a_vocabulary_is_to_be_padded_at_its_cost():
+  step, state = a_train_step(
+    "bf16",
+    loss=lambda params, batch: jnp.sum(batch @ params["head"]),
+    params={"head": S((64, 50_257), F32)},
+  )
+  plan = mpjax.plan(step, (state, S((B, 64), F32)), target="h200", compile=False)
+  [note] = [note for note in plan.notes if note.startswith("pad ")]
+  assert "head from 50257 to 50264: 448 more elements" in note
+  assert "5.38 kB with optimizer state" in note  # 12 bytes an element
+
+
+def test_a_padded_convolution_is_judged_by_all_its_taps():
+  args = S((3, 3, 64, 64), BF16), S((2, 8, 8, 64), BF16)
+  [product] = mpjax.plan(convolution(1, "SAME"), args, target="h200", compile=False).products
+  assert product.shape == (2 * 8 * 8, 64, 3 * 3 * 64)
+  assert product.eligible

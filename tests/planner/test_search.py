@@ -1,0 +1,253 @@
+"""Searches on plans made up for them: the largest batch that fits, and the cheapest choice that does."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans_under_test import a_plan, a_product
+
+from mpjax.planner.compile import CompileError
+from mpjax.planner.results import Floor, Memory
+from mpjax.planner.search import cheapest, largest_batch
+
+FAILED = "the compiler failed: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory"
+
+
+def with_peak(analytic, compiled=None, **changes):
+  """A plan that needs so many bytes."""
+  memory = lambda peak: Memory({"batch": peak}, {}, (), 0, peak)
+  plan = a_plan(**changes)
+  found = compiled and dataclasses.replace(plan.compiled, peak=compiled, memory=memory(compiled))
+  return dataclasses.replace(plan, memory=memory(analytic), compiled=found or None)
+
+
+class Planned:
+  """Plans batches by formulas for both peaks, and remembers what was asked for.
+
+  Args:
+    compiled: bytes of a batch, by the compiler.
+    analytic: by the plan; the same if not given.
+    gives_up: from which batch on the compiler does not; how is `note` or `raise`.
+  """
+
+  def __init__(self, compiled, analytic=None, gives_up=None, how="note"):
+    self.compiled, self.analytic = compiled, analytic or compiled
+    self.gives_up, self.how = gives_up, how
+    self.calls = []  # of the compiler
+    self.guesses = []  # without it
+
+  def __call__(self, batch, compile):
+    analytic = int(self.analytic(batch))
+    if compile is False:
+      self.guesses.append(batch)
+      return with_peak(analytic)
+    self.calls.append(batch)
+    if self.gives_up is not None and batch >= self.gives_up:
+      if self.how == "raise":
+        raise CompileError("RESOURCE_EXHAUSTED", out_of_memory=True)
+      return with_peak(analytic, notes=(FAILED,))
+    return with_peak(analytic, int(self.compiled(batch)))
+
+
+def largest_by_hand(peak, memory, multiple=1, most=10**7):
+  """By doubling and halving the peak itself, which grows."""
+  low, high = 0, most // multiple + 1
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if peak(middle * multiple) <= memory else (low, middle)
+  return low * multiple
+
+
+BENT = {
+  # name: the compiler's bytes, the plan's, memory, at most so many compilations.
+  "straight": (lambda b: 100 + 7 * b, None, 10_000, 3),
+  "straight, fewer bytes than planned": (lambda b: 100 + 7 * b, lambda b: 100 + 9 * b, 10_000, 8),
+  "straight, more bytes than planned": (lambda b: 100 + 9 * b, lambda b: 100 + 7 * b, 10_000, 8),
+  "mostly state": (lambda b: 112_000 + 280 * b, lambda b: 112_000 + 560 * b, 141_000, 8),
+  "mostly state, planned far too large": (
+    lambda b: 112_000 + 28 * b,
+    lambda b: 112_000 + 280 * b,
+    141_000,
+    12,
+  ),
+  "nearly all state": (lambda b: 999_000 + b, lambda b: 999_000 + 900 * b, 1_000_000, 16),
+  "quadratic": (lambda b: 100 + b * b, lambda b: 100 + 90 * b + b * b, 10**8, 20),
+  "quadratic, planned straight": (lambda b: 100 + b * b, lambda b: 100 + 7 * b, 10**8, 36),
+  "root": (lambda b: 100 + int(1000 * b**0.5), lambda b: 100 + 7 * b, 10**6, 30),
+  "steps of 64": (lambda b: 100 + 512 * (b // 64), lambda b: 100 + 8 * b, 10**6, 20),
+  "a jump": (lambda b: 100 + 7 * b + (3000 if b > 900 else 0), None, 10_000, 20),
+}
+
+
+def assert_is_largest(fit, planned, memory, multiple):
+  assert fit.batch % multiple == 0
+  assert fit.plan.peak == planned.compiled(fit.batch) <= memory
+  assert fit.next_batch == fit.batch + multiple
+  assert fit.next_peak == planned.compiled(fit.next_batch) > memory
+  assert fit.memory == memory
+  assert dict(fit.tried) == {b: planned.compiled(b) for b in planned.calls}
+  assert len(planned.calls) == len(set(planned.calls))  # none is planned twice
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 24])
+@pytest.mark.parametrize("name", BENT)
+def test_largest_batch_fits_and_the_next_does_not(name, multiple):
+  compiled, analytic, memory, most_calls = BENT[name]
+  if largest_by_hand(compiled, memory, multiple) == 0:
+    pytest.skip("not even the smallest fits")
+  planned = Planned(compiled, analytic)
+  fit = largest_batch(planned, memory, multiple=multiple)
+  assert fit.batch == largest_by_hand(compiled, memory, multiple)
+  assert_is_largest(fit, planned, memory, multiple)
+  assert len(planned.calls) <= most_calls
+  assert len(planned.guesses) <= 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  st.integers(0, 10**6),
+  st.integers(1, 10**4),
+  st.floats(0.25, 4),
+  st.integers(1, 64),
+  st.integers(0, 10**7),
+)
+def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, room):
+  compiled = lambda b: constant + slope * b
+  planned = Planned(compiled, lambda b: constant + error * slope * b)
+  memory = compiled(multiple) + room
+  fit = largest_batch(planned, memory, multiple=multiple)
+  assert fit.batch == (multiple + room // slope) // multiple * multiple
+  assert_is_largest(fit, planned, memory, multiple)
+  assert len(planned.calls) <= 16
+
+
+@pytest.mark.parametrize("multiple", [1, 24])
+@pytest.mark.parametrize("gives_up", [30, 701, 1400])
+@pytest.mark.parametrize("how", ["note", "raise"])
+def test_a_compiler_that_gives_up_is_taken_for_too_large(how, gives_up, multiple):
+  planned = Planned(lambda b: 100 + 7 * b, gives_up=gives_up, how=how)
+  fit = largest_batch(planned, 10_000, multiple=multiple)
+  assert fit.batch == (gives_up - 1) // multiple * multiple
+  assert (fit.next_batch, fit.next_peak) == (fit.batch + multiple, 0)
+  assert dict(fit.tried)[fit.next_batch] == 0
+  assert f"{fit.next_batch} the compiler finds too large" in str(fit)
+  assert len(planned.calls) <= 16
+
+
+def test_another_failure_of_the_compiler_is_not_taken_for_too_large():
+  def plan_of(batch, compile):
+    if compile is False:
+      return with_peak(100 + batch)
+    raise CompileError("INTERNAL: a bug")
+
+  with pytest.raises(CompileError, match="a bug"):
+    largest_batch(plan_of, 1000, compile=True)
+
+
+@pytest.mark.parametrize(("most", "multiple", "want"), [(100, 1, 100), (100, 24, 96), (24, 24, 24)])
+def test_the_search_ends_at_its_bound(most, multiple, want):
+  planned = Planned(lambda b: 100 + 7 * b)
+  fit = largest_batch(planned, 10**9, multiple=multiple, most=most)
+  assert (fit.batch, fit.next_batch, fit.next_peak) == (want, None, 0)
+  assert str(fit) == f"largest batch that fits 1 GB: {want} ({100 + 7 * want} B)"
+  assert max(planned.calls) <= most
+
+
+def test_bytes_that_do_not_depend_on_the_batch_end_at_the_bound():
+  fit = largest_batch(Planned(lambda b: 10), 1000, most=4096)
+  assert (fit.batch, fit.next_batch) == (4096, None)
+
+
+def test_without_a_compiler_the_plan_decides():
+  planned = Planned(lambda b: 100 + 90 * b, lambda b: 100 + 7 * b)
+  fit = largest_batch(planned, 10_000, compile=False)
+  assert fit.batch == (10_000 - 100) // 7
+  assert planned.calls == []
+
+
+def test_progress_is_told_bounds_that_close_in():
+  told = []
+  fit = largest_batch(
+    Planned(*BENT["quadratic, planned straight"][:2]), 10**8, progress=lambda *args: told.append(args)
+  )
+  assert [batch for batch, _, _ in told] == [batch for batch, _ in fit.tried]
+  lows, highs = zip(*((low, high) for _, low, high in told), strict=True)
+  assert list(lows) == sorted(lows)
+  known = [high for high in highs if high]
+  assert known == sorted(known, reverse=True)
+  assert all(low < batch and (not high or batch < high) for batch, low, high in told)
+
+
+@pytest.mark.parametrize(
+  ("planned", "memory", "options", "message"),
+  [
+    (
+      Planned(lambda b: 10**9 + b),
+      10**6,
+      {},
+      r"not even a batch of 1 fits 1 MB: it needs 1 GB; choose another",
+    ),
+    (Planned(lambda b: 10**9 + b), 10**6, {"multiple": 24}, r"not even a batch of 24 fits 1 MB"),
+    (
+      Planned(lambda b: 10 * b, gives_up=1),
+      10**6,
+      {},
+      r"not even a batch of 1 fits 1 MB: its compiler gives up",
+    ),
+    (
+      Planned(lambda b: 10 * b, gives_up=1, how="raise"),
+      10**6,
+      {},
+      r"not even a batch of 1 fits 1 MB: its compiler gives up",
+    ),
+    (Planned(lambda b: b), 10**6, {"multiple": 0}, r"multiple=0: expected positive"),
+    (Planned(lambda b: b), 0, {}, r"memory=0.*expected positive"),
+    (
+      Planned(lambda b: b),
+      10**6,
+      {"multiple": 24, "most": 20},
+      r"most=20: expected at least one multiple of 24",
+    ),
+  ],
+)
+def test_where_nothing_fits_it_is_said(planned, memory, options, message):
+  with pytest.raises(ValueError, match=message):
+    largest_batch(planned, memory, **options)
+
+
+def a_choice(label, peak, seconds, flops=10, **changes):
+  floor = seconds and Floor(seconds, {"memory": seconds}, "memory", 1)
+  return with_peak(peak, label=label, floor=floor or None, products=(a_product(flops=flops),), **changes)
+
+
+FP8, BF16, FP32 = a_choice("fp8", 60, 1.0), a_choice("bf16", 50, 2.0), a_choice("fp32", 90, 4.0)
+LEAN = a_choice("bf16 recompute=dots", 30, 2.5)
+
+
+@pytest.mark.parametrize(
+  ("plans", "memory", "want"),
+  [
+    ((FP32, BF16, FP8, LEAN), 100, "fp8"),
+    ((FP32, BF16, FP8, LEAN), 60, "fp8"),
+    ((FP32, BF16, FP8, LEAN), 59, "bf16"),
+    ((FP32, BF16, FP8, LEAN), 49, "bf16 recompute=dots"),
+    ((a_choice("more", 50, 2.0), a_choice("less", 40, 2.0)), 100, "less"),
+    # Where no peaks are published, FLOPs.
+    ((a_choice("again", 40, None, 15), a_choice("once", 50, None, 10)), 100, "once"),
+    ((a_choice("again", 40, None, 15), a_choice("once", 50, 1.0, 10)), 100, "once"),
+    # The compiler's figure counts, not the analytic one.
+    ((dataclasses.replace(FP8, compiled=with_peak(1, 999).compiled), BF16), 100, "bf16"),
+    ((a_choice("failed", 40, 1.0, notes=(FAILED,)), BF16), 100, "bf16"),
+  ],
+)
+def test_the_cheapest_is_the_fastest_that_fits(plans, memory, want):
+  assert cheapest(plans, memory).label == want
+  assert cheapest(plans[::-1], memory).label == want
+
+
+def test_where_no_choice_fits_the_smallest_is_named():
+  with pytest.raises(ValueError, match=r"none of 2 choices fits 10 B: the smallest, bf16, needs 50 B"):
+    cheapest((FP32, BF16), 10)
+  with pytest.raises(ValueError, match=r"no plans"):
+    cheapest((), 10)
