@@ -13,6 +13,27 @@ _VIEWS = frozenset(
 )
 _ALIASING = frozenset({"while", "dynamic-update-slice", "scatter"})
 _SHARING = frozenset({"fusion", "add", "multiply", "convert", "select", "subtract", "copy", "call"})
+_ELEMENTWISE = frozenset(
+  {
+    *(
+      "abs",
+      "add",
+      "and",
+      "bitcast",
+      "bitcast-convert",
+      "cbrt",
+      "ceil",
+      "clamp",
+      "compare",
+      "convert",
+      "copy",
+    ),
+    *("cosine", "divide", "erf", "exponential", "exponential-minus-one", "floor", "is-finite", "log"),
+    *("log-plus-one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power"),
+    *("reduce-precision", "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "sign"),
+    *("sine", "sqrt", "subtract", "tan", "tanh", "tuple", "xor"),
+  }
+)
 _NO_MEMORY = frozenset({"parameter", "constant", "partition-id", "replica-id"})
 
 
@@ -50,20 +71,14 @@ class Live:
   inner: Live | None
 
 
-def live_at_peak(module: Module, *, share: bool = True) -> Live:
-  """The worst moment of a module's main computation.
-
-  Args:
-    module: the program.
-    share: whether elementwise results are written over an operand of their size that dies there.
-  """
-  return _Schedule(module, share).peak(module.entry)
+def live_at_peak(module: Module) -> Live:
+  """The worst moment of a module's main computation."""
+  return _Schedule(module).peak(module.entry)
 
 
 class _Schedule:
-  def __init__(self, module: Module, share: bool):
+  def __init__(self, module: Module):
     self._module = module
-    self._share = share
     self._inner: dict[str, Live] = {}
 
   def peak(self, name: str) -> Live:
@@ -81,7 +96,7 @@ class _Schedule:
             buffer.readers.append(instruction)
     root = next(i for i in instructions if i.is_root)
     free = {id(buffer) for buffer in parts[root.name] if buffer is not None}
-    slots = self._slots(instructions, parts, root) if name == self._module.entry else []
+    slots = self._slots(name, instructions, parts, root)
     live: dict[int, Buffer] = {}
     total = 0
     worst = Live(0, [], None, None)
@@ -90,18 +105,17 @@ class _Schedule:
         continue
       own = [b for b in parts[instruction.name] if b is not None and b.maker is instruction]
       dying = [b for b in live.values() if last.get(id(b), -1) == i]
-      spare = [b.nbytes for b in dying]
-      shared = 0
       for buffer in own:
         if id(buffer) in free or _in_slot(buffer, i, last.get(id(buffer), i), slots):
           continue
+        over = self._written_over(instruction, buffer, parts, [b for b in dying if id(b) in live])
+        if over is not None:
+          del live[id(over)]
+          total -= over.nbytes
         live[id(buffer)] = buffer
         total += buffer.nbytes
-        if self._share and instruction.op in _SHARING and buffer.nbytes in spare:
-          spare.remove(buffer.nbytes)
-          shared += buffer.nbytes
       inner = self._called(instruction)
-      now = total - shared + (inner.nbytes if inner else 0)
+      now = total + (inner.nbytes if inner else 0)
       if now > worst.nbytes:
         worst = Live(now, list(live.values()), instruction, inner)
       for buffer in (*dying, *(b for b in own if id(b) not in last)):
@@ -110,17 +124,64 @@ class _Schedule:
           total -= buffer.nbytes
     return worst
 
+  def _written_over(
+    self,
+    instruction: Instruction,
+    buffer: Buffer,
+    parts: dict[str, list[Buffer | None]],
+    dying: list[Buffer],
+  ) -> Buffer | None:
+    """The operand that dies at an instruction and in whose memory a result of it is written, if any."""
+    if instruction.op not in _SHARING:
+      return None
+    for k, name in enumerate(instruction.operands):
+      for operand in parts.get(name, ()):
+        if operand is None or operand.nbytes != buffer.nbytes or len(operand.maker.shapes) > 1:
+          continue  # a part of a tuple is not written over
+        if any(operand is other for other in dying) and (
+          instruction.op != "fusion" or self._elementwise(instruction, k, buffer)
+        ):
+          return operand
+    return None
+
+  def _elementwise(self, fusion: Instruction, operand: int, result: Buffer) -> bool:
+    """Whether each element of a fusion's result needs the same element of an operand, and no other."""
+    body = self._module.computations[fusion.called[0]]
+    reached: set[str] = set()
+    for instruction in body.values():
+      if instruction.op == "parameter" and instruction.rest.startswith(f"{operand})"):
+        if instruction.shapes[0].dims != fusion.shapes[result.index].dims:
+          return False
+        reached.add(instruction.name)
+      elif reached.intersection(instruction.operands):
+        if instruction.op not in _ELEMENTWISE:
+          return False
+        reached.add(instruction.name)
+    root = next(i for i in body.values() if i.is_root)
+    return (root.operands[result.index] if root.op == "tuple" else root.name) in reached
+
   def _slots(
-    self, instructions: list[Instruction], parts: dict[str, list[Buffer | None]], root: Instruction
+    self,
+    computation: str,
+    instructions: list[Instruction],
+    parts: dict[str, list[Buffer | None]],
+    root: Instruction,
   ) -> list[_Slot]:
-    """The memory of results before they are written, and after the last read of an argument that is there."""
+    """The memory of results before they are written, and after the last read of what was there before.
+
+    That is a donated argument of the program; in a loop's body, what the last round left.
+    """
     position = {instruction.name: i for i, instruction in enumerate(instructions)}
+    main = computation == self._module.entry
+    carried = set() if main else {i.name for i in instructions if i.op == "parameter"}
     origin: dict[str, set[str]] = {}
     last_read: dict[str, int] = {}
     for i, instruction in enumerate(instructions):
       below = {source for name in instruction.operands for source in origin.get(name, ())}
       if instruction.op == "parameter":
         origin[instruction.name] = {instruction.name}
+      elif instruction.op == "get-tuple-element" and instruction.operands[0] in carried:
+        origin[instruction.name] = {f"{instruction.operands[0]}#{_index(instruction)}"}
       elif instruction.op in _VIEWS:
         origin[instruction.name] = below
       for name in below:
@@ -130,8 +191,8 @@ class _Schedule:
     for k, buffer in enumerate(parts[root.name]):
       if buffer is None:
         continue
-      argument = self._module.aliases.get(k)
-      start = 0 if argument is None else last_read.get(arguments.get(argument, ""), 0)
+      before = arguments.get(self._module.aliases.get(k, -1), "") if main else f"{arguments.get(0)}#{k}"
+      start = last_read.get(before, 0)
       slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0)))
     return slots
 
@@ -154,6 +215,11 @@ class _Slot:
   nbytes: int
   start: int
   end: int
+
+
+def _index(instruction: Instruction) -> int:
+  """Which part of a tuple an instruction takes out."""
+  return int(instruction.rest.partition("index=")[2].split(",")[0])
 
 
 def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
@@ -186,7 +252,7 @@ def _buffers(instructions: list[Instruction]) -> dict[str, list[Buffer | None]]:
     elif instruction.op.endswith("-done"):
       own = _written(operands[0], instruction, own)
     elif instruction.op == "get-tuple-element":
-      index = int(instruction.rest.partition("index=")[2].split(",")[0])
+      index = _index(instruction)
       own = [operands[0][index] if index < len(operands[0]) else None]
     elif instruction.op == "tuple":
       own = [part for operand in operands for part in operand]

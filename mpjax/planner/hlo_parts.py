@@ -38,19 +38,12 @@ def divide(
     known_live: what the compiler says is live of `temporaries` at the worst moment, 0 if it does not: the
       rest of them are gaps that it leaves between buffers.
   """
-  # Which results a compiler writes over a dying operand depends on its backend: both ways are looked at.
-  wanted = known_live or temporaries
-  live = min(
-    (live_at_peak(module, share=share) for share in (True, False)),
-    key=lambda found: abs(found.nbytes - wanted),
-  )
+  live = live_at_peak(module)
   names = _Names(module)
   elements = {_without_ones(shape) for shape in weights}
   parts: collections.Counter[str] = collections.Counter()
   for buffer in _all(live):
     parts[_part(buffer, names, elements)] += buffer.nbytes
-  shared = sum(parts.values()) - live.nbytes
-  parts["temporaries"] -= min(parts["temporaries"], max(0, shared))
   listed = sum(parts.values())
   if listed > temporaries:
     parts = collections.Counter({name: n * temporaries // listed for name, n in parts.items()})

@@ -119,11 +119,10 @@ def collectives(module: Module) -> tuple[Collective, ...]:
 
 def _moved(instruction: Instruction) -> Iterator[Shape]:
   """What a collective produces; an asynchronous one also returns its operands, and counters."""
-  shapes = [shape for shape in instruction.shapes if shape.dims or len(instruction.shapes) == 1]
-  if instruction.op == "all-gather-start" or instruction.op == "collective-permute-start":
-    shapes = shapes[len(shapes) // 2 :] if len(shapes) > 1 else shapes
-    shapes = [shape for shape in shapes if shape.dims]
-  yield from shapes
+  if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
+    yield from (shape for shape in instruction.shapes[len(instruction.operands) :] if shape.dims)
+  else:
+    yield from instruction.shapes
 
 
 def _repetitions(module: Module) -> tuple[collections.Counter[str], dict[str, str]]:

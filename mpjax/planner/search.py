@@ -136,7 +136,7 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
   """
   if not plans:
     raise ValueError("no plans to choose from")
-  fitting = [plan for plan in plans if plan.peak <= memory]
+  fitting = [plan for plan in plans if plan.peak <= memory and not _too_large(plan)]
   if not fitting:
     smallest = min(plans, key=lambda plan: plan.peak)
     raise ValueError(
@@ -157,8 +157,9 @@ def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
   """How many multiples fit by the analytic plan, which is close to a straight line in the batch."""
   limit = max(1, most // multiple)
   low, high = 1, 2
-  below, above = (plan_of(n * multiple, False).peak for n in (low, high))
-  for _ in range(_SECANTS):
+  below, above = (plan_of(min(n, limit) * multiple, False).peak for n in (low, high))
+  high = min(high, limit)
+  for _ in range(_SECANTS if high > low else 0):
     units = (
       low + int((memory - below) / max(1e-9, (above - below) / (high - low))) if above > below else 2 * high
     )

@@ -24,8 +24,8 @@ _WORKSPACE_BEFORE = 4 << 20
 # How JAX calls the devices whose data we have.
 _KINDS = {
   "h200": ("nvidia h200",),
-  "h100": ("nvidia h100",),
-  "a100": ("nvidia a100",),
+  "h100": ("nvidia h100 80gb hbm3", "nvidia h100 sxm"),
+  "a100": ("nvidia a100-sxm4-80gb", "nvidia a100 80gb pcie"),
   "b200": ("nvidia b200", "nvidia gb200"),
   "l4": ("nvidia l4",),
   "rtx4090": ("nvidia geforce rtx 4090",),
@@ -125,9 +125,12 @@ def get_target(name: str | Target | None = None) -> Target:
     )
   data = _described()[base]
   if data["kind"] == "tpu":
-    shape = shape or str(data["tpu"]["default"])
-    if not re.fullmatch(r"\d+(x\d+){1,2}", shape) or 0 in map(int, shape.split("x")):
-      raise ValueError(f"target {name!r}: expected a slice of chips, such as {base}:2x4, not {shape!r}")
+    least = str(data["tpu"]["default"])
+    shape = shape or least
+    sides = least.count("x")
+    if not re.fullmatch(rf"\d+(x\d+){{{sides}}}", shape) or 0 in map(int, shape.split("x")):
+      example = "2x2x1" if sides == 2 else "2x4"
+      raise ValueError(f"target {name!r}: expected a slice of chips, such as {base}:{example}, not {shape!r}")
     topology = f"{data['tpu']['topology']}:{shape}"
     count = math.prod(map(int, shape.split("x")))
   else:
@@ -171,9 +174,10 @@ def _here() -> Target:
   kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
   words = device.device_kind.lower()
   for name, kinds in _KINDS.items():
-    if any(words == k or (words.startswith(k) and kind == "gpu") for k in kinds):
+    if any(words == k or (kind == "gpu" and re.match(rf"{re.escape(k)}(?![a-z0-9])", words)) for k in kinds):
       found = _from_data(HERE, _described()[name], len(devices), "")
-      return dataclasses.replace(found, device=device.device_kind)
+      limit = _memory(device) or found.usable
+      return dataclasses.replace(found, device=device.device_kind, usable=limit)
   memory = _memory(device)
   return Target(
     name=HERE,

@@ -73,6 +73,8 @@ def _run(options: argparse.Namespace) -> None:
   console = rich.console.Console()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")
+  if options.multiple is not None and options.multiple < 1:
+    raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
   _check_files(options)
   planner = Planner(config, target)
   compile: bool | str = False if options.analytic else "auto"

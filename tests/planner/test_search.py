@@ -10,6 +10,7 @@ from plans_under_test import a_plan, a_product
 from mpjax.planner.compile import CompileError
 from mpjax.planner.results import Floor, Memory
 from mpjax.planner.search import cheapest, largest_batch
+from mpjax.planner.units import bytes_text
 
 FAILED = "the compiler failed: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory"
 
@@ -150,7 +151,7 @@ def test_the_search_ends_at_its_bound(most, multiple, want):
   planned = Planned(lambda b: 100 + 7 * b)
   fit = largest_batch(planned, 10**9, multiple=multiple, most=most)
   assert (fit.batch, fit.next_batch, fit.next_peak) == (want, None, 0)
-  assert str(fit) == f"largest batch that fits 1 GB: {want} ({100 + 7 * want} B)"
+  assert str(fit) == f"largest batch that fits {bytes_text(10**9)}: {want} ({100 + 7 * want} B)"
   assert max(planned.calls) <= most
 
 
@@ -186,20 +187,20 @@ def test_progress_is_told_bounds_that_close_in():
       Planned(lambda b: 10**9 + b),
       10**6,
       {},
-      r"not even a batch of 1 fits 1 MB: it needs 1 GB; choose another",
+      r"not even a batch of 1 fits 1(.00)? MB: it needs 1(.00)? GB; choose another",
     ),
-    (Planned(lambda b: 10**9 + b), 10**6, {"multiple": 24}, r"not even a batch of 24 fits 1 MB"),
+    (Planned(lambda b: 10**9 + b), 10**6, {"multiple": 24}, r"not even a batch of 24 fits 1(.00)? MB"),
     (
       Planned(lambda b: 10 * b, gives_up=1),
       10**6,
       {},
-      r"not even a batch of 1 fits 1 MB: its compiler gives up",
+      r"not even a batch of 1 fits 1(.00)? MB: its compiler gives up",
     ),
     (
       Planned(lambda b: 10 * b, gives_up=1, how="raise"),
       10**6,
       {},
-      r"not even a batch of 1 fits 1 MB: its compiler gives up",
+      r"not even a batch of 1 fits 1(.00)? MB: its compiler gives up",
     ),
     (Planned(lambda b: b), 10**6, {"multiple": 0}, r"multiple=0: expected positive"),
     (Planned(lambda b: b), 0, {}, r"memory=0.*expected positive"),
