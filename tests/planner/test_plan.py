@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from steps_under_test import (
   BATCH,
   F32,
@@ -34,7 +35,10 @@ from steps_under_test import (
 )
 
 import mpjax
+from mpjax.planner import compile as compilers
 from mpjax.planner.results import ARGUMENT_PARTS
+from mpjax.planner.targets import get_target
+from mpjax.planner.tiles import tiled_bytes
 
 PRESETS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "auto")
 
@@ -230,6 +234,48 @@ def test_emulated_fp8_is_planned_as_it_is_traced():
   eight_bit = sum(count for dtype, count in flops.items() if dtype.startswith("float8"))
   assert eight_bit == 3 * product
   assert flops["bfloat16"] == 5 * product
+
+
+def bytes_on_a_tpu(tree):
+  return sum(tiled_bytes(x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ("target", "size_of", "table"), [("v5e", bytes_on_a_tpu, 512), ("h200", nbytes, 8 * 9)]
+)
+def test_sizes_are_the_compilers_of_a_device_that_is_not_there(target, size_of, table):
+  if lacks := compilers.missing(get_target(target)):
+    pytest.skip(lacks)
+  step, state = a_train_step("bf16")
+  plan = mpjax.plan(step, (state, BATCH), target=target, compile=True)
+  compiled = plan.compiled
+  outputs = jax.tree.leaves(jax.eval_shape(step.jitted, state, BATCH))
+  assert len(outputs) == 9
+  assert by_parts(plan, *ARGUMENT_PARTS) == compiled.arguments == size_of((state, BATCH))
+  assert compiled.outputs == size_of(outputs) + table
+  assert compiled.aliases == size_of(state)
+  assert compiled.explained >= 0.9
+  assert sum(compiled.kernels.values()) == 2 * (2 * B * D * H) + 3 * (2 * B * H * OUT)
+  assert all("bf16 x bf16" in kernel for kernel in compiled.kernels)
+  assert plan.checkpoint == nbytes(state)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+def test_collectives_are_those_of_the_targets_compiler(target):
+  if lacks := compilers.missing(get_target(target)):
+    pytest.skip(lacks)
+  mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  put = lambda tree, *spec: jax.tree.map(
+    lambda x: S(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))), tree
+  )
+  step, state = a_train_step("fp32")
+  plan = mpjax.plan(step, (put(state), put(BATCH, "data")), target=target, compile=True)
+  assert by_parts(plan, *ARGUMENT_PARTS) == plan.compiled.arguments
+  assert {(c.operation, c.dtype) for c in plan.collectives} == {("all-reduce", "float32")}
+  moved = sum(c.nbytes for c in plan.collectives)
+  assert 4 * SIZE <= moved <= 4 * SIZE + 1024  # and a few scalars, each a tile on a TPU
 
 
 @pytest.mark.parametrize(

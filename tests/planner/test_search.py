@@ -108,7 +108,7 @@ def test_largest_batch_fits_and_the_next_does_not(name, multiple):
 @settings(max_examples=60, deadline=None)
 @given(
   st.integers(0, 10**6),
-  st.integers(1, 10**4),
+  st.integers(8, 10**4),
   st.floats(0.25, 4),
   st.integers(1, 64),
   st.integers(0, 10**7),
