@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from mpjax.planner.graph import BACKWARD, FORWARD, OTHER, Graph, Value, key_words, merged
-from mpjax.planner.liveness import FP8_PRODUCT, TRAITS, Peak, peak
+from mpjax.planner.graph import BACKWARD, FORWARD, Graph, Value, key_words, merged
+from mpjax.planner.liveness import TRAITS, Peak, peak
+from mpjax.planner.model_state import from_arguments, held_at_once
 from mpjax.planner.parts import Argument
 from mpjax.planner.results import ARGUMENT_PARTS, Memory, Saved, pattern
 from mpjax.planner.targets import Target
@@ -106,7 +106,8 @@ def analyse(
   parts |= {name: transient[name] for name in order if transient[name]}
   saved = _saved(worst)
   state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
-  state |= _held_at_once(program, worst, weights, sizes)
+  shapes = [a.shape for a in arguments if a.part == "master weights"]
+  state |= held_at_once(program, worst, shapes, sizes.of)
   return Memory(parts, slots, saved[:LISTED], sum(r.nbytes for r in saved), sum(parts.values()), state)
 
 
@@ -135,7 +136,7 @@ def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set
   shaped = value.shape in weights or tuple(reversed(value.shape)) in weights
   if maker is None:
     return "temporaries"
-  if shaped and value.shape and maker.phase != BACKWARD and _from_arguments(value):
+  if shaped and value.shape and maker.phase != BACKWARD and from_arguments(value):
     return "compute copies"
   if shaped and maker.phase == BACKWARD and len(value.shape) > 1:
     return "gradients"
@@ -154,61 +155,6 @@ def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: S
     total += sizes.of(value) if id(root) in seen or given else 0
     seen.add(id(root))
   return total
-
-
-def _held_at_once(graph: Graph, worst: Peak, weights: set[tuple[int, ...]], sizes: Sizes) -> dict[str, int]:
-  """Bytes of all copies of weights that are made for products, and of all gradients that the update reads."""
-  shapes = weights | {tuple(reversed(shape)) for shape in weights}
-  copies: dict[int, int] = {}
-  for step in worst.order:
-    for value in step.writes:
-      if value.shape in shapes and step.operation.phase != BACKWARD and _from_arguments(value):
-        copies[id(value)] = worst.size(value)
-    if step.operation.name == FP8_PRODUCT and step.operation.phase != BACKWARD:
-      for value in step.reads:  # which it quantises
-        if value.shape in shapes and value.argument is not None:
-          copies[id(value)] = worst.size(value) // value.dtype.itemsize
-  made = {id(v): step.operation for step in worst.order for v in step.writes}
-  gradients: dict[int, int] = {}
-  for step in worst.order:
-    if step.operation.phase != OTHER:
-      continue
-    for value in step.reads:
-      maker = made.get(id(value))
-      if maker is not None and value.shape in shapes and (maker.phase == BACKWARD or maker.bodies):
-        gradients[id(value)] = worst.size(value)
-  in_loops = _copies_in_loops(graph, weights, sizes)
-  found = {"compute copies": max(sum(copies.values()), in_loops), "gradients": sum(gradients.values())}
-  return {name: nbytes for name, nbytes in found.items() if nbytes}
-
-
-def _copies_in_loops(graph: Graph, weights: set[tuple[int, ...]], sizes: Sizes) -> int:
-  """Bytes of the copies that loops make of weights which they carry along, or go through layer by layer."""
-  found: dict[tuple[tuple[int, ...], Any], int] = {}
-  for operation, times in graph.every_operation():
-    source = operation.operands[0] if len(operation.operands) == 1 else None
-    if operation.name != "convert_element_type" or source is None or source.argument is None:
-      continue
-    value = operation.results[0]
-    if value.nbytes >= source.nbytes or operation.phase == BACKWARD:
-      continue
-    whole = sum(shape == value.shape for shape in weights)
-    stacked = any(shape[1:] == value.shape for shape in weights)
-    if whole or stacked:
-      count = whole if whole else times
-      found[value.shape, value.dtype] = sizes.of(value) * count
-  return sum(found.values())
-
-
-def _from_arguments(value: Value) -> bool:
-  """Whether a value is a cast or a view of one argument."""
-  for _ in range(16):
-    if value.argument is not None:
-      return True
-    if value.maker is None or len(value.maker.operands) != 1 or value.maker.flops or value.maker.bodies:
-      return False
-    value = value.maker.operands[0]
-  return False
 
 
 def _move_on_chip(parts: collections.Counter[str], room: int) -> None:
