@@ -1,13 +1,11 @@
 """`mpjax.plan` of users' own steps: bytes against the compiler's and against counts by hand."""
 
-import functools
 import math
 
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -371,41 +369,3 @@ def test_saved_activations_under_autocast_are_in_half_precision(rows):
   }
   line = f"test_plan.py:{deep.__code__.co_firstlineno + 3}"
   assert {row.source for rows in saved.values() for row in rows} == {line}
-
-
-@pytest.mark.parametrize(
-  "result",
-  [
-    lambda x: x,
-    lambda x: (2 * x, 2 * x),
-    lambda x: (2 * x, (2 * x).T),
-    lambda x: (1.0, 2 * x),
-    lambda x: {"a": x, "b": x},
-  ],
-)
-def test_results_that_are_one_value_have_memory_of_their_own(result):
-  args = (S((D, D), F32),)
-  plan = mpjax.plan(result, args, compile=True)
-  outputs = jax.tree.leaves(jax.eval_shape(result, *args))
-  assert plan.compiled.outputs == nbytes(outputs) + (8 * len(outputs) if len(outputs) > 1 else 0)
-  assert plan.memory.peak >= nbytes(args) + plan.compiled.outputs
-
-
-@pytest.mark.parametrize(
-  "argument",
-  [0.5, 3, True, np.zeros(10, np.int64), np.zeros(10), S((10,), jnp.int4), S((0, 3), F32), None]
-  + [jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl)) for impl in ("rbg", "threefry2x32")],
-  ids=str,
-)
-def test_any_argument_takes_what_jax_gives_it(argument):
-  step = lambda params, other: jax.tree.map(lambda x: x * 2, params)
-  plan = mpjax.plan(step, (S((D, D), F32), argument), compile=True)
-  assert by_parts(plan, *ARGUMENT_PARTS) == plan.compiled.arguments
-
-
-def test_weights_are_served_in_the_compute_dtype():
-  weights = {"w": S((D, H), F32), "complex": S((D,), jnp.complex64), "index": S((D,), jnp.int32)}
-  step = lambda params, batch: (jax.tree.map(lambda x: x + 1, params), batch @ params["w"])
-  plan = mpjax.plan(step, (weights, S((B, D), F32)), target="h200", policy="bf16", compile=False)
-  assert plan.label == "bf16"
-  assert plan.inference == 2 * D * H + 8 * D + 4 * D
