@@ -67,7 +67,7 @@ CASES: dict[tuple[str, str], tuple[str, list[str], int]] = {
     ["model.patch=1", "model.dim=768", "model.heads=12", "model.layers=12"],
     1024,
   ),
-  ("resnet", "small"): ("resnet_digits", ["model.width=32"], 2048),
+  ("resnet", "small"): ("resnet_digits", ["model.width=32", "model.stages=[3,4,6]"], 4096),
   ("resnet", "medium"): ("resnet_digits", ["model.width=64", "model.stages=[3,4,6]"], 1024),
   ("resnet", "large"): ("resnet_digits", ["model.width=128", "model.stages=[3,4,6]"], 4096),
 }

@@ -137,14 +137,17 @@ def _compile_here(jitted: Any, args: Sequence[Any]) -> Program:
 def _exported(jitted: Any, args: Sequence[Any], target: Target) -> bytes:
   platform = "cuda" if target.kind == "gpu" else target.kind
   try:
-    exported = _export(jitted, args, platform, [])
-  except ValueError as error:
-    # A program that is kept may not call just any library; this one is compiled at once.
-    calls = re.findall(r"'([\w$.]+)'", str(error)) if "custom call" in str(error) else []
-    if not calls:
-      raise
-    exported = _export(jitted, args, platform, calls)
-  return bytes(exported.serialize())
+    try:
+      exported = _export(jitted, args, platform, [])
+    except ValueError as error:
+      # A program that is kept may not call just any library; this one is compiled at once.
+      calls = re.findall(r"custom_call @([\w$.]+)", str(error))
+      if not calls:
+        raise
+      exported = _export(jitted, args, platform, calls)
+    return bytes(exported.serialize())
+  except (ValueError, NotImplementedError) as error:  # such as a callback to this machine
+    raise CompileError(f"the step cannot be taken to {target.name}: {_first_lines(str(error))}") from error
 
 
 def _export(jitted: Any, args: Sequence[Any], platform: str, calls: Sequence[str]) -> Any:
@@ -152,10 +155,13 @@ def _export(jitted: Any, args: Sequence[Any], platform: str, calls: Sequence[str
   return jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
 
 
-def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int]]:
-  """Names and sizes of the axes of the mesh that arguments lie on; none for one device."""
+def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
+  """Names, sizes and types of the axes of the mesh that arguments lie on; none for one device."""
   meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
-  return list(meshes[0].shape.items()) if meshes else []
+  if not meshes:
+    return []
+  types = [kind.name for kind in meshes[0].axis_types]
+  return [(name, size, kind) for (name, size), kind in zip(meshes[0].shape.items(), types, strict=True)]
 
 
 def _compile_apart(program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path) -> Program:
@@ -213,7 +219,7 @@ def _is_memory(message: str) -> bool:
 def _first_lines(message: str) -> str:
   lines = [line.strip() for line in message.splitlines() if line.strip()]
   told = [line for line in lines if "Error" in line or "error" in line or "RESOURCE" in line]
-  return (told or lines or ["the compiler stopped without a message"])[-1][:600]
+  return (told[:1] or lines[-1:] or ["the compiler stopped without a message"])[0][:600]
 
 
 def _absent(package: str) -> bool:

@@ -43,12 +43,14 @@ class Value:
     shape, dtype: as traced, of all devices together.
     maker: the operation that computes it; `None` for an argument or a constant.
     argument: its position among the flat arguments, or `None`.
+    local: whether the shape is one device's share already (inside of a `shard_map`).
   """
 
   shape: tuple[int, ...]
   dtype: Any
   maker: Operation | None = None
   argument: int | None = None
+  local: bool = False
 
   @property
   def nbytes(self) -> int:
@@ -70,6 +72,7 @@ class Operation:
     region: number of the rematerialised region that it is in, 0 for none; the compiler merges no
       operations of different ones, except where it takes no notice of them.
     equation: the traced equation.
+    local: whether it is inside of a `shard_map`, with the shapes of one device.
     bodies: graphs of a loop's or conditional's bodies.
     times: how often the bodies run (a `while` counts once).
   """
@@ -83,6 +86,7 @@ class Operation:
   flops: int
   region: int
   equation: Any
+  local: bool
   bodies: list[Graph]
   times: int
 
@@ -200,6 +204,7 @@ class _Context:
   path: str
   source: str
   region: int
+  local: bool = False
 
 
 class _Builder:
@@ -226,6 +231,8 @@ class _Builder:
       if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
         self._regions += 1
         here = dataclasses.replace(here, region=self._regions)
+      if equation.primitive.name == "shard_map":
+        here = dataclasses.replace(here, local=True)
       body = _call(equation)
       if body is None:
         out.append(self._operation(equation, environment, here))
@@ -246,6 +253,7 @@ class _Builder:
     results = []
     for variable in equation.outvars:
       environment[variable] = _value(variable.aval)
+      environment[variable].local = here.local
       results.append(environment[variable])
     bodies = []
     if name in _LOOPS:
@@ -268,6 +276,7 @@ class _Builder:
       flops(equation),
       here.region,
       equation,
+      here.local,
       bodies,
       times,
     )
@@ -298,7 +307,9 @@ def _at(equation: Any, context: _Context) -> _Context:
   path = _compat.module_path(equation)
   path = "/".join(part for part in path.split("/") if part not in _MARKS)
   joined = path if not context.path or path.startswith(context.path) else f"{context.path}/{path}".rstrip("/")
-  return _Context(phase, joined, _compat.source_line(equation) or context.source, context.region)
+  return _Context(
+    phase, joined, _compat.source_line(equation) or context.source, context.region, context.local
+  )
 
 
 _MARKS = frozenset({"rematted_computation", "checkpoint", "autocast_output"})

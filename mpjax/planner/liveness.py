@@ -8,16 +8,16 @@ read; operations run in an order that keeps little alive.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 from mpjax.planner.graph import BACKWARD, FORWARD, Graph, Operation, Value
+from mpjax.planner.order import delayed, greedy
 
 FP8_PRODUCT = "fp8_dot_general"
 
 # The same bytes under another type, shape or order of dimensions.
-_VIEWS = frozenset(
+VIEWS = frozenset(
   {
     "reshape",
     "squeeze",
@@ -104,6 +104,8 @@ class Peak:
     size: bytes of a value, as it is stored.
     order: what is stored, in the order in which it is computed.
     root: the value whose memory a value is in.
+    fresh: results that take no argument's memory.
+    inner: the worst moment of the loop or branch that runs then.
   """
 
   nbytes: int
@@ -115,6 +117,8 @@ class Peak:
   size: Callable[[Value], int]
   order: Sequence[Step]
   root: Callable[[Value], Value]
+  fresh: list[Value]
+  inner: Peak | None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -125,6 +129,7 @@ class Step:
   reads: list[Value]
   writes: list[Value]
   extra: int
+  inner: Peak | None = None
 
 
 def peak(
@@ -145,8 +150,9 @@ def peak(
   if traits.half_operands:
     whole = size
     size = lambda v: whole(v) // (2 if storage.only_multiplied(v) else 1)
-  steps = storage.steps(lambda body: _inner(body, traits, size))
-  candidates = (steps, _delayed(steps), _scheduled(steps, storage, graph, size))
+  steps = storage.steps(lambda body: peak(body, traits, size=size, reusable=body.arguments))
+  kept = {id(storage.root(v)) for v in (*graph.results, *graph.arguments)}
+  candidates = (steps, delayed(steps), greedy(steps, kept, size))
   results = [storage.root(v) for v in graph.results]
   best: Peak | None = None
   for order in candidates:
@@ -155,10 +161,6 @@ def peak(
     best = found if best is None or found.nbytes < best.nbytes else best
   assert best is not None
   return best
-
-
-def _inner(body: Graph, traits: Traits, size: Callable[[Value], int]) -> int:
-  return peak(body, traits, size=size, reusable=body.arguments).nbytes
 
 
 class _Storage:
@@ -170,13 +172,13 @@ class _Storage:
     self._view: dict[int, Value] = {}
     self._reach: dict[int, tuple[Value, ...]] = {}
     for operation in graph.operations:
-      if operation.name in _VIEWS or _is_view(operation):
+      if operation.name in VIEWS or _is_view(operation):
         for result, operand in zip(operation.results, operation.operands, strict=False):
           self._view[id(result)] = self.root(operand)
     self._stored: set[int] = {id(self.root(v)) for v in (*graph.arguments, *graph.results)}
     self._readers: dict[int, list[Operation]] = {}
     for operation in graph.operations:
-      if operation.name in _VIEWS or _is_view(operation):
+      if operation.name in VIEWS or _is_view(operation):
         continue
       for value in operation.operands:
         self._readers.setdefault(id(self.root(value)), []).append(operation)
@@ -206,10 +208,10 @@ class _Storage:
   def is_stored(self, value: Value) -> bool:
     return id(value) in self._stored
 
-  def steps(self, inner: Callable[[Graph], int]) -> list[Step]:
+  def steps(self, inner: Callable[[Graph], Peak]) -> list[Step]:
     out = []
     for operation in self._graph.operations:
-      if operation.name in _VIEWS or _is_view(operation):
+      if operation.name in VIEWS or _is_view(operation):
         continue
       writes = [v for v in operation.results if self.is_stored(v)]
       if not writes and not operation.equation.effects:
@@ -218,10 +220,12 @@ class _Storage:
       for value in operation.operands:
         for v in self._sources(self.root(value)):
           reads[id(v)] = v
-      extra = max((inner(body) for body in operation.bodies), default=0)
+      bodies = [inner(body) for body in operation.bodies]
+      worst = max(bodies, key=lambda found: found.nbytes, default=None)
+      extra = worst.nbytes if worst else 0
       if operation.name == FP8_PRODUCT:  # the quantised operands
         extra += sum(math.prod(value.shape) for value in operation.operands[:2])
-      out.append(Step(operation, list(reads.values()), writes, int(extra)))
+      out.append(Step(operation, list(reads.values()), writes, int(extra), worst))
     return out
 
   def _fused_cast(self, operation: Operation, value: Value) -> bool:
@@ -282,76 +286,6 @@ def _is_view(operation: Operation) -> bool:
   return operation.name == "convert_element_type" and operand.dtype == result.dtype
 
 
-def _delayed(steps: Sequence[Step]) -> list[Step]:
-  """The steps in program order, but for what is computed again: that comes when it is first read."""
-  maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
-  again: set[int] = set()
-  for i, step in enumerate(steps):
-    before = [maker[id(v)] for v in step.reads if id(v) in maker]
-    if step.operation.region and all(j in again or steps[j].operation.phase != BACKWARD for j in before):
-      again.add(i)
-  first = list(range(len(steps)))
-  used: dict[int, int] = {}
-  for i in range(len(steps) - 1, -1, -1):
-    if i in again:
-      first[i] = used.get(i, i)
-    for v in steps[i].reads:
-      j = maker.get(id(v))
-      if j is not None:
-        used[j] = min(used.get(j, first[i]), first[i])
-  order = sorted(range(len(steps)), key=lambda i: (first[i], i not in again, i))
-  return [steps[i] for i in order]
-
-
-def _scheduled(
-  steps: Sequence[Step], storage: _Storage, graph: Graph, size: Callable[[Value], int]
-) -> list[Step]:
-  """The steps in an order that frees what it can as soon as it can."""
-  maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
-  waits = [0] * len(steps)
-  unlocks: list[list[int]] = [[] for _ in steps]
-  left: dict[int, int] = {}
-  for i, step in enumerate(steps):
-    for v in step.reads:
-      left[id(v)] = left.get(id(v), 0) + 1
-      if id(v) in maker and maker[id(v)] != i:
-        waits[i] += 1
-        unlocks[maker[id(v)]].append(i)
-  kept = {id(storage.root(v)) for v in (*graph.results, *graph.arguments)}
-
-  def gain(i: int) -> int:
-    freed = sum(size(v) for v in steps[i].reads if left[id(v)] == 1 and id(v) not in kept)
-    return freed - sum(size(v) for v in steps[i].writes if id(v) not in kept)
-
-  readers: dict[int, list[int]] = {}
-  for i, step in enumerate(steps):
-    for v in step.reads:
-      readers.setdefault(id(v), []).append(i)
-  # Nothing is computed again before the forward pass has ended.
-  rank = lambda i: (steps[i].operation.phase == BACKWARD, -gain(i), i)
-  ready = [rank(i) for i in range(len(steps)) if not waits[i]]
-  heapq.heapify(ready)
-  done = [False] * len(steps)
-  order = []
-  while ready:
-    *_, i = heapq.heappop(ready)
-    if done[i]:
-      continue
-    done[i] = True
-    order.append(steps[i])
-    for v in steps[i].reads:
-      left[id(v)] -= 1
-      if left[id(v)] == 1:
-        for j in readers[id(v)]:
-          if not done[j] and not waits[j]:
-            heapq.heappush(ready, rank(j))
-    for j in unlocks[i]:
-      waits[j] -= 1
-      if not waits[j]:
-        heapq.heappush(ready, rank(j))
-  return order
-
-
 def _simulate(
   order: Sequence[Step],
   results: list[Value],
@@ -381,7 +315,8 @@ def _simulate(
       in_place.add(id(v))
   live: dict[int, Value] = {}
   total = 0
-  worst, worst_live, worst_at, worst_extra = 0, [], None, 0
+  worst, worst_live = 0, list[Value]()
+  worst_at: Step | None = None
   saved_worst, saved = 0, []
   saved_now = 0
   read_later: dict[int, bool] = {}
@@ -406,12 +341,7 @@ def _simulate(
         if step.operation.phase == FORWARD and read_later.get(id(v)):
           saved_now += size(v)
     if total - reuse + step.extra > worst:
-      worst, worst_live, worst_at, worst_extra = (
-        total - reuse + step.extra,
-        list(live.values()),
-        step.operation,
-        step.extra,
-      )
+      worst, worst_live, worst_at = total - reuse + step.extra, list(live.values()), step
     if saved_now > saved_worst:
       saved_worst = saved_now
       saved = [v for v in live.values() if v.maker and v.maker.phase == FORWARD and read_later.get(id(v))]
@@ -421,4 +351,16 @@ def _simulate(
         total -= size(v)
         if v.maker and v.maker.phase == FORWARD and read_later.get(id(v)):
           saved_now -= size(v)
-  return Peak(worst, worst_at, worst_live, saved, worst_extra, frozenset(read_later), size, order, root)
+  return Peak(
+    nbytes=worst,
+    at=worst_at.operation if worst_at else None,
+    live=worst_live,
+    saved=saved,
+    extra=worst_at.extra if worst_at else 0,
+    read_backward=frozenset(read_later),
+    size=size,
+    order=order,
+    root=root,
+    fresh=[v for v in results if id(v) not in fixed and id(v) not in in_place],
+    inner=worst_at.inner if worst_at else None,
+  )

@@ -37,6 +37,8 @@ class Sizes:
 
   def of(self, value: Value) -> int:
     """Bytes of a value."""
+    if value.local:
+      return tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
     if value.shape in self.weights:
       return int(value.nbytes * self.weights[value.shape])
     whole = tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
@@ -92,23 +94,30 @@ def analyse(
   weights = {a.shape for a in arguments if a.part == "master weights"}
   results_in = {id(v) for v in program.results}
   transient: collections.Counter[str] = collections.Counter()
-  for value in worst.live:
-    transient[_part(value, weights, worst, results_in)] += worst.size(value)
-  known = sum(transient.values()) + worst.extra
-  transient["temporaries"] += max(0, worst.nbytes - sum(transient.values()))
-  if known > worst.nbytes:
-    transient["temporaries"] -= min(transient["temporaries"], known - worst.nbytes)
+  moment: Peak | None = worst
+  while moment is not None:  # and what is inside of the loop or branch that runs then
+    for value in moment.live:
+      transient[_part(value, weights, moment, results_in)] += moment.size(value)
+    moment = moment.inner
+  known = sum(transient.values())
+  transient["temporaries"] += max(0, worst.nbytes - known)
+  transient["temporaries"] -= min(transient["temporaries"], max(0, known - worst.nbytes))
   transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
   transient["outputs"] += table_bytes(results, target.kind) + _returned_again(program, worst, donated, sizes)
   _move_on_chip(transient, target.on_chip)
+  # On the chip or not, results are in the device's memory at the end.
+  fresh = sum(worst.size(value) for value in {id(v): v for v in worst.fresh}.values())
+  missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
+  transient["outputs"] += max(0, missing)
   parts, slots = argument_parts(arguments, target.kind)
   order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
   parts |= {name: transient[name] for name in order if transient[name]}
-  saved = _saved(worst)
+  inner = [step.inner for step in worst.order if step.inner is not None]
+  saved = max((_saved(moment) for moment in (worst, *inner)), key=_total)
   state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
   shapes = [a.shape for a in arguments if a.part == "master weights"]
   state |= held_at_once(program, worst, shapes, sizes.of)
-  return Memory(parts, slots, saved[:LISTED], sum(r.nbytes for r in saved), sum(parts.values()), state)
+  return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state)
 
 
 def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
@@ -177,6 +186,10 @@ def _saved(worst: Peak) -> tuple[Saved, ...]:
     row[1] += worst.size(value)
   rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]
   return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _total(saved: Sequence[Saved]) -> int:
+  return sum(row.nbytes for row in saved)
 
 
 def floor_bytes(memory: Memory, cache: int) -> int:

@@ -6,9 +6,11 @@ import collections
 from collections.abc import Callable, Sequence
 
 from mpjax.planner.graph import BACKWARD, OTHER, Graph, Value
-from mpjax.planner.liveness import FP8_PRODUCT, Peak
+from mpjax.planner.liveness import FP8_PRODUCT, VIEWS, Peak
 
 Shape = tuple[int, ...]
+# What makes the same numbers of a weight, in another type or order.
+_COPIES = frozenset({"convert_element_type", "reduce_precision", "copy", *VIEWS})
 
 
 def held_at_once(
@@ -37,7 +39,7 @@ def from_arguments(value: Value) -> bool:
   for _ in range(16):
     if value.argument is not None:
       return True
-    if value.maker is None or len(value.maker.operands) != 1 or value.maker.flops or value.maker.bodies:
+    if value.maker is None or value.maker.name not in _COPIES:
       return False
     value = value.maker.operands[0]
   return False

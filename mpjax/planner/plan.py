@@ -17,11 +17,13 @@ from mpjax.planner import hlo, hlo_parts, hlo_products, memory, products
 from mpjax.planner.explained import differences
 from mpjax.planner.graph import Graph, make_graph
 from mpjax.planner.parts import Argument, name_arguments
-from mpjax.planner.results import Compiled, Floor, Memory, Plan
+from mpjax.planner.results import Compiled, Floor, Memory, Plan, Product
 from mpjax.planner.targets import Target, get_target
+from mpjax.planner.units import bytes_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainStep
 
+_WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
 
 
@@ -88,6 +90,7 @@ def plan(
   analytic = memory.analyse(graph, arguments, donated, device, results)
   listed = products.list_products(graph, device, devices)
   notes = _notes(device, devices, graph, arguments)
+  notes += _more_notes(traced.jaxpr, listed, resolved)
   compiled, crossing = None, ()
   lacks = compilers.missing(device)
   if compile is True and lacks:
@@ -100,7 +103,7 @@ def plan(
     except compilers.CompileError as error:
       if compile is True:
         raise
-      notes.append(f"the compiler failed: {error}")
+      notes.append(f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}")
   return Plan(
     label=label or _label(step, resolved),
     target=device.name,
@@ -290,6 +293,18 @@ def _floor(
     parts["interconnect"] = sent / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)
+
+
+def _more_notes(jaxpr: Any, listed: Sequence[Product], policy: Policy | None) -> list[str]:
+  notes = []
+  if policy is not None and policy.fp8 and not any(p.dtype.startswith("float8") for p in listed):
+    notes.append("no product is FP8: mpjax.explain says why each is not")
+  held = sum(getattr(constant, "nbytes", 0) for constant in _compat.constants(jaxpr))
+  if held > _WORTH_A_NOTE:
+    notes.append(
+      f"the step closes over {bytes_text(held)} of arrays, which no part counts: pass them as arguments"
+    )
+  return notes
 
 
 def _notes(target: Target, devices: int, graph: Graph, arguments: Sequence[Argument]) -> list[str]:

@@ -36,7 +36,7 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     if not operation.flops:
       continue
     product = _product(operation, target)
-    flops = operation.flops * times // devices
+    flops = operation.flops * times // (1 if operation.local else devices)
     key = dataclasses.replace(product, flops=0)
     known = found.get(key)
     found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
@@ -50,7 +50,7 @@ def seconds_on_units(graph: Graph, target: Target, devices: int = 1) -> float | 
   total = 0.0
   for operation, times in graph.every_operation(least=True):
     if operation.flops:
-      total += operation.flops * times / devices / _rate(operation, target)
+      total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
   return total
 
 

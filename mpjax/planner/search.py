@@ -179,7 +179,7 @@ def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory
     return _beyond(low, tried, memory)
   above = tried[high][0]
   if not low:
-    return max(1, min(high - 1, int(high * memory / above) if above > memory + 1 else high // 2))
+    return _below(high, tried, memory)
   if above <= memory + 1 or len(tried) > _BENT:  # no figure from the compiler, or no straight line
     return (low + high) // 2
   at = low + round((memory - tried[low][0]) / max(1, above - tried[low][0]) * (high - low))
@@ -195,10 +195,19 @@ def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) ->
   return low + max(1, min(int((memory - tried[low][0]) / each) + 1, 8 * low))
 
 
+def _below(high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
+  """A size below all that were tried, of which none fits: on a line through the two smallest, or half."""
+  above, larger = tried[high][0], min((units for units in tried if units > high), default=0)
+  if above <= memory + 1 or len(tried) > _BENT:
+    return max(1, high // 2)
+  if not larger or tried[larger][0] <= above:
+    return max(1, min(high - 1, int(high * memory / above)))
+  each = (tried[larger][0] - above) / (larger - high)
+  return max(1, min(high - 1, high - int((above - memory) / each) - 1))
+
+
 def _too_large(plan: Plan) -> bool:
-  return any(
-    "RESOURCE_EXHAUSTED" in note or "memory" in note for note in plan.notes if "compiler failed" in note
-  )
+  return any(note.startswith("the compiler failed, out of memory") for note in plan.notes)
 
 
 def _is_gave_up(plan: Plan | None, peak: int) -> bool:

@@ -16,7 +16,7 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from mpjax.planner.compile import figures
 
@@ -38,9 +38,9 @@ def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
   devices = _devices(request)
   if exported.nr_devices > len(devices):
     raise ValueError(f"the step runs on {exported.nr_devices} devices, and the target has {len(devices)}")
-  sizes = [size for _, size in request["mesh"]] or [1]
-  names = [name for name, _ in request["mesh"]] or ["devices"]
-  mesh = Mesh(np.array(devices[: exported.nr_devices]).reshape(sizes), names)
+  names, sizes, types = zip(*(request["mesh"] or [("devices", 1, "Auto")]), strict=True)
+  grid = np.array(devices[: exported.nr_devices]).reshape(sizes)
+  mesh = Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in types))
   shardings = exported.in_shardings_jax(mesh)
   one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   args = [

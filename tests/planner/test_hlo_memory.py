@@ -167,6 +167,7 @@ SHARED, APART = 3 * A, 4 * A
     "product",
     "argument",
     "two results",
+    "two ways",
     "part of a result",
   ],
 )

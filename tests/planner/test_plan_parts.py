@@ -247,7 +247,6 @@ def test_an_abstract_mesh_compiles_for_this_machines_devices():
   assert plan.compiled.arguments == sum(arguments(plan).values()) == 4 * SIZE + nbytes(BATCH) // 8
 
 
-@known("what is inside shard_map is divided by the devices once more")
 def test_products_inside_shard_map_are_one_devices():
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
   local = lambda params, batch: jax.lax.psum(jnp.sum(batch @ params), "data")
@@ -334,14 +333,9 @@ RESULTS = {
 }
 
 
-ON_CHIP = known("a result that is written over what is on the chip is in no part")
-
-
 @pytest.mark.parametrize("target", ["here", "h200", "v5e"])
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_are_in_the_peak_of_every_target(name, target, request):
-  if target == "v5e" and name in ("random", "cholesky", "complex"):
-    request.applymarker(ON_CHIP)
+def test_results_are_in_the_peak_of_every_target(name, target):
   args = (S((256, 256), F32), KEY)
   plan = analytic(RESULTS[name], args, target=target)
   results = nbytes(jax.eval_shape(RESULTS[name], *args))
@@ -350,7 +344,7 @@ def test_results_are_in_the_peak_of_every_target(name, target, request):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_only_casts_of_weights_are_compute_copies(name, request):
-  if name in ("random", "complex"):
+  if name == "complex":
     request.applymarker(known("whatever has a weight's shape and comes of one argument is a copy"))
   plan = analytic(RESULTS[name], (S((256, 256), F32), KEY), target="h200")
   assert "compute copies" not in plan.memory.parts
