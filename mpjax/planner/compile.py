@@ -146,7 +146,12 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> bytes:
         raise
       exported = _export(jitted, args, platform, calls)
     return bytes(exported.serialize())
-  except (ValueError, NotImplementedError) as error:  # such as a callback to this machine
+  except (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RuntimeError,
+  ) as error:  # such as a callback to this machine
     raise CompileError(f"the step cannot be taken to {target.name}: {_first_lines(str(error))}") from error
 
 

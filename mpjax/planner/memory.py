@@ -192,9 +192,21 @@ def _total(saved: Sequence[Saved]) -> int:
   return sum(row.nbytes for row in saved)
 
 
-def floor_bytes(memory: Memory, cache: int) -> int:
-  """Bytes that memory must move in a step: state read and written, the batch read, activations both ways."""
-  parts = memory.parts
-  state = sum(parts.get(name, 0) for name in ARGUMENT_PARTS if name != "batch")
-  saved = max(0, memory.saved_bytes - cache)
-  return 2 * state + parts.get("batch", 0) + 2 * saved
+def floor_bytes(memory: Memory, written: int, cache: int) -> int:
+  """Bytes that a step must move at the least: arguments read, results written, activations both ways.
+
+  Args:
+    memory: of the step.
+    written: bytes of its results.
+    cache: bytes that a cache may keep from one step or pass to the next.
+  """
+  read = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
+  return max(0, read - cache) + max(0, written - cache) + 2 * max(0, memory.saved_bytes - cache)
+
+
+def written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+  """Bytes, on one device, of the results that are not an argument as it came."""
+  sizes = _sizes(arguments, kind)
+  return sum(
+    sizes.of(value) for value in {id(v): v for v in graph.results}.values() if value.argument is None
+  )

@@ -117,7 +117,7 @@ def plan(
     checkpoint=sum(a.whole for a in arguments if a.part != "batch"),
     products=listed,
     collectives=crossing,
-    floor=_floor(graph, device, devices, analytic, compiled, crossing),
+    floor=_floor(graph, arguments, device, devices, analytic, compiled, crossing),
     notes=tuple(notes),
   )
 
@@ -278,13 +278,20 @@ def _compile(
 
 
 def _floor(
-  graph: Graph, target: Target, devices: int, analytic: Memory, compiled: Compiled | None, crossing: Any
+  graph: Graph,
+  arguments: Sequence[Argument],
+  target: Target,
+  devices: int,
+  analytic: Memory,
+  compiled: Compiled | None,
+  crossing: Any,
 ) -> Floor | None:
   units = products.seconds_on_units(graph, target, devices)
   if units is None or not target.bandwidth:
     return None
   cache = int(target.data.get("cuda", {}).get("l2_cache_size", 0)) or target.on_chip
-  moved = memory.floor_bytes(compiled.memory if compiled else analytic, cache)
+  written = memory.written_bytes(graph, arguments, target.kind)
+  moved = memory.floor_bytes(compiled.memory if compiled else analytic, written, cache)
   parts = {"matrix units": units, "memory": moved / target.bandwidth}
   if crossing and target.interconnect and devices > 1:
     # A ring sends each byte of an all-reduce twice, but for one share; every other collective once.

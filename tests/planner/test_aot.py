@@ -110,8 +110,8 @@ def test_step_that_does_not_fit_is_a_note_or_an_error():
   assert plan.compiled is None
   assert plan.peak == plan.memory.peak > get_target("v5e").memory
   (note,) = [note for note in plan.notes if "the compiler failed" in note]
-  assert "RESOURCE_EXHAUSTED" in note
-  with pytest.raises(compilers.CompileError, match=r"v5e: .*RESOURCE_EXHAUSTED") as raised:
+  assert "RESOURCE_EXHAUSTED" in note or "memory" in note
+  with pytest.raises(compilers.CompileError, match=r"v5e: .*(RESOURCE_EXHAUSTED|memory)") as raised:
     mpjax.plan(step, (TOO_LARGE,), target="v5e", compile=True)
   assert raised.value.out_of_memory
 
@@ -123,7 +123,7 @@ def test_step_that_the_compiler_refuses_is_a_note_or_an_error(target):
   plan = mpjax.plan(unknown, (shape,), target=describe(target))
   assert plan.compiled is None
   assert [note for note in plan.notes if "the compiler failed" in note and "no_such_call" in note]
-  with pytest.raises(compilers.CompileError, match=rf"^{target}: .*no_such_call") as raised:
+  with pytest.raises(compilers.CompileError, match=rf"(?s){target}.*no_such_call") as raised:
     mpjax.plan(unknown, (shape,), target=target, compile=True)
   assert not raised.value.out_of_memory
 

@@ -260,10 +260,7 @@ def test_products_inside_shard_map_are_one_devices():
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["h200:4", "v5e:2x2"])
-@pytest.mark.parametrize(
-  "kind",
-  [AxisType.Auto, pytest.param(AxisType.Explicit, marks=known("the worker's mesh has automatic axes"))],
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_of_either_kind_compiles(target, kind):
   if lacks := compilers.missing(get_target(target)):
     pytest.skip(lacks)
