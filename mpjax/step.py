@@ -163,6 +163,7 @@ class TrainStep:
     self._cast_batch = cast_batch
     self._wrt = wrt
     self._recompute = require_recompute(recompute)
+    self._made_with = (tx, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute)
     names = inspect.signature(loss_fn).parameters
     self._keywords = tuple(name for name in _KEYWORDS if name in names)
 
@@ -227,6 +228,11 @@ class TrainStep:
     if len(args) == 3 and isinstance(args[0], nnx.Module) and isinstance(args[1], nnx.Optimizer):
       return self._in_place(*args, rng=rng)
     raise TypeError("expected step(state, batch) or step(nnx_module, nnx_optimizer, batch)")
+
+  def with_policy(self, policy: Any) -> TrainStep:
+    """The same step under another policy; states of both are alike where optimisers and loss scales are."""
+    tx, *rest = self._made_with
+    return TrainStep(self._plain_loss_fn, tx, policy, *rest)
 
   def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     """The unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.

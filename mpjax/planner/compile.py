@@ -201,7 +201,7 @@ def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
     "JAX_PLATFORMS": "cpu",  # with it the plug-ins are compilers, and look for no device
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "XLA_FLAGS": flags,
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
     "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
   }
   command = [sys.executable, "-m", "mpjax.planner.worker", str(folder)]
@@ -210,6 +210,9 @@ def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
   )
   try:
     output, _ = process.communicate(timeout=_TIMEOUT)
+  except subprocess.TimeoutExpired as error:
+    process.kill()
+    raise CompileError(f"the compiler was stopped after {_TIMEOUT} s") from error
   except BaseException:
     process.kill()
     process.wait()

@@ -23,8 +23,8 @@ _REASONS = {
   (
     "tpu",
     "activations",
-  ): "the TPU compiler stores what only products read in bfloat16, keeps small values on "
-  "the chip, and recomputes more when memory is short",
+  ): "likely that the TPU compiler stores what only products read in bfloat16, keeps small "
+  "values on the chip, and recomputes when memory is short",
   ("tpu", "temporaries"): "the TPU compiler keeps small values on the chip",
 }
 
@@ -56,7 +56,8 @@ def differences(
     elif part == "workspace" and theirs:
       why = "room that the library's calls asked for"
     elif part == "gradients":
-      why = "the schedule frees gradients as they are used, or must hold them all"
+      late = "something needs all of them before the first is used"
+      why = late if theirs > ours else "the compiler's schedule uses each up as it comes"
     else:
       why = _REASONS.get((target.kind, part), "another schedule")
     out.append(f"{part}: {bytes_text(ours)} analytic, {bytes_text(theirs)} compiled: {why}")

@@ -98,6 +98,7 @@ class Graph:
   arguments: list[Value]
   results: list[Value]
   operations: list[Operation]
+  literal_bytes: int = 0  # of results that are no value of the program, but a constant
 
   def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[Operation, int]]:
     """All operations with how often each runs, those in loops too.
@@ -156,7 +157,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
       made[key] = operation
     operations.append(operation)
   results = [now(value) for value in graph.results]
-  return Graph(graph.arguments, results, _needed(operations, results))
+  return Graph(graph.arguments, results, _needed(operations, results), graph.literal_bytes)
 
 
 def _key(operation: Operation, operands: list[Value], region: int) -> Any:
@@ -223,7 +224,8 @@ class _Builder:
     operations: list[Operation] = []
     self._run(jaxpr, environment, context, operations)
     results = [environment[v] for v in jaxpr.outvars if _compat.is_variable(v)]
-    return Graph(arguments, results, _needed(operations, results))
+    literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not _compat.is_variable(v)]
+    return Graph(arguments, results, _needed(operations, results), sum(literals))
 
   def _run(self, jaxpr: Any, environment: dict[Any, Value], context: _Context, out: list[Operation]) -> None:
     for equation in jaxpr.eqns:

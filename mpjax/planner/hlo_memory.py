@@ -84,7 +84,7 @@ class _Schedule:
   def peak(self, name: str) -> Live:
     """The worst moment of a computation, whose results are its caller's."""
     instructions = list(self._module.computations[name].values())
-    parts = _buffers(instructions)
+    parts = _buffers(instructions, self._module)
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
       if instruction.op in _VIEWS:
@@ -231,7 +231,25 @@ def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
   return True
 
 
-def _buffers(instructions: list[Instruction]) -> dict[str, list[Buffer | None]]:
+def _updated_in_place(fusion: Instruction, module: Module) -> dict[int, int]:
+  """Which results of a fusion are an operand of it with a slice written anew: result to operand."""
+  body = module.computations.get(fusion.called[0], {}) if fusion.called else {}
+  root = next((i for i in body.values() if i.is_root), None)
+  if root is None:
+    return {}
+  found = {}
+  for k, name in enumerate(root.operands if root.op == "tuple" else [root.name]):
+    at = body.get(name)
+    while at is not None and at.op in ("bitcast", "dynamic-update-slice") and at.operands:
+      if at.op == "dynamic-update-slice":
+        found[k] = -1
+      at = body.get(at.operands[0])
+    if k in found and at is not None and at.op == "parameter":
+      found[k] = int(at.rest[: at.rest.index(")")])
+  return {k: operand for k, operand in found.items() if operand >= 0}
+
+
+def _buffers(instructions: list[Instruction], module: Module) -> dict[str, list[Buffer | None]]:
   """Each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
   parts: dict[str, list[Buffer | None]] = {}
   for instruction in instructions:
@@ -262,6 +280,9 @@ def _buffers(instructions: list[Instruction]) -> dict[str, list[Buffer | None]]:
       source = operands[0]
       own = [s if s is not None else o for s, o in zip(source, own, strict=False)] + own[len(source) :]
     else:
+      for k, operand in _updated_in_place(instruction, module).items() if instruction.op == "fusion" else ():
+        if operand < len(operands) and len(operands[operand]) == 1:
+          own[k] = operands[operand][0]
       for k, operand in _aliased_operands(instruction):
         if operand < len(operands) and k < len(own) and operands[operand]:
           own[k] = operands[operand][0]

@@ -103,7 +103,11 @@ def analyse(
   transient["temporaries"] += max(0, worst.nbytes - known)
   transient["temporaries"] -= min(transient["temporaries"], max(0, known - worst.nbytes))
   transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
-  transient["outputs"] += table_bytes(results, target.kind) + _returned_again(program, worst, donated, sizes)
+  transient["outputs"] += (
+    table_bytes(results, target.kind)
+    + program.literal_bytes
+    + _returned_again(program, worst, donated, sizes)
+  )
   _move_on_chip(transient, target.on_chip)
   # On the chip or not, results are in the device's memory at the end.
   fresh = sum(worst.size(value) for value in {id(v): v for v in worst.fresh}.values())

@@ -35,10 +35,11 @@ def held_at_once(
 
 
 def from_arguments(value: Value) -> bool:
-  """Whether a value is a cast or a view of one argument."""
+  """Whether a value is a cast to no wider type, or a view, of one argument."""
+  given = value
   for _ in range(16):
     if value.argument is not None:
-      return True
+      return given.nbytes <= value.nbytes
     if value.maker is None or value.maker.name not in _COPIES:
       return False
     value = value.maker.operands[0]

@@ -15,6 +15,7 @@ from mpjax import _compat
 from mpjax.planner import compile as compilers
 from mpjax.planner import hlo, hlo_parts, hlo_products, memory, products
 from mpjax.planner.explained import differences
+from mpjax.planner.fp8 import policy_on_target
 from mpjax.planner.graph import Graph, make_graph
 from mpjax.planner.parts import Argument, name_arguments
 from mpjax.planner.results import Compiled, Floor, Memory, Plan, Product
@@ -23,6 +24,8 @@ from mpjax.planner.units import bytes_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainStep
 
+# Of a collective's bytes, the share that a device sends in a group of two, or where the network adds up.
+_SENT = {"all-reduce": 1.0, "reduce-scatter": 1.0, "collective-permute": 1.0}
 _WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
 
@@ -75,6 +78,11 @@ def plan(
     )
   resolved = step.policy if isinstance(step, TrainStep) and policy is None else policy
   resolved = None if resolved is None else get_policy(resolved, backend=device.kind)
+  notes = []
+  if isinstance(step, TrainStep):
+    there, note = policy_on_target(step.policy, device)
+    notes += [note] if note else []
+    step = step if there == step.policy or step.needs_batch else step.with_policy(there)
   function, jitted = _function(step, donate_argnums)
   args = tuple(_abstract(argument) for argument in abstract_args)
   devices = _mesh_size(args, device)
@@ -89,7 +97,7 @@ def plan(
   results = len(jax.tree.leaves(traced.out_info))
   analytic = memory.analyse(graph, arguments, donated, device, results)
   listed = products.list_products(graph, device, devices)
-  notes = _notes(device, devices, graph, arguments)
+  notes += _notes(device, devices, graph, arguments)
   notes += _more_notes(traced.jaxpr, listed, resolved)
   compiled, crossing = None, ()
   lacks = compilers.missing(device)
@@ -294,9 +302,8 @@ def _floor(
   moved = memory.floor_bytes(compiled.memory if compiled else analytic, written, cache)
   parts = {"matrix units": units, "memory": moved / target.bandwidth}
   if crossing and target.interconnect and devices > 1:
-    # A ring sends each byte of an all-reduce twice, but for one share; every other collective once.
-    factor = (devices - 1) / devices
-    sent = sum(c.nbytes * (2 if c.operation == "all-reduce" else 1) * factor for c in crossing)
+    # The least that each device sends, whatever the algorithm and the size of the groups.
+    sent = sum(c.nbytes * _SENT.get(c.operation, 0.5) for c in crossing)
     parts["interconnect"] = sent / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)

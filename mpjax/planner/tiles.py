@@ -1,8 +1,8 @@
 """What an array takes in a TPU's memory, where its two minor dimensions are whole tiles.
 
 A tile is 8 x 128 elements, or fewer rows. The rule was read off the layouts that the compiler chooses for
-arguments (OpenXLA, Tiled layout, has the
-notation): of all orders of dimensions it takes one in which padding is least.
+arguments (OpenXLA, Tiled layout, has the notation): of all orders of dimensions it takes one in which padding
+is least.
 """
 
 from __future__ import annotations

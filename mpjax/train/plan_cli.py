@@ -50,7 +50,9 @@ def plan(arguments: Sequence[str]) -> int:
   )
   parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
   parser.add_argument(
-    "--cheapest", action="store_true", help="find the fastest of the policies and recomputations that fits"
+    "--cheapest",
+    action="store_true",
+    help="find the policy and recomputation with the shortest time floor that fits",
   )
   parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
   parser.add_argument(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mpjax.fp8.recipe import to_pairs
-from mpjax.fp8.support import fp8_units
+from mpjax.planner.fp8 import policy_on_target
 from mpjax.planner.plan import plan
 from mpjax.planner.results import Plan
 from mpjax.planner.targets import Target
@@ -66,7 +64,7 @@ class Planner:
     recompute = self.config.train.recompute if recompute is None else recompute
     try:
       asked = get_policy(spec, backend=self.target.kind)
-      resolved, note = _on_target(asked, self.target)
+      resolved, note = policy_on_target(asked, self.target)
       step, state = self._step_and_state(resolved, recompute, batch)
       made = plan(
         step,
@@ -133,22 +131,6 @@ def _mesh(count: int, target: Target) -> Any:
     devices = jax.devices()[:count]
     return jax.make_mesh((count,), ("data",), devices=devices, axis_types=(AxisType.Auto,))
   return AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
-
-
-def _on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
-  """The policy as the target would run it, whatever this machine has; and what there is to say about it."""
-  recipe = policy.fp8_recipe
-  if recipe is None or recipe.emulate or target.is_here:
-    return policy, ""
-  major, minor = target.data["cuda"]["compute_capability"] if target.kind == "gpu" else (0, 0)
-  device = types.SimpleNamespace(
-    platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
-  )
-  there, why = fp8_units(recipe, device)
-  if not there:
-    return dataclasses.replace(policy, fp8=()), f"{why}: products run in {policy.compute_dtype.name}"
-  # Its products are to be traced as FP8 on this machine, too; which kernels they become the target decides.
-  return dataclasses.replace(policy, fp8=to_pairs({**dict(policy.fp8), "emulate": True})), ""
 
 
 def _label(policy: Policy, recompute: str) -> str:

@@ -38,10 +38,6 @@ MOMENTS = 2 * 4 * SIZE + 4  # two of float32, and a count
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
-def known(reason):
-  return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def analytic(step, args, **options):
   return mpjax.plan(step, args, compile=False, **options)
 
@@ -288,7 +284,7 @@ def test_arguments_on_a_tpu_are_padded_to_tiles():
     lambda x: x,
     lambda x: (2 * x, 2 * x),
     lambda x: (2 * x, (2 * x).T),
-    pytest.param(lambda x: (1.0, 2 * x), marks=known("a literal among the results is not counted")),
+    lambda x: (1.0, 2 * x),
     lambda x: {"a": x, "b": x},
   ],
 )
@@ -340,8 +336,6 @@ def test_results_are_in_the_peak_of_every_target(name, target):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_only_casts_of_weights_are_compute_copies(name, request):
-  if name == "complex":
-    request.applymarker(known("whatever has a weight's shape and comes of one argument is a copy"))
+def test_only_casts_of_weights_are_compute_copies(name):
   plan = analytic(RESULTS[name], (S((256, 256), F32), KEY), target="h200")
   assert "compute copies" not in plan.memory.parts

@@ -126,7 +126,7 @@ def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, ro
   fit = largest_batch(planned, memory, multiple=multiple)
   assert fit.batch == (multiple + room // slope) // multiple * multiple
   assert_is_largest(fit, planned, memory, multiple)
-  assert len(planned.calls) <= 16
+  assert len(planned.calls) <= 40  # halving, where a line is of no help
 
 
 @pytest.mark.parametrize("multiple", [1, 24])
