@@ -97,8 +97,9 @@ def test_plan_of_a_data_mesh(target):
   assert (reduced.operation, reduced.dtype) == ("all-reduce", "float32")
   # The gradients and the loss.
   assert 4 * WEIGHTS < reduced.nbytes <= 4 * WEIGHTS + 512
-  ring = 2 * reduced.nbytes * 3 / 4
-  assert plan.floor.parts["interconnect"] == pytest.approx(ring / get_target(target).interconnect)
+  # A floor: a ring sends more, and no network less than what each device must hear of.
+  sent = plan.floor.parts["interconnect"] * get_target(target).interconnect
+  assert reduced.nbytes / 2 <= sent <= 2 * reduced.nbytes * 3 / 4
 
 
 TOO_LARGE = jax.ShapeDtypeStruct((1 << 17, 1 << 16), f32)  # 34 GB
