@@ -10,6 +10,7 @@ import pathlib
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -17,6 +18,25 @@ def _clear_caches():
   """Compiled programs of one file are of no use to the next, and take gigabytes."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_runs_once(request, tmp_path_factory):
+  """Runs of one config, resumed or in a process of their own, are one program: compiled once a session."""
+  if request.path.parent.name != "train":
+    yield
+    return
+  folder = tmp_path_factory.getbasetemp()
+  folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+  patch = pytest.MonkeyPatch()
+  patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+  patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
+  patch.undo()
 
 
 def write_tiny_gpt(folder: pathlib.Path) -> list[str]:
