@@ -82,6 +82,7 @@ def plan(
   if isinstance(step, TrainStep):
     there, note = policy_on_target(step.policy, device)
     notes += [note] if note else []
+    resolved = there if policy is None else resolved
     step = step if there == step.policy or step.needs_batch else step.with_policy(there)
   function, jitted = _function(step, donate_argnums)
   args = tuple(_abstract(argument) for argument in abstract_args)
