@@ -133,7 +133,7 @@ def test_largest_batch_compiles_within_the_memory_and_the_next_does_not():
   target = describe("v5e")
   weight = jax.ShapeDtypeStruct((512, 2048), f32)
   # A TPU has 100 MB on the chip, which is too much for small steps to tell their batches apart.
-  memory, multiple = 1_000_000_000, 4096
+  memory, multiple = 1_000_000_000, 16384
 
   def step(w, x):
     return w - jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T)))(w)
