@@ -14,7 +14,7 @@ from mpjax.formats import FORMATS, MATRIX_UNITS, MatrixUnit, eligible, padded, r
 
 # Exponent bits, mantissa bits, bias, what the codes at the top of the range mean, and whether there is a sign.
 # "ieee": the last exponent is for infinity and NaN; "fn": only its last mantissa is NaN; "fnuz": NaN is minus zero;
-# "nan": as "fn", but without zero and subnormals.
+# "nan": as "fn", but without zero and subnormals; "finite": every code is a number.
 LAYOUTS = {
   "float64": (11, 52, 1023, "ieee", True),
   "float32": (8, 23, 127, "ieee", True),
@@ -27,10 +27,14 @@ LAYOUTS = {
   "float8_e5m2fnuz": (5, 2, 16, "fnuz", True),
   "float8_e4m3b11fnuz": (4, 3, 11, "fnuz", True),
   "float8_e8m0fnu": (8, 0, 127, "nan", False),
+  "float8_e4m3": (4, 3, 7, "ieee", True),
+  "float8_e3m4": (3, 4, 3, "ieee", True),
+  "float6_e3m2fn": (3, 2, 3, "finite", True),
+  "float6_e2m3fn": (2, 3, 1, "finite", True),
+  "float4_e2m1fn": (2, 1, 1, "finite", True),
 }
 DTYPES = [name for name in LAYOUTS if name != "tensorfloat32"]
-BYTE = [name for name in LAYOUTS if name.startswith("float8")]
-HALF = [*BYTE, "bfloat16", "float16"]
+HALF = [name for name in DTYPES if name not in ("float64", "float32")]
 REAL = [name for name in MATRIX_UNITS if name != "cpu"]
 
 size = st.integers(1, 5000)
@@ -70,7 +74,8 @@ def test_there_is_a_row_for_each_layout():
 def test_row_agrees_with_finfo(name):
   dtype, row = jnp.dtype(name), FORMATS[name]
   for finfo in (jnp.finfo(dtype), ml_dtypes.finfo(dtype)):
-    assert row.bits == finfo.bits == 8 * dtype.itemsize
+    assert row.bits == finfo.bits
+    assert max(row.bits, 8) == 8 * dtype.itemsize
     assert (row.exponent_bits, row.mantissa_bits) == (finfo.nexp, finfo.nmant)
     assert row.max == float(finfo.max)
     assert row.smallest_normal == float(finfo.smallest_normal)
@@ -81,7 +86,7 @@ def test_row_agrees_with_finfo(name):
 @pytest.mark.parametrize("name", HALF)
 def test_row_agrees_with_every_bit_pattern(name):
   dtype, row = jnp.dtype(name), FORMATS[name]
-  codes = np.arange(2 ** (8 * dtype.itemsize), dtype=f"uint{8 * dtype.itemsize}")
+  codes = np.arange(2**row.bits, dtype=f"uint{8 * dtype.itemsize}")
   with np.errstate(invalid="ignore"):  # signalling NaN
     numbers = codes.view(dtype).astype(np.float64)
   finite = np.unique(np.abs(numbers[np.isfinite(numbers)]))
