@@ -25,6 +25,8 @@ from mpjax.loss_scale import (
   track_skips,
   with_loss_scaling,
 )
+from mpjax.numerics.inspection import inspect_numerics
+from mpjax.numerics.report import NumericsReport
 from mpjax.planner.plan import plan
 from mpjax.planner.results import Plan
 from mpjax.planner.search import cheapest, largest_batch
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
   "LossScaleState",
   "LossScaling",
+  "NumericsReport",
   "OpLists",
   "Plan",
   "Policy",
@@ -56,6 +59,7 @@ __all__ = [
   "get_policy",
   "import_loss_scale",
   "init_fp8_state",
+  "inspect_numerics",
   "largest_batch",
   "layerwise_loss_scale",
   "loss_scale_metrics",

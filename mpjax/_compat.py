@@ -315,6 +315,23 @@ def transforms(equation: Any) -> list[str]:
   return [e.name for e in stack if type(e).__name__ == "Transform"]
 
 
+def scopes(equation: Any) -> list[list[str]]:
+  """The scopes that an equation was traced in, without einsums, in runs between its transformations."""
+  runs: list[list[str]] = [[]]
+  for e in equation.source_info.name_stack.stack:
+    if type(e).__name__ != "Scope":
+      runs.append([])
+    elif "->" not in e.name:
+      runs[-1] += e.name.split("/")
+  return [run for run in runs if run]
+
+
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+  """A jaxpr without constants of its own, or closed over them, as a function of its inputs."""
+  closed = jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, [])
+  return jax.extend.core.jaxpr_as_fun(closed)
+
+
 # Code that a user's model goes through, and that is not the line that the user wrote.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
 _OWN = pathlib.Path(__file__).parent

@@ -130,6 +130,7 @@ class TrainStep:
   Attributes:
     policy: the `Policy` in force.
     tx: the optimiser with the policy's loss scaling round it.
+    accumulate: number of micro-batches.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
     jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
       `jax.export`.
@@ -159,7 +160,7 @@ class TrainStep:
     self._plain_loss_fn = loss_fn
     self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
     self._autocast_policy = wide
-    self._accumulate = accumulate
+    self.accumulate = accumulate
     self._cast_batch = cast_batch
     self._wrt = wrt
     self._recompute = require_recompute(recompute)
@@ -215,8 +216,8 @@ class TrainStep:
     return state.replace(fp8_state=self._init_fp8(state, batch)) if self.needs_batch else state
 
   def _init_fp8(self, state: TrainState, batch: Any) -> Any:
-    if self._accumulate > 1:
-      first = lambda batch: jax.tree.map(lambda x: _split_batch(self._accumulate, x)[0], batch)
+    if self.accumulate > 1:
+      first = lambda batch: jax.tree.map(lambda x: split_batch(self.accumulate, x)[0], batch)
       batch = jax.eval_shape(first, batch)
     args, keywords = self._arguments(state, batch)
     return init_fp8_state(self._plain_loss_fn, self._autocast_policy)(*args, **keywords)
@@ -233,6 +234,22 @@ class TrainStep:
     """The same step under another policy; states of both are alike where optimisers and loss scales are."""
     tx, *rest = self._made_with
     return TrainStep(self._plain_loss_fn, tx, policy, *rest)
+
+  def adopt(self, state: TrainState) -> TrainState:
+    """The state of a step under another policy or optimiser as one of this step.
+
+    Parameters are cast to this policy's `param_dtype`; the optimiser's state stays if it has the structure
+    and dtypes of this step's, and is a new one otherwise.
+    """
+    params = self.policy.cast_to_param(state.params)
+    fresh = jax.eval_shape(self.tx.init, params)
+    describe = lambda tree: [(path, x.shape, x.dtype) for path, x in _flat(tree)]
+    alike = describe(fresh) == describe(state.opt_state)
+    return state.replace(
+      params=params,
+      opt_state=state.opt_state if alike else self.tx.init(params),
+      fp8_state=state.fp8_state if self.needs_batch else {},
+    )
 
   def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     """The unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
@@ -328,11 +345,7 @@ class TrainStep:
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
     """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model and FP8 state."""
-    # FP8 scales and amax histories are state in a dtype of their own.
-    compute_params = state.params
-    if not self.policy.autocast:
-      compute_params = map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
-    rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+    compute_params, rng = self._compute_params(state), _step_key(state)
     scaled_loss = self._scaled_loss
     if self._recompute == "dots" and not self.policy.autocast:
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
@@ -344,12 +357,12 @@ class TrainStep:
       )
       return loss, metrics, grads, model_state, fp8_state
 
-    if self._accumulate == 1:
+    if self.accumulate == 1:
       loss, metrics, grads, model_state, fp8_state = micro_step(state.model_state, batch, rng)
       return loss, metrics, _cast_like(grads, state.params), model_state, fp8_state
 
-    n = self._accumulate
-    batches = jax.tree.map(functools.partial(_split_batch, n), batch)
+    n = self.accumulate
+    batches = jax.tree.map(functools.partial(split_batch, n), batch)
     rngs = None if rng is None else jax.random.split(rng, n)
 
     def body(carry: Any, xs: Any) -> Any:
@@ -366,18 +379,32 @@ class TrainStep:
     grads = map_parts(lambda g: g / n, lambda g: g, grads)
     return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state, fp8_state
 
+  def _compute_params(self, state: TrainState) -> Any:
+    """The parameters that the loss function takes."""
+    if self.policy.autocast:
+      return state.params
+    # FP8 scales and amax histories are state in a dtype of their own.
+    return map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
+
   def _scaled_loss(
-    self, compute_params: Any, fp8_state: Any, model_state: Any, batch: Any, rng: Any, state: TrainState
+    self,
+    compute_params: Any,
+    fp8_state: Any,
+    model_state: Any,
+    batch: Any,
+    rng: Any,
+    state: TrainState,
+    around: Callable[..., Any] = autocast,
   ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Any]]:
+    """The scaled loss; `around` is what runs the loss function under the policy, in autocast's place."""
     values = {"rng": rng, "model_state": model_state}
     keywords = {name: values[name] for name in self._keywords}
     loss_fn = self._plain_loss_fn
-    if self.policy.autocast:
-      loss_fn = autocast(
-        loss_fn, self._autocast_policy, recompute=self._recompute, fp8_state=fp8_state or None
-      )
-    elif self._cast_batch:
+    if not self.policy.autocast and self._cast_batch:
       batch = self.policy.cast_to_compute(batch)
+    if self.policy.autocast or around is not autocast:
+      policy = self._autocast_policy if self.policy.autocast else None
+      loss_fn = around(loss_fn, policy, recompute=self._recompute, fp8_state=fp8_state or None)
     if state.graphdef is None:
       out = loss_fn(compute_params, batch, **keywords)
     else:
@@ -400,7 +427,16 @@ class TrainStep:
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
 
 
-def _split_batch(n: int, x: jax.Array) -> jax.Array:
+def _flat(tree: Any) -> list[tuple[Any, Any]]:
+  return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _step_key(state: TrainState) -> jax.Array | None:
+  """The key of the step that comes next."""
+  return None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+
+
+def split_batch(n: int, x: jax.Array) -> jax.Array:
   """[batch, ...] -> [n, batch / n, ...]; strided, so that rows stay on the devices that hold them."""
   if x.shape[0] % n:
     raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")

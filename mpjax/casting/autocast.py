@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -203,12 +204,26 @@ def _call(
   traced = Traced(fun, args, kwargs)
   plan = traced.plan(rules, policy)
   rules.check_all_matched()
+  return traced.finish(carry_out(traced, plan, rules, recompute, fp8_state), policy)
+
+
+def carry_out(
+  traced: Traced,
+  plan: Plan,
+  rules: Rules,
+  recompute: str,
+  fp8_state: Any,
+  watches: dict[int, Any] | None = None,
+  look: Callable[[Any, Any], Any] | None = None,
+) -> list[Any]:
+  """The results of a traced function under a plan; with `look` at values that `watch.py` has marked."""
   uses = quantised.number([node.fp8 for node in plan.all_nodes() if node.fp8])
   histories = quantised.open_histories(fp8_state, rules.sites.recipes, uses)
-  cast = lambda histories, *operands: quantised.keep(histories, Run(histories)(plan, operands))
+  histories = dataclasses.replace(histories, watches=watches or {})
+  cast = lambda histories, *operands: quantised.keep(histories, Run(histories, look)(plan, operands))
   if recompute == "dots":
     cast = jax.checkpoint(cast, policy=as_product(jax.checkpoint_policies.dots_saveable))
-  return traced.finish(cast(histories, *traced.operands), policy)
+  return cast(histories, *traced.operands)
 
 
 def require_recompute(recompute: str) -> str:
@@ -272,14 +287,17 @@ class Traced:
     layers = Layers.of(self.closed, rules) if rules.overrides.recipes else None
     return Plan(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4, layers=layers)
 
-  def finish(self, results: list[Any], policy: Policy) -> Any:
-    """The function's value from the results of its program; puts mutated state where it belongs."""
+  def finish(self, results: list[Any], policy: Policy | None) -> Any:
+    """The function's value from the results of its program; puts mutated state where it belongs.
+
+    Without a policy its outputs keep their dtypes.
+    """
     n = len(self._arrays)
     own = [v.aval.dtype for v in _compat.open_jaxpr(self.closed).outvars]
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
-        out[i] = _as(x, policy.output_dtype if dtype in _OUTPUTS else dtype)
+        out[i] = _as(x, policy.output_dtype if policy and dtype in _OUTPUTS else dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)

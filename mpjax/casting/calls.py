@@ -77,6 +77,11 @@ def alignment(equation: Any) -> list[tuple[Any, list[int]]]:
   return [(body, list(range(n))) for body in found if len(_compat.open_jaxpr(body).invars) == n]
 
 
+def by_step(probe: Any) -> bool:
+  """Whether a probe of a looked-at value, of two axes, has a row for each step of the loop at hand."""
+  return probe.ndim > 2
+
+
 def _constants(jaxpr: Any) -> list[Held]:
   return [initial(v.aval) for v in _compat.open_jaxpr(jaxpr).constvars]
 
@@ -137,15 +142,17 @@ def _emit_scan(call: Call, operands: list[Any], run: Run) -> list[Any]:
   histories = run.within(call.plans)
   # A probe for each step: what they see is merged by the largest, where a constant's would be added.
   probes = {number: spread(probe, options["length"]) for number, probe in histories.probes.items()}
+  apart = {number: probe for number, probe in histories.watches.items() if by_step(probe)}
 
   def step(carry: Any, xs: Any) -> Any:
-    xs, probes = xs
-    body = _body(call, run.replace(dataclasses.replace(histories, probes=probes)))
+    xs, probes, rows = xs
+    own = dataclasses.replace(histories, probes=probes, watches={**histories.watches, **rows})
+    body = _body(call, run.replace(own))
     out = body(*operands[:k], *carry, *xs)
     return [cast(x, h) for x, h in zip(out[:n], call.carry, strict=True)], out[n:]
 
   with _compat.at(call.equation):
-    carry, ys = jax.lax.scan(step, operands[k : k + n], (operands[k + n :], probes), **options)
+    carry, ys = jax.lax.scan(step, operands[k : k + n], (operands[k + n :], probes, apart), **options)
   return [*carry, *ys]
 
 

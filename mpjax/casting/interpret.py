@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,13 @@ class Run:
   """Carries out plans.
 
   Attributes:
-    histories: under delayed FP8 scaling, scales by site and probes by number of the product.
+    histories: under delayed FP8 scaling, scales by site and probes by number of the product; and the probes
+      of values that are looked at.
+    look: (value, probe) -> value, for those.
   """
 
   histories: Histories = dataclasses.field(default_factory=Histories)
+  look: Callable[[Any, Any], Any] | None = None
 
   def __call__(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
     """The outputs of a planned program, each in the dtype of `plan.outs`.
@@ -40,12 +43,14 @@ class Run:
     return _carry_out(plan, inputs, self)
 
   def within(self, plans: Sequence[Plan]) -> Histories:
-    """The histories of the products in some plans."""
-    return self.histories.of([node.fp8 for plan in plans for node in plan.all_nodes() if node.fp8])
+    """The histories of the products in some plans, and the probes of what is looked at there."""
+    nodes = [node for plan in plans for node in plan.all_nodes()]
+    numbers = [n for node in nodes for n in node.watched.values()]
+    return self.histories.of([node.fp8 for node in nodes if node.fp8], numbers)
 
   def replace(self, histories: Histories) -> Run:
     """The same with other histories."""
-    return Run(histories)
+    return Run(histories, self.look)
 
 
 def _carry_out(plan: Plan, inputs: Sequence[Any], run: Run) -> list[Any]:
@@ -115,9 +120,11 @@ def emit(node: Node, values: Values) -> None:
   else:
     with _compat.at(equation):
       out = _EMIT[node.mode](node, values)
-  held: Held
-  for variable, value, held in zip(equation.outvars, out, node.outs, strict=True):
-    values.write(variable, calls.cast(value, held) if castable(variable.aval) else value)
+  for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
+    kept = calls.cast(value, node.outs[i]) if castable(variable.aval) else value
+    if i in node.watched and values.run.look is not None:
+      kept = values.run.look(kept, values.run.histories.watches[node.watched[i]])
+    values.write(variable, kept)
 
 
 def _emit_as_written(node: Node, values: Values) -> list[Any]:

@@ -49,6 +49,7 @@ class Node:
   call: Any = None
   fp8: Any = None
   site: str | None = None
+  watched: dict[int, int] = dataclasses.field(default_factory=dict)  # result to probe, by `watch.py`
 
   def has_product(self) -> bool:
     """Whether a matrix product is in its body, at any depth."""

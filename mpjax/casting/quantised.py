@@ -54,38 +54,42 @@ class Fp8:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Histories:
-  """What delayed scaling knows at a step.
+  """What delayed scaling knows at a step, and the probes of values that are looked at.
 
   Attributes:
     scales: by site, float32[3] for lhs, rhs and gradient.
     probes: by number of the product, float32[3].
+    watches: by number of the value, the probe that what is seen of it goes to (`watch.py`); with a row for
+      each step of the loops that it is in, where those are kept apart.
     tie: a probe that every result has, so that the state has a next value whatever the program does.
   """
 
   scales: dict[str, Any] = dataclasses.field(default_factory=dict)
   probes: dict[int, Any] = dataclasses.field(default_factory=dict)
+  watches: dict[int, Any] = dataclasses.field(default_factory=dict)
   tie: Any = None
 
-  def of(self, products: Sequence[Fp8]) -> Histories:
-    """Those of some products."""
+  def of(self, products: Sequence[Fp8], watched: Sequence[int] = ()) -> Histories:
+    """Those of some products and values."""
     sites = {fp8.site for fp8 in products}
     numbers = {fp8.use for fp8 in products if fp8.site is not None}
     return Histories(
       {site: x for site, x in self.scales.items() if site in sites},
       {number: x for number, x in self.probes.items() if number in numbers},
+      {number: self.watches[number] for number in watched},
     )
 
   @property
   def arrays(self) -> list[Any]:
     """All of it, in one order."""
-    return [*self.scales.values(), *self.probes.values()]
+    return [*self.scales.values(), *self.probes.values(), *self.watches.values()]
 
   def with_arrays(self, arrays: Sequence[Any]) -> Histories:
     """The same with other arrays."""
-    n = len(self.scales)
-    return Histories(
-      dict(zip(self.scales, arrays[:n], strict=True)), dict(zip(self.probes, arrays[n:], strict=True))
-    )
+    given = iter(arrays)
+    scales = {site: next(given) for site in self.scales}
+    probes = {number: next(given) for number in self.probes}
+    return Histories(scales, probes, {number: next(given) for number in self.watches})
 
 
 class Support(NamedTuple):

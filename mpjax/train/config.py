@@ -206,6 +206,19 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Conf
     ConfigError: one line that names the file or key, the value, and what was expected.
   """
   path = pathlib.Path(path)
+  config = parse_config(read_tree(path, overrides))
+  if config.out is None:
+    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
+  return config
+
+
+def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+  """A YAML file with `key=value` overrides as plain data, no key of which is checked yet.
+
+  Raises:
+    ConfigError: as `load_config`.
+  """
   try:
     tree = omegaconf.OmegaConf.load(path)
   except FileNotFoundError:
@@ -217,14 +230,10 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Conf
   try:
     for override in overrides:
       _apply(tree, override)
-    data = omegaconf.OmegaConf.to_container(tree, resolve=True)
+    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
   except omegaconf.errors.OmegaConfBaseException as error:
     raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-  config = parse_config(data)
-  if config.out is None:
-    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
-    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
-  return config
+  return data
 
 
 def parse_config(data: Any) -> Config:

@@ -1,0 +1,311 @@
+"""`inspect_numerics`: real batches through a training step, under its policy and in float32."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mpjax.casting.watch import Point
+from mpjax.numerics.passes import (
+  KEPT_IN,
+  Seen,
+  loss_points,
+  make_pass,
+  reference_state,
+  reference_step,
+)
+from mpjax.numerics.report import NumericsReport
+from mpjax.numerics.summary import SKETCH, Summary
+from mpjax.numerics.tensors import Distance, Magnitudes, Tensor, full_summary
+from mpjax.policy import Policy
+from mpjax.step import TrainState, TrainStep, make_train_step, split_batch
+from mpjax.step_policy import find_scaler
+
+
+def inspect_numerics(
+  target: TrainStep | Callable[..., Any],
+  state: Any,
+  batches: Any,
+  policy: Any = None,
+  *,
+  tx: optax.GradientTransformation | None = None,
+  reference: bool | TrainStep = True,
+  keep: float = 0.999,
+  advise: bool = True,
+  title: str = "",
+  progress: Callable[[str], None] | None = None,
+  **init: Any,
+) -> NumericsReport:
+  """What a policy does to the numbers of a training step, by module and tensor, and what to change.
+
+  Runs the loss and its gradients on each batch, under the policy and in float32; nothing is trained. Of every
+  tensor a histogram of magnitudes and a sketch leave the device, no more.
+
+  ```python
+  report = mpjax.inspect_numerics(step, state, [batch])  # of mpjax.make_train_step
+  report = mpjax.inspect_numerics(loss_fn, params, batch, "fp16", tx=optax.adamw(1e-3))
+  print(report)
+  report.save_html("numerics.html")
+  ```
+
+  Looked at are parameters, their gradients and updates; and of the activations and their gradients what
+  leaves a module, what a matrix product reads and what it gives, if the loss depends on it. Not looked at is
+  what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` of up to 128
+  are kept apart, those of a longer one together.
+
+  Args:
+    target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
+    state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
+    batches: a batch, or a list or iterator of batches. With `accumulate` in the step, a batch is looked at
+      in its micro-batches.
+    policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, another
+      policy than its own.
+    tx: for a loss function, its optimiser; without one nothing is said of updates.
+    reference: whether float32 is run, too; without it there are no errors, and the magnitudes are those of
+      the policy's run. A step whose loss function is another one in float32 may be given instead.
+    keep: the share of gradients (of those that are not zero) that a loss scale should keep in range.
+    advise: whether the advice is tried out: each changed policy is run on the first batch, so that the report
+      says what it buys. Without it, the advice is what the first run suggests.
+    title: of the report.
+    progress: called with a line before each long part.
+    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+
+  Returns:
+    A `NumericsReport`.
+
+  Raises:
+    ValueError: if there is no batch, or for arguments that do not go together.
+  """
+  if not 0 < keep < 1:
+    raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
+  step, state, updates = _step_of(target, state, policy, tx, init)
+  say = progress or (lambda line: None)
+  parts = _micro_batches(_batches(batches), step.accumulate)
+  inspection = Inspection(step, state, reference, updates)
+  for i, batch in enumerate(parts):
+    if i == 0:
+      first = batch
+      say("compiling")
+    inspection.add(batch)
+    say(f"batch {i + 1}")
+  if not inspection.count:
+    raise ValueError("no batch: expected a batch, or a list of at least one")
+  report = inspection.report(title, keep)
+  from mpjax.numerics.advice import advice_for  # which runs inspections itself
+
+  trial = None
+  if advise and reference is not False:
+
+    def trial(policy: Policy) -> NumericsReport:
+      say(f"trying {policy.name or 'a changed policy'}")
+      changed = step.with_policy(policy.without_histories())
+      one = Inspection(changed, changed.adopt(state), reference, updates)
+      one.add(first)
+      return one.report(title, keep)
+
+  return report.with_advice(advice_for(report, trial))
+
+
+class Inspection:
+  """One policy, looked at batch by batch.
+
+  Attributes:
+    count: batches so far.
+  """
+
+  def __init__(self, step: TrainStep, state: TrainState, reference: bool | TrainStep, updates: bool):
+    self.count = 0
+    self._step, self._state, self._updates = step, state, updates
+    scaler = find_scaler(state.opt_state)
+    self._scale = 1.0 if scaler is None else float(scaler.scale)
+    self._reference = None if reference is False else reference_step(step) if reference is True else reference
+    self._passes: tuple[Any, ...] | None = None
+    self._rows = 0
+    self._losses: list[tuple[float, float | None]] = []
+    self._magnitudes: dict[Any, Magnitudes] = {}
+    self._theirs: dict[Any, Magnitudes] = {}
+    self._distances: dict[Any, Distance] = {}
+    self._counts: dict[str, Any] = {}
+
+  def add(self, batch: Any) -> None:
+    """Looks at a batch."""
+    if self._passes is None:
+      self._compile(batch)
+    assert self._passes is not None
+    mine, theirs = self._passes
+    seen: Seen = jax.device_get(mine(self._state, batch))
+    wide = None if theirs is None else jax.device_get(theirs(self._wide_state, batch))
+    self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
+    self._rows += _rows(batch)
+    self.count += 1
+    own = dict(_arrays(seen, self._points, self._scale, self._narrow))
+    full = own if wide is None else dict(_arrays(wide, self._wide_points, 1.0, self._full))
+    for key, (magnitudes, sketch) in full.items():
+      self._magnitudes[key] = _sum(self._magnitudes.get(key), magnitudes)
+      if wide is not None and key in own:
+        self._theirs[key] = _sum(self._theirs.get(key), own[key][0])
+        self._distances.setdefault(key, Distance()).add(own[key][1], sketch)
+    for path, (ratio, counts) in seen.updates.items():
+      magnitudes = Magnitudes.of(self._narrow, ratio)
+      self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
+      self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
+
+  def _compile(self, batch: Any) -> None:
+    self._points = _named(loss_points(self._step, self._state, batch))
+    self._full = full_summary(self._scale)
+    if self._reference is None:
+      self._narrow = self._full
+      theirs = None
+    else:
+      # Of the policy's own run NaN, infinities and zeros are of interest, and of its updates the magnitudes.
+      self._narrow = self._full if self._updates else Summary.of([], SKETCH)
+      self._wide_state = reference_state(self._state)
+      points = loss_points(self._reference, self._wide_state, batch)
+      self._wide_points = _named(points)
+      # Activations in float32 take twice the memory: what is between matrix products is computed again.
+      theirs = make_pass(self._reference, points, self._full, save_memory=True)
+    points = [point for _, point in self._points]
+    self._passes = make_pass(self._step, points, self._narrow, updates=self._updates), theirs
+
+  def report(self, title: str, keep: float) -> NumericsReport:
+    """What was seen."""
+    losses = np.asarray([mine for mine, _ in self._losses])
+    wide = [theirs for _, theirs in self._losses if theirs is not None]
+    return NumericsReport(
+      title=title,
+      policy=self._step.policy,
+      loss_scale=self._scale,
+      step=int(self._state.step),
+      batches=self.count,
+      rows=self._rows,
+      loss=float(losses.mean()),
+      reference_loss=float(np.mean(wide)) if wide else None,
+      tensors=tuple(self._tensors()),
+      keep=keep,
+    )
+
+  def _tensors(self) -> Iterator[Tensor]:
+    leaves = jax.tree_util.tree_flatten_with_path(self._state.params)[0]
+    parameters = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    points = dict(self._points)
+    modules = [point.module for point in points.values()]
+    order = {key: i for i, key in enumerate([*points, *parameters])}
+    for key, magnitudes in self._magnitudes.items():
+      kind, name = key[0], key[1]
+      theirs, distance = self._theirs.get(key), self._distances.get(key)
+      tensor = functools.partial(
+        Tensor,
+        kind=kind,
+        order=order.get(name, 0),
+        magnitudes=magnitudes,
+        policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
+        error=None if distance is None else distance.error,
+        cosine=None if distance is None else distance.cosine,
+      )
+      if name in parameters:
+        leaf = parameters[name]
+        parent, _, last = name.rpartition("/")
+        yield tensor(
+          module=module_of(parent, modules),
+          name=last,
+          line="",
+          dtype=leaf.dtype.name,
+          shape=tuple(leaf.shape),
+          lost=self._lost(name) if kind == "update" else None,
+          path=name,
+        )
+      elif name in points:
+        point = points[name]
+        yield tensor(
+          module=point.module + "".join(f"[{i}]" for i in key[2]),
+          name=point.name,
+          line=point.line,
+          dtype=point.dtype,
+          shape=point.shape,
+        )
+
+  def _lost(self, path: str) -> dict[str, float]:
+    """Of the updates that are not zero, the share that leaves a weight as it is."""
+    moved, *stay = self._counts[path]
+    return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
+
+
+def module_of(parent: str, modules: list[str]) -> str:
+  """The module path of a parameter from its parent in the tree, which begins below the root module."""
+  parent = parent.removeprefix("params/") if parent != "params" else ""
+  roots = {module.partition("/")[0] for module in modules if module}
+  root = next(iter(roots)) if len(roots) == 1 else ""
+  for candidate in (parent, f"{root}/{parent}".strip("/")):
+    if any(m == candidate or m.startswith(f"{candidate}/") for m in modules if candidate):
+      return candidate
+  return parent or root
+
+
+def _named(points: list[Point]) -> list[tuple[Any, Point]]:
+  return [((point.module, point.name), point) for point in points]
+
+
+def _arrays(
+  seen: Seen, points: list[tuple[Any, Point]], scale: float, summary: Summary
+) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
+  """Everything that a pass kept, by key: its magnitudes, and its sketch without the loss scale."""
+  n = len(summary.edges) + 1
+  for (name, point), kept in zip(points, seen.watched, strict=True):
+    for index in np.ndindex(*point.steps):
+      for row, kind in enumerate(("activation", "activation gradient")):
+        values = kept[index][row]
+        if values[n - 1]:  # else the loss does not depend on it
+          yield (kind, name, index), (Magnitudes.of(summary, values), values[n:] / (scale if row else 1.0))
+  for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
+    for path, values in part.items():
+      yield (kind, path), (Magnitudes.of(summary, values), values[n:])
+
+
+def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
+  return more if before is None else before + more
+
+
+def _step_of(
+  target: Any, state: Any, policy: Any, tx: Any, init: Mapping[str, Any]
+) -> tuple[TrainStep, TrainState, bool]:
+  """The step, its state, and whether there are updates to look at."""
+  if isinstance(target, TrainStep):
+    if tx is not None or init:
+      given = ", ".join([*(["tx"] if tx is not None else []), *init])
+      raise ValueError(f"{given} beside a TrainStep, which has its own: pass it to make_train_step")
+    if not isinstance(state, TrainState):
+      raise ValueError(f"state of type {type(state).__name__}: expected the TrainState of the step")
+    if policy is None:
+      return target, state, True
+    other = target.with_policy(policy)
+    return other, other.adopt(state), True
+  if not callable(target):
+    raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
+  step = make_train_step(target, optax.identity() if tx is None else tx, policy or "auto")
+  return step, step.init(state, **init), tx is not None
+
+
+def _batches(batches: Any) -> Iterable[Any]:
+  """The batches, of which a single one may have been given."""
+  return batches if isinstance(batches, (list, Iterator)) else [batches]
+
+
+def _micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
+  for batch in batches:
+    if n == 1:
+      yield batch
+      continue
+    split = jax.tree.map(lambda x: split_batch(n, x), batch)
+    for i in range(n):
+      yield jax.tree.map(operator.itemgetter(i), split)
+
+
+def _rows(batch: Any) -> int:
+  shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+  return shapes[0][0] if shapes and shapes[0] else 1
