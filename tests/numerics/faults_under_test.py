@@ -1,0 +1,106 @@
+"""Models with a fault planted in a known layer, and the lines of the faults."""
+
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+HERE = pathlib.Path(__file__).parent
+W = np.eye(4, dtype=np.float32) + 0.1
+
+
+def none(x):
+  return x
+
+
+def overflow(x):
+  x = x * 300
+  return (x @ x.T) * 1e-6  # line of: overflow
+
+
+def log_zero(x):
+  return x + jnp.log(x * 0)  # line of: log_zero
+
+
+def zero_by_zero(x):
+  return (x * 0) / (x * 0)  # line of: zero_by_zero
+
+
+def sqrt_zero(x):
+  return x + jnp.sqrt(x * 0)  # line of: sqrt_zero
+
+
+def exp_large(x):
+  return jnp.exp(x * 1000)  # line of: exp_large
+
+
+FAULTS = {f.__name__: f for f in (none, overflow, log_zero, zero_by_zero, sqrt_zero, exp_large)}
+PRIMITIVE = {
+  "overflow": "dot_general",
+  "log_zero": "log",
+  "zero_by_zero": "div",
+  "sqrt_zero": "div",
+  "exp_large": "exp",
+}
+
+
+def line_of(name):
+  """The line of this file or of the tests that ends with a comment of this name, as a report gives it."""
+  found = [
+    f"{file.name}:{number}"
+    for file in (HERE / "faults_under_test.py", HERE / "test_hunt.py")
+    for number, text in enumerate(file.read_text().splitlines(), 1)
+    if text.endswith(f"# line of: {name}")
+  ]
+  (line,) = found
+  return line
+
+
+class NnxBlock(nnx.Module):
+  def __init__(self, fault):
+    self.w = nnx.Param(jnp.asarray(W))
+    self.fault = fault
+
+  def __call__(self, x):
+    return FAULTS[self.fault](x @ self.w)
+
+
+class NnxModel(nnx.Module):
+  def __init__(self, faults):
+    self.blocks = nnx.List([NnxBlock(fault) for fault in faults])
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x = block(x)
+    return x
+
+
+class LinenBlock(nn.Module):
+  fault: str
+
+  @nn.compact
+  def __call__(self, x):
+    return FAULTS[self.fault](x @ self.param("w", lambda _: jnp.asarray(W)))
+
+
+class LinenModel(nn.Module):
+  faults: tuple[str, ...]
+
+  @nn.compact
+  def __call__(self, x):
+    for i, fault in enumerate(self.faults):
+      x = LinenBlock(fault, name=f"block_{i}")(x)
+    return x
+
+
+def plain(faults):
+  def model(params, x):
+    for i, fault in enumerate(faults):
+      with jax.named_scope(f"layer_{i}"):
+        x = FAULTS[fault](x @ params["w"][i])
+    return x
+
+  return model, {"w": [jnp.asarray(W)] * len(faults)}
