@@ -21,7 +21,7 @@ from mpjax.numerics.passes import (
   reference_step,
 )
 from mpjax.numerics.report import NumericsReport
-from mpjax.numerics.summary import SKETCH, Summary
+from mpjax.numerics.summary import Summary
 from mpjax.numerics.tensors import Distance, Magnitudes, Tensor, full_summary
 from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep, make_train_step, split_batch
@@ -144,8 +144,8 @@ class Inspection:
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += _rows(batch)
     self.count += 1
-    own = dict(_arrays(seen, self._points, self._scale, self._narrow))
-    full = own if wide is None else dict(_arrays(wide, self._wide_points, 1.0, self._full))
+    own = dict(_arrays(seen, self._points, self._narrow))
+    full = own if wide is None else dict(_arrays(wide, self._wide_points, self._full))
     for key, (magnitudes, sketch) in full.items():
       self._magnitudes[key] = _sum(self._magnitudes.get(key), magnitudes)
       if wide is not None and key in own:
@@ -164,14 +164,15 @@ class Inspection:
       theirs = None
     else:
       # Of the policy's own run NaN, infinities and zeros are of interest, and of its updates the magnitudes.
-      self._narrow = self._full if self._updates else Summary.of([], SKETCH)
+      self._narrow = self._full if self._updates else Summary.of([], sketch=True)
       self._wide_state = reference_state(self._state)
       points = loss_points(self._reference, self._wide_state, batch)
       self._wide_points = _named(points)
       # Activations in float32 take twice the memory: what is between matrix products is computed again.
       theirs = make_pass(self._reference, points, self._full, save_memory=True)
     points = [point for _, point in self._points]
-    self._passes = make_pass(self._step, points, self._narrow, updates=self._updates), theirs
+    mine = make_pass(self._step, points, self._narrow, scale=self._scale, updates=self._updates)
+    self._passes = mine, theirs
 
   def report(self, title: str, keep: float) -> NumericsReport:
     """What was seen."""
@@ -252,16 +253,16 @@ def _named(points: list[Point]) -> list[tuple[Any, Point]]:
 
 
 def _arrays(
-  seen: Seen, points: list[tuple[Any, Point]], scale: float, summary: Summary
+  seen: Seen, points: list[tuple[Any, Point]], summary: Summary
 ) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
-  """Everything that a pass kept, by key: its magnitudes, and its sketch without the loss scale."""
+  """Everything that a pass kept, by key: its magnitudes and its sketch."""
   n = len(summary.edges) + 1
   for (name, point), kept in zip(points, seen.watched, strict=True):
     for index in np.ndindex(*point.steps):
       for row, kind in enumerate(("activation", "activation gradient")):
         values = kept[index][row]
         if values[n - 1]:  # else the loss does not depend on it
-          yield (kind, name, index), (Magnitudes.of(summary, values), values[n:] / (scale if row else 1.0))
+          yield (kind, name, index), (Magnitudes.of(summary, values), values[n:])
   for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
     for path, values in part.items():
       yield (kind, path), (Magnitudes.of(summary, values), values[n:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ class Seen(NamedTuple):
 
   Attributes:
     loss: [], unscaled.
-    watched: for each point [*steps, 2, size]: of the value, and of its gradient times the loss scale.
+    watched: for each point [*steps, 2, size]: of the value, and of its gradient.
     parameters: by tree path [size].
     gradients: by tree path [size], unscaled.
     updates: by tree path: what is kept of |update / weight| ([size]), and counts ([1 + formats]) of the
@@ -69,7 +68,13 @@ def loss_points(step: TrainStep, state: TrainState, batch: Any) -> list[Point]:
 
 
 def make_pass(
-  step: TrainStep, points: list[Point], summary: Summary, *, updates: bool = False, save_memory: bool = False
+  step: TrainStep,
+  points: list[Point],
+  summary: Summary,
+  *,
+  scale: float = 1.0,
+  updates: bool = False,
+  save_memory: bool = False,
 ) -> Callable[[TrainState, Any], Seen]:
   """A jitted pass: (state, batch) -> Seen; the state is left as it is.
 
@@ -77,12 +82,13 @@ def make_pass(
     step: the step.
     points: its `loss_points`.
     summary: what is kept of each tensor.
+    scale: what the gradients of activations are divided by before they are looked at: the loss scale.
     updates: whether the optimiser runs, too.
     save_memory: whether the backward pass computes again all but the results of matrix products.
   """
 
   def run(state: TrainState, batch: Any) -> Seen:
-    return _run(step, points, summary, updates, save_memory, state, batch)
+    return _run(step, points, summary, scale, updates, save_memory, state, batch)
 
   return jax.jit(run)
 
@@ -91,13 +97,14 @@ def _run(
   step: TrainStep,
   points: list[Point],
   summary: Summary,
+  scale: float,
   updates: bool,
   save_memory: bool,
   state: TrainState,
   batch: Any,
 ) -> Seen:
   probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
-  at_each = functools.partial(look, summary=summary)
+  at_each = lambda x, probe: look(x, probe, summary, scale)
 
   def scaled_loss(params: Any, probes: list[Any]) -> tuple[Any, Any]:
     around = lambda fun, policy, **options: watched(fun, policy, probes, at_each, **options)

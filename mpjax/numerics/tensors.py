@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.formats import FORMATS
-from mpjax.numerics.summary import SKETCH, Summary
+from mpjax.numerics.summary import Summary
 
 # In the order in which reports have them.
 KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "update")
@@ -44,7 +44,13 @@ def full_summary(scale: float) -> Summary:
   for name in INTEREST:
     for factor in {1.0, scale}:
       magnitudes += [m for m in _edges(name, factor) if m < float(np.finfo(np.float32).max)]
-  return Summary.of(magnitudes, SKETCH)
+  return Summary.of(magnitudes, sketch=True)
+
+
+@functools.cache
+def binades() -> Summary:
+  """What is kept of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
+  return Summary(full_summary(1.0).edges)
 
 
 def _edges(name: str, scale: float) -> tuple[float, float, float]:

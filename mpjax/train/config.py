@@ -169,6 +169,12 @@ class TrainConfig(_Section):
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 
 
+class NumericsConfig(_Section):
+  """What a run shows of its numbers in TensorBoard; 0 for nothing."""
+
+  every: Natural = 0
+
+
 class Config(_Section):
   """A whole training run."""
 
@@ -180,6 +186,7 @@ class Config(_Section):
   optimizer: OptimizerConfig = OptimizerConfig()
   mesh: MeshConfig = MeshConfig()
   train: TrainConfig = TrainConfig()
+  numerics: NumericsConfig = NumericsConfig()
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> Config:
@@ -296,6 +303,7 @@ def _nearest(loc: list[str], data: Any) -> str:
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,
     "train": TrainConfig,
+    "numerics": NumericsConfig,
   }
   models: dict[str, type[pydantic.BaseModel]] = {"gpt": GPTConfig, "vit": ViTConfig, "resnet": ResNetConfig}
   section: type[pydantic.BaseModel] = Config

@@ -24,6 +24,7 @@ from mpjax.train.export import save_safetensors
 from mpjax.train.interrupt import Interrupt, Interrupted
 from mpjax.train.run_directory import MetricsFile, RunDirectory, plain
 from mpjax.train.setup import make_setup
+from mpjax.train.watching import Watcher
 
 # Steps whose metrics may still be on the device: the host never waits for the newest.
 _LAG = 2
@@ -65,6 +66,7 @@ class Run:
     self.directory = RunDirectory(config)
     self.checkpoints = Checkpoints(self.directory.checkpoints, config.train.keep_checkpoints)
     self._evaluate = jax.jit(self._evaluate_batch)
+    self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
     self._last: dict[str, Any] = {}
     self._stuck: _Pending | None = None
@@ -106,7 +108,10 @@ class Run:
 
   def _one_step(self, step: int, state: TrainState, iterator: Iterator[Any]) -> TrainState:
     batch = self.setup.place(next(iterator))
+    looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
     state, metrics = self.setup.step(state, batch)
+    if looked is not None:
+      self._watcher.write(self._events, step, looked)
     for value in metrics.values():
       value.copy_to_host_async()
     self._pending.append(_Pending(step, metrics, batch))

@@ -8,6 +8,7 @@ import pathlib
 from typing import IO, Any
 
 import numpy as np
+import pydantic
 import yaml
 
 from mpjax.train.config import Config, ConfigError
@@ -105,13 +106,21 @@ def _require_same(path: pathlib.Path, text: str) -> None:
     raise ConfigError(
       f"{file}: cannot be read ({' '.join(str(error).split())}); choose another out="
     ) from error
-  differences = _differences(theirs, ours)
+  differences = _differences(_with_defaults(theirs), ours)
   if differences:
     shown = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
     raise ConfigError(
       f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
       "or delete the directory to start over"
     )
+
+
+def _with_defaults(tree: Any) -> Any:
+  """A config of an earlier release with the keys that it did not have; as it is, if it is no config."""
+  try:
+    return Config.model_validate(tree).model_dump(mode="json") | {"policy": tree["policy"]}
+  except (pydantic.ValidationError, TypeError, KeyError):
+    return tree
 
 
 def _differences(theirs: Any, ours: Any, key: str = "") -> list[str]:
