@@ -12,6 +12,28 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+# Plans are about programs as they are optimised.
+OPTIMISED = ("planner",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  """Keeps the tests of a file together, as far as the workers have as much to do: they share what they compile."""
+  if config.option.dist != "load":
+    return None
+  from xdist.scheduler import WorkStealingScheduling
+
+  return WorkStealingScheduling(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_quickly(request):
+  """Most programs run once: most of the time would be spent on making them fast."""
+  quickly = not {request.path.name, request.path.parent.name} & {*OPTIMISED}
+  jax.config.update("jax_disable_most_optimizations", quickly)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():

@@ -66,8 +66,8 @@ class Histories:
 
   scales: dict[str, Any] = dataclasses.field(default_factory=dict)
   probes: dict[int, Any] = dataclasses.field(default_factory=dict)
-  watches: dict[int, Any] = dataclasses.field(default_factory=dict)
   tie: Any = None
+  watches: dict[int, Any] = dataclasses.field(default_factory=dict)
 
   def of(self, products: Sequence[Fp8], watched: Sequence[int] = ()) -> Histories:
     """Those of some products and values."""
@@ -76,7 +76,7 @@ class Histories:
     return Histories(
       {site: x for site, x in self.scales.items() if site in sites},
       {number: x for number, x in self.probes.items() if number in numbers},
-      {number: self.watches[number] for number in watched},
+      watches={number: self.watches[number] for number in watched},
     )
 
   @property
@@ -89,7 +89,7 @@ class Histories:
     given = iter(arrays)
     scales = {site: next(given) for site in self.scales}
     probes = {number: next(given) for number in self.probes}
-    return Histories(scales, probes, {number: next(given) for number in self.watches})
+    return Histories(scales, probes, watches={number: next(given) for number in self.watches})
 
 
 class Support(NamedTuple):

@@ -20,9 +20,13 @@ TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
 OPTIONS = {
   # As accelerators round: the CPU compiler would keep float32 between two half-precision operations.
   "xla_allow_excess_precision": False,
-  # A third of the time to compile.
+  # A quarter of the time to compile.
   "xla_backend_optimization_level": 0,
-  **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
+  **(
+    {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+    if jax.__version_info__ < (0, 11)
+    else {}
+  ),
 }
 
 
@@ -56,20 +60,20 @@ def case(fun: Function, *args: Any, **options: Any) -> Case:
 
 def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:
   """Fails with a line for each leaf and policy that breaks a promise."""
-  plain = program(case, lambda fun: fun)
+  plain = lowered(case, lambda fun: fun)
   want = run(plain, case.args)
-  text = lowered(plain, case.args)
+  text = plain.as_text()
   lines = [*identity_failures(case, text, want)]
   for policy in policies:
-    jitted = program(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
     try:
-      got = run(jitted, case.args)
+      cast = lowered(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
+      got = run(cast, case.args)
     except Exception as error:
       error.add_note(f"raised under policy {policy}")
       raise
     lines += [f"{policy}: {line}" for line in failures(case, TOLERANCE[policy], got, want)]
     half = {"bf16": "xbf16>", "fp16": "xf16>"}[policy]
-    if has_products(text) and half not in lowered(jitted, case.args):
+    if has_products(text) and half not in cast.as_text():
       lines.append(f"{policy}: nothing runs in half precision")
   assert not lines, "\n" + "\n".join(lines)
 
@@ -130,8 +134,13 @@ def program(case: Case, cast: Callable[[Function], Function]) -> Function:
   return jax.jit(both, compiler_options=OPTIONS)
 
 
-def run(jitted: Function, args: tuple[Any, ...]) -> tuple[Any, Any]:
-  return jitted(floating(args), args)
+def lowered(case: Case, cast: Callable[[Function], Function]) -> jax.stages.Lowered:
+  """`program` traced and lowered once, for its text and for `run`."""
+  return program(case, cast).lower(floating(case.args), case.args)
+
+
+def run(lowered: jax.stages.Lowered, args: tuple[Any, ...]) -> tuple[Any, Any]:
+  return lowered.compile()(floating(args), args)
 
 
 def floating(args: Any) -> dict[str, Any]:
@@ -156,10 +165,6 @@ def projections(out: Any) -> Iterator[tuple[jax.Array, np.ndarray]]:
       yield part, np.random.default_rng(seed + i).standard_normal(part.shape).astype(np.float32)
 
 
-def lowered(jitted: Function, args: tuple[Any, ...]) -> str:
-  return jitted.lower(floating(args), args).as_text()
-
-
 def has_products(text: str) -> bool:
   """Whether there are products whose precision is left to the policy."""
   products = [line for line in text.splitlines() if re.search(r"stablehlo\.(dot_general|convolution)", line)]
@@ -168,8 +173,8 @@ def has_products(text: str) -> bool:
 
 def identity_failures(case: Case, text: str, want: Any) -> Iterator[str]:
   """Where the fp32 policy changes a bit; nowhere, if the program is the same text."""
-  cast = program(case, lambda fun: mpjax.autocast(fun, "fp32"))
-  if lowered(cast, case.args) == text:
+  cast = lowered(case, lambda fun: mpjax.autocast(fun, "fp32"))
+  if cast.as_text() == text:
     return
   got = run(cast, case.args)
   if jax.tree.structure(got) != jax.tree.structure(want):

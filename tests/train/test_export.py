@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from conftest import write_tiny_gpt
 
 from mpjax.train import cli
 from mpjax.train.checkpoints import Checkpoints
@@ -24,22 +25,24 @@ train: {steps: 6, eval_every: 3, checkpoint_every: 3}
 """
 
 
-@pytest.fixture(params=["gpt", "resnet"])
-def run(request, tiny_gpt, tmp_path):
-  path = tiny_gpt[0]
+@pytest.fixture(scope="module", params=["gpt", "resnet"])
+def run(request, tmp_path_factory):
+  folder = tmp_path_factory.mktemp(request.param)
   if request.param == "resnet":
-    path = tmp_path / "resnet.yaml"
+    path = folder / "resnet.yaml"
     path.write_text(RESNET)
+  else:
+    (path,) = write_tiny_gpt(folder)
   arguments = [
     str(path),
     "policy=bf16",
     "train.steps=6",
     "train.export=safetensors",
-    f"out={tmp_path / 'run'}",
+    f"out={folder / 'run'}",
   ]
   assert cli.train(arguments) == 0
   setup = make_setup(load_config(arguments[0], arguments[1:]))
-  checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+  checkpoints = Checkpoints(folder / "run" / "checkpoints")
   state = checkpoints.restore(6, setup.abstract_state()).state
   checkpoints.close()
   batch = next(setup.data.eval())
@@ -47,7 +50,7 @@ def run(request, tiny_gpt, tmp_path):
   expected = jax.jit(setup.task.logits, static_argnums=3)(
     state.params, state.model_state, inputs, setup.policy
   )
-  return tmp_path / "run", inputs, np.asarray(expected), state
+  return folder / "run", inputs, np.asarray(expected), state
 
 
 def test_the_exported_model_gives_the_logits_of_the_evaluation(run):
@@ -93,10 +96,11 @@ def test_unfit_requests_are_one_line_and_status_2(finished_run, options, words, 
   assert all(word in error for word in words), error
 
 
-@pytest.fixture
-def finished_run(tiny_gpt, tmp_path):
-  assert cli.train([*tiny_gpt, "train.steps=2", f"out={tmp_path / 'short'}"]) == 0
-  return tmp_path / "short"
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("finished")
+  assert cli.train([*write_tiny_gpt(folder), "train.steps=2", f"out={folder / 'short'}"]) == 0
+  return folder / "short"
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
