@@ -25,6 +25,7 @@ from mpjax.loss_scale import (
   track_skips,
   with_loss_scaling,
 )
+from mpjax.numerics.hunt import NonfiniteReport, find_nonfinite
 from mpjax.numerics.inspection import inspect_numerics
 from mpjax.numerics.report import NumericsReport
 from mpjax.planner.plan import plan
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
   "LossScaleState",
   "LossScaling",
+  "NonfiniteReport",
   "NumericsReport",
   "OpLists",
   "Plan",
@@ -53,6 +55,7 @@ __all__ = [
   "dynamic_loss_scale",
   "explain",
   "export_loss_scale",
+  "find_nonfinite",
   "fp8_dot_general",
   "full_precision",
   "get_loss_scale",

@@ -113,6 +113,8 @@ def _lost_text(report: NumericsReport) -> str:
 
 def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
   """A loss scale, where gradients underflow or overflow for want of a good one."""
+  if report.own_scale:
+    return []
   problems = [f for f in findings if f.severity == "problem"]
   small = any(f.kind == "underflow" for f in problems)
   large = any(f.kind == "gradient overflow" for f in problems)
@@ -130,20 +132,24 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
   """Wider formats for the modules that need them."""
   first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
   wanted: dict[str, tuple[str, str]] = {}
+  _, high = seen.scale_limits(report)
   for f in findings:
     if f.severity != "problem":
       continue
     if f.kind == "overflow":
       # bfloat16 has float32's range, and matrix units multiply it as fast as float16.
-      wanted.setdefault(_bare(f.module), (first, "its values stay finite"))
+      wanted.setdefault(seen.bare(f.module), (first, "its values stay finite"))
+    elif f.kind == "gradient overflow" and (report.own_scale or not high):
+      wanted.setdefault(seen.bare(f.module), (first, "its gradients stay finite"))
     elif f.kind == "error":
-      wanted[_bare(f.module)] = ("bf16" if report.policy.fp8 else "fp32", "its results come near float32's")
+      wanted[seen.bare(f.module)] = ("bf16" if report.policy.fp8 else "fp32", "its results come near float32's")
     elif f.kind == "gradient error":
       # Often subnormal numbers of float16, which have few digits.
-      wanted[_bare(f.module)] = ("bf16" if report.policy.fp8 else first, "its gradients come near float32's")
-  _, high = seen.scale_limits(report)
-  for t in _too_small(report, max(high or 1.0, report.loss_scale)):
-    wanted.setdefault(_bare(t.module), (first, "its gradients are too small for any loss scale"))
+      wanted[seen.bare(f.module)] = ("bf16" if report.policy.fp8 else first, "its gradients come near float32's")
+  best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
+  for t in _too_small(report, best):
+    scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
+    wanted.setdefault(seen.bare(t.module), (first, f"its gradients are too small for {scale}"))
   tried = {change.value[0]: change.value[1] for change in made if change.key == "overrides"}
   changes = []
   for pattern, module in _patterns(list(wanted), report).items():
@@ -159,7 +165,7 @@ def _too_small(report: NumericsReport, scale: float) -> list[Tensor]:
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
   """Override patterns, each with a module that it is for; one for layers that are alike, if all are meant."""
-  everything = {_bare(t.module) for t in report.of("activation")}
+  everything = {seen.bare(t.module) for t in report.of("activation")}
   patterns: dict[str, str] = {}
   for module in modules:
     alike = {m for m in everything if _numberless(m) == _numberless(module)}
@@ -169,11 +175,6 @@ def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
     inside = any(other.startswith(f"{module}/") for other in everything)
     patterns.setdefault(f"{regex}$" if inside else regex, module)
   return patterns
-
-
-def _bare(module: str) -> str:
-  """A module path without the steps of loops."""
-  return re.sub(r"(\[\d+\])+$", "", module)
 
 
 def _numberless(module: str) -> str:
@@ -200,7 +201,8 @@ def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
     preset["loss_scaling"] = _short(preset["loss_scaling"])
   differences = lambda name: sum(whole[key] != plain[name][key] for key in whole)
   own = policy.name if policy.name in plain else None
-  base = min(plain, key=lambda name: (differences(name), name != own))
+  computes = lambda name: whole["compute_dtype"] == plain[name]["compute_dtype"]
+  base = min(plain, key=lambda name: (differences(name), not computes(name), name != own))
   return {"base": base} | {key: value for key, value in whole.items() if value != plain[base][key]}
 
 

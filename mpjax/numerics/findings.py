@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from mpjax.casting.paths import Overrides
 from mpjax.formats import FORMATS
 from mpjax.numerics.report import Finding, NumericsReport, percent, power
 from mpjax.numerics.tensors import Tensor
@@ -47,13 +49,30 @@ def overflows(report: NumericsReport) -> list[Tensor]:
   ]
 
 
+def bare(module: str) -> str:
+  """A module path without the steps of loops."""
+  return re.sub(r"(\[\d+\])+$", "", module)
+
+
+def products_in(report: NumericsReport) -> Callable[[str], str]:
+  """The dtype that a module's matrix products are in under the policy, by module path."""
+  policy = report.policy
+  overrides = Overrides(policy, None)
+
+  def dtype(module: str) -> str:
+    half = overrides.half_at(bare(module)) if policy.autocast else policy.compute_dtype
+    return "float32" if half is None else half.name
+
+  return dtype
+
+
 def harmful_underflows(report: NumericsReport, scale: float | None = None) -> list[Tensor]:
   """Gradients of activations that lose more than the chosen share, and are far from float32's for it."""
   at = report.loss_scale if scale is None else scale
   lossy = [
     t
     for t in report.of("activation gradient")
-    if is_half(t.dtype) and t.magnitudes.kept(t.dtype, at) < report.keep
+    if is_half(t.dtype) and t.magnitudes.underflow(t.dtype, at) > 1 - report.keep
   ]
   return [t for t in lossy if t.error is None or not t.error <= _HARMLESS]
 
@@ -82,10 +101,13 @@ def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
 
   Powers of two from 1 to 2**24, with a factor of two to spare below float16's largest number; `None` if no
   scale does. What is kept counts for the gradients of activations; what overflows also for those of weights,
-  which products in float16 give, whatever dtype the weights are in.
+  which products in float16 give, whatever dtype the weights are in. Under a policy that computes in float16
+  the modules that it leaves in another format do not count.
   """
-  tensors = [t for t in report.of("activation gradient") if t.magnitudes.range is not None]
-  products = [t for t in report.of("weight gradient") if len(t.shape) > 1]
+  own, at = report.policy.compute_dtype.name, products_in(report)
+  counts = lambda t: own != "float16" or at(t.module) == "float16"
+  tensors = [t for t in report.of("activation gradient") if t.magnitudes.range is not None and counts(t)]
+  products = [t for t in report.of("weight gradient") if len(t.shape) > 1 and counts(t)]
   there = sum(t.magnitudes.above[0] for t in tensors)
   low = high = None
   for exponent in range(_MAX_EXPONENT + 1):
@@ -166,33 +188,35 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   if overflows(report):
     return
   scale = report.loss_scale
-  own = report.policy.compute_dtype.name
-  products = [t for t in report.of("weight gradient") if len(t.shape) > 1 and is_half(own)]
-  pairs = [(t, t.dtype) for t in report.of("activation gradient") if is_half(t.dtype)]
-  pairs += [(t, own) for t in products]
-  over = [
-    t
+  at = products_in(report)
+  pairs = [(t, t.dtype) for t in report.of("activation gradient")]
+  pairs += [(t, at(t.module)) for t in report.of("weight gradient") if len(t.shape) > 1]
+  over = {
+    t: dtype
     for t, dtype in pairs
-    if t.magnitudes.shares(dtype, scale).overflow > 0 and not t.magnitudes.inf + t.magnitudes.nan
-  ]
+    if is_half(dtype)
+    and t.magnitudes.shares(dtype, scale).overflow > 0
+    and not t.magnitudes.inf + t.magnitudes.nan
+  }
   if not over:
     return
   _, high = scale_limits(report)
   scaling = report.policy.loss_scaling
   dynamic = scaling is not None and scaling.kind == "dynamic"
-  t = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
-  text = f"{_name(t)}: its gradient times the loss scale of {power(scale)} overflows {own}"
-  if dynamic and high:
-    text += f"; the scale will fall towards {power(high)}, and each fall costs a step"
-  severity = "note" if dynamic and high else "problem"
-  yield Finding("gradient overflow", severity, t.module, text)
+  largest = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
+  for t in [largest] if high else over:
+    text = f"{_name(t)}: its gradient times the loss scale of {power(scale)} overflows {over[t]}"
+    if dynamic and high:
+      text += f"; the scale will fall towards {power(high)}, and each fall costs a step"
+    severity = "note" if dynamic and high else "problem"
+    yield Finding("gradient overflow", severity, t.module, text)
 
 
 def _underflows(report: NumericsReport) -> Iterator[Finding]:
   low, high = scale_limits(report)
   harmful = harmful_underflows(report)
   for t in harmful:
-    lost = 1 - t.magnitudes.kept(t.dtype, report.loss_scale)
+    lost = t.magnitudes.underflow(t.dtype, report.loss_scale)
     error = "" if t.error is None else f"; its error against float32 is {t.error:.2g}"
     yield Finding(
       "underflow",
@@ -202,7 +226,9 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
       f"{power(report.loss_scale)}{error}",
     )
   kinds = [t for t in report.of("activation gradient") if t.magnitudes.range is not None]
-  if not kinds:
+  # A run in float16 alone has no record of what it lost, and no range is right for what is not finite.
+  blind = report.reference_loss is None and report.policy.compute_dtype.name == "float16"
+  if not kinds or blind or any(t.magnitudes.nan + t.magnitudes.inf for t in kinds):
     return
   at_one, now = (
     report.lost("activation gradient", "float16"),

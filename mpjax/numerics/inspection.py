@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mpjax.casting.watch import Point
+from mpjax.loss_scale.access import find_loss_scales
 from mpjax.numerics.passes import (
   KEPT_IN,
   Seen,
@@ -82,8 +84,10 @@ def inspect_numerics(
   Raises:
     ValueError: if there is no batch, or for arguments that do not go together.
   """
-  if not 0 < keep < 1:
+  if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep < 1:
     raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
+  if not isinstance(reference, (bool, TrainStep)):
+    raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
   step, state, updates = _step_of(target, state, policy, tx, init)
   say = progress or (lambda line: None)
   parts = _micro_batches(_batches(batches), step.accumulate)
@@ -105,7 +109,7 @@ def inspect_numerics(
     def trial(policy: Policy) -> NumericsReport:
       say(f"trying {policy.name or 'a changed policy'}")
       changed = step.with_policy(policy.without_histories())
-      one = Inspection(changed, changed.adopt(state), reference, updates)
+      one = Inspection(changed, _adopted(changed, state, step), reference, updates)
       one.add(first)
       return one.report(title, keep)
 
@@ -189,6 +193,7 @@ class Inspection:
       reference_loss=float(np.mean(wide)) if wide else None,
       tensors=tuple(self._tensors()),
       keep=keep,
+      own_scale=_has_own_scale(self._step, self._state),
     )
 
   def _tensors(self) -> Iterator[Tensor]:
@@ -285,11 +290,25 @@ def _step_of(
     if policy is None:
       return target, state, True
     other = target.with_policy(policy)
-    return other, other.adopt(state), True
+    return other, _adopted(other, state, target), True
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
   step = make_train_step(target, optax.identity() if tx is None else tx, policy or "auto")
   return step, step.init(state, **init), tx is not None
+
+
+def _adopted(step: TrainStep, state: TrainState, before: TrainStep) -> TrainState:
+  """The state under another policy; at that one's first loss scale, if it scales the loss in another way."""
+  state = step.adopt(state)
+  scaling = step.policy.loss_scaling
+  if scaling is None or scaling == before.policy.loss_scaling:
+    return state
+  return state.replace(opt_state=state.opt_state._replace(scale=jnp.float32(scaling.init_scale)))
+
+
+def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
+  """Whether the optimiser that the step was made with scales the loss itself."""
+  return bool(find_loss_scales(jax.eval_shape(step._made_with[0].init, state.params)))
 
 
 def _batches(batches: Any) -> Iterable[Any]:

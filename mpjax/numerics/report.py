@@ -94,6 +94,7 @@ class NumericsReport:
     reference_loss: in float32; `None` if that was not run.
     tensors: sorted by kind and position in the program.
     keep: the share of gradients that a loss scale should keep in range.
+    own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
     findings: problems first.
     advice: what to use instead; `None` before there is any.
   """
@@ -108,6 +109,7 @@ class NumericsReport:
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
   keep: float = 0.999
+  own_scale: bool = False
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
 
@@ -120,11 +122,19 @@ class NumericsReport:
     """The tensors of a kind, in the order of the program; those of one module, if it is named."""
     return [t for t in self.tensors if t.kind == kind and module in (None, t.module)]
 
-  def lost(self, kind: str, name: str, scale: float = 1.0) -> float:
-    """The share of a kind's values (of those that are not zero) that a format, at a scale, rounds to zero."""
-    tensors = self.of(kind)
-    there = sum(t.magnitudes.above[0] for t in tensors)
-    gone = sum(t.magnitudes.shares(name, scale).underflow * t.magnitudes.count for t in tensors)
+  def lost(self, kind: str, name: str, scale: float | None = 1.0) -> float:
+    """The share of a kind's values (of those that are not zero) that a format rounds to zero.
+
+    Args:
+      kind: of tensors.
+      name: of a format.
+      scale: what they are multiplied by; `None`: each tensor by its own, which brings its largest value just
+        into the format's range.
+    """
+    all_of = [t.magnitudes for t in self.of(kind)]
+    there = sum(m.above[0] for m in all_of)
+    at = lambda m: m.own_scale(name) if scale is None else scale
+    gone = sum(m.shares(name, at(m)).underflow * m.count for m in all_of)
     return gone / there if there else 0.0
 
   def error_by_module(self, kind: str) -> dict[str, float]:
@@ -254,13 +264,14 @@ def _text(report: NumericsReport) -> Iterator[str]:
   for finding in report.findings:
     yield f"{finding.severity}: {finding.text}"
   if report.advice is not None:
-    yield from _advice_text(report.advice)
+    problems = any(finding.severity == "problem" for finding in report.findings)
+    yield from _advice_text(report.advice, problems)
 
 
-def _advice_text(advice: Advice) -> Iterator[str]:
+def _advice_text(advice: Advice, problems: bool) -> Iterator[str]:
   yield ""
   if advice.unchanged:
-    yield "advice: the policy is good as it is"
+    yield f"advice: {'no change of the policy helps' if problems else 'the policy is good as it is'}"
     yield advice.yaml.rstrip()
     return
   yield "advice:"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpjax.numerics.report import NumericsReport, percent, power
-from mpjax.numerics.tensors import GRADIENTS, INTEREST, KINDS, Tensor
+from mpjax.numerics.tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor
 
 if TYPE_CHECKING:
   import rich.console
 
-_SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 
 
 def summary_rows(report: NumericsReport, formats: Sequence[str] = INTEREST) -> list[list[str]]:
@@ -35,11 +35,17 @@ def summary_rows(report: NumericsReport, formats: Sequence[str] = INTEREST) -> l
           str(len(tensors)) if first else "",
           _range(tensors) if first else "",
           percent(zero) if first else "",
-          *(percent(report.lost(kind, name, scale)) for name in formats),
+          *(_lost(report, kind, name, scale) for name in formats),
           f"{max(errors):.2g}" if errors and first else "",
         ]
       )
   return rows
+
+
+def _lost(report: NumericsReport, kind: str, name: str, scale: float) -> str:
+  if name not in FP8:
+    return percent(report.lost(kind, name, scale))
+  return percent(report.lost(kind, name, None)) if scale == 1 else ""
 
 
 def _range(tensors: list[Tensor]) -> str:
@@ -66,7 +72,8 @@ def print_report(report: NumericsReport, console: rich.console.Console, limit: i
   header, *body = summary_rows(report, INTEREST[:2] if narrow else INTEREST)
   table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1 if console.width >= 100 else 0, 0, 1))
   for i, name in enumerate(header):
-    table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    title = name.replace("lost in ", "lost in\n").replace(" scaled", ",\nscaled")
+    table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
   for row in body:
     table.add_row(*row)
   console.print(table)

@@ -19,6 +19,8 @@ KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "u
 GRADIENTS = ("activation gradient", "weight gradient")
 # The formats that shares are counted in.
 INTEREST = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Recipes scale each tensor to its largest value before they round it to these.
+FP8 = tuple(name for name in INTEREST if name.startswith("float8"))
 # Binades of the histograms: what lies below the first is counted together, above the last as well.
 BINS = tuple(range(-64, 32))
 
@@ -144,6 +146,18 @@ class Magnitudes:
     part = lambda n: max(n, 0.0) / self.count
     return Shares(part(self.above[0] - above_zero), part(above_zero - normal), part(overflow))
 
+  def own_scale(self, name: str) -> float:
+    """The power of two that brings the largest finite value just below a format's largest number."""
+    known = self.range
+    if known is None:
+      return 1.0
+    return 2.0 ** (math.frexp(FORMATS[name].max)[1] - 1 - (known[1] + 1))
+
+  def underflow(self, name: str, scale: float = 1.0) -> float:
+    """The share of the values that are not zero which a format rounds to zero."""
+    there = self.above[0]
+    return self.shares(name, scale).underflow * self.count / there if there else 0.0
+
   def kept(self, name: str, scale: float = 1.0) -> float:
     """The share of the values that are not zero which a format holds, neither zero nor overflown."""
     there = self.above[0]
@@ -209,6 +223,7 @@ class Tensor:
       "inf": m.inf,
       "shares": shares(1.0),
       "scaled_shares": shares(loss_scale) if self.kind in GRADIENTS else None,
+      "own_scale_shares": {name: m.shares(name, m.own_scale(name))._asdict() for name in FP8},
       "policy": None if self.policy is None else dict(zip(keys, self.policy, strict=True)),
       "error": self.error,
       "cosine": self.cosine,

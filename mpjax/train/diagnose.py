@@ -8,6 +8,7 @@ import numpy as np
 
 from mpjax.loss_scale.access import get_loss_scale
 from mpjax.loss_scale.observe import nonfinite_leaves
+from mpjax.numerics.hunt import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 
 
@@ -42,6 +43,15 @@ def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int 
   if guilty is None:
     return "every tensor is finite when the step is computed again: the failure does not repeat on this batch"
   return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
+
+
+def first_nonfinite(step: TrainStep, state: TrainState, batch: Any) -> str:
+  """The first operation that made NaN or infinity, in a line; what kept it from being found, in its place."""
+  try:
+    return str(find_nonfinite(step, state, batch)).partition("\n")[0]
+  except (RuntimeError, MemoryError) as error:  # JAX's own for a device without memory is a RuntimeError
+    first = str(error).strip().partition("\n")[0]
+    return f"the operation that began it was not found: {first}"
 
 
 def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:

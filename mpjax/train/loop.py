@@ -18,7 +18,7 @@ from mpjax.fp8.support import fp8_units
 from mpjax.step import TrainState
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config import Config, ConfigError
-from mpjax.train.diagnose import nonfinite_report
+from mpjax.train.diagnose import first_nonfinite, nonfinite_report
 from mpjax.train.display import Display, header, summary_table
 from mpjax.train.export import save_safetensors
 from mpjax.train.interrupt import Interrupt, Interrupted
@@ -211,11 +211,13 @@ class Run:
     arrays: dict[str, Any] = {name: np.asarray(value) for name, value in pending.batch.items()}
     np.savez(file, **arrays)
     report = nonfinite_report(self.setup.step, state, pending.batch)
+    report += f"\n{first_nonfinite(self.setup.step, state, pending.batch)}"
     self.checkpoints.wait()
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
       f"gradients, and the loss scale of {self._last['loss_scale']:g} cannot fall further\n{report}\n"
-      f"saved: a checkpoint of step {step} and the batch, in {file}"
+      f"saved: a checkpoint of step {step} and the batch, in {file}; scripts/numerics.py "
+      f"{self.directory.path} --hunt looks again, also with another policy"
     )
 
   def evaluate(self, state: TrainState) -> dict[str, float]:

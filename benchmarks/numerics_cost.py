@@ -1,0 +1,115 @@
+"""What looking at the numbers costs: memory of an inspection, and time of `numerics.every` in a run.
+
+    python benchmarks/numerics_cost.py [--target h200] [--json FILE]     # memory, a GPT of 124M parameters
+    python benchmarks/numerics_cost.py --time [--json FILE]              # time, the example GPT on this machine
+
+Memory: the peaks of the three programs as the target's compiler says (`mpjax.plan`): the training step, the
+pass under the policy, and the pass in float32, beside which the optimiser's state stays on the device. Time:
+the median of steps and passes, interleaved, as a share of `EVERY` steps; compilation is reported by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from record import origin, write
+
+import mpjax
+from mpjax.numerics.passes import loss_points, make_pass, reference_state, reference_step
+from mpjax.numerics.tensors import full_summary
+from mpjax.train.config import load_config
+from mpjax.train.models import GPT
+from mpjax.train.setup import make_setup
+from mpjax.train.watching import Watcher
+
+SHAPE = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
+COMMAND = "numerics_cost.py"
+BATCH, EVERY, ROUNDS = 8, 500, 7
+POLICIES = ("bf16", "fp16")
+
+
+def loss_fn(model: GPT, batch: Any) -> jax.Array:
+  """Mean cross entropy."""
+  logits = model(batch["tokens"][:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+
+def memory(policy: str, target: str) -> dict[str, Any]:
+  """Peaks in bytes of a policy's programs."""
+  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), policy)
+  make = lambda: step.init(GPT(**SHAPE, mlp_ratio=4, rngs=nnx.Rngs(0)))
+  state = jax.eval_shape(make)
+  batch = {"tokens": jax.ShapeDtypeStruct((BATCH, SHAPE["max_len"] + 1), jnp.int32)}
+  peak = lambda run, state: mpjax.plan(run, (state, batch), target=target, compile=True).peak
+  size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  training = peak(step, state)
+  summary = full_summary(2.0**16)
+  mine = make_pass(step, loss_points(step, state, batch), summary, updates=True)
+  reference, wide = reference_step(step), reference_state(state)
+  theirs = make_pass(reference, loss_points(reference, wide, batch), summary, save_memory=True)
+  inspection = {"policy": peak(mine, state), "float32": peak(theirs, wide) + size(state.opt_state)}
+  row = {"policy": policy, "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "step": training}
+  row |= {f"{name} pass": peak for name, peak in inspection.items()}
+  row["ratio"] = max(inspection.values()) / training
+  print({key: round(x / 1e9, 3) if isinstance(x, int) else x for key, x in row.items()}, flush=True)
+  return row
+
+
+def cost_in_time(config: str, policy: str) -> dict[str, Any]:
+  """Seconds of a step and of a look at one, for a config of this repository."""
+  setup = make_setup(load_config(f"configs/{config}.yaml", [f"policy={policy}", "mesh.data=1"]))
+  state, batches = setup.first_state(), setup.data.train()
+  batch = setup.place(next(batches))
+  watcher = Watcher(setup.step, 1)
+
+  def timed(run: Any) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - begin
+
+  def step() -> Any:
+    nonlocal state
+    state, metrics = setup.step(state, batch)
+    return metrics
+
+  compiling = timed(step), timed(lambda: watcher.look(state, batch))
+  steps, looks = [], []
+  for _ in range(ROUNDS):
+    steps.append(timed(step))
+    looks.append(timed(lambda: watcher.look(state, batch)))
+  row = {"config": config, "policy": policy, "step_s": statistics.median(steps)}
+  row |= {"look_s": statistics.median(looks), "first_step_s": compiling[0], "first_look_s": compiling[1]}
+  row["share"] = row["look_s"] / (EVERY * row["step_s"])
+  print(row, flush=True)
+  return row
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--target", default="h200", help="as mpjax.plan takes it; v5e, h200, ...")
+  parser.add_argument("--time", action="store_true", help="time on this machine in place of memory")
+  parser.add_argument("--json", help="write the results to this file")
+  options = parser.parse_args()
+  if options.time:
+    configs = ("gpt_stdlib", "vit_digits", "resnet_digits")
+    rows = [cost_in_time(config, policy) for config in configs for policy in POLICIES]
+    report = {"every": EVERY, "rows": rows}
+  else:
+    jax.config.update("jax_platforms", "cpu")  # which traces; the target's compiler is a process of its own
+    report = {"target": options.target, "batch": BATCH, "shape": SHAPE}
+    report["rows"] = [memory(policy, options.target) for policy in POLICIES]
+  write(
+    origin(COMMAND + (" --time" if options.time else f" --target {options.target}"), "flax") | report,
+    options.json,
+  )
+
+
+if __name__ == "__main__":
+  main()
