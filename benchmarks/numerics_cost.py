@@ -1,7 +1,7 @@
 """What looking at the numbers costs: memory of an inspection, and time of `numerics.every` in a run.
 
     python benchmarks/numerics_cost.py [--target h200] [--json FILE]     # memory, a GPT of 124M parameters
-    python benchmarks/numerics_cost.py --time [--json FILE]              # time, the example GPT on this machine
+    python benchmarks/numerics_cost.py --time [--json FILE]              # time, on this machine
 
 Memory: the peaks of the three programs as the target's compiler says (`mpjax.plan`): the training step, the
 pass under the policy, and the pass in float32, beside which the optimiser's state stays on the device. Time:
@@ -22,6 +22,7 @@ from flax import nnx
 from record import origin, write
 
 import mpjax
+from mpjax.numerics.inspection import most_pieces
 from mpjax.numerics.passes import loss_points, make_pass, reference_state, reference_step
 from mpjax.numerics.tensors import full_summary
 from mpjax.train.config import load_config
@@ -51,9 +52,12 @@ def memory(policy: str, target: str) -> dict[str, Any]:
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   training = peak(step, state)
   summary = full_summary(2.0**16)
-  mine = make_pass(step, loss_points(step, state, batch), summary, updates=True)
+  pieces = most_pieces(batch)
+  part = {"tokens": jax.ShapeDtypeStruct((BATCH // pieces, SHAPE["max_len"] + 1), jnp.int32)}
+  mine = make_pass(step, loss_points(step, state, part), summary, updates=True, pieces=pieces)
   reference, wide = reference_step(step), reference_state(state)
-  theirs = make_pass(reference, loss_points(reference, wide, batch), summary, save_memory=True)
+  points = loss_points(reference, wide, part)
+  theirs = make_pass(reference, points, summary, save_memory=True, pieces=pieces)
   inspection = {"policy": peak(mine, state), "float32": peak(theirs, wide) + size(state.opt_state)}
   row = {"policy": policy, "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "step": training}
   row |= {f"{name} pass": peak for name, peak in inspection.items()}

@@ -65,6 +65,15 @@ def module_path(equation: Any) -> str:
   return "/".join(e.name for e in stack if type(e).__name__ == "Scope" and "->" not in e.name)
 
 
+def operation(equation: Any) -> str:
+  """The name of the function that a call is of, `softmax`; elsewhere the primitive's."""
+  name = equation.params.get("name")
+  if not name and "call_jaxpr" in equation.params:
+    info = getattr(open_jaxpr(equation.params["call_jaxpr"]), "debug_info", None)
+    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
+  return str(name) if name and str(name).isidentifier() else equation.primitive.name
+
+
 def backward_depth(equation: Any) -> int:
   """How many backward passes an equation is inside of, as its scopes tell."""
   stack = equation.source_info.name_stack.stack

@@ -151,7 +151,7 @@ def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] 
 def _point(node: Node, i: int, steps: tuple[int, ...], seen: Any) -> Point:
   equation = node.equation
   aval = equation.outvars[i].aval
-  operation = str(equation.params.get("name") or equation.primitive.name)
+  operation = _compat.operation(equation)
   seen[node.path, operation] += 1
   count = seen[node.path, operation]
   dtype = node.outs[i].dtype if castable(aval) else aval.dtype

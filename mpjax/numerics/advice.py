@@ -142,10 +142,16 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
     elif f.kind == "gradient overflow" and (report.own_scale or not high):
       wanted.setdefault(seen.bare(f.module), (first, "its gradients stay finite"))
     elif f.kind == "error":
-      wanted[seen.bare(f.module)] = ("bf16" if report.policy.fp8 else "fp32", "its results come near float32's")
+      wanted[seen.bare(f.module)] = (
+        "bf16" if report.policy.fp8 else "fp32",
+        "its results come near float32's",
+      )
     elif f.kind == "gradient error":
       # Often subnormal numbers of float16, which have few digits.
-      wanted[seen.bare(f.module)] = ("bf16" if report.policy.fp8 else first, "its gradients come near float32's")
+      wanted[seen.bare(f.module)] = (
+        "bf16" if report.policy.fp8 else first,
+        "its gradients come near float32's",
+      )
   best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
   for t in _too_small(report, best):
     scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"

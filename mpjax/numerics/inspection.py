@@ -40,6 +40,7 @@ def inspect_numerics(
   reference: bool | TrainStep = True,
   keep: float = 0.999,
   advise: bool = True,
+  pieces: int | None = None,
   title: str = "",
   progress: Callable[[str], None] | None = None,
   **init: Any,
@@ -74,6 +75,9 @@ def inspect_numerics(
     keep: the share of gradients (of those that are not zero) that a loss scale should keep in range.
     advise: whether the advice is tried out: each changed policy is run on the first batch, so that the report
       says what it buys. Without it, the advice is what the first run suggests.
+    pieces: in how many parts a batch's rows are run, which bounds the memory; gradients are those of the
+      whole batch as long as rows do not meet in the loss. By default up to 4 under a half-precision policy,
+      and 1 for a model with a state (BatchNorm); a loss that contrasts rows needs 1.
     title: of the report.
     progress: called with a line before each long part.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
@@ -88,10 +92,12 @@ def inspect_numerics(
     raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
   if not isinstance(reference, (bool, TrainStep)):
     raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
+  if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
+    raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
   step, state, updates = _step_of(target, state, policy, tx, init)
   say = progress or (lambda line: None)
   parts = _micro_batches(_batches(batches), step.accumulate)
-  inspection = Inspection(step, state, reference, updates)
+  inspection = Inspection(step, state, reference, updates, pieces)
   for i, batch in enumerate(parts):
     if i == 0:
       first = batch
@@ -109,7 +115,7 @@ def inspect_numerics(
     def trial(policy: Policy) -> NumericsReport:
       say(f"trying {policy.name or 'a changed policy'}")
       changed = step.with_policy(policy.without_histories())
-      one = Inspection(changed, _adopted(changed, state, step), reference, updates)
+      one = Inspection(changed, _adopted(changed, state, step), reference, updates, inspection.pieces)
       one.add(first)
       return one.report(title, keep)
 
@@ -121,10 +127,19 @@ class Inspection:
 
   Attributes:
     count: batches so far.
+    pieces: in how many parts each is run; known after the first.
   """
 
-  def __init__(self, step: TrainStep, state: TrainState, reference: bool | TrainStep, updates: bool):
+  def __init__(
+    self,
+    step: TrainStep,
+    state: TrainState,
+    reference: bool | TrainStep,
+    updates: bool,
+    pieces: int | None = None,
+  ):
     self.count = 0
+    self.pieces = pieces
     self._step, self._state, self._updates = step, state, updates
     scaler = find_scaler(state.opt_state)
     self._scale = 1.0 if scaler is None else float(scaler.scale)
@@ -161,7 +176,16 @@ class Inspection:
       self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
 
   def _compile(self, batch: Any) -> None:
-    self._points = _named(loss_points(self._step, self._state, batch))
+    if self.pieces is None:
+      whole = self._step.policy.compute_dtype.itemsize >= 4 or jax.tree.leaves(self._state.model_state)
+      self.pieces = 1 if whole or self._reference is None else most_pieces(batch)
+    pieces, part = self.pieces, batch
+    if pieces > 1:
+      if _rows(batch) % pieces:
+        raise ValueError(f"pieces={pieces}: expected a divisor of the batch's {_rows(batch)} rows")
+      first = lambda batch: jax.tree.map(lambda x: split_batch(pieces, x)[0], batch)
+      part = jax.eval_shape(first, batch)
+    self._points = _named(loss_points(self._step, self._state, part))
     self._full = full_summary(self._scale)
     if self._reference is None:
       self._narrow = self._full
@@ -170,12 +194,19 @@ class Inspection:
       # Of the policy's own run NaN, infinities and zeros are of interest, and of its updates the magnitudes.
       self._narrow = self._full if self._updates else Summary.of([], sketch=True)
       self._wide_state = reference_state(self._state)
-      points = loss_points(self._reference, self._wide_state, batch)
+      points = loss_points(self._reference, self._wide_state, part)
       self._wide_points = _named(points)
       # Activations in float32 take twice the memory: what is between matrix products is computed again.
-      theirs = make_pass(self._reference, points, self._full, save_memory=True)
+      theirs = make_pass(self._reference, points, self._full, save_memory=True, pieces=pieces)
     points = [point for _, point in self._points]
-    mine = make_pass(self._step, points, self._narrow, scale=self._scale, updates=self._updates)
+    mine = make_pass(
+      self._step,
+      points,
+      self._narrow,
+      scale=self._scale,
+      updates=self._updates,
+      pieces=pieces,
+    )
     self._passes = mine, theirs
 
   def report(self, title: str, keep: float) -> NumericsReport:
@@ -265,9 +296,10 @@ def _arrays(
   for (name, point), kept in zip(points, seen.watched, strict=True):
     for index in np.ndindex(*point.steps):
       for row, kind in enumerate(("activation", "activation gradient")):
-        values = kept[index][row]
-        if values[n - 1]:  # else the loss does not depend on it
-          yield (kind, name, index), (Magnitudes.of(summary, values), values[n:])
+        values = kept[(slice(None), *index, row)]
+        counts = values[:, :n].astype(np.float64).sum(0)
+        if counts[-1]:  # else the loss does not depend on it
+          yield (kind, name, index), (Magnitudes.of(summary, counts), values[:, n:])
   for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
     for path, values in part.items():
       yield (kind, path), (Magnitudes.of(summary, values), values[n:])
@@ -324,6 +356,16 @@ def _micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
     split = jax.tree.map(lambda x: split_batch(n, x), batch)
     for i in range(n):
       yield jax.tree.map(operator.itemgetter(i), split)
+
+
+def most_pieces(batch: Any) -> int:
+  """4, 2 or 1: what a batch's rows can be divided into, on each of its devices."""
+  leaves = jax.tree.leaves(batch)
+  shapes = [np.shape(leaf) for leaf in leaves]
+  if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+    return 1
+  devices = [len(leaf.sharding.device_set) for leaf in leaves if getattr(leaf, "sharding", None)]
+  return next(n for n in (4, 2, 1) if n == 1 or shapes[0][0] % (n * max(devices, default=1)) == 0)
 
 
 def _rows(batch: Any) -> int:

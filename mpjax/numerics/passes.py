@@ -11,10 +11,10 @@ import numpy as np
 
 from mpjax.casting.watch import Point, find_points, watched
 from mpjax.loss_scale.finite import unscale
-from mpjax.loss_scale.overwritten import hide
+from mpjax.loss_scale.overwritten import hide, map_parts
 from mpjax.numerics.summary import Summary, look
 from mpjax.policy import get_policy, matmul_precision
-from mpjax.step import TrainState, TrainStep
+from mpjax.step import TrainState, TrainStep, split_batch
 from mpjax.step_policy import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
@@ -26,7 +26,7 @@ class Seen(NamedTuple):
 
   Attributes:
     loss: [], unscaled.
-    watched: for each point [*steps, 2, size]: of the value, and of its gradient.
+    watched: for each point [pieces, *steps, 2, size]: of the value, and of its gradient.
     parameters: by tree path [size].
     gradients: by tree path [size], unscaled.
     updates: by tree path: what is kept of |update / weight| ([size]), and counts ([1 + formats]) of the
@@ -75,6 +75,7 @@ def make_pass(
   scale: float = 1.0,
   updates: bool = False,
   save_memory: bool = False,
+  pieces: int = 1,
 ) -> Callable[[TrainState, Any], Seen]:
   """A jitted pass: (state, batch) -> Seen; the state is left as it is.
 
@@ -85,10 +86,11 @@ def make_pass(
     scale: what the gradients of activations are divided by before they are looked at: the loss scale.
     updates: whether the optimiser runs, too.
     save_memory: whether the backward pass computes again all but the results of matrix products.
+    pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
   """
 
   def run(state: TrainState, batch: Any) -> Seen:
-    return _run(step, points, summary, scale, updates, save_memory, state, batch)
+    return _run(step, points, summary, scale, updates, save_memory, pieces, state, batch)
 
   return jax.jit(run)
 
@@ -100,25 +102,38 @@ def _run(
   scale: float,
   updates: bool,
   save_memory: bool,
+  pieces: int,
   state: TrainState,
   batch: Any,
 ) -> Seen:
-  probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
   at_each = lambda x, probe: look(x, probe, summary, scale)
 
-  def scaled_loss(params: Any, probes: list[Any]) -> tuple[Any, Any]:
+  def scaled_loss(params: Any, probes: list[Any], piece: Any) -> tuple[Any, Any]:
     around = lambda fun, policy, **options: watched(fun, policy, probes, at_each, **options)
-    return _loss(step, state, batch, around, params)
+    scaled, loss = _loss(step, state, piece, around, params)
+    # Gradients of the mean over all rows.
+    return scaled / pieces, loss / pieces
 
   if save_memory:
     scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
+  gradients = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+
+  def one(total: tuple[Any, Any], piece: Any) -> tuple[tuple[Any, Any], list[Any]]:
+    probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
+    (_, loss), (grads, kept) = gradients(step._compute_params(state), probes, piece)
+    grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
+    return (total[0] + loss, grads), kept
+
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+  first = (jnp.zeros([], jnp.float32), zeros)
   with matmul_precision(step.policy):
-    (_, loss), (grads, kept) = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)(
-      step._compute_params(state), probes
-    )
-  of_updates = {}
-  if updates:
-    of_updates = _updates(step, state, grads, loss, summary)
+    if pieces == 1:
+      (loss, grads), kept = one(first, batch)
+      kept = [x[None] for x in kept]
+    else:
+      split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+      (loss, grads), kept = jax.lax.scan(one, first, split)
+  of_updates = _updates(step, state, grads, loss, summary) if updates else {}
   scaler = find_scaler(state.opt_state)
   if scaler is not None:
     grads = unscale(hide(grads), scaler.scale)

@@ -15,7 +15,7 @@ import yaml
 
 from mpjax.formats import FORMATS
 from mpjax.numerics.tensors import BINS, INTEREST, KINDS, Tensor
-from mpjax.policy import Policy
+from mpjax.policy import Policy, get_policy, presets
 
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
@@ -177,7 +177,7 @@ class NumericsReport:
       {
         "version": 1,
         "title": self.title,
-        "policy": self.policy.name or str(self.policy),
+        "policy": policy_name(self.policy),
         "compute_dtype": self.policy.compute_dtype.name,
         "backend": jax.default_backend(),
         "versions": {"mpjax": __version__, "jax": jax.__version__},
@@ -196,7 +196,10 @@ class NumericsReport:
 
   def save_json(self, path: str | os.PathLike[str]) -> None:
     """Writes `to_dict` as JSON."""
-    pathlib.Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n")
+    path = pathlib.Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n")
+    temporary.replace(path)
 
   def save_html(self, path: str | os.PathLike[str]) -> None:
     """Writes one page that needs nothing else and asks nothing of the network."""
@@ -216,6 +219,12 @@ class NumericsReport:
 
   def __str__(self) -> str:
     return "\n".join(_text(self))
+
+
+def policy_name(policy: Policy) -> str:
+  """Its own name, that of the preset it equals, or its dtypes."""
+  same = (name for name in presets() if name != "auto" and get_policy(name) == policy)
+  return policy.name or next(same, str(policy))
 
 
 def percent(share: float) -> str:
@@ -246,7 +255,7 @@ def _plain(tree: Any) -> Any:
 def _text(report: NumericsReport) -> Iterator[str]:
   from mpjax.numerics.table import summary_rows
 
-  policy = report.policy.name or str(report.policy)
+  policy = policy_name(report.policy)
   title = f"numerics of {report.title}" if report.title else "numerics"
   batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
   yield f"{title}: policy {policy}, {batches} ({report.rows} rows), step {report.step}"

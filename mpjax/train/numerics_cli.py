@@ -14,7 +14,7 @@ import yaml
 from mpjax import formats
 from mpjax.numerics.hunt import find_nonfinite
 from mpjax.numerics.inspection import inspect_numerics
-from mpjax.numerics.report import NumericsReport
+from mpjax.numerics.report import NumericsReport, policy_name
 from mpjax.numerics.table import print_report
 from mpjax.train.cli import guarded
 from mpjax.train.config import Config, ConfigError, load_config, read_tree
@@ -156,7 +156,10 @@ def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.conso
   found = pathlib.Path(file) if file else find_batch(checkpoint)
   subject = open_subject(config, checkpoint)
   batch = load_batch(found, subject.next_batch())
-  _say(console, f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.step.policy}")
+  _say(
+    console,
+    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {policy_name(subject.step.policy)}",
+  )
   with console.status("computing the step operation by operation"):
     report = find_nonfinite(subject.step, subject.state, subject.place(batch))
   _say(console, str(report))

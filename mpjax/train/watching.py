@@ -71,8 +71,9 @@ class Watcher:
       for index in np.ndindex(*point.steps):
         path = "/".join((point.module, *map(str, index), point.name.replace(" ", "_")))
         for row, kind in enumerate(("activation", GRADIENTS[0])):
-          if kept[index][row][len(self._summary.edges)]:  # else the loss does not depend on it
-            yield kind, path, kept[index][row]
+          values = kept[(0, *index, row)]
+          if values[len(self._summary.edges)]:  # else the loss does not depend on it
+            yield kind, path, values
     for kind, part in (("parameter", seen.parameters), (GRADIENTS[1], seen.gradients)):
       for path, kept in part.items():
         yield kind, path, kept
