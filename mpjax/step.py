@@ -27,7 +27,7 @@ from mpjax.loss_scale.finite import unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.step_checks import check_differentiable, unpack
-from mpjax.step_policy import find_scaler, require_honoured, with_policy
+from mpjax.step_policy import adopt_opt_state, find_scaler, require_honoured, with_policy
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
@@ -235,19 +235,22 @@ class TrainStep:
     tx, *rest = self._made_with
     return TrainStep(self._plain_loss_fn, tx, policy, *rest)
 
-  def adopt(self, state: TrainState) -> TrainState:
+  def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
     """The state of a step under another policy or optimiser as one of this step.
 
-    Parameters are cast to this policy's `param_dtype`; the optimiser's state stays if it has the structure
-    and dtypes of this step's, and is a new one otherwise.
+    Parameters are cast to this policy's `param_dtype`. The optimiser's state stays if it has the structure and
+    dtypes of this step's, and is a new one otherwise; so does the loss scale if both policies scale the loss
+    in the same way.
+
+    Args:
+      state: a state of `before`.
+      before: the other step.
     """
     params = self.policy.cast_to_param(state.params)
-    fresh = jax.eval_shape(self.tx.init, params)
-    describe = lambda tree: [(path, x.shape, x.dtype) for path, x in _flat(tree)]
-    alike = describe(fresh) == describe(state.opt_state)
+    same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     return state.replace(
       params=params,
-      opt_state=state.opt_state if alike else self.tx.init(params),
+      opt_state=adopt_opt_state(self.tx, params, state.opt_state, same_scaling),
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
 
@@ -425,10 +428,6 @@ class TrainStep:
     # scale itself may not fit there (2**16 in float16).
     loss, metrics = self.policy.cast_to_output((loss, metrics))
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
-
-
-def _flat(tree: Any) -> list[tuple[Any, Any]]:
-  return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _step_key(state: TrainState) -> jax.Array | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 
 from mpjax.casting.autocast import make_rules
@@ -67,6 +68,24 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
 def find_scaler(opt_state: Any) -> LossScaleState | None:
   """The one loss scale in an optimiser's state, if there is any."""
   return get_loss_scale(opt_state) if find_loss_scales(opt_state) else None
+
+
+def adopt_opt_state(tx: optax.GradientTransformation, params: Any, old: Any, same_scaling: bool) -> Any:
+  """An optimiser's state from one of another policy: what fits stays, the rest begins anew."""
+  new = tx.init(params)
+  if same_scaling and _alike(new, old):
+    return old
+  inner = lambda state: state.inner_state if isinstance(state, LossScaleState) else state
+  if not _alike(inner(new), inner(old)):
+    return new
+  return new._replace(inner_state=inner(old)) if isinstance(new, LossScaleState) else inner(old)
+
+
+def _alike(a: Any, b: Any) -> bool:
+  describe = lambda tree: [
+    (path, leaf.shape, leaf.dtype) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+  ]
+  return describe(a) == describe(b)
 
 
 def require_honoured(policy: Policy) -> None:

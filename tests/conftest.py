@@ -12,8 +12,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-# Plans are about programs as they are optimised.
-OPTIMISED = ("planner",)
+# Plans are about programs as they are optimised, and the runs train for longer than they compile.
+OPTIMISED = ("planner", "test_run.py")
 
 
 @pytest.hookimpl(optionalhook=True)

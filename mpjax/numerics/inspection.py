@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -115,7 +114,7 @@ def inspect_numerics(
     def trial(policy: Policy) -> NumericsReport:
       say(f"trying {policy.name or 'a changed policy'}")
       changed = step.with_policy(policy.without_histories())
-      one = Inspection(changed, _adopted(changed, state, step), reference, updates, inspection.pieces)
+      one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
       one.add(first)
       return one.report(title, keep)
 
@@ -322,20 +321,11 @@ def _step_of(
     if policy is None:
       return target, state, True
     other = target.with_policy(policy)
-    return other, _adopted(other, state, target), True
+    return other, other.adopt(state, target), True
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
   step = make_train_step(target, optax.identity() if tx is None else tx, policy or "auto")
   return step, step.init(state, **init), tx is not None
-
-
-def _adopted(step: TrainStep, state: TrainState, before: TrainStep) -> TrainState:
-  """The state under another policy; at that one's first loss scale, if it scales the loss in another way."""
-  state = step.adopt(state)
-  scaling = step.policy.loss_scaling
-  if scaling is None or scaling == before.policy.loss_scaling:
-    return state
-  return state.replace(opt_state=state.opt_state._replace(scale=jnp.float32(scaling.init_scale)))
 
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:

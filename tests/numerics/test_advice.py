@@ -1,0 +1,322 @@
+"""A fault in a known layer is found there, and the advice mends it: measured again, and by training."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models_under_test import chain, planted
+
+import mpjax
+
+RATE = 8e-4
+FAULTS = {
+  "overflow": {"big": 1e4},
+  "underflow": {"small": 1e-7},
+  "lost updates": {"still": 32.0},
+  "all": {"big": 1e4, "small": 1e-7, "still": 32.0},
+  "none": {},
+}
+POLICIES = {
+  "float16": "float16",
+  "fp16": {"base": "fp16", "loss_scaling": {"kind": "dynamic", "init_scale": 2.0**12}},  # no step is skipped
+  "no scale": {"base": "fp16", "loss_scaling": None},
+  "static": {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 1.0}},
+  "bf16_pure": "bf16_pure",
+  "bf16": "bf16",
+}
+OVERFLOW, UNDERFLOW = ("overflow", "big"), ("underflow", "small")
+STILL, BIG = ("lost updates", "still/w"), ("lost updates", "big/w")  # weights of 1e4 hardly move either
+WANTED = {
+  ("overflow", "fp16"): {OVERFLOW},
+  ("overflow", "float16"): {OVERFLOW, BIG},
+  ("underflow", "float16"): {UNDERFLOW},
+  ("underflow", "no scale"): {UNDERFLOW},
+  ("underflow", "static"): {UNDERFLOW},
+  ("lost updates", "float16"): {STILL},
+  ("lost updates", "bf16_pure"): {STILL},
+  ("all", "float16"): {OVERFLOW, UNDERFLOW, STILL, BIG},
+  ("all", "static"): {OVERFLOW, UNDERFLOW},
+}
+CASES = [pytest.param(*case, id=" under ".join(case)) for case in WANTED]
+
+
+def problems(report):
+  return {(f.kind, f.module) for f in report.findings if f.severity == "problem"}
+
+
+@functools.cache
+def model(fault):
+  return chain(**FAULTS[fault])
+
+
+@functools.cache
+def inspected(fault, policy, **options):
+  params, batch, loss_fn = model(fault)
+  tx = optax.sign_sgd(RATE)
+  return mpjax.inspect_numerics(loss_fn, params, batch, POLICIES[policy], tx=tx, **options)
+
+
+@pytest.mark.parametrize(("fault", "policy"), CASES)
+def test_a_fault_is_found_in_its_layer_and_nowhere_else(fault, policy):
+  report = inspected(fault, policy)
+  assert problems(report) == WANTED[fault, policy]
+  assert all(f.module.split("/")[0] in f.text for f in report.findings if f.module)
+
+
+@pytest.mark.parametrize(("fault", "policy"), CASES)
+def test_the_advice_is_a_policy_under_which_no_problem_is_left(fault, policy):
+  advice = inspected(fault, policy).advice
+  assert not advice.unchanged
+  assert advice.left == ()
+  assert advice.measured
+  assert all(m.after < 0.1 for m in advice.measured)
+  assert any(m.after < m.before for m in advice.measured)
+  advised = mpjax.get_policy(advice.policy)
+  if fault in ("overflow", "underflow") or policy == "static":
+    assert {pattern for pattern, _ in advised.overrides} <= {"big", "small"}
+  assert (fault in ("overflow", "all")) == ("big" in dict(advised.overrides))
+  params, batch, loss_fn = model(fault)
+  if fault == "all":
+    again = mpjax.inspect_numerics(
+      loss_fn, params, batch, advice.policy, tx=optax.sign_sgd(RATE), advise=False
+    )
+    assert problems(again) == set()
+
+
+@functools.cache
+def trained(fault, policy):
+  """The loss after some steps, and how far each layer's weights have moved."""
+  params, batch, loss_fn = model(fault)
+  known = {**POLICIES, "fp32": "fp32"}
+  spec = (
+    known[policy] if policy in known else inspected(fault, policy.removesuffix(", advised")).advice.policy
+  )
+  step = mpjax.make_train_step(loss_fn, optax.sign_sgd(RATE), spec)
+  state = step.init(params)
+  first = jax.tree.map(lambda p: np.asarray(p, np.float64), state.params)
+  for _ in range(20):
+    state, _ = step(state, batch)
+  last = jax.tree.map(lambda p: np.asarray(p, np.float64), state.params)
+  loss = float(jax.jit(loss_fn)(jax.tree.map(lambda p: p.astype(jnp.float32), state.params), batch))
+  return loss, {name: np.abs(last[name]["w"] - first[name]["w"]).mean() for name in last}
+
+
+@pytest.mark.parametrize(
+  ("fault", "policy", "layer"),
+  [
+    ("underflow", "float16", "small"),
+    ("underflow", "static", "small"),
+    ("lost updates", "float16", "still"),
+    ("lost updates", "bf16_pure", "still"),
+    ("all", "static", "small"),
+    ("all", "float16", "still"),
+  ],
+)
+def test_weights_that_stood_still_move_with_the_advice_as_in_float32(fault, policy, layer):
+  before, after, exact = (trained(fault, name)[1][layer] for name in (policy, f"{policy}, advised", "fp32"))
+  assert before < 0.5 * exact
+  assert after == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(("fault", "policy"), [("overflow", "fp16"), ("all", "static"), ("all", "float16")])
+def test_the_loss_with_the_advice_is_nearer_that_of_float32(fault, policy):
+  before, after, exact = (trained(fault, name)[0] for name in (policy, f"{policy}, advised", "fp32"))
+  assert abs(after - exact) < 0.5 * abs(before - exact)
+  assert after == pytest.approx(exact, rel=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "float16", "bf16_pure"])
+def test_a_healthy_policy_stays_as_it_is(policy):
+  report = inspected("none", policy)
+  assert problems(report) == set()
+  assert report.advice.unchanged
+  assert mpjax.get_policy(report.advice.policy) == mpjax.get_policy(POLICIES[policy])
+  assert "good as it is" in str(report)
+
+
+def test_a_fault_that_the_policy_does_not_have_is_none():
+  for fault in ("overflow", "underflow"):
+    assert problems(inspected(fault, "bf16")) == set()
+  assert problems(inspected("lost updates", "fp16")) == set()
+
+
+def test_faults_of_a_flax_model_are_found_in_their_modules():
+  params, batch, loss_fn = planted(big=1e4, small=1.0, still=0.2)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, "fp16", tx=optax.sgd(1e-3))
+  assert problems(report) == {("overflow", "Planted/big")}
+  assert dict(report.advice.policy["overrides"]) == {"Planted/big": "bf16"}
+  assert report.advice.left == ()
+
+
+def counting(run):
+  lines = []
+  return run(lines.append), sum(line.startswith("trying") for line in lines)
+
+
+def test_without_trials_the_advice_is_what_the_first_run_suggests():
+  params, batch, loss_fn = model("overflow")
+  run = functools.partial(mpjax.inspect_numerics, loss_fn, params, batch, "fp16")
+  report, trials = counting(lambda say: run(advise=False, progress=say))
+  assert trials == 0
+  assert report.advice.policy["overrides"] == [["big", "bf16"]]
+  assert report.advice.measured == ()
+  report, trials = counting(lambda say: run(progress=say))
+  assert trials >= 1
+
+
+X = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+LARGE = nn.initializers.normal(3e4)
+
+
+def report_of(module, policy="fp16", **options):
+  params = module.init(jax.random.key(0), X)["params"]
+  loss_fn = lambda params, batch: jnp.mean(
+    (module.apply({"params": params}, batch).astype(jnp.float32) - 1) ** 2
+  )
+  return mpjax.inspect_numerics(loss_fn, params, X, policy, **options)
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return x + jnp.tanh(nn.Dense(16, name="wide", kernel_init=LARGE)(x) * 1e-5)
+
+
+class Blocks(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    for i in range(3):
+      x = Block(name=f"blocks_{i}")(x)
+    return nn.Dense(4, name="head")(x)
+
+
+def test_layers_that_are_alike_share_a_pattern():
+  report = report_of(Blocks(), advise=False)
+  assert problems(report) == {("overflow", f"Blocks/blocks_{i}/wide") for i in range(3)}
+  assert report.advice.policy["overrides"] == [[r"Blocks/blocks_\d+/wide", "bf16"]]
+
+
+class Root(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = jnp.tanh(nn.Dense(16, name="inner")(x))
+    w = self.param("w", LARGE, (16, 16))
+    x = jnp.tanh((x @ w) * 1e-5)
+    return nn.Dense(16, name="out")(x)
+
+
+def test_a_pattern_for_a_module_leaves_those_inside_it_alone():
+  report = report_of(Root())
+  assert problems(report) == {("overflow", "Root")}
+  assert report.advice.left == ()
+  ((pattern, policy),) = report.advice.policy["overrides"]
+  assert (pattern, policy) == ("Root$", "bf16")
+  after = report_of(Root(), report.advice.policy, advise=False)
+  dtypes = {t.module: t.dtype for t in after.of("activation") if t.name == "dot_general"}
+  assert dtypes == {"Root/inner": "float16", "Root": "bfloat16", "Root/out": "float16"}
+
+
+def test_a_step_of_a_loop_is_named_and_the_pattern_is_that_of_the_loop():
+  w = 0.2 * np.random.default_rng(1).standard_normal((3, 16, 16)).astype(np.float32)
+  size = np.asarray([1.0, 2e5, 1.0], np.float32)
+
+  def loss_fn(params, batch):
+    def layer(x, of_layer):
+      w, size = of_layer
+      with jax.named_scope("layers"):
+        return x + jnp.tanh((x @ w).astype(jnp.float32) / size).astype(x.dtype), None
+
+    out, _ = jax.lax.scan(layer, batch["x"], (params["w"], batch["size"]))
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
+
+  params = {"w": jnp.asarray(w * size[:, None, None])}
+  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, "fp16")
+  assert ("overflow", "layers[1]") in problems(report)
+  assert {module for _, module in problems(report)} == {"layers[1]"}
+  assert report.advice.policy["overrides"] == [["layers", "bf16"]]
+  assert report.advice.left == ()
+
+
+def plain_loss(params, batch):
+  with jax.named_scope("first"):
+    x = jnp.tanh(batch @ params["first"]["w"])
+  with jax.named_scope("second"):
+    return jnp.mean((x @ params["second"]["w"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("place", ["data", "parameter"])
+def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
+  w = 0.2 * np.random.default_rng(2).standard_normal((16, 16)).astype(np.float32)
+  params, batch = {"first": {"w": w}, "second": {"w": w.copy()}}, X.copy()
+  (batch if place == "data" else params["second"]["w"])[0, 0] = np.nan
+  report = mpjax.inspect_numerics(plain_loss, params, batch, "fp16", tx=optax.sgd(1e-2))
+  assert problems(report) == {("nonfinite", "first" if place == "data" else "second")}
+  assert report.advice.unchanged
+  assert "good as it is" not in str(report)
+  assert "overflows" not in str(report)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_loss_scale_of_the_optimisers_own_is_left_to_it(scale):
+  params, batch, loss_fn = model("underflow")
+  tx = mpjax.static_loss_scale(optax.sgd(1e-2), scale)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, POLICIES["no scale"], tx=tx)
+  assert report.loss_scale == scale
+  assert problems(report) == {UNDERFLOW}
+  advised = mpjax.get_policy(report.advice.policy)
+  assert advised.loss_scaling is None
+  assert advised.overrides == (("small", "bf16"),)
+  assert report.advice.left == ()
+
+
+def test_gradients_too_large_for_any_loss_scale_are_said_to_overflow():
+  def loss_fn(params, batch):
+    return 1e9 * plain_loss(params, batch)
+
+  w = 0.2 * np.random.default_rng(2).standard_normal((16, 16)).astype(np.float32)
+  report = mpjax.inspect_numerics(loss_fn, {"first": {"w": w}, "second": {"w": w}}, X, "fp16")
+  kinds = {kind for kind, _ in problems(report)}
+  assert "gradient overflow" in kinds
+  assert "underflow" not in kinds
+  assert "too small" not in str(report)
+  assert report.advice.left == ()
+  assert {spec for _, spec in report.advice.policy["overrides"]} <= {"bf16", "fp32"}
+
+
+def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
+  """Current scaling divides by the largest value: beside one of 1e7, E4M3 has nothing left for the others."""
+  rng = np.random.default_rng(3)
+  w = lambda: jnp.asarray(0.2 * rng.standard_normal((16, 16)), jnp.float32)
+  params = {"first": {"w": w()}, "spiky": {"w": w().at[0].multiply(1e-7)}, "last": {"w": w()}}
+
+  def loss_fn(params, batch):
+    with jax.named_scope("first"):
+      x = jnp.tanh(batch["x"] @ params["first"]["w"])
+    with jax.named_scope("spiky"):
+      x = jnp.tanh((x * batch["size"]) @ params["spiky"]["w"])
+    with jax.named_scope("last"):
+      return jnp.mean(((x @ params["last"]["w"]).astype(jnp.float32) - 1) ** 2)
+
+  batch = {"x": jnp.asarray(X), "size": jnp.ones(16).at[0].set(1e7)}
+  fp8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
+  report = mpjax.inspect_numerics(loss_fn, params, batch, {"base": "fp8", "fp8": fp8})
+  assert ("error", "spiky") in problems(report)
+  advised = mpjax.get_policy(report.advice.policy)
+  assert "spiky" in dict(advised.overrides)
+  assert dict(advised.fp8)["emulate"]
+  assert not [f for f in report.advice.left if f.kind == "error"]
+
+
+@pytest.mark.parametrize("policy", ["fp16", "float16"])
+def test_the_lines_of_the_advice_are_what_differs(policy):
+  advice = inspected("overflow", policy).advice
+  text = str(inspected("overflow", policy))
+  for key, buys in advice.lines:
+    assert f"  {key}: {buys}" in text
+  assert re.search(r"^policy:$", text, re.MULTILINE)
+  assert mpjax.get_policy(advice.policy).autocast
