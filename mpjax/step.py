@@ -238,9 +238,9 @@ class TrainStep:
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
     """The state of a step under another policy or optimiser as one of this step.
 
-    Parameters are cast to this policy's `param_dtype`. The optimiser's state stays if it has the structure and
-    dtypes of this step's, and is a new one otherwise; so does the loss scale if both policies scale the loss
-    in the same way.
+    Parameters are cast to this policy's `param_dtype`. The optimiser's state stays if it has the structure
+    and dtypes of this step's, and is a new one otherwise; so does the loss scale if both policies scale the
+    loss in the same way.
 
     Args:
       state: a state of `before`.

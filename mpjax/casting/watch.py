@@ -19,7 +19,7 @@ from mpjax.casting.plan import Node, Plan
 from mpjax.casting.values import castable, is_float, size
 from mpjax.policy import Policy, get_policy, matmul_precision
 
-# Bodies in which values are looked at one by one; a longer loop's steps are seen together.
+# Bodies in which values are looked at one by one; steps of a longer loop, or of time, are seen together.
 _ENTERED = frozenset(("jit", "closed_call", "core_call", "call", "eval_jaxpr", "remat2", "checkpoint")) | {
   "scan",
   "cond",
@@ -141,11 +141,33 @@ def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] 
   """The loops that a body's values are kept apart by; `None` inside one that is too long for it."""
   if node.equation.primitive.name != "scan" or steps is None:
     return steps
+  if not _has_own_weights(node):
+    return None
   length = node.equation.params["length"]
   total = length
   for n in steps:
     total *= n
   return (*steps, length) if total <= _LONGEST else None
+
+
+def _has_own_weights(node: Node) -> bool:
+  """Whether the steps of a loop are layers: a product multiplies what each step is given by what is carried.
+
+  Where each multiplies by the same weights, steps are those of time.
+  """
+  plan = node.call.plans[0]
+  k, n, _ = _compat.scan_parts(node.equation)
+  inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
+  constant, given = {*plan.inputs[: len(plan.inputs) - len(inner)], *inner[:k]}, set(inner[k + n :])
+  for one in plan.nodes:
+    operands = [a for a in one.equation.invars if _compat.is_variable(a)]
+    if one.listed == "allow" or one.has_product():
+      if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
+        return True
+    elif one.equation.primitive.name in traits.SAME:
+      for group in (constant, given):
+        group.update(one.equation.outvars if operands and operands[0] in group else ())
+  return False
 
 
 def _point(node: Node, i: int, steps: tuple[int, ...], seen: Any) -> Point:

@@ -60,11 +60,11 @@ def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Findi
     return findings, none
   if trial is None:
     return findings, Advice(_spec(report.policy, changes), _lines(changes))
-  for _ in range(_ROUNDS):
+  for i in range(_ROUNDS):
     after = trial(get_policy(_spec(report.policy, changes)))
     left = tuple(f for f in seen.find(after) if f.severity == "problem")
     more = _changes(after, left, changes)
-    if not more:
+    if not more or i == _ROUNDS - 1:
       break
     changes = _merged(changes, more)
   measured = tuple(_measured(report, after))
@@ -208,7 +208,7 @@ def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
   differences = lambda name: sum(whole[key] != plain[name][key] for key in whole)
   own = policy.name if policy.name in plain else None
   computes = lambda name: whole["compute_dtype"] == plain[name]["compute_dtype"]
-  base = min(plain, key=lambda name: (differences(name), not computes(name), name != own))
+  base = min(plain, key=lambda name: (not computes(name), differences(name), name != own))
   return {"base": base} | {key: value for key, value in whole.items() if value != plain[base][key]}
 
 

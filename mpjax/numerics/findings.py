@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax.casting.paths import Overrides
 from mpjax.formats import FORMATS
-from mpjax.numerics.report import Finding, NumericsReport, percent, power
+from mpjax.numerics.report import Finding, NumericsReport, is_half, percent, power
 from mpjax.numerics.tensors import Tensor
 
 # An error against float32 that is a problem, and how much it has to grow to be the one that began it.
@@ -26,16 +26,11 @@ _MAX_EXPONENT = 24
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Findings, problems first, then in the order of the program."""
   found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
-  found += [*_lost_updates(report), *_errors(report)]
+  found += [*_lost_updates(report), *_errors(report), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
   return tuple(sorted(kept, key=lambda f: f.severity != "problem"))
-
-
-def is_half(dtype: str) -> bool:
-  """Whether a value is held in fewer than 32 bits."""
-  return dtype in FORMATS and FORMATS[dtype].bits < 19
 
 
 def overflows(report: NumericsReport) -> list[Tensor]:
@@ -285,7 +280,9 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
 
 
 def _errors(report: NumericsReport) -> Iterator[Finding]:
-  known = {t.module for t in (*overflows(report), *harmful_underflows(report))}
+  # These have errors of their own, which go with them.
+  known = bool(overflows(report) or harmful_underflows(report))
+  known = known or any(f.severity == "problem" for f in _gradient_overflows(report))
   for kind, word in (("activation", "value"), ("activation gradient", "gradient")):
     t = error_grows(report, kind)
     if t is None or known:
@@ -295,6 +292,19 @@ def _errors(report: NumericsReport) -> Iterator[Finding]:
       "problem",
       t.module,
       f"{_name(t)}: the error of its {word} against float32 grows to {t.error:.2g}, the first on the way",
+    )
+
+
+def _reference(report: NumericsReport) -> Iterator[Finding]:
+  places = report.narrow_reference
+  if places:
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    yield Finding(
+      "reference",
+      "note",
+      "",
+      f"the model computes {places[0]}{more} in the float32 run as well, by casts of its own: errors there "
+      "are not known, and no policy changes them; take the casts out, or pass reference= a step without them",
     )
 
 

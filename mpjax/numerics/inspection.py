@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,17 +18,22 @@ from mpjax.loss_scale.access import find_loss_scales
 from mpjax.numerics.passes import (
   KEPT_IN,
   Seen,
+  is_mean_of_pieces,
   loss_points,
   make_pass,
   reference_state,
   reference_step,
 )
-from mpjax.numerics.report import NumericsReport
+from mpjax.numerics.report import NumericsReport, is_half
 from mpjax.numerics.summary import Summary
 from mpjax.numerics.tensors import Distance, Magnitudes, Tensor, full_summary
-from mpjax.policy import Policy
+from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step, split_batch
 from mpjax.step_policy import find_scaler
+
+
+# Activations in float32 from which on a batch is run in pieces, in bytes.
+_LARGE = 1 << 28
 
 
 def inspect_numerics(
@@ -64,19 +71,20 @@ def inspect_numerics(
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
     state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
-    batches: a batch, or a list or iterator of batches. With `accumulate` in the step, a batch is looked at
-      in its micro-batches.
+    batches: a batch (a tree of arrays), or a list or any iterable of batches; a batch that is a list itself
+      has to be in a list. With `accumulate` in the step, a batch is looked at in its micro-batches.
     policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, another
-      policy than its own.
+      policy than its own. In place of delayed FP8 scaling, which a policy begins without a history, tensors
+      are scaled by their own amax.
     tx: for a loss function, its optimiser; without one nothing is said of updates.
     reference: whether float32 is run, too; without it there are no errors, and the magnitudes are those of
       the policy's run. A step whose loss function is another one in float32 may be given instead.
     keep: the share of gradients (of those that are not zero) that a loss scale should keep in range.
     advise: whether the advice is tried out: each changed policy is run on the first batch, so that the report
       says what it buys. Without it, the advice is what the first run suggests.
-    pieces: in how many parts a batch's rows are run, which bounds the memory; gradients are those of the
-      whole batch as long as rows do not meet in the loss. By default up to 4 under a half-precision policy,
-      and 1 for a model with a state (BatchNorm); a loss that contrasts rows needs 1.
+    pieces: in how many parts a batch's rows are run, one after the other, which bounds the memory. By default
+      up to 4 if activations are large (256 MiB in float32), there is no model state (BatchNorm) and no FP8,
+      and the loss in float32 is found to be the mean of that of the pieces; else 1.
     title: of the report.
     progress: called with a line before each long part.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
@@ -121,6 +129,15 @@ def inspect_numerics(
   return report.with_advice(advice_for(report, trial))
 
 
+class _Programs(NamedTuple):
+  """The passes for batches of one shape, and the points that each looks at, by module and name."""
+
+  mine: Callable[[TrainState, Any], Seen]
+  points: dict[tuple[str, str], Point]
+  theirs: Callable[[TrainState, Any], Seen] | None
+  wide_points: dict[tuple[str, str], Point]
+
+
 class Inspection:
   """One policy, looked at batch by batch.
 
@@ -139,11 +156,16 @@ class Inspection:
   ):
     self.count = 0
     self.pieces = pieces
+    self._asked = pieces
     self._step, self._state, self._updates = step, state, updates
     scaler = find_scaler(state.opt_state)
     self._scale = 1.0 if scaler is None else float(scaler.scale)
+    self._full = full_summary(self._scale)
+    # Of the policy's own run NaN, infinities and zeros are of interest; of its updates the magnitudes, too.
+    self._narrow = self._full if updates or reference is False else Summary.of([], sketch=True)
     self._reference = None if reference is False else reference_step(step) if reference is True else reference
-    self._passes: tuple[Any, ...] | None = None
+    self._wide_state = None if self._reference is None else reference_state(state)
+    self._programs: dict[Any, _Programs] = {}
     self._rows = 0
     self._losses: list[tuple[float, float | None]] = []
     self._magnitudes: dict[Any, Magnitudes] = {}
@@ -153,17 +175,20 @@ class Inspection:
 
   def add(self, batch: Any) -> None:
     """Looks at a batch."""
-    if self._passes is None:
-      self._compile(batch)
-    assert self._passes is not None
-    mine, theirs = self._passes
-    seen: Seen = jax.device_get(mine(self._state, batch))
-    wide = None if theirs is None else jax.device_get(theirs(self._wide_state, batch))
+    leaves, structure = jax.tree.flatten(batch)
+    shape = (structure, *((np.shape(x), jnp.result_type(x)) for x in leaves))
+    if shape not in self._programs:
+      self._programs[shape] = self._compile(batch)
+    programs = self._programs[shape]
+    seen: Seen = jax.device_get(programs.mine(self._state, batch))
+    wide = None
+    if programs.theirs is not None and self._wide_state is not None:
+      wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += _rows(batch)
     self.count += 1
-    own = dict(_arrays(seen, self._points, self._narrow))
-    full = own if wide is None else dict(_arrays(wide, self._wide_points, self._full))
+    own = dict(_arrays(seen, programs.points, self._narrow))
+    full = own if wide is None else dict(_arrays(wide, programs.wide_points, self._full))
     for key, (magnitudes, sketch) in full.items():
       self._magnitudes[key] = _sum(self._magnitudes.get(key), magnitudes)
       if wide is not None and key in own:
@@ -174,30 +199,13 @@ class Inspection:
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
       self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
 
-  def _compile(self, batch: Any) -> None:
-    if self.pieces is None:
-      whole = self._step.policy.compute_dtype.itemsize >= 4 or jax.tree.leaves(self._state.model_state)
-      self.pieces = 1 if whole or self._reference is None else most_pieces(batch)
-    pieces, part = self.pieces, batch
+  def _compile(self, batch: Any) -> _Programs:
+    pieces = self._choose_pieces(batch)
+    part = batch
     if pieces > 1:
-      if _rows(batch) % pieces:
-        raise ValueError(f"pieces={pieces}: expected a divisor of the batch's {_rows(batch)} rows")
       first = lambda batch: jax.tree.map(lambda x: split_batch(pieces, x)[0], batch)
       part = jax.eval_shape(first, batch)
-    self._points = _named(loss_points(self._step, self._state, part))
-    self._full = full_summary(self._scale)
-    if self._reference is None:
-      self._narrow = self._full
-      theirs = None
-    else:
-      # Of the policy's own run NaN, infinities and zeros are of interest, and of its updates the magnitudes.
-      self._narrow = self._full if self._updates else Summary.of([], sketch=True)
-      self._wide_state = reference_state(self._state)
-      points = loss_points(self._reference, self._wide_state, part)
-      self._wide_points = _named(points)
-      # Activations in float32 take twice the memory: what is between matrix products is computed again.
-      theirs = make_pass(self._reference, points, self._full, save_memory=True, pieces=pieces)
-    points = [point for _, point in self._points]
+    points = loss_points(self._step, self._state, part)
     mine = make_pass(
       self._step,
       points,
@@ -206,7 +214,31 @@ class Inspection:
       updates=self._updates,
       pieces=pieces,
     )
-    self._passes = mine, theirs
+    if self._reference is None or self._wide_state is None:
+      return _Programs(mine, _by_name(points), None, {})
+    wide = loss_points(self._reference, self._wide_state, part)
+    # Activations in float32 take twice the memory: what is between matrix products is computed again.
+    theirs = make_pass(self._reference, wide, self._full, save_memory=True, pieces=pieces)
+    return _Programs(mine, _by_name(points), theirs, _by_name(wide))
+
+  def _choose_pieces(self, batch: Any) -> int:
+    """As asked; else 1, unless the activations are large and the loss is the mean of that of the pieces."""
+    if self._asked is not None:
+      if _rows(batch) % self._asked:
+        raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {_rows(batch)} rows")
+      return self._asked
+    self.pieces = 1
+    if self._reference is None or self._wide_state is None or jax.tree.leaves(self._state.model_state):
+      return 1
+    if self._step.policy.fp8:  # of fewer rows, fewer products are FP8
+      return 1
+    most = most_pieces(batch)
+    points = loss_points(self._reference, self._wide_state, batch)
+    if most == 1 or sum(4 * math.prod((*p.steps, *p.shape)) for p in points) < _LARGE:
+      return 1
+    if is_mean_of_pieces(self._reference, self._wide_state, batch, most):
+      self.pieces = most
+    return self.pieces
 
   def report(self, title: str, keep: float) -> NumericsReport:
     """What was seen."""
@@ -223,13 +255,24 @@ class Inspection:
       reference_loss=float(np.mean(wide)) if wide else None,
       tensors=tuple(self._tensors()),
       keep=keep,
+      narrow_reference=self._narrow_reference(),
       own_scale=_has_own_scale(self._step, self._state),
     )
+
+  def _narrow_reference(self) -> tuple[str, ...]:
+    """Where the program that should be float32 computes in less: the model's own casts."""
+    wide = [p for one in self._programs.values() for p in one.wide_points.values()]
+    found = {
+      p.module: f"{p.module or 'the function'} ({p.line}) in {p.dtype}"
+      for p in reversed(wide)
+      if is_half(p.dtype)
+    }
+    return tuple(reversed(found.values()))
 
   def _tensors(self) -> Iterator[Tensor]:
     leaves = jax.tree_util.tree_flatten_with_path(self._state.params)[0]
     parameters = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    points = dict(self._points)
+    points = {name: point for one in self._programs.values() for name, point in one.points.items()}
     modules = [point.module for point in points.values()]
     order = {key: i for i, key in enumerate([*points, *parameters])}
     for key, magnitudes in self._magnitudes.items():
@@ -272,27 +315,29 @@ class Inspection:
     return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
 
 
-def module_of(parent: str, modules: list[str]) -> str:
+def module_of(parent: str, modules: Sequence[str]) -> str:
   """The module path of a parameter from its parent in the tree, which begins below the root module."""
-  parent = parent.removeprefix("params/") if parent != "params" else ""
+  parts = [part for part in parent.removeprefix("params/").split("/") if part not in ("", "~")]
+  own = "/".join(parts if parent != "params" else ())
   roots = {module.partition("/")[0] for module in modules if module}
   root = next(iter(roots)) if len(roots) == 1 else ""
-  for candidate in (parent, f"{root}/{parent}".strip("/")):
+  for candidate in (own, f"{root}/{own}".strip("/")):
     if any(m == candidate or m.startswith(f"{candidate}/") for m in modules if candidate):
       return candidate
-  return parent or root
+  ends = {module for module in modules if own and module.endswith(f"/{own}")}
+  return next(iter(ends)) if len(ends) == 1 else own or root
 
 
-def _named(points: list[Point]) -> list[tuple[Any, Point]]:
-  return [((point.module, point.name), point) for point in points]
+def _by_name(points: list[Point]) -> dict[tuple[str, str], Point]:
+  return {(point.module, point.name): point for point in points}
 
 
 def _arrays(
-  seen: Seen, points: list[tuple[Any, Point]], summary: Summary
+  seen: Seen, points: dict[tuple[str, str], Point], summary: Summary
 ) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
   """Everything that a pass kept, by key: its magnitudes and its sketch."""
   n = len(summary.edges) + 1
-  for (name, point), kept in zip(points, seen.watched, strict=True):
+  for (name, point), kept in zip(points.items(), seen.watched, strict=True):
     for index in np.ndindex(*point.steps):
       for row, kind in enumerate(("activation", "activation gradient")):
         values = kept[(slice(None), *index, row)]
@@ -320,11 +365,12 @@ def _step_of(
       raise ValueError(f"state of type {type(state).__name__}: expected the TrainState of the step")
     if policy is None:
       return target, state, True
-    other = target.with_policy(policy)
+    other = target.with_policy(get_policy(policy).without_histories())
     return other, other.adopt(state, target), True
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
-  step = make_train_step(target, optax.identity() if tx is None else tx, policy or "auto")
+  resolved = get_policy("auto" if policy is None else policy).without_histories()
+  step = make_train_step(target, optax.identity() if tx is None else tx, resolved)
   return step, step.init(state, **init), tx is not None
 
 
@@ -334,8 +380,11 @@ def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
 
 
 def _batches(batches: Any) -> Iterable[Any]:
-  """The batches, of which a single one may have been given."""
-  return batches if isinstance(batches, (list, Iterator)) else [batches]
+  """The batches, of which a single one may have been given: a tree of arrays that is no list."""
+  if isinstance(batches, (list, Iterator)):
+    return batches
+  is_leaf = jax.tree_util.all_leaves([batches])
+  return batches if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "shape") else [batches]
 
 
 def _micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:

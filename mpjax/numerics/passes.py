@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,6 +139,30 @@ def _run(
   if scaler is not None:
     grads = unscale(hide(grads), scaler.scale)
   return Seen(loss, kept, _each(summary, hide(state.params)), _each(summary, hide(grads)), of_updates)
+
+
+def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: int) -> bool:
+  """Whether the loss of a batch is the mean of the losses of its pieces: not so for sums and contrasts.
+
+  Args:
+    step: in float32, whose rounding is far below the difference that a sum makes.
+    state: for it.
+    batch: whose leaves have the same number of rows.
+    pieces: into which they are split.
+  """
+  plain = lambda fun, policy, **_: fun
+  loss = lambda state, batch: _loss(step, state, batch, plain)[1]
+
+  def parts(state: TrainState, batch: Any) -> Any:
+    split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+    return jax.lax.map(lambda piece: loss(state, piece), split).mean()
+
+  try:
+    with matmul_precision(step.policy):
+      there = [float(jax.jit(run)(state, batch)) for run in (loss, parts)]
+  except (TypeError, ValueError):  # a leaf that only looks like rows
+    return False
+  return math.isclose(*there, rel_tol=1e-4)
 
 
 def _loss(

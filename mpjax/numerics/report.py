@@ -94,6 +94,7 @@ class NumericsReport:
     reference_loss: in float32; `None` if that was not run.
     tensors: sorted by kind and position in the program.
     keep: the share of gradients that a loss scale should keep in range.
+    narrow_reference: where the float32 run computes in less, by the model's own casts.
     own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
     findings: problems first.
     advice: what to use instead; `None` before there is any.
@@ -109,6 +110,7 @@ class NumericsReport:
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
   keep: float = 0.999
+  narrow_reference: tuple[str, ...] = ()
   own_scale: bool = False
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
@@ -219,6 +221,11 @@ class NumericsReport:
 
   def __str__(self) -> str:
     return "\n".join(_text(self))
+
+
+def is_half(dtype: str) -> bool:
+  """Whether values of a dtype have fewer than 19 bits, and so fewer digits than any float32 computation."""
+  return dtype in FORMATS and FORMATS[dtype].bits < 19
 
 
 def policy_name(policy: Policy) -> str:

@@ -67,7 +67,7 @@ ACTIVATIONS = [("one", "dot_general"), ("one", "tanh"), ("two", "dot_general")]
 def report_of(policy, **options):
   tx = optax.sgd(1e-2)
   return mpjax.inspect_numerics(
-    loss_fn, params_of(), batch_of(), POLICIES[policy], tx=tx, advise=False, title="mlp", **options
+    loss_fn, params_of(), batch_of(), POLICIES[policy], tx=tx, advise=False, title="mlp", pieces=1, **options
   )
 
 
@@ -256,6 +256,27 @@ def test_micro_batches_of_accumulation_are_the_batches(two_batches):
     assert (a.magnitudes, a.error) == (b.magnitudes, b.error)
 
 
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_a_batch_in_pieces_gives_the_same_figures(loss):
+  run = lambda pieces: mpjax.inspect_numerics(
+    lambda p, b: loss_fn(p, b) if loss == "mean" else jnp.sum((mlp(p, b)[1][2] - b["y"]) ** 2),
+    params_of(),
+    batch_of(),
+    "bf16",
+    tx=optax.sgd(1e-2),
+    advise=False,
+    pieces=pieces,
+  )
+  whole, parts = run(1), run(4 if loss == "mean" else None)  # None finds out that it has to be 1
+  assert (parts.batches, parts.rows) == (whole.batches, whole.rows) == (1, ROWS)
+  assert parts.reference_loss == pytest.approx(whole.reference_loss, rel=1e-5)
+  for a, b in zip(whole.tensors, parts.tensors, strict=True):
+    assert (a.kind, a.module, a.name) == (b.kind, b.module, b.name)
+    assert near_counts(a.magnitudes, b.magnitudes), (a.kind, a.module, a.name)
+    if a.kind != "update":
+      assert b.error == pytest.approx(a.error, rel=0.3)
+
+
 class Net(nnx.Module):
   def __init__(self):
     rngs = nnx.Rngs(0, dropout=1)
@@ -326,10 +347,8 @@ def test_lost_updates_are_those_that_rounding_loses(policy):
   weights = rng.choice([-1, 1], 4000) * 2.0 ** rng.uniform(-26, 15, 4000)
   relative = rng.choice([-1, 1], 4000) * 2.0 ** rng.uniform(-14, -4, 4000)
   weights = np.concatenate([weights, [1.0, 1.0, 1.0, 1.0, 2.0**-24, 2.0**-24, 0.0, 3.0]]).astype(held)
-  updates = np.concatenate(
-    [weights[:4000].astype(np.float64) * relative, [2.0**-11, 2.0**-12, -(2.0**-12), 2.0**-8, 2.0**-25]]
-    + [[2.0**-24, 2.0**-30, 0.0]]
-  ).astype(np.float32)
+  extra = [2.0**-11, 2.0**-12, -(2.0**-12), 2.0**-8, 2.0**-25, 2.0**-24, 2.0**-30, 0.0]
+  updates = np.concatenate([weights[:4000].astype(np.float64) * relative, extra]).astype(np.float32)
   report = mpjax.inspect_numerics(
     lambda p, b: jnp.sum(p["w"].astype(jnp.float32) * b) * 1e-6,
     {"w": jnp.asarray(weights)},
@@ -337,6 +356,7 @@ def test_lost_updates_are_those_that_rounding_loses(policy):
     policy,
     tx=given_updates({"w": jnp.asarray(updates)}),
     advise=False,
+    pieces=1,
   )
   (t,) = report.of("update")
   moved = updates != 0
@@ -487,7 +507,7 @@ def test_a_step_is_inspected_under_another_policy_at_that_ones_loss_scale():
   report = mpjax.inspect_numerics(step, state, batch_of(), scaled_policy(4.0), advise=False)
   assert (report.loss_scale, report.policy) == (4.0, mpjax.get_policy(scaled_policy(4.0)))
   later = state.replace(opt_state=state.opt_state._replace(scale=jnp.float32(32.0)))
-  assert step.adopt(later).opt_state.scale == 32.0
+  assert step.adopt(later, step).opt_state.scale == 32.0
   assert mpjax.inspect_numerics(step, later, batch_of(), advise=False).loss_scale == 32.0
 
 
@@ -495,10 +515,10 @@ def test_an_adopted_state_keeps_what_fits():
   adam = optax.adam(1e-2)
   step = mpjax.make_train_step(loss_fn, adam, "bf16", donate=False)
   state, _ = step(step.init(params_of()), batch_of())
-  narrow = step.with_policy("float16").adopt(state)
+  narrow = step.with_policy("float16").adopt(state, step)
   assert {x.dtype.name for x in jax.tree.leaves(narrow.params)} == {"float16"}
   assert all(not np.any(m) for m in jax.tree.leaves(optax.tree.get(narrow.opt_state, "mu")))
-  wide = step.with_policy("fp32").adopt(state)
+  wide = step.with_policy("fp32").adopt(state, step)
   jax.tree.map(np.testing.assert_array_equal, wide.opt_state, state.opt_state)
   assert int(wide.step) == 1
   assert math.isfinite(float(step.with_policy("fp32")(wide, batch_of())[1]["loss"]))
