@@ -132,30 +132,31 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
   """Wider formats for the modules that need them."""
   first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
   wanted: dict[str, tuple[str, str]] = {}
+  scopes = {t.module: t.scope for t in report.tensors}
   _, high = seen.scale_limits(report)
   for f in findings:
     if f.severity != "problem":
       continue
     if f.kind == "overflow":
       # bfloat16 has float32's range, and matrix units multiply it as fast as float16.
-      wanted.setdefault(seen.bare(f.module), (first, "its values stay finite"))
+      wanted.setdefault(scopes.get(f.module, f.module), (first, "its values stay finite"))
     elif f.kind == "gradient overflow" and (report.own_scale or not high):
-      wanted.setdefault(seen.bare(f.module), (first, "its gradients stay finite"))
+      wanted.setdefault(scopes.get(f.module, f.module), (first, "its gradients stay finite"))
     elif f.kind == "error":
-      wanted[seen.bare(f.module)] = (
+      wanted[scopes.get(f.module, f.module)] = (
         "bf16" if report.policy.fp8 else "fp32",
         "its results come near float32's",
       )
     elif f.kind == "gradient error":
       # Often subnormal numbers of float16, which have few digits.
-      wanted[seen.bare(f.module)] = (
+      wanted[scopes.get(f.module, f.module)] = (
         "bf16" if report.policy.fp8 else first,
         "its gradients come near float32's",
       )
   best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
   for t in _too_small(report, best):
     scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
-    wanted.setdefault(seen.bare(t.module), (first, f"its gradients are too small for {scale}"))
+    wanted.setdefault(t.scope, (first, f"its gradients are too small for {scale}"))
   tried = {change.value[0]: change.value[1] for change in made if change.key == "overrides"}
   changes = []
   for pattern, module in _patterns(list(wanted), report).items():
@@ -171,14 +172,15 @@ def _too_small(report: NumericsReport, scale: float) -> list[Tensor]:
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
   """Override patterns, each with a module that it is for; one for layers that are alike, if all are meant."""
-  everything = {seen.bare(t.module) for t in report.of("activation")}
+  everything = {t.scope for t in report.of("activation")}
   patterns: dict[str, str] = {}
   for module in modules:
     alike = {m for m in everything if _numberless(m) == _numberless(module)}
     together = len(alike) > 1 and alike <= set(modules)
     regex = re.sub(r"\d+", r"\\d+", module) if together else re.escape(module).replace(r"\-", "-")
     # Not what lies inside the module, if values of that are looked at, too.
-    inside = any(other.startswith(f"{module}/") for other in everything)
+    inside = not module or any(other.startswith(f"{module}/") for other in everything)
+    regex = regex or "^"
     patterns.setdefault(f"{regex}$" if inside else regex, module)
   return patterns
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +17,8 @@ _FAR = {"half": 0.1, "fp8": 0.5}
 _GROWS = 4.0
 # A gradient whose error is smaller has not lost what matters, however many small values it lost.
 _HARMLESS = 0.05
+# Of such an error, the part that what was lost has to account for.
+_MISSED = 0.25
 # An optimiser that leaves so many weights as they are is not training.
 _STALLS = 0.5
 _MAX_EXPONENT = 24
@@ -44,32 +45,30 @@ def overflows(report: NumericsReport) -> list[Tensor]:
   ]
 
 
-def bare(module: str) -> str:
-  """A module path without the steps of loops."""
-  return re.sub(r"(\[\d+\])+$", "", module)
-
-
 def products_in(report: NumericsReport) -> Callable[[str], str]:
   """The dtype that a module's matrix products are in under the policy, by module path."""
   policy = report.policy
   overrides = Overrides(policy, None)
+  scopes = {t.module: t.scope for t in report.tensors}
 
   def dtype(module: str) -> str:
-    half = overrides.half_at(bare(module)) if policy.autocast else policy.compute_dtype
+    half = overrides.half_at(scopes.get(module, module)) if policy.autocast else policy.compute_dtype
     return "float32" if half is None else half.name
 
   return dtype
 
 
 def harmful_underflows(report: NumericsReport, scale: float | None = None) -> list[Tensor]:
-  """Gradients of activations that lose more than the chosen share, and are far from float32's for it."""
+  """Gradients of activations that lose more than the chosen share, and are far from float32's for that."""
   at = report.loss_scale if scale is None else scale
   lossy = [
     t
     for t in report.of("activation gradient")
     if is_half(t.dtype) and t.magnitudes.underflow(t.dtype, at) > 1 - report.keep
   ]
-  return [t for t in lossy if t.error is None or not t.error <= _HARMLESS]
+  # The smallest values of a tensor may all be lost and not be missed.
+  missed = lambda t: t.magnitudes.lost_norm(t.dtype, at) > _MISSED * min(t.error or 1.0, 1.0)
+  return [t for t in lossy if missed(t) and (t.error is None or not t.error <= _HARMLESS)]
 
 
 def stalled(report: NumericsReport) -> list[Tensor]:
@@ -137,15 +136,17 @@ def _nonfinite(report: NumericsReport) -> Iterator[Finding]:
   # A parameter that is not finite comes before whatever reads it.
   ordered = [*report.of("parameter"), *(t for t in report.tensors if t.kind != "update")]
   bad = [t for t in ordered if t.magnitudes.nan + t.magnitudes.inf > 0]
+  where, what = "", f"the loss is {report.reference_loss}"
   if bad:
-    t = bad[0]
-    yield Finding(
-      "nonfinite",
-      "problem",
-      t.module,
-      f"{_name(t)} has NaN or infinity in float32 as well: no policy mends that; see "
-      "mpjax.find_nonfinite, a lower learning rate, or the data",
+    where, what = bad[0].module, f"{_name(bad[0])} has NaN or infinity"
+  if bad and bad[0].kind == "parameter" and is_half(bad[0].dtype):
+    text = (
+      f"{what}: {bad[0].dtype} ends at {FORMATS[bad[0].dtype].max:g}; start again from param_dtype: float32"
     )
+    yield Finding("nonfinite", "problem", where, text)
+  elif bad or not math.isfinite(report.reference_loss):
+    text = f"{what} in float32 as well: no policy mends that; see mpjax.find_nonfinite, a lower learning "
+    yield Finding("nonfinite", "problem", where, f"{text}rate, or the data")
 
 
 def _overflows(report: NumericsReport) -> Iterator[Finding]:
@@ -177,6 +178,10 @@ def _overflows(report: NumericsReport) -> Iterator[Finding]:
       f"{_name(t)} is the first that is not finite under the policy, and is finite in float32: something "
       "inside that module overflows",
     )
+  elif math.isfinite(report.reference_loss) and not math.isfinite(report.loss):
+    text = f"the loss is {report.loss} under the policy and {report.reference_loss:.6g} in float32: what "
+    text += "computes it from the model's results overflows; see mpjax.find_nonfinite"
+    yield Finding("overflow", "problem", "", text)
 
 
 def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
@@ -280,19 +285,21 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
 
 
 def _errors(report: NumericsReport) -> Iterator[Finding]:
-  # These have errors of their own, which go with them.
-  known = bool(overflows(report) or harmful_underflows(report))
-  known = known or any(f.severity == "problem" for f in _gradient_overflows(report))
-  for kind, word in (("activation", "value"), ("activation gradient", "gradient")):
-    t = error_grows(report, kind)
-    if t is None or known:
-      continue
-    yield Finding(
-      "error" if kind == "activation" else "gradient error",
-      "problem",
-      t.module,
-      f"{_name(t)}: the error of its {word} against float32 grows to {t.error:.2g}, the first on the way",
-    )
+  """Where errors begin, unless what comes before accounts for them."""
+  yet = [t.order for t in overflows(report)]
+  forward = error_grows(report, "activation")
+  if forward is not None and not any(order <= forward.order for order in yet):
+    yield _error(forward, "error", "value")
+  if yet or forward is not None or any(f.severity == "problem" for f in _gradient_overflows(report)):
+    return
+  backward = error_grows(report, "activation gradient")
+  if backward is not None and not any(t.order >= backward.order for t in harmful_underflows(report)):
+    yield _error(backward, "gradient error", "gradient")
+
+
+def _error(t: Tensor, kind: str, word: str) -> Finding:
+  text = f"{_name(t)}: the error of its {word} against float32 grows to {t.error:.2g}, the first on the way"
+  return Finding(kind, "problem", t.module, text)
 
 
 def _reference(report: NumericsReport) -> Iterator[Finding]:

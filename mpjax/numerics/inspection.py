@@ -303,6 +303,7 @@ class Inspection:
         point = points[name]
         yield tensor(
           module=point.module + "".join(f"[{i}]" for i in key[2]),
+          index=key[2],
           name=point.name,
           line=point.line,
           dtype=point.dtype,

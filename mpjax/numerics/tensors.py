@@ -158,6 +158,15 @@ class Magnitudes:
     there = self.above[0]
     return self.shares(name, scale).underflow * self.count / there if there else 0.0
 
+  def lost_norm(self, name: str, scale: float = 1.0) -> float:
+    """The norm of what a format rounds to zero, relative to that of all finite values; from the histogram."""
+    below, counts = self.histogram
+    edge = _edges(name, scale)[0]
+    # Up to a factor that is the same for every binade: the mean square in one, over that of its lower edge.
+    energy = [count * 4.0**e for e, count in zip(BINS, counts, strict=True)]
+    gone = sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
+    return math.sqrt((gone + below * 4.0 ** BINS[0]) / sum(energy)) if any(energy) else 0.0
+
   def kept(self, name: str, scale: float = 1.0) -> float:
     """The share of the values that are not zero which a format holds, neither zero nor overflown."""
     there = self.above[0]
@@ -185,6 +194,7 @@ class Tensor:
     cosine: of the angle between both, or `None`.
     lost: of the updates that are not zero, the share that leaves the weight as it is in a format.
     path: tree path of the parameter, for what belongs to one.
+    index: the steps of loops that `module` ends with.
   """
 
   kind: str
@@ -200,6 +210,12 @@ class Tensor:
   cosine: float | None = None
   lost: Mapping[str, float] | None = None
   path: str = ""
+  index: tuple[int, ...] = ()
+
+  @property
+  def scope(self) -> str:
+    """The module path without the steps of loops, as overrides match it."""
+    return self.module.removesuffix("".join(f"[{i}]" for i in self.index))
 
   def to_dict(self, loss_scale: float) -> dict[str, Any]:
     """Plain data, as in the report's JSON."""
