@@ -25,6 +25,7 @@ import mpjax
 from mpjax.numerics.inspection import most_pieces
 from mpjax.numerics.passes import loss_points, make_pass, reference_state, reference_step
 from mpjax.numerics.tensors import full_summary
+from mpjax.planner.targets import get_target
 from mpjax.train.config import load_config
 from mpjax.train.models import GPT
 from mpjax.train.setup import make_setup
@@ -104,15 +105,14 @@ def main() -> None:
   if options.time:
     configs = ("gpt_stdlib", "vit_digits", "resnet_digits")
     rows = [cost_in_time(config, policy) for config in configs for policy in POLICIES]
-    report = {"every": EVERY, "rows": rows}
+    report = origin(f"{COMMAND} --time", "flax") | {"every": EVERY, "rows": rows}
   else:
     jax.config.update("jax_platforms", "cpu")  # which traces; the target's compiler is a process of its own
-    report = {"target": options.target, "batch": BATCH, "shape": SHAPE}
+    device = f"{get_target(options.target).device}, described and not there"
+    report = origin(f"{COMMAND} --target {options.target}", "flax", device=device)
+    report |= {"target": options.target, "batch": BATCH, "shape": SHAPE}
     report["rows"] = [memory(policy, options.target) for policy in POLICIES]
-  write(
-    origin(COMMAND + (" --time" if options.time else f" --target {options.target}"), "flax") | report,
-    options.json,
-  )
+  write(report, options.json)
 
 
 if __name__ == "__main__":

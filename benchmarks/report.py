@@ -168,6 +168,33 @@ def provenance(report: dict[str, Any]) -> str:
   return f"`{report['command']}` on {report['device']}; {versions}."
 
 
+def numerics_memory(report: dict[str, Any]) -> str:
+  """Peaks of an inspection's programs beside that of the training step."""
+  names = ("step", "policy pass", "float32 pass")
+  lines = [
+    f"| policy | {' | '.join(f'{name} GB' for name in names)} | largest / step |",
+    "|---|---|---|---|---|",
+  ]
+  for row in report["rows"]:
+    cells = " | ".join(f"{row[name] / 1e9:.2f}" for name in names)
+    lines.append(f"| {row['policy']} | {cells} | {row['ratio']:.3f} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def numerics_time(report: dict[str, Any]) -> str:
+  """Time of a look at a step, as a share of the steps between two."""
+  lines = [
+    "| config | policy | step ms | look ms | share | first step s | first look s |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  lines += [
+    f"| {row['config']} | {row['policy']} | {1e3 * row['step_s']:.1f} | {1e3 * row['look_s']:.1f} | "
+    f"{row['share']:.2%} | {row['first_step_s']:.1f} | {row['first_look_s']:.1f} |"
+    for row in report["rows"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def plan_accuracy(report: dict[str, Any]) -> str:
   """The analytic peak over the compiled one, and what the compiled one's parts account for."""
   lines = [
@@ -212,6 +239,9 @@ def main() -> None:
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
     ("quality_fp8_cpu", quality),
+    ("numerics_memory_h200", numerics_memory),
+    ("numerics_memory_v5e", numerics_memory),
+    ("numerics_time_cpu", numerics_time),
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),

@@ -10,7 +10,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run(page):
+def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # some write files
   text = page.read_text()
   # A language with a library's name behind it (python torch) shows what is to be replaced.
   blocks = list(re.finditer(r"```python\n(.*?)```", text, re.DOTALL))

@@ -223,6 +223,16 @@ _DIVIDE = {
 }
 
 
+# NaN of finite operands, by what they are.
+_OUTSIDE = {
+  "sqrt": "took the root of a negative number",
+  "rsqrt": "took the root of a negative number",
+  "log": "took the logarithm of a negative number",
+  "log1p": "took the logarithm of a negative number",
+  "gather": "read at an index out of range, which JAX fills with NaN",
+}
+
+
 def _at_zero(origin: Origin) -> bool:
   operands = origin.operands
   return (
@@ -249,7 +259,7 @@ def _what(origin: Origin) -> str:
   if _at_zero(origin):
     return f"{_DIVIDE[origin.primitive]}, {where}"
   if origin.nonfinite.nan:
-    return f"made NaN of finite values, {where}"
+    return f"{_OUTSIDE.get(origin.primitive, 'made NaN of finite values')}, {where}"
   return f"overflowed in {origin.dtype}, {where}"
 
 
@@ -310,6 +320,10 @@ def _advice(report: NonfiniteReport) -> list[str]:
     options.append(f"rows that are not masked everywhere, or a large finite number for -inf{at}")
   elif _at_zero(origin):
     options.append(f"an operand that is kept away from zero{at}: with an epsilon, or by jnp.where before it")
+  elif origin.primitive == "gather":
+    options.append(f"the data: indices from 0 up to the size of the table{at}")
+  elif origin.primitive in _OUTSIDE:
+    options.append(f"an operand that is kept in range{at}: by jnp.maximum, or by jnp.where before it")
   elif origin.whole:
     options.append("policy: fp32")
   if report.in_float32 and not origin.constant:

@@ -31,7 +31,6 @@ from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step, split_batch
 from mpjax.step_policy import find_scaler
 
-
 # Activations in float32 from which on a batch is run in pieces, in bytes.
 _LARGE = 1 << 28
 
@@ -284,8 +283,8 @@ class Inspection:
         order=order.get(name, 0),
         magnitudes=magnitudes,
         policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
-        error=None if distance is None else distance.error,
-        cosine=None if distance is None else distance.cosine,
+        error=None if distance is None or not _compares(magnitudes) else distance.error,
+        cosine=None if distance is None or not _compares(magnitudes) else distance.cosine,
       )
       if name in parameters:
         leaf = parameters[name]
@@ -348,6 +347,11 @@ def _arrays(
   for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
     for path, values in part.items():
       yield (kind, path), (Magnitudes.of(summary, values), values[n:])
+
+
+def _compares(wide: Magnitudes) -> bool:
+  """Whether float32 has finite values, which an error can be against."""
+  return wide.nan + wide.inf < wide.count
 
 
 def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:

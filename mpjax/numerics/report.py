@@ -240,7 +240,7 @@ def percent(share: float) -> str:
     return "0"
   if share < 1e-5:
     return "<0.001%"
-  return f"{100 * share:.3g}%"
+  return f"{100 * share:.3g}%" if share >= 1e-4 else f"{100 * share:.1g}%"
 
 
 def power(scale: float) -> str:

@@ -50,7 +50,13 @@ def _lost(report: NumericsReport, kind: str, name: str, scale: float) -> str:
 
 def _range(tensors: list[Tensor]) -> str:
   ranges = [r for t in tensors if (r := t.magnitudes.range)]
-  return f"2^{min(r[0] for r in ranges)} to 2^{max(r[1] for r in ranges) + 1}" if ranges else "all zero"
+  return (
+    f"2^{min(r[0] for r in ranges)} to 2^{max(r[1] for r in ranges) + 1}"
+    if ranges
+    else "not finite"
+    if any(t.magnitudes.nan + t.magnitudes.inf for t in tensors)
+    else "all zero"
+  )
 
 
 def print_report(report: NumericsReport, console: rich.console.Console, limit: int = 12) -> None:

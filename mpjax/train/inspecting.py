@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import zipfile
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ def load_batch(path: pathlib.Path, like: Any) -> Any:
 
   Args:
     path: the file.
-    like: a batch of the config's data, whose names and shapes it must have, but for the number of rows.
+    like: a batch of the config's data, whose names, dtypes and shapes of rows it must have.
 
   Raises:
     ConfigError: if it cannot be read, or is no such batch.
@@ -122,11 +123,11 @@ def load_batch(path: pathlib.Path, like: Any) -> Any:
   try:
     with np.load(path, allow_pickle=False) as file:
       batch = {name: file[name] for name in file.files}
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
     raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
-  shapes = lambda tree: {name: np.shape(x)[1:] for name, x in tree.items()}
-  if shapes(batch) != shapes(like):
-    raise ConfigError(f"--hunt {path}: holds {shapes(batch)}, expected rows of {shapes(like)}")
+  rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}
+  if rows(batch) != rows(like):
+    raise ConfigError(f"--hunt {path}: holds rows of {rows(batch)}, expected rows of {rows(like)}")
   return batch
 
 

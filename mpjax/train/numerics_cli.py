@@ -16,6 +16,7 @@ from mpjax.numerics.hunt import find_nonfinite
 from mpjax.numerics.inspection import inspect_numerics
 from mpjax.numerics.report import NumericsReport, policy_name
 from mpjax.numerics.table import print_report
+from mpjax.policy import get_policy
 from mpjax.train.cli import guarded
 from mpjax.train.config import Config, ConfigError, load_config, read_tree
 from mpjax.train.inspecting import Subject, find_batch, load_batch, open_subject
@@ -76,12 +77,20 @@ def _run(options: argparse.Namespace) -> None:
   _check_outputs(options)
   config = load_config(path, overrides)
   console = rich.console.Console()
+  if not console.is_terminal:  # a file has room for the whole table
+    console = rich.console.Console(width=120)
   if options.hunt is not None:
     _hunt(config, checkpoint, options.hunt, console)
     return
   batches, keep = _number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = _number(own, "steps", 0 if checkpoint else _STEPS, 0)
   subject = open_subject(config, checkpoint)
+  recipe, used = config.resolve_policy().fp8_recipe, subject.step.policy.fp8_recipe
+  if recipe and used and recipe.recipe != used.recipe:
+    _say(
+      console,
+      f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
+    )
   name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
   report = _inspect(subject, name, steps, batches, keep, not options.no_advice, console)
   print_report(report, console)
@@ -168,11 +177,18 @@ def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.conso
 def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport, out: pathlib.Path) -> None:
   """The config with the advised policy, as a new file."""
   assert report.advice is not None
-  tree = read_tree(path, overrides) | {"policy": dict(report.advice.policy)}
+  policy = dict(report.advice.policy)
+  if "fp8" in policy or policy.get("base") == "fp8":  # delayed scaling is looked at without its histories
+    asked = get_policy(load_config(path, overrides).policy)
+    policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
+  tree = read_tree(path, overrides) | {"policy": policy}
   tree.pop("out", None)  # a run of another policy is another run
   lines = [f"# {path} with the policy that scripts/numerics.py advises."]
   lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
-  out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False))
+  try:
+    out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False))
+  except OSError as error:
+    raise ConfigError(f"--apply {out}: cannot be written ({error.strerror})") from error
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
