@@ -1,5 +1,8 @@
 """Mixed-precision policies for JAX: loss scaling, casting and training from one policy."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mpjax.casting.autocast import autocast, full_precision, init_fp8_state
 from mpjax.casting.explain import explain
 from mpjax.casting.op_lists import OpLists
@@ -25,14 +28,16 @@ from mpjax.loss_scale import (
   track_skips,
   with_loss_scaling,
 )
-from mpjax.numerics.hunt import NonfiniteReport, find_nonfinite
-from mpjax.numerics.inspection import inspect_numerics
-from mpjax.numerics.report import NumericsReport
-from mpjax.planner.plan import plan
-from mpjax.planner.results import Plan
-from mpjax.planner.search import cheapest, largest_batch
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
+
+if TYPE_CHECKING:
+  from mpjax.numerics.hunt import NonfiniteReport, find_nonfinite
+  from mpjax.numerics.inspection import inspect_numerics
+  from mpjax.numerics.report import NumericsReport
+  from mpjax.planner.plan import plan
+  from mpjax.planner.results import Plan
+  from mpjax.planner.search import cheapest, largest_batch
 
 __version__ = "0.1.0"
 
@@ -77,3 +82,29 @@ __all__ = [
   "track_skips",
   "with_loss_scaling",
 ]
+
+# What a program that trains does not need is imported when it is asked for.
+_LATER = {
+  "formats": "mpjax.formats",
+  "NonfiniteReport": "mpjax.numerics.hunt",
+  "find_nonfinite": "mpjax.numerics.hunt",
+  "inspect_numerics": "mpjax.numerics.inspection",
+  "NumericsReport": "mpjax.numerics.report",
+  "plan": "mpjax.planner.plan",
+  "Plan": "mpjax.planner.results",
+  "cheapest": "mpjax.planner.search",
+  "largest_batch": "mpjax.planner.search",
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _LATER:
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+  module = importlib.import_module(_LATER[name])
+  value = getattr(module, name, module)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

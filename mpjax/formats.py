@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.dtypes import did_you_mean
-from mpjax.matrix_units import MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation
+from mpjax.matrix_units import (
+  MATRIX_UNITS,
+  MatrixUnit,
+  described_devices,
+  eligible,
+  padded,
+  runs_on,
+  utilisation,
+)
 
 if TYPE_CHECKING:
   import rich.console
@@ -205,13 +213,10 @@ def print_formats(
 
 
 def _devices() -> dict[str, list[str]]:
-  """From the names of matrix units to those of the targets that have them."""
-  from mpjax.planner import targets  # only for the names in its data: nothing else here needs the planner
-
+  """From the names of matrix units to those of the devices that have them."""
   found: dict[str, list[str]] = {name: [] for name, unit in MATRIX_UNITS.items() if unit.multiples}
-  for name in targets.target_names():
-    if name != targets.HERE:
-      found[targets.get_target(name).matrix_units].append(name)
+  for name, device in described_devices().items():
+    found[device["matrix_units"]].append(name)
   return found
 
 

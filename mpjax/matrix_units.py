@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.resources
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+import yaml
 
 from mpjax.dtypes import did_you_mean
 
@@ -132,6 +135,14 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
     "cpu": MatrixUnit("no matrix units: every shape runs alike"),
   }
 )
+
+
+@functools.cache
+def described_devices() -> dict[str, dict[str, Any]]:
+  """The devices that the planner knows, by name: what their files in `planner/targets` say."""
+  folder = importlib.resources.files("mpjax").joinpath("planner", "targets")
+  files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
+  return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
 
 
 def _unit(unit: MatrixUnit | str) -> MatrixUnit:

@@ -46,6 +46,13 @@ def test_public_names_exist_and_are_documented():
     assert getattr(mpjax, name).__doc__, name
 
 
+def test_an_import_brings_in_nothing_that_a_training_step_does_not_need():
+  heavy = ("matplotlib", "grain", "orbax", "omegaconf", "pydantic", "mpjax.planner", "mpjax.numerics")
+  code = f"import sys, mpjax; print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert done.stdout.startswith("[] dict_keys(['float64'")
+
+
 def test_the_python_of_the_readme_runs():
   text = (ROOT / "README.md").read_text()
   autocast, first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

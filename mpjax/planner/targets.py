@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import math
 import os
 import re
 from typing import Any
 
 import jax
-import yaml
 
 from mpjax.dtypes import did_you_mean
+from mpjax.matrix_units import described_devices
 
 HERE = "here"
 # JAX preallocates this share of a GPU's memory unless it is told otherwise.
@@ -102,7 +100,7 @@ class Target:
 
 def target_names() -> list[str]:
   """The names that `get_target` takes, without their topologies."""
-  return [HERE, *_described()]
+  return [HERE, *described_devices()]
 
 
 def get_target(name: str | Target | None = None) -> Target:
@@ -117,13 +115,13 @@ def get_target(name: str | Target | None = None) -> Target:
     return _here()
   base, _, shape = str(name).partition(":")
   base = base.strip().lower()
-  if base not in _described():
+  if base not in described_devices():
     known = target_names()
     raise ValueError(
       f"unknown target {name!r}: expected one of {', '.join(known)}, with GPUs as in h200:8 or a slice as in "
       f"v5e:2x4{did_you_mean(base, known)}"
     )
-  data = _described()[base]
+  data = described_devices()[base]
   if data["kind"] == "tpu":
     least = str(data["tpu"]["default"])
     shape = shape or least
@@ -175,7 +173,7 @@ def _here() -> Target:
   words = device.device_kind.lower()
   for name, kinds in _KINDS.items():
     if any(words == k or (kind == "gpu" and re.match(rf"{re.escape(k)}(?![a-z0-9])", words)) for k in kinds):
-      found = _from_data(HERE, _described()[name], len(devices), "")
+      found = _from_data(HERE, described_devices()[name], len(devices), "")
       limit = _memory(device) or found.usable
       return dataclasses.replace(found, device=device.device_kind, usable=limit)
   memory = _memory(device)
@@ -204,10 +202,3 @@ def _memory(device: Any) -> int:
     except (AttributeError, OSError, ValueError):
       return 0
   return int((device.memory_stats() or {}).get("bytes_limit", 0))
-
-
-@functools.cache
-def _described() -> dict[str, dict[str, Any]]:
-  folder = importlib.resources.files("mpjax").joinpath("planner", "targets")
-  files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
-  return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
