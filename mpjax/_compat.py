@@ -277,6 +277,12 @@ def permuted_sharding(aval: Any, permutation: Sequence[int]) -> Any:
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
+def is_explicit(aval: Any) -> bool:
+  """Whether a value's type says how it lies over a mesh."""
+  sharding = getattr(aval, "sharding", None)
+  return bool(sharding is not None and getattr(sharding.mesh, "explicit_axes", ()))
+
+
 def varying_axes(tree: Any) -> frozenset[str]:
   """The `shard_map` axes that a leaf of `tree` is known to vary over: none where that is not tracked."""
   return frozenset().union(*(varying_axes_of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))

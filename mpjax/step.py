@@ -348,7 +348,7 @@ class TrainStep:
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
     """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model and FP8 state."""
-    compute_params, rng = self._compute_params(state), _step_key(state)
+    compute_params, rng = self._compute_params(state), step_key(state)
     scaled_loss = self._scaled_loss
     if self._recompute == "dots" and not self.policy.autocast:
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
@@ -430,7 +430,7 @@ class TrainStep:
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
 
 
-def _step_key(state: TrainState) -> jax.Array | None:
+def step_key(state: TrainState) -> jax.Array | None:
   """The key of the step that comes next."""
   return None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from mpjax.loss_scale.config import parse_loss_scaling
 from mpjax.numerics import findings as seen
 from mpjax.numerics.report import Advice, Finding, Measured, NumericsReport, percent, power
-from mpjax.numerics.tensors import Tensor
 from mpjax.policy import Policy, get_policy, presets
 
 Trial = Callable[[Policy], NumericsReport]
@@ -154,7 +153,7 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
         "its gradients come near float32's",
       )
   best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
-  for t in _too_small(report, best):
+  for t in seen.harmful_underflows(report, best):
     scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
     wanted.setdefault(t.scope, (first, f"its gradients are too small for {scale}"))
   tried = {change.value[0]: change.value[1] for change in made if change.key == "overrides"}
@@ -163,11 +162,6 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
     policy, buys = wanted[module]
     changes.append(Change("overrides", (pattern, "fp32" if pattern in tried else policy), buys))
   return changes
-
-
-def _too_small(report: NumericsReport, scale: float) -> list[Tensor]:
-  """Gradients that the best loss scale loses, too."""
-  return seen.harmful_underflows(report, scale)
 
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:

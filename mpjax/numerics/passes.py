@@ -15,7 +15,7 @@ from mpjax.loss_scale.finite import unscale
 from mpjax.loss_scale.overwritten import hide, map_parts
 from mpjax.numerics.summary import Summary, look
 from mpjax.policy import get_policy, matmul_precision
-from mpjax.step import TrainState, TrainStep, split_batch
+from mpjax.step import TrainState, TrainStep, split_batch, step_key
 from mpjax.step_policy import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
@@ -170,9 +170,8 @@ def _loss(
 ) -> tuple[Any, Any]:
   """The scaled loss, and the loss as it is."""
   params = step._compute_params(state) if params is None else params
-  rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
   scaled, (loss, *_) = step._scaled_loss(
-    params, state.fp8_state, state.model_state, batch, rng, state, around
+    params, state.fp8_state, state.model_state, batch, step_key(state), state, around
   )
   return scaled, loss
 

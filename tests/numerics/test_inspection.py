@@ -538,3 +538,15 @@ def test_the_sketch_is_not_needed_for_exact_counts():
   m = Magnitudes.of(summary, np.asarray(summary(jnp.asarray(x))))
   below, counts = m.histogram
   assert (m.zero, below, counts[0], counts[-BINS[0]], counts[-1], m.inf, m.nan) == (2, 1, 1, 1, 1, 1, 1)
+
+
+def test_a_batch_on_an_explicit_mesh_is_inspected():
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+  place = lambda tree, *axes: jax.device_put(tree, jax.NamedSharding(mesh, jax.P(*axes)))
+  params = {"w": jnp.eye(8) * 0.5}
+  batch = jnp.arange(32.0).reshape(4, 8) / 32
+  loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+  expected = mpjax.inspect_numerics(loss_fn, params, batch, "fp16")
+  with jax.set_mesh(mesh):
+    found = mpjax.inspect_numerics(loss_fn, place(params), place(batch, "data"), "fp16")
+  assert [t.magnitudes for t in found.tensors] == [t.magnitudes for t in expected.tensors]
