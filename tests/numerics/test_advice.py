@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models_under_test import chain, planted
+from planted_models import chain, planted
 
 import mpjax
 
