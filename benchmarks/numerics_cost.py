@@ -22,8 +22,8 @@ from flax import nnx
 from record import origin, write
 
 import mpjax
-from mpjax.numerics.inspection import most_pieces
-from mpjax.numerics.passes import loss_points, make_pass, reference_state, reference_step
+from mpjax.numerics.batches import most_pieces
+from mpjax.numerics.passes import loss_points, make_pass, plain_loss, reference_state, reference_step
 from mpjax.numerics.tensors import full_summary
 from mpjax.planner.targets import get_target
 from mpjax.train.config import load_config
@@ -60,6 +60,8 @@ def memory(policy: str, target: str) -> dict[str, Any]:
   points = loss_points(reference, wide, part)
   theirs = make_pass(reference, points, summary, save_memory=True, pieces=pieces)
   inspection = {"policy": peak(mine, state), "float32": peak(theirs, wide) + size(state.opt_state)}
+  # Whether the loss is the mean of that of the pieces is looked up in float32, without gradients.
+  inspection["check"] = peak(jax.jit(plain_loss(reference)), wide) + size(state.opt_state)
   row = {"policy": policy, "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "step": training}
   row |= {f"{name} pass": peak for name, peak in inspection.items()}
   row["ratio"] = max(inspection.values()) / training

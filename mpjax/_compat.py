@@ -128,9 +128,7 @@ def joined_branches(traced: list[tuple[Any, list[Any]]], operands: list[Any]) ->
     start = sum(counts[:i])
 
     def run(*xs: Any) -> list[Any]:
-      return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, []))(
-        *xs[start : start + counts[i]], *xs[len(every) :]
-      )
+      return as_function(jaxpr)(*xs[start : start + counts[i]], *xs[len(every) :])
 
     return trace(run, [*every, *operands]) if every else jax.extend.core.ClosedJaxpr(jaxpr, [])
 
@@ -270,9 +268,9 @@ def vary_like(tree: Any, like: Any) -> Any:
 
 def permuted_sharding(aval: Any, permutation: Sequence[int]) -> Any:
   """The sharding of what becomes a value of this type by a transpose; `None` without explicit axes."""
-  sharding = getattr(aval, "sharding", None)
-  if sharding is None or not getattr(sharding.mesh, "explicit_axes", ()):
+  if not is_explicit(aval):
     return None
+  sharding = aval.sharding
   spec = dict(zip(permutation, sharding.spec, strict=True))
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 

@@ -25,52 +25,14 @@ from mpjax.fp8.delayed import grow_gradients
 from mpjax.loss_scale.access import get_loss_scale, scale_loss
 from mpjax.loss_scale.finite import unscale
 from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
+from mpjax.micro_batches import over_micro_batches, split_batch
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.step_checks import check_differentiable, unpack
 from mpjax.step_policy import adopt_opt_state, find_scaler, require_honoured, with_policy
+from mpjax.train_state import TrainState
 
 Metrics = dict[str, jax.Array]
 _KEYWORDS = ("rng", "model_state")
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["step", "params", "model_state", "opt_state", "rng", "fp8_state"],
-  meta_fields=["graphdef"],
-)
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-  """Everything a step reads and writes, as one pytree.
-
-  Attributes:
-    step: i32[]; steps taken, skipped ones too.
-    params: master weights in the policy's `param_dtype`.
-    model_state: what the model carries besides parameters (BatchNorm statistics, counters), in its own
-      dtypes; `{}` for none.
-    opt_state: state of `TrainStep.tx`.
-    rng: key from which each step's key is folded, or `None`.
-    graphdef: structure of an `nnx.Module`, or `None`; static.
-    fp8_state: amax histories of FP8 products under delayed scaling (`mpjax.init_fp8_state`); `{}` for none.
-  """
-
-  step: jax.Array
-  params: Any
-  model_state: Any
-  opt_state: Any
-  rng: jax.Array | None
-  graphdef: Any = None
-  fp8_state: Any = dataclasses.field(default_factory=dict)
-
-  @property
-  def model(self) -> nnx.Module:
-    """The `nnx.Module` with the current master weights."""
-    if self.graphdef is None:
-      raise ValueError("this TrainState was not made from an nnx.Module: use .params and .model_state")
-    return nnx.merge(self.graphdef, self.params, self.model_state)
-
-  def replace(self, **changes: Any) -> TrainState:
-    """A copy with some fields replaced."""
-    return dataclasses.replace(self, **changes)
 
 
 def make_train_step(
@@ -348,7 +310,7 @@ class TrainStep:
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
     """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model and FP8 state."""
-    compute_params, rng = self._compute_params(state), step_key(state)
+    compute_params, rng = self._compute_params(state), state.step_key
     scaled_loss = self._scaled_loss
     if self._recompute == "dots" and not self.policy.autocast:
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
@@ -380,7 +342,7 @@ class TrainStep:
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, (batches, rngs))
     grads = map_parts(lambda g: g / n, lambda g: g, grads)
-    return losses.mean(), jax.tree.map(_over_micro_batches, metrics), grads, model_state, fp8_state
+    return losses.mean(), jax.tree.map(over_micro_batches, metrics), grads, model_state, fp8_state
 
   def _compute_params(self, state: TrainState) -> Any:
     """The parameters that the loss function takes."""
@@ -428,24 +390,6 @@ class TrainStep:
     # scale itself may not fit there (2**16 in float16).
     loss, metrics = self.policy.cast_to_output((loss, metrics))
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
-
-
-def step_key(state: TrainState) -> jax.Array | None:
-  """The key of the step that comes next."""
-  return None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-
-
-def split_batch(n: int, x: jax.Array) -> jax.Array:
-  """[batch, ...] -> [n, batch / n, ...]; strided, so that rows stay on the devices that hold them."""
-  if x.shape[0] % n:
-    raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
-  return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _over_micro_batches(x: jax.Array) -> jax.Array:
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    return x.sum(0)
-  return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _cast_like(new: Any, old: Any) -> Any:

@@ -379,7 +379,7 @@ class Plan:
 
 
 def _named(equation: Any) -> str:
-  return str(equation.params.get("name") or equation.primitive.name)
+  return _compat.operation(equation)
 
 
 def _reason(equation: Any, otherwise: str) -> str:

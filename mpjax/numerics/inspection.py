@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,9 @@ import optax
 
 from mpjax.casting.watch import Point
 from mpjax.loss_scale.access import find_loss_scales
+from mpjax.micro_batches import split_batch
+from mpjax.numerics.advice import advice_for
+from mpjax.numerics.batches import listed, micro_batches, most_pieces, rows
 from mpjax.numerics.passes import (
   KEPT_IN,
   Seen,
@@ -28,7 +30,7 @@ from mpjax.numerics.report import NumericsReport, is_half
 from mpjax.numerics.summary import Summary
 from mpjax.numerics.tensors import Distance, Magnitudes, Tensor, full_summary
 from mpjax.policy import Policy, get_policy
-from mpjax.step import TrainState, TrainStep, make_train_step, split_batch
+from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.step_policy import find_scaler
 
 # Activations in float32 from which on a batch is run in pieces, in bytes.
@@ -64,8 +66,8 @@ def inspect_numerics(
 
   Looked at are parameters, their gradients and updates; and of the activations and their gradients what
   leaves a module, what a matrix product reads and what it gives, if the loss depends on it. Not looked at is
-  what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` of up to 128
-  are kept apart, those of a longer one together.
+  what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` over up
+  to 128 layers, each with weights of its own, are kept apart; those of a longer one, or of time, are not.
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
@@ -102,7 +104,7 @@ def inspect_numerics(
     raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
   step, state, updates = _step_of(target, state, policy, tx, init)
   say = progress or (lambda line: None)
-  parts = _micro_batches(_batches(batches), step.accumulate)
+  parts = micro_batches(listed(batches), step.accumulate)
   inspection = Inspection(step, state, reference, updates, pieces)
   for i, batch in enumerate(parts):
     if i == 0:
@@ -113,8 +115,6 @@ def inspect_numerics(
   if not inspection.count:
     raise ValueError("no batch: expected a batch, or a list of at least one")
   report = inspection.report(title, keep)
-  from mpjax.numerics.advice import advice_for  # which runs inspections itself
-
   trial = None
   if advise and reference is not False:
 
@@ -184,7 +184,7 @@ class Inspection:
     if programs.theirs is not None and self._wide_state is not None:
       wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
-    self._rows += _rows(batch)
+    self._rows += rows(batch)
     self.count += 1
     own = dict(_arrays(seen, programs.points, self._narrow))
     full = own if wide is None else dict(_arrays(wide, programs.wide_points, self._full))
@@ -223,8 +223,8 @@ class Inspection:
   def _choose_pieces(self, batch: Any) -> int:
     """As asked; else 1, unless the activations are large and the loss is the mean of that of the pieces."""
     if self._asked is not None:
-      if _rows(batch) % self._asked:
-        raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {_rows(batch)} rows")
+      if rows(batch) % self._asked:
+        raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {rows(batch)} rows")
       return self._asked
     self.pieces = 1
     if self._reference is None or self._wide_state is None or jax.tree.leaves(self._state.model_state):
@@ -382,36 +382,3 @@ def _step_of(
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
   """Whether the optimiser that the step was made with scales the loss itself."""
   return bool(find_loss_scales(jax.eval_shape(step._made_with[0].init, state.params)))
-
-
-def _batches(batches: Any) -> Iterable[Any]:
-  """The batches, of which a single one may have been given: a tree of arrays that is no list."""
-  if isinstance(batches, (list, Iterator)):
-    return batches
-  is_leaf = jax.tree_util.all_leaves([batches])
-  return batches if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "shape") else [batches]
-
-
-def _micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
-  for batch in batches:
-    if n == 1:
-      yield batch
-      continue
-    split = jax.tree.map(lambda x: split_batch(n, x), batch)
-    for i in range(n):
-      yield jax.tree.map(operator.itemgetter(i), split)
-
-
-def most_pieces(batch: Any) -> int:
-  """4, 2 or 1: what a batch's rows can be divided into, on each of its devices."""
-  leaves = jax.tree.leaves(batch)
-  shapes = [np.shape(leaf) for leaf in leaves]
-  if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-    return 1
-  devices = [len(leaf.sharding.device_set) for leaf in leaves if getattr(leaf, "sharding", None)]
-  return next(n for n in (4, 2, 1) if n == 1 or shapes[0][0] % (n * max(devices, default=1)) == 0)
-
-
-def _rows(batch: Any) -> int:
-  shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-  return shapes[0][0] if shapes and shapes[0] else 1

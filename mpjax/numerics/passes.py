@@ -13,9 +13,10 @@ import numpy as np
 from mpjax.casting.watch import Point, find_points, watched
 from mpjax.loss_scale.finite import unscale
 from mpjax.loss_scale.overwritten import hide, map_parts
+from mpjax.micro_batches import split_batch
 from mpjax.numerics.summary import Summary, look
 from mpjax.policy import get_policy, matmul_precision
-from mpjax.step import TrainState, TrainStep, split_batch, step_key
+from mpjax.step import TrainState, TrainStep
 from mpjax.step_policy import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
@@ -141,6 +142,11 @@ def _run(
   return Seen(loss, kept, _each(summary, hide(state.params)), _each(summary, hide(grads)), of_updates)
 
 
+def plain_loss(step: TrainStep) -> Callable[[TrainState, Any], Any]:
+  """(state, batch) to the unscaled loss, as the loss function is written."""
+  return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
+
+
 def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: int) -> bool:
   """Whether the loss of a batch is the mean of the losses of its pieces: not so for sums and contrasts.
 
@@ -150,8 +156,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: in
     batch: whose leaves have the same number of rows.
     pieces: into which they are split.
   """
-  plain = lambda fun, policy, **_: fun
-  loss = lambda state, batch: _loss(step, state, batch, plain)[1]
+  loss = plain_loss(step)
 
   def parts(state: TrainState, batch: Any) -> Any:
     split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
@@ -171,7 +176,7 @@ def _loss(
   """The scaled loss, and the loss as it is."""
   params = step._compute_params(state) if params is None else params
   scaled, (loss, *_) = step._scaled_loss(
-    params, state.fp8_state, state.model_state, batch, step_key(state), state, around
+    params, state.fp8_state, state.model_state, batch, state.step_key, state, around
   )
   return scaled, loss
 

@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> None:
   name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
   report = _inspect(subject, name, steps, batches, keep, not options.no_advice, console)
   print_report(report, console)
-  _write(report, config, name, options, console)
+  _write(report, name, options, console)
   if options.apply:
     _apply(path, overrides, report, pathlib.Path(options.apply))
     _say(console, f"the config with this policy: {options.apply}")
@@ -138,8 +138,9 @@ def _inspect(
       raise ConfigError(str(error)) from error
 
 
-def _write(report: NumericsReport, config: Config, name: str, options: Any, console: Any) -> None:
-  policy = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+def _write(report: NumericsReport, name: str, options: Any, console: Any) -> None:
+  policy = policy_name(report.policy)
+  policy = policy if policy.isidentifier() else "custom"
   page = (
     pathlib.Path(options.html) if options.html else pathlib.Path("runs/numerics") / f"{name}-{policy}.html"
   )

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import tensorboardX
 
+from mpjax.micro_batches import split_batch
 from mpjax.numerics.passes import KEPT_IN, loss_points, make_pass
 from mpjax.numerics.summary import Summary
 from mpjax.numerics.tensors import BINS, GRADIENTS, Magnitudes, binades
-from mpjax.step import TrainState, TrainStep, split_batch
+from mpjax.step import TrainState, TrainStep
 from mpjax.step_policy import find_scaler
 
 
