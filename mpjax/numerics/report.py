@@ -259,16 +259,37 @@ def _plain(tree: Any) -> Any:
   return tree
 
 
+def heading(report: NumericsReport) -> list[str]:
+  """What was inspected, in two lines."""
+  title = f"numerics of {report.title}" if report.title else "numerics"
+  batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
+  against = "" if report.reference_loss is None else f" (float32: {report.reference_loss:.6g})"
+  return [
+    f"{title}: policy {policy_name(report.policy)}, {batches} ({report.rows} rows), step {report.step}",
+    f"loss {report.loss:.6g}{against}, loss scale {power(report.loss_scale)}",
+  ]
+
+
+def advice_lines(report: NumericsReport) -> list[str]:
+  """What is advised and what it buys, a line each, before the YAML."""
+  advice = report.advice
+  if advice is None:
+    return []
+  if advice.unchanged:
+    problems = any(finding.severity == "problem" for finding in report.findings)
+    return [f"advice: {'no change of the policy helps' if problems else 'the policy is good as it is'}"]
+  return [
+    "advice:",
+    *(f"  {key}: {buys}" for key, buys in advice.lines),
+    *(f"  measured: {m.what}: {m.before:.3g} -> {m.after:.3g}" for m in advice.measured),
+    *(f"  not mended: {finding.text}" for finding in advice.left),
+  ]
+
+
 def _text(report: NumericsReport) -> Iterator[str]:
   from mpjax.numerics.table import summary_rows
 
-  policy = policy_name(report.policy)
-  title = f"numerics of {report.title}" if report.title else "numerics"
-  batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
-  yield f"{title}: policy {policy}, {batches} ({report.rows} rows), step {report.step}"
-  against = "" if report.reference_loss is None else f" (float32: {report.reference_loss:.6g})"
-  yield f"loss {report.loss:.6g}{against}, loss scale {power(report.loss_scale)}"
-  yield ""
+  yield from (*heading(report), "")
   header, *body = summary_rows(report)
   widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
   for row in (header, *body):
@@ -280,21 +301,4 @@ def _text(report: NumericsReport) -> Iterator[str]:
   for finding in report.findings:
     yield f"{finding.severity}: {finding.text}"
   if report.advice is not None:
-    problems = any(finding.severity == "problem" for finding in report.findings)
-    yield from _advice_text(report.advice, problems)
-
-
-def _advice_text(advice: Advice, problems: bool) -> Iterator[str]:
-  yield ""
-  if advice.unchanged:
-    yield f"advice: {'no change of the policy helps' if problems else 'the policy is good as it is'}"
-    yield advice.yaml.rstrip()
-    return
-  yield "advice:"
-  for key, buys in advice.lines:
-    yield f"  {key}: {buys}"
-  for m in advice.measured:
-    yield f"  measured: {m.what}: {m.before:.3g} -> {m.after:.3g}"
-  for finding in advice.left:
-    yield f"  not mended: {finding.text}"
-  yield advice.yaml.rstrip()
+    yield from ("", *advice_lines(report), report.advice.yaml.rstrip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpjax.numerics.report import NumericsReport, percent, power
+from mpjax.numerics.report import NumericsReport, advice_lines, heading, percent, power
 from mpjax.numerics.tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def print_report(report: NumericsReport, console: rich.console.Console, limit: i
   import rich.syntax
   import rich.table
 
-  lines = str(report).split("\n")
-  console.print("\n".join(lines[:2]), highlight=False, markup=False, soft_wrap=True)
+  console.print("\n".join(heading(report)), highlight=False, markup=False, soft_wrap=True)
   # A narrow terminal has no room for more formats than those that the policy could compute in.
   narrow = console.width < 100 and not report.policy.fp8
   header, *body = summary_rows(report, INTEREST[:2] if narrow else INTEREST)
@@ -90,10 +89,8 @@ def print_report(report: NumericsReport, console: rich.console.Console, limit: i
     console.print(finding.text, highlight=False, markup=False, soft_wrap=True)
   if report.advice is None:
     return
-  start = next(i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith("advice:"))
-  end = next(i for i in range(start, len(lines)) if lines[i].startswith("policy:"))
   console.print()
-  console.print("\n".join(lines[start:end]), highlight=False, markup=False, soft_wrap=True)
+  console.print("\n".join(advice_lines(report)), highlight=False, markup=False, soft_wrap=True)
   console.print(rich.syntax.Syntax(report.advice.yaml.rstrip(), "yaml", background_color="default"))
 
 

@@ -164,8 +164,9 @@ class Magnitudes:
     edge = _edges(name, scale)[0]
     # Up to a factor that is the same for every binade: the mean square in one, over that of its lower edge.
     energy = [count * 4.0**e for e, count in zip(BINS, counts, strict=True)]
-    gone = sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
-    return math.sqrt((gone + below * 4.0 ** BINS[0]) / sum(energy)) if any(energy) else 0.0
+    smallest = below * 4.0 ** (BINS[0] - 1)
+    gone = smallest + sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
+    return math.sqrt(gone / (smallest + sum(energy))) if gone else 0.0
 
   def kept(self, name: str, scale: float = 1.0) -> float:
     """The share of the values that are not zero which a format holds, neither zero nor overflown."""

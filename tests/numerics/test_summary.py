@@ -249,3 +249,12 @@ def test_the_cotangent_is_seen_without_the_scale_and_passed_on_with_it():
   values = np.asarray(ct, np.float32) / np.float32(1000)
   np.testing.assert_array_equal(kept[1], summary(jnp.asarray(values)))
   assert Magnitudes.of(summary, kept[1]).inf == 1
+
+
+@pytest.mark.parametrize(
+  ("values", "lost"), [([1e-30, 1e-30], 1.0), ([2.0**-70, 1.0], 0.0), ([1.0, 2.0], 0.0)]
+)
+def test_what_is_lost_is_weighed_by_its_size(values, lost):
+  summary = full_summary(1.0)
+  magnitudes = Magnitudes.of(summary, np.asarray(summary(jnp.asarray(values, jnp.float32))))
+  assert magnitudes.lost_norm("float16") == pytest.approx(lost, abs=1e-6)
