@@ -29,6 +29,7 @@ from mpjax.loss_scale import (
   with_loss_scaling,
 )
 from mpjax.policy import Policy, cast_floating, get_policy
+from mpjax.sharding.mesh import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ __all__ = [
   "all_finite",
   "apply_updates",
   "autocast",
+  "batch_axes",
   "cast_floating",
   "cheapest",
   "check_loss_scaling",

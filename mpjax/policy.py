@@ -41,7 +41,7 @@ class Policy(jmp.Policy):
     compute_dtype: dtype that parameters and inputs are cast to for a step; under autocast, that of the
       matrix products and of what follows them.
     output_dtype: dtype of what the model or loss function returns.
-    reduce_dtype: dtype in which gradients cross devices; `None`: the dtype they are computed in.
+    reduce_dtype: dtype in which gradients cross devices; `None`: float32, or their own where that is wider.
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.
     optimizer_dtype: dtype in which the optimiser sees parameters and gradients and keeps its state;
       `None`: `param_dtype`.

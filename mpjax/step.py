@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,22 +16,22 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax.casting.autocast import autocast, init_fp8_state, require_recompute
+from mpjax.casting.autocast import init_fp8_state, require_recompute
 from mpjax.casting.explain import Explanation, explain
-from mpjax.casting.modules import give_scopes
 from mpjax.casting.paths import Overrides
 from mpjax.fp8.delayed import grow_gradients
-from mpjax.loss_scale.access import get_loss_scale, scale_loss
+from mpjax.loss_scale.access import get_loss_scale
 from mpjax.loss_scale.finite import unscale
-from mpjax.loss_scale.overwritten import apply_updates, hide, map_parts, show
-from mpjax.micro_batches import over_micro_batches, split_batch
-from mpjax.policy import get_policy, matmul_precision
-from mpjax.step_checks import check_differentiable, unpack
+from mpjax.loss_scale.overwritten import apply_updates, hide, show
+from mpjax.micro_batches import split_batch
+from mpjax.policy import Policy, get_policy, matmul_precision
+from mpjax.sharding.layout import Layout
+from mpjax.sharding.mesh import check_mesh
+from mpjax.sharding.rules import Rule, Rules
+from mpjax.step_checks import check_differentiable
+from mpjax.step_loss import Metrics, StepLoss
 from mpjax.step_policy import adopt_opt_state, find_scaler, require_honoured, with_policy
 from mpjax.train_state import TrainState
-
-Metrics = dict[str, jax.Array]
-_KEYWORDS = ("rng", "model_state")
 
 
 def make_train_step(
@@ -46,13 +45,17 @@ def make_train_step(
   donate: bool = True,
   wrt: Any = nnx.Param,
   recompute: str = "islands",
+  mesh: Any = None,
+  sharding: Mapping[str, Any] | Rule | Rules | None = None,
 ) -> TrainStep:
   """One jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
   `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
-  `(loss, metrics, model_state)` when it takes `model_state`. It takes two more arguments by keyword if
-  its signature names them: `rng`, a fresh key for each step and micro-batch, and `model_state`. For an
-  `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics) is kept.
+  `(loss, metrics, model_state)` when it takes `model_state`. It takes more arguments by keyword if its
+  signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
+  batch, or `row_rngs`, a fresh key for each row of the batch, with which results do not depend on how rows
+  are divided. For an `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics)
+  is kept.
 
   A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
   and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
@@ -74,6 +77,15 @@ def make_train_step(
     wrt: filter for the variables of an `nnx.Module` that are trained.
     recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
       without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
+    mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
+      batch, which are divided over `data` and `fsdp`, as micro-batches are: losses, floating metrics and
+      model state are averaged, integer metrics summed (`mpjax.batch_axes` is for statistics over all rows).
+      Gradients are reduced once a step, in the policy's `reduce_dtype`; parameters and the optimiser's state
+      are divided over `fsdp`, and gathered in the compute dtype where nothing reads them in a wider one.
+      Without a mesh, arrays that are sharded are left to the compiler.
+    sharding: where parameters lie on the mesh: axes by regular expression on the parameter's path, as in
+      `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape; what they say nothing of has its
+      largest dimension over `fsdp`.
 
   Returns:
     A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
@@ -83,7 +95,9 @@ def make_train_step(
     ValueError: if the policy is not understood, asks for something that this step does not do, or
       `accumulate` is not a positive integer.
   """
-  return TrainStep(loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute)
+  return TrainStep(
+    loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute, mesh, sharding
+  )
 
 
 class TrainStep:
@@ -93,6 +107,8 @@ class TrainStep:
     policy: the `Policy` in force.
     tx: the optimiser with the policy's loss scaling round it.
     accumulate: number of micro-batches.
+    loss: the loss function under the policy.
+    layout: where state and batches lie on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
     jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
       `jax.export`.
@@ -109,26 +125,29 @@ class TrainStep:
     donate: bool,
     wrt: Any,
     recompute: str,
+    mesh: Any,
+    sharding: Any,
   ):
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
       raise ValueError(f"accumulate={accumulate!r}: expected a positive integer")
     self.policy = get_policy(policy)
-    require_honoured(self.policy)
+    require_honoured(self.policy, over_devices=mesh is not None)
+    self.layout = _layout(mesh, sharding, self.policy)
     self.tx = with_policy(tx, self.policy, skip_nonfinite)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
     self._jitted_gradients = jax.jit(self._loss_and_gradients)
-    # Metrics go to the output dtype below, model state never.
-    wide = dataclasses.replace(self.policy, output_dtype=jnp.float32)  # type: ignore[call-arg]
-    self._plain_loss_fn = loss_fn
     self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
-    self._autocast_policy = wide
     self.accumulate = accumulate
-    self._cast_batch = cast_batch
     self._wrt = wrt
-    self._recompute = require_recompute(recompute)
-    self._made_with = (tx, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute)
-    names = inspect.signature(loss_fn).parameters
-    self._keywords = tuple(name for name in _KEYWORDS if name in names)
+    self.loss = StepLoss(
+      loss_fn,
+      self.policy,
+      accumulate=accumulate,
+      cast_batch=cast_batch,
+      wrt=wrt,
+      recompute=require_recompute(recompute),
+    )
+    self._made_with = (tx, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute, mesh, sharding)
 
   def init(
     self, params: Any, *, model_state: Any = None, rng: jax.Array | None = None, batch: Any = None
@@ -138,7 +157,7 @@ class TrainStep:
     Args:
       params: tree of parameters, or an `nnx.Module`.
       model_state: what the model carries besides, for a parameter tree.
-      rng: key for `loss_fn`'s `rng`.
+      rng: key for `loss_fn`'s `rng` or `row_rngs`.
       batch: a batch, or its shapes; needed for delayed FP8 scaling alone, which has a history a product.
 
     Raises:
@@ -152,16 +171,18 @@ class TrainStep:
       )
     graphdef = None
     if isinstance(params, nnx.Module):
-      if model_state is not None or "model_state" in self._keywords:
+      if model_state is not None or "model_state" in self.loss.keywords:
         raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
       graphdef, params, model_state = nnx.split(params, self._wrt, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
-    for name, value in (("rng", rng), ("model_state", model_state if graphdef is None else None)):
-      if (name in self._keywords) != (value is not None):
-        verb = "takes" if name in self._keywords else "does not take"
+    random = "row_rngs" if self.loss.by_row else "rng"
+    given = ((random, "rng", rng), ("model_state", "model_state", model_state if graphdef is None else None))
+    for name, argument, value in given:
+      if (name in self.loss.keywords) != (value is not None):
+        verb = "takes" if name in self.loss.keywords else "does not take"
         raise ValueError(
           f"loss_fn {verb} {name!r} but init was {'not ' if value is None else ''}given one: "
-          f"name {name!r} in the signature of loss_fn and pass step.init(..., {name}=...)"
+          f"name {name!r} in the signature of loss_fn and pass step.init(..., {argument}=...)"
         )
     check_differentiable(params)
     params = self.policy.cast_to_param(params)
@@ -175,14 +196,17 @@ class TrainStep:
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
-    return state.replace(fp8_state=self._init_fp8(state, batch)) if self.needs_batch else state
+    if self.needs_batch:
+      state = state.replace(fp8_state=self._init_fp8(state, batch))
+    return state if self.layout is None else self.layout.place(state)
 
   def _init_fp8(self, state: TrainState, batch: Any) -> Any:
-    if self.accumulate > 1:
-      first = lambda batch: jax.tree.map(lambda x: split_batch(self.accumulate, x)[0], batch)
+    parts = self.accumulate * (1 if self.layout is None else self.layout.shards)
+    if parts > 1:
+      first = lambda batch: jax.tree.map(lambda x: split_batch(parts, x)[0], batch)
       batch = jax.eval_shape(first, batch)
-    args, keywords = self._arguments(state, batch)
-    return init_fp8_state(self._plain_loss_fn, self._autocast_policy)(*args, **keywords)
+    args, keywords = self.loss.arguments(state, batch)
+    return init_fp8_state(self.loss.fun, self.loss.autocast_policy)(*args, **keywords)
 
   def __call__(self, *args: Any, rng: jax.Array | None = None) -> Any:
     """`(state, batch) -> (state, metrics)`, or `(model, optimizer, batch) -> metrics` in place."""
@@ -195,7 +219,15 @@ class TrainStep:
   def with_policy(self, policy: Any) -> TrainStep:
     """The same step under another policy; states of both are alike where optimisers and loss scales are."""
     tx, *rest = self._made_with
-    return TrainStep(self._plain_loss_fn, tx, policy, *rest)
+    return TrainStep(self.loss.fun, tx, policy, *rest)
+
+  def without_mesh(self) -> TrainStep:
+    """The same step as one program over the whole batch, in which nothing is divided or reduced by itself."""
+    if self.layout is None:
+      return self
+    tx, *rest = self._made_with
+    policy = dataclasses.replace(self.policy, reduce_dtype=None)
+    return TrainStep(self.loss.fun, tx, policy, *(*rest[:-2], None, None))
 
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
     """The state of a step under another policy or optimiser as one of this step.
@@ -223,12 +255,6 @@ class TrainStep:
     """
     return self._jitted_gradients(state, batch)
 
-  def _arguments(self, state: TrainState, batch: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Those of the loss function."""
-    values = {"rng": state.rng, "model_state": state.model_state}
-    model = state.params if state.graphdef is None else state.model
-    return (model, batch), {name: values[name] for name in self._keywords}
-
   def explain(self, state: TrainState, batch: Any) -> Explanation:
     """What autocast does to the loss function under this policy; see `mpjax.explain`.
 
@@ -236,8 +262,8 @@ class TrainStep:
       state: a state, or its shapes (`jax.eval_shape`).
       batch: a batch, or its shapes.
     """
-    args, keywords = self._arguments(state, batch)
-    return explain(self._plain_loss_fn, self.policy)(*args, **keywords)
+    args, keywords = self.loss.arguments(state, batch)
+    return explain(self.loss.fun, self.policy)(*args, **keywords)
 
   def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
     with matmul_precision(self.policy):
@@ -273,6 +299,8 @@ class TrainStep:
       rng=rng,
       graphdef=graphdef,
     )
+    if self.layout is not None:
+      state = self.layout.place(state)
     state, metrics = self.jitted(state, batch)
     nnx.update(model, state.params, state.model_state)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
@@ -306,91 +334,25 @@ class TrainStep:
       opt_state=opt_state,
       fp8_state=fp8_state,
     )
-    return state, metrics
+    return state if self.layout is None else self.layout.keep(state), metrics
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
-    """Loss and metrics averaged over micro-batches, gradients of the scaled loss, new model and FP8 state."""
-    compute_params, rng = self._compute_params(state), state.step_key
-    scaled_loss = self._scaled_loss
-    if self._recompute == "dots" and not self.policy.autocast:
-      scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
-    grad_fn = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
-
-    def micro_step(model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-      (_, (loss, metrics, model_state)), (grads, fp8_state) = grad_fn(
-        compute_params, state.fp8_state, model_state, batch, rng, state
-      )
-      return loss, metrics, grads, model_state, fp8_state
-
-    if self.accumulate == 1:
-      loss, metrics, grads, model_state, fp8_state = micro_step(state.model_state, batch, rng)
-      return loss, metrics, _cast_like(grads, state.params), model_state, fp8_state
-
-    n = self.accumulate
-    batches = jax.tree.map(functools.partial(split_batch, n), batch)
-    rngs = None if rng is None else jax.random.split(rng, n)
-
-    def body(carry: Any, xs: Any) -> Any:
-      grads, model_state, fp8_state = carry
-      loss, metrics, more, model_state, more_fp8 = micro_step(model_state, *xs)
-      add = lambda total, g: total + g.astype(total.dtype)
-      grads = map_parts(add, jnp.maximum, grads, more)
-      fp8_state = jax.tree.map(jnp.maximum, fp8_state, more_fp8)
-      return (grads, model_state, fp8_state), (loss, metrics)
-
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-    first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
-    (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, (batches, rngs))
-    grads = map_parts(lambda g: g / n, lambda g: g, grads)
-    return losses.mean(), jax.tree.map(over_micro_batches, metrics), grads, model_state, fp8_state
-
-  def _compute_params(self, state: TrainState) -> Any:
-    """The parameters that the loss function takes."""
-    if self.policy.autocast:
-      return state.params
-    # FP8 scales and amax histories are state in a dtype of their own.
-    return map_parts(self.policy.cast_to_compute, lambda leaf: leaf, state.params)
-
-  def _scaled_loss(
-    self,
-    compute_params: Any,
-    fp8_state: Any,
-    model_state: Any,
-    batch: Any,
-    rng: Any,
-    state: TrainState,
-    around: Callable[..., Any] = autocast,
-  ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Any]]:
-    """The scaled loss; `around` is what runs the loss function under the policy, in autocast's place."""
-    values = {"rng": rng, "model_state": model_state}
-    keywords = {name: values[name] for name in self._keywords}
-    loss_fn = self._plain_loss_fn
-    if not self.policy.autocast and self._cast_batch:
-      batch = self.policy.cast_to_compute(batch)
-    if self.policy.autocast or around is not autocast:
-      policy = self._autocast_policy if self.policy.autocast else None
-      loss_fn = around(loss_fn, policy, recompute=self._recompute, fp8_state=fp8_state or None)
-    if state.graphdef is None:
-      out = loss_fn(compute_params, batch, **keywords)
-    else:
-      model = nnx.merge(state.graphdef, compute_params, model_state)
-      if not self.policy.autocast:  # which names modules itself
-        give_scopes((model,))
-      out = loss_fn(model, batch, **keywords)
-      mutated = nnx.split(model, self._wrt, ...)[2]
-      pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
-      model_state = pure(mutated)
-    loss, metrics, returned = unpack(out, takes_state="model_state" in self._keywords)
-    if returned is not None:
-      model_state = returned
-    scaled = loss.astype(jnp.float32)
-    if find_scaler(state.opt_state) is not None:
-      scaled = scale_loss(loss, state.opt_state)
-    # What is reported is in the output dtype; what is differentiated has not gone through it, since the
-    # scale itself may not fit there (2**16 in float16).
-    loss, metrics = self.policy.cast_to_output((loss, metrics))
-    return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
+    """Loss and metrics averaged over the batch, gradients of the scaled loss, new model and FP8 state."""
+    params, keys = self.loss.compute_params(state), self.loss.keys(state, batch)
+    if self.layout is not None:
+      self.layout.check_batch(batch, self.accumulate)
+      if self.layout.shards > 1:
+        run = functools.partial(self.layout.gradients, self.loss.gradients, self.loss.forward)
+        return run(params, state, batch, keys, self.loss.by_row)
+    return self.loss.gradients(params, state, batch, keys, dtypes=state.params)
 
 
-def _cast_like(new: Any, old: Any) -> Any:
-  return jax.tree.map(lambda n, o: n if n.dtype == o.dtype else n.astype(o.dtype), new, old)
+def _layout(mesh: Any, sharding: Any, policy: Policy) -> Layout | None:
+  if mesh is None:
+    if sharding is not None:
+      raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
+    return None
+  rules = sharding if isinstance(sharding, Rules) else None
+  if rules is None:
+    rules = Rules(model=sharding) if callable(sharding) else Rules(sharding)
+  return Layout(check_mesh(mesh), rules, policy.reduce_dtype)

@@ -88,23 +88,25 @@ def _alike(a: Any, b: Any) -> bool:
   return describe(a) == describe(b)
 
 
-def require_honoured(policy: Policy) -> None:
-  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored."""
-  for key, means in (
-    ("reduce_dtype", "a dtype for gradients that cross devices"),
-    *(() if policy.autocast else _NEEDS_AUTOCAST),
-  ):
+def require_honoured(policy: Policy, over_devices: bool = True) -> None:
+  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored.
+
+  Args:
+    policy: the policy.
+    over_devices: whether the step has a mesh.
+  """
+  for key, means in () if policy.autocast else _NEEDS_AUTOCAST:
     value = getattr(policy, key)
     if value not in (None, ()):
       shown = dict(value) if isinstance(value, tuple) else value
-      way_out = f"remove {key!r} from the policy, or choose fp32, tf32, bf16, fp16 or bf16_pure"
-      if (key, means) in _NEEDS_AUTOCAST:
-        raise ValueError(
-          f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
-        )
       raise ValueError(
-        f"policy key {key}={shown!r} asks for {means}, which a training step does not support yet: {way_out}"
+        f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
       )
+  if policy.reduce_dtype is not None and not over_devices:
+    raise ValueError(
+      f"policy key reduce_dtype={policy.reduce_dtype.name!r} says in which dtype gradients cross devices, "
+      "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
+    )
   if policy.autocast:
     make_rules(policy, None, None)
   if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:

@@ -36,6 +36,7 @@ class NonfiniteReport:
     policy: text of the policy.
     compute_dtype: name of the policy's compute dtype.
     autocast: whether the policy says autocast, without which it cannot have overrides.
+    summed: where gradients are summed over devices in a half dtype, `float16 over 8 devices`; else empty.
     in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` where
       that was not looked at.
     reference: the report in float32, where it was computed.
@@ -51,6 +52,7 @@ class NonfiniteReport:
   policy: str
   compute_dtype: str
   autocast: bool
+  summed: str = ""
   in_float32: bool | None = None
   reference: NonfiniteReport | None = None
 
@@ -122,7 +124,9 @@ def find_nonfinite(
 
 
 def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
-  closed, shapes = jax.make_jaxpr(step._loss_and_gradients, return_shape=True)(state, batch)
+  # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
+  whole = step.without_mesh()
+  closed, shapes = jax.make_jaxpr(whole._loss_and_gradients, return_shape=True)(state, batch)
   evaluation = Evaluation(step.accumulate)
   values = evaluation.run(closed, _inputs(state, batch))
   names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
@@ -146,7 +150,15 @@ def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
     policy=str(step.policy),
     compute_dtype=step.policy.compute_dtype.name,
     autocast=step.policy.autocast,
+    summed=_summed(step),
   )
+
+
+def _summed(step: TrainStep) -> str:
+  layout = step.layout
+  if layout is None or layout.shards == 1 or layout.reduce_dtype is None or layout.reduce_dtype.itemsize > 2:
+    return ""
+  return f"{layout.reduce_dtype.name} over {layout.shards} devices"
 
 
 def _inputs(state: TrainState, batch: Any) -> list[tuple[str, Any, bool]]:
@@ -283,6 +295,13 @@ def _finite_text(report: NonfiniteReport) -> str:
   text = "every value is finite when the step is computed operation by operation: the failure does not repeat"
   if not report.compiled:
     return f"{text} on this batch, nor does the compiled step give NaN or infinity"
+  if report.summed and "loss" not in report.compiled:
+    found = _results_text(report.compiled, report.gradients)
+    return (
+      f"the sum of gradients in {report.summed} overflowed: {found}; by themselves the gradients are finite\n"
+      "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale, to which a dynamic one "
+      "falls by skipping steps if loss_scaling.min_scale lets it"
+    )
   return (
     f"{text} so, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
     "code rounds in other places, and something here is at the edge of its dtype's range\n"

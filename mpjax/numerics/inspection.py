@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -375,6 +376,7 @@ def _step_of(
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
+  resolved = dataclasses.replace(resolved, reduce_dtype=None)  # nothing crosses devices here
   step = make_train_step(target, optax.identity() if tx is None else tx, resolved)
   return step, step.init(state, **init), tx is not None
 

@@ -122,7 +122,7 @@ def _run(
 
   def one(total: tuple[Any, Any], piece: Any) -> tuple[tuple[Any, Any], list[Any]]:
     probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
-    (_, loss), (grads, kept) = gradients(step._compute_params(state), probes, piece)
+    (_, loss), (grads, kept) = gradients(step.loss.compute_params(state), probes, piece)
     grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
     return (total[0] + loss, grads), kept
 
@@ -174,9 +174,9 @@ def _loss(
   step: TrainStep, state: TrainState, batch: Any, around: Callable[..., Any], params: Any = None
 ) -> tuple[Any, Any]:
   """The scaled loss, and the loss as it is."""
-  params = step._compute_params(state) if params is None else params
-  scaled, (loss, *_) = step._scaled_loss(
-    params, state.fp8_state, state.model_state, batch, state.step_key, state, around
+  params = step.loss.compute_params(state) if params is None else params
+  scaled, (loss, *_) = step.loss.scaled(
+    params, state.fp8_state, state.model_state, batch, step.loss.keys(state, batch), state, around
   )
   return scaled, loss
 

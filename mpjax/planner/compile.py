@@ -196,15 +196,17 @@ def _flags(target: Target) -> tuple[str, ...]:
 
 
 def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
+  root = str(pathlib.Path(__file__).parents[2])
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",  # with it the plug-ins are compilers, and look for no device
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-    "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
   }
-  command = [sys.executable, "-m", "mpjax.planner.worker", str(folder)]
+  # -P: nothing is imported from whatever folder this happens to run in.
+  command = [sys.executable, "-P", "-m", "mpjax.planner.worker", str(folder)]
   process = subprocess.Popen(
     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )

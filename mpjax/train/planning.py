@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from mpjax.planner.fp8 import policy_on_target
 from mpjax.planner.plan import plan
 from mpjax.planner.results import Plan
 from mpjax.planner.targets import Target
 from mpjax.policy import Policy, get_policy
+from mpjax.sharding.mesh import AXES, BATCH_AXES
+from mpjax.sharding.rules import Rules
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.config import DEFAULT_RECOMPUTE, Config, ConfigError, step_recompute
 from mpjax.train.data import Data, load_data
+from mpjax.train.meshes import mesh_sizes
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import make_task
 
@@ -27,15 +31,17 @@ class Planner:
   Attributes:
     config: the config.
     target: the target.
-    devices: over which the batch is divided.
+    sizes: devices along each axis of the mesh.
     multiple: what a batch size must be a multiple of.
   """
 
   def __init__(self, config: Config, target: Target):
     self.config = config
     self.target = target
-    self.devices = _device_count(config, target)
-    self.multiple = self.devices * config.train.accumulate
+    self.sizes = mesh_sizes(
+      config.mesh, target.devices, f" in target {target.name} (or h200:8, v5e:2x4, ...)"
+    )
+    self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
     # One row is enough to see the shapes.
     small = config.data.model_copy(update={"batch_size": 1, "workers": 0})
     self._data: Data = load_data(small, seed=config.seed)
@@ -58,7 +64,7 @@ class Planner:
     if batch % self.multiple:
       raise ConfigError(
         f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
-        f"{self.config.train.accumulate} times {self.devices} devices"
+        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
       )
     spec = self.config.policy if policy is None else policy
     recompute = self.config.train.recompute if recompute is None else recompute
@@ -68,7 +74,7 @@ class Planner:
       step, state = self._step_and_state(resolved, recompute, batch)
       made = plan(
         step,
-        self._place(state, self._batch(batch)),
+        _place(step, state, self._batch(batch)),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute),
@@ -83,6 +89,9 @@ class Planner:
     train = self.config.train.model_copy(update={"recompute": recompute})
     config = self.config.model_copy(update={"train": train})
     task = make_task(config, self._data.info, policy, backend=self.target.kind)
+    mesh = _mesh(self.sizes, self.target)
+    if mesh is None:  # nothing crosses devices
+      policy = dataclasses.replace(policy, reduce_dtype=None)
     step = make_train_step(
       task.loss_fn,
       make_optimizer(config.optimizer, config.train.steps),
@@ -90,6 +99,8 @@ class Planner:
       accumulate=config.train.accumulate,
       skip_nonfinite=config.train.skip_nonfinite,
       recompute=step_recompute(recompute),
+      mesh=mesh,
+      sharding=None if mesh is None else Rules(config.mesh.rules, task.axes),
     )
     shapes = self._batch(batch) if step.needs_batch else None
 
@@ -104,33 +115,24 @@ class Planner:
     row = self._data.train_row(0)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *np.shape(x)), np.asarray(x).dtype), row)
 
-  def _place(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """The state on every device, and the batch's rows over them."""
-    if self.devices == 1:
-      return state, batch
-    mesh = _mesh(self.devices, self.target)
-    put = lambda tree, spec: jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
-    )
-    return put(state, PartitionSpec()), put(batch, PartitionSpec("data"))
+
+def _place(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+  """Shapes of a state and a batch, laid out as the step has them."""
+  if step.layout is None:
+    return state, batch
+  put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+  rows = step.layout.batch_sharding
+  return jax.tree.map(put, state, step.layout.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
 
 
-def _device_count(config: Config, target: Target) -> int:
-  count = target.devices if config.mesh.data == -1 else config.mesh.data
-  if count > target.devices:
-    there = "1 device" if target.devices == 1 else f"{target.devices} devices"
-    raise ConfigError(
-      f"mesh.data={count}: target {target.name} has {there}; name a larger one, as in target=h200:8 or "
-      "target=v5e:2x4"
-    )
-  return count
-
-
-def _mesh(count: int, target: Target) -> Any:
+def _mesh(sizes: dict[str, int], target: Target) -> Any:
+  shape, count = tuple(sizes.values()), math.prod(sizes.values())
+  if count == 1:
+    return None
+  types = (AxisType.Auto,) * len(AXES)
   if target.is_here:
-    devices = jax.devices()[:count]
-    return jax.make_mesh((count,), ("data",), devices=devices, axis_types=(AxisType.Auto,))
-  return AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.make_mesh(shape, AXES, devices=jax.devices()[:count], axis_types=types)
+  return AbstractMesh(shape, AXES, axis_types=types)
 
 
 def _label(policy: Policy, recompute: str) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+import numpy as np
 
 from mpjax.casting.explain import Explanation
 from mpjax.policy import Policy
+from mpjax.sharding.layout import Layout
+from mpjax.sharding.rules import Rules
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.config import Config, ConfigError, step_recompute
 from mpjax.train.data import Data, DataInfo, load_data
+from mpjax.train.meshes import Rows, make_mesh, place_rows, rows_of_process
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import Task, make_task
 
@@ -26,7 +30,6 @@ class Setup:
   data: Data
   task: Task
   step: TrainStep
-  mesh: jax.sharding.Mesh | None
 
   @property
   def info(self) -> DataInfo:
@@ -34,24 +37,36 @@ class Setup:
     return self.data.info
 
   @property
-  def device_count(self) -> int:
-    """Devices that the run uses."""
-    return 1 if self.mesh is None else self.mesh.size
+  def layout(self) -> Layout:
+    """Where state and batches lie."""
+    assert self.step.layout is not None
+    return self.step.layout
+
+  @functools.cached_property
+  def rows(self) -> Rows:
+    """The rows of each global batch that this process feeds."""
+    return rows_of_process(self.layout.batch_sharding, self.config.data.batch_size)
 
   def first_state(self) -> TrainState:
-    """The state before the first step."""
-    return jax.device_put(self._init(), self._state_sharding())
+    """The state before the first step, made where it lies."""
+    shardings = self.layout.shardings(jax.eval_shape(self._init))
+    return jax.jit(self._init, out_shardings=shardings)()
 
   def abstract_state(self) -> TrainState:
     """Shapes, dtypes and shardings of the state, for a restore."""
-    sharding = self._state_sharding()
-    return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), jax.eval_shape(self._init))
+    shapes = jax.eval_shape(self._init)
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, self.layout.shardings(shapes))
 
   def place(self, batch: Any) -> Any:
-    """A host batch with its rows over the devices."""
-    if self.mesh is None:
-      return batch
-    return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
+    """This process's rows of a batch, on the host, as arrays over the devices of all."""
+    return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
+
+  def check_layout(self) -> None:
+    """Raises `ConfigError` for rules that do not fit the model's parameters."""
+    try:
+      self.layout.shardings(jax.eval_shape(self._init))
+    except ValueError as error:
+      raise ConfigError(f"mesh.rules: {error}") from error
 
   def explain(self) -> Explanation:
     """What runs in which dtype under the policy, and why; nothing is computed.
@@ -60,19 +75,20 @@ class Setup:
       ConfigError: for an override of the policy that matches no module.
     """
     try:
-      return self.step.explain(self.abstract_state(), next(self.data.train()))
+      return self.step.explain(jax.eval_shape(self._init), self.batch_shapes())
     except ValueError as error:
       raise ConfigError(str(error)) from error
 
+  def batch_shapes(self) -> Any:
+    """Shapes and dtypes of a global batch."""
+    rows = self.config.data.batch_size
+    of = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)), np.asarray(x).dtype)
+    return jax.tree.map(of, self.data.train_row(0))
+
   def _init(self) -> TrainState:
     key, step_key = jax.random.split(jax.random.key(self.config.seed))
-    batch = next(self.data.train()) if self.step.needs_batch else None
+    batch = self.batch_shapes() if self.step.needs_batch else None
     return self.step.init(**self.task.init(key), rng=step_key, batch=batch)
-
-  def _state_sharding(self) -> Sharding:
-    if self.mesh is None:
-      return SingleDeviceSharding(jax.devices()[0])
-    return NamedSharding(self.mesh, PartitionSpec())
 
 
 def make_setup(config: Config) -> Setup:
@@ -83,7 +99,7 @@ def make_setup(config: Config) -> Setup:
     DataError: for data that is missing or unfit.
   """
   policy = config.resolve_policy()
-  mesh = _make_mesh(config)
+  mesh = make_mesh(config)
   optimizer = make_optimizer(config.optimizer, config.train.steps)
   data = load_data(config.data, seed=config.seed)
   task = make_task(config, data.info, policy)
@@ -94,26 +110,11 @@ def make_setup(config: Config) -> Setup:
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),
+    mesh=mesh,
+    sharding=Rules(config.mesh.rules, task.axes),
   )
-  setup = Setup(config, policy, data, task, step, mesh)
+  setup = Setup(config, policy, data, task, step)
+  setup.check_layout()
   if policy.overrides or policy.fp8:
     setup.explain()
   return setup
-
-
-def _make_mesh(config: Config) -> jax.sharding.Mesh | None:
-  devices = jax.devices()
-  count = len(devices) if config.mesh.data == -1 else config.mesh.data
-  if count > len(devices):
-    raise ConfigError(f"mesh.data={count}: there are {len(devices)} devices")
-  micro_batch = config.data.batch_size // config.train.accumulate
-  if micro_batch % count:
-    raise ConfigError(
-      f"data.batch_size={config.data.batch_size} in train.accumulate={config.train.accumulate} micro-batches "
-      f"of {micro_batch} rows is not divisible by {count} devices"
-    )
-  return (
-    None
-    if count == 1
-    else jax.make_mesh((count,), ("data",), devices=devices[:count], axis_types=(jax.sharding.AxisType.Auto,))
-  )

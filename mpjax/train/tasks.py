@@ -13,9 +13,10 @@ from flax import nnx
 from mpjax.casting.autocast import autocast, fp8_weights
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
+from mpjax.sharding.rules import Rule
 from mpjax.train.config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
 from mpjax.train.data import DataInfo
-from mpjax.train.models import GPT, ResNet, ViT
+from mpjax.train.models import GPT, ResNet, ViT, axes
 
 Metrics = dict[str, jax.Array]
 
@@ -26,9 +27,11 @@ class Task(Protocol):
   Attributes:
     loss_fn: what `mpjax.make_train_step` takes.
     units: what a batch row counts: `"tokens"` or `"images"`, and how many a row holds.
+    axes: where parameters lie on a mesh, by path and shape.
   """
 
   units: tuple[str, int]
+  axes: Rule
 
   @property
   def loss_fn(self) -> Callable[..., Any]:
@@ -102,6 +105,7 @@ class LanguageModel:
     self._policy = policy
     self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
     self.units = ("tokens", info.seq_len or 0)
+    self.axes: Rule = axes.gpt_axes
 
   def _make(self, key: jax.Array) -> GPT:
     return GPT(**self._arguments, rngs=nnx.Rngs(params=key))
@@ -110,9 +114,9 @@ class LanguageModel:
     """A new model."""
     return {"params": self._make(key)}
 
-  def loss_fn(self, model: GPT, batch: Any, rng: jax.Array) -> jax.Array:
+  def loss_fn(self, model: GPT, batch: Any, row_rngs: jax.Array) -> jax.Array:
     """Mean cross entropy in nats a token."""
-    logits = self._policy.cast_to_output(model(batch["tokens"][:, :-1], rng=rng))
+    logits = self._policy.cast_to_output(model(batch["tokens"][:, :-1], rng=row_rngs))
     return _cross_entropy(logits, batch["tokens"][:, 1:])
 
   def logits(
@@ -150,6 +154,8 @@ class ImageClassifier:
     self._image_shape = info.image_shape
     self._policy = policy
     self.units = ("images", 1)
+    self.axes: Rule = {"vit": axes.vit_axes, "resnet": axes.resnet_axes}[config.kind]
+    self._by_row = isinstance(config, ViTConfig)
 
   def init(self, key: jax.Array) -> dict[str, Any]:
     """New parameters and statistics."""
@@ -158,7 +164,7 @@ class ImageClassifier:
     return {"params": variables["params"], "model_state": model_state}
 
   def loss_fn(
-    self, params: Any, batch: Any, model_state: Any, rng: jax.Array
+    self, params: Any, batch: Any, model_state: Any, row_rngs: jax.Array
   ) -> tuple[jax.Array, Metrics, Any]:
     """Mean cross entropy, with the accuracy of the batch."""
     logits, model_state = self._module.apply(
@@ -166,7 +172,7 @@ class ImageClassifier:
       batch["images"],
       train=True,
       mutable=list(model_state),
-      rngs={"dropout": rng},
+      **({"row_rngs": row_rngs} if self._by_row else {}),
     )
     logits = self._policy.cast_to_output(logits)
     return (

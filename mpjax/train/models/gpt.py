@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.train.models.attention import attention, require_implementation
+from mpjax.train.models.dropout import dropout, split
 
 _NORMS = ("rms", "layer")
 _POSITIONS = ("rope", "learned")
@@ -105,7 +106,7 @@ class GPT(nnx.Module):
 
     Args:
       tokens: integer [B, T], T at most `max_len`.
-      rng: key for dropout; without one there is none.
+      rng: key for dropout, or keys [B], one a row; without there is none.
 
     Returns:
       [B, T, vocab_size] in the parameters' dtype.
@@ -118,9 +119,9 @@ class GPT(nnx.Module):
     length = tokens.shape[1]
     if length > self.max_len:
       raise ValueError(f"a sequence of {length} tokens is longer than max_len={self.max_len}")
-    keys = [None] * (len(self.blocks) + 1)
+    keys: list[jax.Array | None] = [None] * (len(self.blocks) + 1)
     if rng is not None and self.dropout:
-      keys = list(jax.random.split(rng, len(self.blocks) + 1))
+      keys[:] = split(rng, len(self.blocks) + 1)
 
     # The tables are read in float32 for their gradients, which sum over every use of a row.
     x = _float32(self.embed[...])[tokens]
@@ -163,7 +164,7 @@ class Block(nnx.Module):
 
   def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """[B, T, D] -> [B, T, D]."""
-    attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+    attention_key, mlp_key = (None, None) if key is None else split(key, 2)
     x += dropout(self.attend(self.attention_norm(x)), self.dropout, attention_key)
     hidden = jax.nn.gelu(self.up(self.mlp_norm(x)))  # [B, T, mlp_ratio * D]
     return x + dropout(self.down(hidden), self.dropout, mlp_key)
@@ -215,14 +216,6 @@ def rotate(x: jax.Array, base: float = 10000.0) -> jax.Array:
   first, second = jnp.split(_float32(x), 2, axis=-1)
   rotated = [first * cos - second * sin, second * cos + first * sin]
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-  """Zeroes a share of `x` and scales up the rest; as it was without a key."""
-  if key is None or rate == 0:
-    return x
-  kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-  return jnp.where(kept, x / (1 - rate), 0)
 
 
 def _linear(size_in: int, size_out: int, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:

@@ -7,6 +7,8 @@ import functools
 import flax.linen as nn
 import jax
 
+from mpjax.sharding.mesh import batch_axes
+
 
 class ResNet(nn.Module):
   """Basic blocks of two 3x3 convolutions, with a 3x3 stem and no pooling before the end: for small images.
@@ -73,4 +75,6 @@ class Block(nn.Module):
 
 
 def _batch_norm(train: bool) -> functools.partial[nn.BatchNorm]:
-  return functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+  # Statistics of the whole batch, also where a step has divided it over devices.
+  axes = batch_axes() or None
+  return functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name=axes)

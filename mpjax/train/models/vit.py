@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.train.models.attention import attention, require_implementation
+from mpjax.train.models.dropout import dropout, split
 
 
 class ViT(nn.Module):
@@ -35,12 +36,13 @@ class ViT(nn.Module):
   remat: bool = False
 
   @nn.compact
-  def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+  def __call__(self, images: jax.Array, train: bool, row_rngs: jax.Array | None = None) -> jax.Array:
     """Class logits.
 
     Args:
       images: floating [B, H, W, C]; H and W as at initialisation.
       train: apply dropout, with the key of the stream `dropout`.
+      row_rngs: keys for it, one a row, in place of that.
 
     Returns:
       [B, num_classes], in the dtype that parameters and images promote to.
@@ -55,10 +57,13 @@ class ViT(nn.Module):
     positions = self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
     # Added in float32 for the gradient of the positions, which is a sum over the batch.
     x = (x + positions.astype(jnp.float32)).astype(x.dtype)
-    x = nn.Dropout(self.dropout)(x, deterministic=not train)
-    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+    keys: list[jax.Array | None] = [None] * (self.layers + 1)
+    if train and self.dropout:
+      keys[:] = split(self.make_rng("dropout") if row_rngs is None else row_rngs, self.layers + 1)
+    x = dropout(x, self.dropout, keys[0])
+    block = nn.remat(Block) if self.remat else Block
     for i in range(self.layers):
-      x = block(self.heads, self.mlp_ratio, self.dropout, self.attention, name=f"block_{i}")(x, train)
+      x = block(self.heads, self.mlp_ratio, self.dropout, self.attention, name=f"block_{i}")(x, keys[i + 1])
     x = nn.LayerNorm(name="norm")(x).mean(1)
     return nn.Dense(self.num_classes, name="head")(x)
 
@@ -72,16 +77,16 @@ class Block(nn.Module):
   attention: str
 
   @nn.compact
-  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+  def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """[B, T, D] -> [B, T, D]."""
+    attention_key, mlp_key = (None, None) if key is None else split(key, 2)
     batch, length, dim = x.shape
-    drop = nn.Dropout(self.dropout, deterministic=not train)
     qkv = nn.Dense(3 * dim, use_bias=False, name="qkv")(nn.LayerNorm(name="attention_norm")(x))
     q, k, v = (y.reshape(batch, length, self.heads, -1) for y in jnp.split(qkv, 3, axis=-1))
     y = attention(q, k, v, causal=False, implementation=self.attention).reshape(x.shape)
-    x += drop(nn.Dense(dim, use_bias=False, name="out")(y))
+    x += dropout(nn.Dense(dim, use_bias=False, name="out")(y), self.dropout, attention_key)
     y = nn.Dense(self.mlp_ratio * dim, use_bias=False, name="up")(nn.LayerNorm(name="mlp_norm")(x))
-    return x + drop(nn.Dense(dim, use_bias=False, name="down")(nn.gelu(y)))
+    return x + dropout(nn.Dense(dim, use_bias=False, name="down")(nn.gelu(y)), self.dropout, mlp_key)
 
 
 def patches(images: jax.Array, patch: int) -> jax.Array:

@@ -1,0 +1,155 @@
+"""`Layout`: a training step on a mesh: where its state lies, and how its gradients come together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax.sharding import crossing
+from mpjax.sharding.mesh import batch_shards, batch_spec
+from mpjax.sharding.narrow import read_in
+from mpjax.sharding.rules import Rules, dimension, is_spec, joined, specs_like
+from mpjax.train_state import TrainState
+
+# (parameters, state, batch, keys) -> (loss, metrics, gradients, model state, FP8 state)
+Local = Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A training step on a mesh.
+
+  Attributes:
+    mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
+    rules: where parameters lie.
+    reduce_dtype: in which gradients cross devices; `None`: float32, or their own where that is wider.
+  """
+
+  mesh: Any
+  rules: Rules
+  reduce_dtype: Any
+
+  @property
+  def shards(self) -> int:
+    """How many parts a batch has."""
+    return batch_shards(self.mesh)
+
+  @property
+  def batch_sharding(self) -> NamedSharding:
+    """Rows of a batch over the devices."""
+    return NamedSharding(self.mesh, batch_spec(self.mesh))
+
+  def shardings(self, state: TrainState) -> TrainState:
+    """A `NamedSharding` for each array of a state (arrays or shapes)."""
+    specs = self.rules.specs(state.params, self.mesh)
+    whole = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+    laid = whole(state).replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs))
+    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), laid, is_leaf=is_spec)
+
+  def place(self, state: TrainState) -> TrainState:
+    """The state laid out on the mesh, from wherever it is."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+      return self.keep(state)
+    return jax.device_put(state, self.shardings(state))
+
+  def keep(self, state: TrainState) -> TrainState:
+    """The state, held to where it lies; inside `jit`."""
+    return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+  def check_batch(self, batch: Any, accumulate: int) -> None:
+    """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+      if not leaf.ndim or leaf.shape[0] % (self.shards * accumulate):
+        micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
+        raise ValueError(
+          f"batch[{joined(path)!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
+          f"be divided over {self.shards} devices{micro}"
+        )
+
+  def gradients(
+    self,
+    local: Local,
+    forward: Callable[..., Any],
+    params: Any,
+    state: TrainState,
+    batch: Any,
+    keys: Any,
+    by_row: bool,
+  ) -> Any:
+    """What `local` returns for a whole batch: each device runs it on its rows, and gradients are reduced.
+
+    Args:
+      local: see `Local`; gets whole parameters, and a state without them.
+      forward: what `local` differentiates, with its arguments.
+      params: parameters as `local` takes them, where they lie; cast to what a step computes in, if it casts.
+      state: the state; of it, scalars and what is not divided.
+      batch: rows of all devices.
+      keys: for the loss function; `None` for none.
+      by_row: whether they are one a row, rather than one.
+    """
+    specs = self.rules.specs(state.params, self.mesh)
+    rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
+    own = jax.tree.map(lambda leaf: leaf.dtype, params)
+
+    def each(run: Local, params: Any, rest: TrainState, key: Any, batch: Any, row_keys: Any) -> Any:
+      index = crossing.shard_index(self.mesh)
+      params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, own)
+      if key is not None:
+        key = jax.random.fold_in(key, index)
+      mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
+      return run(params, rest.replace(model_state=mine), batch, row_keys if by_row else key), mine
+
+    def everywhere(run: Local, params: Any) -> Any:
+      replicated = (params, rest, None if by_row else keys)
+      return crossing.on_each(
+        self.mesh, functools.partial(each, run), replicated, (batch, keys if by_row else None)
+      )
+
+    dtypes = self._gathered_in(functools.partial(everywhere, forward), params, specs)
+    out, mine = everywhere(local, crossing.gather(self.mesh, params, specs, dtypes))
+    loss, metrics, grads, model_state, fp8_state = out
+    grads = crossing.reduce(self.mesh, grads, specs, self.reduce_dtype)
+    fp8_state = jax.tree.map(lambda x: x.max(0), fp8_state)
+    total = crossing.over_shards
+    model_state = jax.tree.map(_unfold, total(model_state), total(mine), state.model_state)
+    return total(loss), total(metrics, jnp.sum), grads, model_state, fp8_state
+
+  def _gathered_in(self, run: Callable[..., Any], params: Any, specs: Any) -> Any:
+    """The dtype to gather each parameter in: the one that the program casts it to wherever it reads it."""
+    leaves, structure = jax.tree.flatten(params)
+    flat = jax.tree.leaves(specs, is_leaf=is_spec)
+    divided = [i for i, spec in enumerate(flat) if dimension(spec, "fsdp") is not None]
+    dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
+    if divided and any(dtypes[i].itemsize > 2 for i in divided):
+      shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+      closed = jax.make_jaxpr(lambda *flat: run(jax.tree.unflatten(structure, flat)))(*shapes)
+      for i, read in zip(divided, read_in(closed, divided), strict=True):
+        if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
+          dtypes[i] = read
+    return jax.tree.unflatten(structure, dtypes)
+
+
+def _scalars(tree: Any) -> Any:
+  """A tree of the same structure with scalars alone: what a loss scale needs of an optimiser's state."""
+  return jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else jnp.zeros([], leaf.dtype), tree)
+
+
+def _fold(x: Any, index: jax.Array) -> Any:
+  if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return x
+  fold = lambda key: jax.random.fold_in(key, index)
+  for _ in range(x.ndim):
+    fold = jax.vmap(fold)
+  return fold(x)
+
+
+def _unfold(new: Any, folded: Any, old: Any) -> Any:
+  """A key that was folded for each device, and came back as it was, is the one for all again."""
+  return jnp.where(new == folded, old, new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new

@@ -1,0 +1,61 @@
+"""Meshes of a training step: the names of their axes, and which of them divide the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+# Copies of the model; parameters divided over the devices that share a batch; parts of one product.
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+def batch_axes() -> tuple[str, ...]:
+  """Names of the mesh axes over which a training step has divided the batch; `()` where it has not.
+
+  For statistics over the whole batch in code that sees a device's rows only, at trace time:
+  `nn.BatchNorm(axis_name=mpjax.batch_axes() or None)`, or `jax.lax.pmean(x, mpjax.batch_axes())`.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  manual = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return tuple(name for name in BATCH_AXES if manual.get(name) == AxisType.Manual)
+
+
+def check_mesh(mesh: Any) -> Any:
+  """The mesh with axes that the compiler divides by itself, as a training step takes it.
+
+  Raises:
+    ValueError: for something else than a mesh, or an axis that a training step knows nothing of.
+  """
+  if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+    raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, as jax.make_mesh makes it")
+  unknown = [name for name in mesh.axis_names if name not in AXES]
+  if unknown:
+    raise ValueError(
+      f"mesh axis {unknown[0]!r}: expected axes among {', '.join(AXES)}: rows of the batch are divided over "
+      "data and fsdp, parameters over fsdp and tensor"
+    )
+  automatic = (AxisType.Auto,) * len(mesh.axis_names)
+  if mesh.axis_types == automatic:
+    return mesh
+  if isinstance(mesh, jax.sharding.Mesh):
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
+  return mesh.update(axis_types=automatic)
+
+
+def axes_of_batch(mesh: Any) -> tuple[str, ...]:
+  """The axes of a mesh over which rows of the batch lie."""
+  return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
+
+
+def batch_shards(mesh: Any) -> int:
+  """How many parts a batch has on a mesh."""
+  return math.prod(mesh.shape[name] for name in axes_of_batch(mesh))
+
+
+def batch_spec(mesh: Any) -> PartitionSpec:
+  """The rows over the devices."""
+  return PartitionSpec(axes_of_batch(mesh) or None)

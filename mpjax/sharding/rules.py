@@ -1,0 +1,150 @@
+"""Where each array of a training state lies on a mesh: rules on the paths of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from mpjax.patterns import component_regex
+
+Dims = Sequence[str | None]
+# From a parameter's path and shape to an axis (or `None`) for each dimension; `None`: no opinion.
+Rule = Callable[[str, tuple[int, ...]], Dims | None]
+
+# Smaller arrays are whole on every device: to gather them would cost more than they take.
+SMALLEST = 1024
+_OF_PARAMETERS = ("fsdp", "tensor")
+
+
+class Rules:
+  """Rules in order: the user's own by pattern, those of the model, and for what is left the default.
+
+  By default an array of at least two dimensions is divided over `fsdp` along the largest one that it divides.
+
+  Args:
+    patterns: for regular expressions on parameter paths (`blocks/0/qkv/kernel`), which have to match whole
+      components, an axis or `None` for each dimension.
+    model: what the model says of its own parameters; an axis that does not divide a dimension is left out.
+
+  Raises:
+    ValueError: for a pattern that is none, an axis that parameters are not divided over, or one named twice.
+  """
+
+  def __init__(self, patterns: Mapping[str, Any] | None = None, model: Rule | None = None):
+    self._patterns: dict[str, Dims | None] = dict(patterns or {})
+    self._model = model
+    for pattern, dims in self._patterns.items():
+      component_regex(pattern)
+      named = [axis for axis in (dims or ()) if axis is not None]
+      if isinstance(dims, str) or any(axis not in _OF_PARAMETERS for axis in named):
+        raise ValueError(
+          f"sharding rule {pattern!r}: {dims!r}: expected fsdp, tensor or null for each dimension, such as "
+          "[fsdp, null]"
+        )
+      if len(set(named)) < len(named):
+        raise ValueError(f"sharding rule {pattern!r}: {dims!r} names an axis twice")
+
+  def specs(self, params: Any, mesh: Any) -> Any:
+    """A `PartitionSpec` for each leaf of a tree of parameters (arrays or shapes).
+
+    Raises:
+      ValueError: for a pattern that matches nothing, or asks for what a parameter's shape does not allow.
+    """
+    sizes = {axis: mesh.shape.get(axis, 1) for axis in _OF_PARAMETERS}
+    unused = set(self._patterns)
+
+    def of(path: Any, leaf: Any) -> PartitionSpec:
+      name = joined(path)
+      for pattern, dims in self._patterns.items():
+        if component_regex(pattern).search(name):
+          unused.discard(pattern)
+          return _spec(_checked(pattern, dims or (), name, leaf.shape, sizes), sizes)
+      dims = self._model(name, leaf.shape) if self._model else None
+      if dims is None:
+        dims = _largest(leaf.shape, sizes["fsdp"])
+      return _spec(
+        [a if a and n % sizes[a] == 0 else None for a, n in zip(dims, leaf.shape, strict=True)], sizes
+      )
+
+    specs = jax.tree_util.tree_map_with_path(of, params)
+    if unused:
+      names = [joined(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+      shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+      raise ValueError(f"sharding rule {min(unused)!r} matches no parameter: there are {shown}")
+    return specs
+
+
+def specs_like(tree: Any, params: Any, specs: Any) -> Any:
+  """The specs of an optimiser's state: what has a parameter's path and shape lies as that does."""
+  known = {
+    joined(path): (leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(specs, is_leaf=is_spec), strict=True
+    )
+  }
+
+  def of(path: Any, leaf: Any) -> PartitionSpec:
+    parts = joined(path).split("/")
+    for i in range(len(parts)):
+      shape, spec = known.get("/".join(parts[i:]), (None, None))
+      if spec is not None:
+        return spec if shape == leaf.shape else PartitionSpec()
+    return PartitionSpec()
+
+  return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def only(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+  """A spec without the axes but these."""
+  return PartitionSpec(*(axis if axis in axes else None for axis in spec))
+
+
+def dimension(spec: PartitionSpec, axis: str) -> int | None:
+  """The dimension that a spec divides over an axis."""
+  return next((i for i, a in enumerate(spec) if a == axis), None)
+
+
+def is_spec(x: Any) -> bool:
+  """Whether it is a leaf of a tree of specs."""
+  return isinstance(x, PartitionSpec)
+
+
+def joined(path: Any) -> str:
+  """A key path as rules see it: `blocks/0/qkv/kernel`."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _largest(shape: tuple[int, ...], fsdp: int) -> Dims:
+  dims: list[str | None] = [None] * len(shape)
+  fitting = [i for i, n in enumerate(shape) if n % fsdp == 0]
+  size = 1
+  for n in shape:
+    size *= n
+  if len(shape) > 1 and size >= SMALLEST and fitting:
+    dims[max(fitting, key=lambda i: shape[i])] = "fsdp"
+  return dims
+
+
+def _checked(pattern: str, dims: Dims, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+  if dims and len(dims) != len(shape):
+    raise ValueError(
+      f"sharding rule {pattern!r}: {list(dims)!r} for {name}{list(shape)}: expected an axis or null "
+      f"for each of its {len(shape)} dimensions"
+    )
+  for axis, n in zip(dims, shape, strict=False):
+    if axis and n % sizes[axis]:
+      raise ValueError(
+        f"sharding rule {pattern!r}: {name}{list(shape)} has a dimension of {n}, which {axis}="
+        f"{sizes[axis]} does not divide"
+      )
+  return dims
+
+
+def _spec(dims: Dims, sizes: Mapping[str, int]) -> PartitionSpec:
+  used = [axis if axis and sizes[axis] > 1 else None for axis in dims]
+  while used and used[-1] is None:
+    used.pop()
+  return PartitionSpec(*used)
