@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.resources
 import math
+import os
 import pathlib
 import sys
 import types
@@ -17,7 +18,7 @@ import jax
 import jax.extend.core
 import numpy as np
 import optax
-from jax._src import sharding_impls, source_info_util
+from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
 
 
@@ -366,3 +367,29 @@ def source_line(equation: Any) -> str:
     if not is_library(frame.file_name):
       return f"{pathlib.Path(frame.file_name).name}:{frame.start_line}"
   return ""
+
+
+class Coordination(NamedTuple):
+  """This process among those that `jax.distributed` has started: without it, one of one."""
+
+  client: Any
+  process: int
+  processes: int
+
+
+def coordination() -> Coordination:
+  """The client of the coordination service, `None` without one; touches no device."""
+  state = distributed.global_state
+  return Coordination(state.client, state.process_id, state.num_processes)
+
+
+def processes_around() -> int:
+  """How many processes of JAX the environment (Slurm, Kubernetes, Cloud TPU, Open MPI) speaks of."""
+  if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
+    return 1  # a step of one task, such as an interactive shell, in a job of more
+  for kind in clusters.ClusterEnv._cluster_types:
+    # Kubernetes without a place in an indexed job is a machine like any other.
+    lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
+    if not kind.opt_in_only_method and not lone and kind.is_env_present():
+      return kind.get_process_count()
+  return 1

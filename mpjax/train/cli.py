@@ -1,7 +1,9 @@
 """The command lines of `scripts/`: arguments in, exit statuses out.
 
 Statuses: 0 the run finished; 2 a config, data or usage error (one line on stderr); 3 stopped because every
-step was skipped; 130 Ctrl-C and 143 SIGTERM, after a checkpoint was saved.
+step was skipped; 4 a checkpoint could not be written, or none can be read; 5 another process of the run was
+lost, or nothing moved for `distributed.hang_timeout_s`; 130 Ctrl-C and 143 SIGTERM, after a checkpoint was
+saved. Of several processes each ends with the status of the one that ended the run.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from mpjax.train import loop
-from mpjax.train.config import ConfigError, load_config
-from mpjax.train.data import DataError
+from mpjax.train import distributed, loop
+from mpjax.train.config import ConfigError, load_config, read_waits
 from mpjax.train.export import export_run
 from mpjax.train.interrupt import Interrupted
+from mpjax.train.processes import Agreed, status_of
 from mpjax.train.setup import make_setup
 
 
@@ -27,9 +29,22 @@ def train(arguments: Sequence[str]) -> int:
   )
   parser.add_argument("config", help="a YAML file, such as configs/gpt_stdlib.yaml")
   parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys that override the file")
-  options = parser.parse_args(arguments)
+  group = parser.add_argument_group(
+    "several processes", "one command each; without these, as Slurm, Kubernetes, Cloud TPU or Open MPI say"
+  )
+  group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0; the port is free there")
+  group.add_argument("--num-processes", metavar="N", type=int, help="how many there are")
+  group.add_argument("--process-id", metavar="I", type=int, help="which one this is, from 0")
+  options = parser.parse_intermixed_args(arguments)
+  flags = distributed.Flags(options.coordinator, options.num_processes, options.process_id)
 
-  return guarded(lambda: loop.train(load_config(options.config, options.overrides)))
+  try:
+    processes = distributed.start(flags, read_waits(options.config, options.overrides))
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  load = lambda: load_config(options.config, options.overrides)
+  return processes.end(lambda: loop.train_together(load, processes), _outcome)
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -75,16 +90,23 @@ def guarded(run: Callable[[], object]) -> int:
   """Runs a command; its errors become one line on stderr and an exit status."""
   try:
     run()
-  except (ConfigError, DataError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  except loop.Stuck as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 3
-  except Interrupted as error:
-    print(error, file=sys.stderr)
-    return 128 + error.signum
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    return 130
+  except BaseException as error:
+    outcome = _outcome(error)
+    if outcome is None:
+      raise
+    status, line = outcome
+    print(line, file=sys.stderr)
+    return status
   return 0
+
+
+def _outcome(error: BaseException) -> tuple[int, str] | None:
+  """Exit status and line of an error; `None` for one that is not expected."""
+  if isinstance(error, Interrupted):
+    return 128 + error.signum, str(error)
+  if isinstance(error, KeyboardInterrupt):
+    return 130, "interrupted"
+  status = 3 if isinstance(error, loop.Stuck) else status_of(error)
+  if isinstance(error, Agreed):
+    status = error.status
+  return None if status is None else (status, f"error: {error}")

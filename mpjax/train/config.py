@@ -7,7 +7,8 @@ as one `ConfigError` line that names the key.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import omegaconf
@@ -16,6 +17,7 @@ import yaml
 
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
+from mpjax.sharding.rules import Rules
 from mpjax.step_policy import require_honoured
 
 
@@ -127,21 +129,28 @@ class OptimizerConfig(_Section):
 
 
 class MeshConfig(_Section):
-  """Devices along each axis; -1 is all that are left."""
+  """Devices along each axis, -1 on one of them for all that are left, and where parameters lie on them.
+
+  Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
+  one matrix product over `tensor`. `rules` are tried before the model's own: for regular expressions on
+  parameter paths, an axis or null for each dimension.
+  """
 
   data: Int = -1
   fsdp: Int = 1
   tensor: Int = 1
+  rules: dict[str, list[str | None] | None] = {}
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:
-    for axis in ("fsdp", "tensor"):
-      if getattr(self, axis) != 1:
-        raise ValueError(
-          f"{axis}={getattr(self, axis)}: sharding parameters is not supported yet; use {axis}: 1"
-        )
-    if self.data != -1 and self.data < 1:
-      raise ValueError(f"data={self.data}: expected a number of devices, or -1 for all")
+    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "tensor")}
+    for axis, size in sizes.items():
+      if size != -1 and size < 1:
+        raise ValueError(f"{axis}={size}: expected a number of devices, or -1 for all that are left")
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+      raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
+    Rules(self.rules)
     return self
 
 
@@ -154,13 +163,18 @@ DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
 
 
 class TrainConfig(_Section):
-  """The loop: how long, how often, and when to give up."""
+  """The loop: how long, how often, and when to give up.
+
+  `checkpoint_wait`: train on only when a checkpoint is on the disk, so that a crash never costs more than
+  `checkpoint_every` steps; without it, checkpoints are written while the training goes on.
+  """
 
   steps: Positive = 1000
   accumulate: Positive = 1
   log_every: Positive = 10
   eval_every: Positive = 200
   checkpoint_every: Positive = 200
+  checkpoint_wait: bool = False
   keep_checkpoints: Positive = 2
   skip_nonfinite: bool = True
   max_skips: Positive = 50
@@ -175,6 +189,21 @@ class NumericsConfig(_Section):
   every: Natural = 0
 
 
+Seconds = Annotated[Float, pydantic.Field(gt=0)]
+
+
+class DistributedConfig(_Section):
+  """How long to wait, in seconds, before a run is ended; no matter for what it computes.
+
+  `start_timeout_s`: for all processes to come. `heartbeat_timeout_s`: for a sign of life of each.
+  `hang_timeout_s`: for the end of a step (compiling is part of the first), an evaluation or a checkpoint.
+  """
+
+  start_timeout_s: Seconds = 300
+  heartbeat_timeout_s: Seconds = 60
+  hang_timeout_s: Seconds = 1800
+
+
 class Config(_Section):
   """A whole training run."""
 
@@ -187,6 +216,7 @@ class Config(_Section):
   mesh: MeshConfig = MeshConfig()
   train: TrainConfig = TrainConfig()
   numerics: NumericsConfig = NumericsConfig()
+  distributed: DistributedConfig = DistributedConfig()
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> Config:
@@ -223,24 +253,40 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Conf
 def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
   """A YAML file with `key=value` overrides as plain data, no key of which is checked yet.
 
+  A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
+  refused: what is in the environment would end up in the run directory, or in a request for a dataset.
+
   Raises:
     ConfigError: as `load_config`.
   """
   try:
+    _require_shallow(path)
     tree = omegaconf.OmegaConf.load(path)
   except FileNotFoundError:
     raise ConfigError(f"no such config file: {path}") from None
-  except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
     raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
   if not isinstance(tree, omegaconf.DictConfig):
     raise ConfigError(f"{path}: expected a mapping of keys at the top level")
   try:
     for override in overrides:
       _apply(tree, override)
+    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
     data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
   except omegaconf.errors.OmegaConfBaseException as error:
     raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
   return data
+
+
+def read_waits(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> DistributedConfig:
+  """The `distributed` section, read before the processes know of each other.
+
+  Defaults for one that cannot be read: `load_config` raises, once all processes can be told.
+  """
+  try:
+    return DistributedConfig.model_validate(read_tree(pathlib.Path(path), overrides).get("distributed", {}))
+  except (ConfigError, pydantic.ValidationError):
+    return DistributedConfig()
 
 
 def parse_config(data: Any) -> Config:
@@ -269,8 +315,52 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
   try:
     parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
     omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
-  except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, AttributeError, TypeError) as error:
+  except Exception as error:  # of many kinds: YAML's, OmegaConf's, Python's own
     raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+
+
+_DEEPEST, _MOST_REFERENCES = 50, 16
+_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
+
+
+def _require_shallow(path: pathlib.Path) -> None:
+  """Raises for a file nested so deeply that the reader, which recurses, would overrun the stack."""
+  depth = 0
+  with path.open("rb") as file:
+    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+      if isinstance(event, yaml.CollectionStartEvent):
+        depth += 1
+      elif isinstance(event, yaml.CollectionEndEvent):
+        depth -= 1
+      if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+
+
+def _require_plain(tree: Any) -> None:
+  """Raises for values that are more than data, and for so many references that they could fill the memory."""
+  found = 0
+  for key, text in _strings(tree, ""):
+    found += len(_REFERENCE.findall(text))
+    if "${" in _REFERENCE.sub("", text):
+      raise ConfigError(
+        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
+        "environment goes on the command line, as in out=$HOME/runs/x"
+      )
+  if found > _MOST_REFERENCES:
+    raise ConfigError(
+      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
+    )
+
+
+def _strings(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+  if isinstance(tree, str):
+    yield key, tree
+  elif isinstance(tree, dict):
+    for name, value in tree.items():
+      yield from _strings(value, f"{key}.{name}" if key else str(name))
+  elif isinstance(tree, list):
+    for position, value in enumerate(tree):
+      yield from _strings(value, f"{key}[{position}]")
 
 
 def _describe(error: Mapping[str, Any], data: Any) -> str:
@@ -304,6 +394,7 @@ def _nearest(loc: list[str], data: Any) -> str:
     "mesh": MeshConfig,
     "train": TrainConfig,
     "numerics": NumericsConfig,
+    "distributed": DistributedConfig,
   }
   models: dict[str, type[pydantic.BaseModel]] = {"gpt": GPTConfig, "vit": ViTConfig, "resnet": ResNetConfig}
   section: type[pydantic.BaseModel] = Config

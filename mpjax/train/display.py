@@ -73,9 +73,16 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
   for name, value in summary.items():
     if not isinstance(value, dict):
       show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
-      table.add_row(name.removesuffix("_bytes").replace("_", " "), show(value))
+      title = name.removesuffix("_bytes").replace("_", " ")
+      table.add_row(rich.markup.escape(title), rich.markup.escape(str(show(value))))
   console.print(table)
   console.print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+
+
+def finished_already(console: rich.console.Console, summary: Mapping[str, Any], directory: Any) -> None:
+  """The end of a run that was over before, once more."""
+  console.print("this run has finished already; choose another out= for a new one", highlight=False)
+  summary_table(console, summary, directory)
 
 
 def _number(value: Any) -> str:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pydantic
 import safetensors
 import safetensors.flax
 
@@ -24,7 +25,7 @@ from mpjax.fp8.scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import make_train_step
 from mpjax.train.checkpoints import Checkpoints
-from mpjax.train.config import Config, ConfigError, load_config, parse_config
+from mpjax.train.config import Config, ConfigError, MeshConfig, load_config, parse_config
 from mpjax.train.data import DataInfo
 from mpjax.train.setup import make_setup
 from mpjax.train.tasks import Task, make_task
@@ -100,6 +101,7 @@ def save_safetensors(
     "data": json.dumps(dataclasses.asdict(info)),
   }
   temporary = path.with_name(path.name + ".tmp")
+  temporary.unlink(missing_ok=True)  # a link in its place would be written through
   safetensors.flax.save_file(tensors, temporary, metadata)
   temporary.replace(path)
 
@@ -124,12 +126,21 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     raise ConfigError(
       f"{path}: not an export of mpjax (format={metadata.get('format')!r}, expected 'mpjax-1')"
     )
-  config = parse_config(json.loads(metadata["config"]))
-  data = json.loads(metadata["data"])
-  shape = data["image_shape"]
-  info = DataInfo(**data | {"image_shape": None if shape is None else tuple(shape)})
-  policy = get_policy(config.policy)
-  task = make_task(config, info, policy)
+  try:
+    config = parse_config(json.loads(metadata["config"]))
+    info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
+    policy = get_policy(config.policy)
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from error
+  except (KeyError, ValueError, RecursionError) as error:
+    raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
+  layers = getattr(config.model, "layers", None) or sum(getattr(config.model, "stages", ()))
+  if layers > len(tensors):  # to trace a model takes a time that its config alone decides
+    raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
+  try:
+    task = make_task(config, info, policy)
+  except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
+    raise ConfigError(f"{path}: {error}") from error
   init = make_train_step(task.loss_fn, optax.identity(), policy.without_histories()).init
   like = jax.eval_shape(lambda key: init(**task.init(key), rng=key), jax.random.key(0))
 
@@ -151,6 +162,8 @@ def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax
     if stored["dtype"] == "F8_E4M3":
       if name + _SCALE not in tensors:
         raise ConfigError(f"{path}: tensor {name!r} is FP8, and its scale {name + _SCALE!r} is missing")
+      if tensors[name + _SCALE].shape:
+        raise ConfigError(f"{path}: tensor {name + _SCALE!r}: expected one number")
       q = np.frombuffer(stored["data"], jnp.float8_e4m3fn).reshape(stored["shape"])
       found[name] = jnp.asarray(q.astype(np.float32)) * tensors[name + _SCALE]
   return found
@@ -198,7 +211,7 @@ def export_run(
   if not (directory / "config.yaml").exists():
     raise ConfigError(f"{directory}: not a run directory (no config.yaml)")
   config = load_config(directory / "config.yaml")
-  checkpoints = Checkpoints(directory / "checkpoints", keep=config.train.keep_checkpoints)
+  checkpoints = Checkpoints(directory / "checkpoints", keep=config.train.keep_checkpoints, read_only=True)
   try:
     steps = checkpoints.steps()
     found = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(step)
@@ -208,7 +221,8 @@ def export_run(
       raise ConfigError(
         f"{directory}: no checkpoint {step!r}; there are best, latest, {', '.join(map(str, steps))}"
       )
-    setup = make_setup(config)
+    # One device is enough, whatever the run had.
+    setup = make_setup(config.model_copy(update={"mesh": MeshConfig(data=1)}))
     state = checkpoints.restore(found, setup.abstract_state()).state
   finally:
     checkpoints.close()

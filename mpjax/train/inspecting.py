@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import zipfile
 from typing import Any
 
 import jax
@@ -73,8 +72,9 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
       f"checkpoint={checkpoint} is of another model or data ({theirs.model}, {theirs.data.kind}) than the "
       f"config's ({config.model}, {config.data.kind}): give the run directory in place of the config"
     )
-  original = make_setup(theirs)
-  checkpoints = Checkpoints(run / "checkpoints", keep=theirs.train.keep_checkpoints)
+  # On the devices that are here, whatever it ran on.
+  original = make_setup(theirs.model_copy(update={"mesh": config.mesh}))
+  checkpoints = Checkpoints(run / "checkpoints", keep=theirs.train.keep_checkpoints, read_only=True)
   try:
     steps = checkpoints.steps()
     found = checkpoints.latest() if step is None else step
@@ -101,7 +101,9 @@ def find_batch(checkpoint: str) -> pathlib.Path:
     ConfigError: if there is none.
   """
   run, _ = _locate(checkpoint)
-  files = sorted(run.glob("nonfinite_batch_*.npz"), key=lambda file: int(file.stem.rpartition("_")[2]))
+  number = lambda file: file.stem.removeprefix("nonfinite_batch_")
+  files = [file for file in run.glob("nonfinite_batch_*.npz") if number(file).isdecimal()]
+  files.sort(key=lambda file: int(number(file)))
   if not files:
     raise ConfigError(
       f"{run} holds no nonfinite_batch_*.npz, which a run writes that stops with non-finite gradients: name "
@@ -123,7 +125,9 @@ def load_batch(path: pathlib.Path, like: Any) -> Any:
   try:
     with np.load(path, allow_pickle=False) as file:
       batch = {name: file[name] for name in file.files}
-  except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+  except FileNotFoundError:
+    raise ConfigError(f"--hunt {path}: no such file") from None
+  except Exception as error:  # a damaged archive fails in whatever way its reader does
     raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
   rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}
   if rows(batch) != rows(like):

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that the loop looks at between steps."""
+"""SIGTERM and Ctrl-C as a flag between steps; in several processes, after the same step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import threading
 from types import FrameType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 
 class Interrupted(Exception):
   """The run was stopped by a signal after its checkpoint was saved; `signum` says which."""
+
+  agreed = True  # by all processes of a run
 
   def __init__(self, signum: int, message: str):
     super().__init__(message)
@@ -39,3 +46,42 @@ class Interrupt:
   def _receive(self, signum: int, _: FrameType | None) -> None:
     self.signum = signum
     signal.signal(signum, self._before[signum])
+
+
+class Poll:
+  """Whether any process got a signal, so that all of them stop after the same step.
+
+  Every process asks before each step, and reads the answer to the question before: that one has been
+  given by the time a step is over, so nothing waits for it. One number crosses the devices.
+
+  Args:
+    several: whether there are other processes.
+  """
+
+  def __init__(self, several: bool):
+    self._several = several
+    self._answers: list[Any] = []
+    if several:
+      devices = np.array(jax.devices())
+      mesh = jax.sharding.Mesh(devices, ("everywhere",), axis_types=(AxisType.Auto,))
+      self._sharding = NamedSharding(mesh, PartitionSpec("everywhere"))
+      self._latest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+      self._quiet = self._everywhere(0)
+
+  def ask(self, signum: int | None) -> None:
+    """Before a step: says whether this process got a signal."""
+    if self._several:
+      word = self._quiet if signum is None else self._everywhere(signum)
+      self._answers.append(self._latest(word))
+
+  def answer(self, signum: int | None) -> int | None:
+    """After a step: the signal that any process said it got, one step ago; alone, its own, at once."""
+    if not self._several:
+      return signum
+    if len(self._answers) < 2:
+      return None
+    return int(self._answers.pop(0)) or None
+
+  def _everywhere(self, signum: int) -> jax.Array:
+    word = np.full((1,), signum, np.int32)
+    return jax.make_array_from_callback((self._sharding.num_devices,), self._sharding, lambda _: word)

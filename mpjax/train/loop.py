@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import rich.console
 import tensorboardX
+import yaml
 
 from mpjax.fp8.support import fp8_units
 from mpjax.step import TrainState
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config import Config, ConfigError
+from mpjax.train.data import DataError
+from mpjax.train.data.dataset import data_mismatch, describe
 from mpjax.train.diagnose import first_nonfinite, nonfinite_report
-from mpjax.train.display import Display, header, summary_table
+from mpjax.train.display import Display, finished_already, header, summary_table
 from mpjax.train.export import save_safetensors
-from mpjax.train.interrupt import Interrupt, Interrupted
-from mpjax.train.run_directory import MetricsFile, RunDirectory, plain
-from mpjax.train.setup import make_setup
+from mpjax.train.interrupt import Interrupt, Interrupted, Poll
+from mpjax.train.peak_memory import peak_memory
+from mpjax.train.processes import Processes
+from mpjax.train.run_directory import MetricsFile, RunDirectory, config_mismatch, plain
+from mpjax.train.setup import Setup, make_setup
 from mpjax.train.watching import Watcher
 
 # Steps whose metrics may still be on the device: the host never waits for the newest.
@@ -32,6 +37,8 @@ _LAG = 2
 
 class Stuck(Exception):
   """Every step is skipped and the loss scale cannot fall any further."""
+
+  agreed = True  # by all processes of a run
 
 
 class _Pending(NamedTuple):
@@ -43,28 +50,68 @@ class _Pending(NamedTuple):
 def train(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
   """Trains what the config says, resuming an unfinished run, and returns the summary.
 
+  Where `jax.distributed` runs already, every process of it calls this.
+
   Raises:
     ConfigError, DataError: before anything is written, for what cannot be run.
+    CheckpointError: if a checkpoint cannot be written, or none can be read.
     Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
     Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
+    Agreed: in a run of several processes, any of these that one of them met before the first step.
   """
-  console = console or rich.console.Console()
-  run = Run(config, console)
+  with Processes(config.distributed) as processes:
+    return train_together(lambda: config, processes, console)
+
+
+def train_together(
+  load: Callable[[], Config], processes: Processes, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """`train` in one of several processes, each of which loads the config for itself."""
+  console = console or rich.console.Console(quiet=not processes.first)
+  config, _ = processes.agree(load, lambda config: yaml.safe_load(config.to_yaml()), config_mismatch)
+  processes.directory = pathlib.Path(str(config.out))
+  setup, _ = processes.agree(lambda: make_setup(config), lambda setup: setup.info.fingerprint, data_mismatch)
+  directory, summary = processes.agree(
+    lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
+  )
   try:
-    return run.finished() or run.train()
+    if summary is not None:
+      finished_already(console, summary, directory.path)
+      return summary
+    run = Run(config, setup, directory, processes, console)
+    try:
+      summary = run.train()
+    except BaseException as error:
+      if processes.are_together(error):  # what is being written would wait for the others
+        run.checkpoints.close()
+      raise
+    run.checkpoints.close()
+    return summary
   finally:
-    run.close()
+    directory.close()
 
 
 class Run:
   """One run: everything that a config builds, and the loop over it."""
 
-  def __init__(self, config: Config, console: rich.console.Console):
-    self.config, self.console = config, console
-    self.setup = make_setup(config)
-    self.policy, self.task, self.data = self.setup.policy, self.setup.task, self.setup.data
-    self.directory = RunDirectory(config)
-    self.checkpoints = Checkpoints(self.directory.checkpoints, config.train.keep_checkpoints)
+  def __init__(
+    self,
+    config: Config,
+    setup: Setup,
+    directory: RunDirectory,
+    processes: Processes,
+    console: rich.console.Console,
+  ):
+    self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
+    self.console = console
+    self.policy, self.task, self.data = setup.policy, setup.task, setup.data
+    self.checkpoints, _ = processes.agree(
+      lambda: Checkpoints(
+        directory.checkpoints,
+        config.train.keep_checkpoints,
+        timeout_s=round(config.distributed.hang_timeout_s) or 1,
+      )
+    )
     self._evaluate = jax.jit(self._evaluate_batch)
     self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
@@ -73,45 +120,60 @@ class Run:
     self._step_times: list[float] = []
     self._clock = time.perf_counter()
 
-  def close(self) -> None:
-    """Waits for what is being written, and lets the directory go."""
-    self.checkpoints.close()
-    self.directory.close()
-
-  def finished(self) -> dict[str, Any] | None:
-    """The summary of a run that has ended already, shown again."""
-    summary = self.directory.summary()
-    if summary is not None:
-      self.console.print("this run has finished already; choose another out= for a new one", highlight=False)
-      summary_table(self.console, summary, self.directory.path)
-    return summary
-
   def train(self) -> dict[str, Any]:
     """The loop, from the last checkpoint to the end."""
-    iterator = self.data.train()
-    state, start = self._resume(iterator)
+    iterator = self.data.train(self.setup.rows)
+    (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
     self._show_header(state, start)
     rows, per_row = self.config.data.batch_size, self.task.units[1]
-    self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start)
-    self._events = tensorboardX.SummaryWriter(str(self.directory.path / "tensorboard"), purge_step=start + 1)
+    first = self.processes.first
+    self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
+    self._events = tensorboardX.SummaryWriter(
+      str(self.directory.path / "tensorboard"), purge_step=start + 1, write_to_disk=first
+    )
+    self._poll = Poll(self.processes.count > 1)
     self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
     self._items_per_step = rows * per_row
     try:
       with self._display, Interrupt() as interrupt:
         for step in range(start + 1, self.config.train.steps + 1):
-          state = self._one_step(step, state, iterator)
-          self._at_boundary(step, state, iterator, interrupt)
+          self._poll.ask(interrupt.signum)
+          batch = self._next_batch(step, state, iterator, start)
+          state = self._one_step(step, state, batch)
+          self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
     finally:
       self._metrics_file.close()
       self._events.close()
     return self._finish(state)
 
-  def _one_step(self, step: int, state: TrainState, iterator: Iterator[Any]) -> TrainState:
-    batch = self.setup.place(next(iterator))
+  def _next_batch(self, step: int, state: TrainState, iterator: Any, start: int) -> Any:
+    """This process's rows of the next batch; without them, the steps so far are saved if that can be."""
+    self.processes.doing(f"the data of step {step}")
+    try:
+      return next(iterator)
+    except Exception as error:
+      message = f"the data of step {step} cannot be read: {describe(error)}"
+      kept = self.checkpoints.latest()
+      if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
+        for record in self._fetch_pending():
+          self._write(record, {})
+        self._save(step - 1, state, iterator, eval_loss=None)
+        self.checkpoints.wait()
+        kept = step - 1
+      raise DataError(f"{message}; {self._resumes(kept)} once the data is back") from error
+
+  def _resumes(self, step: int | None) -> str:
+    if step is None:
+      return "no checkpoint was saved yet: the same command starts over"
+    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
+
+  def _one_step(self, step: int, state: TrainState, rows: Any) -> TrainState:
+    self.processes.doing(f"step {step}")
+    batch = self.setup.place(rows)
     looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
     state, metrics = self.setup.step(state, batch)
     if looked is not None:
-      self._watcher.write(self._events, step, looked)
+      self._watcher.write(self._events, step, self.processes.fetch(looked))
     for value in metrics.values():
       value.copy_to_host_async()
     self._pending.append(_Pending(step, metrics, batch))
@@ -119,11 +181,14 @@ class Run:
       self._write(self._fetch(self._pending.popleft()), {})
     return state
 
-  def _at_boundary(self, step: int, state: TrainState, iterator: Any, interrupt: Interrupt) -> None:
-    """Evaluation, checkpoints and interruption: what has to wait for every step so far."""
+  def _at_boundary(self, step: int, state: TrainState, iterator: Any, signum: int | None) -> None:
+    """Evaluation, checkpoints and interruption: what has to wait for every step so far.
+
+    All of it depends on the step, on metrics and on `signum` alone, which are the same in every process.
+    """
     if self._stuck is not None:
       self._stop(self._stuck, step, state, iterator)
-    settings, signum = self.config.train, interrupt.signum
+    settings = self.config.train
     last = step == settings.steps
     evaluate = last or step % settings.eval_every == 0
     save = last or step % settings.checkpoint_every == 0 or signum is not None
@@ -132,6 +197,7 @@ class Run:
     records = self._fetch_pending()
     eval_loss, extra = None, {}
     if evaluate:
+      self.processes.doing(f"the evaluation after step {step}")
       extra = self.evaluate(state)
       eval_loss = extra["eval_loss"]
       self._display.evaluation(step, extra)
@@ -161,6 +227,7 @@ class Run:
 
   def _fetch(self, pending: _Pending) -> dict[str, Any]:
     """The record of a step; waits for it."""
+    self.processes.doing(f"step {pending.step}")
     values = {name: plain(value) for name, value in pending.metrics.items()}
     now = time.perf_counter()
     elapsed, self._clock = now - self._clock, now
@@ -208,10 +275,10 @@ class Run:
       self._write(record, {})
     self._save(step, state, iterator, eval_loss=None)
     file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
-    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in pending.batch.items()}
-    np.savez(file, **arrays)
-    report = nonfinite_report(self.setup.step, state, pending.batch)
-    report += f"\n{first_nonfinite(self.setup.step, state, pending.batch)}"
+    arrays: dict[str, Any] = self.processes.fetch(pending.batch)
+    if self.processes.first:
+      np.savez(file, **arrays)
+    report = self._report(state, pending.batch)
     self.checkpoints.wait()
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
@@ -220,14 +287,33 @@ class Run:
       f"{self.directory.path} --hunt looks again, also with another policy"
     )
 
+  def _report(self, state: TrainState, batch: Any) -> str:
+    """What is not finite in a step, and where that began."""
+    if self.processes.count > 1:  # operations are gone through one by one on this process's devices
+      return "the run was one of several processes: the command below says which operation began it"
+    report = nonfinite_report(self.setup.step, state, batch)
+    return f"{report}\n{first_nonfinite(self.setup.step, state, batch)}"
+
   def evaluate(self, state: TrainState) -> dict[str, float]:
-    """Means over the evaluation batches."""
+    """Means over the evaluation batches.
+
+    Raises:
+      DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
+    """
     totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
-    for batch in self.data.eval():
+    for batch in self._eval_batches():
       parts = (state.params, state.model_state, state.fp8_state)
       for name, value in self._evaluate(*parts, self.setup.place(batch)).items():
         totals[name].append(value)
     return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
+
+  def _eval_batches(self) -> Iterator[Any]:
+    try:
+      yield from self.data.eval(self.setup.rows)
+    except Exception as error:
+      message = f"the evaluation data cannot be read: {describe(error)}"
+      kept = self._resumes(self.checkpoints.latest())
+      raise DataError(f"{message}; {kept} once the data is back") from error
 
   def _evaluate_batch(
     self, params: Any, model_state: Any, fp8_state: Any, batch: Any
@@ -235,10 +321,13 @@ class Run:
     return self.task.evaluate(params, model_state, batch, self.policy, fp8_state)
 
   def _resume(self, iterator: Any) -> tuple[TrainState, int]:
-    start = self.checkpoints.latest()
-    if start is None:
+    self.processes.doing("the checkpoint to resume from")
+    resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
+    if resumed is None:
       return self.setup.first_state(), 0
-    restored = self.checkpoints.restore(start, self.setup.abstract_state())
+    for damage in resumed.damaged:
+      self.console.print(damage, highlight=False, markup=False, soft_wrap=True)
+    restored = resumed.restored
     if restored.loop["fingerprint"] != self.data.info.fingerprint:
       raise ConfigError(
         f"out={self.directory.path}: the data is not what this run began with "
@@ -246,12 +335,15 @@ class Run:
       )
     iterator.set_state(restored.data)
     self._last = restored.loop["last"]
-    return restored.state, start
+    return restored.state, resumed.step
 
   def _save(self, step: int, state: TrainState, iterator: Any, eval_loss: float | None) -> None:
+    self.processes.doing(f"the checkpoint of step {step}")
     self._events.flush()
     loop = {"fingerprint": self.data.info.fingerprint, "last": self._last}
     self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
+    if self.config.train.checkpoint_wait:
+      self.checkpoints.wait()
 
   def _show_header(self, state: TrainState, start: int) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -262,10 +354,19 @@ class Run:
       "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
       "model": f"{self.config.model.kind}, {parameters:,} parameters",
       "data": self.data.info.description,
-      "devices": f"{self.setup.device_count} x {jax.devices()[0].device_kind}",
+      "devices": self._devices(),
       "run": f"{self.directory.path}" + (f", resumed after step {start}" if start else ""),
     }
     header(self.console, rows)
+
+  def _devices(self) -> str:
+    layout = self.setup.layout
+    text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
+    if layout.mesh.size > 1:
+      axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+      dtype = "float32" if layout.reduce_dtype is None else layout.reduce_dtype.name
+      text += f" ({axes}), gradients cross in {dtype}" if layout.shards > 1 else f" ({axes})"
+    return text + (f", in {self.processes.count} processes" if self.processes.count > 1 else "")
 
   def _fp8_row(self) -> dict[str, str]:
     recipe = self.policy.fp8_recipe
@@ -276,6 +377,7 @@ class Run:
     return {"fp8": f"{recipe.recipe} scaling{how}"}
 
   def _finish(self, state: TrainState) -> dict[str, Any]:
+    self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
     self.checkpoints.wait()
     # The first step of a process compiles.
     times = self._step_times[1:]
@@ -290,35 +392,19 @@ class Run:
       "best_eval_loss": self._last.get("best_eval_loss"),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
       "steps_per_s": len(times) / sum(times) if times else None,
-      "peak_memory_bytes": _peak_memory(),
+      "peak_memory_bytes": peak_memory(),
       "resolved_policy": self.policy.to_dict(),
     }
-    if self.config.train.export is not None:
-      file = self.directory.path / "model.safetensors"
-      save_safetensors(
-        file,
-        self.config,
-        self.data.info,
-        state.params,
-        state.model_state,
-        self.config.train.export_dtype,
-      )
-      self.console.print(f"exported {file}", highlight=False)
-    self.directory.write_summary(summary)
-    summary_table(self.console, summary, self.directory.path)
+    export = self.config.train.export
+    if export is not None:  # gathered by all, written by one
+      params, model_state = self.processes.fetch((state.params, state.model_state))
+    if self.processes.first:
+      self.processes.doing("what the run leaves to be written")
+      if export is not None:
+        file = self.directory.path / "model.safetensors"
+        dtype = self.config.train.export_dtype
+        save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
+        self.console.print(f"exported {file}", highlight=False)
+      self.directory.write_summary(summary)
+      summary_table(self.console, summary, self.directory.path)
     return summary
-
-
-def _peak_memory() -> int | None:
-  """Peak bytes in use on the first device; on CPU, of this process."""
-  stats = jax.local_devices()[0].memory_stats()
-  if stats and "peak_bytes_in_use" in stats:
-    return stats["peak_bytes_in_use"]
-  if jax.default_backend() != "cpu":
-    return None
-  try:
-    import resource
-  except ImportError:  # not on Windows
-    return None
-  unit = 1 if sys.platform == "darwin" else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -221,7 +221,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
 
   good = Data.train
 
-  def bad(self):
+  def bad(self, *rows):
     class Iterator:
       def __init__(self, inner):
         self.inner, self.get_state, self.set_state = inner, inner.get_state, inner.set_state
@@ -231,7 +231,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
         batch["images"][3, 2, 1] = np.nan
         return batch
 
-    return Iterator(good(self))
+    return Iterator(good(self, *rows))
 
   monkeypatch.setattr(Data, "train", bad)
   config = str(ROOT / "configs" / "vit_digits.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,10 @@ import grain
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+# Positions in a batch.
+Rows = slice | np.ndarray
+
+_ALL = slice(None)
 
 
 class DataError(ValueError):
@@ -65,22 +70,26 @@ class Data:
   seed: int
   workers: int
 
-  def train(self) -> grain.DatasetIterator:
+  def train(self, rows: Rows = _ALL) -> grain.DatasetIterator:
     """Batches without end, each epoch in another order; drops the rows that do not fill a batch.
 
     The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the very next batch.
+    Neither it nor the order of rows depends on `rows`: indices are shuffled and batched, and then read.
+
+    Args:
+      rows: which rows of each batch to read; those of a process in a run of several.
     """
-    rows = grain.MapDataset.source(_Rows(self.train_row, self.info.train_examples)).seed(self.seed)
-    batches = rows.shuffle().batch(self.batch_size, drop_remainder=True).repeat()
+    batches = grain.MapDataset.range(self.info.train_examples).seed(self.seed).shuffle()
+    batches = batches.batch(self.batch_size, drop_remainder=True).repeat()
     # The buffer is read-ahead alone; with one thread and no buffer the order is the same.
     options = grain.ReadOptions(num_threads=self.workers, prefetch_buffer_size=2 * self.workers)
-    return iter(batches.to_iter_dataset(options))
+    read = functools.partial(_read, self.train_row)
+    return iter(batches.map(lambda batch: read(batch[rows])).to_iter_dataset(options))
 
-  def eval(self) -> Iterator[Batch]:
-    """The same whole batches at every call."""
+  def eval(self, rows: Rows = _ALL) -> Iterator[Batch]:
+    """The same whole batches at every call; of each, `rows`."""
     for i in range(self.num_eval_batches):
-      rows = [self.eval_row(j) for j in range(i * self.batch_size, (i + 1) * self.batch_size)]
-      yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+      yield _read(self.eval_row, np.arange(i * self.batch_size, (i + 1) * self.batch_size)[rows])
 
   @property
   def num_eval_batches(self) -> int:
@@ -89,20 +98,23 @@ class Data:
     return whole if self.eval_batches is None else min(whole, self.eval_batches)
 
 
-class _Rows:
-  """A random-access source for grain."""
+def data_mismatch(first: str, other: str, process: int) -> str | None:
+  """What is wrong between the fingerprints of process 0's data and of another's; `None` for nothing."""
+  if first == other:
+    return None
+  return f"process {process} reads other data than process 0: give all of them the same files"
 
-  def __init__(self, row: Callable[[int], Batch], length: int):
-    self._row, self._length = row, length
 
-  def __len__(self) -> int:
-    return self._length
+def describe(error: Exception) -> str:
+  """What kept rows from being read, on one line: of the operating system's errors, file and reason."""
+  if isinstance(error, OSError) and error.filename is not None:
+    return f"{error.filename}: {error.strerror}"
+  return " ".join(f"{type(error).__name__}: {error}".split())
 
-  def __getitem__(self, index: int) -> Batch:
-    return self._row(int(index))
 
-  def __repr__(self) -> str:
-    return f"rows({self._length})"
+def _read(row: Callable[[int], Batch], indices: np.ndarray) -> Batch:
+  read = [row(int(index)) for index in indices]
+  return {name: np.stack([each[name] for each in read]) for name in read[0]}
 
 
 def make_data(info: DataInfo, train_row: Any, eval_row: Any, spec: Any, seed: int) -> Data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 from typing import Any
 
@@ -19,6 +20,8 @@ def load_huggingface(spec: Any, seed: int) -> Data:
   `path` wins where it is a folder, else `name`. Without `eval_split` a `valid_fraction` of the training
   split is held out.
   """
+  # Releases before 4 may run a dataset's own script: not unless the user's environment says so.
+  os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
   try:
     datasets = importlib.import_module("datasets")
   except ImportError:

@@ -1,0 +1,22 @@
+"""The most memory that a run has had in use."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+
+
+def peak_memory() -> int | None:
+  """Peak bytes in use on the first device; on CPU, of this process."""
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    return stats["peak_bytes_in_use"]
+  if jax.default_backend() != "cpu":
+    return None
+  try:
+    import resource
+  except ImportError:  # not on Windows
+    return None
+  unit = 1 if sys.platform == "darwin" else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

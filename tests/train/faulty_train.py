@@ -1,0 +1,39 @@
+"""`scripts/train.py` with faults in the training data of processes: FAULTS='{"what": [process, step]}'."""
+
+import json
+import os
+import sys
+
+import numpy as np
+
+from mpjax.train import cli
+from mpjax.train.data import Data
+
+FAULTS = json.loads(os.environ["FAULTS"])
+
+
+class Faulty:
+  """The batches of another iterator, but for some."""
+
+  def __init__(self, inner, process):
+    self._inner, self.get_state, self.set_state = inner, inner.get_state, inner.set_state
+    self._process = process
+
+  def __next__(self):
+    step = self._inner.get_state()["next_index"] + 1
+    if FAULTS.get("missing") == [self._process, step]:
+      raise FileNotFoundError(2, "No such file or directory", "/data/part-7.bin")
+    batch = next(self._inner)
+    if FAULTS.get("inf") == [self._process, step]:
+      batch["images"][0, 0, 0] = np.inf
+    return batch
+
+
+def faulty(data, rows):
+  return Faulty(good(data, rows), int(sys.argv[sys.argv.index("--process-id") + 1]))
+
+
+good, Data.train = Data.train, faulty
+
+if __name__ == "__main__":
+  sys.exit(cli.train(sys.argv[1:]))

@@ -1,0 +1,353 @@
+"""Checkpoints that are damaged, cannot be written, or come back on other devices and processes."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import write_tiny_gpt
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax.step import TrainState
+from mpjax.train import cli
+from mpjax.train.checkpoints import CheckpointError, Checkpoints
+from mpjax.train.checksums import tree_checksums
+
+ROOT = pathlib.Path(__file__).parents[2]
+DTYPES = ["float32", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"]
+
+
+def make_state(seed):
+  """A state with big and small arrays, of several dtypes, and keys."""
+  key = jax.random.key(seed)
+  big = np.random.default_rng(seed).normal(size=(64, 64))
+  params = {"big": jnp.asarray(big, jnp.float32), "half": jnp.arange(24.0, dtype=jnp.bfloat16) + seed}
+  counters = {"seen": jnp.arange(8) > seed, "keys": jax.random.split(key, 8)}
+  return TrainState(jnp.int32(seed), params, counters, optax.adam(1e-3).init(params), rng=key)
+
+
+def abstract(state, mesh=None, *axes):
+  """Like `state`: on the first device, or over a mesh, split where the axis divides the first dimension."""
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+  def of(x):
+    divides = mesh is not None and x.ndim and x.shape[0] % mesh.size == 0
+    sharding = (
+      one if mesh is None else NamedSharding(mesh, PartitionSpec(*axes) if divides else PartitionSpec())
+    )
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  return jax.tree.map(of, jax.eval_shape(lambda: state))
+
+
+def bits(tree):
+  plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  return [(x.dtype, x.shape, np.asarray(plain(x)).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def save(folder, *steps):
+  checkpoints = Checkpoints(folder, keep=5)
+  for step in steps:
+    loop = {"fingerprint": "f", "last": {"loss": 1 / step}}
+    checkpoints.save(step, make_state(step), {"row": step, "seen": (1, 2)}, loop, 1.0 * step)
+  checkpoints.close()
+
+
+def resume(folder):
+  """What a run resumes from, which is exactly what was saved."""
+  checkpoints = Checkpoints(folder, keep=5)
+  try:
+    resumed = checkpoints.restore_latest(abstract(make_state(0)))
+  finally:
+    checkpoints.close()
+  step, restored = resumed.step, resumed.restored
+  assert bits(restored.state) == bits(make_state(step))
+  assert restored.data == {"row": step, "seen": [1, 2]}
+  assert restored.loop == {"fingerprint": "f", "last": {"loss": 1 / step}}
+  return resumed
+
+
+def files_of(folder):
+  return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """A folder with checkpoints of steps 2 and 4, which no test may change."""
+  folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+  save(folder, 2, 4)
+  return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+  """A copy of `saved`."""
+  return shutil.copytree(saved, tmp_path / "run" / "checkpoints")
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def swap_halves(path):
+  data = path.read_bytes()
+  path.write_bytes(data[len(data) // 2 :] + data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, swap_halves, pathlib.Path.unlink])
+def test_damage_to_any_file_is_noticed_or_does_no_harm(saved, tmp_path, damage):
+  noticed = set()
+  for i, file in enumerate(files_of(saved / "4")):
+    run = tmp_path / str(i)
+    shutil.copytree(saved, run / "checkpoints")
+    damage(run / "checkpoints" / "4" / file)
+    resumed = resume(run / "checkpoints")
+    if resumed.step == 2:
+      noticed.add(file.parts[0] if file.parts[0] != "state" else file.parts[1])
+      (line,) = resumed.damaged
+      assert line.startswith("the checkpoint of step 4 is damaged: ")
+      assert file.parts[0] in line
+      assert line.endswith(f"moved to {run / 'damaged' / '4'}")
+      assert (run / "damaged" / "4" / "_CHECKPOINT_METADATA").exists()
+      assert not (run / "checkpoints" / "4").exists()
+    else:
+      assert (resumed.step, resumed.damaged) == (4, [])
+  assert noticed >= {"data", "loop", "metrics", "integrity", "_METADATA", "ocdbt.process_0"}
+
+
+@pytest.mark.parametrize("part", ["state", "data", "loop", "metrics", "integrity"])
+def test_a_missing_part_is_noticed(folder, part):
+  shutil.rmtree(folder / "4" / part)
+  assert resume(folder).step == 2
+
+
+def test_a_flipped_bit_of_a_parameter_is_named_by_its_path(folder):
+  flip(max((folder / "4").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
+  assert resume(folder).damaged[0].split(": ")[1] == "state/params/big"
+
+
+def test_a_step_whose_checkpoint_was_damaged_is_saved_again(folder):
+  for aside in ("4", "4.1"):
+    truncate(folder / "4" / "data" / "metadata")
+    assert resume(folder).step == 2
+    assert (folder.parent / "damaged" / aside).exists()
+    save(folder, 4)
+    assert resume(folder).step == 4
+
+
+def test_without_a_good_checkpoint_nothing_is_changed(folder):
+  truncate(folder / "2" / "loop" / "metadata")
+  truncate(folder / "4" / "data" / "metadata")
+  before = {file: (folder / file).read_bytes() for file in files_of(folder)}
+  with pytest.raises(
+    CheckpointError, match=r"no checkpoint in .*step 4 .* data: .*step 2 .* loop: .*copy"
+  ) as raised:
+    resume(folder)
+  assert "\n" not in str(raised.value)
+  assert {file: (folder / file).read_bytes() for file in files_of(folder)} == before
+  assert [path.name for path in folder.parent.iterdir()] == ["checkpoints"]
+
+
+def test_a_checkpoint_of_another_state_is_no_damage(folder):
+  checkpoints = Checkpoints(folder)
+  like = abstract(make_state(0))
+  other = like.replace(params=like.params | {"big": jax.ShapeDtypeStruct((64, 32), jnp.float32)})
+  with pytest.raises(
+    CheckpointError, match=r"params/big is float32\[64,64\] in .* float32\[64,32\] in this run"
+  ):
+    checkpoints.restore_latest(other)
+  checkpoints.close()
+  assert resume(folder).step == 4
+
+
+def test_a_checkpoint_without_checksums_is_restored(folder):
+  for step in ("2", "4"):
+    shutil.rmtree(folder / step / "integrity")
+    loop = folder / step / "loop" / "metadata"
+    loop.write_text(json.dumps({k: v for k, v in json.loads(loop.read_text()).items() if k != "integrity"}))
+  assert resume(folder).step == 4
+
+
+def test_looking_at_a_run_changes_nothing(folder):
+  (folder / "6.orbax-checkpoint-tmp").mkdir()
+  truncate(folder / "4" / "data" / "metadata")
+  checkpoints = Checkpoints(folder, read_only=True)
+  assert checkpoints.restore_latest(abstract(make_state(0))).step == 2
+  checkpoints.close()
+  assert {path.name for path in folder.iterdir()} == {"2", "4", "6.orbax-checkpoint-tmp"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checksums_are_those_of_bits_and_places_under_every_sharding(dtype):
+  rng = np.random.default_rng(0)
+  array = (rng.normal(size=(16, 8)) * 9 * rng.integers(0, 2, (16, 8))).astype(jnp.dtype(dtype))
+  mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+  specs = [(), ("fsdp", "tensor"), (("fsdp", "tensor"),), (None, "fsdp")]
+  put = lambda x, spec: jax.device_put(jnp.asarray(x), NamedSharding(mesh, PartitionSpec(*spec)))
+  (checksum,) = {tree_checksums([put(array, spec)])["0"] for spec in specs} | {tree_checksums([array])["0"]}
+  moved, changed = array.copy(), array.copy()
+  moved[3], moved[4] = array[4], array[3]
+  changed.reshape(-1).view(np.uint8)[77] ^= 1
+  assert len({checksum, tree_checksums([moved])["0"], tree_checksums([changed])["0"]}) == 3
+
+
+def test_keys_scalars_and_empty_arrays_have_checksums():
+  tree = {"key": jax.random.key(1), "count": 3, "rate": 0.5, "none": None, "empty": jnp.zeros((0, 4))}
+  checksums = tree_checksums(tree)
+  assert checksums.keys() == {"key", "count", "rate", "empty"}
+  changed = tree_checksums({**tree, "key": jax.random.key(2), "count": 4, "rate": np.nextafter(0.5, 1)})
+  assert [name for name in checksums if checksums[name] != changed[name]] == ["count", "key", "rate"]
+
+
+def test_a_state_comes_back_bitwise_on_other_meshes(tmp_path):
+  state = make_state(3)
+  meshes = [
+    jax.make_mesh((4, 2), ("fsdp", "tensor")),
+    None,
+    jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]),
+  ]
+  for step, mesh in enumerate(meshes):
+    like = abstract(state, mesh, "fsdp")
+    checkpoints = Checkpoints(tmp_path)
+    if step:
+      state = checkpoints.restore(step - 1, like).state
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, like))
+    assert bits(state) == bits(make_state(3))
+    assert all(
+      x.sharding == y.sharding for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True)
+    )
+    checkpoints.save(step, state, {}, {}, None)
+    checkpoints.close()
+
+
+def child(code, *arguments, devices=8):
+  """Starts a process that runs `code`, in which it can import this file, and compiles what this one does."""
+  flags = f"--xla_force_host_platform_device_count={devices}"
+  quickly = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", **quickly}
+  env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "train")])
+  line = [sys.executable, "-c", code, *map(str, arguments)]
+  return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+# As of now no file may grow beyond this: what a full disk does, as far as a process can tell.
+FULL = """
+import resource, sys, pathlib
+def fill(size):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_failed_write_is_told_at_the_next_save_and_leaves_the_last_good_one(folder):
+  code = """
+from test_checkpoint_faults import *
+checkpoints = Checkpoints(pathlib.Path(sys.argv[1]))
+fill(5000)
+checkpoints.save(6, make_state(6), {}, {}, None)
+try:
+  checkpoints.save(8, make_state(8), {}, {}, None)
+except CheckpointError as error:
+  print(error)
+checkpoints.close()
+"""
+  process = child(FULL + code, folder)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  assert "Traceback" not in err
+  assert out.startswith(
+    f"the checkpoint of step 6 cannot be written in {folder}: File too large; that of step 4 "
+  )
+  assert out.count("\n") == 1
+  assert {path.name for path in folder.iterdir() if path.name.isdecimal()} == {"2", "4"}
+  assert resume(folder).step == 4
+  assert {path.name for path in folder.iterdir()} == {"2", "4"}
+
+
+def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path):
+  code = """
+from mpjax.train import cli
+from mpjax.train.checkpoints import Checkpoints
+save = Checkpoints.save
+def full_at_the_end(self, step, *arguments):
+  if step == 8:
+    fill(60000)
+  save(self, step, *arguments)
+Checkpoints.save = full_at_the_end
+sys.exit(cli.train(sys.argv[1:]))
+"""
+  run = tmp_path / "run"
+  arguments = [*write_tiny_gpt(tmp_path), "policy=bf16", "train.steps=8", "train.eval_every=8", f"out={run}"]
+  process = child(FULL + code, *arguments)
+  _, err = process.communicate(timeout=240)
+  assert process.returncode == 4, err
+  assert err.startswith("error: the checkpoint of step 8 cannot be written in ")
+  assert "File too large; that of step 4 is whole" in err
+  assert err.count("\n") == 1
+  assert not (run / "summary.json").exists()
+  assert cli.train(arguments) == 0
+  assert json.loads((run / "summary.json").read_text())["steps"] == 8
+
+
+def test_several_processes_agree_on_the_newest_good_checkpoint(tmp_path):
+  code = """
+import sys, pathlib, jax
+rank, address = int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, rank)
+from test_checkpoint_faults import *
+from mpjax.train import checkpoint_reading
+
+folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
+like = abstract(make_state(0), mesh, "fsdp")
+place = lambda step: jax.jit(lambda: make_state(step), out_shardings=jax.tree.map(lambda x: x.sharding, like))()
+checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
+for step in (2, 4, 6):
+  checkpoints.save(step, place(step), {"row": step}, {"fingerprint": "f"}, None)
+checkpoints.close()
+if rank == 0:
+  flip(max((folder / "6").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
+read = checkpoint_reading._read
+def read_badly(path, *rest):
+  if rank == 1 and path.name == "4":
+    raise checkpoint_reading.Damaged("met by one process")
+  return read(path, *rest)
+checkpoint_reading._read = read_badly
+checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
+resumed = checkpoints.restore_latest(like)
+same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.restored.state, place(2))
+print(resumed.step, all(jax.tree.leaves(same)), *resumed.damaged, sep="\\n")
+checkpoints.save(4, place(4), {"row": 4, "seen": [1, 2]}, {"fingerprint": "f", "last": {"loss": 1 / 4}}, None)
+checkpoints.close()
+"""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  folder = tmp_path / "checkpoints"
+  processes = [child(code, folder, rank, address, devices=1) for rank in range(2)]
+  try:
+    outputs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], outputs
+  lines = [[line for line in out.splitlines() if "Gloo" not in line] for out, _ in outputs]
+  assert lines[0] == lines[1]
+  assert lines[0][:2] == ["2", "True"]
+  assert "step 6 is damaged: state/params/big: not what was saved" in lines[0][2]
+  assert "step 4 is damaged: met by one process" in lines[0][3]
+  assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["4", "6"]
+  assert resume(folder).step == 4
