@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from mpjax.planner.hlo_loops import trips
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
@@ -77,10 +79,12 @@ class Instruction:
     return int(found[1]) if found else 0
 
   @property
-  def trip_count(self) -> int:
-    """How often a loop runs its body; 1 where the compiler does not know, and for all else."""
-    found = _TRIP_COUNT.search(self.rest) if self.op == "while" else None
-    return int(found[1]) if found else 1
+  def trip_count(self) -> int | None:
+    """How often a loop runs its body; `None` where the compiler does not say, and 1 for all else."""
+    if self.op != "while":
+      return 1
+    found = _TRIP_COUNT.search(self.rest)
+    return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +104,23 @@ class Module:
   lines: dict[int, list[tuple[str, int]]]
 
   def repetitions(self) -> Iterator[tuple[str, int, list[Instruction]]]:
-    """(computation, how often it runs, the instructions that it is called from, outermost first)."""
+    """(computation, how often it runs, the instructions that it is called from, outermost first).
+
+    A loop of a length that is not known counts once.
+    """
 
     def visit(
       name: str, times: int, callers: list[Instruction]
     ) -> Iterator[tuple[str, int, list[Instruction]]]:
       yield name, times, callers
-      for instruction in self.computations[name].values():
+      scope = self.computations[name]
+      for instruction in scope.values():
+        runs = instruction.trip_count
+        if runs is None:
+          runs = trips(self.computations, scope, instruction) or 1
         for called in instruction.called:
           if called in self.computations:
-            yield from visit(called, times * instruction.trip_count, [*callers, instruction])
+            yield from visit(called, times * runs, [*callers, instruction])
 
     yield from visit(self.entry, 1, [])
 

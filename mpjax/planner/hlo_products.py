@@ -27,6 +27,8 @@ _COLLECTIVES = (
   "collective-permute",
   "ragged-all-to-all",
 )
+# A TPU's fusions that compute while something moves each repeat the collective; those of one are one chain.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _PLAIN = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 
 
@@ -94,17 +96,22 @@ def collectives(module: Module) -> tuple[Collective, ...]:
   """What crosses devices in one step: the bytes of the results on each, by operation and dtype."""
   total: dict[tuple[str, str], list[int]] = {}
   sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
-  for name, times, _ in module.repetitions():
+  chains = set()
+  for name, times, callers in module.repetitions():
     for instruction in module.computations[name].values():
       op = instruction.op.removesuffix("-start")
       if op not in _COLLECTIVES:
         continue
+      if chain := _CHAIN.search(instruction.rest):
+        key = (chain[1], *(caller.name for caller in callers if caller.op == "while"))
+        if key in chains:
+          continue
+        chains.add(key)
       for shape in _moved(instruction):
-        key = (op, shape.dtype)
-        row = total.setdefault(key, [0, 0])
+        row = total.setdefault((op, shape.dtype), [0, 0])
         row[0] += shape.nbytes * times
         row[1] += times
-        sources[key][module_path(instruction.op_name)] += shape.nbytes * times
+        sources[op, shape.dtype][module_path(instruction.op_name)] += shape.nbytes * times
   return tuple(
     Collective(
       op,

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from mpjax.planner.compile import figures
 
@@ -39,8 +38,13 @@ def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
   if exported.nr_devices > len(devices):
     raise ValueError(f"the step runs on {exported.nr_devices} devices, and the target has {len(devices)}")
   names, sizes, types = zip(*(request["mesh"] or [("devices", 1, "Auto")]), strict=True)
-  grid = np.array(devices[: exported.nr_devices]).reshape(sizes)
-  mesh = Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in types))
+  # In the order of a real run: a TPU's neighbours are neighbours in the mesh.
+  mesh = jax.make_mesh(
+    sizes,
+    names,
+    devices=devices[: exported.nr_devices],
+    axis_types=tuple(AxisType[kind] for kind in types),
+  )
   shardings = exported.in_shardings_jax(mesh)
   one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   args = [

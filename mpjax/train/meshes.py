@@ -15,25 +15,27 @@ from mpjax.train.config import Config, ConfigError, MeshConfig
 Rows = slice | np.ndarray
 
 
-def mesh_sizes(spec: MeshConfig, available: int, where: str = "") -> dict[str, int]:
+def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:
   """Devices along each axis, the -1 filled in.
 
   Args:
     spec: the config's section.
     available: devices there are.
-    where: of what, for the message.
+    target: the planner's name for them, if they are its.
 
   Raises:
     ConfigError: if there are too few, or the rest cannot be divided.
   """
   asked = {axis: getattr(spec, axis) for axis in AXES}
   fixed = math.prod(n for n in asked.values() if n != -1)
-  there = "1 device" if available == 1 else f"{available} devices"
+  count = "1 device" if available == 1 else f"{available} devices"
+  there = f"target {target} has {count}" if target else f"there {'is' if available == 1 else 'are'} {count}"
   shown = ", ".join(f"mesh.{axis}={n}" for axis, n in asked.items() if n != 1) or "mesh.data=1"
   if fixed > available:
-    raise ConfigError(f"{shown}: there {'is' if available == 1 else 'are'} {there}{where}")
+    larger = "; name a larger one, as in target=h200:8 or target=v5e:2x4" if target else ""
+    raise ConfigError(f"{shown}: {there}{larger}")
   if -1 in asked.values() and available % fixed:
-    raise ConfigError(f"{shown}: {there}{where} cannot be divided by {fixed}")
+    raise ConfigError(f"{shown}: {there}, which cannot be divided by {fixed}")
   return {axis: available // fixed if n == -1 else n for axis, n in asked.items()}
 
 

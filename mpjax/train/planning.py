@@ -38,9 +38,7 @@ class Planner:
   def __init__(self, config: Config, target: Target):
     self.config = config
     self.target = target
-    self.sizes = mesh_sizes(
-      config.mesh, target.devices, f" in target {target.name} (or h200:8, v5e:2x4, ...)"
-    )
+    self.sizes = mesh_sizes(config.mesh, target.devices, target.name)
     self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
     # One row is enough to see the shapes.
     small = config.data.model_copy(update={"batch_size": 1, "workers": 0})

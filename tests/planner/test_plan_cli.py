@@ -290,7 +290,7 @@ def test_a_config_that_is_not_there_is_one_line_and_status_2(fails, tmp_path):
 
 def test_a_batch_that_the_devices_cannot_share_is_refused(config):
   planner = Planner(load_config(config, ["mesh.data=4", "train.accumulate=2"]), get_target("h200:4"))
-  assert (planner.devices, planner.multiple) == (4, 8)
+  assert (planner.sizes, planner.multiple) == ({"data": 4, "fsdp": 1, "tensor": 1}, 8)
   with pytest.raises(
     ConfigError, match=r"batch_size=12: expected a multiple of 8, .*accumulate=2 times 4 devices"
   ):
