@@ -1,4 +1,4 @@
-"""Writes the tables of benchmarks/README.md from the JSON in benchmarks/results.
+"""Writes the tables of benchmarks/README.md, and some in docs/, from the JSON in benchmarks/results.
 
 python benchmarks/report.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import textwrap
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
@@ -219,11 +220,52 @@ def plan_accuracy(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def scaling(report: dict[str, Any]) -> str:
+  """State, peak and what crosses of one chip, by policy and mesh."""
+  lines = [
+    "| chips | policy | mesh | state MB | peak MB | crossing, MB | sent MB |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for row in report["rows"]:
+    mesh = ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items() if size > 1) or "-"
+    crossing = ", ".join(
+      # Two numbers of float16 travel in a word of 32 bits.
+      f"{c['operation']} {c['dtype'].replace('uint32', 'float16')} {c['bytes'] / 1e6:.0f}"
+      for c in row["collectives"]
+      if c["bytes"] > 1e6
+    )
+    lines.append(
+      f"| {row['chips']} | {row['policy']} | {mesh} | {row['arguments'] / 1e6:.0f} | "
+      f"{row['peak'] / 1e6:.0f} | {crossing or '-'} | {row['sent'] / 1e6:.0f} |"
+    )
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def chaos(report: dict[str, Any]) -> str:
+  """How many killed runs ended as the one left alone, and what the kills cost."""
+  kills = [kill for run in report["runs"] for kill in run["kills"]]
+  ended = [kill["others_ended_after_s"] for kill in kills]
+  same = sum(run["same"] for run in report["runs"])
+  lost = [kill["lost_steps"] for kill in kills]
+  runs, mean = len(report["runs"]), sum(lost) / len(lost)
+  text = (
+    f"{same} of {runs} runs of {report['processes']} processes ended with bit for bit the losses and the "
+    f"skips of the run left alone, after {len(kills)} kills. A kill cost {mean:.0f} steps on average and "
+    f"{max(lost)} at most, checkpoints being {report['checkpoint_every']} steps apart; the other processes had ended "
+    f"{max(ended):.0f} s after it at the latest."
+  )
+  return f"{textwrap.fill(text, 118)}\n\n{provenance(report)}"
+
+
+# Tables by the file that they stand in.
+PLACES = {"scaling_tpu_v5e": "docs/scale_out.md", "chaos_cpu": "docs/scale_out.md"}
+
+
 def main() -> None:
   """Replaces what stands between each pair of markers."""
-  file = FOLDER / "README.md"
-  text = file.read_text()
   for name, make in (
+    ("scaling_tpu_v5e", scaling),
+    ("chaos_cpu", chaos),
     ("overhead_cpu", overhead),
     ("peers_cpu", peers),
     ("compiled_h200", compiled),
@@ -246,10 +288,12 @@ def main() -> None:
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),
   ):
+    file = FOLDER.parent / PLACES.get(name, "benchmarks/README.md")
+    text = file.read_text()
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
     text = re.sub(pattern, lambda m, table=table: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL)
-  file.write_text(text)
+    file.write_text(text)
 
 
 if __name__ == "__main__":
