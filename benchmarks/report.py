@@ -247,12 +247,12 @@ def chaos(report: dict[str, Any]) -> str:
   ended = [kill["others_ended_after_s"] for kill in kills]
   same = sum(run["same"] for run in report["runs"])
   lost = [kill["lost_steps"] for kill in kills]
-  runs, mean = len(report["runs"]), sum(lost) / len(lost)
+  runs, mean, apart = len(report["runs"]), sum(lost) / len(lost), report["checkpoint_every"]
   text = (
     f"{same} of {runs} runs of {report['processes']} processes ended with bit for bit the losses and the "
     f"skips of the run left alone, after {len(kills)} kills. A kill cost {mean:.0f} steps on average and "
-    f"{max(lost)} at most, checkpoints being {report['checkpoint_every']} steps apart; the other processes had ended "
-    f"{max(ended):.0f} s after it at the latest."
+    f"{max(lost)} at most, checkpoints being {apart} steps apart; the others had "
+    f"ended {max(ended):.0f} s after it at the latest."
   )
   return f"{textwrap.fill(text, 118)}\n\n{provenance(report)}"
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 
 
 def split_batch(n: int, x: jax.Array) -> jax.Array:
-  """[batch, ...] -> [n, batch / n, ...]; strided, so that rows stay on the devices that hold them."""
+  """[batch, ...] -> [n, batch / n, ...]; strided, so that rows stay on the devices that hold them.
+
+  A scalar is the same in each.
+  """
+  if not x.ndim:
+    return jnp.broadcast_to(x, (n,))
   if x.shape[0] % n:
     raise ValueError(f"a batch of {x.shape[0]} rows cannot be split into accumulate={n} micro-batches")
   return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)

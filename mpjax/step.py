@@ -7,7 +7,6 @@ function is the user's, and so is the model: a parameter tree, linen variables o
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -186,8 +185,7 @@ class TrainStep:
         )
     check_differentiable(params)
     params = self.policy.cast_to_param(params)
-    # Donation needs buffers that nobody else holds.
-    own = lambda tree: jax.tree.map(jnp.copy, tree)
+    own = lambda tree: jax.tree.map(_own, tree)
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
       params=own(params),
@@ -296,7 +294,7 @@ class TrainStep:
       params=nnx.as_pure(params),
       model_state=nnx.as_pure(model_state),
       opt_state=nnx.as_pure(optimizer.opt_state),
-      rng=rng,
+      rng=None if rng is None else jnp.copy(rng),  # the state's buffers are given away
       graphdef=graphdef,
     )
     if self.layout is not None:
@@ -338,13 +336,18 @@ class TrainStep:
 
   def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
     """Loss and metrics averaged over the batch, gradients of the scaled loss, new model and FP8 state."""
-    params, keys = self.loss.compute_params(state), self.loss.keys(state, batch)
+    params = self.loss.compute_params(state)
     if self.layout is not None:
       self.layout.check_batch(batch, self.accumulate)
       if self.layout.shards > 1:
-        run = functools.partial(self.layout.gradients, self.loss.gradients, self.loss.forward)
-        return run(params, state, batch, keys, self.loss.by_row)
-    return self.loss.gradients(params, state, batch, keys, dtypes=state.params)
+        return self.layout.gradients(self.loss, params, state, batch)
+    return self.loss.gradients(params, state, batch, self.loss.keys(state, batch), dtypes=state.params)
+
+
+def _own(x: Any) -> jax.Array:
+  """A copy, since donation needs buffers that nobody else holds; as a second step would give it back."""
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+  return jnp.copy(x) if is_key else jnp.array(x, dtype=x.dtype)  # which takes a weak type away
 
 
 def _layout(mesh: Any, sharding: Any, policy: Policy) -> Layout | None:

@@ -68,8 +68,7 @@ class StepLoss:
     key = state.step_key
     if key is None or not self.by_row:
       return key
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+    return row_keys(key, batch)
 
   def arguments(self, state: TrainState, batch: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Those of the loss function; keys as shapes."""
@@ -177,6 +176,12 @@ class StepLoss:
     # scale itself may not fit there (2**16 in float16).
     loss, metrics = self.policy.cast_to_output((loss, metrics))
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
+
+
+def row_keys(key: jax.Array, batch: Any, first: Any = 0) -> jax.Array:
+  """A key for each row of a batch, the number of whose first row is `first`."""
+  rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
 
 
 def _cast_like(new: Any, old: Any) -> Any:

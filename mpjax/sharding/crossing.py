@@ -59,14 +59,14 @@ def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
   return jax.tree.unflatten(structure, leaves)
 
 
-def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], rows: tuple[Any, ...]) -> Any:
+def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], batch: Any) -> Any:
   """What a function of a device's rows returns on each, stacked: a first axis of one entry a device.
 
   Args:
     mesh: of the step; `tensor` is left to the compiler.
-    fun: takes the arrays of both kinds.
+    fun: takes the replicated trees, and a device's rows of the batch.
     replicated: trees that are the same for all rows.
-    rows: trees whose leaves have the rows of the batch in front.
+    batch: tree whose leaves have the rows in front; a scalar is the same for all.
   """
   axes = axes_of_batch(mesh)
 
@@ -76,11 +76,14 @@ def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], row
   return jax.shard_map(
     body,
     mesh=mesh,
-    in_specs=(*(_SPEC,) * len(replicated), *(PartitionSpec(axes),) * len(rows)),
+    in_specs=(
+      *(_SPEC,) * len(replicated),
+      jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _SPEC, batch),
+    ),
     out_specs=PartitionSpec(axes),
     axis_names=set(axes),
     check_vma=False,
-  )(*replicated, *rows)
+  )(*replicated, batch)
 
 
 def shard_index(mesh: Any) -> jax.Array:

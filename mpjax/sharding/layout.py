@@ -16,10 +16,8 @@ from mpjax.sharding import crossing
 from mpjax.sharding.mesh import batch_shards, batch_spec
 from mpjax.sharding.narrow import read_in
 from mpjax.sharding.rules import Rules, dimension, is_spec, joined, specs_like
+from mpjax.step_loss import StepLoss, row_keys
 from mpjax.train_state import TrainState
-
-# (parameters, state, batch, keys) -> (loss, metrics, gradients, model state, FP8 state)
-Local = Callable[..., tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,54 +64,37 @@ class Layout:
   def check_batch(self, batch: Any, accumulate: int) -> None:
     """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-      if not leaf.ndim or leaf.shape[0] % (self.shards * accumulate):
+      if leaf.ndim and leaf.shape[0] % (self.shards * accumulate):
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
         raise ValueError(
           f"batch[{joined(path)!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
           f"be divided over {self.shards} devices{micro}"
         )
 
-  def gradients(
-    self,
-    local: Local,
-    forward: Callable[..., Any],
-    params: Any,
-    state: TrainState,
-    batch: Any,
-    keys: Any,
-    by_row: bool,
-  ) -> Any:
-    """What `local` returns for a whole batch: each device runs it on its rows, and gradients are reduced.
+  def gradients(self, loss: StepLoss, params: Any, state: TrainState, batch: Any) -> Any:
+    """What `loss.gradients` returns, of a whole batch: each device runs it on its rows.
 
     Args:
-      local: see `Local`; gets whole parameters, and a state without them.
-      forward: what `local` differentiates, with its arguments.
-      params: parameters as `local` takes them, where they lie; cast to what a step computes in, if it casts.
-      state: the state; of it, scalars and what is not divided.
+      loss: of the step.
+      params: parameters as it takes them, where they lie.
+      state: the state.
       batch: rows of all devices.
-      keys: for the loss function; `None` for none.
-      by_row: whether they are one a row, rather than one.
     """
     specs = self.rules.specs(state.params, self.mesh)
     rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
     own = jax.tree.map(lambda leaf: leaf.dtype, params)
 
-    def each(run: Local, params: Any, rest: TrainState, key: Any, batch: Any, row_keys: Any) -> Any:
+    def each(run: Callable[..., Any], params: Any, rest: TrainState, key: Any, batch: Any) -> Any:
       index = crossing.shard_index(self.mesh)
       params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, own)
-      if key is not None:
-        key = jax.random.fold_in(key, index)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
-      return run(params, rest.replace(model_state=mine), batch, row_keys if by_row else key), mine
+      return run(params, rest.replace(model_state=mine), batch, _keys(loss, key, batch, index)), mine
 
-    def everywhere(run: Local, params: Any) -> Any:
-      replicated = (params, rest, None if by_row else keys)
-      return crossing.on_each(
-        self.mesh, functools.partial(each, run), replicated, (batch, keys if by_row else None)
-      )
+    def everywhere(run: Callable[..., Any], params: Any) -> Any:
+      return crossing.on_each(self.mesh, functools.partial(each, run), (params, rest, state.step_key), batch)
 
-    dtypes = self._gathered_in(functools.partial(everywhere, forward), params, specs)
-    out, mine = everywhere(local, crossing.gather(self.mesh, params, specs, dtypes))
+    dtypes = self._gathered_in(functools.partial(everywhere, loss.forward), params, specs)
+    out, mine = everywhere(loss.gradients, crossing.gather(self.mesh, params, specs, dtypes))
     loss, metrics, grads, model_state, fp8_state = out
     grads = crossing.reduce(self.mesh, grads, specs, self.reduce_dtype)
     fp8_state = jax.tree.map(lambda x: x.max(0), fp8_state)
@@ -134,6 +115,16 @@ class Layout:
         if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
           dtypes[i] = read
     return jax.tree.unflatten(structure, dtypes)
+
+
+def _keys(loss: StepLoss, key: Any, batch: Any, index: jax.Array) -> Any:
+  """Of a device: a key of its own, or those of its rows, which are numbered through all devices."""
+  if key is None:
+    return None
+  if not loss.by_row:
+    return jax.random.fold_in(key, index)
+  rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+  return row_keys(key, batch, index * rows)
 
 
 def _scalars(tree: Any) -> Any:

@@ -16,6 +16,7 @@ from mpjax.train import distributed, loop
 from mpjax.train.config import ConfigError, load_config, read_waits
 from mpjax.train.export import export_run
 from mpjax.train.interrupt import Interrupted
+from mpjax.train.meshes import on_devices_here
 from mpjax.train.processes import Agreed, status_of
 from mpjax.train.setup import make_setup
 
@@ -78,7 +79,7 @@ def explain(arguments: Sequence[str]) -> int:
   options = parser.parse_args(arguments)
 
   def run() -> None:
-    setup = make_setup(load_config(options.config, options.overrides))
+    setup = make_setup(on_devices_here(load_config(options.config, options.overrides)))
     print(setup.explain())
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
       print("\nautocast: false in the policy: a run casts parameters and batch instead")

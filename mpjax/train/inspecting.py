@@ -13,6 +13,7 @@ from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.config import Config, ConfigError, load_config
+from mpjax.train.meshes import on_devices_here
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.setup import Setup, make_setup
 from mpjax.train.tasks import make_task
@@ -60,6 +61,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     ConfigError: if there is no such checkpoint, or it is of another model.
     DataError: for data that is missing or unfit.
   """
+  config = on_devices_here(config)
   setup = make_setup(config)
   batches = setup.data.train()
   if checkpoint is None:

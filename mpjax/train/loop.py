@@ -50,7 +50,8 @@ class _Pending(NamedTuple):
 def train(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
   """Trains what the config says, resuming an unfinished run, and returns the summary.
 
-  Where `jax.distributed` runs already, every process of it calls this.
+  Where `jax.distributed` runs already, every process of it calls this; a hang then ends the process
+  (`distributed.hang_timeout_s`), which in a run of one process it does for `scripts/train.py` alone.
 
   Raises:
     ConfigError, DataError: before anything is written, for what cannot be run.
@@ -59,7 +60,7 @@ def train(config: Config, console: rich.console.Console | None = None) -> dict[s
     Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
     Agreed: in a run of several processes, any of these that one of them met before the first step.
   """
-  with Processes(config.distributed) as processes:
+  with Processes(config.distributed, may_exit=False) as processes:
     return train_together(lambda: config, processes, console)
 
 

@@ -32,11 +32,20 @@ def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> d
   there = f"target {target} has {count}" if target else f"there {'is' if available == 1 else 'are'} {count}"
   shown = ", ".join(f"mesh.{axis}={n}" for axis, n in asked.items() if n != 1) or "mesh.data=1"
   if fixed > available:
-    larger = "; name a larger one, as in target=h200:8 or target=v5e:2x4" if target else ""
+    larger = "; name a larger one, as in target=h200:8 or target=v5e:2x4" if target else "; mesh={} uses all"
     raise ConfigError(f"{shown}: {there}{larger}")
   if -1 in asked.values() and available % fixed:
     raise ConfigError(f"{shown}: {there}, which cannot be divided by {fixed}")
   return {axis: available // fixed if n == -1 else n for axis, n in asked.items()}
+
+
+def on_devices_here(config: Config) -> Config:
+  """The config, on one device if its mesh does not fit those that are here: to look at, not to train."""
+  try:
+    mesh_sizes(config.mesh, len(jax.devices()))
+  except ConfigError:
+    return config.model_copy(update={"mesh": MeshConfig(data=1)})
+  return config
 
 
 def make_mesh(config: Config) -> Mesh:

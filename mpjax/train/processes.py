@@ -55,10 +55,15 @@ class Processes:
     process: the number of this one.
     count: how many there are.
     directory: the run's, once it is known: where messages look for the last checkpoint.
+
+  Args:
+    settings: how long to wait.
+    may_exit: whether a hang may end this process, if it is alone; one of several has to end.
   """
 
-  def __init__(self, settings: DistributedConfig | None = None):
+  def __init__(self, settings: DistributedConfig | None = None, *, may_exit: bool = True):
     self.settings = settings or DistributedConfig()
+    self._may_exit = may_exit
     self.directory: pathlib.Path | None = None
     self._log: NativeLog | None = None
     self._ending = threading.Lock()
@@ -86,6 +91,8 @@ class Processes:
 
   def __enter__(self) -> Processes:
     self._since = time.monotonic()
+    if self.count == 1 and not self._may_exit:
+      return self
     self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
     self._watch.start()
     return self
@@ -207,7 +214,15 @@ class Processes:
   def _watch_over(self) -> None:
     """Ends the process when another has left word that it ended, or nothing moves any more."""
     limit, answered = self.settings.hang_timeout_s, False
-    while not self._closed.wait(min(1.0, limit / 4)):
+    tick = min(1.0, limit / 4)
+    while True:
+      before = time.monotonic()
+      if self._closed.wait(tick):
+        return
+      # Stopped (Ctrl-Z, a suspended machine): that time counts for nobody.
+      asleep = time.monotonic() - before - tick
+      if asleep > 2 * tick:
+        self._since += asleep
       news = self._news()
       if word := news.get("ended"):
         self._exit(word["status"], self._since_word(word))

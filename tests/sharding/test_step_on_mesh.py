@@ -406,3 +406,23 @@ def test_plain_gradients_of_a_step_on_a_mesh():
   expected, of = jax.value_and_grad(lambda p: plain(p, BATCH)[0])(weights())
   np.testing.assert_allclose(loss, expected, rtol=1e-2)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), np_tree(grads), np_tree(of))
+
+
+def test_a_scalar_in_the_batch_is_the_same_for_all():
+  weighted = lambda p, batch: plain(p, batch)[0] * batch["weight"]
+  batch = {**BATCH, "weight": np.float32(0.5)}
+  curves = [
+    train(weighted, "fp32", of_weights, 2, batch, accumulate=2, **options)[2]
+    for options in ({}, {"mesh": mesh(data=4, fsdp=2)})
+  ]
+  np.testing.assert_allclose(*([c["loss"] for c in curve] for curve in curves), rtol=1e-5)
+
+
+def test_a_second_step_compiles_nothing():
+  step = mpjax.make_train_step(
+    lambda p, b: (p["w"] * b["x"]).mean(), optax.sgd(0.1), "fp32", mesh=mesh(fsdp=8)
+  )
+  state = step.init({"w": jnp.asarray(1.5)})  # weakly typed
+  for _ in range(2):
+    state, _ = step(state, {"x": X})
+  assert step.jitted._cache_size() == 1
