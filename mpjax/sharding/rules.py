@@ -38,8 +38,9 @@ class Rules:
     self._model = model
     for pattern, dims in self._patterns.items():
       component_regex(pattern)
-      named = [axis for axis in (dims or ()) if axis is not None]
-      if isinstance(dims, str) or any(axis not in _OF_PARAMETERS for axis in named):
+      is_list = dims is None or (isinstance(dims, Sequence) and not isinstance(dims, str))
+      named = [axis for axis in (dims or ()) if axis is not None] if is_list else []
+      if not is_list or any(axis not in _OF_PARAMETERS for axis in named):
         raise ValueError(
           f"sharding rule {pattern!r}: {dims!r}: expected fsdp, tensor or null for each dimension, such as "
           "[fsdp, null]"

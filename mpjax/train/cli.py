@@ -1,9 +1,10 @@
 """The command lines of `scripts/`: arguments in, exit statuses out.
 
 Statuses: 0 the run finished; 2 a config, data or usage error (one line on stderr); 3 stopped because every
-step was skipped; 4 a checkpoint could not be written, or none can be read; 5 another process of the run was
-lost, or nothing moved for `distributed.hang_timeout_s`; 130 Ctrl-C and 143 SIGTERM, after a checkpoint was
-saved. Of several processes each ends with the status of the one that ended the run.
+step was skipped; 4 a checkpoint or another file of the run could not be written, or no checkpoint can be
+read; 5 another process of the run was lost, or nothing moved for `distributed.hang_timeout_s`; 130 Ctrl-C and
+143 SIGTERM, after a checkpoint was saved. Of several processes each ends with the status of the one that
+ended the run.
 """
 
 from __future__ import annotations

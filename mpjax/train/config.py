@@ -41,6 +41,14 @@ Fraction = Annotated[Float, pydantic.Field(ge=0, lt=1)]
 class _Section(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _require_mapping(cls, value: Any) -> Any:
+    if not isinstance(value, (Mapping, cls)):
+      keys = ", ".join(list(cls.model_fields)[:3])
+      raise ValueError(f"expected a mapping of keys, such as {keys}")
+    return value
+
 
 class GPTConfig(_Section):
   """A decoder-only transformer on bytes (`mpjax.train.models.GPT`)."""
@@ -139,7 +147,7 @@ class MeshConfig(_Section):
   data: Int = -1
   fsdp: Int = 1
   tensor: Int = 1
-  rules: dict[str, list[str | None] | None] = {}
+  rules: dict[str, Any] = {}
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:
@@ -189,7 +197,7 @@ class NumericsConfig(_Section):
   every: Natural = 0
 
 
-Seconds = Annotated[Float, pydantic.Field(gt=0)]
+Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
 
 
 class DistributedConfig(_Section):

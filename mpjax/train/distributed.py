@@ -60,6 +60,8 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
     log.close()
     where = f" ({flags.coordinator} may be taken, or be another machine's)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
+  # Devices of several processes come up together: one whose config is wrong would keep the others waiting.
+  jax.devices()
   return processes.join(log)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
 import signal
 import time
@@ -12,19 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import rich.console
-import tensorboardX
 import yaml
 
 from mpjax.fp8.support import fp8_units
 from mpjax.step import TrainState
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints import CheckpointError, Checkpoints
 from mpjax.train.config import Config, ConfigError
 from mpjax.train.data import DataError
 from mpjax.train.data.dataset import data_mismatch, describe
 from mpjax.train.diagnose import first_nonfinite, nonfinite_report
 from mpjax.train.display import Display, finished_already, header, summary_table
+from mpjax.train.events import Events
 from mpjax.train.export import save_safetensors
 from mpjax.train.interrupt import Interrupt, Interrupted, Poll
+from mpjax.train.orbax_errors import STORAGE_ERRORS
 from mpjax.train.peak_memory import peak_memory
 from mpjax.train.processes import Processes
 from mpjax.train.run_directory import MetricsFile, RunDirectory, config_mismatch, plain
@@ -81,7 +83,8 @@ def train_together(
       return summary
     run = Run(config, setup, directory, processes, console)
     try:
-      summary = run.train()
+      with run.storage_errors():
+        summary = run.train()
     except BaseException as error:
       if processes.are_together(error):  # what is being written would wait for the others
         run.checkpoints.close()
@@ -129,9 +132,7 @@ class Run:
     rows, per_row = self.config.data.batch_size, self.task.units[1]
     first = self.processes.first
     self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
-    self._events = tensorboardX.SummaryWriter(
-      str(self.directory.path / "tensorboard"), purge_step=start + 1, write_to_disk=first
-    )
+    self._events = Events(self.directory.path / "tensorboard", start, owner=first)
     self._poll = Poll(self.processes.count > 1)
     self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
     self._items_per_step = rows * per_row
@@ -142,10 +143,29 @@ class Run:
           batch = self._next_batch(step, state, iterator, start)
           state = self._one_step(step, state, batch)
           self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
-    finally:
-      self._metrics_file.close()
-      self._events.close()
+    except BaseException:
+      with contextlib.suppress(OSError):  # of a full disk: told already
+        self._events.close()
+      with contextlib.suppress(OSError):
+        self._metrics_file.close()
+      raise
+    self._events.close()
+    self._metrics_file.close()
     return self._finish(state)
+
+  @contextlib.contextmanager
+  def storage_errors(self) -> Iterator[None]:
+    """Turns what the operating system says of the run's own files into a `CheckpointError`."""
+    try:
+      yield
+    except OSError as error:
+      if error.errno not in STORAGE_ERRORS:
+        raise
+      kept = self._resumes(self.checkpoints.latest())
+      raise CheckpointError(
+        f"{self.directory.path} cannot be written: {error.strerror}; {kept} once there is room "
+        "and permission to write"
+      ) from error
 
   def _next_batch(self, step: int, state: TrainState, iterator: Any, start: int) -> Any:
     """This process's rows of the next batch; without them, the steps so far are saved if that can be."""

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 # What the operating system says of files that cannot be written or read.
-_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _LONGEST = 300
 
 
@@ -22,7 +22,7 @@ def reason(error: BaseException) -> str:
     chain.append(link)
     link = link.__cause__ or link.__context__
   for link in chain:
-    for text in map(os.strerror, _SYSTEM_ERRORS):
+    for text in map(os.strerror, STORAGE_ERRORS):
       if text in str(link):
         return text
   if any("DEADLINE_EXCEEDED" in str(link) for link in chain):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorboardX
 
 from mpjax.micro_batches import split_batch
 from mpjax.numerics.passes import KEPT_IN, loss_points, make_pass
@@ -17,6 +16,7 @@ from mpjax.numerics.summary import Summary
 from mpjax.numerics.tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.step import TrainState, TrainStep
 from mpjax.step_policy import find_scaler
+from mpjax.train.events import Events
 
 
 class Watcher:
@@ -42,7 +42,7 @@ class Watcher:
     scaler = find_scaler(state.opt_state)
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
-  def write(self, events: tensorboardX.SummaryWriter, step: int, looked: Any) -> None:
+  def write(self, events: Events, step: int, looked: Any) -> None:
     """Writes what was seen: a histogram of log2 of the magnitudes a tensor, and shares by kind."""
     seen, scale = jax.device_get(looked)
     name = self._step.policy.compute_dtype.name
@@ -82,7 +82,7 @@ class Watcher:
       yield "update", path, kept
 
 
-def _histogram(events: tensorboardX.SummaryWriter, tag: str, magnitudes: Magnitudes, step: int) -> None:
+def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
   """One over log2 of the magnitudes that are finite and not zero."""
   _, counts = magnitudes.histogram
   there = [i for i, count in enumerate(counts) if count]

@@ -351,3 +351,25 @@ checkpoints.close()
   assert "step 4 is damaged: met by one process" in lines[0][3]
   assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["4", "6"]
   assert resume(folder).step == 4
+
+
+def test_metrics_that_cannot_be_written_end_a_run_in_one_line(tiny_gpt, tmp_path, monkeypatch):
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # which is of no use then, and says so
+  code = """
+from mpjax.train import cli
+fill(16000)
+sys.exit(cli.train(sys.argv[1:]))
+"""
+  options = [
+    "train.steps=400",
+    "train.eval_every=400",
+    "train.checkpoint_every=400",
+    f"out={tmp_path / 'run'}",
+  ]
+  process = child(FULL + code, *tiny_gpt, *options)
+  _, err = process.communicate(timeout=120)
+  assert process.returncode == 4, err
+  assert err.startswith(
+    f"error: {tmp_path / 'run'} cannot be written: File too large; no checkpoint was saved"
+  )
+  assert err.count("\n") == 1

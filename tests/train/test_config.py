@@ -78,6 +78,8 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
     (["data.path=x"], ["data", "path", "stdlib"]),
     (["mesh.fsdp=0"], ["mesh", "fsdp=0", "-1"]),
     (["mesh.fsdp=-1"], ["mesh", "data=-1", "fsdp=-1", "one axis"]),
+    (["mesh=4"], ["mesh", "mapping", "data, fsdp, tensor"]),
+    (["mesh.rules={a: fsdp}"], ["mesh", "'a'", "[fsdp, null]"]),
     (["mesh.rules={a: [data]}"], ["mesh", "'a'", "fsdp, tensor or null"]),
     (["steps"], ["'steps'", "key=value"]),
     (["train.steps=[1"], ["train.steps=[1"]),

@@ -208,12 +208,17 @@ def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, mo
 
 def test_processes_of_different_configs_are_refused_together(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
-  statuses, shown, errors = start(2, [*tiny_gpt, "policy=fp32", f"out={out}"], own={1: ["seed=4"]}).end()
-  assert statuses == [2, 2]
-  assert "(seed: 3 in process 0, 4 in process 1)" in errors[0]
-  assert errors[0].count("\n") == 1
-  assert shown[1] == errors[1] == ""
-  assert not out.exists()
+  # The policy is "auto", which asks for the devices: those of all processes come up together or not at all.
+  for own, words in (
+    ("seed=4", "(seed: 3 in process 0, 4 in process 1)"),
+    ("train.bogus=1", "process 1: unknown"),
+  ):
+    statuses, shown, errors = start(2, [*tiny_gpt, f"out={out}"], own={1: [own]}).end()
+    assert statuses == [2, 2]
+    assert words in errors[0]
+    assert errors[0].count("\n") == 1
+    assert shown[1] == errors[1] == ""
+    assert not out.exists()
 
 
 def test_what_does_not_move_ends_the_process(tmp_path):
