@@ -322,10 +322,12 @@ class Run:
       DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
     """
     totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
-    for batch in self._eval_batches():
+    for number, batch in enumerate(self._eval_batches(), 1):
       parts = (state.params, state.model_state, state.fp8_state)
       for name, value in self._evaluate(*parts, self.setup.place(batch)).items():
         totals[name].append(value)
+        jax.block_until_ready(totals[name][-_LAG:][0])
+      self.processes.doing(f"batch {number} of the evaluation")
     return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
 
   def _eval_batches(self) -> Iterator[Any]:
