@@ -104,8 +104,16 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("case", SAME)
+ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of the batch")
+
+
+@pytest.mark.parametrize(
+  ("case", "shape"),
+  [
+    *((case, {"fsdp": 8}) for case in SAME),
+    *((case, {"data": 2, "fsdp": 2, "tensor": 2}) for case in ON_THREE_AXES),
+  ],
+)
 def test_a_mesh_trains_as_one_device_does(case, shape):
   loss, init, policy, options = SAME[case]
   _, one, expected = train(loss, policy, init, **options)
@@ -261,9 +269,16 @@ def infinite(kind):
   return batch
 
 
-@pytest.mark.parametrize("kind", [np.inf, np.nan])
-@pytest.mark.parametrize("shape", [{"data": 8}, {"fsdp": 8}, {"data": 4, "fsdp": 2}])
-@pytest.mark.parametrize("reduce_dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+  ("kind", "shape", "reduce_dtype"),
+  [
+    (np.inf, {"data": 8}, "float32"),
+    (np.nan, {"data": 8}, "float16"),
+    (np.nan, {"fsdp": 8}, "float32"),
+    (np.inf, {"fsdp": 8}, "float16"),
+    (np.inf, {"data": 4, "fsdp": 2}, "float16"),
+  ],
+)
 def test_one_infinity_on_one_device_skips_the_step_on_all(kind, shape, reduce_dtype):
   policy = {"base": "fp16", "reduce_dtype": reduce_dtype, "loss_scaling": {"init_scale": 256}}
   step = mpjax.make_train_step(plain, optax.adam(1e-2), policy, mesh=mesh(**shape))
