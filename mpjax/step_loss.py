@@ -68,7 +68,7 @@ class StepLoss:
     key = state.step_key
     if key is None or not self.by_row:
       return key
-    return row_keys(key, batch)
+    return row_keys(key, row_count(batch))
 
   def arguments(self, state: TrainState, batch: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Those of the loss function; keys as shapes."""
@@ -178,10 +178,15 @@ class StepLoss:
     return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
 
 
-def row_keys(key: jax.Array, batch: Any, first: Any = 0) -> jax.Array:
-  """A key for each row of a batch, the number of whose first row is `first`."""
-  rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
+def row_count(batch: Any) -> int:
+  """How many rows a batch has; its scalars have none."""
+  rows: int = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+  return rows
+
+
+def row_keys(key: jax.Array, rows: int, part: Any = 0) -> jax.Array:
+  """A key for each row, which are numbered through all parts of a batch; this is one of them."""
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, part * rows + jnp.arange(rows))
 
 
 def _cast_like(new: Any, old: Any) -> Any:

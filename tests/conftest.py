@@ -26,6 +26,11 @@ def pytest_xdist_make_scheduler(config, log):
   return WorkStealingScheduling(config, log)
 
 
+def pytest_collection_modifyitems(items):
+  """The runs first, each of which takes long: at the end there is something short for either worker."""
+  items.sort(key=lambda item: item.path.parent.name != "train")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _compile_quickly(request):
   """Most programs run once: most of the time would be spent on making them fast."""

@@ -16,7 +16,7 @@ from mpjax.sharding import crossing
 from mpjax.sharding.mesh import batch_shards, batch_spec
 from mpjax.sharding.narrow import read_in
 from mpjax.sharding.rules import Rules, dimension, is_spec, joined, specs_like
-from mpjax.step_loss import StepLoss, row_keys
+from mpjax.step_loss import StepLoss, row_count, row_keys
 from mpjax.train_state import TrainState
 
 
@@ -95,12 +95,12 @@ class Layout:
 
     dtypes = self._gathered_in(functools.partial(everywhere, loss.forward), params, specs)
     out, mine = everywhere(loss.gradients, crossing.gather(self.mesh, params, specs, dtypes))
-    loss, metrics, grads, model_state, fp8_state = out
+    value, metrics, grads, model_state, fp8_state = out
     grads = crossing.reduce(self.mesh, grads, specs, self.reduce_dtype)
     fp8_state = jax.tree.map(lambda x: x.max(0), fp8_state)
     total = crossing.over_shards
     model_state = jax.tree.map(_unfold, total(model_state), total(mine), state.model_state)
-    return total(loss), total(metrics, jnp.sum), grads, model_state, fp8_state
+    return total(value), total(metrics, jnp.sum), grads, model_state, fp8_state
 
   def _gathered_in(self, run: Callable[..., Any], params: Any, specs: Any) -> Any:
     """The dtype to gather each parameter in: the one that the program casts it to wherever it reads it."""
@@ -123,13 +123,13 @@ def _keys(loss: StepLoss, key: Any, batch: Any, index: jax.Array) -> Any:
     return None
   if not loss.by_row:
     return jax.random.fold_in(key, index)
-  rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-  return row_keys(key, batch, index * rows)
+  return row_keys(key, row_count(batch), index)
 
 
 def _scalars(tree: Any) -> Any:
   """A tree of the same structure with scalars alone: what a loss scale needs of an optimiser's state."""
-  return jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else jnp.zeros([], leaf.dtype), tree)
+  is_kept = lambda leaf: leaf.ndim == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+  return jax.tree.map(lambda leaf: leaf if is_kept(leaf) else jnp.zeros([], leaf.dtype), tree)
 
 
 def _fold(x: Any, index: jax.Array) -> Any:

@@ -49,6 +49,8 @@ class Setup:
 
   def first_state(self) -> TrainState:
     """The state before the first step, made where it lies."""
+    if self.layout.mesh.size == 1:  # a program of its own would take longer to compile than to run
+      return self._init()
     shardings = self.layout.shardings(jax.eval_shape(self._init))
     return jax.jit(self._init, out_shardings=shardings)()
 
