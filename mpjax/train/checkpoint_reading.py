@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 from typing import Any, NamedTuple
@@ -34,7 +35,9 @@ class Parts(NamedTuple):
 
 
 def sealed(state: dict[str, Any], data: Any, loop: dict[str, Any], metrics: dict[str, Any]) -> Parts:
-  """The parts of a checkpoint with their checksums, to be saved."""
+  """The parts of a checkpoint with their checksums, to be saved; what is not arrays as it is now."""
+  # Written by a thread, while the caller may go on to change its own.
+  data, loop = copy.deepcopy((data, loop))
   integrity = {"kinds": tree_kinds(state), "state": tree_checksums(state)} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }

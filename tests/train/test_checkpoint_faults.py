@@ -373,3 +373,16 @@ sys.exit(cli.train(sys.argv[1:]))
     f"error: {tmp_path / 'run'} cannot be written: File too large; no checkpoint was saved"
   )
   assert err.count("\n") == 1
+
+
+def test_what_the_caller_changes_while_a_checkpoint_is_written_is_not_in_it(tmp_path):
+  checkpoints = Checkpoints(tmp_path / "checkpoints")
+  data, loop = {"position": {"next": 2}}, {"last": {"loss": 1.0}}
+  for step in range(1, 6):
+    checkpoints.save(step, make_state(step), data, loop, None)
+    data["position"]["next"], loop["last"]["loss"] = step, -1.0  # as a run does at its next step
+    loop["last"][f"seen {step}"] = True
+    checkpoints.wait()
+    restored = checkpoints.restore(step, make_state(step))
+    assert restored.loop["last"].get(f"seen {step}") is None
+  checkpoints.close()
