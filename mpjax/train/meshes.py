@@ -11,8 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mpjax.sharding.mesh import AXES, BATCH_AXES
 from mpjax.train.config import Config, ConfigError, MeshConfig
-
-Rows = slice | np.ndarray
+from mpjax.train.data.dataset import Rows
 
 
 def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:
@@ -56,7 +55,7 @@ def make_mesh(config: Config) -> Mesh:
   """
   devices = jax.devices()
   sizes = mesh_sizes(config.mesh, len(devices))
-  check_rows(config, sizes)
+  _check_rows(config, sizes)
   count = math.prod(sizes.values())
   if jax.process_count() > 1 and count < len(devices):
     raise ConfigError(
@@ -67,9 +66,9 @@ def make_mesh(config: Config) -> Mesh:
   return jax.make_mesh(shape, AXES, devices=devices[:count], axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_rows(config: Config, sizes: dict[str, int], batch: int | None = None) -> None:
-  """Raises `ConfigError` for a batch (the config's by default) that cannot be divided over the devices."""
-  batch = config.data.batch_size if batch is None else batch
+def _check_rows(config: Config, sizes: dict[str, int]) -> None:
+  """Raises `ConfigError` for a batch that cannot be divided over the devices."""
+  batch = config.data.batch_size
   micro_batch = batch // config.train.accumulate
   count = math.prod(sizes[axis] for axis in BATCH_AXES)
   if micro_batch % count:

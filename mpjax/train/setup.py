@@ -16,7 +16,8 @@ from mpjax.sharding.rules import Rules
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train.config import Config, ConfigError, step_recompute
 from mpjax.train.data import Data, DataInfo, load_data
-from mpjax.train.meshes import Rows, make_mesh, place_rows, rows_of_process
+from mpjax.train.data.dataset import Rows
+from mpjax.train.meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train.optimizers import make_optimizer
 from mpjax.train.tasks import Task, make_task
 
