@@ -15,7 +15,6 @@ import numpy as np
 import rich.console
 import yaml
 
-from mpjax.fp8.support import fp8_units
 from mpjax.step import TrainState
 from mpjax.train.checkpoints import CheckpointError, Checkpoints
 from mpjax.train.config import Config, ConfigError
@@ -26,6 +25,7 @@ from mpjax.train.display import Display, finished_already, header, summary_table
 from mpjax.train.events import Events
 from mpjax.train.export import save_safetensors
 from mpjax.train.interrupt import Interrupt, Interrupted, Poll
+from mpjax.train.opening import opening
 from mpjax.train.orbax_errors import STORAGE_ERRORS
 from mpjax.train.peak_memory import peak_memory
 from mpjax.train.processes import Processes
@@ -128,7 +128,7 @@ class Run:
     """The loop, from the last checkpoint to the end."""
     iterator = self.data.train(self.setup.rows)
     (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
-    self._show_header(state, start)
+    header(self.console, opening(self.setup, state, self.directory.path, start, self.processes.count))
     rows, per_row = self.config.data.batch_size, self.task.units[1]
     first = self.processes.first
     self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
@@ -367,37 +367,6 @@ class Run:
     self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
     if self.config.train.checkpoint_wait:
       self.checkpoints.wait()
-
-  def _show_header(self, state: TrainState, start: int) -> None:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    scaling = self.policy.loss_scaling
-    rows = {
-      "policy": self.policy.reason or f"{self.policy.name or 'custom'} ({self.policy})",
-      **self._fp8_row(),
-      "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
-      "model": f"{self.config.model.kind}, {parameters:,} parameters",
-      "data": self.data.info.description,
-      "devices": self._devices(),
-      "run": f"{self.directory.path}" + (f", resumed after step {start}" if start else ""),
-    }
-    header(self.console, rows)
-
-  def _devices(self) -> str:
-    layout = self.setup.layout
-    text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
-    if layout.mesh.size > 1:
-      axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
-      dtype = "float32" if layout.reduce_dtype is None else layout.reduce_dtype.name
-      text += f" ({axes}), gradients cross in {dtype}" if layout.shards > 1 else f" ({axes})"
-    return text + (f", in {self.processes.count} processes" if self.processes.count > 1 else "")
-
-  def _fp8_row(self) -> dict[str, str]:
-    recipe = self.policy.fp8_recipe
-    if recipe is None:
-      return {}
-    has_units, lack = fp8_units(recipe)
-    how = "" if has_units else ", emulated" if recipe.emulate else f": none, {lack}"
-    return {"fp8": f"{recipe.recipe} scaling{how}"}
 
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
