@@ -1,13 +1,11 @@
 """What `mpjax.autocast` of a plain float32 model costs beside careful casts by hand.
 
     python benchmarks/autocast.py memory cuda|tpu [--dtype bfloat16|float16] [--json FILE]
-    python benchmarks/autocast.py time [--dtype bfloat16|float16] [--rounds N] [--json FILE]
     python benchmarks/autocast.py trace [cuda|tpu] [--dtype bfloat16|float16] [--rounds N] [--json FILE]
 
 `memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
 (384 wide, 6 layers, 224 x 224, batch 32) for an H200 or a TPU v5e, without the device: temporary memory from
-the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO. `time`
-runs training steps of smaller ones here, all variants in every round, and takes ratios within the round.
+the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
 `trace` times what comes before the first gradient of the large ones, with JAX's caches emptied every time:
 tracing, lowering and compiling, for this machine or a described device. A described device needs the packages
 that compiled.py names. Triton's products are off for the H200: with no GPU to tune them on, XLA finds
@@ -38,21 +36,16 @@ if "cuda" in sys.argv:
   os.environ["XLA_FLAGS"] = ours + os.environ.get("XLA_FLAGS", "")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from autocast_models import Task, gpt, vit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from overhead import Runner, compare
-from record import compiler_figures, origin, print_times, write
+from record import compiler_figures, origin, write
 
 import mpjax
 
 LARGE = {"GPT": gpt(768, 12, 4, seq=512, batch=16), "ViT": vit(384, 6, 6, side=224, batch=32)}
-SMALL = {"GPT": gpt(256, 4, 2, seq=128, batch=4), "ViT": vit(192, 3, 2, side=112, batch=8, classes=100)}
 POLICIES = {"bfloat16": "bf16", "float16": "fp16"}
 SAVE_DOTS = jax.checkpoint_policies.dots_saveable
-STEPS = 3  # at once, in a round of `time`
 PHASES = ("trace", "lower", "compile", "total")
 
 # Name to (task, half-precision dtype) -> loss.
@@ -65,7 +58,7 @@ VARIANTS: dict[str, Callable[[Task, str], Callable[[Any, Any], jax.Array]]] = {
 }
 AGAINST_HAND = ("hand", "hand, dots_saveable", "autocast", "autocast, recompute", "float32")
 AGAINST_PLAIN = ("float32", "hand", "hand, dots_saveable", "autocast", "autocast, recompute")
-ORDER = {"memory": AGAINST_HAND, "time": AGAINST_HAND, "trace": AGAINST_PLAIN}
+ORDER = {"memory": AGAINST_HAND, "trace": AGAINST_PLAIN}
 
 
 def products(stablehlo: str) -> dict[str, int]:
@@ -77,7 +70,7 @@ def products(stablehlo: str) -> dict[str, int]:
 
 def target_device(target: str) -> Any:
   """The first of a described target's devices."""
-  from compiled import described  # which turns JAX's own backends off, and `time` wants those
+  from compiled import described  # which turns JAX's own backends off, and a trace here wants those
 
   return described(target).devices[0]
 
@@ -108,35 +101,6 @@ def measure_memory(target: str, dtype: str, names: list[str]) -> dict[str, Any]:
       counts = ", ".join(f"{count} {operands}" for operands, count in row["products"].items())
       print(f"  {name:58}{row['temp_bytes'] / 1e6:9.1f}{row['temp_ratio']:9.3f}  {counts}", flush=True)
   return report
-
-
-def measure_time(dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
-  """Times whole training steps of every variant, interleaved; ratios are to the first one named."""
-  tx = optax.adamw(1e-3)
-  report = origin(f"autocast.py time --dtype {dtype} --rounds {rounds}", "flax", "optax") | {"models": {}}
-  for model, task in SMALL.items():
-    params, batch, rows, runs = task.init(), task.batch(), {}, {}
-    for name in names:
-      step = train_step(VARIANTS[name](task, dtype), tx)
-      state = jax.tree.map(jnp.array, (params, tx.init(params)))
-      rows[name] = compiler_figures(step.lower(state, batch).compile())
-      runs[name] = Runner(step, state, batch)
-      runs[name](2)
-    report["models"][model] = compare(rows, runs, STEPS, rounds)
-    print_times(f"{model}, {dtype}", rows)
-  return report
-
-
-def train_step(loss: Any, tx: Any) -> Any:
-  """The jitted step, its state donated."""
-
-  def step(state: Any, batch: Any) -> Any:
-    params, opt_state = state
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), value
-
-  return jax.jit(step, donate_argnums=0)
 
 
 def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
@@ -184,13 +148,13 @@ def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("measure", choices=("memory", "time", "trace"))
+  parser.add_argument("measure", choices=("memory", "trace"))
   parser.add_argument(
     "target", choices=("cuda", "tpu"), nargs="?", help="a device to compile for, which need not be there"
   )
   parser.add_argument("--dtype", choices=POLICIES, default="bfloat16")
   parser.add_argument("--variant", choices=VARIANTS, action="append", help="leave the others out; may repeat")
-  parser.add_argument("--rounds", type=int, help="of time (40) and trace (5)")
+  parser.add_argument("--rounds", type=int, help="of trace (5)")
   parser.add_argument("--json")
   options = parser.parse_args()
   # The first is what the others are divided by.
@@ -199,8 +163,6 @@ def main() -> None:
     if options.target is None:
       parser.error("memory needs the device to compile for: memory cuda, or memory tpu")
     report = measure_memory(options.target, options.dtype, names)
-  elif options.measure == "time":
-    report = measure_time(options.dtype, options.rounds or 40, names)
   else:
     report = measure_trace(options.target, options.dtype, options.rounds or 5, names)
   write(report, options.json)

@@ -1,178 +1,195 @@
-"""What `make_train_step` costs beside a hand-written float32 optax step of the same model.
+"""What mixed precision costs: the same training step by hand, by other libraries and by mpjax, side by side.
 
-    python benchmarks/overhead.py [--model tf|tf_opt|mlp] [--rounds N] [--json FILE]
+    python scripts/bench.py overhead [--target here|v5e|h200] [--model NAME] [--dtype NAME] [--rounds N]
+      [--compile-rounds N] [--keep-freed-memory] [--json FILE]
 
-Every variant runs in every round, in shuffled order; the ratio to the hand-written step is taken within the
-round, and the median over rounds is printed with its quartiles. Memory and instruction counts are the
-compiler's own. On a CPU the ratios tell of overhead only: what half precision gains is another matter.
+Here: every variant of a model and dtype runs in every round, in shuffled order, and its ratio to the
+hand-written step of the same dtype (without a loss scale) is taken within the round; medians with quartiles.
+Tracing and compiling likewise, from empty caches. Memory, bytes accessed and instructions are the compiler's
+own. On a CPU the ratios tell of overhead alone: what half precision gains is another matter. For a target
+that need not be there the steps are compiled in larger sizes, and memory and bytes are reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from record import compiler_figures, origin, print_times, write
+import overhead_report
+from overhead_models import LARGE, SMALL, Model
+from record import compiler_figures, instructions, origin
 
-import mpjax
+from mpjax.planner.compile import CompileError, compile_step, missing
+from mpjax.planner.targets import Target, get_target
 
-MODELS = {
-  # 3.3M parameters, 1024 tokens a step: bound by matrix products
-  "tf": {"dim": 256, "heads": 4, "layers": 4, "batch": 8, "seq": 128, "inner": 1},
-  # 12.9M parameters, 32 tokens a step: bound by the optimiser
-  "tf_opt": {"dim": 512, "heads": 8, "layers": 4, "batch": 1, "seq": 32, "inner": 3},
-  # 7k parameters: bound by dispatch
-  "mlp": {"inner": 200},
-  # the same, 500 steps in one program
-  "mlp_scan": {"inner": 1},
-}
-SCANNED = 500
-VOCAB = 256
+PACKAGES = ("flax", "optax", "jmp", "mixed-precision-for-JAX", "keras")
+DTYPES = ("float32", "bfloat16", "float16")
+TRACED = ("transformer", "vit", "mlp")  # the others are the same programs in other sizes
+IMPORTS = {"jax, flax, optax, jmp": "import jax, flax, optax, jmp", "mpjax": "import mpjax"}
+
+tables = overhead_report.tables
+pictures = overhead_report.pictures
 
 
-def transformer(dim: int, heads: int, layers: int, batch: int, seq: int) -> tuple[Any, Any, Any]:
-  """Parameters, loss and batch of a small transformer in plain JAX."""
-  keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 4))
-  normal = lambda *shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
-  blocks = [
-    {
-      "qkv": normal(dim, 3 * dim),
-      "out": normal(dim, dim),
-      "up": normal(dim, 4 * dim),
-      "down": normal(4 * dim, dim),
-      "gain": jnp.ones((2, dim)),
-    }
-    for _ in range(layers)
-  ]
-  params = {
-    "embed": normal(VOCAB, dim),
-    "position": normal(seq, dim),
-    "head": normal(dim, VOCAB),
-    "blocks": blocks,
-  }
-
-  def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * gain
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / np.sqrt(q.shape[-1])
-    scores = jnp.where(jnp.tri(seq, dtype=bool), scores, -jnp.inf)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)
-
-  def loss(params: Any, batch: Any) -> jax.Array:
-    x = params["embed"][batch["x"]] + params["position"]
-    for block in params["blocks"]:
-      qkv = norm(x, block["gain"][0]) @ block["qkv"]
-      q, k, v = (t.reshape(*x.shape[:2], heads, dim // heads) for t in jnp.split(qkv, 3, -1))
-      x = x + attend(q, k, v).reshape(x.shape) @ block["out"]
-      x = x + jax.nn.gelu(norm(x, block["gain"][1]) @ block["up"]) @ block["down"]
-    logits = (x @ params["head"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-  tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, seq + 1)).astype(np.int32)
-  return params, loss, {"x": jnp.asarray(tokens[:, :-1]), "y": jnp.asarray(tokens[:, 1:])}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("--target", default="here", help="here (timed), or a described device: v5e, h200, ...")
+  parser.add_argument("--model", choices=SMALL, action="append", help="leave the others out; may repeat")
+  parser.add_argument("--dtype", choices=DTYPES, action="append", help="leave the others out; may repeat")
+  parser.add_argument("--rounds", type=int, default=30, help="of timed steps")
+  parser.add_argument("--compile-rounds", type=int, default=3, help="of tracing and compiling; 0 for none")
+  parser.add_argument(
+    "--keep-freed-memory", action="store_true", help="have the C library keep what is freed (Linux)"
+  )
 
 
-def mlp() -> tuple[Any, Any, Any]:
-  """Parameters, loss and batch of a small perceptron."""
-  sizes = (32, 64, 64, 10)
-  keys = jax.random.split(jax.random.key(0), len(sizes))
-  params = [
-    {"w": jax.random.normal(key, (a, b)) / np.sqrt(a), "b": jnp.zeros(b)}
-    for key, a, b in zip(keys, sizes[:-1], sizes[1:], strict=False)
-  ]
-
-  def loss(params: Any, batch: Any) -> jax.Array:
-    x = batch["x"]
-    for layer in params[:-1]:
-      x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    logits = (x @ params[-1]["w"] + params[-1]["b"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(64, 32)).astype(np.float32)
-  return params, loss, {"x": jnp.asarray(x), "y": jnp.asarray(rng.integers(0, 10, 64))}
-
-
-def variants(loss: Any) -> dict[str, tuple[Any, Any]]:
-  """Name to (`params -> state`, jitted `(state, batch) -> (state, ...)`)."""
-  tx = optax.adamw(1e-3)
-
-  def hand(state: Any, batch: Any) -> Any:
-    params, opt_state = state
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), value
-
-  out: dict[str, tuple[Any, Any]] = {
-    "hand-written fp32": (lambda p: (p, tx.init(p)), jax.jit(hand, donate_argnums=0))
-  }
-  scaled = {"base": "fp32", "loss_scaling": "dynamic"}
-  for name, policy in (
-    ("make_train_step fp32", "fp32"),
-    ("make_train_step fp32 + dynamic loss scale", scaled),
-    ("make_train_step bf16", "bf16"),
-    ("make_train_step fp16", "fp16"),
-  ):
-    step = mpjax.make_train_step(loss, tx, policy)
-    out[name] = (step.init, step.jitted)
-  return out
+def run(options: argparse.Namespace) -> dict[str, Any]:
+  target = get_target(options.target)
+  dtypes = options.dtype or DTYPES
+  report = origin(f"bench.py overhead {arguments(options)}".strip(), *PACKAGES)
+  report |= {"target": target.name, "models": {}}
+  if not target.is_here:
+    report["device"] = f"{target.name}, described and not there"
+    refused = missing(target)
+    if refused:
+      raise SystemExit(refused)
+  if options.keep_freed_memory and not keep_freed_memory():
+    raise SystemExit("--keep-freed-memory: the allocator of this system cannot be told to")
+  for name, model in (SMALL if target.is_here else LARGE).items():
+    if options.model and name not in options.model:
+      continue
+    rows = report["models"][name] = {"title": model.title, "bound": model.bound, "dtypes": {}}
+    for dtype in dtypes:
+      if target.is_here:
+        found = measure(model, dtype, options.rounds, options.compile_rounds if name in TRACED else 0)
+      else:
+        found = compile_for(model, dtype, target)
+      rows["dtypes"][dtype] = found
+      overhead_report.show(model.title, dtype, found)
+  if target.is_here and not options.model:
+    report["import"] = time_imports(options.rounds // 2)
+  print(overhead_report.targets(report))
+  return report
 
 
-def build(model: str) -> tuple[int, Any, Any, Any]:
-  """Steps to time at once, parameters, loss and batch."""
-  settings = dict(MODELS[model])
-  inner = settings.pop("inner")
-  return inner, *(mlp() if model.startswith("mlp") else transformer(**settings))
+def arguments(options: argparse.Namespace) -> str:
+  """The command line that was given."""
+  words = [] if options.target == "here" else ["--target", options.target]
+  for flag in ("model", "dtype"):
+    words += [word for name in getattr(options, flag) or () for word in (f"--{flag}", name)]
+  words += ["--rounds", str(options.rounds)] if options.target == "here" else []
+  return " ".join([*words, *(["--keep-freed-memory"] if options.keep_freed_memory else [])])
 
 
-def measure(model: str, rounds: int, variants: Callable[[Any], dict[str, Any]] = variants) -> dict[str, Any]:
-  """Compiles every variant, runs them interleaved, and returns their figures; the first is the base."""
-  inner, params, loss, batch = build(model)
-  rows, runs = {}, {}
-  for name, (init, step) in variants(loss).items():
-    step = scanned(step) if model.endswith("_scan") else step
-    state = jax.tree.map(jnp.array, init(jax.tree.map(jnp.copy, params)))
-    start = time.perf_counter()
-    compiled = step.lower(state, batch).compile()
-    rows[name] = {"compile_s": time.perf_counter() - start, **compiler_figures(compiled)}
+def measure(model: Model, dtype: str, rounds: int, compile_rounds: int) -> dict[str, dict[str, Any]]:
+  """Figures by variant of steps that run here; the first is the base."""
+  from overhead_steps import variants
+
+  init, _, data = model.build()
+  params, batch = init(), data()
+  names = list(variants(model, dtype))
+  phases: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+  for i in range(compile_rounds):
+    for name in shuffled(names, i):
+      phases[name].append(first_step(lambda name=name: variants(model, dtype)[name], params, batch))
+  rows: dict[str, dict[str, Any]] = {}
+  runs = {}
+  for name, (start, step) in variants(model, dtype).items():
+    step = scanned(step, model.scanned) if model.scanned else step
+    state = jax.tree.map(jax.numpy.array, start(jax.tree.map(jax.numpy.copy, params)))
+    rows[name] = compiler_figures(step.lower(state, batch).compile())
     runs[name] = Runner(step, state, batch)
-    runs[name](3)
-  return compare(rows, runs, inner, rounds)
-
-
-def scanned(step: Any) -> Any:
-  """A program of SCANNED steps."""
-  body = lambda batch: lambda state, _: step(state, batch)
-  run = lambda state, batch: jax.lax.scan(body(batch), state, None, length=SCANNED)
-  return jax.jit(run, donate_argnums=0)
-
-
-def compare(rows: dict[str, Any], runs: dict[str, Runner], inner: int, rounds: int) -> dict[str, Any]:
-  """`rows` with the times of `runs`, as ratios to the first within each round."""
-  first = next(iter(rows))
-  times: dict[str, list[float]] = {name: [] for name in runs}
+    runs[name](2)
+  times: dict[str, list[float]] = {name: [] for name in names}
   for i in range(rounds):
-    order = list(runs)
-    random.Random(i).shuffle(order)
-    for name in order:
-      times[name].append(runs[name](inner) / inner)
-  base_times, base = times[first], rows[first]
+    for name in shuffled(names, i):
+      times[name].append(runs[name](model.inner) / model.inner)
+  base = names[0]
   for name, row in rows.items():
-    ratios = [a / b for a, b in zip(times[name], base_times, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    row |= {"ms": statistics.median(times[name]) * 1e3, "ratio": middle, "q25": low, "q75": high}
-    row |= {"temp_ratio": row["temp_bytes"] / base["temp_bytes"], "ops_ratio": row["ops"] / base["ops"]}
+    row |= compared("step", times[name], times[base])
+    for phase in phases[name][0] if compile_rounds else ():
+      row |= compared(phase, [t[phase] for t in phases[name]], [t[phase] for t in phases[base]])
+  return against(rows)
+
+
+def compile_for(model: Model, dtype: str, target: Target) -> dict[str, dict[str, Any]]:
+  """Figures by variant of steps compiled for a device that need not be there."""
+  from overhead_steps import variants
+
+  init, _, data = model.build()
+  params, batch = jax.eval_shape(init), jax.eval_shape(data)
+  rows: dict[str, dict[str, Any]] = {}
+  platform = {"gpu": "cuda"}.get(target.kind, target.kind)
+  for name, (start, step) in variants(model, dtype, platform).items():
+    state = jax.eval_shape(start, params)
+    donated = range(len(jax.tree.leaves(state)))
+    try:
+      program = compile_step(step, (state, batch), donated, target)
+    except CompileError as error:
+      rows[name] = {"error": str(error)}
+      print(f"  {name}: {error}", flush=True)
+      continue
+    rows[name] = {
+      "temp_bytes": program.temporaries,
+      "peak_bytes": program.arguments + program.outputs - program.aliases + program.temporaries,
+      "bytes_accessed": program.accessed,
+      "ops": instructions(program.text),
+    }
+    print(f"  {name}: {program.seconds:.0f} s", flush=True)
+  return against(rows)
+
+
+def against(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """`rows` with the compiler's figures as ratios to the first."""
+  base = next(iter(rows.values()))
+  for row in rows.values():
+    for figure in ("temp_bytes", "peak_bytes", "bytes_accessed", "ops"):
+      if row.get(figure) and base.get(figure):
+        row[f"{figure}_ratio"] = row[figure] / base[figure]
   return rows
+
+
+def compared(what: str, times: list[float], base: list[float]) -> dict[str, float]:
+  """Median seconds, and the median and quartiles of the ratios within the rounds."""
+  ratios = [a / b for a, b in zip(times, base, strict=True)]
+  low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+  seconds = statistics.median(times)
+  return {f"{what}_s": seconds, f"{what}_ratio": middle, f"{what}_q25": low, f"{what}_q75": high}
+
+
+def shuffled(names: Iterable[str], seed: int) -> list[str]:
+  order = list(names)
+  random.Random(seed).shuffle(order)
+  return order
+
+
+def first_step(make: Callable[[], Any], params: Any, batch: Any) -> dict[str, float]:
+  """Seconds of tracing and compiling a step that was never seen, from empty caches."""
+  jax.clear_caches()
+  gc.collect()
+  start, step = make()
+  state = jax.eval_shape(start, params)
+  begin = time.perf_counter()
+  lowered = step.trace(state, batch).lower()
+  traced = time.perf_counter()
+  lowered.compile()
+  return {"trace": traced - begin, "compile": time.perf_counter() - traced}
+
+
+def scanned(step: Any, length: int) -> Any:
+  """A program of many steps."""
+  body = lambda batch: lambda state, _: step(state, batch)
+  run = lambda state, batch: jax.lax.scan(body(batch), state, None, length=length)
+  return jax.jit(run, donate_argnums=0)
 
 
 class Runner:
@@ -189,23 +206,26 @@ class Runner:
     return time.perf_counter() - start
 
 
-def main() -> None:
-  options = arguments(__doc__)
-  report: dict[str, Any] = origin(f"overhead.py --rounds {options.rounds}", "flax", "optax") | {"models": {}}
-  for model in options.model or MODELS:
-    rows = report["models"][model] = measure(model, options.rounds)
-    print_times(model, rows)
-  write(report, options.json)
+def time_imports(rounds: int) -> dict[str, dict[str, float]]:
+  """Seconds that fresh interpreters take to import mpjax, and what it is built on, in turn."""
+  times: dict[str, list[float]] = {name: [] for name in IMPORTS}
+  for i in range(rounds + 1):
+    for name in shuffled(IMPORTS, i):
+      start = time.perf_counter()
+      subprocess.run([sys.executable, "-c", IMPORTS[name]], check=True, env=os.environ)
+      times[name].append(time.perf_counter() - start)
+  counted = {name: seconds[1:] for name, seconds in times.items()}  # the first reads the disk
+  base = next(iter(counted.values()))
+  return {name: compared("import", seconds, base) for name, seconds in counted.items()}
 
 
-def arguments(doc: str) -> argparse.Namespace:
-  """The command line that this benchmark and its variants take."""
-  parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-  parser.add_argument("--model", choices=MODELS, action="append")
-  parser.add_argument("--rounds", type=int, default=40)
-  parser.add_argument("--json")
-  return parser.parse_args()
+def keep_freed_memory() -> bool:
+  """Tells the C library to keep what is freed; whether it understood.
 
-
-if __name__ == "__main__":
-  main()
+  By default it asks the kernel for each block over 32 MB and gives it back in every step.
+  """
+  if not sys.platform.startswith("linux"):
+    return False
+  trim_threshold, mmap_max = -1, -4
+  libc = ctypes.CDLL(None)
+  return bool(libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, 2**31 - 1))

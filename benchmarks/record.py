@@ -14,12 +14,20 @@ import jax
 def origin(command: str, *packages: str, device: str | None = None) -> dict[str, Any]:
   """The first entries of a report: the command, the device and the versions."""
   here = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
-  names = ("jax", *packages, "mpjax")
+  folder = "scripts" if command.startswith("bench.py") else "benchmarks"
   return {
-    "command": f"python benchmarks/{command}",
+    "command": f"python {folder}/{command}",
     "device": device or here,
-    "versions": {name: importlib.metadata.version(name) for name in names},
+    "versions": {name: version for name in ("jax", *packages, "mpjax") if (version := installed(name))},
   }
+
+
+def installed(package: str) -> str:
+  """The version of a package; empty if it is not installed."""
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return ""
 
 
 def write(report: dict[str, Any], path: str | None) -> None:
@@ -31,22 +39,19 @@ def write(report: dict[str, Any], path: str | None) -> None:
 
 
 def compiler_figures(compiled: Any) -> dict[str, Any]:
-  """Memory, aliasing and instruction count of a compiled program."""
+  """Memory, aliasing, bytes accessed and instruction count of a compiled program."""
   memory = compiled.memory_analysis()
+  arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
   return {
     "temp_bytes": memory.temp_size_in_bytes,
-    "argument_bytes": memory.argument_size_in_bytes,
+    "argument_bytes": arguments,
     "alias_bytes": memory.alias_size_in_bytes,
-    "ops": len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled.as_text(), re.MULTILINE)),
+    "peak_bytes": arguments + outputs - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+    "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
+    "ops": instructions(compiled.as_text()),
   }
 
 
-def print_times(title: str, rows: dict[str, Any]) -> None:
-  """The table of a model: time, memory and instructions by variant."""
-  print(f"{title:44}{'ms':>9}{'ratio':>7}{'q25-q75':>14}{'temp MB':>9}{'ratio':>7}{'ops':>7}{'ratio':>7}")
-  for name, row in rows.items():
-    print(
-      f"  {name:42}{row['ms']:9.3f}{row['ratio']:7.3f}{row['q25']:7.3f}-{row['q75']:.3f} "
-      f"{row['temp_bytes'] / 1e6:9.2f}{row['temp_ratio']:7.3f}{row['ops']:7}{row['ops_ratio']:7.2f}",
-      flush=True,
-    )
+def instructions(hlo: str) -> int:
+  """How many instructions an optimised program has, in all its computations."""
+  return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", hlo, re.MULTILINE))

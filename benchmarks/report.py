@@ -1,10 +1,14 @@
-"""Writes the tables of benchmarks/README.md, and some in docs/, from the JSON in benchmarks/results.
+"""Writes the tables and pictures of benchmarks/README.md, and tables in docs/, from benchmarks/results.
 
-python benchmarks/report.py
+    python benchmarks/report.py
+
+What the suites of scripts/bench.py report they draw themselves: `<suite>_<where>.json` is given to the module
+of that name.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import pathlib
 import re
@@ -12,32 +16,7 @@ import textwrap
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
-MODELS = {
-  "tf": "transformer, 3.3M parameters, 1024 tokens: bound by matrix products",
-  "tf_opt": "transformer, 12.9M parameters, 32 tokens: bound by the optimiser",
-  "mlp": "perceptron, 7k parameters: bound by dispatch",
-  "mlp_scan": "the same perceptron, 500 steps in one program",
-}
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
-
-
-def overhead(report: dict[str, Any]) -> str:
-  """Time, temporaries and instructions beside the hand-written step."""
-  lines = []
-  for model, rows in report["models"].items():
-    lines += [
-      f"{MODELS[model]}",
-      "",
-      "| step | ms | ratio (quartiles) | temporaries MB | ratio | instructions |",
-      "|---|---|---|---|---|---|",
-    ]
-    lines += [
-      f"| {name} | {row['ms']:.3f} | {row['ratio']:.3f} ({row['q25']:.3f} to {row['q75']:.3f}) | "
-      f"{row['temp_bytes'] / 1e6:.2f} | {row['temp_ratio']:.3f} | {row['ops_ratio']:.2f}x |"
-      for name, row in rows.items()
-    ]
-    lines.append("")
-  return "\n".join([*lines, provenance(report)])
 
 
 def quality(report: dict[str, Any]) -> str:
@@ -49,25 +28,6 @@ def quality(report: dict[str, Any]) -> str:
     f"{run['eval_loss'] / base - 1:+.2%} | {run['skipped_steps']} of {run['steps']} |"
     for name, run in report["runs"].items()
   ]
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def peers(report: dict[str, Any]) -> str:
-  """Ratio to the bare step by library and model, then temporaries and instructions."""
-  tables = report["models"]
-  names = list(next(iter(tables.values())))
-  lines = ["| step | " + " | ".join(tables) + " |", "|---|" + "---|" * len(tables)]
-  for name in names:
-    cells = [f"{rows[name]['ratio']:.2f}" for rows in tables.values()]
-    lines.append(f"| {name} | " + " | ".join(cells) + " |")
-  once = {title.split(",")[0]: rows for title, rows in tables.items()}
-  lines += ["", "| step | " + " | ".join(f"{model}: temporaries MB, instructions" for model in once) + " |"]
-  lines.append("|---|" + "---|" * len(once))
-  for name in names:
-    cells = [
-      f"{rows[name]['temp_bytes'] / 1e6:.2f}, {rows[name]['ops_ratio']:.2f}x" for rows in once.values()
-    ]
-    lines.append(f"| {name} | " + " | ".join(cells) + " |")
   return "\n".join([*lines, "", provenance(report)])
 
 
@@ -119,18 +79,6 @@ def autocast_memory(report: dict[str, Any]) -> str:
       lines.append(
         f"| {model}, {name} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} | {counts} |"
       )
-  return "\n".join([*lines, "", provenance(report)])
-
-
-def autocast_time(report: dict[str, Any]) -> str:
-  """Time of a training step beside casts by hand."""
-  lines = ["| step | ms | ratio (quartiles) | temporaries MB |", "|---|---|---|---|"]
-  lines += [
-    f"| {model}, {name} | {row['ms']:.1f} | {row['ratio']:.3f} ({row['q25']:.3f} to {row['q75']:.3f}) | "
-    f"{row['temp_bytes'] / 1e6:.1f} |"
-    for model, rows in report["models"].items()
-    for name, row in rows.items()
-  ]
   return "\n".join([*lines, "", provenance(report)])
 
 
@@ -261,20 +209,50 @@ def chaos(report: dict[str, Any]) -> str:
 PLACES = {"scaling_tpu_v5e": "docs/scale_out.md", "chaos_cpu": "docs/scale_out.md"}
 
 
+SUITES = ("overhead", "memory", "quality", "gpu")
+
+
+def suites() -> None:
+  """Tables and pictures of the suites' reports; a picture stands above its table."""
+  readme = FOLDER / "README.md"
+  (FOLDER / "pictures").mkdir(exist_ok=True)
+  for suite in SUITES:
+    module = importlib.import_module(f"{suite}_report" if suite in ("overhead", "quality") else suite)
+    for path in sorted((FOLDER / "results").glob(f"{suite}_*.json")):
+      report = json.loads(path.read_text())
+      if "command" not in report or path.stem in OWN:
+        continue
+      shown = []
+      for name, figure in module.pictures(report).items():
+        file = f"pictures/{name or path.stem}.png"
+        figure.savefig(FOLDER / file, dpi=100, metadata={"Software": None})
+        shown.append(f"![{suite}: {path.stem}]({file})")
+      put(readme, path.stem, "\n\n".join([*shown, module.tables(report)]))
+
+
+def put(file: pathlib.Path, name: str, table: str) -> None:
+  """Replaces what stands between a pair of markers."""
+  text = file.read_text()
+  pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+  if not re.search(pattern, text, re.DOTALL):
+    raise SystemExit(f"{file}: no place for {name}: expected <!-- {name} --> and <!-- end -->")
+  file.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL))
+
+
+# Reports of scripts of their own whose names begin like a suite's.
+OWN = ("quality_fp8_cpu",)
+
+
 def main() -> None:
-  """Replaces what stands between each pair of markers."""
+  """Writes them all."""
   for name, make in (
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos),
-    ("overhead_cpu", overhead),
-    ("peers_cpu", peers),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
     ("layerwise_cpu", layerwise),
-    ("quality_gpt_cpu", quality),
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),
-    ("autocast_time_cpu", autocast_time),
     ("autocast_trace_h200", autocast_trace),
     ("fp8_h200_triton", fp8_compiled),
     ("fp8_h200_cublas", fp8_compiled),
@@ -288,12 +266,9 @@ def main() -> None:
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),
   ):
-    file = FOLDER.parent / PLACES.get(name, "benchmarks/README.md")
-    text = file.read_text()
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-    text = re.sub(pattern, lambda m, table=table: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL)
-    file.write_text(text)
+    put(FOLDER.parent / PLACES.get(name, "benchmarks/README.md"), name, table)
+  suites()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 _MARK = "@worker "  # libraries print too
@@ -23,11 +23,25 @@ _END = {"error": "ended without a word"}
 
 def serve(start: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[], dict[str, Any]]]]) -> None:
   """The measuring side: `start(task)` gives what to say when ready, and what to call for every line read."""
+
+  def stages(task: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
+    ready, measure = start(task)
+    yield ready
+    while True:
+      yield measure()
+
+  serve_stages(stages)
+
+
+def serve_stages(stages: Callable[[dict[str, Any]], Generator[dict[str, Any], str, None]]) -> None:
+  """The measuring side as a generator of what to say, one message for every line that is sent into it."""
   try:
-    ready, measure = start(json.loads(sys.argv[1]))
-    _say(ready)
-    for _ in sys.stdin:
-      _say(measure())
+    work = stages(json.loads(sys.argv[1]))
+    _say(next(work))
+    for line in sys.stdin:
+      _say(work.send(line.strip()))
+  except StopIteration:
+    return
   except Exception as error:
     lines = str(error).strip().splitlines() or [""]
     _say({"error": f"{type(error).__name__}: {lines[0][:300]}"})
@@ -59,7 +73,8 @@ class Worker:
       env=os.environ | environment,
     )
     self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=self._listen, daemon=True).start()
+    self._listener = threading.Thread(target=self._listen, daemon=True)
+    self._listener.start()
 
   def read(self, timeout: float) -> dict[str, Any]:
     """The next message; one with `error` if there is none in time, or the process has ended."""
@@ -75,17 +90,32 @@ class Worker:
       self.close()
     return message
 
-  def ask(self, timeout: float) -> dict[str, Any]:
-    """Has it measure once more."""
-    # If it has ended, what it said before that, or why, is read below.
+  def poll(self) -> dict[str, Any] | None:
+    """The next message if there is one by now."""
+    return None if self._messages.empty() else self.read(0)
+
+  def tell(self, line: str = "") -> None:
+    """Has it go on, without waiting for what it says."""
+    # If it has ended, what it said before that, or why, is read later.
     with contextlib.suppress(BrokenPipeError, ValueError):
-      print(file=self._process.stdin, flush=True)
+      print(line, file=self._process.stdin, flush=True)
+
+  def ask(self, timeout: float, line: str = "") -> dict[str, Any]:
+    """Has it measure once more."""
+    self.tell(line)
     return self.read(timeout)
 
   def close(self) -> None:
     """Ends the process, which gives its memory back."""
     self._process.kill()
     self._process.wait()
+    self._listener.join(1)
+    streams = [self._process.stdin, self._errors]
+    if not self._listener.is_alive():  # what it has started itself may hold the other end
+      streams.append(self._process.stdout)
+    for stream in streams:
+      with contextlib.suppress(OSError):
+        stream.close()
 
   def _listen(self) -> None:
     for line in self._process.stdout or ():
@@ -94,6 +124,8 @@ class Worker:
     self._messages.put(_END)
 
   def _last_error(self) -> str:
+    if self._errors.closed:
+      return "it was stopped"
     self._errors.seek(0)
     lines = [line.strip() for line in self._errors if line.strip()]
     return lines[-1][:300] if lines else "nothing on stderr"

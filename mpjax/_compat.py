@@ -18,7 +18,7 @@ import jax
 import jax.extend.core
 import numpy as np
 import optax
-from jax._src import clusters, distributed, sharding_impls, source_info_util
+from jax._src import clusters, core, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
 
 
@@ -208,6 +208,11 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
     return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
 
   return run_forward, run_backward
+
+
+def axes_in_scope() -> bool:
+  """Whether the traced code may name mapped axes: inside `shard_map`, `pmap` or a `vmap` with a name."""
+  return bool(core.get_axis_env().axis_sizes) or bool(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[Any]:

@@ -132,7 +132,7 @@ class TrainStep:
     self.policy = get_policy(policy)
     require_honoured(self.policy, over_devices=mesh is not None)
     self.layout = _layout(mesh, sharding, self.policy)
-    self.tx = with_policy(tx, self.policy, skip_nonfinite)
+    self.tx = with_policy(tx, self.policy, skip_nonfinite, branch_on_cpu=mesh is None)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
     self._jitted_gradients = jax.jit(self._loss_and_gradients)
     self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)

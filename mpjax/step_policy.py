@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from mpjax.casting.autocast import make_rules
@@ -21,9 +22,12 @@ _NEEDS_AUTOCAST = (
 
 
 def with_policy(
-  tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool
+  tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool, branch_on_cpu: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-  """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it."""
+  """`tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it.
+
+  `branch_on_cpu` is that of `with_loss_scaling`, for policies that compute in half precision.
+  """
   inner = optax.with_extra_args_support(tx)
   wrapped = inner
   if policy.optimizer_dtype is not None:
@@ -35,7 +39,8 @@ def with_policy(
       ),
     )
   if policy.loss_scaling is not None:
-    wrapped = with_loss_scaling(wrapped, policy.loss_scaling)
+    half = jnp.dtype(policy.compute_dtype).itemsize < 4
+    wrapped = with_loss_scaling(wrapped, policy.loss_scaling, branch_on_cpu=branch_on_cpu and half)
   elif skip_nonfinite:
     wrapped = static_loss_scale(wrapped, 1.0)
   else:

@@ -134,7 +134,10 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
 def _read_as(plan: Plan, v: Any, outside: list[Node]) -> list[Any]:
   """The dtypes in which a float32 result is read outside its island: half alone, where anyone reads half."""
   full = plan.held[v].dtype
-  halves = [d for node in outside if (d := read_dtype(plan, node, v)) != full]
+  if plan.held[v].kind is Kind.HALF:  # a product's result: who reads it in float32 widens it there
+    halves = []
+  else:
+    halves = [d for node in outside if (d := read_dtype(plan, node, v)) != full]
   narrow = plan.held[v].kind in (Kind.ISLAND, Kind.FLEXIBLE) and bool(halves) and not plan.held[v].wide
   wanted = dict.fromkeys(halves)
   if len(halves) < len(outside) and not narrow:

@@ -142,7 +142,11 @@ def static_loss_scale(
 
 
 def with_loss_scaling(
-  inner: optax.GradientTransformation, spec: Any, *, axis_name: Hashable | None = None
+  inner: optax.GradientTransformation,
+  spec: Any,
+  *,
+  axis_name: Hashable | None = None,
+  branch_on_cpu: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with the loss scale that `spec` describes, as `Policy.loss_scaling` does.
 
@@ -152,6 +156,9 @@ def with_loss_scaling(
       `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields,
       with `preset` to start from; `None` or `"none"`, for `inner` as it is.
     axis_name: as for `dynamic_loss_scale`.
+    branch_on_cpu: skip by a branch where the program runs on a CPU, which is faster for gradients that come
+      from half precision, and holds gradients and updates in memory. No other platform is given a branch,
+      and no code that names mapped axes.
 
   Raises:
     ValueError: names the part that is wrong and the choices.
@@ -159,7 +166,7 @@ def with_loss_scaling(
   config = parse_loss_scaling(spec)
   if config is None:
     return optax.with_extra_args_support(inner)
-  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
+  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
 
 
 def _loss_scale(
@@ -168,9 +175,11 @@ def _loss_scale(
   *,
   skip_nonfinite: bool,
   axis_name: Hashable | None,
+  branch_on_cpu: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
+  at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: Any) -> LossScaleState:
     return first_state(config, inner.init(hide(params)))
@@ -181,15 +190,15 @@ def _loss_scale(
     _refuse_multi_steps(config, update)
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
-    # A non-finite gradient stays so when it is unscaled, so one look afterwards sees both kinds.
-    finite = all_finite(unscaled)
+    # A scale of at least 1 makes nothing infinite when it is taken off; below, one look afterwards sees both.
+    finite = all_finite(gradients if at_least_one else unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
     extra_args = _unscale_repeats(hide_like(updates, extra_args), gradients, unscaled)
     step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
     if skip_nonfinite:
-      new_updates, new_inner_state = apply_if(finite, step, state.inner_state)
+      new_updates, new_inner_state = apply_if(finite, step, state.inner_state, branch_on_cpu)
     else:
       new_updates, new_inner_state = step()
       new_inner_state = keep_dtypes(new_inner_state, state.inner_state)

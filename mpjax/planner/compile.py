@@ -51,6 +51,7 @@ class Program:
     live: bytes of temporaries that are live at the worst moment, gaps between them apart; 0 if not known.
     text: its optimised HLO.
     seconds: that compiling took.
+    accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 if it has none.
   """
 
   arguments: int
@@ -60,6 +61,7 @@ class Program:
   live: int
   text: str
   seconds: float
+  accessed: float = 0.0
 
 
 def missing(target: Target) -> str:
@@ -116,6 +118,7 @@ def figures(compiled: Any, seconds: float) -> dict[str, Any]:
     "live": _live(memory),
     "text": compiled.as_text(),
     "seconds": seconds,
+    "accessed": (compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
   }
 
 

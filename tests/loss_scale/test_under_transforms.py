@@ -1,6 +1,7 @@
 """Loss scaling under jit, donation, scan, vmap, shard_map, pmap and sharded parameters."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,47 @@ def test_a_skip_is_selects_and_no_conditional(platform):
   text = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS).mlir_module()
   assert "stablehlo.case" not in text
   assert "stablehlo.if" not in text
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_only_a_cpu_is_given_the_branch_that_was_asked_for(platform):
+  tx = mpjax.with_loss_scaling(optax.adamw(0.1), "dynamic", branch_on_cpu=True)
+  state = tx.init(PARAMS)
+  text = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS).mlir_module()
+  # A case by something else than a constant: whether the gradients are finite.
+  branches = re.findall(r"(%\w+) = stablehlo.convert .*tensor<i1>.*\n.*stablehlo.case.*\(\1\)", text)
+  assert len(branches) == (platform == "cpu")
+
+
+@pytest.mark.parametrize("over", ["nothing", "vmap", "shard_map"])
+def test_a_branch_does_what_selects_do(over):
+  grads = [GRADS, jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.inf), GRADS), GRADS]
+  results = []
+  for branch in (False, True):
+    tx = mpjax.with_loss_scaling(optax.adamw(0.1), {"init_scale": 8.0}, branch_on_cpu=branch)
+
+    def step(state, grads, tx=tx):
+      updates, new = tx.update(grads, state, PARAMS)
+      return new, updates
+
+    if over == "vmap":
+      run = jax.jit(jax.vmap(step))
+      state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(PARAMS))
+      stacked = [jax.tree.map(lambda a, b: jnp.stack([a, b]), g, GRADS) for g in grads]
+    elif over == "shard_map":
+      mesh = jax.make_mesh((2,), ("data",))
+      whole = jax.sharding.PartitionSpec()
+      run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, whole), out_specs=whole))
+      state, stacked = tx.init(PARAMS), grads
+    else:
+      run, state, stacked = jax.jit(step), tx.init(PARAMS), grads
+    out = []
+    for g in stacked:
+      state, updates = run(state, g)
+      out.append(updates)
+    results.append((state, out))
+  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_the_new_state_is_not_held_beside_the_kept_one():

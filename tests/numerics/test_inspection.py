@@ -199,8 +199,7 @@ def stateful_loss(params, batch, rng, model_state):
   return loss, {}, {"mean": mean}
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["nnx", "rng and model_state"])
+@pytest.mark.parametrize(("kind", "policy"), [("nnx", "fp16"), ("rng and model_state", "bf16")])
 def test_gradients_and_loss_are_those_of_the_training_step(kind, policy):
   loss, params, init = net_loss, Net(), {}
   if kind != "nnx":

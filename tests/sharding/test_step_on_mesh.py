@@ -104,6 +104,13 @@ SAME = {
 }
 
 
+@functools.cache
+def on_one_device(case):
+  """`train` of a case without a mesh: what several meshes are compared with."""
+  loss, init, policy, options = SAME[case]
+  return train(loss, policy, init, **options)
+
+
 ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of the batch")
 
 
@@ -116,7 +123,7 @@ ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of th
 )
 def test_a_mesh_trains_as_one_device_does(case, shape):
   loss, init, policy, options = SAME[case]
-  _, one, expected = train(loss, policy, init, **options)
+  _, one, expected = on_one_device(case)
   _, many, curve = train(loss, policy, init, mesh=mesh(**shape), **options)
   half = case.startswith(("bf16", "fp16"))
   for a, b in zip(expected, curve, strict=True):
@@ -209,7 +216,7 @@ def test_what_does_not_fit_is_named(of, words):
 
 def test_a_mesh_of_explicit_axes_and_a_batch_laid_out_on_it():
   explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-  _, _, expected = train(plain, "fp32", of_weights)
+  _, _, expected = on_one_device("fp32")
   step = mpjax.make_train_step(plain, optax.adam(1e-2), "fp32", mesh=explicit)
   batch = jax.device_put(BATCH, step.layout.batch_sharding)
   _, metrics = step(step.init(weights()), batch)
@@ -404,7 +411,7 @@ def test_fp8_on_a_mesh_is_close_to_one_device(recipe):
 
 
 def test_a_state_moves_between_meshes_and_trains_on():
-  _, _, expected = train(plain, "fp32", of_weights, 4)
+  _, _, expected = on_one_device("fp32")
   _, state, first = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))
   other = mpjax.make_train_step(plain, optax.adam(1e-2), "fp32", mesh=mesh(fsdp=2))
   state = other.layout.place(state)
