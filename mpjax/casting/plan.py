@@ -315,10 +315,11 @@ class Plan:
 
   def _expands(self, equation: Any) -> bool:
     """Whether a result may be far larger than the operands, and so outside float16's range."""
-    if equation.primitive.name != "div":
-      return equation.primitive.name in traits.EXPANDS
-    divisor = equation.invars[1]
-    if _compat.is_variable(divisor):  # a softmax divides by its sum
+    name = equation.primitive.name
+    if name not in ("div", "rsqrt"):
+      return name in traits.EXPANDS
+    divisor = equation.invars[-1]
+    if _compat.is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
       return self.how(divisor).kind is not Kind.STATISTIC
     return bool(abs(divisor.val) < 1)
 

@@ -191,7 +191,7 @@ def _loss_scale(
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
     # A scale of at least 1 makes nothing infinite when it is taken off; below, one look afterwards sees both.
-    finite = all_finite(gradients if at_least_one else unscaled)
+    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 

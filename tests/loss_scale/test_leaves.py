@@ -227,3 +227,24 @@ class TestOverwrittenLeaves:
     tx = mpjax.dynamic_loss_scale(optax.GradientTransformationExtraArgs(lambda p: (), update))
     tx.update(self.grads, tx.init(self.params), self.params, grad=self.grads)
     assert seen["same"]
+
+
+@pytest.mark.parametrize("init_scale", [2.0**-10, 1.0, 2.0**16])
+@pytest.mark.parametrize("value", [1.0, 1e38, -3.4e38, np.inf, np.nan])
+def test_a_step_is_skipped_if_its_unscaled_gradients_are_not_finite(init_scale, value):
+  # Below 1, a finite gradient of the scaled loss may be infinite when the scale is taken off.
+  tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), init_scale=init_scale, min_scale=min(init_scale, 1.0))
+  grads = jnp.asarray([1.0, value], jnp.float32)
+  _, state = tx.update(grads, tx.init(grads), grads)
+  with np.errstate(over="ignore"):
+    expected = np.isfinite(np.float32(value) / np.float32(init_scale))
+  assert bool(state.grads_finite) == expected
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_with_a_scale_that_is_no_number_a_step_is_skipped(scale):
+  tx = mpjax.dynamic_loss_scale(optax.adam(1.0))
+  grads = jnp.asarray([1.0, 0.0])
+  updates, state = tx.update(grads, tx.init(grads)._replace(scale=jnp.float32(scale)), grads)
+  assert not bool(state.grads_finite)
+  assert not np.asarray(updates).any()
