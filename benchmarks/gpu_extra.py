@@ -30,6 +30,10 @@ def products(
       shapes[f"{title}, up"] = (tokens, 4 * dim, dim)
       shapes[f"{title}, down"] = (tokens, dim, 4 * dim)
   tables = report["products"] = {}
+  if "float8" not in report["peaks"]:
+    report["products"] = {"error": "no FP8 peak could be measured on this device"}
+    print(report["products"]["error"], flush=True)
+    return
   print(f"{'product [M, K] x [K, N]':52}{'forward':>27}{'with backward':>27}")
   for name, shape in shapes.items():
     title = f"{name} {'x'.join(map(str, shape))}"

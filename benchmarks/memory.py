@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   packages = [] if target.is_here else {"tpu": ["libtpu"], "gpu": ["jax-cuda13-plugin"]}[target.kind]
   device = None if target.is_here else f"{target.device}, described and not there"
   report = origin(f"bench.py memory --target {options.target}", "flax", "optax", *packages, device=device)
-  report |= {"target": options.target, "rows": _before(options, report["versions"])}
+  report |= {"target": options.target, "rows": _before(options, report)}
   for task in tasks(options, target.kind):
     if any(all(row[key] == value for key, value in task.items()) for row in report["rows"]):
       continue
@@ -139,13 +139,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   return report
 
 
-def _before(options: argparse.Namespace, versions: dict[str, str]) -> list[dict[str, Any]]:
+def _before(options: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
   """Rows of a report that is there already."""
   path = getattr(options, "json", None)
   if not path or not pathlib.Path(path).exists():
     return []
   before = json.loads(pathlib.Path(path).read_text())
-  same = before.get("versions") == versions and before.get("target") == options.target
+  same = all(before.get(key) == report[key] for key in ("versions", "device"))
+  same &= before.get("target") == options.target
   return [row for row in before["rows"] if "error" not in row] if same else []
 
 

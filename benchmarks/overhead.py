@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -26,8 +27,9 @@ from typing import Any
 
 import jax
 import overhead_report
+import overhead_steps
 from overhead_models import LARGE, SMALL, Model
-from record import compiler_figures, instructions, origin
+from record import compiler_figures, instructions, origin, write
 
 from mpjax.planner.compile import CompileError, compile_step, missing
 from mpjax.planner.targets import Target, get_target
@@ -53,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-  target = get_target(options.target)
+  try:
+    target = get_target(options.target)
+  except ValueError as error:
+    raise SystemExit(f"--target {options.target}: {error}") from None
+  if options.rounds < 1 or options.compile_rounds < 0:
+    raise SystemExit("--rounds is at least 1 and --compile-rounds at least 0")
   dtypes = options.dtype or DTYPES
   report = origin(f"bench.py overhead {arguments(options)}".strip(), *PACKAGES)
   report |= {"target": target.name, "models": {}}
@@ -74,9 +81,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
       else:
         found = compile_for(model, dtype, target)
       rows["dtypes"][dtype] = found
+      write(report, options.json)  # nothing is lost if a later one is interrupted
       overhead_report.show(model.title, dtype, found)
   if target.is_here and not options.model:
-    report["import"] = time_imports(options.rounds // 2)
+    report["import"] = time_imports(max(2, options.rounds // 2))
   print(overhead_report.targets(report))
   return report
 
@@ -86,16 +94,17 @@ def arguments(options: argparse.Namespace) -> str:
   words = [] if options.target == "here" else ["--target", options.target]
   for flag in ("model", "dtype"):
     words += [word for name in getattr(options, flag) or () for word in (f"--{flag}", name)]
-  words += ["--rounds", str(options.rounds)] if options.target == "here" else []
+  if options.target == "here":
+    words += ["--rounds", str(options.rounds), "--compile-rounds", str(options.compile_rounds)]
   return " ".join([*words, *(["--keep-freed-memory"] if options.keep_freed_memory else [])])
 
 
 def measure(model: Model, dtype: str, rounds: int, compile_rounds: int) -> dict[str, dict[str, Any]]:
   """Figures by variant of steps that run here; the first is the base."""
-  from overhead_steps import variants
-
   init, _, data = model.build()
   params, batch = init(), data()
+  platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+  variants = functools.partial(overhead_steps.variants, platform=platform)
   names = list(variants(model, dtype))
   phases: dict[str, list[dict[str, float]]] = {name: [] for name in names}
   for i in range(compile_rounds):
@@ -123,13 +132,11 @@ def measure(model: Model, dtype: str, rounds: int, compile_rounds: int) -> dict[
 
 def compile_for(model: Model, dtype: str, target: Target) -> dict[str, dict[str, Any]]:
   """Figures by variant of steps compiled for a device that need not be there."""
-  from overhead_steps import variants
-
   init, _, data = model.build()
   params, batch = jax.eval_shape(init), jax.eval_shape(data)
   rows: dict[str, dict[str, Any]] = {}
   platform = {"gpu": "cuda"}.get(target.kind, target.kind)
-  for name, (start, step) in variants(model, dtype, platform).items():
+  for name, (start, step) in overhead_steps.variants(model, dtype, platform).items():
     state = jax.eval_shape(start, params)
     donated = range(len(jax.tree.leaves(state)))
     try:
@@ -161,7 +168,7 @@ def against(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def compared(what: str, times: list[float], base: list[float]) -> dict[str, float]:
   """Median seconds, and the median and quartiles of the ratios within the rounds."""
   ratios = [a / b for a, b in zip(times, base, strict=True)]
-  low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+  low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
   seconds = statistics.median(times)
   return {f"{what}_s": seconds, f"{what}_ratio": middle, f"{what}_q25": low, f"{what}_q75": high}
 

@@ -27,29 +27,19 @@ with tempfile.TemporaryDirectory() as home:
   if os.environ["KERAS_HOME"] == home:
     del os.environ["KERAS_HOME"]
 
-POLICIES = {
-  "Keras float32": "float32",
-  "Keras mixed_bfloat16": "mixed_bfloat16",
-  "Keras mixed_float16 + LossScaleOptimizer": "mixed_float16",
-}
-
 Variant = tuple[Callable[[Any], Any], Any]
 Weights = dict[str, jax.Array]
 
 
-def variants(kind: str, settings: dict[str, int], platform: str = "cpu") -> dict[str, Variant]:
-  """Every step of a model by name: `plain-JAX params -> state`, jitted `(state, batch) -> (state, loss)`.
+def variant(kind: str, settings: dict[str, int], policy: str, platform: str = "cpu") -> Variant:
+  """The step of a model under one of Keras's dtype policies: `params -> state`, jitted `(state, batch)`.
 
   Args:
     kind: transformer, vit or mlp.
     settings: the arguments of the plain-JAX model of that kind.
+    policy: float32, mixed_bfloat16 or mixed_float16, which brings the LossScaleOptimizer.
     platform: what the step is to be compiled for: cpu, cuda or tpu.
   """
-  return {name: variant(kind, settings, policy, platform) for name, policy in POLICIES.items()}
-
-
-def variant(kind: str, settings: dict[str, int], policy: str, platform: str = "cpu") -> Variant:
-  """The step of one model under one of Keras's dtype policies, its state donated."""
   network, weights = NETWORKS[kind](policy, platform, **settings)
   optimizer = keras.optimizers.AdamW(1e-3, weight_decay=1e-4, beta_1=0.9, beta_2=0.999, epsilon=1e-8)
   if policy == "mixed_float16":

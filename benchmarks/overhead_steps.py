@@ -75,11 +75,9 @@ def ours(loss: Any, by_hand: Any, dtype: str) -> dict[str, Variant]:
 
 
 def keras(model: Model, dtype: str, platform: str) -> dict[str, Variant]:
-  """Keras's step of the same model; none where Keras is not installed."""
-  try:
-    import overhead_keras
-  except ImportError:
-    return {}
+  """Keras's step of the same model."""
+  import overhead_keras  # here, since it takes seconds to import
+
   name, policy = KERAS[dtype]
   return {name: overhead_keras.variant(model.kind, model.settings, policy, platform)}
 

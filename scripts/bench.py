@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The checkout that this file is in, installed or not.
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+INSTALL = 'the benchmarks need `pip install -e ".[bench]"`'
 SUITES = {
   "overhead": "what a step costs beside hand-written ones and other libraries'",
   "memory": "peak memory by policy, batch and model size",
@@ -46,7 +47,12 @@ def main(arguments: list[str]) -> int:
   assert module is not None
   if options.json is not None and not options.json.parent.is_dir():
     parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
-  report = module.run(options)
+  if options.json is not None and options.json.is_dir():
+    parser.error(f"--json {options.json}: a folder, expected a file")
+  try:
+    report = module.run(options)
+  except ImportError as error:
+    sys.exit(f"{error}: {INSTALL}")
   load("record").write(report, options.json)
   return 0
 
@@ -58,7 +64,7 @@ def load(name: str) -> Any:
   try:
     return importlib.import_module(name)
   except ImportError as error:
-    sys.exit(f'{error}: the benchmarks need `pip install -e ".[bench]"`')
+    sys.exit(f"{error}: {INSTALL}")
 
 
 if __name__ == "__main__":
