@@ -139,7 +139,9 @@ def fastest(report: dict[str, Any]) -> list[str]:
         continue
       ratio = lambda variant, timed=timed: timed[variant]["step_ratio"]
       mine, theirs = min(ours, key=ratio), min(others, key=ratio)
-      met = verdict(ratio(mine) <= ratio(theirs))
+      # Level: neither median lies outside the other's quartiles.
+      level = timed[mine]["step_q25"] <= ratio(theirs) and ratio(mine) <= timed[theirs]["step_q75"]
+      met = "level" if level and ratio(mine) > ratio(theirs) else verdict(ratio(mine) <= ratio(theirs))
       lines.append(
         f"- {SHORT[name]}, {dtype}, time: {mine} {ratio(mine):.3f}, fastest other {theirs} "
         f"{ratio(theirs):.3f}: {met}"

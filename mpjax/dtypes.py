@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+
+from mpjax._lazy import nnx
 
 T = TypeVar("T")
 

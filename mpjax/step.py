@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
+from mpjax._lazy import nnx
 from mpjax.casting.autocast import init_fp8_state, require_recompute
 from mpjax.casting.explain import Explanation, explain
 from mpjax.casting.paths import Overrides
@@ -42,7 +42,7 @@ def make_train_step(
   skip_nonfinite: bool = False,
   cast_batch: bool = True,
   donate: bool = True,
-  wrt: Any = nnx.Param,
+  wrt: Any = None,
   recompute: str = "islands",
   mesh: Any = None,
   sharding: Mapping[str, Any] | Rule | Rules | None = None,
@@ -73,7 +73,7 @@ def make_train_step(
     cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
       the inputs itself (and may keep targets in float32).
     donate: give the state's buffers to the new state: the old one cannot be used again.
-    wrt: filter for the variables of an `nnx.Module` that are trained.
+    wrt: filter for the variables of an `nnx.Module` that are trained; by default `nnx.Param`.
     recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
       without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
     mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
@@ -95,7 +95,17 @@ def make_train_step(
       `accumulate` is not a positive integer.
   """
   return TrainStep(
-    loss_fn, tx, policy, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute, mesh, sharding
+    loss_fn,
+    tx,
+    policy,
+    accumulate,
+    skip_nonfinite,
+    cast_batch,
+    donate,
+    nnx.Param if wrt is None else wrt,
+    recompute,
+    mesh,
+    sharding,
   )
 
 

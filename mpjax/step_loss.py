@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from mpjax._lazy import nnx
 from mpjax.casting.autocast import autocast
 from mpjax.casting.modules import give_scopes
 from mpjax.loss_scale.access import scale_loss

@@ -7,7 +7,8 @@ import functools
 from typing import Any
 
 import jax
-from flax import nnx
+
+from mpjax._lazy import nnx
 
 
 @functools.partial(

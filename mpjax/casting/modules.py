@@ -15,9 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
 
-_Node = (nnx.Pytree, nnx.Variable)
+from mpjax._lazy import nnx
+
+
+def _is_node(x: Any) -> bool:
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
 _ACTIVE: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("mpjax_active", default=())
 
 
@@ -45,12 +50,12 @@ class Modules:
 
   def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
     tree = (args, kwargs)
-    everything, self._structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, _Node))
-    self._positions = [i for i, leaf in enumerate(everything) if isinstance(leaf, _Node)]
+    everything, self._structure = jax.tree.flatten(tree, is_leaf=_is_node)
+    self._positions = [i for i, leaf in enumerate(everything) if _is_node(leaf)]
     self._objects = tuple(everything[i] for i in self._positions)
-    self._others = [leaf for leaf in everything if not isinstance(leaf, _Node)]
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _Node))[0]
-    self.names = [_joined(path[1:]) for path, leaf in paths if not isinstance(leaf, _Node)]
+    self._others = [leaf for leaf in everything if not _is_node(leaf)]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)[0]
+    self.names = [_joined(path[1:]) for path, leaf in paths if not _is_node(leaf)]
     self._graphdef, state = nnx.split(self._objects)
     pure = nnx.to_pure_dict(state)
     self._state, self._state_structure = jax.tree.flatten(pure)

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from mpjax._lazy import nnx
 from mpjax.loss_scale.transform import LossScaleState
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from mpjax import _compat
+from mpjax._lazy import nnx
 from mpjax.planner import compile as compilers
 from mpjax.planner import hlo, hlo_parts, hlo_products, memory, products
 from mpjax.planner.explained import differences
