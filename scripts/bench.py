@@ -8,7 +8,6 @@ suite's own options. Needs the packages of `pip install -e ".[bench]"`.
 
 import argparse
 import importlib
-import os
 import pathlib
 import sys
 from typing import Any
@@ -59,8 +58,6 @@ def main(arguments: list[str]) -> int:
 
 def load(name: str) -> Any:
   """A module of the benchmarks."""
-  # Keras asks for its backend when it is imported, which overhead does.
-  os.environ.setdefault("KERAS_BACKEND", "jax")
   try:
     return importlib.import_module(name)
   except ImportError as error:

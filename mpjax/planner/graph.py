@@ -243,7 +243,9 @@ class _Builder:
       opened = _compat.open_jaxpr(body)
       for variable in opened.constvars:
         inner[variable] = _value(variable.aval)
-      for variable, atom in zip(opened.invars, equation.invars, strict=True):
+      # Of a choice by platform the first operand is the choice.
+      operands = equation.invars[len(equation.invars) - len(opened.invars) :]
+      for variable, atom in zip(opened.invars, operands, strict=True):
         inner[variable] = environment[atom] if _compat.is_variable(atom) else _value(variable.aval)
       self._run(opened, inner, here, out)
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
@@ -292,7 +294,10 @@ def _value(aval: Any) -> Value:
 
 
 def _call(equation: Any) -> Any:
-  """The jaxpr that an equation is a plain call of, or `None`."""
+  """The jaxpr that an equation is a plain call of, or `None`; of a choice by platform, the default one."""
+  platforms = equation.params.get("branches_platforms")
+  if platforms:
+    return _compat.bodies(equation)[platforms.index(None) if None in platforms else -1]
   if equation.primitive.name in _LOOPS or equation.primitive.name in _OPAQUE:
     return None
   bodies = _compat.bodies(equation)
