@@ -94,7 +94,6 @@ def measure(sharding: Any, dtype: str, batch: int) -> dict[str, Any]:
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
     rows[name] = compiler_figures(compiled) | {
       "donated_array_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in arrays),
-      "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
     }
   return rows
 

@@ -228,6 +228,8 @@ def series(report: dict[str, Any], model: str, sweep: str) -> dict[str, list[dic
 
 def tables(report: dict[str, Any]) -> str:
   """By model: peaks by batch with the cost of a row, and peaks by size with the bytes of a parameter."""
+  from record import provenance
+
   parts: list[str] = []
   for model, sweep in SWEEPS.items():
     by_rows, by_size = series(report, model, "rows"), series(report, model, "sizes")
@@ -295,12 +297,6 @@ def _against_title(by_policy: dict[str, list[dict[str, Any]]]) -> str:
 def _markdown(header: list[str], lines: list[list[str]]) -> str:
   rows = [header, ["---"] * len(header), *lines]
   return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def provenance(report: dict[str, Any]) -> str:
-  """How the figures were made."""
-  versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-  return f"`{report['command']}` on {report['device']}; {versions}."
 
 
 COLOURS = {  # Okabe and Ito's, which colour-blind people can tell apart

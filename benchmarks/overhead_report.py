@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from record import provenance
+
 COMPUTE_BOUND = 1.03  # of the hand-written step's time
 MEMORY = 1.00  # of the hand-written bfloat16 step's temporaries
 IMPORT = 1.3  # of the time that its dependencies take
@@ -181,11 +183,6 @@ def each(report: dict[str, Any]) -> Any:
     for dtype, rows in model["dtypes"].items():
       for variant, row in rows.items():
         yield name, dtype, variant, row
-
-
-def provenance(report: dict[str, Any]) -> str:
-  versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-  return f"`{report['command']}` on {report['device']}; {versions}."
 
 
 def pictures(report: dict[str, Any]) -> dict[str, Any]:

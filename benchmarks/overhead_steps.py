@@ -50,7 +50,7 @@ def variants(model: Model, dtype: str, platform: str = "cpu") -> dict[str, Varia
     steps["jmp casts and loss scale"] = with_jmp(loss, half)
   steps["mpx"] = with_mpx(loss, half)
   if dtype == "float32":
-    steps["optax.apply_if_finite (no scale)"] = with_optax(loss)
+    steps["optax.apply_if_finite (no scale)"] = bare(loss, optax.apply_if_finite(TX, 5))
   found = {name: (init, jax.jit(step, donate_argnums=0)) for name, (init, step) in steps.items()}
   found |= keras(model, dtype, platform)
   found |= ours(loss, by_hand, dtype)
@@ -82,14 +82,14 @@ def keras(model: Model, dtype: str, platform: str) -> dict[str, Variant]:
   return {name: overhead_keras.variant(model.kind, model.settings, policy, platform)}
 
 
-def bare(loss: Any) -> Variant:
+def bare(loss: Any, tx: optax.GradientTransformation = TX) -> Variant:
   def step(state: Any, batch: Any) -> Any:
     params, opt_state = state
     value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = TX.update(grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), value
 
-  return lambda params: (params, TX.init(params)), step
+  return lambda params: (params, tx.init(params)), step
 
 
 def scaled_by_hand(loss: Any) -> Variant:
@@ -155,18 +155,6 @@ def with_mpx(loss: Any, dtype: Any) -> Variant:
     return (params, opt_state, (scale.loss_scaling, scale.min_loss_scaling, scale.counter)), loss_value
 
   return lambda params: (params, TX.init(params), (jnp.float32(2**15), jnp.float32(1), jnp.int32(0))), step
-
-
-def with_optax(loss: Any) -> Variant:
-  guarded = optax.apply_if_finite(TX, 5)
-
-  def step(state: Any, batch: Any) -> Any:
-    params, opt_state = state
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = guarded.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), value
-
-  return lambda params: (params, guarded.init(params)), step
 
 
 def with_loss_scale(loss: Any) -> Variant:

@@ -7,6 +7,8 @@ import math
 import statistics
 from typing import Any
 
+from record import provenance
+
 # Of float32's mean loss.
 BAR = 0.01
 COLOURS = {
@@ -90,8 +92,7 @@ def tables(report: dict[str, Any]) -> str:
   if any("float16" in run for run in report["runs"]):
     parts += ["Activation gradients in float16 at the end of the fp16 run of seed 0:", _gradients(report)]
   parts += [f"Not run: {report['policies'][name]} ({why})." for name, why in report["left_out"].items()]
-  versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-  return "\n\n".join([*parts, f"`{report['command']}` on {report['device']}; {versions}."])
+  return "\n\n".join([*parts, provenance(report)])
 
 
 def _losses(report: dict[str, Any], rows: list[Row]) -> str:

@@ -55,3 +55,9 @@ def compiler_figures(compiled: Any) -> dict[str, Any]:
 def instructions(hlo: str) -> int:
   """How many instructions an optimised program has, in all its computations."""
   return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", hlo, re.MULTILINE))
+
+
+def provenance(report: dict[str, Any]) -> str:
+  """How the figures of a report were made, in a line."""
+  versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+  return f"`{report['command']}` on {report['device']}; {versions}."

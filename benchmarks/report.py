@@ -15,6 +15,8 @@ import re
 import textwrap
 from typing import Any
 
+from record import provenance
+
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
 
@@ -109,12 +111,6 @@ def fp8_compiled(report: dict[str, Any]) -> str:
       f"| {name} | {' | '.join(cells)} | {row['temp_bytes'] / 1e6:.1f} | {row['temp_ratio']:.3f} |"
     )
   return "\n".join([*lines, "", provenance(report)])
-
-
-def provenance(report: dict[str, Any]) -> str:
-  """How the figures were made."""
-  versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-  return f"`{report['command']}` on {report['device']}; {versions}."
 
 
 def numerics_memory(report: dict[str, Any]) -> str:
