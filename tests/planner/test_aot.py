@@ -147,3 +147,26 @@ def test_largest_batch_compiles_within_the_memory_and_the_next_does_not():
   assert fit.plan.compiled.peak <= memory < fit.next_peak
   assert dict(fit.tried) | {fit.batch: fit.plan.peak, fit.next_batch: fit.next_peak} == dict(fit.tried)
   assert len(fit.tried) <= 6
+
+
+@pytest.mark.parametrize("target", ["v5e", "h200"])
+def test_the_branch_round_the_optimiser_is_the_cpus_alone(target):
+  # In an accelerator's program it would keep selects from being fused, and memory from being reused.
+  params = jax.ShapeDtypeStruct((WIDTH, WIDTH), f32)
+  x = jax.ShapeDtypeStruct((WIDTH, WIDTH), f32)
+  seen = []
+  for branch in (True, False):
+    tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "dynamic", branch_on_cpu=branch)
+
+    def step(params, state, x, tx=tx):
+      loss = lambda p: jnp.mean(jnp.tanh(x.astype(jnp.float16) @ p.astype(jnp.float16)).astype(f32))
+      grads = jax.grad(lambda p: mpjax.scale_loss(loss(p), state))(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    donated = range(1 + len(jax.tree.leaves(state)))
+    program = compilers.compile_step(step, (params, state, x), donated, get_target(describe(target)))
+    assert " conditional(" not in program.text
+    seen.append((program.temporaries, program.aliases, program.text.count(" fusion(")))
+  assert seen[0] == seen[1]
