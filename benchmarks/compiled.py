@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from record import compiler_figures, origin, write
 
 import mpjax
-from mpjax.planner.targets import get_target
+from mpjax.planner._targets import get_target
 
 LAYERS, WIDTH = 12, 2048
 DTYPES = ("float32", "bfloat16", "float16")

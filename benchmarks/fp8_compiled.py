@@ -36,8 +36,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from record import compiler_figures, origin, write
 
 import mpjax
-from mpjax.planner import hlo
-from mpjax.planner.hlo_products import KernelProduct, by_dtypes, kernel_products
+from mpjax.planner.compiled import _hlo
+from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, kernel_products
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")
@@ -69,7 +69,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
   arguments = jax.tree.map(put, (params, tokens, *state))
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
-  found = kernel_products(hlo.parse(compiled.as_text() or ""))
+  found = kernel_products(_hlo.parse(compiled.as_text() or ""))
   rows = mpjax.explain(loss, policy)(model, tokens).rows
   eligible = [row.flops for row in rows if row.flops and row.after.startswith("float8")]
   return {

@@ -14,7 +14,7 @@ import numpy as np
 from gpu_models import training
 from worker import serve_stages
 
-from mpjax.fp8.product import fp8_dot_general
+from mpjax.fp8._dot_general import fp8_dot_general
 
 Stages = Generator[dict[str, Any], str, None]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

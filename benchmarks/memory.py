@@ -110,8 +110,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   import jax
   from record import origin, write
 
-  from mpjax.planner.compile import missing
-  from mpjax.planner.targets import get_target
+  from mpjax.planner._targets import get_target
+  from mpjax.planner.compiled._compile import missing
 
   if options.target not in (
     "here",

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from worker import serve
 
-from mpjax.planner.compile import CompileError
-from mpjax.planner.fp8 import policy_on_target
-from mpjax.planner.plan import plan
-from mpjax.planner.results import Plan
-from mpjax.planner.targets import Target, get_target
+from mpjax.planner._fp8_on_target import policy_on_target
+from mpjax.planner._plan import plan
+from mpjax.planner._results import Plan
+from mpjax.planner._targets import Target, get_target
+from mpjax.planner.compiled._compile import CompileError
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train.config import load_config
+from mpjax.train._config import load_config
+from mpjax.train._optimizers import make_optimizer
+from mpjax.train._tasks import make_task
 from mpjax.train.data import DataInfo
-from mpjax.train.optimizers import make_optimizer
-from mpjax.train.peak_memory import peak_memory
-from mpjax.train.tasks import make_task
+from mpjax.train.monitors._peak_memory import peak_memory
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FILES = {"gpt": "gpt_stdlib", "vit": "vit_digits", "resnet": "resnet_digits"}

@@ -22,14 +22,14 @@ from flax import nnx
 from record import origin, write
 
 import mpjax
-from mpjax.numerics.batches import most_pieces
-from mpjax.numerics.passes import loss_points, make_pass, plain_loss, reference_state, reference_step
-from mpjax.numerics.tensors import full_summary
-from mpjax.planner.targets import get_target
-from mpjax.train.config import load_config
+from mpjax.numerics._batches import most_pieces
+from mpjax.numerics._passes import loss_points, make_pass, plain_loss, reference_state, reference_step
+from mpjax.numerics._tensors import full_summary
+from mpjax.planner._targets import get_target
+from mpjax.train._config import load_config
+from mpjax.train._setup import make_setup
 from mpjax.train.models import GPT
-from mpjax.train.setup import make_setup
-from mpjax.train.watching import Watcher
+from mpjax.train.monitors._histograms import Watcher
 
 SHAPE = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
 COMMAND = "numerics_cost.py"

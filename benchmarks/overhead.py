@@ -31,8 +31,8 @@ import overhead_steps
 from overhead_models import LARGE, SMALL, Model
 from record import compiler_figures, instructions, origin, write
 
-from mpjax.planner.compile import CompileError, compile_step, missing
-from mpjax.planner.targets import Target, get_target
+from mpjax.planner._targets import Target, get_target
+from mpjax.planner.compiled._compile import CompileError, compile_step, missing
 
 PACKAGES = ("flax", "optax", "jmp", "mixed-precision-for-JAX", "keras")
 DTYPES = ("float32", "bfloat16", "float16")

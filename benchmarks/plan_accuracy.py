@@ -28,14 +28,14 @@ import jax
 import numpy as np
 from record import origin, write
 
-from mpjax.planner.compile import CompileError, missing
-from mpjax.planner.memory import table_bytes
-from mpjax.planner.results import ARGUMENT_PARTS, Plan
-from mpjax.planner.targets import Target, get_target
-from mpjax.planner.tiles import tiled_bytes
-from mpjax.train.config import load_config
-from mpjax.train.planning import Planner
-from mpjax.train.setup import make_setup
+from mpjax.planner._results import ARGUMENT_PARTS, Plan
+from mpjax.planner._targets import Target, get_target
+from mpjax.planner.analytic._memory import table_bytes
+from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+from mpjax.planner.compiled._compile import CompileError, missing
+from mpjax.train._config import load_config
+from mpjax.train._planning import Planner
+from mpjax.train._setup import make_setup
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 LEAST_EXPLAINED = 0.90

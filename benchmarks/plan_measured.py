@@ -25,11 +25,11 @@ import numpy as np
 from record import origin, write
 from worker import Worker, serve
 
-from mpjax.planner.compile import missing
-from mpjax.planner.targets import get_target, target_names
-from mpjax.train.config import Config, load_config
-from mpjax.train.planning import Planner
-from mpjax.train.setup import make_setup
+from mpjax.planner._targets import get_target, target_names
+from mpjax.planner.compiled._compile import missing
+from mpjax.train._config import Config, load_config
+from mpjax.train._planning import Planner
+from mpjax.train._setup import make_setup
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 STEPS, SECONDS, MOST_ERROR = 3, 900, 0.05

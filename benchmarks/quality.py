@@ -29,8 +29,8 @@ import jax
 from quality_report import pictures, tables
 from record import origin, write
 
-from mpjax.train.config import load_config
-from mpjax.train.run_directory import RunDirectory
+from mpjax.train._config import load_config
+from mpjax.train.monitors._run_directory import RunDirectory
 
 __all__ = ["add_arguments", "pictures", "run", "tables"]
 

@@ -35,11 +35,11 @@ from jax.sharding import AbstractMesh, AxisType
 from record import origin, write
 
 import mpjax
-from mpjax.planner.compile import CompileError, missing
-from mpjax.planner.results import Collective
-from mpjax.planner.targets import get_target
+from mpjax.planner._results import Collective
+from mpjax.planner._targets import get_target
+from mpjax.planner.compiled._compile import CompileError, missing
 from mpjax.train.models import GPT
-from mpjax.train.models.axes import gpt_axes
+from mpjax.train.models._axes import gpt_axes
 
 SLICES = {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 FSDP = 8  # chips of a group, with `both`

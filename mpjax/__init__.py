@@ -3,10 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpjax.casting.autocast import autocast, full_precision, init_fp8_state
-from mpjax.casting.explain import explain
-from mpjax.casting.op_lists import OpLists
-from mpjax.fp8.product import fp8_dot_general
+from mpjax.casting import OpLists, autocast, explain, full_precision, init_fp8_state
+from mpjax.fp8 import fp8_dot_general
 from mpjax.loss_scale import (
   LossScaleState,
   LossScaling,
@@ -29,16 +27,13 @@ from mpjax.loss_scale import (
   with_loss_scaling,
 )
 from mpjax.policy import Policy, cast_floating, get_policy
-from mpjax.sharding.mesh import batch_axes
+from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 
 if TYPE_CHECKING:
-  from mpjax.numerics.hunt import NonfiniteReport, find_nonfinite
-  from mpjax.numerics.inspection import inspect_numerics
-  from mpjax.numerics.report import NumericsReport
-  from mpjax.planner.plan import plan
-  from mpjax.planner.results import Plan
-  from mpjax.planner.search import cheapest, largest_batch
+  from mpjax.numerics import NonfiniteReport, NumericsReport, find_nonfinite, inspect_numerics
+  from mpjax.planner import Plan, cheapest, largest_batch
+  from mpjax.planner._plan import plan
 
 __version__ = "0.1.0"
 
@@ -88,14 +83,14 @@ __all__ = [
 # What a program that trains does not need is imported when it is asked for.
 _LATER = {
   "formats": "mpjax.formats",
-  "NonfiniteReport": "mpjax.numerics.hunt",
-  "find_nonfinite": "mpjax.numerics.hunt",
-  "inspect_numerics": "mpjax.numerics.inspection",
-  "NumericsReport": "mpjax.numerics.report",
-  "plan": "mpjax.planner.plan",
-  "Plan": "mpjax.planner.results",
-  "cheapest": "mpjax.planner.search",
-  "largest_batch": "mpjax.planner.search",
+  "NonfiniteReport": "mpjax.numerics",
+  "find_nonfinite": "mpjax.numerics",
+  "inspect_numerics": "mpjax.numerics",
+  "NumericsReport": "mpjax.numerics",
+  "plan": "mpjax.planner",
+  "Plan": "mpjax.planner",
+  "cheapest": "mpjax.planner",
+  "largest_batch": "mpjax.planner",
 }
 
 

@@ -23,9 +23,8 @@ from jax._src.interpreters import ad, partial_eval
 
 
 def preset_dir() -> Traversable:
-  """The folder of policy presets: inside an installed wheel, or `configs/policies` in a checkout."""
-  inside = importlib.resources.files("mpjax").joinpath("presets")
-  return inside if inside.is_dir() else pathlib.Path(__file__).parent.parent / "configs" / "policies"
+  """The folder of policy presets."""
+  return importlib.resources.files("mpjax").joinpath("policies")
 
 
 def is_array(leaf: Any) -> bool:

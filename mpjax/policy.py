@@ -18,8 +18,8 @@ import yaml
 
 from mpjax import _compat
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
-from mpjax.fp8.recipe import Recipe, parse_recipe, to_pairs
-from mpjax.loss_scale.config import LossScaling, parse_loss_scaling
+from mpjax.fp8._recipe import Recipe, parse_recipe, to_pairs
+from mpjax.loss_scale._presets import LossScaling, parse_loss_scaling
 from mpjax.patterns import component_regex
 
 T = TypeVar("T")

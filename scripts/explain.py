@@ -6,7 +6,7 @@ import sys
 # The checkout that this file is in, installed or not.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from mpjax.train import cli
+from mpjax.cli import _commands
 
 if __name__ == "__main__":
-  sys.exit(cli.explain(sys.argv[1:]))
+  sys.exit(_commands.explain(sys.argv[1:]))

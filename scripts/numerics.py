@@ -6,7 +6,7 @@ import sys
 # The checkout that this file is in, installed or not.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from mpjax.train import numerics_cli
+from mpjax.cli import _numerics_command
 
 if __name__ == "__main__":
-  sys.exit(numerics_cli.numerics(sys.argv[1:]))
+  sys.exit(_numerics_command.numerics(sys.argv[1:]))

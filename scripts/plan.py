@@ -6,7 +6,7 @@ import sys
 # The checkout that this file is in, installed or not.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from mpjax.train import plan_cli
+from mpjax.cli import _plan_command
 
 if __name__ == "__main__":
-  sys.exit(plan_cli.plan(sys.argv[1:]))
+  sys.exit(_plan_command.plan(sys.argv[1:]))

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 # Plans are about programs as they are optimised, and the runs train for longer than they compile.
-OPTIMISED = ("planner", "test_run.py")
+OPTIMISED = ("planner", "test_plan_command.py", "test_run.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -28,13 +28,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
   """The runs first, each of which takes long: at the end there is something short for either worker."""
-  items.sort(key=lambda item: item.path.parent.name != "train")
+  items.sort(key=lambda item: item.path.parent.name not in ("train", "cli"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compile_quickly(request):
   """Most programs run once: most of the time would be spent on making them fast."""
-  quickly = not {request.path.name, request.path.parent.name} & {*OPTIMISED}
+  quickly = not {*request.path.parts} & {*OPTIMISED}
   jax.config.update("jax_disable_most_optimizations", quickly)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
@@ -50,7 +50,7 @@ def _clear_caches():
 @pytest.fixture(autouse=True, scope="module")
 def _compile_runs_once(request, tmp_path_factory):
   """Runs of one config, resumed or in a process of their own, are one program: compiled once a session."""
-  if request.path.parent.name != "train":
+  if request.path.parent.name not in ("train", "cli"):
     yield
     return
   folder = tmp_path_factory.getbasetemp()

@@ -1,1 +1,7 @@
-"""Meshes of devices: where state lies on them, and what crosses them in a training step, in which dtype."""
+"""Device meshes and where parameters lie on them. Knows nothing of training steps."""
+
+from mpjax.sharding._mesh import batch_axes
+
+__all__ = [
+  "batch_axes",
+]

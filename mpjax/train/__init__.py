@@ -1,1 +1,1 @@
-"""Training runs from a YAML config; `import mpjax` needs nothing of this."""
+"""Training from a YAML config: what only a training run needs."""

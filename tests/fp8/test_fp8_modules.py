@@ -13,7 +13,7 @@ from flax import nnx
 from fp8_programs import D, X, by_path, fp8, kinds, traced
 
 import mpjax
-from mpjax.casting import quantised
+from mpjax.casting import _fp8_products
 
 
 class Linen(nn.Module):
@@ -93,7 +93,7 @@ def test_float32_modules_within_fp8():
 @pytest.fixture
 def units(monkeypatch):
   """A device that has FP8 units, as far as autocast is told."""
-  monkeypatch.setattr(quantised, "fp8_units", lambda recipe, device=None: (True, ""))
+  monkeypatch.setattr(_fp8_products, "fp8_units", lambda recipe, device=None: (True, ""))
 
 
 def test_an_fp8_module_within_bfloat16(units):

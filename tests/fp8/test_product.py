@@ -29,7 +29,7 @@ from fp8_reference import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.fp8.product import fp8_dot_general
+from mpjax.fp8._dot_general import fp8_dot_general
 
 POW2 = {"pow2_scales": True, "margin": 3}
 

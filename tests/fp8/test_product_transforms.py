@@ -22,7 +22,7 @@ from fp8_reference import (
   with_gradients,
 )
 
-from mpjax.fp8.product import fp8_dot_general
+from mpjax.fp8._dot_general import fp8_dot_general
 
 # vmap
 

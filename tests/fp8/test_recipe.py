@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import mpjax
-from mpjax.fp8.recipe import Recipe, parse_recipe, to_pairs
+from mpjax.fp8._recipe import Recipe, parse_recipe, to_pairs
 
 DEFAULTS = {
   "recipe": "current",

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from fp8_reference import FORMATS, OPTIONS, bits, flushed, held_in_blocks, rounded, scale_for
 
-from mpjax.fp8 import scaling
+from mpjax.fp8 import _scaling
 
 # One small program for each shape, rather than one for each operation in it.
 compiled = functools.partial(jax.jit, compiler_options=OPTIONS)
-amax_of = compiled(scaling.amax_of, static_argnums=1)
-scale_of = compiled(scaling.scale_of, static_argnums=(1, 2, 3))
-quantise = compiled(scaling.quantise, static_argnums=2)
-quantise_blocks = compiled(scaling.quantise_blocks, static_argnums=(1, 2, 3))
+amax_of = compiled(_scaling.amax_of, static_argnums=1)
+scale_of = compiled(_scaling.scale_of, static_argnums=(1, 2, 3))
+quantise = compiled(_scaling.quantise, static_argnums=2)
+quantise_blocks = compiled(_scaling.quantise_blocks, static_argnums=(1, 2, 3))
 
 DTYPES = {name: getattr(jnp, name) for name in FORMATS}
 format_ = pytest.mark.parametrize("name", FORMATS)
@@ -120,7 +120,7 @@ def test_scales_of_several_tensors_at_once():
 @pytest.mark.parametrize("margin", [0, 4])
 def test_scales_under_jit_are_the_same(margin):
   amax = jnp.abs(jnp.asarray(spread(200)))
-  fun = lambda a: scaling.scale_of(a, jnp.float8_e4m3fn, margin)
+  fun = lambda a: _scaling.scale_of(a, jnp.float8_e4m3fn, margin)
   np.testing.assert_array_equal(bits(jax.jit(fun)(amax)), bits(fun(amax)))
 
 
@@ -134,7 +134,7 @@ def test_every_bfloat16_and_its_neighbours_round_as_by_hand(name, jitted):
   x = np.concatenate([high, high + 1, high + 0x8000, high + 0x7FFF, high + 0x8001, high + 0xFFFF])
   x = x.astype(np.uint32).view(np.float32)
   x = flushed(x[np.isfinite(x)])
-  fun = lambda x: scaling.quantise(x, jnp.float32(1), DTYPES[name])
+  fun = lambda x: _scaling.quantise(x, jnp.float32(1), DTYPES[name])
   got = np.asarray((jax.jit(fun) if jitted else fun)(jnp.asarray(x)))
   assert got.dtype == DTYPES[name]
   np.testing.assert_array_equal(got.astype(np.float64), rounded(x, name))

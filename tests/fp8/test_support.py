@@ -8,8 +8,8 @@ import types
 import jax
 import pytest
 
-from mpjax.fp8.recipe import parse_recipe
-from mpjax.fp8.support import fp8_units
+from mpjax.fp8._hardware import fp8_units
+from mpjax.fp8._recipe import parse_recipe
 
 FNUZ = {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"}
 

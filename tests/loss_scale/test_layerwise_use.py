@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import mpjax
-from mpjax.loss_scale import carried
+from mpjax.loss_scale import _layerwise_vjp
 
 
 class TestTransforms:
@@ -269,7 +269,7 @@ class TestMisuse:
 def test_a_fork_adds_gradients_of_any_scales(exponents, sizes):
   """To what float16 can hold at the scale that comes out, which no gradient overflows at."""
   n = len(exponents)
-  fork = functools.partial(carried.fork, n)
+  fork = functools.partial(_layerwise_vjp.fork, n)
   _, backward = jax.vjp(fork, jnp.zeros(3, jnp.float16), jnp.zeros(2))
   gradients = [jnp.asarray([1.0, -0.5, 0.75], jnp.float16) * jnp.float16(2.0**s) for s in sizes[:n]]
   scales = [jnp.float32(2.0**e) for e in exponents]

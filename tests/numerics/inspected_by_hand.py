@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import mpjax
-from mpjax.numerics.tensors import Magnitudes, full_summary
+from mpjax.numerics._tensors import Magnitudes, full_summary
 
 WIDTH, ROWS = 16, 16  # FP8 products take multiples of 16
 _FP8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}

@@ -25,7 +25,7 @@ from inspected_by_hand import (
 )
 
 import mpjax
-from mpjax.numerics.tensors import INTEREST, KINDS
+from mpjax.numerics._tensors import INTEREST, KINDS
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])

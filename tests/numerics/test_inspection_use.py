@@ -21,8 +21,8 @@ from inspected_by_hand import (
 )
 
 import mpjax
-from mpjax.numerics.summary import Summary
-from mpjax.numerics.tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
+from mpjax.numerics._summary import Summary
+from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
 
 
 def test_without_an_optimiser_nothing_is_said_of_updates():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
 from mpjax.formats import FORMATS
-from mpjax.numerics import summary as under_test
-from mpjax.numerics.summary import SKETCH, Summary, look
-from mpjax.numerics.tensors import BINS, INTEREST, Magnitudes, full_summary
+from mpjax.numerics import _summary as under_test
+from mpjax.numerics._summary import SKETCH, Summary, look
+from mpjax.numerics._tensors import BINS, INTEREST, Magnitudes, full_summary
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMS = {

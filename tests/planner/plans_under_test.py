@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner.results import Collective, Compiled, Floor, Memory, Plan, Product, Saved
+from mpjax.planner._results import Collective, Compiled, Floor, Memory, Plan, Product, Saved
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from steps_under_test import BATCH, F32, PARAMS, S, mlp
 
 import mpjax
-from mpjax.planner import compile as compilers
-from mpjax.planner.targets import get_target
+from mpjax.planner._targets import get_target
+from mpjax.planner.compiled import _compile as compilers
 
 
 def returns_first(*args):

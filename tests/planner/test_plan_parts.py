@@ -27,10 +27,10 @@ from steps_under_test import (
 )
 
 import mpjax
-from mpjax.planner import compile as compilers
-from mpjax.planner.results import ARGUMENT_PARTS
-from mpjax.planner.targets import get_target
-from mpjax.planner.tiles import tiled_bytes
+from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.planner._targets import get_target
+from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+from mpjax.planner.compiled import _compile as compilers
 
 WEIGHTS, OPTIMIZER, OTHER = "master weights", "optimizer state", "other state"
 ADAM = optax.adam(1e-3)

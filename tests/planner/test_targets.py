@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from mpjax import formats
-from mpjax.planner import targets
-from mpjax.planner.targets import Target, get_target, target_names
+from mpjax.planner import _targets
+from mpjax.planner._targets import Target, get_target, target_names
 
 GPUS = ("a100", "b200", "h100", "h200", "l4", "rtx4090")
 TPUS = ("v5e", "v5p", "v6e")
-FOLDER = importlib.resources.files("mpjax").joinpath("planner", "targets")
+FOLDER = importlib.resources.files("mpjax").joinpath("formats", "devices")
 FILES = {f.name.removesuffix(".yaml"): yaml.safe_load(f.read_text()) for f in FOLDER.iterdir()}
 GIB, TERA = 2**30, 1e12
 
@@ -244,4 +244,4 @@ def test_a_target_names_the_extra_that_compiles_for_it(name, extra):
 def test_a_target_cannot_be_changed():
   with pytest.raises(AttributeError):
     get_target("h200").memory = 1
-  assert isinstance(targets.get_target("h200"), Target)
+  assert isinstance(_targets.get_target("h200"), Target)

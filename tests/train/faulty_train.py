@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from mpjax.train import cli
+from mpjax.cli import _commands
 from mpjax.train.data import Data
 
 FAULTS = json.loads(os.environ["FAULTS"])
@@ -36,4 +36,4 @@ def faulty(data, rows):
 good, Data.train = Data.train, faulty
 
 if __name__ == "__main__":
-  sys.exit(cli.train(sys.argv[1:]))
+  sys.exit(_commands.train(sys.argv[1:]))

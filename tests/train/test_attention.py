@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.train.models.attention import attention
+from mpjax.train.models._attention import attention
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff
 

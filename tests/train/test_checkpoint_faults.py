@@ -16,10 +16,10 @@ import pytest
 from conftest import write_tiny_gpt
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mpjax.cli import _commands
 from mpjax.step import TrainState
-from mpjax.train import cli
-from mpjax.train.checkpoints import CheckpointError, Checkpoints
-from mpjax.train.checksums import tree_checksums
+from mpjax.train.checkpoints._checkpoints import CheckpointError, Checkpoints
+from mpjax.train.checkpoints._checksums import tree_checksums
 
 ROOT = pathlib.Path(__file__).parents[2]
 DTYPES = ["float32", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"]
@@ -279,15 +279,15 @@ checkpoints.close()
 
 def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path):
   code = """
-from mpjax.train import cli
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.cli import _commands
+from mpjax.train.checkpoints._checkpoints import Checkpoints
 save = Checkpoints.save
 def full_at_the_end(self, step, *arguments):
   if step == 8:
     fill(60000)
   save(self, step, *arguments)
 Checkpoints.save = full_at_the_end
-sys.exit(cli.train(sys.argv[1:]))
+sys.exit(_commands.train(sys.argv[1:]))
 """
   run = tmp_path / "run"
   arguments = [*write_tiny_gpt(tmp_path), "policy=bf16", "train.steps=8", "train.eval_every=8", f"out={run}"]
@@ -298,7 +298,7 @@ sys.exit(cli.train(sys.argv[1:]))
   assert "File too large; that of step 4 is whole" in err
   assert err.count("\n") == 1
   assert not (run / "summary.json").exists()
-  assert cli.train(arguments) == 0
+  assert _commands.train(arguments) == 0
   assert json.loads((run / "summary.json").read_text())["steps"] == 8
 
 
@@ -309,7 +309,7 @@ rank, address = int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
 from test_checkpoint_faults import *
-from mpjax.train import checkpoint_reading
+from mpjax.train.checkpoints._checkpoints import _integrity
 
 folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))
 like = abstract(make_state(0), mesh, "fsdp")
@@ -320,12 +320,12 @@ for step in (2, 4, 6):
 checkpoints.close()
 if rank == 0:
   flip(max((folder / "6").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
-read = checkpoint_reading._read
+read = _integrity._read
 def read_badly(path, *rest):
   if rank == 1 and path.name == "4":
-    raise checkpoint_reading.Damaged("met by one process")
+    raise _integrity.Damaged("met by one process")
   return read(path, *rest)
-checkpoint_reading._read = read_badly
+_integrity._read = read_badly
 checkpoints = Checkpoints(folder, keep=5, timeout_s=60)
 resumed = checkpoints.restore_latest(like)
 same = jax.tree.map(lambda x, y: bool((x == y).all()), resumed.restored.state, place(2))
@@ -356,9 +356,9 @@ checkpoints.close()
 def test_metrics_that_cannot_be_written_end_a_run_in_one_line(tiny_gpt, tmp_path, monkeypatch):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # which is of no use then, and says so
   code = """
-from mpjax.train import cli
+from mpjax.cli import _commands
 fill(16000)
-sys.exit(cli.train(sys.argv[1:]))
+sys.exit(_commands.train(sys.argv[1:]))
 """
   options = [
     "train.steps=400",

@@ -16,8 +16,8 @@ from jax import export
 
 from mpjax.policy import cast_floating
 from mpjax.train.models import GPT, ResNet, ViT
-from mpjax.train.models.gpt import dropout, rotate
-from mpjax.train.models.vit import patches
+from mpjax.train.models._gpt import dropout, rotate
+from mpjax.train.models._vit import patches
 
 HALF = {"bfloat16": 8e-3, "float16": 1e-3}  # twice the unit roundoff
 VIT = ViT(num_classes=5, patch=2, dim=16, layers=1, heads=2)

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.train.config import load_config, parse_config
-from mpjax.train.setup import make_setup
-from mpjax.train.tasks import make_task
+from mpjax.train._config import load_config, parse_config
+from mpjax.train._setup import make_setup
+from mpjax.train._tasks import make_task
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = {

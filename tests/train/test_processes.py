@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from mpjax import _compat
-from mpjax.train import cli
-from mpjax.train.config import DataConfig
+from mpjax.cli import _commands
+from mpjax.train._config import DataConfig
 from mpjax.train.data import load_data
-from mpjax.train.native_log import lost_reason
+from mpjax.train.multiprocess._native_log import lost_reason
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
@@ -95,7 +95,7 @@ def curve(directory):
 def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(start, tiny_gpt, tmp_path):
   options = [OVERFLOWING, "mesh.data=2", "train.steps=150", "train.accumulate=2", "train.eval_every=50"]
   arguments = [*tiny_gpt, *options, "train.checkpoint_every=20"]
-  assert cli.train([*arguments, f"out={tmp_path / 'one'}"]) == 0
+  assert _commands.train([*arguments, f"out={tmp_path / 'one'}"]) == 0
   run = start(2, [*arguments, f"out={tmp_path / 'run'}"])
   run.signal_at(45, tmp_path / "run", signal.SIGTERM, 1)
   statuses, shown, errors = run.end()
@@ -105,7 +105,7 @@ def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(star
   assert last_step(tmp_path / "run") == step
   assert "2 x cpu (data 2), gradients cross in float32, in 2 processes" in shown[0]
   assert shown[1] == errors[1] == ""
-  assert cli.train([*arguments, f"out={tmp_path / 'run'}"]) == 0
+  assert _commands.train([*arguments, f"out={tmp_path / 'run'}"]) == 0
   expected = curve(tmp_path / "one")
   assert expected[-1][3] > 0  # steps were skipped
   assert curve(tmp_path / "run") == expected
@@ -143,7 +143,7 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
   assert statuses == [0], errors
   assert "resumed after step" in shown[0]
   assert [r["step"] for r in records(out)] == list(range(1, 121))
-  assert cli.train([*arguments[:-1], f"out={tmp_path / 'undisturbed'}"]) == 0
+  assert _commands.train([*arguments[:-1], f"out={tmp_path / 'undisturbed'}"]) == 0
   losses = [[r["loss"] for r in records(d)] for d in (out, tmp_path / "undisturbed")]
   np.testing.assert_allclose(*losses, rtol=1e-4)  # sums of eight, four, two and one parts
 
@@ -194,15 +194,15 @@ def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, mo
     return Iterator()
 
   arguments = [str(tmp_path / "vit.yaml"), "policy=fp32", "mesh.data=1", "train.checkpoint_every=100"]
-  assert cli.train([*arguments, f"out={tmp_path / 'undisturbed'}"]) == 0
+  assert _commands.train([*arguments, f"out={tmp_path / 'undisturbed'}"]) == 0
   with monkeypatch.context() as patch:
     patch.setattr(Data, "train", broken)
-    assert cli.train([*arguments, f"out={out}"]) == 2
+    assert _commands.train([*arguments, f"out={out}"]) == 2
   error = capsys.readouterr().err
   assert "the data of step 5 cannot be read: /data/part-7.bin" in error
   assert f"the checkpoint of step 4 is in {out}" in error
   assert error.count("\n") == 1
-  assert cli.train([*arguments, f"out={out}"]) == 0
+  assert _commands.train([*arguments, f"out={out}"]) == 0
   assert curve(out) == curve(tmp_path / "undisturbed")
 
 
@@ -225,8 +225,8 @@ def test_what_does_not_move_ends_the_process(tmp_path):
   (tmp_path / "checkpoints" / "40").mkdir(parents=True)
   program = """
 import pathlib, sys, time
-from mpjax.train.config import DistributedConfig
-from mpjax.train.processes import Processes
+from mpjax.train._config import DistributedConfig
+from mpjax.train.multiprocess._processes import Processes
 with Processes(DistributedConfig(hang_timeout_s=0.5)) as processes:
   processes.directory = pathlib.Path(sys.argv[1])
   for step in range(4):  # what moves may take longer in all
@@ -252,7 +252,7 @@ with Processes(DistributedConfig(hang_timeout_s=0.5)) as processes:
   ],
 )
 def test_flags_that_do_not_say_it_all_are_refused(tiny_gpt, tmp_path, capsys, flags, words):
-  assert cli.train([*tiny_gpt, *flags, f"out={tmp_path / 'run'}"]) == 2
+  assert _commands.train([*tiny_gpt, *flags, f"out={tmp_path / 'run'}"]) == 2
   error = capsys.readouterr().err
   assert words in error
   assert error.count("\n") == 1

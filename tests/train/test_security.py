@@ -16,10 +16,10 @@ import safetensors.numpy
 from conftest import write_tiny_gpt
 from datasets_under_test import IMAGES, LABELS, load
 
-from mpjax.train.config import ConfigError, load_config, parse_config
+from mpjax.train._config import ConfigError, load_config, parse_config
+from mpjax.train._export import load_safetensors
 from mpjax.train.data import DataError
-from mpjax.train.export import load_safetensors
-from mpjax.train.run_directory import MetricsFile, RunDirectory
+from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory
 
 ROOT = pathlib.Path(__file__).parents[2]
 MINIMAL = "model: {kind: gpt}\ndata: {kind: stdlib}\n"
@@ -198,18 +198,19 @@ def note(event, arguments):
 sys.addaudithook(note)
 sys.dont_write_bytecode = True
 
-from mpjax.train import cli, tasks
-from mpjax.train.export import load_safetensors
+from mpjax.cli import _commands
+from mpjax.train import _tasks
+from mpjax.train._export import load_safetensors
 
-one_loss = tasks.LanguageModel.loss_fn
+one_loss = _tasks.LanguageModel.loss_fn
 
 def with_metrics(self, model, batch, rng):
   loss = one_loss(self, model, batch, rng)
   return loss, {"../../metric": loss, os.path.abspath("metric"): loss}
 
-tasks.LanguageModel.loss_fn = with_metrics
+_tasks.LanguageModel.loss_fn = with_metrics
 arguments, exported = json.loads(sys.argv[1]), sys.argv[2]
-statuses = [cli.train(line) for line in arguments] + [cli.export([arguments[0][-1].removeprefix("out=")])]
+statuses = [_commands.train(line) for line in arguments] + [_commands.export([arguments[0][-1].removeprefix("out=")])]
 load_safetensors(exported)
 print(json.dumps([statuses, events]))
 """
@@ -308,10 +309,10 @@ def test_metadata_of_an_export_are_checked(audited, change, tmp_path):
 
 
 def test_an_export_is_not_written_through_a_link(audited, tmp_path):
-  from mpjax.train import cli
+  from mpjax.cli import _commands
 
   victim, link = tmp_path / "victim", tmp_path / "m.safetensors.tmp"
   victim.write_text("precious")
   link.symlink_to(victim)
-  assert cli.export([str(audited[0] / "work" / "digits"), f"out={tmp_path / 'm.safetensors'}"]) == 0
+  assert _commands.export([str(audited[0] / "work" / "digits"), f"out={tmp_path / 'm.safetensors'}"]) == 0
   assert victim.read_text() == "precious"

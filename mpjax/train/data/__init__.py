@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax.dtypes import did_you_mean
-from mpjax.train.data.dataset import Data, DataError, DataInfo
-from mpjax.train.data.huggingface import load_huggingface
-from mpjax.train.data.images import load_digits, load_npz
-from mpjax.train.data.text import load_stdlib, load_text
+from mpjax.train.data._dataset import Data, DataError, DataInfo
+from mpjax.train.data._huggingface import load_huggingface
+from mpjax.train.data._images import load_digits, load_npz
+from mpjax.train.data._text import load_stdlib, load_text
 
 __all__ = ["Data", "DataError", "DataInfo", "load_data"]
 

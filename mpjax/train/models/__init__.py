@@ -1,7 +1,7 @@
 """Models that follow the dtype of their parameters and inputs: no dtype arguments anywhere."""
 
-from mpjax.train.models.gpt import GPT
-from mpjax.train.models.resnet import ResNet
-from mpjax.train.models.vit import ViT
+from mpjax.train.models._gpt import GPT
+from mpjax.train.models._resnet import ResNet
+from mpjax.train.models._vit import ViT
 
 __all__ = ["GPT", "ResNet", "ViT"]

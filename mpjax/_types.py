@@ -1,0 +1,35 @@
+"""Names of types that signatures of several packages use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxtyping import PyTree
+
+Atom: TypeAlias = Var | Literal
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+Array: TypeAlias = jax.Array
+ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+DTypeLike: TypeAlias = jax.typing.DTypeLike
+Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+LossFunction: TypeAlias = Callable[..., Any]
+
+__all__ = [
+  "AnyJaxpr",
+  "Array",
+  "ArrayLike",
+  "Atom",
+  "ClosedJaxpr",
+  "DTypeLike",
+  "Jaxpr",
+  "JaxprEqn",
+  "Literal",
+  "LossFunction",
+  "Mesh",
+  "PyTree",
+  "Var",
+]

@@ -1,0 +1,100 @@
+"""`OpLists`: which primitive runs in half precision, which in float32, which follows its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mpjax.dtypes import did_you_mean
+from mpjax.jaxpr._primitives import OPERATIONS
+
+_LISTS = ("allow", "deny", "deny_float16", "infer", "opaque", "call")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpLists:
+  """The lists that autocast decides by: sets of primitive names, as `jax.make_jaxpr` prints them.
+
+  Attributes:
+    allow: run in the policy's compute dtype (matrix products, convolutions).
+    deny: run in float32.
+    deny_float16: run in float32 where the compute dtype is float16, and follow their inputs in bfloat16,
+      which has float32's range.
+    infer: follow their inputs.
+    opaque: left in the dtypes of the user's program; so is a primitive on no list.
+    call: higher-order primitives, whose bodies are entered.
+  """
+
+  allow: frozenset[str]
+  deny: frozenset[str]
+  deny_float16: frozenset[str]
+  infer: frozenset[str]
+  opaque: frozenset[str]
+  call: frozenset[str]
+
+  def __post_init__(self) -> None:
+    seen: dict[str, str] = {}
+    for field in _LISTS:
+      names = getattr(self, field)
+      if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{field}={names!r}: expected names of primitives, such as {{'dot_general'}}")
+      object.__setattr__(self, field, frozenset(names))
+      for name in names:
+        if name in seen:
+          raise ValueError(f"primitive {name!r} is on two lists, {seen[name]} and {field}")
+        seen[name] = field
+
+  @classmethod
+  def default(cls) -> OpLists:
+    """The lists of `mpjax/jaxpr/_primitives.py`, which gives the reason for each."""
+    lists: dict[str, set[str]] = {field: set() for field in _LISTS}
+    for name, operation in OPERATIONS.items():
+      lists[
+        "deny_float16" if operation.float16 == "deny" and operation.list == "infer" else operation.list
+      ].add(name)
+    return cls(**{field: frozenset(names) for field, names in lists.items()})
+
+  def replace(self, **lists: Iterable[str]) -> OpLists:
+    """A copy with some lists replaced; a name that is put on one list leaves the one where it was.
+
+    `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is taken off its list goes to
+    `infer`.
+
+    Raises:
+      ValueError: if a list or a name does not exist, or a name is given to two lists.
+    """
+    for field in lists:
+      if field not in _LISTS:
+        raise ValueError(
+          f"unknown list {field!r}: expected one of {', '.join(_LISTS)}" + did_you_mean(field, _LISTS)
+        )
+    new = {field: frozenset(_names(field, names)) for field, names in lists.items()}
+    known = frozenset().union(*(getattr(self, field) for field in _LISTS))
+    given: frozenset[str] = frozenset().union(*new.values())
+    result = {field: new.get(field, getattr(self, field) - given) for field in _LISTS}
+    dropped = known - frozenset().union(*result.values())
+    result["infer"] |= dropped
+    return OpLists(**result)
+
+  def of(self, primitive: str, dtype: Any) -> str:
+    """The list that a primitive is on: allow, deny, infer, opaque or call.
+
+    Args:
+      primitive: its name.
+      dtype: the compute dtype.
+    """
+    for field in ("allow", "deny", "infer", "call"):
+      if primitive in getattr(self, field):
+        return field
+    if primitive in self.deny_float16:
+      return "deny" if np.dtype(dtype) == np.float16 else "infer"
+    return "opaque"
+
+
+def _names(field: str, names: Any) -> Iterable[str]:
+  if isinstance(names, str):
+    raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
+  return names

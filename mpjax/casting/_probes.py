@@ -1,0 +1,229 @@
+"""Looks at values on their way through a function: which, under what names, and a probe for each.
+
+What leaves a module, what matrix products give and what they read are looked at, in every body that a product
+is in; not what is inside a custom derivative rule, a `while_loop` or a `shard_map`. Which they are depends on
+the function alone, so that a policy's run and float32's can be compared value by value.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax import _compat
+from mpjax.casting import _traits
+from mpjax.casting._autocast import Traced, carry_out, make_rules
+from mpjax.casting._decide import Node, Plan
+from mpjax.casting._kinds import castable, is_float, size
+from mpjax.policy import Policy, get_policy, matmul_precision
+
+# Bodies in which values are looked at one by one; steps of a longer loop, or of time, are seen together.
+_ENTERED = frozenset(("jit", "closed_call", "core_call", "call", "eval_jaxpr", "remat2", "checkpoint")) | {
+  "scan",
+  "cond",
+}
+_LONGEST = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """A value that is looked at.
+
+  Attributes:
+    module: module path of the equation that makes it.
+    name: the equation's primitive or function, with a number where its module has several.
+    line: of the user's program, `model.py:31`.
+    dtype: in which it is held.
+    shape: in one step of the loops that it is in.
+    steps: lengths of the loops that it is in and whose steps are kept apart, outermost first.
+  """
+
+  module: str
+  name: str
+  line: str
+  dtype: str
+  shape: tuple[int, ...]
+  steps: tuple[int, ...]
+
+
+def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
+  """Which values of a function `watched` looks at, in the order of the program.
+
+  Args:
+    fun: the function.
+    policy: whatever autocast takes; `None` for the function as it is written.
+
+  Returns:
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`).
+  """
+
+  def find(*args: Any, **kwargs: Any) -> list[Point]:
+    traced = Traced(fun, args, kwargs)
+    return mark(_plan(traced, policy, "islands")[0])
+
+  return find
+
+
+def watched(
+  fun: Callable[..., Any],
+  policy: Policy | None,
+  probes: Sequence[Any],
+  look: Callable[[Any, Any], Any],
+  *,
+  recompute: str = "islands",
+  fp8_state: Any = None,
+) -> Callable[..., Any]:
+  """`mpjax.autocast(fun, policy)`, or `fun` as it is written, with `look` at each of its points.
+
+  Args:
+    fun: the function.
+    policy: see `find_points`.
+    probes: an array for each point, of shape [*point.steps, ...] with two axes more.
+    look: (value, probe) -> value; it is handed the probe of the step at hand, or, for steps of a loop that
+      are not kept apart, the same one each time.
+    recompute: as for `autocast`.
+    fp8_state: as for `autocast`.
+
+  Returns:
+    A function with `fun`'s signature, whose outputs are in the dtypes that they would have without a look.
+  """
+
+  def run(*args: Any, **kwargs: Any) -> Any:
+    traced = Traced(fun, args, kwargs)
+    plan, rules = _plan(traced, policy, recompute)
+    points = mark(plan)
+    if len(points) != len(probes):
+      raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
+    results = carry_out(traced, plan, rules, recompute, fp8_state, dict(enumerate(probes)), look)
+    return traced.finish(results, policy)
+
+  if policy is None:
+    return run
+
+  def run_under(*args: Any, **kwargs: Any) -> Any:
+    with matmul_precision(policy):
+      return run(*args, **kwargs)
+
+  return run_under
+
+
+def _plan(traced: Traced, policy: Policy | None, recompute: str) -> tuple[Plan, Any]:
+  as_written = get_policy("fp32")
+  rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
+  rules = dataclasses.replace(rules, enter_all=True)
+  return traced.plan(rules, policy or as_written), rules
+
+
+def mark(plan: Plan) -> list[Point]:
+  """Numbers the results that are looked at, in a plan's nodes; a description of each."""
+  points: list[Point] = []
+  seen: collections.Counter[tuple[str, str]] = collections.Counter()
+  _mark(plan, (), points, seen)
+  return points
+
+
+def _mark(plan: Plan, steps: tuple[int, ...] | None, points: list[Point], seen: Any) -> None:
+  chosen = _chosen(plan)
+  for node in plan.nodes:
+    if _is_entered(node):
+      for inner in node.call.plans:
+        _mark(inner, _steps_inside(node, steps), points, seen)
+      continue
+    for i, variable in enumerate(node.equation.outvars):
+      if variable in chosen:
+        node.watched[i] = len(points)
+        points.append(_point(node, i, steps or (), seen))
+
+
+def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
+  """The loops that a body's values are kept apart by; `None` inside one that is too long for it."""
+  if node.equation.primitive.name != "scan" or steps is None:
+    return steps
+  if not _has_own_weights(node):
+    return None
+  length = node.equation.params["length"]
+  total = length
+  for n in steps:
+    total *= n
+  return (*steps, length) if total <= _LONGEST else None
+
+
+def _has_own_weights(node: Node) -> bool:
+  """Whether the steps of a loop are layers: a product multiplies what each step is given by what is carried.
+
+  Where each multiplies by the same weights, steps are those of time.
+  """
+  plan = node.call.plans[0]
+  k, n, _ = _compat.scan_parts(node.equation)
+  inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
+  constant, given = {*plan.inputs[: len(plan.inputs) - len(inner)], *inner[:k]}, set(inner[k + n :])
+  for one in plan.nodes:
+    operands = [a for a in one.equation.invars if _compat.is_variable(a)]
+    if one.listed == "allow" or one.has_product():
+      if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
+        return True
+    elif one.equation.primitive.name in _traits.SAME:
+      for group in (constant, given):
+        group.update(one.equation.outvars if operands and operands[0] in group else ())
+  return False
+
+
+def _point(node: Node, i: int, steps: tuple[int, ...], seen: Any) -> Point:
+  equation = node.equation
+  aval = equation.outvars[i].aval
+  operation = _compat.operation(equation)
+  seen[node.path, operation] += 1
+  count = seen[node.path, operation]
+  dtype = node.outs[i].dtype if castable(aval) else aval.dtype
+  return Point(
+    node.path,
+    operation if count == 1 else f"{operation} {count}",
+    _compat.source_line(equation),
+    dtype.name,
+    tuple(aval.shape),
+    steps,
+  )
+
+
+def _is_entered(node: Node) -> bool:
+  return node.call is not None and node.equation.primitive.name in _ENTERED and node.has_product()
+
+
+def _chosen(plan: Plan) -> set[Any]:
+  """The variables of one body that are looked at."""
+  maker = {v: node for node in plan.nodes for v in node.equation.outvars}
+
+  def origin(atom: Any) -> Any:
+    """What a view shows, in the same module."""
+    node = maker.get(atom)
+    while node is not None and node.equation.primitive.name in _traits.SAME and node.call is None:
+      source = node.equation.invars[0]
+      before = maker.get(source) if _compat.is_variable(source) else None
+      if before is None:
+        return None
+      if before.path != node.path:
+        break
+      atom, node = source, before
+    return atom
+
+  wanted: list[Any] = [v for v in plan.jaxpr.outvars if _compat.is_variable(v)]
+  for node in plan.nodes:
+    product = node.listed == "allow" or node.has_product()
+    if product and not _is_entered(node):
+      wanted += node.equation.outvars
+      wanted += node.equation.invars
+    else:
+      wanted += [
+        a
+        for a in node.equation.invars
+        if _compat.is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
+      ]
+  origins = {origin(a) for a in wanted if _compat.is_variable(a)}
+  return {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
+
+
+def _leaves(source: str, target: str) -> bool:
+  """Whether a value that one module makes and another reads has left the first."""
+  return target != source and not target.startswith(f"{source}/") and bool(source)

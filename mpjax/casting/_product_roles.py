@@ -1,0 +1,290 @@
+"""What the matrix products of a program are to each other: first, last, of a weight or of two activations.
+
+A forward pass over the program finds what comes after a layer (a product, or a lookup in a table), and a
+backward one what comes before a product; both enter the bodies of higher-order primitives, call by call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpjax import _compat
+from mpjax.casting import _higher_order, _traits
+from mpjax.casting._casting_rules import Rules, live
+from mpjax.casting._kinds import is_float, size
+
+_NUMBERS = itertools.count()
+_STACKED = "stacked"  # what a scan collects of a value
+
+
+class Fact(NamedTuple):
+  """What is known of a value.
+
+  Attributes:
+    active: whether a layer came before it.
+    varies: whether it depends on an input or an array that the program closes over.
+    root: what identifies it behind reshapes and calls; `None` for what is made of literals.
+    gradient: whether it was computed in a backward pass, from what flows there.
+  """
+
+  active: bool
+  varies: bool
+  root: Any
+  gradient: bool = False
+
+  def join(self, other: Fact) -> Fact:
+    """Either, as far as is known."""
+    root = other.root if self.root is None else self.root
+    return Fact(
+      self.active or other.active, self.varies or other.varies, root, self.gradient or other.gradient
+    )
+
+
+class Product(NamedTuple):
+  """What a matrix product is in its program.
+
+  Attributes:
+    active: which of its operands come after a layer.
+    gradients: which of its operands are gradients, in a backward pass inside the program.
+    roots: what identifies its operands.
+    size: elements of its result; of the gradient operand, in a backward pass.
+    last: whether no product follows it.
+  """
+
+  active: tuple[bool, bool]
+  gradients: tuple[bool, bool]
+  roots: tuple[Any, Any]
+  size: int
+  last: bool = False
+
+  @property
+  def first(self) -> bool:
+    """Whether no layer came before it."""
+    return not any(self.active)
+
+
+class Layers:
+  """The products of a jaxpr, as it is called here, and those of its bodies.
+
+  Those of a backward pass inside the program are what the forward ones are that they come from.
+
+  Attributes:
+    products: by equation (its id).
+    inner: for each higher-order equation (its id), those of its bodies, by body (its id).
+    reaching: variables that a product comes after.
+  """
+
+  def __init__(self, jaxpr: Any, facts: Sequence[Fact], rules: Rules, behind: bool = False):
+    self._jaxpr = _compat.open_jaxpr(jaxpr)
+    self._rules = rules
+    self._number = next(_NUMBERS)
+    self._behind = behind
+    self.products: dict[int, Product] = {}
+    self.inner: dict[int, dict[int, Layers]] = {}
+    self.reaching: set[Any] = set()
+    self._facts: dict[Any, Fact] = {}
+    inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
+    missing = len(inputs) - len(facts)
+    constants = [Fact(False, True, (id(v), "constant")) for v in inputs[:missing]]
+    self._facts.update(zip(inputs, [*constants, *facts], strict=True))
+    self._equations = live(self._jaxpr)
+    for equation in self._equations:
+      self._forward(equation)
+    self.outs = [self._fact(v) for v in self._jaxpr.outvars]
+
+  @classmethod
+  def of(cls, jaxpr: Any, rules: Rules) -> Layers:
+    """Of a whole program."""
+    body = _compat.open_jaxpr(jaxpr)
+    layers = cls(body, [Fact(False, True, input_root(i)) for i in range(len(body.invars))], rules)
+    layers.backward([False] * len(body.outvars))
+    layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
+    layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
+    return layers
+
+  def _forward_products(self, behind: bool) -> Iterator[Product]:
+    """Products that are of no gradient; `behind`: also those that a backward pass computes again."""
+    if behind or not self._behind:
+      yield from (product for product in self.products.values() if not any(product.gradients))
+    for bodies in self.inner.values():
+      for layers in bodies.values():
+        yield from layers._forward_products(behind)
+
+  def _inherit(self, readers: dict[Any, list[Product]], gradients: bool) -> None:
+    """Gives products of a backward pass what is known of the forward ones that they come from.
+
+    Args:
+      readers: the forward products by what identifies their operands.
+      gradients: those of gradients, rather than those that are computed again.
+    """
+    for key, product in list(self.products.items()):
+      if any(product.gradients) != gradients or not (self._behind or gradients):
+        continue
+      roots = [root for root, gradient in zip(product.roots, product.gradients, strict=True) if not gradient]
+      forward = [p for root in roots for p in readers.get(root, [])]
+      forward = [p for p in forward if p.size == product.size] or forward
+      if not forward or all(product.gradients):
+        del self.products[key]
+        continue
+      last = any(p.last for p in forward)
+      active = product.active  # of one that is computed again
+      if any(product.gradients):
+        active = (all(p.active[0] for p in forward), all(p.active[1] for p in forward))
+      self.products[key] = product._replace(active=active, last=last)
+    for bodies in self.inner.values():
+      for layers in bodies.values():
+        layers._inherit(readers, gradients)
+
+  def _fact(self, atom: Any) -> Fact:
+    return self._facts[atom] if _compat.is_variable(atom) else Fact(False, False, None)
+
+  def _forward(self, equation: Any) -> None:
+    facts = [self._fact(a) for a in equation.invars]
+    name = equation.primitive.name
+    active, varies = any(f.active for f in facts), any(f.varies for f in facts)
+    gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
+    constant = not any(map(_compat.is_variable, equation.invars))
+    outs = [
+      Fact(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
+    ]
+    if self._rules.list_of(name, None) == "call":
+      outs = self._call(equation, facts) or outs
+    elif is_layer(equation, self._rules):
+      lhs, rhs = facts[:2]
+      self.products[id(equation)] = Product(
+        active=(lhs.active, rhs.active),
+        gradients=(lhs.gradient, rhs.gradient),
+        roots=(lhs.root, rhs.root),
+        size=size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
+      )
+      if is_layer(equation, self._rules, of_matrices=True):
+        outs = [fact._replace(active=True) for fact in outs]
+    elif name == "gather" and facts[1].varies:
+      outs = [fact._replace(active=True) for fact in outs]
+    elif name in _traits.SAME and len(facts) == 1:
+      outs = [facts[0]]
+    self._facts.update(zip(equation.outvars, outs, strict=True))
+
+  def _call(self, equation: Any, facts: list[Fact]) -> list[Fact] | None:
+    name = equation.primitive.name
+    n = len(equation.outvars)
+    bodies: dict[int, Layers] = {}
+    merged: list[Fact] | None = None
+    entering = list(facts)
+    if name == "scan":
+      consts, carry, _ = _compat.scan_parts(equation)
+      entering[consts + carry :] = [f._replace(root=_row(f.root)) for f in entering[consts + carry :]]
+      first, loops = consts, carry
+    elif name == "while":
+      first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], n
+    else:
+      first, loops = 0, 0
+    behind = self._behind or _compat.backward_depth(equation) > 0
+    while True:  # until what goes round a loop is known
+      bodies, merged = {}, None
+      for body, indices in _higher_order.alignment(equation):
+        layers = Layers(body, [entering[i] for i in indices], self._rules, behind)
+        bodies[id(_compat.open_jaxpr(body))] = layers
+        if len(layers.outs) == n and not (name == "while" and body is equation.params["cond_jaxpr"]):
+          pairs = zip(merged or layers.outs, layers.outs, strict=True)
+          merged = [a.join(b) for a, b in pairs]
+      before = entering[first : first + loops]
+      joined = [a.join(b) for a, b in zip(before, merged or before, strict=False)]
+      if joined == before:
+        break
+      entering[first : first + loops] = joined
+    self.inner[id(equation)] = bodies
+    if merged is None:
+      return None
+    if name in ("scan", "while"):
+      stacked = loops if name == "scan" else n
+      roots: list[Any] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
+      roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
+      merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
+    return merged
+
+  def backward(self, reached: Sequence[bool]) -> list[bool]:
+    """Marks the last products, given which outputs reach one; returns which inputs do."""
+    reaches = {v for v, is_reached in zip(self._jaxpr.outvars, reached, strict=True) if is_reached}
+    self.reaching = reaches = {v for v in reaches if _compat.is_variable(v)}
+    for equation in reversed(self._equations):
+      if _compat.backward_depth(equation):
+        continue
+      # What becomes an integer (argmax) carries no value on.
+      out = [v in reaches and is_float(v.aval) for v in equation.outvars]
+      sources = list(equation.invars) if any(out) else []
+      if id(equation) in self.inner:
+        sources = self._backward_call(equation, out)
+      elif id(equation) in self.products:
+        product = self.products[id(equation)]
+        self.products[id(equation)] = product._replace(last=not any(out))
+        if is_layer(equation, self._rules, of_matrices=True):
+          sources = list(equation.invars)
+      reaches.update(a for a in sources if _compat.is_variable(a))
+    return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
+
+  def _backward_call(self, equation: Any, out: list[bool]) -> list[Any]:
+    name = equation.primitive.name
+    found: set[int] = set()
+    loops = 0
+    if name == "scan":
+      consts, loops, _ = _compat.scan_parts(equation)
+      first = consts
+    elif name == "while":
+      first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(out)
+    known = False
+    while True:
+      for body, indices in _higher_order.alignment(equation):
+        layers = self.inner[id(equation)].get(id(_compat.open_jaxpr(body)))
+        if layers is None or len(layers.outs) != len(out):
+          continue
+        known = True
+        reached = layers.backward(out)[-len(indices) :] if indices else []
+        found.update(i for i, is_reached in zip(indices, reached, strict=True) if is_reached)
+      before, out = out, [is_out or (i < loops and first + i in found) for i, is_out in enumerate(out)]
+      if out == before:
+        break
+    if not known:
+      return list(equation.invars) if any(out) else []
+    return [equation.invars[i] for i in found]
+
+
+def input_root(i: int) -> Any:
+  """What identifies an input of a whole program."""
+  return (i, "input")
+
+
+def _readers(products: Iterable[Product]) -> dict[Any, list[Product]]:
+  """Products by what identifies their operands."""
+  readers: dict[Any, list[Product]] = {}
+  for product in products:
+    for root in filter(None, product.roots):
+      readers.setdefault(root, []).append(product)
+  return readers
+
+
+def _row(root: Any) -> Any:
+  """What identifies a step's part of a value that a scan goes through."""
+  is_stacked = isinstance(root, tuple) and root[0] is _STACKED
+  return root[1] if is_stacked else (root, "row")
+
+
+def is_layer(equation: Any, rules: Rules, of_matrices: bool = False) -> bool:
+  """Whether an equation is a convolution or a product, other than of two vectors.
+
+  Args:
+    equation: any equation.
+    rules: what decides.
+    of_matrices: nor of a matrix and a vector, of which power iterations are made.
+  """
+  name = equation.primitive.name
+  if rules.list_of(name, None) != "allow":
+    return False
+  if name != "dot_general":
+    return True
+  contracted, batch = equation.params["dimension_numbers"]
+  used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
+  free = [len(a.aval.shape) > n for a, n in zip(equation.invars, used, strict=True)]
+  return all(free) if of_matrices else any(free)

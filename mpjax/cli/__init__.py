@@ -1,0 +1,1 @@
+"""The commands: `mpjax train`, `plan`, `explain`, `numerics`, `export` and `bench`."""

@@ -1,0 +1,242 @@
+"""The command line of `scripts/numerics.py`: exit statuses as in `_commands.py`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+import yaml
+
+from mpjax import formats
+from mpjax.cli._commands import guarded
+from mpjax.numerics._inspection import inspect_numerics
+from mpjax.numerics._report import NumericsReport, policy_name
+from mpjax.numerics.nonfinite._find import find_nonfinite
+from mpjax.numerics.render._report_text import print_report
+from mpjax.policy import get_policy
+from mpjax.train._config import Config, ConfigError, load_config, read_tree
+from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
+
+_STEPS = 10
+
+
+def numerics(arguments: Sequence[str]) -> int:
+  """`scripts/numerics.py`; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="numerics.py",
+    description="Show what a policy does to the numbers of a config's training step: magnitudes, what each "
+    "format loses of them, errors against float32 by module, and the policy to use instead.",
+    epilog="example: numerics.py configs/gpt_stdlib.yaml policy=fp16 checkpoint=runs/x batches=4",
+  )
+  parser.add_argument(
+    "config", nargs="?", help="a YAML file, such as configs/gpt_stdlib.yaml, or a run directory"
+  )
+  parser.add_argument(
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained parameters; "
+    f"steps=N to train so many first (without a checkpoint {_STEPS}); batches=N to look at (2); "
+    "keep=0.999, the share of gradients that a loss scale should keep",
+  )
+  parser.add_argument("--html", metavar="FILE", help="where the page goes; by default beside the runs")
+  parser.add_argument("--pictures", metavar="DIR", help="write PNG pictures, too")
+  parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+  parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
+  parser.add_argument("--no-advice", action="store_true", help="do not try the advice out: quicker")
+  parser.add_argument(
+    "--hunt",
+    nargs="?",
+    const="",
+    metavar="BATCH.npz",
+    help="name the first operation that gives NaN or infinity, on a saved batch; by default the one in the "
+    "checkpoint's run directory",
+  )
+  parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
+  options = parser.parse_intermixed_args(arguments)
+  if options.formats:
+    formats.print_formats(rich.console.Console())
+    return 0
+  if options.config is None:
+    parser.error("a config is missing, such as configs/gpt_stdlib.yaml")
+  return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+  own, overrides = _split(options.overrides)
+  path = pathlib.Path(options.config)
+  checkpoint = own.get("checkpoint")
+  if path.is_dir():
+    if checkpoint is not None:
+      raise ConfigError(f"checkpoint={checkpoint} beside the run directory {path}: expected one of them")
+    checkpoint, path = str(path), path / "config.yaml"
+  _check_outputs(options)
+  config = load_config(path, overrides)
+  console = rich.console.Console()
+  if not console.is_terminal:  # a file has room for the whole table
+    console = rich.console.Console(width=120)
+  if options.hunt is not None:
+    _hunt(config, checkpoint, options.hunt, console)
+    return
+  batches, keep = _number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
+  steps = _number(own, "steps", 0 if checkpoint else _STEPS, 0)
+  subject = open_subject(config, checkpoint)
+  recipe, used = config.resolve_policy().fp8_recipe, subject.step.policy.fp8_recipe
+  if recipe and used and recipe.recipe != used.recipe:
+    _say(
+      console,
+      f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
+    )
+  name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
+  report = _inspect(subject, name, steps, batches, keep, not options.no_advice, console)
+  print_report(report, console)
+  _write(report, name, options, console)
+  if options.apply:
+    _apply(path, overrides, report, pathlib.Path(options.apply))
+    _say(console, f"the config with this policy: {options.apply}")
+
+
+def _inspect(
+  subject: Subject, name: str, steps: int, batches: int, keep: float, advise: bool, console: Any
+) -> NumericsReport:
+  """Trains so many steps, then looks at so many batches."""
+  columns = (
+    rich.progress.TextColumn("{task.description}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+  )
+  with rich.progress.Progress(*columns, console=console, transient=True) as progress:
+    if steps:
+      task = progress.add_task("training", total=steps)
+      for _ in range(steps):
+        subject.train()
+        progress.advance(task)
+    total = batches * subject.step.accumulate
+    task = progress.add_task("compiling", total=total)
+
+    def say(line: str) -> None:
+      batch = line.startswith("batch ")
+      progress.update(task, advance=batch, description="inspecting" if batch else line)
+
+    try:
+      return inspect_numerics(
+        subject.step,
+        subject.state,
+        (subject.next_batch() for _ in range(batches)),
+        reference=subject.reference,
+        keep=keep,
+        advise=advise,
+        title=name,
+        progress=say,
+      )
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+
+
+def _write(report: NumericsReport, name: str, options: Any, console: Any) -> None:
+  policy = policy_name(report.policy)
+  policy = policy if policy.isidentifier() else "custom"
+  page = (
+    pathlib.Path(options.html) if options.html else pathlib.Path("runs/numerics") / f"{name}-{policy}.html"
+  )
+  try:
+    page.parent.mkdir(parents=True, exist_ok=True)
+    report.save_html(page)
+    _say(console, f"page: {page}")
+    if options.json:
+      report.save_json(options.json)
+      _say(console, f"data: {options.json}")
+    if options.pictures:
+      report.save_pictures(options.pictures)
+      _say(console, f"pictures: {options.pictures}")
+  except OSError as error:
+    raise ConfigError(f"{error.filename or page}: cannot be written ({error.strerror})") from error
+  except ImportError as error:
+    raise ConfigError(str(error)) from error
+
+
+def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.console.Console) -> None:
+  if checkpoint is None:
+    raise ConfigError("--hunt: expected a checkpoint beside it, as in checkpoint=runs/x")
+  found = pathlib.Path(file) if file else find_batch(checkpoint)
+  subject = open_subject(config, checkpoint)
+  batch = load_batch(found, subject.next_batch())
+  _say(
+    console,
+    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {policy_name(subject.step.policy)}",
+  )
+  with console.status("computing the step operation by operation"):
+    report = find_nonfinite(subject.step, subject.state, subject.place(batch))
+  _say(console, str(report))
+
+
+def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport, out: pathlib.Path) -> None:
+  """The config with the advised policy, as a new file."""
+  assert report.advice is not None
+  policy = dict(report.advice.policy)
+  if "fp8" in policy or policy.get("base") == "fp8":  # delayed scaling is looked at without its histories
+    asked = get_policy(load_config(path, overrides).policy)
+    policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
+  tree = read_tree(path, overrides) | {"policy": policy}
+  tree.pop("out", None)  # a run of another policy is another run
+  lines = [f"# {path} with the policy that scripts/numerics.py advises."]
+  lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
+  try:
+    out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False))
+  except OSError as error:
+    raise ConfigError(f"--apply {out}: cannot be written ({error.strerror})") from error
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+  """Raises before anything is computed for a file that cannot be written afterwards."""
+  for flag in ("html", "json", "apply"):
+    name = getattr(options, flag)
+    if name is None:
+      continue
+    file = pathlib.Path(name)
+    if file.is_dir() or not file.parent.is_dir():
+      raise ConfigError(f"--{flag} {name}: expected a file in a directory that exists")
+    if flag == "apply" and file.exists():
+      raise ConfigError(f"--apply {name}: exists; it is not overwritten, choose another name")
+  if options.pictures is not None and pathlib.Path(options.pictures).is_file():
+    raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
+
+
+def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+  """What is for this command, and what is the config's own."""
+  own: dict[str, str] = {}
+  rest = []
+  for override in overrides:
+    key, equals, value = override.partition("=")
+    if equals and key in ("checkpoint", "batches", "steps", "keep"):
+      own[key] = value
+    else:
+      rest.append(override)
+  return own, rest
+
+
+def _number(own: dict[str, str], key: str, default: int, least: int) -> int:
+  text = own.get(key, str(default))
+  if not text.isdecimal() or int(text) < least:
+    raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
+  return int(text)
+
+
+def _share(text: str) -> float:
+  try:
+    value = float(text)
+  except ValueError:
+    value = 0.0
+  if not 0 < value < 1:
+    raise ConfigError(f"keep={text}: expected a share between 0 and 1, such as 0.999")
+  return value
+
+
+def _say(console: rich.console.Console, text: str) -> None:
+  """A line as it is."""
+  console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,256 @@
+"""The command line of `scripts/plan.py`: arguments in, a report out, exit statuses as in `_commands.py`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import rich.console
+import rich.progress
+
+from mpjax.cli._commands import guarded
+from mpjax.planner._results import Plan
+from mpjax.planner._search import Fit, cheapest, largest_batch
+from mpjax.planner._targets import Target, get_target
+from mpjax.planner.compiled._compile import missing
+from mpjax.planner.render._plan_text import print_plans
+from mpjax.planner.render._units import bytes_text
+from mpjax.policy import get_policy
+from mpjax.train._config import DEFAULT_RECOMPUTE, ConfigError, load_config
+from mpjax.train._planning import Planner
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# From the least memory traffic to the most; those that a target cannot run are left out.
+_CHOICES = ("fp8", "bf16", "fp16", "tf32", "fp32")
+_RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
+
+
+def plan(arguments: Sequence[str]) -> int:
+  """`scripts/plan.py`; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="plan.py",
+    description="Say what a config's training step costs on a device that need not be there: memory by part, "
+    "matrix units, collectives, a floor for the time.",
+    epilog="example: plan.py configs/gpt_stdlib.yaml policy=fp32,bf16,fp16 target=h200 --picture plan.png",
+  )
+  parser.add_argument("config", help="a YAML file, such as configs/gpt_stdlib.yaml")
+  parser.add_argument(
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help="dotted keys that override the file; policy=a,b,c for several policies; target=h200, v5e:2x4, ...",
+  )
+  parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
+  parser.add_argument(
+    "--cheapest",
+    action="store_true",
+    help="find the policy and recomputation with the shortest time floor that fits",
+  )
+  parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
+  parser.add_argument(
+    "--multiple", type=int, help="batch sizes that --fit tries are multiples of this (64 saves compilations)"
+  )
+  parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
+  parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
+  parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
+  options = parser.parse_intermixed_args(arguments)
+  return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+  policies, target_name, overrides = _split(options.overrides)
+  target = _target(target_name)
+  config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
+  if not target.is_here:
+    # This process traces, and the target's compiler has one of its own: no device is looked for here.
+    jax.config.update("jax_platforms", "cpu")
+  console = rich.console.Console()
+  if options.memory and not (options.fit or options.cheapest):
+    raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")
+  if options.multiple is not None and options.multiple < 1:
+    raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
+  _check_files(options)
+  planner = Planner(config, target)
+  compile: bool | str = False if options.analytic else "auto"
+  if not options.analytic and (lacks := missing(target)):
+    console.print(lacks, highlight=False, markup=False, soft_wrap=True)
+  memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
+  chosen: list[Any] = list(policies) or [None]
+  fits: list[Fit] = []
+  if options.cheapest:
+    plans = _compare(planner, chosen if policies else _possible(target), compile, console, _RECOMPUTE)
+  elif options.fit:
+    fits = [_fit(planner, policy, memory, compile, console, options.multiple) for policy in chosen]
+    plans = [fit.plan for fit in fits]
+  else:
+    plans = _compare(planner, chosen, compile, console, (None,))
+  print_plans(plans, console)
+  for fit in fits:
+    console.print(f"{fit.plan.label}: {fit}", highlight=False, markup=False, soft_wrap=True)
+  report: dict[str, Any] = {"plans": [one.to_dict() for one in plans]}
+  if fits:
+    report["fit"] = [
+      {"label": f.plan.label, "batch": f.batch, "next_batch": f.next_batch, "next_peak": f.next_peak}
+      | {"memory": f.memory, "tried": f.tried}
+      for f in fits
+    ]
+  if options.cheapest:
+    try:
+      best = cheapest(plans, memory)
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+    report["cheapest"] = best.label
+    console.print(
+      f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}",
+      highlight=False,
+      markup=False,
+      soft_wrap=True,
+    )
+  if options.json:
+    pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+  if options.picture:
+    from mpjax.planner.render._plan_picture import save_picture  # matplotlib is in an extra
+
+    save_picture(plans, options.picture)
+    console.print(f"picture: {options.picture}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+  """Policies, target, and what is the config's own."""
+  policies: list[str] = []
+  target, rest = None, []
+  for override in overrides:
+    key, equals, value = override.partition("=")
+    if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
+      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
+      for name in policies:
+        try:
+          get_policy(name)
+        except ValueError as error:
+          raise ConfigError(f"policy: {error}") from error
+    elif key == "target" and equals:
+      target = value
+    else:
+      rest.append(override)
+  return policies, target, rest
+
+
+def _target(name: str | None) -> Target:
+  try:
+    return get_target(name)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+
+
+def _memory(text: str | None, target: Target) -> int:
+  if text is None:
+    if not target.usable:
+      raise ConfigError(
+        f"target {target.name} does not say how much memory it has: give it, as --memory 16GB"
+      )
+    return target.usable
+  found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[kmgt]i?)?)b?\s*", text.lower())
+  if found is None or float(found[1]) <= 0:
+    raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000")
+  return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _possible(target: Target) -> list[str]:
+  """The presets that a target's units run."""
+  names = []
+  for name in _CHOICES:
+    if name == "fp8" and "float8" not in target.flops:
+      continue
+    if name in ("fp16", "tf32") and target.kind != "gpu":
+      continue
+    names.append(name)
+  return names
+
+
+def _compare(
+  planner: Planner,
+  policies: Sequence[Any],
+  compile: bool | str,
+  console: rich.console.Console,
+  recompute: Sequence[str | None],
+) -> list[Plan]:
+  choices = list(itertools.product(policies, recompute))
+  plans: dict[str, Plan] = {}
+  with _progress(console, "plan", len(choices)) as advance:
+    for policy, how in choices:
+      advance(f"{policy or planner.config.policy}{f', recompute {how}' if how else ''}")
+      made = planner.plan(policy, recompute=how, compile=compile)
+      plans.setdefault(made.label, made)
+  return list(plans.values())
+
+
+def _fit(
+  planner: Planner,
+  policy: Any,
+  memory: int,
+  compile: bool | str,
+  console: rich.console.Console,
+  multiple: int | None,
+) -> Fit:
+  with _progress(console, f"fit {policy or planner.config.policy}", None) as advance:
+    try:
+      return largest_batch(
+        lambda batch, how: planner.plan(policy, batch=batch, compile=how),
+        memory,
+        multiple=multiple or planner.multiple,
+        compile=compile,
+        progress=lambda batch, low, high: advance(f"batch {batch}: between {low} and {high or '?'}"),
+      )
+    except ConfigError:
+      raise
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def _progress(
+  console: rich.console.Console, title: str, total: int | None
+) -> Iterator[Callable[[str], None]]:
+  """A progress bar on a terminal; elsewhere nothing."""
+  bar = rich.progress.Progress(
+    rich.progress.TextColumn("[bold]{task.description}"),
+    rich.progress.BarColumn(),
+    rich.progress.TextColumn("{task.fields[status]}"),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  with bar:
+    task = bar.add_task(title, total=total, status="")
+    begun = False
+
+    def advance(status: str) -> None:
+      nonlocal begun
+      bar.update(task, advance=1 if begun else 0, status=status)
+      begun = True
+
+    yield advance
+
+
+def _check_files(options: argparse.Namespace) -> None:
+  """Raises for files that could not be written, before anything is computed."""
+  if options.picture:
+    if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
+      raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")
+    try:
+      import matplotlib  # noqa: F401
+    except ImportError:
+      raise ConfigError('--picture needs matplotlib: pip install "mpjax[plan]"') from None
+  for name in ("json", "picture"):
+    path = getattr(options, name)
+    if path and (not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir()):
+      raise ConfigError(f"--{name} {path}: expected a file in a folder that exists")

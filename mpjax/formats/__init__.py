@@ -1,0 +1,18 @@
+"""Facts about number formats, matrix units and devices."""
+
+from mpjax.formats._matrix_units import MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation
+from mpjax.formats._numbers import FORMATS, NumberFormat, describe, format_table, print_formats
+
+__all__ = [
+  "FORMATS",
+  "MATRIX_UNITS",
+  "MatrixUnit",
+  "NumberFormat",
+  "describe",
+  "eligible",
+  "format_table",
+  "padded",
+  "print_formats",
+  "runs_on",
+  "utilisation",
+]

@@ -1,0 +1,171 @@
+"""Which shapes of product run at the full rate of a device's matrix units."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import yaml
+
+from mpjax.dtypes import did_you_mean
+
+
+@dataclass(frozen=True)
+class MatrixUnit:
+  """The shapes of a product [M, K] x [K, N] that a kind of matrix unit multiplies without waste.
+
+  Attributes:
+    description: what the unit is, for people.
+    multiples: from a dtype (`float8` stands for E4M3FN and E5M2) to what M, N and K should be multiples of;
+      a dtype that is missing has no unit. Empty: there are no matrix units, and every shape runs alike.
+  """
+
+  description: str
+  multiples: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def runs_on(unit: MatrixUnit | str, dtype: Any) -> bool:
+  """Whether a unit multiplies operands of a dtype.
+
+  Args:
+    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    dtype: a dtype, its name, `"float8"` or `"tensorfloat32"`.
+
+  Returns:
+    True too where there are no matrix units (`cpu`), as nothing is missed there.
+  """
+  return _multiples(unit, dtype) is not None
+
+
+def padded(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> tuple[int, int, int]:
+  """The smallest sizes that hold a product [m, k] x [k, n] and run at the full rate of a unit.
+
+  Args:
+    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    dtype: of the operands.
+    m: rows of the product.
+    n: columns of the product.
+    k: the contracted size.
+
+  Returns:
+    (m, n, k), each rounded up; unchanged where the unit does not run the dtype.
+  """
+  sizes = _checked(m, n, k)
+  steps = _multiples(unit, dtype) or (1, 1, 1)
+  return tuple(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))  # type: ignore[return-value]
+
+
+def eligible(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> bool:
+  """Whether a product runs at the full rate of a unit as it is.
+
+  A product with a size of 1 (matrix times vector, outer product) moves more than it computes, and no unit
+  runs it at full rate; where there are no matrix units, every product is eligible.
+
+  Args:
+    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    dtype: of the operands.
+    m: rows of the product.
+    n: columns of the product.
+    k: the contracted size.
+  """
+  sizes, steps = _checked(m, n, k), _multiples(unit, dtype)
+  if steps is None:
+    return False
+  if not _unit(unit).multiples:
+    return True
+  return 1 not in sizes and all(size % step == 0 for size, step in zip(sizes, steps, strict=True))
+
+
+def utilisation(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> float:
+  """The useful share of what a unit multiplies once a product is padded.
+
+  Args:
+    unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
+    dtype: of the operands.
+    m: rows of the product.
+    n: columns of the product.
+    k: the contracted size.
+
+  Returns:
+    0 where the unit does not run the dtype; otherwise in (0, 1], 1 for sizes that need no padding.
+  """
+  sizes = _checked(m, n, k)
+  if not runs_on(unit, dtype):
+    return 0.0
+  return math.prod(sizes) / math.prod(padded(unit, dtype, *sizes)) if all(sizes) else 1.0
+
+
+# NVIDIA: rows of 16 bytes. Since version 11 cuBLAS uses the units for other sizes too, at a lower rate
+# (NVIDIA, Matrix Multiplication Background User's Guide, section "Tensor Core Requirements"). That table has
+# no row for FP8, for which cuBLASLt demands the 16 bytes (cuBLAS documentation, cublasLtMatmul). The float64
+# units of the data-centre cards are left out: no policy computes in float64.
+_NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
+  {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
+)
+_NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
+
+# TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays lie
+# in tiles of 8 rows by 128 columns in any dtype, and are padded to them: a bfloat16 tile packs its rows in
+# pairs but is no taller (Google Cloud, Cloud TPU performance guide and page TPU architecture; OpenXLA, Tiled
+# layout). float16 operands go through the unit in one pass, as bfloat16; float32 ones in one, three or six,
+# by `jax.lax.Precision`. Before v7 there is no FP8: its values are widened first.
+_TPU_DTYPES = ("bfloat16", "float16", "float32")
+
+MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
+  {
+    "ampere": MatrixUnit("Tensor Cores of the NVIDIA Ampere generation: no FP8", _NVIDIA),
+    "ada": MatrixUnit("Tensor Cores of the NVIDIA Ada generation", _NVIDIA_FLOAT8),
+    "hopper": MatrixUnit("Tensor Cores of the NVIDIA Hopper generation", _NVIDIA_FLOAT8),
+    "blackwell": MatrixUnit("Tensor Cores of the NVIDIA Blackwell generation", _NVIDIA_FLOAT8),
+    "tpu": MatrixUnit(
+      "128 x 128 matrix units of TPUs before v6e",
+      MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 128, 128))),
+    ),
+    # Columns are padded to 128 in memory as before, but a block of 128 leaves half of the unit idle.
+    "tpu_v6": MatrixUnit(
+      "256 x 256 matrix units of TPU v6e",
+      MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 256, 256))),
+    ),
+    "cpu": MatrixUnit("no matrix units: every shape runs alike"),
+  }
+)
+
+
+@functools.cache
+def described_devices() -> dict[str, dict[str, Any]]:
+  """The devices that the planner knows, by name: what their files in `formats/devices` say."""
+  folder = importlib.resources.files("mpjax").joinpath("formats", "devices")
+  files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
+  return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
+
+
+def _unit(unit: MatrixUnit | str) -> MatrixUnit:
+  if isinstance(unit, MatrixUnit):
+    return unit
+  if unit not in MATRIX_UNITS:
+    known = ", ".join(MATRIX_UNITS)
+    raise ValueError(
+      f"unknown matrix units {unit!r}: expected one of {known}{did_you_mean(unit, MATRIX_UNITS)}"
+    )
+  return MATRIX_UNITS[unit]
+
+
+def _multiples(unit: MatrixUnit | str, dtype: Any) -> tuple[int, int, int] | None:
+  """What M, N and K should be multiples of; `None` where the unit does not run the dtype."""
+  multiples = _unit(unit).multiples
+  if not multiples:
+    return (1, 1, 1)
+  name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+  return multiples.get("float8" if name in ("float8_e4m3fn", "float8_e5m2") else name)
+
+
+def _checked(*sizes: int) -> tuple[int, ...]:
+  if any(size < 0 for size in sizes):
+    raise ValueError(f"sizes (m, n, k) of a product: {sizes}: expected none to be negative")
+  return sizes

@@ -1,0 +1,131 @@
+"""Amaxes on their way out of a differentiated program, as the cotangents of probes.
+
+A probe is a float32[3] that nothing depends on: what "flows back" to it are the amaxes of a product's lhs,
+rhs and gradient. Where cotangents of one probe would be added (in a loop, over devices), the largest is
+taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
+from mpjax.fp8._scaling import amax_of
+
+LHS, RHS, GRADIENT, NOTHING = range(4)
+
+
+def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
+  """`x` itself, whose amax (or that of its gradient, for the slot GRADIENT) becomes the probe's cotangent.
+
+  Args:
+    x: floating.
+    probe: float32[3].
+    slot: LHS, RHS or GRADIENT; for NOTHING the cotangent is zero, but there is one.
+  """
+  return observe_p.bind(x, probe, slot=slot, lead=0)
+
+
+def spread(probe: jax.Array, n: int) -> jax.Array:
+  """A probe for each of n uses, [n, *probe.shape]; its cotangent is the largest of theirs."""
+  return spread_p.bind(probe, n=n)
+
+
+observe_p = Primitive("fp8_observe")
+observe_linear_p = Primitive("fp8_observe_linear")
+spread_p = Primitive("fp8_spread")
+
+
+def _observe_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
+  (x, probe), (dx, d_probe) = primals, tangents
+  out = observe_p.bind(x, probe, slot=slot, lead=lead)
+  if isinstance(d_probe, ad.Zero):
+    return out, dx
+  amax = amax_of(x, lead) if slot in (LHS, RHS) else jnp.zeros(x.shape[:lead], jnp.float32)
+  dx = ad.instantiate_zeros(dx)
+  return out, observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=lead)
+
+
+def _linear_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
+  dx, d_probe, amax = primals
+  ddx, dd_probe = tangents[:2]
+  bind = functools.partial(observe_linear_p.bind, slot=slot, lead=lead)
+  out = bind(dx, d_probe, amax)
+  if isinstance(dd_probe, ad.Zero):
+    return out, ddx
+  return out, bind(ad.instantiate_zeros(ddx), dd_probe, amax)
+
+
+def _linear_transpose(ct: Any, dx: Any, d_probe: Any, amax: Any, *, slot: int, lead: int) -> list[Any]:
+  of_dx = ct if ad.is_undefined_primal(dx) else None
+  of_probe = None
+  if ad.is_undefined_primal(d_probe):
+    if slot == GRADIENT:
+      amax = jnp.zeros_like(amax) if isinstance(ct, ad.Zero) else amax_of(ct, lead)
+    axes = tuple(sorted(_compat.varying_axes(amax) - _compat.varying_axes_of_type(d_probe.aval)))
+    amax = jax.lax.pmax(amax, axes) if axes else amax
+    of_probe = jnp.where(np.eye(4, 3, dtype=bool)[slot], amax[..., None], 0)  # an amax may be NaN
+  return [of_dx, of_probe, None]
+
+
+def _observe_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
+  x, probe = operands
+  x_axis, probe_axis = axes
+  if probe_axis is None and not lead:
+    return observe_p.bind(x, probe, slot=slot, lead=0), x_axis
+  size = _size(operands, axes)
+  x, probe = _front(x, x_axis, size), _front(probe, probe_axis, size)
+  return observe_p.bind(x, probe, slot=slot, lead=lead + 1), 0
+
+
+def _linear_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
+  dx, d_probe, amax = operands
+  dx_axis, probe_axis, amax_axis = axes
+  if probe_axis is None and not lead:
+    amax = amax if amax_axis is None else amax.max(amax_axis)
+    return observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=0), dx_axis
+  size = _size(operands, axes)
+  operands = [_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+  return observe_linear_p.bind(*operands, slot=slot, lead=lead + 1), 0
+
+
+def _size(operands: Any, axes: Any) -> int:
+  return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+
+def _front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+  return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+
+
+def _spread_batch(operands: Any, axes: Any, *, n: int) -> Any:
+  return spread_p.bind(operands[0], n=n), axes[0] + 1
+
+
+def _register() -> None:
+  first = lambda x, *_, **__: x
+  for primitive in (observe_p, observe_linear_p):
+    primitive.def_impl(first)
+    primitive.def_abstract_eval(first)
+    mlir.register_lowering(primitive, lambda _, x, *__, **___: [x])
+  ad.primitive_jvps[observe_p] = _observe_jvp
+  ad.primitive_jvps[observe_linear_p] = _linear_jvp
+  ad.primitive_transposes[observe_linear_p] = _linear_transpose
+  batching.primitive_batchers[observe_p] = _observe_batch
+  batching.primitive_batchers[observe_linear_p] = _linear_batch
+
+  copies = lambda x, n: jnp.broadcast_to(x, (n, *x.shape))
+  spread_p.def_impl(copies)
+  spread_p.def_abstract_eval(lambda x, n: jax.core.ShapedArray((n, *x.shape), x.dtype))
+  mlir.register_lowering(spread_p, mlir.lower_fun(copies, multiple_results=False))
+  ad.deflinear2(spread_p, lambda ct, _, n: [None if isinstance(ct, ad.Zero) else ct.max(0)])
+  batching.primitive_batchers[spread_p] = _spread_batch
+
+
+_register()

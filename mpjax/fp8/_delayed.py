@@ -1,0 +1,134 @@
+"""Delayed scaling: histories of amaxes as one tree, whose "gradient" is their next value.
+
+The tree is overwritten rather than differentiated (`_overwrite_with_gradient`): the training step, or the
+user, puts its gradient in its place, and leaves it alone on a step that is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.fp8._amax_probe import spread
+from mpjax.fp8._recipe import Recipe
+from mpjax.fp8._scaling import scale_of
+
+OPERANDS = ("lhs", "rhs", "gradient")
+
+
+def empty_state(lengths: dict[str, int]) -> dict[str, Any]:
+  """Histories of zeros, which stand for a scale of 1.
+
+  Args:
+    lengths: the length of the history of each product.
+
+  Returns:
+    `amax`: for each product, `lhs`, `rhs` and `gradient`: float32[length], newest first.
+    `uses`: float32[], 1: what divides the histories, but for their newest entries. Two differentiated calls
+      that share a state add their gradients, and 2 comes back.
+  """
+  histories = {
+    site: {name: jnp.zeros([length], jnp.float32) for name in OPERANDS} for site, length in lengths.items()
+  }
+  return {"amax": histories, "uses": jnp.ones([], jnp.float32)}
+
+
+def check_state(state: Any, lengths: dict[str, int]) -> None:
+  """Raises `ValueError` if a state is of another function or policy than these products.
+
+  One that lacks some of them is none of another function: batches of other sizes have other FP8 products.
+  """
+  way_out = "make one with mpjax.init_fp8_state(function, policy)(*arguments)"
+  if not isinstance(state, dict) or state.keys() != {"amax", "uses"}:
+    raise ValueError(
+      f"fp8_state of type {type(state).__name__}: expected the state of delayed scaling; {way_out}"
+    )
+  found = state["amax"].keys()
+  if lengths and found and not found & lengths.keys():
+    raise ValueError(
+      f"fp8_state is of another function: it has histories of {', '.join(sorted(found))}, and the products "
+      f"here are {', '.join(sorted(lengths))}; {way_out}"
+    )
+  for site in found & lengths.keys():
+    for name, history in state["amax"][site].items():
+      if history.shape[-1:] != (lengths[site],):
+        raise ValueError(
+          f"fp8_state: history {name} of {site} has shape {history.shape}, and amax_history_len is "
+          f"{lengths[site]}; {way_out}"
+        )
+
+
+def grow_gradients(state: Any, factor: jax.Array) -> Any:
+  """A state (`{}` for none) whose gradients are about to be larger by a factor, float32[]."""
+  if not state:
+    return state
+  grown = {site: h | {"gradient": h["gradient"] * factor} for site, h in state["amax"].items()}
+  return state | {"amax": grown}
+
+
+def open_state(state: Any, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]) -> Any:
+  """Scales for this step, and a probe for each product.
+
+  Args:
+    state: as of `empty_state`.
+    recipes: the recipe of each history.
+    uses: the numbers of the products that share each history; their amaxes are merged by the larger.
+
+  Returns:
+    scales: by history, float32[3] for lhs, rhs and gradient.
+    probes: by number, float32[3].
+    tie: a probe for results that are differentiated, so that a state always has a next value.
+  """
+  scales, probes, tie = _open(state, recipes)
+  by_number: dict[int, jax.Array] = {}
+  for site, numbers in uses.items():
+    own = list(numbers)
+    several = spread(probes[site], len(own)) if len(own) > 1 else probes[site][None]
+    by_number |= {number: several[i] for i, number in enumerate(own)}
+  return scales, by_number, tie
+
+
+def _open(state: Any, recipes: dict[str, Recipe]) -> Any:
+  @jax.custom_vjp
+  def open_histories(state: Any) -> Any:
+    normal = _normalised(state)
+    scales = {site: _scales(normal[site], recipe) for site, recipe in recipes.items()}
+    return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}, jnp.zeros([3], jnp.float32)
+
+  def forward(state: Any) -> Any:
+    return open_histories(state), state
+
+  def backward(state: Any, cotangents: Any) -> Any:
+    _, amaxes, _ = cotangents
+    normal = _normalised(state)
+    new = dict(normal)  # what was not used, as it is
+    for site in recipes:
+      new[site] = {name: _with(normal[site][name], amaxes[site][i]) for i, name in enumerate(OPERANDS)}
+    return ({"amax": new, "uses": jnp.ones_like(state["uses"])},)
+
+  open_histories.defvjp(forward, backward)
+  return open_histories(state)
+
+
+def _normalised(state: Any) -> Any:
+  uses = jnp.maximum(state["uses"], 1)
+  return jax.tree.map(lambda h: h.at[1:].divide(uses), state["amax"])
+
+
+def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
+  formats = (recipe.forward, recipe.forward, recipe.gradient)
+  known = (lambda h: h.max()) if recipe.amax_compute == "max" else (lambda h: h[0])
+  return jnp.stack(
+    [
+      scale_of(known(histories[name]), dtype, recipe.margin, recipe.pow2_scales)
+      for name, dtype in zip(OPERANDS, formats, strict=True)
+    ]
+  )
+
+
+def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
+  """A history a step later; an amax that is not finite is not remembered."""
+  return jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])

@@ -1,0 +1,381 @@
+"""`fp8_dot_general`: a bilinear primitive whose operands are FP8, in the forward and both backward products.
+
+As a primitive it is differentiated like `dot_general` (forward and reverse, to any order), and the platform
+that it is lowered for decides whether FP8 units multiply or wider ones do; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax import _compat
+from mpjax.fp8._recipe import BLOCK, Recipe, parse_recipe
+from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
+
+Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+NAME = "fp8_dot_general"
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """How one product is carried out.
+
+  Attributes:
+    lhs_dtype: format of the left operand.
+    rhs_dtype: format of the right one.
+    gradient_dtype: format of gradients and tangents.
+    out_dtype: dtype of the result, and of the gradients that it sends back.
+    margin: as in `Recipe`.
+    pow2: as `Recipe.pow2_scales`.
+    block: whether scales go by blocks.
+    saved: whether operands are kept for the backward pass in FP8.
+    given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
+    native: multiply in FP8; `None`: where the platform is one that has such units.
+    out_sharding: of the result, on a mesh with explicit axes; `None`: as the operands'.
+  """
+
+  lhs_dtype: np.dtype
+  rhs_dtype: np.dtype
+  gradient_dtype: np.dtype
+  out_dtype: np.dtype
+  margin: int = 0
+  pow2: bool = False
+  block: bool = False
+  saved: bool = False
+  given: tuple[bool, bool, bool] = (False, False, False)
+  native: bool | None = None
+  out_sharding: Any = None
+
+
+def fp8_dot_general(
+  lhs: jax.Array,
+  rhs: jax.Array,
+  dimension_numbers: Any,
+  recipe: Recipe | Any = "current",
+  *,
+  scales: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+  out_dtype: Any = None,
+  gradient_operand: tuple[bool, bool] = (False, False),
+  native: bool | None = None,
+) -> jax.Array:
+  """`jax.lax.dot_general` with FP8 operands, float32 accumulation, and FP8 in both backward products.
+
+  Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
+  `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-31
+  and 1e43; below, it is zero.
+
+  Args:
+    lhs: floating, any shape.
+    rhs: floating.
+    dimension_numbers: as of `jax.lax.dot_general`.
+    recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`.
+    scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors.
+    out_dtype: dtype of the result; `None`: that of lhs.
+    gradient_operand: which operands are gradients themselves.
+    native: whether FP8 units multiply; `None`: on the platforms that have them.
+
+  Returns:
+    [batch, lhs free, rhs free] in `out_dtype`.
+
+  Raises:
+    ValueError: for a recipe that is not understood, one that is delayed without scales, operands that are
+      not floating, or a contracted dimension that its blocks do not divide.
+  """
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  for name, x in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+      raise ValueError(
+        f"fp8_dot_general: {name} is {x.dtype}, expected float16, bfloat16, float32 or float64"
+      )
+  parsed = parse_recipe(recipe) or Recipe()
+  if parsed.recipe == "delayed" and scales is None:
+    raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
+  formats = [parsed.gradient if is_gradient else parsed.forward for is_gradient in gradient_operand]
+  spec = Spec(
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    gradient_dtype=parsed.gradient,
+    out_dtype=np.dtype(lhs.dtype if out_dtype is None else out_dtype),
+    margin=parsed.margin,
+    pow2=parsed.pow2_scales,
+    block=parsed.recipe == "block",
+    saved=parsed.saved_activations == "fp8" and parsed.recipe != "block",
+    given=(scales is not None,) * 3,
+    native=native,
+  )
+  contracted, batch = dimension_numbers
+  dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
+  one = jnp.ones([], jnp.float32)
+  factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
+  lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
+  return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
+
+
+fp8_dot_general_p = Primitive(NAME)
+
+
+@functools.partial(jax.jit, static_argnames=("dimension_numbers", "spec"))
+def _eager(*operands: Any, dimension_numbers: Dims, spec: Spec) -> jax.Array:
+  return fp8_dot_general_p.bind(*operands, dimension_numbers=dimension_numbers, spec=spec)
+
+
+def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) -> Any:
+  contracted = math.prod(lhs.shape[i] for i in dimension_numbers[0][0])
+  if spec.block and contracted % BLOCK:
+    raise ValueError(
+      f"fp8 recipe 'block' of {lhs.shape} and {rhs.shape}: the product, forward or backward, contracts "
+      f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
+    )
+  # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
+  aval, _ = jax.lax.dot_general_p.abstract_eval(
+    lhs.update(dtype=spec.out_dtype, weak_type=False),
+    rhs.update(dtype=spec.out_dtype, weak_type=False),
+    dimension_numbers=dimension_numbers,
+    precision=None,
+    preferred_element_type=spec.out_dtype,
+    out_sharding=spec.out_sharding,
+  )
+  return aval
+
+
+def _compute(
+  lhs: jax.Array, rhs: jax.Array, *scales: jax.Array, dimension_numbers: Dims, spec: Spec, units: Any
+) -> jax.Array:
+  """The product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
+  if spec.native is not None:
+    units = None if spec.native else units or jnp.bfloat16
+  elif spec.block:  # by the platform alone nobody knows whether it has units for blocks
+    units = units or jnp.bfloat16
+  if spec.block:
+    return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
+  (lhs, lhs_scale), (rhs, rhs_scale) = (
+    quantised(x, scale, dtype, given, spec)
+    for x, scale, dtype, given in zip(
+      (lhs, rhs), scales[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
+    )
+  )
+  if units is not None:  # every FP8 number is a bfloat16 one, and so is every product of two
+    lhs, rhs = lhs.astype(units), rhs.astype(units)
+  out = jax.lax.dot_general(
+    lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=spec.out_sharding
+  )
+  # One factor, which compilers fuse into the product.
+  unit = jnp.minimum(1 / (lhs_scale * rhs_scale), _LARGEST)
+  return (out * unit.reshape(unit.shape + (1,) * (out.ndim - unit.ndim))).astype(spec.out_dtype)
+
+
+def quantised(
+  x: jax.Array, scale: jax.Array, dtype: Any, given: bool, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
+  """An operand in FP8, which it may be already, and its scale."""
+  if x.dtype == dtype:
+    return x, scale
+  if not given:
+    scale = scale_of(amax_of(x), dtype, spec.margin, spec.pow2)
+  return quantise(x, scale, dtype), scale
+
+
+def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: Any) -> jax.Array:
+  def rows(x: jax.Array, side: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """[*batch, *free, contracted], and its scales."""
+    contract, batch = dims[0][side], dims[1][side]
+    x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
+    kept = x.shape[: x.ndim - len(contract)]
+    return quantise_blocks(x.reshape(*kept, -1) if len(contract) != 1 else x, len(kept), BLOCK, dtype)
+
+  lhs, lhs_units = rows(lhs, 0, spec.lhs_dtype)
+  rhs, rhs_units = rows(rhs, 1, spec.rhs_dtype)
+  n = len(dims[1][0])
+  shape = (*lhs.shape[:-1], *rhs.shape[n:-1])
+  if units is None:  # [batch, rows, contracted]
+    fold = lambda x: x.reshape(math.prod(x.shape[:n]), math.prod(x.shape[n:-1]), x.shape[-1])
+    out = jax.nn.scaled_matmul(
+      fold(lhs), fold(rhs), fold(lhs_units), fold(rhs_units), preferred_element_type=jnp.float32
+    ).reshape(shape)
+  else:
+    out = jax.lax.dot_general(
+      _times_units(lhs, lhs_units, units),
+      _times_units(rhs, rhs_units, units),
+      (((lhs.ndim - 1,), (rhs.ndim - 1,)), (tuple(range(n)), tuple(range(n)))),
+      preferred_element_type=jnp.float32,
+      out_sharding=spec.out_sharding,
+    )
+  return out.astype(spec.out_dtype)
+
+
+def _times_units(x: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+  """What block-scaled numbers stand for; bfloat16 holds them but at the ends of its range."""
+  blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
+  return blocks.reshape(x.shape).astype(dtype)
+
+
+@functools.lru_cache(maxsize=128)
+def as_product(policy: Any) -> Any:
+  """A policy of `jax.checkpoint` that takes FP8 products for what they are: matrix products."""
+
+  def asked(primitive: Any, *args: Any, **params: Any) -> Any:
+    return policy(jax.lax.dot_general_p if primitive is fp8_dot_general_p else primitive, *args, **params)
+
+  return asked
+
+
+def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
+  """The dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
+  used = {*dims[0][side], *dims[1][side]}
+  return [i for i in range(ndim) if i not in used]
+
+
+def _jvp(primals: Any, tangents: Any, *, dimension_numbers: Dims, spec: Spec) -> Any:
+  lhs, rhs, *scales = primals
+  d_lhs, d_rhs = tangents[:2]
+  if spec.saved:
+    lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec)
+  bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
+  out = bind(lhs, rhs, *scales, spec=spec)
+  terms = []
+  if not isinstance(d_lhs, ad.Zero):
+    of_lhs = dataclasses.replace(
+      spec, lhs_dtype=spec.gradient_dtype, given=(False, *spec.given[1:]), saved=False
+    )
+    terms.append(bind(d_lhs, rhs, *scales, spec=of_lhs))
+  if not isinstance(d_rhs, ad.Zero):
+    of_rhs = dataclasses.replace(
+      spec, rhs_dtype=spec.gradient_dtype, given=(spec.given[0], False, spec.given[2]), saved=False
+    )
+    terms.append(bind(lhs, d_rhs, *scales, spec=of_rhs))
+  tangent = functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
+  return out, tangent
+
+
+def _saved(lhs: Any, rhs: Any, scales: list[Any], spec: Spec) -> tuple[Any, Any, list[Any], Spec]:
+  """The operands in FP8, so that what differentiation keeps of them is that."""
+  lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
+  rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
+  return (
+    not_differentiable(lhs),
+    not_differentiable(rhs),
+    [lhs_scale, rhs_scale, scales[2]],
+    dataclasses.replace(spec, given=(True, True, spec.given[2]), saved=False),
+  )
+
+
+@jax.custom_jvp
+def not_differentiable(x: jax.Array) -> jax.Array:
+  """`x`, which was kept for a backward pass in too few bits to be differentiated in its turn."""
+  return x
+
+
+@not_differentiable.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+  raise NotImplementedError(
+    "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
+    "saved_activations: compute"
+  )
+
+
+def _transpose(ct: Any, lhs: Any, rhs: Any, *scales: Any, dimension_numbers: Dims, spec: Spec) -> list[Any]:
+  nothing = [None] * len(scales)
+  if isinstance(ct, ad.Zero):
+    return [None, None, *nothing]
+  of_lhs = ad.is_undefined_primal(lhs)
+  dims, permutation = _transposed(
+    lhs.aval.ndim if of_lhs else lhs.ndim,
+    rhs.ndim if of_lhs else rhs.aval.ndim,
+    dimension_numbers,
+    of_lhs,
+  )
+  # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
+  if of_lhs:
+    operands, order = (ct, rhs), (2, 1)
+    formats = (spec.gradient_dtype, spec.rhs_dtype)
+  else:
+    operands, order = (lhs, ct), (0, 2)
+    formats = (spec.lhs_dtype, spec.gradient_dtype)
+  first, second = order
+  like = (lhs if of_lhs else rhs).aval
+  backward = dataclasses.replace(
+    spec,
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    # Gradients of gradients are another thing than what has a history.
+    given=(spec.given[first], spec.given[second], False),
+    out_sharding=_compat.permuted_sharding(like, permutation),
+  )
+  out = fp8_dot_general_p.bind(
+    *operands, scales[first], scales[second], scales[2], dimension_numbers=dims, spec=backward
+  )
+  out = jax.lax.convert_element_type(jax.lax.transpose(out, permutation), like.dtype)
+  return [out, None, *nothing] if of_lhs else [None, out, *nothing]
+
+
+def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple[Dims, tuple[int, ...]]:
+  """The product that gives an operand's gradient, and the permutation that puts it into its layout."""
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+  n = len(lhs_batch)
+  lhs_free, rhs_free = free_dims(lhs_ndim, dims, 0), free_dims(rhs_ndim, dims, 1)
+  batch = tuple(range(n))
+  ct_lhs = tuple(range(n, n + len(lhs_free)))
+  ct_rhs = tuple(range(n + len(lhs_free), n + len(lhs_free) + len(rhs_free)))
+  if of_lhs:  # [batch, lhs free, contracted in the order of rhs]
+    new = ((ct_rhs, tuple(rhs_free)), (batch, rhs_batch))
+    by_rhs = [lhs_contract[i] for i in np.argsort(rhs_contract)]
+    layout = [*lhs_batch, *lhs_free, *by_rhs]
+  else:  # [batch, contracted in the order of lhs, rhs free]
+    new = ((tuple(lhs_free), ct_lhs), (lhs_batch, batch))
+    by_lhs = [rhs_contract[i] for i in np.argsort(lhs_contract)]
+    layout = [*rhs_batch, *by_lhs, *rhs_free]
+  return new, tuple(int(i) for i in np.argsort(layout))
+
+
+def _batch(operands: Any, axes: Any, *, dimension_numbers: Dims, spec: Spec) -> tuple[jax.Array, int]:
+  lhs, rhs, *scales = operands
+  lhs_axis, rhs_axis, *scale_axes = axes
+  size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+  front = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+  ranked = any(scale.ndim for scale in scales)
+  if ranked or any(axis is not None for axis in scale_axes):  # each member has its scales
+    lhs, rhs = front(lhs, lhs_axis), front(rhs, rhs_axis)
+    scales = [front(scale, axis) for scale, axis in zip(scales, scale_axes, strict=True)]
+    lhs_axis = rhs_axis = 0
+  moved = lambda dims, axis, skip=False: (
+    tuple(dims) if axis is None or skip else tuple(i + (i >= axis) for i in dims)
+  )
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
+  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
+  if lhs_axis is not None and rhs_axis is not None:
+    lhs_batch, rhs_batch, out_axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
+  elif lhs_axis is not None:
+    free = free_dims(lhs.ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
+    out_axis = len(lhs_batch) + free.index(lhs_axis)
+  else:
+    free = free_dims(rhs.ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
+    out_axis = lhs.ndim - len(lhs_contract) + free.index(rhs_axis)
+  dims = ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+  return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
+
+
+def _lower(units: Any) -> Any:
+  return mlir.lower_fun(functools.partial(_compute, units=units), multiple_results=False)
+
+
+fp8_dot_general_p.def_impl(_eager)
+fp8_dot_general_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[fp8_dot_general_p] = _jvp
+ad.primitive_transposes[fp8_dot_general_p] = _transpose
+batching.primitive_batchers[fp8_dot_general_p] = _batch
+mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
+# XLA has no bfloat16 kernel for some layouts there.
+mlir.register_lowering(fp8_dot_general_p, _lower(jnp.float32), platform="cpu")
+for _platform in ("cuda", "rocm"):
+  mlir.register_lowering(fp8_dot_general_p, _lower(None), platform=_platform)

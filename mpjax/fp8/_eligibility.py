@@ -1,0 +1,124 @@
+"""Which products are worth FP8, by shape, and convolutions that are products."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from mpjax.fp8._recipe import Recipe
+
+
+class Sizes(NamedTuple):
+  """A product as [m, k] x [k, n], but for batch dimensions; a symbolic dimension is `None`."""
+
+  m: int | None
+  k: int | None
+  n: int | None
+
+
+def sizes_of(lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: Any) -> Sizes:
+  """The sizes of a `dot_general`, its dimensions folded."""
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  fold = lambda shape, dims: (
+    math.prod(shape[i] for i in dims) if all(isinstance(shape[i], int) for i in dims) else None
+  )
+  rest = lambda shape, *used: [i for i in range(len(shape)) if not any(i in dims for dims in used)]
+  return Sizes(
+    fold(lhs_shape, rest(lhs_shape, lhs_contract, lhs_batch)),
+    fold(lhs_shape, lhs_contract),
+    fold(rhs_shape, rest(rhs_shape, rhs_contract, rhs_batch)),
+  )
+
+
+def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
+  """Why a product of these sizes is not quantised, or `None`.
+
+  All three dimensions count: each is contracted in one of the forward and the two backward products.
+  """
+  named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
+  known = {name: size for name, size in named.items() if size is not None}
+  if len(known) < len(named):
+    return "a dimension is symbolic, so that it may be no multiple of 16"
+  shown = " x ".join(f"{name}={size}" for name, size in known.items())
+  odd = [name for name, size in known.items() if size % recipe.multiple]
+  if odd:
+    return f"{shown}: {', '.join(odd)} is no multiple of {recipe.multiple}"
+  if min(known.values()) < recipe.min_dim:
+    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
+  return None
+
+
+class Windows(NamedTuple):
+  """A convolution whose windows do not overlap, which makes it a product.
+
+  Attributes:
+    lhs_spec: dimensions of the input: batch, channels, then space.
+    rhs_spec: of the kernel: channels out, channels in, then space.
+    out_spec: of the result: batch, channels, then space.
+    strides: by dimension of space.
+    kernel: size of a window, by dimension of space.
+    out: size of the result, by dimension of space.
+  """
+
+  lhs_spec: tuple[int, ...]
+  rhs_spec: tuple[int, ...]
+  out_spec: tuple[int, ...]
+  strides: tuple[int, ...]
+  kernel: tuple[int, ...]
+  out: tuple[int, ...]
+
+
+def windows_of(equation: Any) -> Windows | None:
+  """A `conv_general_dilated` as a product of windows, where they do not overlap; `None` for others."""
+  p = equation.params
+  spec = p["dimension_numbers"]
+  lhs, rhs = (a.aval.shape for a in equation.invars)
+  out = equation.outvars[0].aval.shape
+  kernel = tuple(rhs[i] for i in spec.rhs_spec[2:])
+  plain = (
+    all(isinstance(size, int) for size in (*lhs, *rhs))
+    and p["feature_group_count"] == p["batch_group_count"] == 1
+    and all(pad == (0, 0) for pad in map(tuple, p["padding"]))
+    and all(d == 1 for d in (*p["lhs_dilation"], *p["rhs_dilation"]))
+    and all(k <= s for k, s in zip(kernel, p["window_strides"], strict=True))
+  )
+  if not plain:
+    return None
+  sizes = tuple(out[i] for i in spec.out_spec[2:])
+  return Windows(spec.lhs_spec, spec.rhs_spec, spec.out_spec, tuple(p["window_strides"]), kernel, sizes)
+
+
+def conv_sizes(windows: Windows, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Sizes:
+  """The sizes of such a convolution's product."""
+  rows = lhs_shape[windows.lhs_spec[0]] * math.prod(windows.out)
+  depth = lhs_shape[windows.lhs_spec[1]] * math.prod(windows.kernel)
+  return Sizes(rows, depth, rhs_shape[windows.rhs_spec[0]])
+
+
+def conv_operands(lhs: jax.Array, rhs: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
+  """The operands of such a convolution as [batch, *out, depth] and [depth, channels]."""
+  n = len(windows.out)
+  x = lhs.transpose(
+    windows.lhs_spec[0], *windows.lhs_spec[2:], windows.lhs_spec[1]
+  )  # [batch, *space, channels]
+  covered = [(o - 1) * s + k for o, s, k in zip(windows.out, windows.strides, windows.kernel, strict=True)]
+  x = x[(slice(None), *(slice(size) for size in covered))]
+  gaps = [o * s - size for o, s, size in zip(windows.out, windows.strides, covered, strict=True)]
+  x = jax.numpy.pad(x, [(0, 0), *((0, gap) for gap in gaps), (0, 0)])
+  split = [size for o, s in zip(windows.out, windows.strides, strict=True) for size in (o, s)]
+  x = x.reshape(x.shape[0], *split, x.shape[-1])
+  x = x[(slice(None), *(part for k in windows.kernel for part in (slice(None), slice(k))))]
+  order = [0, *range(1, 2 * n + 1, 2), *range(2, 2 * n + 1, 2), 2 * n + 1]
+  x = x.transpose(order).reshape(x.shape[0], *windows.out, -1)
+  w = rhs.transpose(*windows.rhs_spec[2:], windows.rhs_spec[1], windows.rhs_spec[0])
+  return x, w.reshape(-1, w.shape[-1])
+
+
+def conv_result(out: jax.Array, windows: Windows) -> jax.Array:
+  """[batch, *out, channels] in the layout of the convolution's result."""
+  n = len(windows.out)
+  layout = (windows.out_spec[0], *windows.out_spec[2:], windows.out_spec[1])
+  permutation = [layout.index(i) for i in range(n + 2)]
+  return out.transpose(permutation)

@@ -1,0 +1,57 @@
+"""What a function keeps for its backward pass, in FP8: a byte an element, and a scale for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.fp8._dot_general import not_differentiable
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
+
+
+def keep_in_fp8(fun: Callable[..., Any], which: Sequence[bool], dtype: Any) -> Callable[..., Any]:
+  """`fun`, of which the backward pass computes the inside again, from operands that were kept in FP8.
+
+  The value is that of `fun`; the gradient is that at the rounded operands.
+
+  Args:
+    fun: any function of arrays.
+    which: for each operand, whether it is kept in FP8; the others are kept as they are.
+    dtype: an FP8 format.
+
+  Returns:
+    A function with `fun`'s value, for reverse-mode differentiation, once.
+  """
+
+  @jax.custom_vjp
+  def kept(*operands: Any) -> Any:
+    return fun(*operands)
+
+  def forward(*operands: Any) -> Any:
+    return fun(*operands), [
+      _narrow(x, dtype) if narrow else x for x, narrow in zip(operands, which, strict=True)
+    ]
+
+  def backward(saved: Any, cotangents: Any) -> Any:
+    # Or a compiler might widen early, and keep what was to be saved.
+    kept, cotangents = jax.lax.optimization_barrier(
+      ([x for x, narrow in zip(saved, which, strict=True) if narrow], cotangents)
+    )
+    narrowed = iter(kept)
+    operands = [_wide(*next(narrowed)) if narrow else x for x, narrow in zip(saved, which, strict=True)]
+    return jax.vjp(fun, *operands)[1](cotangents)
+
+  kept.defvjp(forward, backward)
+  return kept
+
+
+def _narrow(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+  scale = scale_of(amax_of(x), dtype)
+  return not_differentiable(quantise(x, scale, dtype)), scale, jnp.zeros([0], x.dtype)
+
+
+def _wide(q: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
+  return (q.astype(jnp.float32) / scale).astype(like.dtype)

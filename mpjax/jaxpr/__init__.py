@@ -1,0 +1,1 @@
+"""What is true of a jaxpr, whoever asks: primitives, scopes, bodies, walks."""

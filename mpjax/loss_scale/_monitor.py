@@ -1,0 +1,257 @@
+"""What a loss scale did: metrics, scale history, and which leaves made a step be skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax import _compat
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._overwritten import hide, show
+from mpjax.loss_scale._presets import positive_integer
+from mpjax.loss_scale._state_access import all_loss_scales, find_states, get_loss_scale
+
+_FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite")
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+  """How many elements of an array are NaN, +inf and -inf, of how many."""
+
+  nan: int
+  posinf: int
+  neginf: int
+  size: int
+
+  def __str__(self) -> str:
+    counts = ((self.nan, "NaN"), (self.posinf, "+inf"), (self.neginf, "-inf"))
+    return ", ".join(f"{n} {kind}" for n, kind in counts if n) + f" of {self.size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipReport:
+  """Why the last skipped step was skipped.
+
+  Attributes:
+    step: updates before it.
+    loss_scale: the scale that its loss was multiplied by.
+    leaves: non-finite gradients by tree path.
+  """
+
+  step: int
+  loss_scale: float
+  leaves: dict[str, NonFinite]
+
+  def __str__(self) -> str:
+    rows = [f"  {path}: {counts}" for path, counts in self.leaves.items()]
+    return "\n".join([f"step {self.step} was skipped at loss scale {self.loss_scale:g}:", *rows])
+
+
+class TrackSkipsState(NamedTuple):
+  """State of `track_skips`.
+
+  Attributes:
+    inner_state: state of the wrapped transform.
+    step: array of shape [] and dtype int32; updates so far.
+    scales: array of shape [history] and dtype float32; the scale of each step, a ring.
+    finite: array of shape [history] and dtype bool; whether each step was applied.
+    skipped_at: array of shape [] and dtype int32; the last skipped step, -1 for none.
+    skipped_scale: array of shape [] and dtype float32; its loss scale.
+    counts: tree of the gradients' structure; arrays of shape [4] and dtype int32: elements that were
+      NaN, +inf, -inf at that step, and all elements.
+  """
+
+  inner_state: Any
+  step: jax.Array
+  scales: jax.Array
+  finite: jax.Array
+  skipped_at: jax.Array
+  skipped_scale: jax.Array
+  counts: Any
+
+
+def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
+  """The loss scale and its counters, ready for a logger; usable inside `jit`.
+
+  Args:
+    opt_state: what `mpjax.get_loss_scale` takes; with several loss scales in it the names carry the path.
+
+  Returns:
+    `loss_scale` f32[], `good_steps`, `skipped_steps`, `consecutive_skips` i32[], `grads_finite` bool[].
+
+  Raises:
+    ValueError: if there is no loss scale.
+  """
+  found = all_loss_scales(opt_state)
+  metrics = {}
+  for path, state in found.items():
+    prefix = "" if len(found) == 1 else f"{path}/"
+    metrics[f"{prefix}loss_scale"] = state.scale
+    metrics |= {f"{prefix}{name}": getattr(state, name) for name in _FIELDS}
+  return metrics
+
+
+def nonfinite_leaves(tree: Any) -> dict[str, NonFinite]:
+  """The leaves of `tree` that hold NaN or infinity, by path; computed now, and read back to the host.
+
+  Args:
+    tree: any pytree, such as gradients; leaves that are not inexact are passed over.
+  """
+  return _rows(_count(tree))
+
+
+def track_skips(
+  tx: optax.GradientTransformation, *, history: int = 128, axis_name: Hashable | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps a transform that holds a loss scale, and records its history and why steps were skipped.
+
+  The elements of each leaf are counted only on a skipped step, by a conditional (under `vmap`, whose
+  conditionals are selects, on every step). `skip_report` and `scale_history` read the record.
+
+  Args:
+    tx: a transform with one loss scale somewhere in its state.
+    history: steps whose scale is kept.
+    axis_name: mapped axis over which counts are summed, for gradients that differ along it: with gradients
+      that were averaged already, leave it out. `shard_map` with `check_vma=True` needs none.
+
+  Returns:
+    A transform with a `TrackSkipsState`; updates are those of `tx`.
+
+  Raises:
+    ValueError: if `history` is not a positive integer; at `init`, if `tx` has not one loss scale.
+  """
+  history = positive_integer("history", history)
+  tx = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> TrackSkipsState:
+    inner_state = tx.init(params)
+    get_loss_scale(inner_state)
+    return TrackSkipsState(
+      inner_state=inner_state,
+      step=jnp.zeros([], jnp.int32),
+      scales=jnp.zeros([history], jnp.float32),
+      finite=jnp.ones([history], bool),
+      skipped_at=jnp.full([], -1, jnp.int32),
+      skipped_scale=jnp.zeros([], jnp.float32),
+      counts=jax.tree.map(lambda _: jnp.zeros([4], jnp.int32), params),
+    )
+
+  def update(
+    updates: Any, state: TrackSkipsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, TrackSkipsState]:
+    new_updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
+    finite = get_loss_scale(inner_state).grads_finite
+    scale = get_loss_scale(state.inner_state).scale
+
+    def count() -> Any:
+      gradients = hide(updates)
+      axes = _compat.varying_axes(gradients)
+      reduce = lambda leaf, n: _sum_over(axis_name if not axes else tuple(_compat.varying_axes(leaf)), n)
+      counts = jax.tree.map(reduce, gradients, _count(gradients))
+      return _in_structure_of(state.counts, show(updates, counts, state.counts))
+
+    slot = state.step % history
+    return new_updates, TrackSkipsState(
+      inner_state=inner_state,
+      step=state.step + 1,
+      scales=state.scales.at[slot].set(scale),
+      finite=state.finite.at[slot].set(finite),
+      skipped_at=jnp.where(finite, state.skipped_at, state.step),
+      skipped_scale=jnp.where(finite, state.skipped_scale, scale),
+      counts=jax.lax.cond(finite, lambda: state.counts, count),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_report(opt_state: Any) -> SkipReport | None:
+  """Why the last skipped step was skipped, from the record of `track_skips`; `None` if none was.
+
+  Raises:
+    ValueError: if `opt_state` holds no record, or several.
+  """
+  state = _record(opt_state)
+  if int(state.skipped_at) < 0:
+    return None
+  return SkipReport(int(state.skipped_at), float(state.skipped_scale), _rows(state.counts))
+
+
+def scale_history(opt_state: Any) -> dict[str, np.ndarray]:
+  """The last steps of `track_skips`' record, oldest first.
+
+  Returns:
+    Arrays of one length: `step` int, `loss_scale` float32 (what each loss was multiplied by) and
+    `grads_finite` bool.
+
+  Raises:
+    ValueError: if `opt_state` holds no record, or several.
+  """
+  state = _record(opt_state)
+  last, size = int(state.step), state.scales.shape[0]
+  steps = np.arange(max(last - size, 0), last)
+  return {
+    "step": steps,
+    "loss_scale": np.asarray(state.scales)[steps % size],
+    "grads_finite": np.asarray(state.finite)[steps % size],
+  }
+
+
+def _record(opt_state: Any) -> TrackSkipsState:
+  found = find_states(opt_state, TrackSkipsState)
+  if len(found) != 1:
+    raise ValueError(
+      f"{len(found)} records of skipped steps in this optimiser state: expected one, as of "
+      "mpjax.track_skips(mpjax.dynamic_loss_scale(...))"
+    )
+  record = next(iter(found.values()))
+  if np.ndim(record.step):
+    raise ValueError(
+      f"a record of {np.shape(record.step)} members: take that of one, as in "
+      "jax.tree.map(lambda x: x[0], opt_state)"
+    )
+  return record
+
+
+def _in_structure_of(old: Any, counts: Any) -> Any:
+  """`counts` with zeros for leaves that have no gradient."""
+  is_none = lambda x: x is None
+  new = jax.tree_util.tree_flatten_with_path(counts, is_leaf=is_none)[0]
+  found = {jax.tree_util.keystr(path): leaf for path, leaf in new if leaf is not None}
+  return jax.tree_util.tree_map_with_path(
+    lambda path, zero: found.get(jax.tree_util.keystr(path), jnp.zeros_like(zero)), old
+  )
+
+
+def _sum_over(axis_name: Any, counts: jax.Array) -> jax.Array:
+  return jax.lax.psum(counts, axis_name) if axis_name else counts
+
+
+def _count(tree: Any) -> Any:
+  """i32[4] for every leaf: elements that are NaN, +inf, -inf, and all."""
+
+  def leaf(x: Any) -> jax.Array:
+    size = jnp.asarray(min(np.size(x), 2**31 - 1), jnp.int32)
+    if not is_inexact(x):
+      return jnp.stack([jnp.zeros([], jnp.int32)] * 3 + [size])
+    x = jnp.asarray(x)
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    kinds = (jnp.isnan, jnp.isposinf, jnp.isneginf)
+    counts = [sum((kind(p) for p in parts[1:]), kind(parts[0])).sum(dtype=jnp.int32) for kind in kinds]
+    return jnp.stack([*counts, size])
+
+  return jax.tree.map(leaf, tree)
+
+
+def _rows(counts: Any) -> dict[str, NonFinite]:
+  rows = {}
+  for path, leaf in jax.tree_util.tree_flatten_with_path(jax.device_get(counts))[0]:
+    row = NonFinite(*(int(n) for n in leaf))
+    if row.nan or row.posinf or row.neginf:
+      rows[jax.tree_util.keystr(path, simple=True, separator="/") or "value"] = row
+  return rows

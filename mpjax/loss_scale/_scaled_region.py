@@ -1,0 +1,90 @@
+"""`scaled_region`: a loss scale for one group of parameters, inside the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _compat
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._layerwise_vjp import divide
+
+
+def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., Any]:
+  """`fun`, inside which gradients carry a loss scale of their own.
+
+  For a scale per parameter group: one loss, and `optax.partition` with a loss scale in each group. The
+  gradient that enters from the output is multiplied by `scale`, the one that leaves to `inputs` is divided by
+  it, and that of `params` comes out scaled, for the group's own transform to unscale and judge:
+
+  ```python
+  tx = optax.partition(
+    {"body": mpjax.dynamic_loss_scale(optax.adam(1e-3)), "head": mpjax.dynamic_loss_scale(optax.adam(1e-2))},
+    {"body": "body", "head": "head"},
+  )
+
+  def loss_fn(params, opt_state, x, y):
+    of = lambda group: mpjax.get_loss_scale(opt_state, path=group).scale
+    h = mpjax.scaled_region(body, of("body"))(params["body"], x)
+    return jnp.mean((mpjax.scaled_region(head, of("head"))(params["head"], h) - y) ** 2)
+  ```
+
+  Args:
+    fun: `(params, *inputs)` to a tree; it casts to half precision inside. The gradient of what it closes
+      over leaves unscaled, like that of `inputs`; in half precision it becomes NaN where it would be lost.
+    scale: f32[]; such as `mpjax.get_loss_scale(opt_state, path=...).scale`.
+
+  Returns:
+    A function like `fun`, whose floating outputs are in float32 or wider.
+
+  Raises:
+    ValueError: when called with an input narrower than float32, in which the quotient could underflow.
+  """
+
+  @functools.wraps(fun)
+  def region(params: Any, *inputs: Any) -> Any:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(inputs)[0]:
+      if is_inexact(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32:
+        raise ValueError(
+          f"input {jax.tree_util.keystr(path)} of a scaled region is {jnp.result_type(leaf)}: its gradient "
+          "would be unscaled in that dtype and underflow; pass it in float32 and cast it inside"
+        )
+    wide = lambda params, inputs: jax.tree.map(_widen, fun(params, *inputs))
+    run, closure, _ = _compat.closure_as_argument(wide, params, inputs)
+    return _call(run, params, (closure, inputs), jnp.asarray(scale, jnp.float32))
+
+  return region
+
+
+def _call(run: Callable[..., Any], params: Any, inputs: tuple[Any, Any], scale: jax.Array) -> Any:
+  @jax.custom_vjp
+  def call(params: Any, inputs: Any, scale: jax.Array) -> Any:
+    return apply(params, inputs)
+
+  def apply(params: Any, inputs: Any) -> Any:
+    closure, rest = inputs
+    return run(closure, params, rest)
+
+  def forward(params: Any, inputs: Any, scale: jax.Array) -> Any:
+    out, backward = jax.vjp(apply, params, inputs)
+    return out, (backward, scale)
+
+  def backward(residuals: Any, g: Any) -> Any:
+    vjp, scale = residuals
+    times = lambda factor, tree: jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
+    of_params, of_inputs = vjp(times(scale, g))
+    return of_params, divide(of_inputs, scale), jnp.zeros_like(scale)
+
+  call.defvjp(forward, backward)
+  return call(params, inputs, scale)
+
+
+def _widen(x: Any) -> Any:
+  if not is_inexact(x):
+    return x
+  x = jnp.asarray(x)
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))

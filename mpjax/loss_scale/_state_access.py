@@ -1,0 +1,92 @@
+"""`get_loss_scale` and `scale_loss`: find the loss scale in an optimiser's state, and use it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._lazy import nnx
+from mpjax.loss_scale._transform import LossScaleState
+
+T = TypeVar("T")
+
+
+def scale_loss(loss: Any, opt_state: Any, *, path: str | None = None) -> jax.Array:
+  """The loss times the loss scale, in float32 whatever the loss's dtype.
+
+  Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of.
+
+  Args:
+    loss: floating [] (or any shape: every element is scaled).
+    opt_state: what `get_loss_scale` takes.
+    path: which loss scale is meant, where there are several.
+
+  Returns:
+    f32 of the loss's shape.
+  """
+  return jnp.asarray(loss).astype(jnp.float32) * get_loss_scale(opt_state, path=path).scale
+
+
+def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState:
+  """The `LossScaleState` in an optimiser's state, however deep it lies.
+
+  Args:
+    opt_state: a `LossScaleState`, any optax state that holds one (chain, masked, multi_transform,
+      MultiSteps, inject_hyperparams, ...), or an `nnx.Optimizer`.
+    path: a part of the key path of the one meant, where there are several; the error lists the paths.
+
+  Raises:
+    ValueError: if there is none, or if there are several that `path` fits.
+  """
+  found = all_loss_scales(opt_state)
+  fitting = {key: state for key, state in found.items() if path is None or path in key}
+  if len(fitting) == 1:
+    return next(iter(fitting.values()))
+  known = ", ".join(repr(key) for key in found)
+  if not fitting:
+    raise ValueError(f"no loss scale at path={path!r}: there are {known}")
+  raise ValueError(
+    f"{len(fitting)} loss scales in this optimiser state, at {known}: name the one meant by a part of "
+    f"its path, as in get_loss_scale(opt_state, path={next(iter(fitting))!r})"
+  )
+
+
+def all_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
+  """What `find_loss_scales` finds.
+
+  Raises:
+    ValueError: if that is nothing.
+  """
+  found = find_loss_scales(opt_state)
+  if not found:
+    raise ValueError(
+      f"no loss scale in this optimiser state ({type(opt_state).__name__}): wrap the optimiser, "
+      "as in tx = mpjax.dynamic_loss_scale(optax.adamw(1e-3)), and pass the state of that tx"
+    )
+  return found
+
+
+def find_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
+  """Every loss scale in an optimiser's state by key path, those inside another's `inner_state` too."""
+  return find_states(opt_state, LossScaleState)
+
+
+def find_states(opt_state: Any, kind: type[T]) -> dict[str, T]:
+  """Every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
+  if isinstance(opt_state, nnx.Optimizer):
+    opt_state = opt_state.opt_state
+  # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
+  return _find(nnx.as_pure(opt_state), kind)
+
+
+def _find(tree: Any, kind: type[T], prefix: str = "") -> dict[str, T]:
+  is_state = lambda x: isinstance(x, kind)
+  found: dict[str, T] = {}
+  for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+    if isinstance(leaf, kind):
+      path = prefix + jax.tree_util.keystr(key)
+      found[path] = leaf
+      found |= _find(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
+  return found

@@ -1,0 +1,299 @@
+"""`dynamic_loss_scale` and `static_loss_scale`: optax transforms that unscale, check and skip."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax import _compat
+from mpjax.loss_scale._finite import all_finite, unscale
+from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
+from mpjax.loss_scale._presets import LossScaling, is_power_of_two, parse_loss_scaling
+from mpjax.loss_scale._skip import apply_if, keep_dtypes
+
+
+class LossScaleState(NamedTuple):
+  """State of a loss-scaling transform.
+
+  Attributes:
+    scale: array of shape [] and dtype float32; what the next loss is multiplied by.
+    good_steps: array of shape [] and dtype int32; finite steps in a row since the scale last grew.
+    skipped_steps: array of shape [] and dtype int32; non-finite steps so far.
+    consecutive_skips: array of shape [] and dtype int32; non-finite steps since the last finite one.
+    grads_finite: array of shape [] and dtype bool; whether the last step's gradients were finite.
+    inner_state: state of the wrapped transform.
+    hysteresis_left: array of shape [] and dtype int32; non-finite steps until the scale backs off.
+  """
+
+  scale: jax.Array
+  good_steps: jax.Array
+  skipped_steps: jax.Array
+  consecutive_skips: jax.Array
+  grads_finite: jax.Array
+  inner_state: Any
+  hysteresis_left: jax.Array
+
+
+def dynamic_loss_scale(
+  inner: optax.GradientTransformation,
+  *,
+  init_scale: float = 2.0**16,
+  growth_factor: float = 2.0,
+  backoff_factor: float = 0.5,
+  growth_interval: int = 2000,
+  min_scale: float = 1.0,
+  max_scale: float = 2.0**24,
+  hysteresis: int = 1,
+  consecutive_hysteresis: bool = False,
+  axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with a loss scale that backs off on overflow and grows after finite steps.
+
+  `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). Finite gradients reach
+  `inner` unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
+  On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was.
+
+  The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
+  `hysteresis` non-finite steps; after it each non-finite step backs off, until the next growth
+  restores the patience (as in Megatron-LM). Where `init_scale` and both factors are powers of two the
+  scale remains one: the bounds are then rounded inwards to powers of two. Other libraries' rules are
+  presets of `mpjax.with_loss_scaling`.
+
+  It belongs outermost, round everything that reads gradients: what stands before it in a chain sees
+  them scaled, and infinite. `mpjax.check_loss_scaling` tells whether a transform is right.
+
+  Keyword arguments of `update` are passed on to `inner`: `value`, `value_fn` and `grad_fn` are those
+  of the unscaled loss, while arrays that are the very gradients handed in (`grad=grads`) reach it
+  unscaled as those do. `optax.value_and_grad_from_state` is not of use here: what it takes from the
+  state is unscaled already. Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are
+  kept from `inner`; their update is their next value, or the old one on a skipped step: use
+  `mpjax.apply_updates`.
+
+  Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients.
+    init_scale: first scale.
+    growth_factor: above 1.
+    backoff_factor: between 0 and 1.
+    growth_interval: finite steps in a row before the scale grows.
+    min_scale: lower bound of the scale.
+    max_scale: upper bound of the scale, at most 2**126.
+    hysteresis: non-finite steps before the first back-off.
+    consecutive_hysteresis: let every finite step restore the patience (DeepSpeed's option).
+    axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all must
+      take the same decision. Not needed under plain `jit`, where sharded gradients are judged as one.
+
+  Returns:
+    A transform with a `LossScaleState`.
+
+  Raises:
+    ValueError: names the argument that is out of range; from `update`, if `optax.MultiSteps` stands
+      outside, whose accumulator a non-finite gradient poisons before any scaler sees it.
+  """
+  config = LossScaling(
+    kind="dynamic",
+    init_scale=init_scale,
+    growth_factor=growth_factor,
+    backoff_factor=backoff_factor,
+    growth_interval=growth_interval,
+    min_scale=min_scale,
+    max_scale=max_scale,
+    hysteresis=hysteresis,
+    consecutive_hysteresis=consecutive_hysteresis,
+  )
+  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
+
+
+def static_loss_scale(
+  inner: optax.GradientTransformation,
+  scale: float,
+  *,
+  skip_nonfinite: bool = True,
+  axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with a fixed loss scale; `scale=1` only guards against non-finite gradients.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients.
+    scale: the scale, from 2**-126 to 2**126.
+    skip_nonfinite: whether a step with non-finite gradients is skipped, as by `dynamic_loss_scale`;
+      otherwise they reach `inner`, and are still counted.
+    axis_name: as for `dynamic_loss_scale`.
+
+  Returns:
+    A transform with a `LossScaleState`.
+
+  Raises:
+    ValueError: if `scale` is not in range.
+  """
+  try:
+    config = LossScaling(kind="static", init_scale=scale)
+  except ValueError as error:
+    raise ValueError(str(error).removeprefix("init_")) from error
+  return _loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
+
+
+def with_loss_scaling(
+  inner: optax.GradientTransformation,
+  spec: Any,
+  *,
+  axis_name: Hashable | None = None,
+  branch_on_cpu: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with the loss scale that `spec` describes, as `Policy.loss_scaling` does.
+
+  Args:
+    inner: any optax transform; it sees the unscaled gradients.
+    spec: an `mpjax.LossScaling`; the name of a preset (`grad_scaler`, `megatron`, `deepspeed`, `keras`,
+      `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields,
+      with `preset` to start from; `None` or `"none"`, for `inner` as it is.
+    axis_name: as for `dynamic_loss_scale`.
+    branch_on_cpu: skip by a branch where the program runs on a CPU, which is faster for gradients that come
+      from half precision, and holds gradients and updates in memory. No other platform is given a branch,
+      and no code that names mapped axes.
+
+  Raises:
+    ValueError: names the part that is wrong and the choices.
+  """
+  config = parse_loss_scaling(spec)
+  if config is None:
+    return optax.with_extra_args_support(inner)
+  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
+
+
+def _loss_scale(
+  inner: optax.GradientTransformation,
+  config: LossScaling,
+  *,
+  skip_nonfinite: bool,
+  axis_name: Hashable | None,
+  branch_on_cpu: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  inner = optax.with_extra_args_support(inner)
+  config = _keep_power_of_two(config)
+  at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
+
+  def init(params: Any) -> LossScaleState:
+    return first_state(config, inner.init(hide(params)))
+
+  def update(
+    updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, LossScaleState]:
+    _refuse_multi_steps(config, update)
+    gradients = hide(updates)
+    unscaled = unscale(gradients, state.scale)
+    # A scale of at least 1 makes nothing infinite when it is taken off; below, one look afterwards sees both.
+    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
+    if axis_name is not None:
+      finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+    extra_args = _unscale_repeats(hide_like(updates, extra_args), gradients, unscaled)
+    step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
+    if skip_nonfinite:
+      new_updates, new_inner_state = apply_if(finite, step, state.inner_state, branch_on_cpu)
+    else:
+      new_updates, new_inner_state = step()
+      new_inner_state = keep_dtypes(new_inner_state, state.inner_state)
+    if has_overwritten(updates):
+      values = _overwrite(updates, params, finite) if skip_nonfinite else updates
+      new_updates = show(updates, new_updates, values)
+    return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_state(config: LossScaling, inner_state: Any) -> LossScaleState:
+  """The state before the first step; no two of its leaves share a buffer, so that it can be donated."""
+  zero = lambda: jnp.zeros([], jnp.int32)
+  return LossScaleState(
+    scale=jnp.asarray(config.init_scale, jnp.float32),
+    good_steps=zero(),
+    skipped_steps=zero(),
+    consecutive_skips=zero(),
+    grads_finite=jnp.asarray(True),
+    inner_state=inner_state,
+    hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
+  )
+
+
+def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+  """The state's scale and counters after a step that was `finite` or not."""
+  scale, hysteresis_left = state.scale, state.hysteresis_left
+  good_steps = jnp.where(finite, state.good_steps + 1, 0)
+  if config.kind == "dynamic":
+    grow = good_steps >= config.growth_interval
+    good_steps = jnp.where(grow, 0, good_steps)
+    grown = jnp.minimum(scale * config.growth_factor, config.max_scale)
+    backed_off = jnp.maximum(scale * config.backoff_factor, config.min_scale)
+    back_off = ~finite
+    # A compiled step of a small model pays for every instruction, so without patience there is none.
+    if config.hysteresis > 1:
+      back_off &= hysteresis_left <= 1
+      restored = finite if config.consecutive_hysteresis else grow
+      waiting = jnp.where(finite, hysteresis_left, jnp.maximum(hysteresis_left - 1, 1))
+      hysteresis_left = jnp.where(restored, config.hysteresis, waiting)
+    scale = jnp.where(grow, grown, jnp.where(back_off, backed_off, scale))
+  return state._replace(
+    scale=scale,
+    good_steps=good_steps,
+    skipped_steps=state.skipped_steps + ~finite,
+    consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+    grads_finite=finite,
+    hysteresis_left=hysteresis_left,
+  )
+
+
+def _unscale_repeats(extra_args: dict[str, Any], gradients: Any, unscaled: Any) -> dict[str, Any]:
+  """`extra_args`, where an array that is one of `gradients` becomes what that is in `unscaled`."""
+  pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(unscaled), strict=True)
+  known = {id(g): u for g, u in pairs if isinstance(g, (jax.Array, np.ndarray))}
+  seen = lambda arg: any(id(leaf) in known for leaf in jax.tree.leaves(arg))
+  replace = lambda leaf: known.get(id(leaf), leaf)
+  return {name: jax.tree.map(replace, arg) if seen(arg) else arg for name, arg in extra_args.items()}
+
+
+def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
+  if params is None:
+    raise ValueError(
+      "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
+      "a skipped step, so it is needed: update(grads, state, params)"
+    )
+  return map_parts(
+    lambda new, _: new, lambda new, old: jnp.where(finite, new, old).astype(old.dtype), updates, params
+  )
+
+
+def _refuse_multi_steps(config: LossScaling, update: Any) -> None:
+  """Raises at trace time where a non-finite gradient has reached `optax.MultiSteps` before `update`."""
+  outer = _compat.multi_steps_outside(guard=update.__code__)
+  if outer is None or (config.kind == "static" and outer.may_skip):
+    return
+  reason = (
+    "drops non-finite micro-steps, so the loss scale would never back off"
+    if outer.may_skip
+    else "adds a non-finite gradient to its accumulator, which stays NaN from then on"
+  )
+  raise ValueError(
+    f"optax.MultiSteps stands outside the loss scale and {reason}: put it inside, as in "
+    "mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation())"
+  )
+
+
+def _keep_power_of_two(config: LossScaling) -> LossScaling:
+  """Rounds the bounds inwards to powers of two where the scale itself only moves by powers of two."""
+  factors = (config.init_scale, config.growth_factor, config.backoff_factor)
+  if config.kind != "dynamic" or not all(map(is_power_of_two, factors)):
+    return config
+  return dataclasses.replace(
+    config,
+    min_scale=2.0 ** math.ceil(math.log2(config.min_scale)),
+    max_scale=2.0 ** math.floor(math.log2(config.max_scale)),
+  )

@@ -1,0 +1,47 @@
+"""Batches as an inspection is given them: one or several, their rows, and the pieces these are run in."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.step._micro_batches import split_batch
+
+
+def listed(batches: Any) -> Iterable[Any]:
+  """The batches, of which a single one may have been given: a tree of arrays that is no list."""
+  if isinstance(batches, (list, Iterator)):
+    return batches
+  is_leaf = jax.tree_util.all_leaves([batches])
+  return batches if is_leaf and isinstance(batches, Iterable) and not hasattr(batches, "shape") else [batches]
+
+
+def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
+  """Each batch in its n micro-batches, one after the other."""
+  for batch in batches:
+    if n == 1:
+      yield batch
+      continue
+    split = jax.tree.map(lambda x: split_batch(n, x), batch)
+    for i in range(n):
+      yield jax.tree.map(operator.itemgetter(i), split)
+
+
+def most_pieces(batch: Any) -> int:
+  """4, 2 or 1: what a batch's rows can be divided into, on each of its devices."""
+  leaves = jax.tree.leaves(batch)
+  shapes = [np.shape(leaf) for leaf in leaves]
+  if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+    return 1
+  devices = [len(leaf.sharding.device_set) for leaf in leaves if getattr(leaf, "sharding", None)]
+  return next(n for n in (4, 2, 1) if n == 1 or shapes[0][0] % (n * max(devices, default=1)) == 0)
+
+
+def rows(batch: Any) -> int:
+  """Length of the first leaf; 1 if that is a number."""
+  shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+  return shapes[0][0] if shapes and shapes[0] else 1

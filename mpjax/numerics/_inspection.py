@@ -1,0 +1,386 @@
+"""`inspect_numerics`: real batches through a training step, under its policy and in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax.casting._probes import Point
+from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
+from mpjax.numerics._passes import (
+  KEPT_IN,
+  Seen,
+  is_mean_of_pieces,
+  loss_points,
+  make_pass,
+  reference_state,
+  reference_step,
+)
+from mpjax.numerics._report import NumericsReport, is_half
+from mpjax.numerics._summary import Summary
+from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary
+from mpjax.numerics.advice._advice import advice_for
+from mpjax.policy import Policy, get_policy
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step._micro_batches import split_batch
+from mpjax.step._optimizer import find_scaler
+
+# Activations in float32 from which on a batch is run in pieces, in bytes.
+_LARGE = 1 << 28
+
+
+def inspect_numerics(
+  target: TrainStep | Callable[..., Any],
+  state: Any,
+  batches: Any,
+  policy: Any = None,
+  *,
+  tx: optax.GradientTransformation | None = None,
+  reference: bool | TrainStep = True,
+  keep: float = 0.999,
+  advise: bool = True,
+  pieces: int | None = None,
+  title: str = "",
+  progress: Callable[[str], None] | None = None,
+  **init: Any,
+) -> NumericsReport:
+  """What a policy does to the numbers of a training step, by module and tensor, and what to change.
+
+  Runs the loss and its gradients on each batch, under the policy and in float32; nothing is trained. Of every
+  tensor a histogram of magnitudes and a sketch leave the device, no more.
+
+  ```python
+  report = mpjax.inspect_numerics(step, state, [batch])  # of mpjax.make_train_step
+  report = mpjax.inspect_numerics(loss_fn, params, batch, "fp16", tx=optax.adamw(1e-3))
+  print(report)
+  report.save_html("numerics.html")
+  ```
+
+  Looked at are parameters, their gradients and updates; and of the activations and their gradients what
+  leaves a module, what a matrix product reads and what it gives, if the loss depends on it. Not looked at is
+  what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` over up
+  to 128 layers, each with weights of its own, are kept apart; those of a longer one, or of time, are not.
+
+  Args:
+    target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
+    state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
+    batches: a batch (a tree of arrays), or a list or any iterable of batches; a batch that is a list itself
+      has to be in a list. With `accumulate` in the step, a batch is looked at in its micro-batches.
+    policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, another
+      policy than its own. In place of delayed FP8 scaling, which a policy begins without a history, tensors
+      are scaled by their own amax.
+    tx: for a loss function, its optimiser; without one nothing is said of updates.
+    reference: whether float32 is run, too; without it there are no errors, and the magnitudes are those of
+      the policy's run. A step whose loss function is another one in float32 may be given instead.
+    keep: the share of gradients (of those that are not zero) that a loss scale should keep in range.
+    advise: whether the advice is tried out: each changed policy is run on the first batch, so that the report
+      says what it buys. Without it, the advice is what the first run suggests.
+    pieces: in how many parts a batch's rows are run, one after the other, which bounds the memory. By default
+      up to 4 if activations are large (256 MiB in float32), there is no model state (BatchNorm) and no FP8,
+      and the loss in float32 is found to be the mean of that of the pieces; else 1.
+    title: of the report.
+    progress: called with a line before each long part.
+    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+
+  Returns:
+    A `NumericsReport`.
+
+  Raises:
+    ValueError: if there is no batch, or for arguments that do not go together.
+  """
+  if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep < 1:
+    raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
+  if not isinstance(reference, (bool, TrainStep)):
+    raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
+  if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
+    raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
+  step, state, updates = _step_of(target, state, policy, tx, init)
+  say = progress or (lambda line: None)
+  parts = micro_batches(listed(batches), step.accumulate)
+  inspection = Inspection(step, state, reference, updates, pieces)
+  for i, batch in enumerate(parts):
+    if i == 0:
+      first = batch
+      say("compiling")
+    inspection.add(batch)
+    say(f"batch {i + 1}")
+  if not inspection.count:
+    raise ValueError("no batch: expected a batch, or a list of at least one")
+  report = inspection.report(title, keep)
+  trial = None
+  if advise and reference is not False:
+
+    def trial(policy: Policy) -> NumericsReport:
+      say(f"trying {policy.name or 'a changed policy'}")
+      changed = step.with_policy(policy.without_histories())
+      one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
+      one.add(first)
+      return one.report(title, keep)
+
+  return report.with_advice(advice_for(report, trial))
+
+
+class _Programs(NamedTuple):
+  """The passes for batches of one shape, and the points that each looks at, by module and name."""
+
+  mine: Callable[[TrainState, Any], Seen]
+  points: dict[tuple[str, str], Point]
+  theirs: Callable[[TrainState, Any], Seen] | None
+  wide_points: dict[tuple[str, str], Point]
+
+
+class Inspection:
+  """One policy, looked at batch by batch.
+
+  Attributes:
+    count: batches so far.
+    pieces: in how many parts each is run; known after the first.
+  """
+
+  def __init__(
+    self,
+    step: TrainStep,
+    state: TrainState,
+    reference: bool | TrainStep,
+    updates: bool,
+    pieces: int | None = None,
+  ):
+    self.count = 0
+    self.pieces = pieces
+    self._asked = pieces
+    self._step, self._state, self._updates = step, state, updates
+    scaler = find_scaler(state.opt_state)
+    self._scale = 1.0 if scaler is None else float(scaler.scale)
+    self._full = full_summary(self._scale)
+    # Of the policy's own run NaN, infinities and zeros are of interest; of its updates the magnitudes, too.
+    self._narrow = self._full if updates or reference is False else Summary.of([], sketch=True)
+    self._reference = None if reference is False else reference_step(step) if reference is True else reference
+    self._wide_state = None if self._reference is None else reference_state(state)
+    self._programs: dict[Any, _Programs] = {}
+    self._rows = 0
+    self._losses: list[tuple[float, float | None]] = []
+    self._magnitudes: dict[Any, Magnitudes] = {}
+    self._theirs: dict[Any, Magnitudes] = {}
+    self._distances: dict[Any, Distance] = {}
+    self._counts: dict[str, Any] = {}
+
+  def add(self, batch: Any) -> None:
+    """Looks at a batch."""
+    leaves, structure = jax.tree.flatten(batch)
+    shape = (structure, *((np.shape(x), jnp.result_type(x)) for x in leaves))
+    if shape not in self._programs:
+      self._programs[shape] = self._compile(batch)
+    programs = self._programs[shape]
+    seen: Seen = jax.device_get(programs.mine(self._state, batch))
+    wide = None
+    if programs.theirs is not None and self._wide_state is not None:
+      wide = jax.device_get(programs.theirs(self._wide_state, batch))
+    self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
+    self._rows += rows(batch)
+    self.count += 1
+    own = dict(_arrays(seen, programs.points, self._narrow))
+    full = own if wide is None else dict(_arrays(wide, programs.wide_points, self._full))
+    for key, (magnitudes, sketch) in full.items():
+      self._magnitudes[key] = _sum(self._magnitudes.get(key), magnitudes)
+      if wide is not None and key in own:
+        self._theirs[key] = _sum(self._theirs.get(key), own[key][0])
+        self._distances.setdefault(key, Distance()).add(own[key][1], sketch)
+    for path, (ratio, counts) in seen.updates.items():
+      magnitudes = Magnitudes.of(self._narrow, ratio)
+      self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
+      self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
+
+  def _compile(self, batch: Any) -> _Programs:
+    pieces = self._choose_pieces(batch)
+    part = batch
+    if pieces > 1:
+      first = lambda batch: jax.tree.map(lambda x: split_batch(pieces, x)[0], batch)
+      part = jax.eval_shape(first, batch)
+    points = loss_points(self._step, self._state, part)
+    mine = make_pass(
+      self._step,
+      points,
+      self._narrow,
+      scale=self._scale,
+      updates=self._updates,
+      pieces=pieces,
+    )
+    if self._reference is None or self._wide_state is None:
+      return _Programs(mine, _by_name(points), None, {})
+    wide = loss_points(self._reference, self._wide_state, part)
+    # Activations in float32 take twice the memory: what is between matrix products is computed again.
+    theirs = make_pass(self._reference, wide, self._full, save_memory=True, pieces=pieces)
+    return _Programs(mine, _by_name(points), theirs, _by_name(wide))
+
+  def _choose_pieces(self, batch: Any) -> int:
+    """As asked; else 1, unless the activations are large and the loss is the mean of that of the pieces."""
+    if self._asked is not None:
+      if rows(batch) % self._asked:
+        raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {rows(batch)} rows")
+      return self._asked
+    self.pieces = 1
+    if self._reference is None or self._wide_state is None or jax.tree.leaves(self._state.model_state):
+      return 1
+    if self._step.policy.fp8:  # of fewer rows, fewer products are FP8
+      return 1
+    most = most_pieces(batch)
+    points = loss_points(self._reference, self._wide_state, batch)
+    if most == 1 or sum(4 * math.prod((*p.steps, *p.shape)) for p in points) < _LARGE:
+      return 1
+    if is_mean_of_pieces(self._reference, self._wide_state, batch, most):
+      self.pieces = most
+    return self.pieces
+
+  def report(self, title: str, keep: float) -> NumericsReport:
+    """What was seen."""
+    losses = np.asarray([mine for mine, _ in self._losses])
+    wide = [theirs for _, theirs in self._losses if theirs is not None]
+    return NumericsReport(
+      title=title,
+      policy=self._step.policy,
+      loss_scale=self._scale,
+      step=int(self._state.step),
+      batches=self.count,
+      rows=self._rows,
+      loss=float(losses.mean()),
+      reference_loss=float(np.mean(wide)) if wide else None,
+      tensors=tuple(self._tensors()),
+      keep=keep,
+      narrow_reference=self._narrow_reference(),
+      own_scale=_has_own_scale(self._step, self._state),
+    )
+
+  def _narrow_reference(self) -> tuple[str, ...]:
+    """Where the program that should be float32 computes in less: the model's own casts."""
+    wide = [p for one in self._programs.values() for p in one.wide_points.values()]
+    found = {
+      p.module: f"{p.module or 'the function'} ({p.line}) in {p.dtype}"
+      for p in reversed(wide)
+      if is_half(p.dtype)
+    }
+    return tuple(reversed(found.values()))
+
+  def _tensors(self) -> Iterator[Tensor]:
+    leaves = jax.tree_util.tree_flatten_with_path(self._state.params)[0]
+    parameters = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    points = {name: point for one in self._programs.values() for name, point in one.points.items()}
+    modules = [point.module for point in points.values()]
+    order = {key: i for i, key in enumerate([*points, *parameters])}
+    for key, magnitudes in self._magnitudes.items():
+      kind, name = key[0], key[1]
+      theirs, distance = self._theirs.get(key), self._distances.get(key)
+      tensor = functools.partial(
+        Tensor,
+        kind=kind,
+        order=order.get(name, 0),
+        magnitudes=magnitudes,
+        policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
+        error=None if distance is None or not _compares(magnitudes) else distance.error,
+        cosine=None if distance is None or not _compares(magnitudes) else distance.cosine,
+      )
+      if name in parameters:
+        leaf = parameters[name]
+        parent, _, last = name.rpartition("/")
+        yield tensor(
+          module=module_of(parent, modules),
+          name=last,
+          line="",
+          dtype=leaf.dtype.name,
+          shape=tuple(leaf.shape),
+          lost=self._lost(name) if kind == "update" else None,
+          path=name,
+        )
+      elif name in points:
+        point = points[name]
+        yield tensor(
+          module=point.module + "".join(f"[{i}]" for i in key[2]),
+          index=key[2],
+          name=point.name,
+          line=point.line,
+          dtype=point.dtype,
+          shape=point.shape,
+        )
+
+  def _lost(self, path: str) -> dict[str, float]:
+    """Of the updates that are not zero, the share that leaves a weight as it is."""
+    moved, *stay = self._counts[path]
+    return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
+
+
+def module_of(parent: str, modules: Sequence[str]) -> str:
+  """The module path of a parameter from its parent in the tree, which begins below the root module."""
+  parts = [part for part in parent.removeprefix("params/").split("/") if part not in ("", "~")]
+  own = "/".join(parts if parent != "params" else ())
+  roots = {module.partition("/")[0] for module in modules if module}
+  root = next(iter(roots)) if len(roots) == 1 else ""
+  for candidate in (own, f"{root}/{own}".strip("/")):
+    if any(m == candidate or m.startswith(f"{candidate}/") for m in modules if candidate):
+      return candidate
+  ends = {module for module in modules if own and module.endswith(f"/{own}")}
+  return next(iter(ends)) if len(ends) == 1 else own or root
+
+
+def _by_name(points: list[Point]) -> dict[tuple[str, str], Point]:
+  return {(point.module, point.name): point for point in points}
+
+
+def _arrays(
+  seen: Seen, points: dict[tuple[str, str], Point], summary: Summary
+) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
+  """Everything that a pass kept, by key: its magnitudes and its sketch."""
+  n = len(summary.edges) + 1
+  for (name, point), kept in zip(points.items(), seen.watched, strict=True):
+    for index in np.ndindex(*point.steps):
+      for row, kind in enumerate(("activation", "activation gradient")):
+        values = kept[(slice(None), *index, row)]
+        counts = values[:, :n].astype(np.float64).sum(0)
+        if counts[-1]:  # else the loss does not depend on it
+          yield (kind, name, index), (Magnitudes.of(summary, counts), values[:, n:])
+  for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
+    for path, values in part.items():
+      yield (kind, path), (Magnitudes.of(summary, values), values[n:])
+
+
+def _compares(wide: Magnitudes) -> bool:
+  """Whether float32 has finite values, which an error can be against."""
+  return wide.nan + wide.inf < wide.count
+
+
+def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
+  return more if before is None else before + more
+
+
+def _step_of(
+  target: Any, state: Any, policy: Any, tx: Any, init: Mapping[str, Any]
+) -> tuple[TrainStep, TrainState, bool]:
+  """The step, its state, and whether there are updates to look at."""
+  if isinstance(target, TrainStep):
+    if tx is not None or init:
+      given = ", ".join([*(["tx"] if tx is not None else []), *init])
+      raise ValueError(f"{given} beside a TrainStep, which has its own: pass it to make_train_step")
+    if not isinstance(state, TrainState):
+      raise ValueError(f"state of type {type(state).__name__}: expected the TrainState of the step")
+    if policy is None:
+      return target, state, True
+    other = target.with_policy(get_policy(policy).without_histories())
+    return other, other.adopt(state, target), True
+  if not callable(target):
+    raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
+  resolved = get_policy("auto" if policy is None else policy).without_histories()
+  resolved = dataclasses.replace(resolved, reduce_dtype=None)  # nothing crosses devices here
+  step = make_train_step(target, optax.identity() if tx is None else tx, resolved)
+  return step, step.init(state, **init), tx is not None
+
+
+def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
+  """Whether the optimiser that the step was made with scales the loss itself."""
+  return bool(find_loss_scales(jax.eval_shape(step._made_with[0].init, state.params)))

@@ -1,0 +1,225 @@
+"""One pass over a batch: loss, gradients and update of a training step, of which summaries alone are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.casting._probes import Point, find_points, watched
+from mpjax.loss_scale._finite import unscale
+from mpjax.loss_scale._overwritten import hide, map_parts
+from mpjax.numerics._summary import Summary, look
+from mpjax.policy import get_policy, matmul_precision
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._micro_batches import split_batch
+from mpjax.step._optimizer import find_scaler
+
+# Formats in which weights are asked whether an update moves them.
+KEPT_IN = ("bfloat16", "float16")
+
+
+class Seen(NamedTuple):
+  """What a pass keeps; float32 on the device.
+
+  Attributes:
+    loss: [], unscaled.
+    watched: for each point [pieces, *steps, 2, size]: of the value, and of its gradient.
+    parameters: by tree path [size].
+    gradients: by tree path [size], unscaled.
+    updates: by tree path: what is kept of |update / weight| ([size]), and counts ([1 + formats]) of the
+      updates that are not zero and of those that leave their weight as it is in each format of `KEPT_IN`.
+      Empty if not asked for.
+  """
+
+  loss: Any
+  watched: list[Any]
+  parameters: dict[str, Any]
+  gradients: dict[str, Any]
+  updates: dict[str, tuple[Any, Any]]
+
+
+def reference_step(step: TrainStep) -> TrainStep:
+  """The step in float32 throughout, with matrix products in full precision on every device."""
+  return step.with_policy({"base": "fp32", "matmul_precision": "highest"})
+
+
+def reference_state(state: TrainState) -> TrainState:
+  """The state as float32 parameters without an optimiser, and so without a loss scale."""
+  params = get_policy("fp32").cast_to_param(state.params)
+  return state.replace(params=params, opt_state=(), fp8_state={})
+
+
+def loss_points(step: TrainStep, state: TrainState, batch: Any) -> list[Point]:
+  """The values of the loss function that a pass looks at; nothing is computed."""
+  found: list[Point] = []
+
+  def around(fun: Callable[..., Any], policy: Any, **_: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+      found[:] = find_points(fun, policy)(*args, **kwargs)
+      return fun(*args, **kwargs)
+
+    return run
+
+  jax.eval_shape(lambda state, batch: _loss(step, state, batch, around)[0], state, batch)
+  return found
+
+
+def make_pass(
+  step: TrainStep,
+  points: list[Point],
+  summary: Summary,
+  *,
+  scale: float = 1.0,
+  updates: bool = False,
+  save_memory: bool = False,
+  pieces: int = 1,
+) -> Callable[[TrainState, Any], Seen]:
+  """A jitted pass: (state, batch) -> Seen; the state is left as it is.
+
+  Args:
+    step: the step.
+    points: its `loss_points`.
+    summary: what is kept of each tensor.
+    scale: what the gradients of activations are divided by before they are looked at: the loss scale.
+    updates: whether the optimiser runs, too.
+    save_memory: whether the backward pass computes again all but the results of matrix products.
+    pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
+  """
+
+  def run(state: TrainState, batch: Any) -> Seen:
+    return _run(step, points, summary, scale, updates, save_memory, pieces, state, batch)
+
+  return jax.jit(run)
+
+
+def _run(
+  step: TrainStep,
+  points: list[Point],
+  summary: Summary,
+  scale: float,
+  updates: bool,
+  save_memory: bool,
+  pieces: int,
+  state: TrainState,
+  batch: Any,
+) -> Seen:
+  at_each = lambda x, probe: look(x, probe, summary, scale)
+
+  def scaled_loss(params: Any, probes: list[Any], piece: Any) -> tuple[Any, Any]:
+    around = lambda fun, policy, **options: watched(fun, policy, probes, at_each, **options)
+    scaled, loss = _loss(step, state, piece, around, params)
+    # Gradients of the mean over all rows.
+    return scaled / pieces, loss / pieces
+
+  if save_memory:
+    scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
+  gradients = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+
+  def one(total: tuple[Any, Any], piece: Any) -> tuple[tuple[Any, Any], list[Any]]:
+    probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
+    (_, loss), (grads, kept) = gradients(step.loss.compute_params(state), probes, piece)
+    grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
+    return (total[0] + loss, grads), kept
+
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+  first = (jnp.zeros([], jnp.float32), zeros)
+  with matmul_precision(step.policy):
+    if pieces == 1:
+      (loss, grads), kept = one(first, batch)
+      kept = [x[None] for x in kept]
+    else:
+      split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+      (loss, grads), kept = jax.lax.scan(one, first, split)
+  of_updates = _updates(step, state, grads, loss, summary) if updates else {}
+  scaler = find_scaler(state.opt_state)
+  if scaler is not None:
+    grads = unscale(hide(grads), scaler.scale)
+  return Seen(loss, kept, _each(summary, hide(state.params)), _each(summary, hide(grads)), of_updates)
+
+
+def plain_loss(step: TrainStep) -> Callable[[TrainState, Any], Any]:
+  """(state, batch) to the unscaled loss, as the loss function is written."""
+  return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
+
+
+def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: int) -> bool:
+  """Whether the loss of a batch is the mean of the losses of its pieces: not so for sums and contrasts.
+
+  Args:
+    step: in float32, whose rounding is far below the difference that a sum makes.
+    state: for it.
+    batch: whose leaves have the same number of rows.
+    pieces: into which they are split.
+  """
+  loss = plain_loss(step)
+
+  def parts(state: TrainState, batch: Any) -> Any:
+    split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+    return jax.lax.map(lambda piece: loss(state, piece), split).mean()
+
+  try:
+    with matmul_precision(step.policy):
+      there = [float(jax.jit(run)(state, batch)) for run in (loss, parts)]
+  except (TypeError, ValueError):  # a leaf that only looks like rows
+    return False
+  return math.isclose(*there, rel_tol=1e-4)
+
+
+def _loss(
+  step: TrainStep, state: TrainState, batch: Any, around: Callable[..., Any], params: Any = None
+) -> tuple[Any, Any]:
+  """The scaled loss, and the loss as it is."""
+  params = step.loss.compute_params(state) if params is None else params
+  scaled, (loss, *_) = step.loss.scaled(
+    params, state.fp8_state, state.model_state, batch, step.loss.keys(state, batch), state, around
+  )
+  return scaled, loss
+
+
+def _updates(step: TrainStep, state: TrainState, grads: Any, loss: Any, summary: Summary) -> Any:
+  like = lambda g, p: g if g.dtype == p.dtype else g.astype(p.dtype)
+  grads = jax.tree.map(like, grads, state.params)
+  updates, _ = step.tx.update(grads, state.opt_state, state.params, value=loss)
+  weights = dict(_leaves(hide(state.params)))
+  return {path: _update(summary, weights[path], update) for path, update in _leaves(hide(updates))}
+
+
+def _update(summary: Summary, weight: Any, update: Any) -> tuple[Any, Any]:
+  w, u = weight.astype(jnp.float32), update.astype(jnp.float32)
+  moved = u != 0
+  ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
+  counts = [moved]
+  for name in KEPT_IN:
+    kept = _rounded(w, name)
+    counts.append(moved & (_rounded(kept + u, name) == kept))
+  return summary(ratio), jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts])
+
+
+def _rounded(x: Any, name: str) -> Any:
+  """`x` with the precision of a format; in arithmetic that no compiler takes for a pair of casts."""
+  info = jnp.finfo(name)
+  rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))
+  if info.minexp < -100:
+    return rounded
+  # Below the normal numbers the spacing is that of the smallest.
+  spacing = np.float32(2.0 ** (int(info.minexp) - int(info.nmant)))
+  return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / spacing) * spacing, rounded)
+
+
+def _each(summary: Summary, tree: Any) -> dict[str, Any]:
+  return {path: summary(leaf) for path, leaf in _leaves(tree)}
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+  """Floating leaves with their tree paths."""
+  found = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return [
+    (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+    for path, leaf in found
+    if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size
+  ]

@@ -1,0 +1,279 @@
+"""What is known of one tensor after an inspection: its magnitudes, and its error against float32."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax.formats import FORMATS
+from mpjax.numerics._summary import Summary
+
+# In the order in which reports have them.
+KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "update")
+GRADIENTS = ("activation gradient", "weight gradient")
+# The formats that shares are counted in.
+INTEREST = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Recipes scale each tensor to its largest value before they round it to these.
+FP8 = tuple(name for name in INTEREST if name.startswith("float8"))
+# Binades of the histograms: what lies below the first is counted together, above the last as well.
+BINS = tuple(range(-64, 32))
+
+
+class Shares(NamedTuple):
+  """What becomes of a tensor's values in a format, as fractions of all of them.
+
+  Attributes:
+    underflow: not zero, and rounded to zero.
+    subnormal: rounded to a subnormal number, which has fewer digits.
+    overflow: rounded to infinity or NaN, or so already.
+  """
+
+  underflow: float
+  subnormal: float
+  overflow: float
+
+
+@functools.cache
+def full_summary(scale: float) -> Summary:
+  """What is kept of a tensor in float32: binades, and the edges of the formats at scale 1 and another."""
+  magnitudes = [2.0**e for e in BINS]
+  for name in INTEREST:
+    for factor in {1.0, scale}:
+      magnitudes += [m for m in _edges(name, factor) if m < float(np.finfo(np.float32).max)]
+  return Summary.of(magnitudes, sketch=True)
+
+
+@functools.cache
+def binades() -> Summary:
+  """What is kept of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
+  return Summary(full_summary(1.0).edges)
+
+
+def _edges(name: str, scale: float) -> tuple[float, float, float]:
+  """Magnitudes from which a number, times a scale, is not rounded to zero; is normal; overflows."""
+  known = FORMATS[name]
+  above_zero = np.nextafter(known.underflow_edge / scale, math.inf)
+  return float(above_zero), known.normal_edge / scale, known.overflow_edge / scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Magnitudes:
+  """How large the values of a tensor are.
+
+  Attributes:
+    edges: float32 bit patterns, ascending.
+    above: how many magnitudes are at least so large, NaN among them.
+    count: number of values.
+  """
+
+  edges: tuple[int, ...]
+  above: tuple[float, ...]
+  count: float
+
+  @staticmethod
+  def of(summary: Summary, kept: Any) -> Magnitudes:
+    """From what a `Summary` kept."""
+    n = len(summary.edges)
+    values = np.asarray(kept[: n + 1], np.float64)
+    return Magnitudes(summary.edges, tuple(values[:n].tolist()), float(values[n]))
+
+  def __add__(self, other: Magnitudes) -> Magnitudes:
+    """Those of both."""
+    total = tuple(a + b for a, b in zip(self.above, other.above, strict=True))
+    return Magnitudes(self.edges, total, self.count + other.count)
+
+  @property
+  def nan(self) -> float:
+    """Number of NaN."""
+    return self.above[-1]
+
+  @property
+  def inf(self) -> float:
+    """Number of infinities."""
+    return self.above[-2] - self.above[-1]
+
+  @property
+  def zero(self) -> float:
+    """Number of zeros."""
+    return self.count - self.above[0]
+
+  @property
+  def histogram(self) -> tuple[float, list[float]]:
+    """How many finite ones that are not zero lie below the first of `BINS`, and in each of them."""
+    above = [self.at_least(2.0**e) for e in BINS]
+    ends = [*above[1:], self.inf + self.nan]
+    return self.above[0] - above[0], [max(a - b, 0.0) for a, b in zip(above, ends, strict=True)]
+
+  @property
+  def range(self) -> tuple[int, int] | None:
+    """The binades of the smallest and the largest finite value that is not zero; `None` if all are."""
+    below, counts = self.histogram
+    there = [e for e, count in zip(BINS, counts, strict=True) if count > 0]
+    there = [BINS[0] - 1, *there] if below > 0 else there
+    return (there[0], there[-1]) if there else None
+
+  def at_least(self, magnitude: float) -> float:
+    """How many are at least so large; between two edges, as if their logarithms were evenly spread."""
+    if magnitude <= 0:
+      return self.count
+    if magnitude > float(np.finfo(np.float32).max):
+      return self.above[-2]
+    bits = int(np.float32(magnitude).view(np.uint32)) + bool(float(np.float32(magnitude)) < magnitude)
+    i = bisect.bisect_left(self.edges, bits)
+    if self.edges[i] == bits or i == 0:
+      return self.above[i]
+    low, high = (float(np.uint32(b).view(np.float32)) for b in self.edges[i - 1 : i + 1])
+    if not math.isfinite(high) or i == 1:
+      return self.above[i]
+    part = math.log(magnitude / low) / math.log(high / low)
+    return self.above[i - 1] + part * (self.above[i] - self.above[i - 1])
+
+  def shares(self, name: str, scale: float = 1.0) -> Shares:
+    """What becomes of the values times a scale in a format of `mpjax.formats.FORMATS`.
+
+    Exact for the formats of interest at scale 1 and at the run's loss scale; elsewhere interpolated within a
+    binade.
+    """
+    if not self.count:
+      return Shares(0.0, 0.0, 0.0)
+    above_zero, normal, overflow = (self.at_least(m) for m in _edges(name, scale))
+    part = lambda n: max(n, 0.0) / self.count
+    return Shares(part(self.above[0] - above_zero), part(above_zero - normal), part(overflow))
+
+  def own_scale(self, name: str) -> float:
+    """The power of two that brings the largest finite value just below a format's largest number."""
+    known = self.range
+    if known is None:
+      return 1.0
+    return 2.0 ** (math.frexp(FORMATS[name].max)[1] - 1 - (known[1] + 1))
+
+  def underflow(self, name: str, scale: float = 1.0) -> float:
+    """The share of the values that are not zero which a format rounds to zero."""
+    there = self.above[0]
+    return self.shares(name, scale).underflow * self.count / there if there else 0.0
+
+  def lost_norm(self, name: str, scale: float = 1.0) -> float:
+    """The norm of what a format rounds to zero, relative to that of all finite values; from the histogram."""
+    below, counts = self.histogram
+    edge = _edges(name, scale)[0]
+    # Up to a factor that is the same for every binade: the mean square in one, over that of its lower edge.
+    energy = [count * 4.0**e for e, count in zip(BINS, counts, strict=True)]
+    smallest = below * 4.0 ** (BINS[0] - 1)
+    gone = smallest + sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
+    return math.sqrt(gone / (smallest + sum(energy))) if gone else 0.0
+
+  def kept(self, name: str, scale: float = 1.0) -> float:
+    """The share of the values that are not zero which a format holds, neither zero nor overflown."""
+    there = self.above[0]
+    if not there:
+      return 1.0
+    shares = self.shares(name, scale)
+    return 1 - (shares.underflow + shares.overflow) * self.count / there
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One tensor of an inspected step.
+
+  Attributes:
+    kind: one of `KINDS`; an update's magnitudes are those of |update / weight|.
+    module: module path, `GPT/blocks/0/qkv`; with a number, `layers[3]`, for a step of a loop.
+    name: the primitive or function that makes it, or the parameter's name.
+    line: of the user's program, `model.py:31`; empty for parameters.
+    dtype: in which the policy holds it.
+    shape: in one batch.
+    order: its position in the program.
+    magnitudes: in float32 (unscaled), over all batches; of the policy's run if float32 was not run.
+    policy: (NaN, infinities, zeros) in the policy's run, or `None`.
+    error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
+    cosine: of the angle between both, or `None`.
+    lost: of the updates that are not zero, the share that leaves the weight as it is in a format.
+    path: tree path of the parameter, for what belongs to one.
+    index: the steps of loops that `module` ends with.
+  """
+
+  kind: str
+  module: str
+  name: str
+  line: str
+  dtype: str
+  shape: tuple[int, ...]
+  order: int
+  magnitudes: Magnitudes
+  policy: tuple[float, float, float] | None = None
+  error: float | None = None
+  cosine: float | None = None
+  lost: Mapping[str, float] | None = None
+  path: str = ""
+  index: tuple[int, ...] = ()
+
+  @property
+  def scope(self) -> str:
+    """The module path without the steps of loops, as overrides match it."""
+    return self.module.removesuffix("".join(f"[{i}]" for i in self.index))
+
+  def to_dict(self, loss_scale: float) -> dict[str, Any]:
+    """Plain data, as in the report's JSON."""
+    m = self.magnitudes
+    below, counts = m.histogram
+    shares = lambda scale: {name: m.shares(name, scale)._asdict() for name in INTEREST}
+    keys = ("nan", "inf", "zero")
+    return {
+      "kind": self.kind,
+      "module": self.module,
+      "name": self.name,
+      "line": self.line,
+      "dtype": self.dtype,
+      "shape": list(self.shape),
+      "order": self.order,
+      "count": m.count,
+      "zero": m.zero,
+      "below": below,
+      "counts": counts,
+      "nan": m.nan,
+      "inf": m.inf,
+      "shares": shares(1.0),
+      "scaled_shares": shares(loss_scale) if self.kind in GRADIENTS else None,
+      "own_scale_shares": {name: m.shares(name, m.own_scale(name))._asdict() for name in FP8},
+      "policy": None if self.policy is None else dict(zip(keys, self.policy, strict=True)),
+      "error": self.error,
+      "cosine": self.cosine,
+      "lost": None if self.lost is None else dict(self.lost),
+    }
+
+
+@dataclasses.dataclass
+class Distance:
+  """How far one array is from another, over several batches, from their sketches."""
+
+  squared: float = 0.0
+  of_first: float = 0.0
+  of_second: float = 0.0
+  product: float = 0.0
+
+  def add(self, first: Sequence[float], second: Sequence[float]) -> None:
+    """Adds a batch: the sketch of the policy's array and that of float32's."""
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    self.squared += float(np.sum((a - b) ** 2))
+    self.of_first += float(np.sum(a * a))
+    self.of_second += float(np.sum(b * b))
+    self.product += float(np.sum(a * b))
+
+  @property
+  def error(self) -> float:
+    """Relative to the second."""
+    if not self.of_second:
+      return 0.0 if not self.squared else math.inf
+    return math.sqrt(self.squared / self.of_second)
+
+  @property
+  def cosine(self) -> float | None:
+    """Of the angle between both; `None` where one is zero."""
+    norms = math.sqrt(self.of_first * self.of_second)
+    return self.product / norms if norms else None

@@ -1,0 +1,1 @@
+"""What went wrong in the numbers of a program, and the policy that mends it."""

@@ -1,0 +1,243 @@
+"""From findings to a policy: what to change, tried out where it can be, and what each change buys."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpjax.loss_scale._presets import parse_loss_scaling
+from mpjax.numerics._report import Advice, Finding, Measured, NumericsReport, percent, power
+from mpjax.numerics.advice import _findings as seen
+from mpjax.policy import Policy, get_policy, presets
+
+Trial = Callable[[Policy], NumericsReport]
+_ROUNDS = 5
+# Figures below this are not worth a line.
+_SMALL = 1e-2
+
+
+class Change(NamedTuple):
+  """A change of a policy.
+
+  Attributes:
+    key: of the policy.
+    value: for it; for `overrides` a (pattern, policy) pair that goes before the others.
+    buys: why.
+  """
+
+  key: str
+  value: Any
+  buys: str
+
+  @property
+  def identity(self) -> Any:
+    """What a later change has to share to take this one's place."""
+    return (self.key, self.value[0]) if self.key == "overrides" else self.key
+
+  def __str__(self) -> str:
+    if self.key == "overrides":
+      return f"overrides: {self.value[0]}: {self.value[1]}"
+    if self.key == "loss_scaling":
+      return f"loss_scaling: {self.value['kind']}, init_scale {power(self.value['init_scale'])}"
+    return f"{self.key}: {self.value}".replace("True", "true")
+
+
+def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Finding, ...], Advice]:
+  """Findings of a report, and the policy that mends what is a problem.
+
+  Args:
+    report: the report.
+    trial: runs another policy on a batch. What is still a problem then is changed once more: more modules,
+      or float32 where a wider range was not enough. Changes that better nothing are not advised.
+  """
+  findings = seen.find(report)
+  changes = _changes(report, findings, ())
+  none = Advice(_spec(report.policy, ()))
+  if not changes:
+    return findings, none
+  if trial is None:
+    return findings, Advice(_spec(report.policy, changes), _lines(changes))
+  for i in range(_ROUNDS):
+    after = trial(get_policy(_spec(report.policy, changes)))
+    left = tuple(f for f in seen.find(after) if f.severity == "problem")
+    more = _changes(after, left, changes)
+    if not more or i == _ROUNDS - 1:
+      break
+    changes = _merged(changes, more)
+  measured = tuple(_measured(report, after))
+  if not any(m.after < m.before for m in measured):
+    return findings, Advice(none.policy, left=left)
+  return findings, Advice(_spec(report.policy, changes), _lines(changes), measured, left)
+
+
+def _lines(changes: Iterable[Change]) -> tuple[tuple[str, str], ...]:
+  return tuple((str(change), change.buys) for change in changes)
+
+
+def _changes(
+  report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]
+) -> tuple[Change, ...]:
+  """What the problems of a report ask for, beside the changes made so far."""
+  kinds = {f.kind for f in findings if f.severity == "problem"}
+  changes: list[Change] = []
+  if "lost updates" in kinds:
+    changes.append(Change("param_dtype", "float32", _lost_text(report)))
+  changes += _loss_scale(report, findings)
+  overrides = _overrides(report, findings, made)
+  if overrides and not report.policy.autocast:
+    changes.append(
+      Change("autocast", True, "precision by module, and float32 where range or digits are critical")
+    )
+    if report.policy.param_dtype.itemsize < 4 and "lost updates" not in kinds:
+      changes.append(
+        Change("param_dtype", "float32", "autocast takes float32 weights, which are master weights")
+      )
+    if report.policy.output_dtype.itemsize < 4:
+      changes.append(Change("output_dtype", "float32", "the loss keeps its digits"))
+  changes += overrides
+  known = {change.identity: change.value for change in made}
+  return tuple(c for c in changes if known.get(c.identity) != c.value)
+
+
+def _lost_text(report: NumericsReport) -> str:
+  worst = seen.stalled(report)
+  if not worst:
+    return "the optimiser computes in float32, where its divisions are safe"
+  shares = ", ".join(f"{t.path} {percent((t.lost or {})[t.dtype])}" for t in worst[:3])
+  more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
+  return f"master weights take the updates that are lost now: {shares}{more}"
+
+
+def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
+  """A loss scale, where gradients underflow or overflow for want of a good one."""
+  if report.own_scale:
+    return []
+  problems = [f for f in findings if f.severity == "problem"]
+  small = any(f.kind == "underflow" for f in problems)
+  large = any(f.kind == "gradient overflow" for f in problems)
+  low, high = seen.scale_limits(report)
+  now = report.loss_scale
+  if high is None or not ((small and high > now) or (large and high < now)):
+    return []
+  lost = lambda scale: percent(report.lost("activation gradient", "float16", scale))
+  why = f"keeps {percent(report.keep)} of the gradients" if low else "is the largest that overflows nothing"
+  buys = f"{power(high)} {why}: float16 loses {lost(now)} of them at {power(now)}, {lost(high)} there"
+  return [Change("loss_scaling", {"kind": "dynamic", "init_scale": high}, buys)]
+
+
+def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]) -> list[Change]:
+  """Wider formats for the modules that need them."""
+  first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
+  wanted: dict[str, tuple[str, str]] = {}
+  scopes = {t.module: t.scope for t in report.tensors}
+  _, high = seen.scale_limits(report)
+  for f in findings:
+    if f.severity != "problem":
+      continue
+    if f.kind == "overflow":
+      # bfloat16 has float32's range, and matrix units multiply it as fast as float16.
+      wanted.setdefault(scopes.get(f.module, f.module), (first, "its values stay finite"))
+    elif f.kind == "gradient overflow" and (report.own_scale or not high):
+      wanted.setdefault(scopes.get(f.module, f.module), (first, "its gradients stay finite"))
+    elif f.kind == "error":
+      wanted[scopes.get(f.module, f.module)] = (
+        "bf16" if report.policy.fp8 else "fp32",
+        "its results come near float32's",
+      )
+    elif f.kind == "gradient error":
+      # Often subnormal numbers of float16, which have few digits.
+      wanted[scopes.get(f.module, f.module)] = (
+        "bf16" if report.policy.fp8 else first,
+        "its gradients come near float32's",
+      )
+  best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
+  for t in seen.harmful_underflows(report, best):
+    scale = "the optimiser's loss scale" if report.own_scale else "any loss scale"
+    wanted.setdefault(t.scope, (first, f"its gradients are too small for {scale}"))
+  tried = {change.value[0]: change.value[1] for change in made if change.key == "overrides"}
+  changes = []
+  for pattern, module in _patterns(list(wanted), report).items():
+    policy, buys = wanted[module]
+    changes.append(Change("overrides", (pattern, "fp32" if pattern in tried else policy), buys))
+  return changes
+
+
+def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
+  """Override patterns, each with a module that it is for; one for layers that are alike, if all are meant."""
+  everything = {t.scope for t in report.of("activation")}
+  patterns: dict[str, str] = {}
+  for module in modules:
+    alike = {m for m in everything if _numberless(m) == _numberless(module)}
+    together = len(alike) > 1 and alike <= set(modules)
+    regex = re.sub(r"\d+", r"\\d+", module) if together else re.escape(module).replace(r"\-", "-")
+    # Not what lies inside the module, if values of that are looked at, too.
+    inside = not module or any(other.startswith(f"{module}/") for other in everything)
+    regex = regex or "^"
+    patterns.setdefault(f"{regex}$" if inside else regex, module)
+  return patterns
+
+
+def _numberless(module: str) -> str:
+  return re.sub(r"\d+", "*", module)
+
+
+def _merged(first: Iterable[Change], more: Iterable[Change]) -> tuple[Change, ...]:
+  return tuple({change.identity: change for change in (*first, *more)}.values())
+
+
+def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
+  """A policy with changes as `get_policy` takes it: the nearest preset's name, and what differs from it."""
+  whole = policy.to_dict()
+  overrides = []
+  for change in changes:
+    if change.key == "overrides":
+      overrides.append(list(change.value))
+    else:
+      whole[change.key] = change.value
+  whole["overrides"] = overrides + whole["overrides"]
+  whole["loss_scaling"] = _short(whole["loss_scaling"])
+  plain = {name: get_policy(name).to_dict() for name in presets() if name != "auto"}
+  for preset in plain.values():
+    preset["loss_scaling"] = _short(preset["loss_scaling"])
+  differences = lambda name: sum(whole[key] != plain[name][key] for key in whole)
+  own = policy.name if policy.name in plain else None
+  computes = lambda name: whole["compute_dtype"] == plain[name]["compute_dtype"]
+  base = min(plain, key=lambda name: (not computes(name), differences(name), name != own))
+  return {"base": base} | {key: value for key, value in whole.items() if value != plain[base][key]}
+
+
+def _short(scaling: Any) -> Any:
+  """The mapping of a loss scale without its defaults."""
+  if scaling is None:
+    return None
+  parsed = parse_loss_scaling(scaling)
+  assert parsed is not None
+  default = parse_loss_scaling({"kind": parsed.kind})
+  keep = lambda key, value: key in ("kind", "init_scale") or value != getattr(default, key)
+  full = {key: getattr(parsed, key) for key in parsed.__dataclass_fields__}
+  return {key: value for key, value in full.items() if keep(key, value)}
+
+
+def _measured(before: NumericsReport, after: NumericsReport) -> list[Measured]:
+  """The figures that the changes were made for."""
+  out = [Measured("NaN and infinities", _broken(before), _broken(after))]
+  for kind in ("activation", "activation gradient", "weight gradient"):
+    out.append(Measured(f"largest error of the {kind}s", _worst(before, kind), _worst(after, kind)))
+  out.append(Measured("largest share of lost updates of a parameter", _stalled(before), _stalled(after)))
+  return [m for m in out if m.before != m.after and max(m.before, m.after) >= _SMALL]
+
+
+def _broken(report: NumericsReport) -> float:
+  updates = sum(t.magnitudes.nan + t.magnitudes.inf for t in report.of("update"))
+  return float(updates + sum(t.policy[0] + t.policy[1] for t in report.tensors if t.policy))
+
+
+def _worst(report: NumericsReport, kind: str) -> float:
+  errors = [t.error for t in report.of(kind) if t.error is not None]
+  return max((math.inf if math.isnan(e) else e for e in errors), default=0.0)
+
+
+def _stalled(report: NumericsReport) -> float:
+  return max(((t.lost or {}).get(t.dtype, 0.0) for t in report.of("update")), default=0.0)

@@ -1,0 +1,320 @@
+"""What stands out in an inspection: overflows, lost gradients and updates, errors, each with its module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from mpjax.casting._overrides import Overrides
+from mpjax.formats import FORMATS
+from mpjax.numerics._report import Finding, NumericsReport, is_half, percent, power
+from mpjax.numerics._tensors import Tensor
+
+# An error against float32 that is a problem, and how much it has to grow to be the one that began it.
+_FAR = {"half": 0.1, "fp8": 0.5}
+_GROWS = 4.0
+# A gradient whose error is smaller has not lost what matters, however many small values it lost.
+_HARMLESS = 0.05
+# Of such an error, the part that what was lost has to account for.
+_MISSED = 0.25
+# An optimiser that leaves so many weights as they are is not training.
+_STALLS = 0.5
+_MAX_EXPONENT = 24
+
+
+def find(report: NumericsReport) -> tuple[Finding, ...]:
+  """Findings, problems first, then in the order of the program."""
+  found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
+  found += [*_lost_updates(report), *_errors(report), *_reference(report)]
+  # Of a module the first of a kind says it all.
+  first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
+  kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
+  return tuple(sorted(kept, key=lambda f: f.severity != "problem"))
+
+
+def overflows(report: NumericsReport) -> list[Tensor]:
+  """Activations with values in float32 that the dtype they are held in does not have."""
+  return [
+    t
+    for t in report.of("activation")
+    if is_half(t.dtype)
+    and t.magnitudes.shares(t.dtype).overflow > 0
+    and not (t.magnitudes.inf + t.magnitudes.nan)
+  ]
+
+
+def products_in(report: NumericsReport) -> Callable[[str], str]:
+  """The dtype that a module's matrix products are in under the policy, by module path."""
+  policy = report.policy
+  overrides = Overrides(policy, None)
+  scopes = {t.module: t.scope for t in report.tensors}
+
+  def dtype(module: str) -> str:
+    half = overrides.half_at(scopes.get(module, module)) if policy.autocast else policy.compute_dtype
+    return "float32" if half is None else half.name
+
+  return dtype
+
+
+def harmful_underflows(report: NumericsReport, scale: float | None = None) -> list[Tensor]:
+  """Gradients of activations that lose more than the chosen share, and are far from float32's for that."""
+  at = report.loss_scale if scale is None else scale
+  lossy = [
+    t
+    for t in report.of("activation gradient")
+    if is_half(t.dtype) and t.magnitudes.underflow(t.dtype, at) > 1 - report.keep
+  ]
+  # The smallest values of a tensor may all be lost and not be missed.
+  missed = lambda t: t.magnitudes.lost_norm(t.dtype, at) > _MISSED * min(t.error or 1.0, 1.0)
+  return [t for t in lossy if missed(t) and (t.error is None or not t.error <= _HARMLESS)]
+
+
+def stalled(report: NumericsReport) -> list[Tensor]:
+  """Updates that leave most weights of a parameter as they are, in the dtype it is kept in."""
+  return [t for t in report.of("update") if t.lost and t.lost.get(t.dtype, 0.0) > _STALLS]
+
+
+def broken_updates(report: NumericsReport) -> list[Tensor]:
+  """Updates that are not finite, of an optimiser in half precision whose gradients are."""
+  fine = {
+    t.path
+    for t in report.of("weight gradient")
+    if not (t.policy or (0.0, 0.0))[0] + (t.policy or (0.0, 0.0))[1]
+  }
+  return [
+    t
+    for t in report.of("update")
+    if t.path in fine and is_half(t.dtype) and t.magnitudes.nan + t.magnitudes.inf > 0
+  ]
+
+
+def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
+  """The least loss scale that keeps the chosen share of gradients in float16, and the largest that fits.
+
+  Powers of two from 1 to 2**24, with a factor of two to spare below float16's largest number; `None` if no
+  scale does. What is kept counts for the gradients of activations; what overflows also for those of weights,
+  which products in float16 give, whatever dtype the weights are in. Under a policy that computes in float16
+  the modules that it leaves in another format do not count.
+  """
+  own, at = report.policy.compute_dtype.name, products_in(report)
+  counts = lambda t: own != "float16" or at(t.module) == "float16"
+  tensors = [t for t in report.of("activation gradient") if t.magnitudes.range is not None and counts(t)]
+  products = [t for t in report.of("weight gradient") if len(t.shape) > 1 and counts(t)]
+  there = sum(t.magnitudes.above[0] for t in tensors)
+  low = high = None
+  for exponent in range(_MAX_EXPONENT + 1):
+    scale = 2.0**exponent
+    if any(t.magnitudes.shares("float16", 2 * scale).overflow for t in (*tensors, *products)):
+      break
+    high = scale
+    kept = sum(t.magnitudes.kept("float16", scale) * t.magnitudes.above[0] for t in tensors)
+    if low is None and kept >= report.keep * there:
+      low = scale
+  return low, high
+
+
+def error_grows(report: NumericsReport, kind: str) -> Tensor | None:
+  """The first tensor of a kind, in the direction in which it is computed, whose error is a problem's."""
+  limit = _FAR["fp8" if report.policy.fp8 else "half"]
+  tensors = [t for t in report.of(kind) if t.error is not None and not math.isnan(t.error)]
+  if kind == "activation gradient":
+    tensors.reverse()
+  before = 0.0
+  for tensor in tensors:
+    assert tensor.error is not None
+    if tensor.error > limit and tensor.error > _GROWS * before:
+      return tensor
+    before = max(before, tensor.error)
+  return None
+
+
+def _nonfinite(report: NumericsReport) -> Iterator[Finding]:
+  if report.reference_loss is None:
+    return
+  # A parameter that is not finite comes before whatever reads it.
+  ordered = [*report.of("parameter"), *(t for t in report.tensors if t.kind != "update")]
+  bad = [t for t in ordered if t.magnitudes.nan + t.magnitudes.inf > 0]
+  where, what = "", f"the loss is {report.reference_loss}"
+  if bad:
+    where, what = bad[0].module, f"{_name(bad[0])} has NaN or infinity"
+  if bad and bad[0].kind == "parameter" and is_half(bad[0].dtype):
+    text = (
+      f"{what}: {bad[0].dtype} ends at {FORMATS[bad[0].dtype].max:g}; start again from param_dtype: float32"
+    )
+    yield Finding("nonfinite", "problem", where, text)
+  elif bad or not math.isfinite(report.reference_loss):
+    text = f"{what} in float32 as well: no policy mends that; see mpjax.find_nonfinite, a lower learning "
+    yield Finding("nonfinite", "problem", where, f"{text}rate, or the data")
+
+
+def _overflows(report: NumericsReport) -> Iterator[Finding]:
+  culprits = overflows(report)
+  for t in culprits:
+    largest = t.magnitudes.range
+    top = f"up to 2^{largest[1] + 1}" if largest else "infinite"
+    share = t.magnitudes.shares(t.dtype).overflow
+    yield Finding(
+      "overflow",
+      "problem",
+      t.module,
+      f"{_name(t)} has values {top}, and {t.dtype} ends at {FORMATS[t.dtype].max:g}: {percent(share)} "
+      "overflow",
+    )
+  if culprits or report.reference_loss is None:
+    return
+  broken = [
+    t
+    for t in report.of("activation")
+    if t.policy and t.policy[0] + t.policy[1] > 0 and not t.magnitudes.nan + t.magnitudes.inf
+  ]
+  if broken:
+    t = broken[0]
+    yield Finding(
+      "overflow",
+      "problem",
+      t.module,
+      f"{_name(t)} is the first that is not finite under the policy, and is finite in float32: something "
+      "inside that module overflows",
+    )
+  elif math.isfinite(report.reference_loss) and not math.isfinite(report.loss):
+    text = f"the loss is {report.loss} under the policy and {report.reference_loss:.6g} in float32: what "
+    text += "computes it from the model's results overflows; see mpjax.find_nonfinite"
+    yield Finding("overflow", "problem", "", text)
+
+
+def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
+  if overflows(report):
+    return
+  scale = report.loss_scale
+  at = products_in(report)
+  pairs = [(t, t.dtype) for t in report.of("activation gradient")]
+  pairs += [(t, at(t.module)) for t in report.of("weight gradient") if len(t.shape) > 1]
+  over = {
+    t: dtype
+    for t, dtype in pairs
+    if is_half(dtype)
+    and t.magnitudes.shares(dtype, scale).overflow > 0
+    and not t.magnitudes.inf + t.magnitudes.nan
+  }
+  if not over:
+    return
+  _, high = scale_limits(report)
+  scaling = report.policy.loss_scaling
+  dynamic = scaling is not None and scaling.kind == "dynamic"
+  largest = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
+  for t in [largest] if high else over:
+    text = f"{_name(t)}: its gradient times the loss scale of {power(scale)} overflows {over[t]}"
+    if dynamic and high:
+      text += f"; the scale will fall towards {power(high)}, and each fall costs a step"
+    severity = "note" if dynamic and high else "problem"
+    yield Finding("gradient overflow", severity, t.module, text)
+
+
+def _underflows(report: NumericsReport) -> Iterator[Finding]:
+  low, high = scale_limits(report)
+  harmful = harmful_underflows(report)
+  for t in harmful:
+    lost = t.magnitudes.underflow(t.dtype, report.loss_scale)
+    error = "" if t.error is None else f"; its error against float32 is {t.error:.2g}"
+    yield Finding(
+      "underflow",
+      "problem",
+      t.module,
+      f"{_name(t)}: {t.dtype} loses {percent(lost)} of its gradient's values at loss scale "
+      f"{power(report.loss_scale)}{error}",
+    )
+  kinds = [t for t in report.of("activation gradient") if t.magnitudes.range is not None]
+  # A run in float16 alone has no record of what it lost, and no range is right for what is not finite.
+  blind = report.reference_loss is None and report.policy.compute_dtype.name == "float16"
+  if not kinds or blind or any(t.magnitudes.nan + t.magnitudes.inf for t in kinds):
+    return
+  at_one, now = (
+    report.lost("activation gradient", "float16"),
+    report.lost("activation gradient", "float16", report.loss_scale),
+  )
+  keep = percent(report.keep)
+  text = f"float16 loses {percent(at_one)} of the activations' gradients at loss scale 1"
+  if report.loss_scale != 1:
+    text += f", {percent(now)} at {power(report.loss_scale)}"
+  if low and high:
+    text += f"; loss scales from {power(low)} to {power(high)} keep {keep} of them and overflow none"
+  elif high:
+    text += f"; none keeps {keep} of them: the largest that does not overflow is {power(high)}"
+  else:
+    text += "; every loss scale from 1 on overflows"
+  yield Finding("range", "note", "", text)
+
+
+def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
+  worst = stalled(report)
+  broken = broken_updates(report)
+  if broken:
+    t = broken[0]
+    yield Finding(
+      "lost updates",
+      "problem",
+      t.path,
+      f"{t.path}: its update is not finite though the gradients are: the optimiser computes in {t.dtype}, "
+      "where what keeps it from dividing by zero (Adam's eps) may be zero itself",
+    )
+  for t in worst:
+    assert t.lost is not None
+    yield Finding(
+      "lost updates",
+      "problem",
+      t.path or t.module,
+      f"{t.path}: {percent(t.lost[t.dtype])} of its updates leave the {t.dtype} weight as it is; a float32 "
+      "master copy takes them all",
+    )
+  moved = [t for t in report.of("update") if t.lost and t.magnitudes.above[0]]
+  if worst or not moved:
+    return
+  mean = lambda name: float(
+    np.average([t.lost[name] for t in moved if t.lost], weights=[t.magnitudes.count for t in moved])
+  )
+  dtypes = sorted({t.dtype for t in moved})
+  yield Finding(
+    "lost updates",
+    "note",
+    "",
+    f"bfloat16 weights would lose {percent(mean('bfloat16'))} of this step's updates, float16 weights "
+    f"{percent(mean('float16'))}; they are kept in {', '.join(dtypes)}",
+  )
+
+
+def _errors(report: NumericsReport) -> Iterator[Finding]:
+  """Where errors begin, unless what comes before accounts for them."""
+  yet = [t.order for t in overflows(report)]
+  forward = error_grows(report, "activation")
+  if forward is not None and not any(order <= forward.order for order in yet):
+    yield _error(forward, "error", "value")
+  if yet or forward is not None or any(f.severity == "problem" for f in _gradient_overflows(report)):
+    return
+  backward = error_grows(report, "activation gradient")
+  if backward is not None and not any(t.order >= backward.order for t in harmful_underflows(report)):
+    yield _error(backward, "gradient error", "gradient")
+
+
+def _error(t: Tensor, kind: str, word: str) -> Finding:
+  text = f"{_name(t)}: the error of its {word} against float32 grows to {t.error:.2g}, the first on the way"
+  return Finding(kind, "problem", t.module, text)
+
+
+def _reference(report: NumericsReport) -> Iterator[Finding]:
+  places = report.narrow_reference
+  if places:
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    yield Finding(
+      "reference",
+      "note",
+      "",
+      f"the model computes {places[0]}{more} in the float32 run as well, by casts of its own: errors there "
+      "are not known, and no policy changes them; take the casts out, or pass reference= a step without them",
+    )
+
+
+def _name(t: Tensor) -> str:
+  where = f" ({t.line})" if t.line else ""
+  return f"{t.module or 'the function'}: {t.name}{where}"

@@ -1,0 +1,356 @@
+"""Evaluates a traced program operation by operation, and keeps where each non-finite value came from.
+
+A non-finite value is one of three: explained by a non-finite operand, whose origins it then has; new, so
+that its operation is an origin; or meant, as an infinity that the program or a mask holds is, until an
+operation makes NaN of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _compat
+from mpjax.casting._traits import EACH
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._monitor import NonFinite
+from mpjax.numerics._places import Place, Schedule, make_schedule, of_loss_inside
+from mpjax.numerics.nonfinite._origins import (
+  LINEAR,
+  Origin,
+  count,
+  describe,
+  float32_largest,
+  is_finite,
+  made_here,
+  of_places,
+)
+
+# Enough to tell independent failures apart; of a model that has diverged everywhere, thousands are no news.
+_MOST_ORIGINS = 64
+_MOST_BLAMED = 24
+# Turns of one loop that are taken apart although what goes into them is non-finite already.
+_MOST_TAKEN_APART = 16
+_MOST_TURNS = 10_000
+Blame = frozenset[int]
+_FINITE: Blame = frozenset()
+
+
+class Value(NamedTuple):
+  """An array, the numbers of the sources of what is non-finite in it, whether only literals went into it."""
+
+  array: Any
+  blame: Blame = _FINITE
+  constant: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Where non-finite values come from: an operation, or an input of the program.
+
+  Attributes:
+    origin: the operation; `None` for an input.
+    name: of the input.
+    counts: what is non-finite in the input.
+    meant: whether it holds infinities on purpose, as far as can be told.
+  """
+
+  origin: Origin | None
+  name: str = ""
+  counts: NonFinite | None = None
+  meant: bool = False
+
+
+class Evaluation:
+  """One evaluation of a program.
+
+  Attributes:
+    sources: what non-finite values came from, in program order after the inputs.
+  """
+
+  def __init__(self, accumulate: int = 1):
+    self.sources: list[Source] = []
+    self._accumulate = accumulate
+    self._constants: dict[int, tuple[Any, int]] = {}
+    self._schedules: dict[Any, tuple[Any, Schedule]] = {}
+
+  def run(self, closed: Any, inputs: Sequence[tuple[str, Any, bool]]) -> list[Value]:
+    """The results of a program, of which the first is the loss.
+
+    Args:
+      closed: a closed jaxpr.
+      inputs: name and array of each, and whether infinities below zero in it are meant.
+    """
+    values = [self._input(*item) for item in inputs]
+    of_loss = [i == 0 for i in range(len(closed.jaxpr.outvars))]
+    return self._body(closed, values, Place(of_loss=tuple(of_loss)))
+
+  def _input(self, name: str, array: Any, may_mask: bool) -> Value:
+    if is_finite(array):
+      return Value(array)
+    counts = count(array)
+    meant = may_mask and not counts.nan and not counts.posinf
+    return Value(array, frozenset({self._add(Source(None, name, counts, meant))}))
+
+  def _add(self, source: Source) -> int:
+    self.sources.append(source)
+    return len(self.sources) - 1
+
+  def _body(self, jaxpr: Any, values: list[Value], place: Place) -> list[Value]:
+    """Evaluates a jaxpr; takes the values out of the list, so that they are freed after their last use."""
+    open_jaxpr = _compat.open_jaxpr(jaxpr)
+    constants = [Value(c) for c in _compat.constants(jaxpr)]
+    environment = dict(zip(open_jaxpr.constvars, constants, strict=True))
+    schedule = self._schedule(open_jaxpr, place.of_loss)
+    arguments = zip(open_jaxpr.invars, values, strict=True)
+    environment |= ((variable, value) for variable, value in arguments if variable in schedule.read)
+    values.clear()
+    for variable, value in zip(open_jaxpr.constvars, constants, strict=True):
+      if not is_finite(value.array):
+        blame = frozenset({self._constant(value.array, None, place)})
+        environment[variable] = value._replace(blame=blame)
+    constants.clear()
+    for equation, last in zip(schedule.equations, schedule.last, strict=True):
+      here = place.at(equation, [v in schedule.of_loss for v in equation.outvars])
+      operands = [self._read(environment, atom, equation, here) for atom in equation.invars]
+      for variable in last:
+        environment.pop(variable, None)
+      rule = _RULES.get(equation.primitive.name, Evaluation._operation)
+      for variable, value in zip(equation.outvars, rule(self, equation, operands, here), strict=True):
+        if variable in schedule.read:
+          environment[variable] = value
+      del operands
+    return [self._read(environment, atom, None, place) for atom in open_jaxpr.outvars]
+
+  def _read(self, environment: dict[Any, Value], atom: Any, equation: Any, place: Place) -> Value:
+    if _compat.is_variable(atom):
+      return environment[atom]
+    if not is_inexact(atom.val) or np.isfinite(np.asarray(atom.val, np.complex64)).all():
+      return Value(atom.val, constant=True)
+    return Value(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
+
+  def _constant(self, what: Any, equation: Any, place: Place) -> int:
+    """The number of an infinity that the program itself holds."""
+    if id(what) not in self._constants:
+      array = getattr(what, "val", what)
+      origin = dataclasses.replace(_origin(equation, [], array, place), constant=True)
+      self._constants[id(what)] = what, self._add(Source(origin, meant=True))
+    return self._constants[id(what)][1]
+
+  def _schedule(self, jaxpr: Any, of_loss: tuple[bool, ...]) -> Schedule:
+    key = id(jaxpr), of_loss
+    if key not in self._schedules:
+      self._schedules[key] = jaxpr, make_schedule(jaxpr, of_loss)
+    return self._schedules[key][1]
+
+  def _operation(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+    arrays = _bind(equation, [x.array for x in operands])
+    return self._judged(equation, operands, arrays, place)
+
+  def _judged(self, equation: Any, operands: list[Value], arrays: list[Any], place: Place) -> list[Value]:
+    """The results of an operation, with what is to blame for them."""
+    constant = all(x.constant for x in operands)
+    each = equation.primitive.name in EACH and len(operands) == len(arrays)
+    inherited = frozenset().union(*(x.blame for x in operands))
+    new: Blame | None = None
+    values = []
+    for i, array in enumerate(arrays):
+      if is_finite(array):
+        values.append(Value(array, constant=constant))
+        continue
+      blame = operands[i].blame if each else inherited
+      if self._is_new(equation, operands, array, blame):
+        if new is None:
+          new = frozenset({self._new(equation, operands, array, place, constant)})
+        blame |= new
+      values.append(Value(array, self._shortened(blame), constant))
+    return values
+
+  def _new(
+    self, equation: Any, operands: list[Value], array: Any, place: Place, constant: bool, whole: bool = False
+  ) -> int:
+    origin = _origin(equation, [x.array for x in operands], array, place, whole)
+    # NaN that goes in although nothing has gone wrong yet is the program's own; it is never meant to spread.
+    own = any(o.nonfinite.nan for o in origin.operands)
+    own = constant or (own and all(self.sources[i].meant for x in operands for i in x.blame))
+    meant = constant and not origin.nonfinite.nan
+    return self._add(Source(dataclasses.replace(origin, constant=own), meant=meant))
+
+  def _shortened(self, blame: Blame) -> Blame:
+    if len(blame) <= _MOST_BLAMED:
+      return blame
+    return frozenset(sorted(blame, key=lambda i: (self.sources[i].meant, i))[:_MOST_BLAMED])
+
+  def _is_new(self, equation: Any, operands: list[Value], array: Any, blame: Blame) -> bool:
+    """Whether the operands do not explain a non-finite result."""
+    if not blame:
+      return True
+    if len(self.sources) >= _MOST_ORIGINS:
+      return False
+    meant = all(self.sources[i].meant for i in blame)
+    if meant and count(array).nan:
+      return True
+    name = equation.primitive.name
+    floating = [x.array for x in operands if is_inexact(x.array)]
+    if of_places(equation, floating, array.shape):
+      return bool(made_here(array, floating))
+    if meant and name in LINEAR:
+      finite = [_without_infinities(x.array) if x.blame else x.array for x in operands]
+      return not all(is_finite(x) for x in _bind(equation, finite))
+    return False
+
+  def _call(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+    return self._body(_compat.bodies(equation)[0], operands, place)
+
+  def _cond(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+    branches = equation.params["branches"]
+    index = min(max(int(operands[0].array), 0), len(branches) - 1)
+    return self._body(branches[index], operands[1:], place)
+
+  def _scan(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+    """A loop, whole; turn by turn where that gives something non-finite."""
+    arrays = _bind(equation, [x.array for x in operands])
+    if all(map(is_finite, arrays)):
+      return [Value(array) for array in arrays]
+    parts = _compat.scan_parts(equation)
+    length, reverse = parts.options["length"], parts.options["reverse"]
+    own = self._accumulate > 1 and not place.iterations and not place.module and length == self._accumulate
+    body = equation.params["jaxpr"]
+    of_loss = of_loss_inside(_compat.open_jaxpr(body), place.of_loss, parts.consts, parts.carry)
+    constants, xs = operands[: parts.consts], operands[parts.consts + parts.carry :]
+    turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
+    carry = operands[parts.consts : parts.consts + parts.carry]
+    blames = [_FINITE] * len(arrays)
+    for i in reversed(range(length)) if reverse else range(length):
+      rows = [_row_of(x, i) for x in xs]
+      out = turns.turn(equation, [*constants, *carry, *rows], i, length, own)
+      carry = out[: parts.carry]
+      for j, value in enumerate(out[parts.carry :], parts.carry):
+        blames[j] |= value.blame
+    blames[: parts.carry] = [value.blame for value in carry]
+    return self._looped(equation, operands, arrays, blames, place)
+
+  def _while(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+    arrays = _bind(equation, [x.array for x in operands])
+    if all(map(is_finite, arrays)):
+      return [Value(array) for array in arrays]
+    p = equation.params
+    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    body = p["body_jaxpr"]
+    of_loss = (any(place.of_loss),) * len(arrays)
+    turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
+    goes_on = jax.jit(_compat.as_function(p["cond_jaxpr"]))
+    carry, i = operands[m:], 0
+    while i < _MOST_TURNS and goes_on(*(x.array for x in [*operands[:n], *carry]))[0]:
+      carry = turns.turn(equation, [*operands[n:m], *carry], i, None)
+      i += 1
+    return self._looped(equation, operands, arrays, [x.blame for x in carry], place)
+
+  def _looped(
+    self, equation: Any, operands: list[Value], arrays: list[Any], blames: list[Blame], place: Place
+  ) -> list[Value]:
+    """The results of a loop; it is blamed itself for what none of its turns explains."""
+    new: Blame = _FINITE
+    values = []
+    for array, blame in zip(arrays, blames, strict=True):
+      if is_finite(array):
+        values.append(Value(array))
+        continue
+      if not blame and not new:
+        new = frozenset({self._new(equation, operands, array, place, False, whole=True)})
+      values.append(Value(array, self._shortened(blame or new)))
+    return values
+
+
+class _Turns:
+  """The turns of a loop: each compiled, and taken apart where its results are non-finite."""
+
+  def __init__(self, evaluation: Evaluation, body: Any, place: Place):
+    self._evaluation = evaluation
+    self._body = body
+    self._place = place
+    self._compiled = jax.jit(_compat.as_function(body))
+    self._left = _MOST_TAKEN_APART
+
+  def turn(
+    self, equation: Any, operands: list[Value], i: int, length: int | None, micro_batch: bool = False
+  ) -> list[Value]:
+    """The results of one turn."""
+    evaluation = self._evaluation
+    arrays = self._compiled(*(x.array for x in operands))
+    finite = [is_finite(array) for array in arrays]
+    if all(finite):
+      return [Value(array) for array in arrays]
+    inherited = frozenset().union(*(x.blame for x in operands))
+    if inherited:
+      if not self._left:
+        blame = evaluation._shortened(inherited)
+        return [Value(x, _FINITE if ok else blame) for x, ok in zip(arrays, finite, strict=True)]
+      self._left -= 1
+    place = self._place.turn(i, length, micro_batch)
+    apart = evaluation._body(self._body, list(operands), place)
+    new: Blame = _FINITE
+    for j, (array, ok) in enumerate(zip(arrays, finite, strict=True)):
+      if ok or apart[j].blame:
+        continue
+      if not new:
+        new = frozenset({evaluation._new(equation, operands, array, place, False, whole=True)})
+      apart[j] = Value(array, new)
+    return apart
+
+
+def _bind(equation: Any, operands: list[Any]) -> list[Any]:
+  with equation.ctx.manager:
+    if equation.primitive.name in _COMPILED:
+      return jax.jit(lambda *operands: _compat.bind(equation, list(operands)))(*operands)
+    return _compat.bind(equation, operands)
+
+
+def _origin(equation: Any, operands: list[Any], array: Any, place: Place, whole: bool = False) -> Origin:
+  floating = [x for x in operands if is_inexact(x)]
+  wide = (
+    None if equation is None or whole or not operands else float32_largest(equation, operands, array.dtype)
+  )
+  return Origin(
+    "constant" if equation is None else equation.primitive.name,
+    place.module,
+    place.line,
+    place.transposed or not any(place.of_loss),
+    place.iterations,
+    jnp.result_type(array).name,
+    np.shape(array),
+    count(array),
+    tuple(map(describe, floating)),
+    wide,
+    whole,
+  )
+
+
+@jax.jit
+def _row(x: jax.Array, i: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _row_of(x: Value, i: int) -> Value:
+  row = _row(x.array, np.int32(i))
+  return Value(row, x.blame if x.blame and not is_finite(row) else _FINITE, x.constant)
+
+
+def _without_infinities(x: Any) -> Any:
+  return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+_COMPILED = frozenset({"shard_map"})
+_CALLS = """jit pjit closed_call core_call call eval_jaxpr remat2 checkpoint custom_jvp_call custom_vjp_call
+  custom_vmap_call"""
+_RULES: dict[str, Callable[[Evaluation, Any, list[Value], Place], list[Value]]] = {
+  **dict.fromkeys(_CALLS.split(), Evaluation._call),
+  "cond": Evaluation._cond,
+  "scan": Evaluation._scan,
+  "while": Evaluation._while,
+}

@@ -1,0 +1,362 @@
+"""`find_nonfinite`: the first operation of a training step that made NaN or infinity, and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.dtypes import cast_floating
+from mpjax.loss_scale._monitor import NonFinite
+from mpjax.loss_scale._overwritten import map_parts
+from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale
+from mpjax.numerics.nonfinite._evaluate import Evaluation
+from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
+from mpjax.step import TrainState, TrainStep
+
+_MOST_OTHERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+  """What `find_nonfinite` found; `str()` is a few plain lines, the verdict first.
+
+  Attributes:
+    origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
+    inputs: inputs that lead to non-finite results, by name (`batch['images']`, `params['w']`).
+    others: further operations from which non-finite values lead to the results, independent of the first.
+    results: the non-finite results by name (`loss`, `gradients['w']`), computed operation by operation.
+    compiled: the non-finite results of the compiled step, which keeps roundings in other places.
+    gradients: how many gradient leaves there are.
+    loss_scale: what the loss was multiplied by, 1.0 without loss scaling.
+    policy: text of the policy.
+    compute_dtype: name of the policy's compute dtype.
+    autocast: whether the policy says autocast, without which it cannot have overrides.
+    summed: where gradients are summed over devices in a half dtype, `float16 over 8 devices`; else empty.
+    in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` where
+      that was not looked at.
+    reference: the report in float32, where it was computed.
+  """
+
+  origin: Origin | None
+  inputs: dict[str, NonFinite]
+  others: tuple[Origin, ...]
+  results: dict[str, NonFinite]
+  compiled: dict[str, NonFinite]
+  gradients: int
+  loss_scale: float
+  policy: str
+  compute_dtype: str
+  autocast: bool
+  summed: str = ""
+  in_float32: bool | None = None
+  reference: NonfiniteReport | None = None
+
+  @property
+  def finite(self) -> bool:
+    """Whether every result is finite, computed operation by operation."""
+    return not self.results
+
+  @property
+  def largest_scale(self) -> float | None:
+    """The largest power of two as loss scale at which the origin's result fits; `None` if it isn't scaled.
+
+    An operation of the backward pass that overflows is taken to be proportional to the scaled gradient.
+    """
+    origin = self.origin
+    if origin is None or not origin.backward or not origin.overflowed or self.loss_scale == 1:
+      return None
+    unscaled = (origin.float32_largest or 0.0) / self.loss_scale
+    return 2.0 ** math.floor(math.log2(float(jnp.finfo(origin.dtype).max) / unscaled)) if unscaled else None
+
+  def __str__(self) -> str:
+    if self.finite:
+      return _finite_text(self)
+    lines = [_verdict(self), f"non-finite: {_results_text(self.results, self.gradients)}"]
+    if not self.compiled:
+      lines.append(
+        "the compiled step is finite on this batch: it keeps values between operations that are not rounded"
+      )
+    if self.others:
+      shown = [f"{_where(other)} {_what(other)}" for other in self.others[:3]]
+      more = f"; and {len(self.others) - 3} more" if len(self.others) > 3 else ""
+      lines.append(f"independent of it: {'; '.join(shown)}{more}")
+    return "\n".join([*lines, f"try: {'; or '.join(_advice(self))}"])
+
+
+def find_nonfinite(
+  step: TrainStep, state: TrainState, batch: Any, *, reference: bool = True
+) -> NonfiniteReport:
+  """Names the first operation of a training step that made a non-finite value, and what to try.
+
+  The loss and gradients are computed once more, operation by operation in program order, under the step's
+  policy and at the state's loss scale; nothing is updated or donated. To blame is an operation whose result
+  has NaN or infinity that its operands do not explain, and from which non-finite values lead to the loss or
+  a gradient without a gap: the infinities of a mask that a softmax turns to zeros are nobody's fault.
+
+  Args:
+    step: the training step.
+    state: the state before the step, as `step.init` or a checkpoint gives it.
+    batch: the batch of the step.
+    reference: compute a step that is non-finite in float32 too, without loss scaling.
+
+  Returns:
+    A `NonfiniteReport`; print it.
+  """
+  found = _hunt(step, state, batch)
+  if found.finite or not reference:
+    return found
+  policy = step.policy
+  narrow = policy.compute_dtype.itemsize < 4 or policy.param_dtype.itemsize < 4
+  if not narrow and not policy.fp8 and not policy.overrides and found.loss_scale == 1:
+    return dataclasses.replace(found, in_float32=True)
+  wide = state.replace(
+    params=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.params),
+    opt_state=(),
+    fp8_state={},
+  )
+  same = _hunt(step.with_policy("fp32"), wide, batch)
+  return dataclasses.replace(found, in_float32=not same.finite, reference=same)
+
+
+def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
+  # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
+  whole = step.without_mesh()
+  closed, shapes = jax.make_jaxpr(whole._loss_and_gradients, return_shape=True)(state, batch)
+  evaluation = Evaluation(step.accumulate)
+  values = evaluation.run(closed, _inputs(state, batch))
+  names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
+  results = _nonfinite(names, [value.array for value in values])
+  reached = {i for value in values for i in value.blame}
+  sources = [evaluation.sources[i] for i in sorted(reached)]
+  to_blame = [source for source in sources if not source.meant] or sources
+  origins = [source.origin for source in to_blame if source.origin is not None]
+  inputs = {source.name: source.counts for source in to_blame if source.counts is not None}
+  places = _places(origins)
+  others = places if inputs else places[1:]
+  has_scale = bool(find_loss_scales(state.opt_state))
+  return NonfiniteReport(
+    origin=origins[0] if origins and not inputs else None,
+    inputs=inputs,
+    others=tuple(others[:_MOST_OTHERS]),
+    results=results,
+    compiled=_nonfinite(names, jax.tree.leaves(step.gradients(state, batch))),
+    gradients=len(values) - 1,
+    loss_scale=float(get_loss_scale(state.opt_state).scale) if has_scale else 1.0,
+    policy=str(step.policy),
+    compute_dtype=step.policy.compute_dtype.name,
+    autocast=step.policy.autocast,
+    summed=_summed(step),
+  )
+
+
+def _summed(step: TrainStep) -> str:
+  layout = step.layout
+  if layout is None or layout.shards == 1 or layout.reduce_dtype is None or layout.reduce_dtype.itemsize > 2:
+    return ""
+  return f"{layout.reduce_dtype.name} over {layout.shards} devices"
+
+
+def _inputs(state: TrainState, batch: Any) -> list[tuple[str, Any, bool]]:
+  """Name and array of each leaf, and whether infinities below zero in it are a mask's."""
+  named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
+  named += [("batch" + _text(path), leaf, True) for path, leaf in _leaves(batch)]
+  return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+  return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _text(path: Any) -> str:
+  return jax.tree_util.keystr(path)
+
+
+def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
+  """Counts of the arrays that are not finite."""
+  named = zip(names, arrays, strict=True)
+  return {name: count(array) for name, array in named if not is_finite(array)}
+
+
+def _places(origins: list[Origin]) -> list[Origin]:
+  """The first at each place of the user's program: its derivative fails there too, which is no news."""
+  found: dict[Any, Origin] = {}
+  for origin in origins:
+    found.setdefault((origin.module, origin.line or origin.primitive), origin)
+  return list(found.values())
+
+
+def _verdict(report: NonfiniteReport) -> str:
+  text = f"{_cause(report, full=True)}."
+  if report.in_float32 is False:
+    return f"{text} In float32 the same step is finite."
+  if report.reference is None:
+    return text
+  return f"{text} In float32 it is non-finite too: {_cause(report.reference)}."
+
+
+def _cause(report: NonfiniteReport, full: bool = False) -> str:
+  if report.inputs:
+    return "; ".join(f"{name} holds {counts}" for name, counts in report.inputs.items())
+  if report.origin is None:
+    return "no operation was found to blame"
+  origin = report.origin
+  text = f"{_where(origin)} {_what(origin)}"
+  if not full:
+    return text
+  scaled = f" at loss scale {report.loss_scale:g}" if origin.backward and report.loss_scale != 1 else ""
+  text += f": {_counts_text(origin.nonfinite)}"
+  if origin.operands and not origin.whole:
+    largest = [f"{operand.largest:.3g}" for operand in origin.operands]
+    text += f"; the largest {'operand is' if len(largest) == 1 else 'operands are'} {' and '.join(largest)}"
+    text += f" ({' and '.join(dict.fromkeys(operand.dtype for operand in origin.operands))}{scaled})"
+  if origin.overflowed and origin.primitive != "convert_element_type":
+    text += f", and the result would reach {origin.float32_largest:.3g}"
+  return text
+
+
+def _where(origin: Origin) -> str:
+  line = f" ({origin.line})" if origin.line else ""
+  return f"{origin.module + ': ' if origin.module else ''}{origin.primitive}{line}"
+
+
+_DIVIDE = {
+  "div": "divided by zero",
+  "log": "took the logarithm of zero",
+  "log2": "took the logarithm of zero",
+  "rsqrt": "took the reciprocal of zero",
+  "reciprocal": "took the reciprocal of zero",
+  "pow": "raised zero to a negative power",
+  "integer_pow": "raised zero to a negative power",
+}
+
+
+# NaN of finite operands, by what they are.
+_OUTSIDE = {
+  "sqrt": "took the root of a negative number",
+  "rsqrt": "took the root of a negative number",
+  "log": "took the logarithm of a negative number",
+  "log1p": "took the logarithm of a negative number",
+  "gather": "read at an index out of range, which JAX fills with NaN",
+}
+
+
+def _at_zero(origin: Origin) -> bool:
+  operands = origin.operands
+  return (
+    origin.primitive in _DIVIDE and bool(operands) and operands[origin.primitive == "div" and -1].zeros > 0
+  )
+
+
+def _from_infinities(origin: Origin) -> bool:
+  return any(o.nonfinite.posinf or o.nonfinite.neginf for o in origin.operands) and origin.nonfinite.nan > 0
+
+
+def _what(origin: Origin) -> str:
+  phase = "backward pass" if origin.backward else "forward pass"
+  where = ", ".join([phase, *map(str, origin.iterations)])
+  if origin.constant:
+    value = "NaN" if origin.nonfinite.nan else "an infinity"
+    return f"takes in {value} that the program itself holds, {where}"
+  if origin.whole:
+    return f"gave non-finite values as a whole, though no turn of it does by itself, {where}"
+  if origin.overflowed:
+    return f"overflowed in {origin.dtype}, {where}"
+  if _from_infinities(origin):
+    return f"made NaN of infinities, {where}"
+  if _at_zero(origin):
+    return f"{_DIVIDE[origin.primitive]}, {where}"
+  if origin.nonfinite.nan:
+    return f"{_OUTSIDE.get(origin.primitive, 'made NaN of finite values')}, {where}"
+  return f"overflowed in {origin.dtype}, {where}"
+
+
+def _counts_text(counts: NonFinite) -> str:
+  kinds = ((counts.nan, "NaN"), (counts.posinf, "inf"), (counts.neginf, "-inf"))
+  bad = " and ".join(f"{n} {kind}" for n, kind in kinds if n)
+  return f"{bad} of {counts.size} {'value' if counts.size == 1 else 'values'}"
+
+
+def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
+  names = [name for name in results if name != "loss"]
+  parts = ["the loss"] if "loss" in results else []
+  if names:
+    paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in names]
+    shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
+    parts.append(f"{len(names)} of {gradients} gradients ({shown})")
+  return " and ".join(parts)
+
+
+def _finite_text(report: NonfiniteReport) -> str:
+  text = "every value is finite when the step is computed operation by operation: the failure does not repeat"
+  if not report.compiled:
+    return f"{text} on this batch, nor does the compiled step give NaN or infinity"
+  if report.summed and "loss" not in report.compiled:
+    found = _results_text(report.compiled, report.gradients)
+    return (
+      f"the sum of gradients in {report.summed} overflowed: {found}; by themselves the gradients are finite\n"
+      "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale, to which a dynamic one "
+      "falls by skipping steps if loss_scaling.min_scale lets it"
+    )
+  return (
+    f"{text} so, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
+    "code rounds in other places, and something here is at the edge of its dtype's range\n"
+    "try: policy: bf16, which has float32's range; or policy: fp32; or a lower loss scale"
+  )
+
+
+def _advice(report: NonfiniteReport) -> list[str]:
+  if report.inputs:
+    return [_input_advice(name) for name in dict.fromkeys(re.split(r"\W", name)[0] for name in report.inputs)]
+  origin = report.origin
+  if origin is None:
+    return ["policy: fp32"]
+  at = f" at {origin.line}" if origin.line else ""
+  options = []
+  if origin.constant:
+    options.append(f"a finite number in its place{at}")
+  elif origin.overflowed:
+    scale = report.largest_scale
+    if scale is not None:
+      options.append(
+        f"a loss scale of at most {scale:g}, to which a dynamic one falls by skipping steps if loss_scaling."
+        "min_scale lets it"
+      )
+    if origin.dtype != report.compute_dtype:
+      options.append(f"float32 in place of {origin.dtype}{at}")
+    elif origin.module:
+      needs = "" if report.autocast else "autocast: true and "
+      options.append(f"in the policy, {needs}overrides: {{{_quoted(origin.module)}: fp32}}")
+    elif scale is None:
+      options.append(f"mpjax.full_precision round what is computed{at}")
+    if origin.dtype == report.compute_dtype == "float16":
+      options.append("policy: bf16, which has float32's range")
+  elif _from_infinities(origin):
+    options.append(f"rows that are not masked everywhere, or a large finite number for -inf{at}")
+  elif _at_zero(origin):
+    options.append(f"an operand that is kept away from zero{at}: with an epsilon, or by jnp.where before it")
+  elif origin.primitive == "gather":
+    options.append(f"the data: indices from 0 up to the size of the table{at}")
+  elif origin.primitive in _OUTSIDE:
+    options.append(f"an operand that is kept in range{at}: by jnp.maximum, or by jnp.where before it")
+  elif origin.whole:
+    options.append("policy: fp32")
+  if report.in_float32 and not origin.constant:
+    too = " since float32 fails too:" if report.reference else ""
+    options.append(f"{too} a lower learning rate, clipped gradients or an earlier checkpoint".strip())
+  return options or ["policy: fp32, to see whether the model itself diverges", "a lower learning rate"]
+
+
+def _input_advice(kind: str) -> str:
+  if kind == "batch":
+    return "mend the data: the batch itself holds NaN or infinity"
+  return "an earlier checkpoint, and from there a lower learning rate"
+
+
+def _quoted(module: str) -> str:
+  escaped = re.escape(module)
+  return f'"{module}"' if escaped == module else f"'{escaped}'"

@@ -1,0 +1,186 @@
+"""Where a non-finite value came from: the operation that made it, its operands, and the loops around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _compat
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._monitor import NonFinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """A floating operand of an operation.
+
+  Attributes:
+    dtype: name of its dtype.
+    shape: its shape.
+    largest: the largest finite magnitude in it, 0.0 if there is none.
+    zeros: how many elements are zero.
+    nonfinite: how many are NaN, +inf and -inf.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+  largest: float
+  zeros: int
+  nonfinite: NonFinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+  """One turn of a loop.
+
+  Attributes:
+    index: which, from 0; of a `scan` the row of what it scans over, also where it runs backwards.
+    length: how many there are; `None` for a `while` loop.
+    micro_batch: whether the loop is the step's own, over the micro-batches of `accumulate`.
+  """
+
+  index: int
+  length: int | None
+  micro_batch: bool = False
+
+  def __str__(self) -> str:
+    if self.length is None:
+      return f"turn {self.index + 1} of a while loop"
+    kind = "micro-batch" if self.micro_batch else "iteration"
+    return f"{kind} {self.index + 1} of {self.length}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """An operation that made a non-finite value out of operands that do not explain it.
+
+  Attributes:
+    primitive: name of the JAX primitive.
+    module: path of the module that it belongs to, `GPT/blocks/3/mlp`; empty outside modules.
+    line: file and line of the user's program, `model.py:31`; empty where no such line is known.
+    backward: whether the gradient alone needs it: the loss itself does not depend on it.
+    iterations: the loops that it is in, outermost first.
+    dtype: name of the dtype of the result.
+    shape: shape of the result.
+    nonfinite: how many elements of the result are NaN, +inf and -inf.
+    operands: the floating operands.
+    float32_largest: the largest magnitude that the same operation gives in float32 from the same operands,
+      infinity if it is not finite there either; `None` where the operation is in float32 already, or has
+      not been computed again.
+    whole: whether it stands for a loop that is finite when it is computed operation by operation.
+    constant: whether this is an infinity or NaN that the program itself holds, and `primitive` what it goes
+      into.
+  """
+
+  primitive: str
+  module: str
+  line: str
+  backward: bool
+  iterations: tuple[Iteration, ...]
+  dtype: str
+  shape: tuple[int, ...]
+  nonfinite: NonFinite
+  operands: tuple[Operand, ...]
+  float32_largest: float | None
+  whole: bool = False
+  constant: bool = False
+
+  @property
+  def overflowed(self) -> bool:
+    """Whether the result is out of the range of its dtype, and finite in float32."""
+    return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+  return jnp.isfinite(_readable(x)).all()
+
+
+@jax.jit
+def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
+  x = _readable(x)
+  real = jnp.abs(x) if jnp.iscomplexobj(x) else x
+  nan, infinite = jnp.isnan(x), jnp.isinf(x)
+  largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0.0)
+  number = lambda mask: mask.sum(dtype=jnp.int32)
+  return number(nan), number(infinite & (real > 0)), number(infinite & (real < 0)), number(x == 0), largest
+
+
+def _readable(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x
+
+
+@jax.jit
+def explained(operands: list[jax.Array]) -> jax.Array:
+  """Where any of some operands is non-finite; they are of one shape, or scalars."""
+  bad = [~jnp.isfinite(_readable(x)) for x in operands]
+  return functools.reduce(operator.or_, bad)
+
+
+@jax.jit
+def made_here(out: jax.Array, operands: list[jax.Array]) -> jax.Array:
+  """Whether a result is non-finite somewhere where no operand is; operands of its shape, or scalars."""
+  return (~jnp.isfinite(_readable(out)) & ~explained(operands)).any()
+
+
+def is_finite(x: Any) -> bool:
+  """Whether all of an array is finite, read back now; one that is not of a floating dtype is."""
+  return not is_inexact(x) or bool(_is_finite(x))
+
+
+def count(x: Any) -> NonFinite:
+  """How many elements of a floating array are NaN, +inf and -inf."""
+  nan, posinf, neginf, *_ = map(int, jax.device_get(_counts(x))[:4])
+  return NonFinite(nan, posinf, neginf, np.size(x))
+
+
+def describe(x: Any) -> Operand:
+  """An operand, from its array."""
+  nan, posinf, neginf, zeros, largest = jax.device_get(_counts(x))
+  counts = NonFinite(int(nan), int(posinf), int(neginf), np.size(x))
+  return Operand(jnp.result_type(x).name, np.shape(x), float(largest), int(zeros), counts)
+
+
+def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | None:
+  """See `Origin`: the operation computed once more, where that is a matter of casting its operands."""
+  if equation.primitive.name not in _WIDENED or jnp.finfo(dtype).bits >= 32:
+    return None
+  changes: dict[str, Any] = {}
+  for key in ("preferred_element_type", "new_dtype"):
+    if equation.params.get(key) is not None:
+      changes[key] = np.dtype(np.float32)
+  if "precision" in equation.params:
+    changes["precision"] = None  # algorithms are named after the dtypes that they take
+  wide = [jnp.asarray(x).astype(jnp.float32) if is_inexact(x) else x for x in operands]
+  with equation.ctx.manager:
+    (out,) = _compat.bind(equation, wide, **changes)
+  floating = [x for x in wide if is_inexact(x)]
+  if of_places(equation, floating, out.shape):
+    out = jnp.where(explained(floating), 0, out)
+  return describe(out).largest if is_finite(out) else np.inf
+
+
+def of_places(equation: Any, operands: list[Any], shape: tuple[int, ...]) -> bool:
+  """Whether each element of a result depends on the elements in its place, and on scalars, alone."""
+  return equation.primitive.name in ELEMENTWISE and all(np.shape(x) in ((), shape) for x in operands)
+
+
+def _names(text: str) -> frozenset[str]:
+  return frozenset(text.split())
+
+
+# Each element of a result depends on the elements in its place.
+ELEMENTWISE = _names(
+  """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type copy cos cosh
+  digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p logistic max min mul neg pow
+  reciprocal reduce_precision rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh"""
+)
+# With zeros in place of infinities, these give what the other elements make of it.
+LINEAR = _names("conv_general_dilated cumsum dot_general reduce_sum reduce_window_sum scatter-add")
+_WIDENED = (ELEMENTWISE | LINEAR) - _names("reduce_precision")

@@ -1,0 +1,1 @@
+"""A numerics report as text, picture and page."""

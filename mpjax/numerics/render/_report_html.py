@@ -1,0 +1,85 @@
+"""The report as one HTML file: markup, style, program and data together, and no request to anywhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_VERSION = 1
+
+
+def save_html(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+  """Writes a report as a page that works from a disk, without a server and without a network.
+
+  The file is there whole or not at all: a write that fails leaves what stood at `path` before.
+
+  Args:
+    report: as `NumericsReport.to_dict()` gives it.
+    path: of the file; missing folders above it are made.
+
+  Raises:
+    ValueError: if the report is of another version than this page reads.
+  """
+  if report.get("version") != _VERSION:
+    raise ValueError(f"report of version {report.get('version')!r}: expected version {_VERSION}")
+  path = pathlib.Path(path)
+  text = _page(report)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  try:
+    temporary.write_text(text, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)
+
+
+def _page(report: Mapping[str, Any]) -> str:
+  style = _file("report.css")
+  program = "".join(map(_file, ("charts.js", "report.js", "table.js")))
+  parts = {
+    "title": html.escape(str(report["title"] or "a training step")),
+    "style": style,
+    "program": program,
+    "style_hash": _hash(style),
+    "program_hash": _hash(program),
+    "data": _json(report),
+  }
+  # One pass: what is put in is not read again, whatever a module is called.
+  return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("report.html"))
+
+
+def _file(name: str) -> str:
+  return importlib.resources.files("mpjax").joinpath("numerics", "render", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+  """What a Content-Security-Policy calls an inline block by: only these two blocks may act on the page."""
+  return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json(report: Mapping[str, Any]) -> str:
+  """Strict JSON in ASCII that cannot end the element it stands in."""
+  text = json.dumps(_strict(report), allow_nan=False, separators=(",", ":"))
+  return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _strict(value: Any) -> Any:
+  """NaN and the infinities as the strings that `float` reads (`nan`, `inf`, `-inf`); arrays as lists."""
+  if isinstance(value, Mapping):
+    return {str(key): _strict(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_strict(item) for item in value]
+  if hasattr(value, "tolist"):  # arrays and scalars of NumPy
+    return _strict(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  return value

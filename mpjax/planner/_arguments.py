@@ -1,0 +1,205 @@
+"""Which part of memory each argument of a step is: weights, optimiser state by slot, batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.planner.analytic._graph import itemsize
+from mpjax.step import TrainState
+
+_FIELDS = {
+  "step": "other state",
+  "params": "master weights",
+  "model_state": "model state",
+  "opt_state": "optimizer state",
+  "rng": "other state",
+  "fp8_state": "FP8 state",
+}
+_PARTS_OF_NAMES = {
+  "params": "master weights",
+  "variables": "master weights",
+  "weights": "master weights",
+  "model": "master weights",
+  "opt_state": "optimizer state",
+  "optimizer_state": "optimizer state",
+  "batch_stats": "model state",
+  "model_state": "model state",
+  "fp8_state": "FP8 state",
+  "state": "other state",
+  "rng": "other state",
+  "key": "other state",
+  "step": "other state",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """A leaf of a step's arguments.
+
+  Attributes:
+    part: one of `ARGUMENT_PARTS`.
+    path: in the arguments, `0/params/blocks/0/up/kernel`.
+    slot: of an optimiser's state, `mu`; empty otherwise.
+    nbytes: on one device, without padding.
+    whole: of all devices together.
+    elements: how many, of all devices together.
+    shape, dtype, sharding: as given.
+  """
+
+  part: str
+  path: str
+  slot: str
+  nbytes: int
+  whole: int
+  elements: int
+  shape: tuple[int, ...]
+  dtype: Any
+  sharding: Any
+
+
+def name_arguments(
+  args: tuple[Any, ...], names: tuple[str, ...], donated: list[bool], parts: Mapping[str | int, str] | None
+) -> list[Argument]:
+  """The part of every leaf, in the order in which they are flattened.
+
+  `parts` decides first. A `TrainState` says it itself; what is in a NamedTuple of optax is optimiser state;
+  then names tell (`params`, `opt_state`), of the step's parameters and of fields and keys in them. What is
+  left is weights where its shapes are those of a slot of the optimiser's state, or where the step may
+  overwrite it (donated); all else is batch.
+
+  Args:
+    args: the step's arguments.
+    names: of its parameters; may be shorter.
+    donated: of every leaf.
+    parts: from the name of a parameter, or its number, to a part.
+
+  Raises:
+    ValueError: for a part that there is not, or a parameter that is not the step's.
+  """
+  given = {str(name): part for name, part in (parts or {}).items()}
+  known = {*names, *(str(i) for i in range(len(args)))}
+  for name, part in given.items():
+    if part not in ARGUMENT_PARTS:
+      raise ValueError(f"parts[{name!r}]={part!r}: expected one of {', '.join(ARGUMENT_PARTS)}")
+    if name not in known:
+      raise ValueError(
+        f"parts has {name!r}: expected a parameter of the step, one of {', '.join(sorted(known))}"
+      )
+  found: list[Argument] = []
+  flags = iter(donated)
+  slots = _slot_shapes(args)
+  for i, argument in enumerate(args):
+    name = names[i] if i < len(names) else str(i)
+    chosen = given.get(name, given.get(str(i)))
+    like_slot = _shapes(argument) in slots
+    for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+      found.append(_argument(i, name, argument, path, leaf, chosen, next(flags), like_slot))
+  return found
+
+
+def _argument(
+  i: int,
+  name: str,
+  argument: Any,
+  path: tuple[Any, ...],
+  leaf: Any,
+  chosen: str | None,
+  donated: bool,
+  like_slot: bool,
+) -> Argument:
+  in_optax, slot = _optimizer_slot(argument, path)
+  field = _train_state_field(argument, path)
+  guess = "batch"
+  if donated or like_slot:
+    guess = "master weights" if _floating(leaf) else "other state"
+  part = (
+    chosen
+    or ("optimizer state" if in_optax else None)
+    or (_FIELDS[field] if field else None)
+    or _by_name(name, path)
+    or ("optimizer state" if slot else None)
+    or guess
+  )
+  sharding = getattr(leaf, "sharding", None)
+  local = sharding.shard_shape(tuple(leaf.shape)) if sharding is not None else tuple(leaf.shape)
+  return Argument(
+    part=part,
+    path=f"{i}/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"),
+    slot=slot if part == "optimizer state" else "",
+    nbytes=int(math.prod(local) * itemsize(leaf.dtype)),
+    whole=int(math.prod(leaf.shape) * itemsize(leaf.dtype)),
+    elements=math.prod(leaf.shape),
+    shape=tuple(leaf.shape),
+    dtype=leaf.dtype,
+    sharding=sharding,
+  )
+
+
+def _slot_shapes(args: tuple[Any, ...]) -> set[tuple[tuple[int, ...], ...]]:
+  """The shapes of the leaves of every slot of an optimiser's state that has several."""
+  slots: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+  for argument in args:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+      in_optax, slot = _optimizer_slot(argument, path)
+      if in_optax:
+        slots.setdefault((id(argument), slot), []).append(tuple(leaf.shape))
+  return {tuple(shapes) for shapes in slots.values() if any(shapes)}
+
+
+def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+  return tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _optimizer_slot(tree: Any, path: tuple[Any, ...]) -> tuple[bool, str]:
+  """Whether a leaf is in a NamedTuple of optax's kind, and the field of the innermost one that it is in."""
+  in_optax, slot, node = False, "", tree
+  for entry in path:
+    if isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(entry, "name"):
+      in_optax |= type(node).__module__.startswith(("optax", "mpjax.loss_scale"))
+      if in_optax or (type(node).__name__.endswith("State") and not {*node._fields} & {*_PARTS_OF_NAMES}):
+        slot = entry.name
+    node = _child(node, entry)
+  return in_optax, slot
+
+
+def _train_state_field(tree: Any, path: tuple[Any, ...]) -> str | None:
+  node = tree
+  for entry in path:
+    if isinstance(node, TrainState):
+      return str(entry.name)
+    node = _child(node, entry)
+  return None
+
+
+def _by_name(name: str, path: tuple[Any, ...]) -> str | None:
+  """The part that the first telling name on the way to a leaf says it is."""
+  for word in (name, *(str(getattr(e, "key", getattr(e, "name", ""))) for e in path)):
+    if word in _PARTS_OF_NAMES:
+      part = _PARTS_OF_NAMES[word]
+      if word not in ("state", "model", "variables"):
+        return part
+  return {"model": "master weights", "variables": "master weights"}.get(name)
+
+
+def _child(node: Any, entry: Any) -> Any:
+  for get in (
+    lambda: getattr(node, entry.name),
+    lambda: node[entry.key],
+    lambda: node[entry.idx],
+  ):
+    try:
+      return get()
+    except (AttributeError, KeyError, IndexError, TypeError):
+      continue
+  return None
+
+
+def _floating(leaf: Any) -> bool:
+  return jax.dtypes.issubdtype(leaf.dtype, np.inexact)

@@ -1,0 +1,214 @@
+"""Searches over plans: the largest batch that fits a memory, and the cheapest choice that does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax.planner._results import Plan
+from mpjax.planner.compiled._compile import CompileError
+from mpjax.planner.render._units import bytes_text
+
+# A plan of a batch: `plan_of(batch, compile)`, compile as `mpjax.plan` takes it.
+PlanOf = Callable[[int, Any], Plan]
+_MOST = 1 << 40
+# The analytic guess ends when it is this near, or after so many plans.
+_CLOSE, _SECANTS = 0.01, 6
+# After so many plans the search takes the middle instead of where a line meets the memory.
+_BENT = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """The largest batch that fits.
+
+  Attributes:
+    batch: its size.
+    plan: of that batch.
+    next_batch: the next size up, which does not fit; `None` if the search ended at its bound.
+    next_peak: bytes that the next size up needs; 0 where its compiler gave up instead.
+    memory: bytes that were to be filled.
+    tried: sizes with their peaks, in the order in which they were tried; 0 for a compiler that gave up.
+  """
+
+  batch: int
+  plan: Plan
+  next_batch: int | None
+  next_peak: int
+  memory: int
+  tried: tuple[tuple[int, int], ...]
+
+  def __str__(self) -> str:
+    above = ""
+    if self.next_batch is not None:
+      needs = f"needs {bytes_text(self.next_peak)}" if self.next_peak else "the compiler finds too large"
+      above = f"; {self.next_batch} {needs}"
+    return (
+      f"largest batch that fits {bytes_text(self.memory)}: {self.batch} ({bytes_text(self.plan.peak)}){above}"
+    )
+
+
+def largest_batch(
+  plan_of: PlanOf,
+  memory: int,
+  *,
+  multiple: int = 1,
+  most: int = _MOST,
+  compile: bool | str = "auto",
+  progress: Callable[[int, int, int], None] | None = None,
+) -> Fit:
+  """The largest batch whose step fits a memory, found by bisection between analytic guesses.
+
+  Args:
+    plan_of: plans a batch size; called with what to compile by.
+    memory: bytes of one device.
+    multiple: sizes are multiples of it (devices times micro-batches).
+    most: the largest size to consider.
+    compile: as `mpjax.plan` takes it: whether the compiler decides, or the analytic plan alone.
+    progress: told (batch, lower bound, upper bound) before each plan; an upper bound of 0 is not known yet.
+
+  Raises:
+    ValueError: if not even the smallest batch fits, with what it needs.
+  """
+  if multiple < 1 or memory <= 0:
+    raise ValueError(f"memory={memory}, multiple={multiple}: expected positive numbers")
+  tried: dict[int, tuple[int, Plan | None]] = {}
+
+  def peak(units: int, how: bool | str) -> int:
+    """The peak of a batch, which is remembered; more than the memory where the compiler gave up."""
+    if units not in tried:
+      if progress is not None:
+        progress(units * multiple, low * multiple, (high or 0) * multiple)
+      try:
+        found = plan_of(units * multiple, how)
+      except CompileError as error:
+        if not error.out_of_memory:
+          raise
+        tried[units] = (memory + 1, None)
+        return memory + 1
+      gave_up = compile is not False and found.compiled is None and _too_large(found)
+      tried[units] = (memory + 1 if gave_up else found.peak, found)
+    return tried[units][0]
+
+  low, high = 0, 0
+  guess = _guess(plan_of, memory, multiple, most)
+  limit = most // multiple
+  if limit < 1:
+    raise ValueError(f"most={most}: expected at least one multiple of {multiple}")
+  units = min(max(1, guess), limit)
+  while high - low != 1:
+    if peak(units, compile) <= memory:
+      low = max(low, units)
+    else:
+      high = units if not high else min(high, units)
+    if high == 1:
+      needs, found = tried[1]
+      known = f"it needs {bytes_text(needs)}" if not _is_gave_up(found, needs) else "its compiler gives up"
+      raise ValueError(
+        f"not even a batch of {multiple} fits {bytes_text(memory)}: {known}; choose another policy, a "
+        "smaller model, or recompute more"
+      )
+    if low >= limit:
+      break
+    units = min(_next(low, high, tried, memory), limit)
+  plan = tried[low][1]
+  assert plan is not None
+  above = tried.get(high)
+  sizes = tuple((u * multiple, p if not _is_gave_up(found, p) else 0) for u, (p, found) in tried.items())
+  return Fit(
+    batch=low * multiple,
+    plan=plan,
+    next_batch=high * multiple if high else None,
+    next_peak=0 if above is None or _is_gave_up(above[1], above[0]) else above[0],
+    memory=memory,
+    tried=sizes,
+  )
+
+
+def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
+  """Of the plans that fit a memory, the one with the shortest time, and then with the least memory.
+
+  Time is the floor where the target has published peaks, else the FLOPs of the matrix products.
+
+  Raises:
+    ValueError: if none fits, with what the smallest needs.
+  """
+  if not plans:
+    raise ValueError("no plans to choose from")
+  fitting = [plan for plan in plans if plan.peak <= memory and not _too_large(plan)]
+  if not fitting:
+    smallest = min(plans, key=lambda plan: plan.peak)
+    raise ValueError(
+      f"none of {len(plans)} choices fits {bytes_text(memory)}: the smallest, {smallest.label}, needs "
+      f"{bytes_text(smallest.peak)}"
+    )
+  floors = all(plan.floor is not None for plan in fitting)
+
+  def cost(plan: Plan) -> tuple[float, int]:
+    if floors and plan.floor is not None:
+      return plan.floor.seconds, plan.peak
+    return float(sum(product.flops for product in plan.products)), plan.peak
+
+  return min(fitting, key=cost)
+
+
+def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
+  """How many multiples fit by the analytic plan, which is close to a straight line in the batch."""
+  limit = max(1, most // multiple)
+  low, high = 1, 2
+  below, above = (plan_of(min(n, limit) * multiple, False).peak for n in (low, high))
+  high = min(high, limit)
+  for _ in range(_SECANTS if high > low else 0):
+    units = (
+      low + int((memory - below) / max(1e-9, (above - below) / (high - low))) if above > below else 2 * high
+    )
+    units = min(max(1, units), limit)
+    if units in (low, high):
+      break
+    low, below, high = high, above, units
+    above = plan_of(high * multiple, False).peak
+    if abs(above - memory) < _CLOSE * memory:
+      break
+  return high if high != low else low
+
+
+def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
+  """The next size to try: where a line through the two bounds meets the memory, or in the middle."""
+  if not high:
+    return _beyond(low, tried, memory)
+  above = tried[high][0]
+  if not low:
+    return _below(high, tried, memory)
+  if above <= memory + 1 or len(tried) > _BENT:  # no figure from the compiler, or no straight line
+    return (low + high) // 2
+  at = low + round((memory - tried[low][0]) / max(1, above - tried[low][0]) * (high - low))
+  return min(max(at, low + 1), high - 1)
+
+
+def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
+  """A size above all that were tried, which fit: where the line through the last two meets the memory."""
+  smaller = max((units for units in tried if units < low), default=0)
+  if not smaller or tried[low][0] <= tried[smaller][0]:
+    return low + max(1, low // 4 if not smaller else low)
+  each = (tried[low][0] - tried[smaller][0]) / (low - smaller)
+  return low + max(1, min(int((memory - tried[low][0]) / each) + 1, 8 * low))
+
+
+def _below(high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
+  """A size below all that were tried, of which none fits: on a line through the two smallest, or half."""
+  above, larger = tried[high][0], min((units for units in tried if units > high), default=0)
+  if above <= memory + 1 or len(tried) > _BENT:
+    return max(1, high // 2)
+  if not larger or tried[larger][0] <= above:
+    return max(1, min(high - 1, int(high * memory / above)))
+  each = (tried[larger][0] - above) / (larger - high)
+  return max(1, min(high - 1, high - int((above - memory) / each) - 1))
+
+
+def _too_large(plan: Plan) -> bool:
+  return any(note.startswith("the compiler failed, out of memory") for note in plan.notes)
+
+
+def _is_gave_up(plan: Plan | None, peak: int) -> bool:
+  return plan is None or plan.peak != peak

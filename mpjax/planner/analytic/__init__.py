@@ -1,0 +1,1 @@
+"""Memory and products of a program, from its jaxpr alone."""

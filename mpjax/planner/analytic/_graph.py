@@ -1,0 +1,333 @@
+"""A traced program as a flat list of operations on values, each with the module and line that it is from.
+
+Calls are entered, so a `jit`, a `custom_vjp` or a rematerialised region is its operations. A loop or a
+conditional stays one operation, which holds the graphs of its bodies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax.jaxpr._flops import flops
+
+FORWARD, BACKWARD, OTHER = "forward", "backward", ""
+
+_LOOPS = frozenset({"scan", "while", "cond"})
+# What holds a jaxpr as a parameter and is not a call of it.
+_OPAQUE = frozenset({"pallas_call", "custom_partitioning_call", "reduce", "reduce_window", "scatter-add"})
+_OPAQUE |= {
+  "scatter",
+  "scatter-mul",
+  "scatter_mul",
+  "scatter_min",
+  "scatter_max",
+  "scatter-min",
+  "scatter-max",
+}
+_OPAQUE |= {"sort", "linear_call", "custom_lin", "select_and_scatter", "reduce_and", "reduce_or"}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+  """An array of the program.
+
+  Attributes:
+    shape, dtype: as traced, of all devices together.
+    maker: the operation that computes it; `None` for an argument or a constant.
+    argument: its position among the flat arguments, or `None`.
+    local: whether the shape is one device's share already (inside of a `shard_map`).
+  """
+
+  shape: tuple[int, ...]
+  dtype: Any
+  maker: Operation | None = None
+  argument: int | None = None
+  local: bool = False
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes without padding."""
+    return int(math.prod(self.shape) * itemsize(self.dtype))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Operation:
+  """One equation.
+
+  Attributes:
+    name: of the primitive.
+    operands, results: values; literals are left out.
+    phase: FORWARD if it is the forward pass of a derivative, BACKWARD if the backward pass, else OTHER.
+    path: module path, `GPT/blocks/0/up`.
+    source: file and line of the user's program, `model.py:31`.
+    flops: of a matrix product or convolution, once.
+    region: number of the rematerialised region that it is in, 0 for none; the compiler merges no
+      operations of different ones, except where it takes no notice of them.
+    equation: the traced equation.
+    local: whether it is inside of a `shard_map`, with the shapes of one device.
+    bodies: graphs of a loop's or conditional's bodies.
+    times: how often the bodies run (a `while` counts once).
+  """
+
+  name: str
+  operands: list[Value]
+  results: list[Value]
+  phase: str
+  path: str
+  source: str
+  flops: int
+  region: int
+  equation: Any
+  local: bool
+  bodies: list[Graph]
+  times: int
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Graph:
+  """Operations in program order, without those whose results nobody reads."""
+
+  arguments: list[Value]
+  results: list[Value]
+  operations: list[Operation]
+  literal_bytes: int = 0  # of results that are no value of the program, but a constant
+
+  def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[Operation, int]]:
+    """All operations with how often each runs, those in loops too.
+
+    Of a conditional's branches, the one with the most FLOPs, or the `least`.
+    """
+    for operation in self.operations:
+      yield operation, times
+      bodies = operation.bodies
+      if operation.name == "cond":
+        bodies = [(min if least else max)(bodies, key=lambda body: body.flops(least=least))]
+      for body in bodies:
+        yield from body.every_operation(times * operation.times, least=least)
+
+  def flops(self, *, least: bool = False) -> int:
+    """FLOPs of all products."""
+    return sum(operation.flops * times for operation, times in self.every_operation(least=least))
+
+
+def make_graph(closed: Any) -> Graph:
+  """The graph of a closed jaxpr."""
+  jaxpr = _compat.open_jaxpr(closed)
+  return _Builder().graph(jaxpr, _Context(OTHER, "", "", 0))
+
+
+def merged(graph: Graph, *, through_regions: bool) -> Graph:
+  """The graph with operations that compute the same thing once.
+
+  Args:
+    graph: of the program.
+    through_regions: also merge what a rematerialised region computes again with the first time, as a
+      compiler does that takes no notice of barriers.
+  """
+  same: dict[int, Value] = {}
+  made: dict[Any, Operation] = {}
+
+  def now(value: Value) -> Value:
+    return same.get(id(value), value)
+
+  operations = []
+  for operation in graph.operations:
+    operands = [now(value) for value in operation.operands]
+    if operation.name == "optimization_barrier" and through_regions:
+      same |= {id(result): operand for result, operand in zip(operation.results, operands, strict=True)}
+      continue
+    key = _key(operation, operands, 0 if through_regions else operation.region)
+    twin = made.get(key) if key is not None else None
+    if twin is not None:
+      same |= {id(a): b for a, b in zip(operation.results, twin.results, strict=True)}
+      continue
+    if operands != operation.operands:
+      operation = dataclasses.replace(operation, operands=operands)
+      for value in operation.results:
+        value.maker = operation
+    if key is not None:
+      made[key] = operation
+    operations.append(operation)
+  results = [now(value) for value in graph.results]
+  return Graph(graph.arguments, results, _needed(operations, results), graph.literal_bytes)
+
+
+def _key(operation: Operation, operands: list[Value], region: int) -> Any:
+  """What is equal for operations that compute the same; `None` for one that must stay as it is."""
+  equation = operation.equation
+  if operation.bodies or equation.effects or _compat.bodies(equation):
+    return None
+  given = iter(operands)
+  atoms = [
+    id(next(given)) if _compat.is_variable(atom) else (str(atom.val), str(atom.aval))
+    for atom in equation.invars
+  ]
+  parameters = tuple((name, _hashable(value)) for name, value in sorted(equation.params.items()))
+  return operation.name, region, tuple(atoms), parameters
+
+
+def _hashable(value: Any) -> Any:
+  try:
+    hash(value)
+  except TypeError:
+    return str(value)
+  return value
+
+
+def itemsize(dtype: Any) -> float:
+  """Bytes of an element; a key counts as the words that it is."""
+  if isinstance(dtype, np.dtype):
+    return 0 if dtype == "V" else dtype.itemsize if dtype.name not in _SUB_BYTE else 0.5
+  return 4 * key_words(dtype)
+
+
+@functools.cache
+def key_words(dtype: Any) -> int:
+  """How many 32-bit words a PRNG key has."""
+  key = jax.ShapeDtypeStruct((), dtype)
+  return math.prod(jax.eval_shape(jax.random.key_data, key).shape)
+
+
+_SUB_BYTE = frozenset({"int4", "uint4", "float4_e2m1fn"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Context:
+  phase: str
+  path: str
+  source: str
+  region: int
+  local: bool = False
+
+
+class _Builder:
+  def __init__(self) -> None:
+    self._regions = 0
+
+  def graph(self, jaxpr: Any, context: _Context) -> Graph:
+    environment: dict[Any, Value] = {}
+    arguments = []
+    for i, variable in enumerate(jaxpr.invars):
+      environment[variable] = _value(variable.aval)
+      environment[variable].argument = i
+      arguments.append(environment[variable])
+    for variable in jaxpr.constvars:
+      environment[variable] = _value(variable.aval)
+    operations: list[Operation] = []
+    self._run(jaxpr, environment, context, operations)
+    results = [environment[v] for v in jaxpr.outvars if _compat.is_variable(v)]
+    literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not _compat.is_variable(v)]
+    return Graph(arguments, results, _needed(operations, results), sum(literals))
+
+  def _run(self, jaxpr: Any, environment: dict[Any, Value], context: _Context, out: list[Operation]) -> None:
+    for equation in jaxpr.eqns:
+      here = _at(equation, context)
+      if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
+        self._regions += 1
+        here = dataclasses.replace(here, region=self._regions)
+      if equation.primitive.name == "shard_map":
+        here = dataclasses.replace(here, local=True)
+      body = _call(equation)
+      if body is None:
+        out.append(self._operation(equation, environment, here))
+        continue
+      inner: dict[Any, Value] = {}
+      opened = _compat.open_jaxpr(body)
+      for variable in opened.constvars:
+        inner[variable] = _value(variable.aval)
+      # Of a choice by platform the first operand is the choice.
+      operands = equation.invars[len(equation.invars) - len(opened.invars) :]
+      for variable, atom in zip(opened.invars, operands, strict=True):
+        inner[variable] = environment[atom] if _compat.is_variable(atom) else _value(variable.aval)
+      self._run(opened, inner, here, out)
+      for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
+        environment[variable] = inner[atom] if _compat.is_variable(atom) else _value(variable.aval)
+
+  def _operation(self, equation: Any, environment: dict[Any, Value], here: _Context) -> Operation:
+    name = equation.primitive.name
+    operands = [environment[atom] for atom in equation.invars if _compat.is_variable(atom)]
+    results = []
+    for variable in equation.outvars:
+      environment[variable] = _value(variable.aval)
+      environment[variable].local = here.local
+      results.append(environment[variable])
+    bodies = []
+    if name in _LOOPS:
+      bodies = [self.graph(_compat.open_jaxpr(body), here) for body in _compat.bodies(equation)]
+    times = equation.params.get("length", 1) if name == "scan" else 1
+    if not here.path or not here.source:
+      # What a transformation put in bears no name: it belongs to what it reads.
+      makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
+      if makers:
+        here = dataclasses.replace(
+          here, path=here.path or makers[0].path, source=here.source or makers[0].source
+        )
+    operation = Operation(
+      name,
+      operands,
+      results,
+      here.phase,
+      here.path,
+      here.source,
+      flops(equation),
+      here.region,
+      equation,
+      here.local,
+      bodies,
+      times,
+    )
+    for value in results:
+      value.maker = operation
+    return operation
+
+
+def _value(aval: Any) -> Value:
+  return Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32)))
+
+
+def _call(equation: Any) -> Any:
+  """The jaxpr that an equation is a plain call of, or `None`; of a choice by platform, the default one."""
+  platforms = equation.params.get("branches_platforms")
+  if platforms:
+    return _compat.bodies(equation)[platforms.index(None) if None in platforms else -1]
+  if equation.primitive.name in _LOOPS or equation.primitive.name in _OPAQUE:
+    return None
+  bodies = _compat.bodies(equation)
+  if len(bodies) != 1 or len(_compat.open_jaxpr(bodies[0]).invars) != len(equation.invars):
+    return None
+  return bodies[0] if len(_compat.open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
+
+
+def _at(equation: Any, context: _Context) -> _Context:
+  transforms = _compat.transforms(equation)
+  phase = BACKWARD if "transpose" in transforms else FORWARD if "jvp" in transforms else OTHER
+  if context.phase == BACKWARD or (phase == OTHER and context.phase):
+    phase = context.phase
+  path = _compat.module_path(equation)
+  path = "/".join(part for part in path.split("/") if part not in _MARKS)
+  joined = path if not context.path or path.startswith(context.path) else f"{context.path}/{path}".rstrip("/")
+  return _Context(
+    phase, joined, _compat.source_line(equation) or context.source, context.region, context.local
+  )
+
+
+_MARKS = frozenset({"rematted_computation", "checkpoint", "autocast_output"})
+
+
+def _needed(operations: list[Operation], results: list[Value]) -> list[Operation]:
+  """Operations that a result depends on, or that do something."""
+  live = {id(value) for value in results}
+  kept = []
+  for operation in reversed(operations):
+    if operation.equation.effects or any(id(value) in live for value in operation.results):
+      kept.append(operation)
+      live |= {id(value) for value in operation.operands}
+  return kept[::-1]

@@ -1,0 +1,96 @@
+"""What weights, their copies, gradients and optimiser state would take if all were there at once."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+
+from mpjax.planner.analytic._graph import BACKWARD, OTHER, Graph, Value
+from mpjax.planner.analytic._liveness import FP8_PRODUCT, VIEWS, Peak
+
+Shape = tuple[int, ...]
+# What makes the same numbers of a weight, in another type or order.
+_COPIES = frozenset({"convert_element_type", "reduce_precision", "copy", *VIEWS})
+
+
+def held_at_once(
+  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[Value], int]
+) -> dict[str, int]:
+  """Bytes of all copies of weights that are made for products, and of all gradients that the update reads.
+
+  Each weight has one of either, however often it is copied again or its gradient is a sum.
+
+  Args:
+    graph: of the step.
+    worst: what it stores, in order.
+    weights: shapes of the weights.
+    size: bytes of a value on a device.
+  """
+  count = collections.Counter(map(_known_by, weights))
+  found = {
+    "compute copies": _one_each(_copies(graph, worst, weights, size), count),
+    "gradients": _one_each(_gradients(worst), count),
+  }
+  return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def from_arguments(value: Value) -> bool:
+  """Whether a value is a cast to no wider type, or a view, of one argument."""
+  given = value
+  for _ in range(16):
+    if value.argument is not None:
+      return given.nbytes <= value.nbytes
+    if value.maker is None or value.maker.name not in _COPIES:
+      return False
+    value = value.maker.operands[0]
+  return False
+
+
+def _known_by(shape: Shape) -> Shape:
+  """By what a weight is known again when it is transposed."""
+  return tuple(sorted(shape))
+
+
+def _one_each(found: Sequence[tuple[Shape, int]], count: collections.Counter[Shape]) -> int:
+  """Bytes of as many values of each shape as there are weights of it, the largest."""
+  by_shape: dict[Shape, list[int]] = {}
+  for shape, nbytes in found:
+    by_shape.setdefault(_known_by(shape), []).append(nbytes)
+  return sum(sum(sorted(sizes)[-count[shape] :]) for shape, sizes in by_shape.items() if count[shape])
+
+
+def _copies(
+  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[Value], int]
+) -> list[tuple[Shape, int]]:
+  found = []
+  for step in worst.order:
+    for value in step.writes:
+      if step.operation.phase != BACKWARD and from_arguments(value):
+        found.append((value.shape, worst.size(value)))
+    if step.operation.name == FP8_PRODUCT and step.operation.phase != BACKWARD:
+      for value in step.reads:  # which it quantises
+        if value.argument is not None:
+          found.append((value.shape, worst.size(value) // value.dtype.itemsize))
+  # In loops: of weights that are carried along, or of one layer of a stack in each round.
+  for operation, times in graph.every_operation():
+    source = operation.operands[0] if len(operation.operands) == 1 else None
+    if operation.name != "convert_element_type" or source is None or source.argument is None:
+      continue
+    value = operation.results[0]
+    if value.nbytes < source.nbytes and operation.phase != BACKWARD and times > 1:
+      stack = next((s for s in weights if s[1:] == value.shape and not times % s[0]), None)
+      found.append((stack, size(value) * stack[0]) if stack else (value.shape, size(value)))
+  return found
+
+
+def _gradients(worst: Peak) -> list[tuple[Shape, int]]:
+  made = {id(value): step.operation for step in worst.order for value in step.writes}
+  found: dict[int, tuple[Shape, int]] = {}
+  for step in worst.order:
+    for value in step.reads if step.operation.phase == OTHER else ():
+      maker = made.get(id(value))
+      if maker is None or not maker.operands or maker.name == "broadcast_in_dim":
+        continue
+      if maker.phase == BACKWARD or maker.bodies:
+        found[id(value)] = (value.shape, worst.size(value))
+  return list(found.values())

@@ -1,0 +1,366 @@
+"""Which values of a program are stored, for how long, and how much that is at the worst moment.
+
+A small model of what XLA does: elementwise operations are computed where they are read, and never stored
+unless a matrix product, a loop or the caller needs them in memory; every value is freed after its last
+read; operations run in an order that keeps little alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, Operation, Value
+from mpjax.planner.analytic._schedule import delayed, greedy
+
+FP8_PRODUCT = "fp8_dot_general"
+
+# The same bytes under another type, shape or order of dimensions.
+VIEWS = frozenset(
+  {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "stop_gradient",
+    "optimization_barrier",
+    "pvary",
+    "pcast",
+  }
+  | {"sharding_constraint", "copy", "copy_p", "reshard", "mesh_cast", "name", "layout_constraint"}
+)
+# Read their operands from memory, and write their results to it.
+_STORED_OPERANDS = frozenset(
+  {"dot_general", "conv_general_dilated", "ragged_dot_general", "fp8_dot_general", "scaled_dot", "scan"}
+  | {
+    "while",
+    "cond",
+    "sort",
+    "top_k",
+    "gather",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "dynamic_update_slice",
+  }
+  | {
+    "reduce_window",
+    "reduce_window_max",
+    "reduce_window_sum",
+    "select_and_scatter_add",
+    "select_and_gather_add",
+  }
+  | {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "custom_call", "pallas_call", "ffi_call"}
+  | {"all_gather", "psum", "psum_invariant", "all_to_all", "ppermute", "reduce_scatter", "pmax", "pmin"}
+  | {"cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "random_bits", "rng_bit_generator"}
+)
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "fp8_dot_general"})
+_REDUCTIONS = ("reduce_", "arg")
+_IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scan", "while"})
+# Computed again by every reader only where that is one.
+_EXPENSIVE = frozenset({"exp", "exp2", "log", "log1p", "expm1", "tanh", "erf", "erf_inv", "erfc", "logistic"})
+_EXPENSIVE |= {"pow", "sin", "cos", "tan", "atan2", "lgamma", "digamma", "cbrt"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+  """How a platform's compiler departs from the model.
+
+  Attributes:
+    casts_into_products: a product reads what is cast for it, rather than a stored copy of it.
+    half_as_float32: it computes in float32 what is traced in half precision, and keeps that.
+    half_operands: float32 values that only products of default precision read are stored in half of it.
+    keeps_residuals: of what the backward pass reads it stores the value itself, rather than one from which
+      that is cheap to compute.
+    keeps_expensive: elementwise operations that are costly are stored if several others read them.
+  """
+
+  casts_into_products: bool = False
+  half_as_float32: bool = False
+  half_operands: bool = False
+  keeps_residuals: bool = False
+  keeps_expensive: bool = True
+
+
+TRAITS = {
+  "cpu": Traits(half_as_float32=True, keeps_residuals=True),
+  "gpu": Traits(),
+  "tpu": Traits(casts_into_products=True, half_operands=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+  """The worst moment of a program.
+
+  Attributes:
+    nbytes: bytes that are stored then, arguments apart.
+    at: the operation.
+    live: what is stored then, arguments apart.
+    saved: what the backward pass reads of the forward pass, when that is most.
+    extra: bytes inside the operation (a loop's body).
+    read_backward: identities of the values that the backward pass reads.
+    size: bytes of a value, as it is stored.
+    order: what is stored, in the order in which it is computed.
+    root: the value whose memory a value is in.
+    fresh: results that take no argument's memory.
+    inner: the worst moment of the loop or branch that runs then.
+  """
+
+  nbytes: int
+  at: Operation | None
+  live: list[Value]
+  saved: list[Value]
+  extra: int
+  read_backward: frozenset[int]
+  size: Callable[[Value], int]
+  order: Sequence[Step]
+  root: Callable[[Value], Value]
+  fresh: list[Value]
+  inner: Peak | None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+  """An operation that stores something, with everything that it reads from memory."""
+
+  operation: Operation
+  reads: list[Value]
+  writes: list[Value]
+  extra: int
+  inner: Peak | None = None
+
+
+def peak(
+  graph: Graph, traits: Traits, *, size: Callable[[Value], int], reusable: Iterable[Value] = ()
+) -> Peak:
+  """The peak of a graph, its arguments apart.
+
+  Args:
+    graph: of the program.
+    traits: of the platform.
+    size: bytes of a value on a device.
+    reusable: arguments whose memory results may take (donated ones).
+  """
+  if traits.half_as_float32:
+    given = size
+    size = lambda v: given(v) * (2 if getattr(v.dtype, "itemsize", 4) == 2 else 1)
+  storage = _Storage(graph, traits)
+  if traits.half_operands:
+    whole = size
+    size = lambda v: whole(v) // (2 if storage.only_multiplied(v) else 1)
+  steps = storage.steps(lambda body: peak(body, traits, size=size, reusable=body.arguments))
+  kept = {id(storage.root(v)) for v in (*graph.results, *graph.arguments)}
+  candidates = (steps, delayed(steps), greedy(steps, kept, size))
+  results = [storage.root(v) for v in graph.results]
+  best: Peak | None = None
+  for order in candidates:
+    arguments = [storage.root(v) for v in graph.arguments]
+    found = _simulate(order, results, arguments, list(reusable), size, storage.root)
+    best = found if best is None or found.nbytes < best.nbytes else best
+  assert best is not None
+  return best
+
+
+class _Storage:
+  """Which values are stored, and the stored ones that each operation reads."""
+
+  def __init__(self, graph: Graph, traits: Traits):
+    self._graph = graph
+    self._traits = traits
+    self._view: dict[int, Value] = {}
+    self._reach: dict[int, tuple[Value, ...]] = {}
+    for operation in graph.operations:
+      if operation.name in VIEWS or _is_view(operation):
+        for result, operand in zip(operation.results, operation.operands, strict=False):
+          self._view[id(result)] = self.root(operand)
+    self._stored: set[int] = {id(self.root(v)) for v in (*graph.arguments, *graph.results)}
+    self._readers: dict[int, list[Operation]] = {}
+    for operation in graph.operations:
+      if operation.name in VIEWS or _is_view(operation):
+        continue
+      for value in operation.operands:
+        self._readers.setdefault(id(self.root(value)), []).append(operation)
+      if _heavy(operation) or _reduction(operation):
+        self._stored |= {id(value) for value in operation.results}
+      if _heavy(operation):
+        for value in operation.operands:
+          root = self.root(value)
+          if not (self._fused_cast(operation, root)):
+            self._stored.add(id(root))
+    self._keep_shared()
+
+  def root(self, value: Value) -> Value:
+    """The value whose memory this is a view of."""
+    return self._view.get(id(value), value)
+
+  def only_multiplied(self, value: Value) -> bool:
+    """Whether all that reads a value are products that round their operands to half precision anyway."""
+    readers = self._readers.get(id(value), [])
+    return (
+      bool(readers)
+      and value.argument is None
+      and getattr(value.dtype, "name", "") == "float32"
+      and all(r.name in _PRODUCTS and r.equation.params.get("precision") is None for r in readers)
+    )
+
+  def is_stored(self, value: Value) -> bool:
+    return id(value) in self._stored
+
+  def steps(self, inner: Callable[[Graph], Peak]) -> list[Step]:
+    out = []
+    for operation in self._graph.operations:
+      if operation.name in VIEWS or _is_view(operation):
+        continue
+      writes = [v for v in operation.results if self.is_stored(v)]
+      if not writes and not operation.equation.effects:
+        continue
+      reads: dict[int, Value] = {}
+      for value in operation.operands:
+        for v in self._sources(self.root(value)):
+          reads[id(v)] = v
+      bodies = [inner(body) for body in operation.bodies]
+      worst = max(bodies, key=lambda found: found.nbytes, default=None)
+      extra = worst.nbytes if worst else 0
+      if operation.name == FP8_PRODUCT:  # the quantised operands
+        extra += sum(math.prod(value.shape) for value in operation.operands[:2])
+      out.append(Step(operation, list(reads.values()), writes, int(extra), worst))
+    return out
+
+  def _fused_cast(self, operation: Operation, value: Value) -> bool:
+    if not self._traits.casts_into_products or operation.name not in _PRODUCTS or value.maker is None:
+      return False
+    return not (_heavy(value.maker) or _reduction(value.maker))
+
+  def _sources(self, value: Value) -> tuple[Value, ...]:
+    """The stored values that a value is, or is computed from."""
+    if self.is_stored(value):
+      return (value,)
+    if id(value) not in self._reach:
+      found: dict[int, Value] = {}
+      for operand in value.maker.operands if value.maker else ():
+        for source in self._sources(self.root(operand)):
+          found[id(source)] = source
+      self._reach[id(value)] = tuple(found.values())
+    return self._reach[id(value)]
+
+  def _keep_shared(self) -> None:
+    """Stores what would be worse to compute again: costly operations, and small values made of large ones."""
+    needed_later = {
+      id(self.root(v)) for o in self._graph.operations if o.phase == BACKWARD for v in o.operands
+    }
+    for operation in self._graph.operations:
+      for value in operation.results:
+        if self.is_stored(value) or id(value) in self._view:
+          continue
+        readers = self._readers.get(id(value), [])
+        if self._traits.keeps_expensive and operation.name in _EXPENSIVE and len(readers) > 1:
+          self._stored.add(id(value))
+          continue
+        if operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
+          sources = self._sources(value)
+          more = sum(s.nbytes for s in sources if id(s) not in needed_later and s.argument is None)
+          if more > value.nbytes or (more == value.nbytes and self._traits.keeps_residuals):
+            self._stored.add(id(value))
+            self._reach.clear()
+          else:
+            needed_later |= {id(s) for s in sources}
+
+
+def _heavy(operation: Operation) -> bool:
+  return operation.name in _STORED_OPERANDS or (bool(operation.bodies))
+
+
+def _reduction(operation: Operation) -> bool:
+  return operation.name.startswith(_REDUCTIONS)
+
+
+def _is_view(operation: Operation) -> bool:
+  if len(operation.operands) != 1 or len(operation.results) != 1:
+    return False
+  operand, result = operation.operands[0], operation.results[0]
+  same = operand.nbytes == result.nbytes
+  if operation.name == "broadcast_in_dim":
+    return same
+  return operation.name == "convert_element_type" and operand.dtype == result.dtype
+
+
+def _simulate(
+  order: Sequence[Step],
+  results: list[Value],
+  arguments: list[Value],
+  reusable: list[Value],
+  size: Callable[[Value], int],
+  root: Callable[[Value], Value],
+) -> Peak:
+  last: dict[int, int] = {}
+  for i, step in enumerate(order):
+    for v in (*step.reads, *step.writes):
+      last[id(v)] = i
+  for v in results:
+    last[id(v)] = len(order)
+  outputs = {id(v) for v in results}
+  fixed = {id(v) for v in arguments}
+  # Results that take a donated argument's memory cost nothing more.
+  free_slots: dict[tuple, int] = {}
+  for v in reusable:
+    key = (v.shape, v.dtype)
+    free_slots[key] = free_slots.get(key, 0) + 1
+  in_place = set()
+  for v in results:
+    key = (v.shape, v.dtype)
+    if id(v) not in fixed and id(v) not in in_place and free_slots.get(key, 0):
+      free_slots[key] -= 1
+      in_place.add(id(v))
+  live: dict[int, Value] = {}
+  total = 0
+  worst, worst_live = 0, list[Value]()
+  worst_at: Step | None = None
+  saved_worst, saved = 0, []
+  saved_now = 0
+  read_later: dict[int, bool] = {}
+  for step in order:
+    if step.operation.phase == BACKWARD:
+      for v in step.reads:
+        read_later[id(v)] = True
+  for i, step in enumerate(order):
+    dying = [v for v in {id(v): v for v in step.reads}.values() if last[id(v)] == i and id(v) in live]
+    reuse = 0
+    if not _heavy(step.operation) or step.operation.name in _IN_PLACE:
+      spare = [size(v) for v in dying]
+      for v in step.writes:
+        n = size(v)
+        if n in spare:
+          spare.remove(n)
+          reuse += n
+    for v in step.writes:
+      if id(v) not in fixed and id(v) not in in_place and id(v) not in live:
+        live[id(v)] = v
+        total += size(v)
+        if step.operation.phase == FORWARD and read_later.get(id(v)):
+          saved_now += size(v)
+    if total - reuse + step.extra > worst:
+      worst, worst_live, worst_at = total - reuse + step.extra, list(live.values()), step
+    if saved_now > saved_worst:
+      saved_worst = saved_now
+      saved = [v for v in live.values() if v.maker and v.maker.phase == FORWARD and read_later.get(id(v))]
+    for v in (*dying, *(v for v in step.writes if last[id(v)] == i)):
+      if id(v) in live and id(v) not in outputs:
+        del live[id(v)]
+        total -= size(v)
+        if v.maker and v.maker.phase == FORWARD and read_later.get(id(v)):
+          saved_now -= size(v)
+  return Peak(
+    nbytes=worst,
+    at=worst_at.operation if worst_at else None,
+    live=worst_live,
+    saved=saved,
+    extra=worst_at.extra if worst_at else 0,
+    read_backward=frozenset(read_later),
+    size=size,
+    order=order,
+    root=root,
+    fresh=[v for v in results if id(v) not in fixed and id(v) not in in_place],
+    inner=worst_at.inner if worst_at else None,
+  )

@@ -1,0 +1,216 @@
+"""The analytic plan of memory: what is at the worst moment of a step, by part, without a compiler."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from mpjax.planner._arguments import Argument
+from mpjax.planner._results import ARGUMENT_PARTS, Memory, Saved, pattern
+from mpjax.planner._targets import Target
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, Value, key_words, merged
+from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
+from mpjax.planner.analytic._liveness import TRAITS, Peak, peak
+from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+
+LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Bytes of the values of a program on one device.
+
+  Attributes:
+    batch_share: of what depends on the batch, the share that one device has.
+    weights: of an array with a weight's shape (transposed, or of one layer of several that are stacked),
+      the share that one device has, with its padding.
+    kind: of the platform; a TPU pads.
+  """
+
+  batch_share: float
+  weights: dict[tuple[int, ...], float]
+  kind: str
+
+  def of(self, value: Value) -> int:
+    """Bytes of a value."""
+    if value.local:
+      return tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
+    if value.shape in self.weights:
+      return int(value.nbytes * self.weights[value.shape])
+    whole = tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
+    return int(whole * self.batch_share)
+
+
+def argument_bytes(argument: Argument, kind: str) -> int:
+  """Bytes of an argument on one device, as a compiler lays it out."""
+  if kind != "tpu":
+    return argument.nbytes
+  local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
+  if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
+    return tiled_bytes((*local, key_words(argument.dtype)), np.dtype(np.uint32))
+  return tiled_bytes(local, argument.dtype)
+
+
+def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
+  """Bytes by part, and those of the optimiser by slot and dtype."""
+  parts: collections.Counter[str] = collections.Counter()
+  slots: collections.Counter[str] = collections.Counter()
+  for argument in arguments:
+    nbytes = argument_bytes(argument, kind)
+    parts[argument.part] += nbytes
+    if argument.part == "optimizer state":
+      slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
+  ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
+  return ordered, dict(slots.most_common())
+
+
+def table_bytes(results: int, kind: str) -> int:
+  """Bytes of the table of pointers in which a compiled program returns several results."""
+  if results < 2:
+    return 0
+  return -(-4 * results // 512) * 512 if kind == "tpu" else 8 * results
+
+
+def analyse(
+  graph: Graph, arguments: Sequence[Argument], donated: Sequence[bool], target: Target, results: int
+) -> Memory:
+  """The parts at the worst moment of a step.
+
+  Args:
+    graph: of the step.
+    arguments: the leaves of its arguments.
+    donated: which of them the results may take the memory of.
+    target: whose habits are followed.
+    results: how many leaves the step returns.
+  """
+  sizes = _sizes(arguments, target.kind)
+  program = merged(graph, through_regions=target.kind == "cpu")
+  reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
+  worst = peak(program, TRAITS[target.kind], size=sizes.of, reusable=reusable)
+  weights = {a.shape for a in arguments if a.part == "master weights"}
+  results_in = {id(v) for v in program.results}
+  transient: collections.Counter[str] = collections.Counter()
+  moment: Peak | None = worst
+  while moment is not None:  # and what is inside of the loop or branch that runs then
+    for value in moment.live:
+      transient[_part(value, weights, moment, results_in)] += moment.size(value)
+    moment = moment.inner
+  known = sum(transient.values())
+  transient["temporaries"] += max(0, worst.nbytes - known)
+  transient["temporaries"] -= min(transient["temporaries"], max(0, known - worst.nbytes))
+  transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
+  transient["outputs"] += (
+    table_bytes(results, target.kind)
+    + program.literal_bytes
+    + _returned_again(program, worst, donated, sizes)
+  )
+  _move_on_chip(transient, target.on_chip)
+  # On the chip or not, results are in the device's memory at the end.
+  fresh = sum(worst.size(value) for value in {id(v): v for v in worst.fresh}.values())
+  missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
+  transient["outputs"] += max(0, missing)
+  parts, slots = argument_parts(arguments, target.kind)
+  order = ("compute copies", "gradients", "activations", "workspace", "temporaries", "outputs")
+  parts |= {name: transient[name] for name in order if transient[name]}
+  inner = [step.inner for step in worst.order if step.inner is not None]
+  saved = max((_saved(moment) for moment in (worst, *inner)), key=_total)
+  state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
+  shapes = [a.shape for a in arguments if a.part == "master weights"]
+  state |= held_at_once(program, worst, shapes, sizes.of)
+  return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state)
+
+
+def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
+  batch = [a for a in arguments if a.part == "batch"]
+  whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
+  weights: dict[tuple[int, ...], float] = {}
+  for a in arguments:
+    if a.part == "master weights" and len(a.shape) > 1:
+      share = argument_bytes(a, kind) / max(1, a.whole)
+      for shape in _like_weight(a.shape):
+        weights.setdefault(shape, share)
+  return Sizes(local / whole if whole else 1.0, weights, kind)
+
+
+def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+  """Shapes by which a weight and its gradient are known again: transposed, and one layer of a stack."""
+  found = [shape, shape[::-1]]
+  return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
+
+
+def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
+  if id(value) in results:
+    return "outputs"
+  maker = value.maker
+  shaped = value.shape in weights or tuple(reversed(value.shape)) in weights
+  if maker is None:
+    return "temporaries"
+  if shaped and value.shape and maker.phase != BACKWARD and from_arguments(value):
+    return "compute copies"
+  if shaped and maker.phase == BACKWARD and len(value.shape) > 1:
+    return "gradients"
+  if maker.phase == FORWARD and id(value) in worst.read_backward:
+    return "activations"
+  return "temporaries"
+
+
+def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: Sizes) -> int:
+  """Bytes of results that are another result, or an argument that the step may not overwrite."""
+  seen: set[int] = set()
+  total = 0
+  for value in graph.results:
+    root = worst.root(value)
+    given = root.argument is not None and not donated[root.argument]
+    total += sizes.of(value) if id(root) in seen or given else 0
+    seen.add(id(root))
+  return total
+
+
+def _move_on_chip(parts: collections.Counter[str], room: int) -> None:
+  """Takes away what the compiler keeps in the chip's own memory: what does not live for long."""
+  for name in ("temporaries", "gradients", "compute copies"):
+    moved = min(room, parts[name])
+    parts[name] -= moved
+    room -= moved
+
+
+def _saved(worst: Peak) -> tuple[Saved, ...]:
+  groups: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
+  for value in worst.saved:
+    maker = value.maker
+    if maker is None:
+      continue
+    dtype = getattr(value.dtype, "name", str(value.dtype))
+    row = groups.setdefault((pattern(maker.path), maker.source, maker.name, dtype, value.shape), [0, 0])
+    row[0] += 1
+    row[1] += worst.size(value)
+  rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]
+  return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _total(saved: Sequence[Saved]) -> int:
+  return sum(row.nbytes for row in saved)
+
+
+def floor_bytes(memory: Memory, written: int, cache: int) -> int:
+  """Bytes that a step must move at the least: arguments read, results written, activations both ways.
+
+  Args:
+    memory: of the step.
+    written: bytes of its results.
+    cache: bytes that a cache may keep from one step or pass to the next.
+  """
+  read = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
+  return max(0, read - cache) + max(0, written - cache) + 2 * max(0, memory.saved_bytes - cache)
+
+
+def written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+  """Bytes, on one device, of the results that are not an argument as it came."""
+  sizes = _sizes(arguments, kind)
+  return sum(
+    sizes.of(value) for value in {id(v): v for v in graph.results}.values() if value.argument is None
+  )

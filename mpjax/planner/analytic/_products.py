@@ -1,0 +1,212 @@
+"""The matrix products of a program, and whether a target's matrix units run them at full rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import formats
+from mpjax.planner._results import Product, pattern
+from mpjax.planner._targets import Target
+from mpjax.planner.analytic._graph import Graph, Operation, Value
+from mpjax.planner.render._units import bytes_text
+
+_TF32 = ("TF32", "tensorfloat32", "tf32")
+# How many bfloat16 passes a TPU makes for a float32 product of a precision.
+_PASSES = {"HIGH": 3, "HIGHEST": 6}
+# Padding by more than this share of a weight costs more than it wins.
+_WORTH_PADDING = 0.25
+
+
+def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Product, ...]:
+  """Every product, those of a line, shape and dtype together; the most FLOPs first.
+
+  Args:
+    graph: of the program.
+    target: whose matrix units are meant.
+    devices: over which the FLOPs are divided.
+  """
+  found: dict[Any, Product] = {}
+  for operation, times in graph.every_operation():
+    if not operation.flops:
+      continue
+    product = _product(operation, target)
+    flops = operation.flops * times // (1 if operation.local else devices)
+    key = dataclasses.replace(product, flops=0)
+    known = found.get(key)
+    found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
+  return tuple(sorted(found.values(), key=lambda product: -product.flops))
+
+
+def seconds_on_units(graph: Graph, target: Target, devices: int = 1) -> float | None:
+  """The time that all products take at the target's published peaks; `None` where it has none."""
+  if not target.flops:
+    return None
+  total = 0.0
+  for operation, times in graph.every_operation(least=True):
+    if operation.flops:
+      total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
+  return total
+
+
+def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
+  """Sentences that name the dimensions of weights which keep products from full rate, and what padding costs.
+
+  Args:
+    graph: of the program.
+    target: whose matrix units are meant.
+    weights: position of an argument to its path and to how many bytes of state an element of it has.
+  """
+  advice: dict[tuple[str, int], str] = {}
+  for operation, _ in graph.every_operation():
+    if not operation.flops:
+      continue
+    dtype = dtype_of(operation, target)
+    sizes, needed = shape_of(operation), padded(operation, target)
+    if not formats.runs_on(target.matrix_units, dtype):
+      continue
+    for operand in operation.operands[:2]:
+      weight = _weight(operand)
+      if weight is None or weight.argument not in weights:
+        continue
+      path, bytes_per_element = weights[weight.argument]
+      for size, wanted in zip(sizes, needed, strict=True):
+        if size != wanted and size in weight.shape and size > 1 and (path, size) not in advice:
+          rows = math.prod(weight.shape) // size
+          cost = (wanted - size) * rows
+          if cost > _WORTH_PADDING * math.prod(weight.shape):
+            continue
+          share = cost / math.prod(weight.shape)
+          advice[path, size] = (
+            f"pad {path} from {size} to {wanted}: {cost:,} more elements ({share:.2%}, "
+            f"{bytes_text(cost * bytes_per_element)} with optimizer state), and its products run at full rate"
+          )
+  return list(advice.values())
+
+
+def shape_of(operation: Operation) -> tuple[int, int, int]:
+  """M, N, K of one product, [M, K] x [K, N]; of a convolution as the product that it is computed by."""
+  equation = operation.equation
+  out = equation.outvars[0].aval.shape
+  if operation.name == "conv_general_dilated":
+    spec = equation.params["dimension_numbers"]
+    groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
+    kernel = equation.invars[1].aval.shape
+    features = out[spec.out_spec[1]]
+    n = features // groups
+    return math.prod(out) // max(1, features), n, math.prod(kernel) // max(1, kernel[spec.rhs_spec[0]])
+  if operation.name == "ragged_dot_general":
+    m, n = out[0], out[-1]
+    return m, n, operation.flops // max(1, 2 * m * n)
+  (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
+  lhs, rhs = (atom.aval.shape for atom in equation.invars[:2])
+  m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
+  n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
+  return m, n, math.prod(lhs[i] for i in contracted)
+
+
+def padded(operation: Operation, target: Target) -> tuple[int, int, int]:
+  """The next M, N, K at which the target's units run the product at full rate."""
+  return formats.padded(target.matrix_units, dtype_of(operation, target), *shape_of(operation))
+
+
+def dtype_of(operation: Operation, target: Target) -> str:
+  """The dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU, unless asked for more."""
+  equation = operation.equation
+  if operation.name == "fp8_dot_general":
+    spec = equation.params["spec"]
+    kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
+    return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
+  dtypes = [jnp.dtype(atom.aval.dtype) for atom in equation.invars[:2]]
+  dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
+  if dtype == np.float32 and target.kind == "gpu" and _precision(equation) != "HIGHEST":
+    return "tensorfloat32"
+  return dtype.name
+
+
+def _precision(equation: Any) -> str:
+  """`HIGH` or `HIGHEST` where a product asks for it, or empty: the device's default."""
+  asked = equation.params.get("precision")
+  if asked is None:
+    return ""
+  both = asked if isinstance(asked, tuple) else (asked,)
+  names = [getattr(one, "name", str(one)) for one in both]
+  if any(word in name for name in names for word in _TF32):
+    return ""
+  if any("HIGHEST" in name or "F32_F32" in name for name in names):
+    return "HIGHEST"
+  return "HIGH" if "HIGH" in names else ""
+
+
+def _rate(operation: Operation, target: Target) -> float:
+  dtype = dtype_of(operation, target)
+  if target.kind == "tpu" and dtype == "float32":
+    return target.flops["bfloat16"] / _PASSES.get(_precision(operation.equation), 1)
+  name = "float8" if dtype.startswith("float8") else dtype
+  if name == "float8" and (name not in target.flops or not formats.runs_on(target.matrix_units, "float8")):
+    name = "bfloat16"  # which is what the values are widened to
+  return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
+
+
+def _product(operation: Operation, target: Target) -> Product:
+  sizes = shape_of(operation)
+  dtype = dtype_of(operation, target)
+  wanted = formats.padded(target.matrix_units, dtype, *sizes)
+  fits = formats.eligible(target.matrix_units, dtype, *sizes)
+  one = 2 * math.prod(sizes)
+  return Product(
+    path=pattern(operation.path),
+    source=operation.source,
+    phase=operation.phase,
+    operation=operation.name,
+    dtype=dtype,
+    shape=sizes,
+    padded=wanted,
+    batch=max(1, round(operation.flops / one)) if one else 1,
+    flops=0,
+    eligible=fits,
+    why="" if fits else _why(dtype, sizes, wanted, target),
+  )
+
+
+def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], target: Target) -> str:
+  if not formats.runs_on(target.matrix_units, dtype):
+    return f"{target.name} has no matrix units for {dtype}"
+  if 1 in sizes:
+    return "a matrix times a vector: bound by memory"
+  multiples = formats.MATRIX_UNITS[target.matrix_units].multiples["float8" if "float8" in dtype else dtype]
+  wrong = [
+    f"{name}={size} is no multiple of {step}"
+    for name, size, pad, step in zip("MNK", sizes, wanted, multiples, strict=True)
+    if size != pad
+  ]
+  return ", ".join(wrong)
+
+
+def _weight(value: Value) -> Value | None:
+  """The argument that a value is a cast or transposed form of."""
+  for _ in range(64):
+    if value.argument is not None:
+      return value
+    maker = value.maker
+    if maker is None or maker.flops or maker.bodies or not maker.operands:
+      return None
+    if math.prod(maker.operands[0].shape) != math.prod(value.shape):
+      return None
+    value = maker.operands[0]
+  return None
+
+
+def half_dtype(products: tuple[Product, ...]) -> Any:
+  """The dtype that most of the FLOPs are in: what weights would be served in."""
+  total: dict[str, int] = {}
+  for product in products:
+    name = "bfloat16" if product.dtype.startswith("float8") else product.dtype
+    total[name] = total.get(name, 0) + product.flops
+  best = max(total, key=lambda name: total[name], default="float32")
+  return jax.dtypes.canonicalize_dtype("float32" if best == "tensorfloat32" else best)

@@ -1,0 +1,85 @@
+"""Orders in which a program's steps may run: a compiler takes one that keeps little in memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpjax.planner.analytic._graph import BACKWARD, Value
+
+if TYPE_CHECKING:
+  from mpjax.planner.analytic._liveness import Step
+
+
+def delayed(steps: Sequence[Step]) -> list[Step]:
+  """The steps in program order, but for what is computed again: that comes when it is first read."""
+  maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
+  again: set[int] = set()
+  for i, step in enumerate(steps):
+    before = [maker[id(v)] for v in step.reads if id(v) in maker]
+    if step.operation.region and all(j in again or steps[j].operation.phase != BACKWARD for j in before):
+      again.add(i)
+  first = list(range(len(steps)))
+  used: dict[int, int] = {}
+  for i in range(len(steps) - 1, -1, -1):
+    if i in again:
+      first[i] = used.get(i, i)
+    for v in steps[i].reads:
+      j = maker.get(id(v))
+      if j is not None:
+        used[j] = min(used.get(j, first[i]), first[i])
+  order = sorted(range(len(steps)), key=lambda i: (first[i], i not in again, i))
+  return [steps[i] for i in order]
+
+
+def greedy(steps: Sequence[Step], kept: set[int], size: Callable[[Value], int]) -> list[Step]:
+  """The steps in an order that frees what it can as soon as it can.
+
+  Args:
+    steps: in program order.
+    kept: identities of the values that are never freed.
+    size: bytes of a value.
+  """
+  maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
+  waits = [0] * len(steps)
+  unlocks: list[list[int]] = [[] for _ in steps]
+  left: dict[int, int] = {}
+  for i, step in enumerate(steps):
+    for v in step.reads:
+      left[id(v)] = left.get(id(v), 0) + 1
+      if id(v) in maker and maker[id(v)] != i:
+        waits[i] += 1
+        unlocks[maker[id(v)]].append(i)
+
+  def gain(i: int) -> int:
+    freed = sum(size(v) for v in steps[i].reads if left[id(v)] == 1 and id(v) not in kept)
+    return freed - sum(size(v) for v in steps[i].writes if id(v) not in kept)
+
+  readers: dict[int, list[int]] = {}
+  for i, step in enumerate(steps):
+    for v in step.reads:
+      readers.setdefault(id(v), []).append(i)
+  # Nothing is computed again before the forward pass has ended.
+  rank = lambda i: (steps[i].operation.phase == BACKWARD, -gain(i), i)
+  ready = [rank(i) for i in range(len(steps)) if not waits[i]]
+  heapq.heapify(ready)
+  done = [False] * len(steps)
+  order = []
+  while ready:
+    *_, i = heapq.heappop(ready)
+    if done[i]:
+      continue
+    done[i] = True
+    order.append(steps[i])
+    for v in steps[i].reads:
+      left[id(v)] -= 1
+      if left[id(v)] == 1:
+        for j in readers[id(v)]:
+          if not done[j] and not waits[j]:
+            heapq.heappush(ready, rank(j))
+    for j in unlocks[i]:
+      waits[j] -= 1
+      if not waits[j]:
+        heapq.heappush(ready, rank(j))
+  return order

@@ -1,0 +1,239 @@
+"""Compiles a step for a target: here, or in a process that describes devices which are not there.
+
+That process has the environment that such compilers need, whatever JAX does in this one; if it dies, this one
+lives. The step travels as a `jax.export` program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+
+from mpjax.planner._targets import Target
+
+_TIMEOUT = 3600
+# One package of each extra, by the name that Python imports.
+_PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
+_ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
+
+
+class CompileError(RuntimeError):
+  """The target's compiler did not compile the step: its own message, and what was tried.
+
+  Attributes:
+    out_of_memory: whether that was because the step does not fit the device.
+  """
+
+  def __init__(self, message: str, out_of_memory: bool = False):
+    super().__init__(message)
+    self.out_of_memory = out_of_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A compiled program.
+
+  Attributes:
+    arguments, outputs, aliases, temporaries: bytes on one device.
+    live: bytes of temporaries that are live at the worst moment, gaps between them apart; 0 if not known.
+    text: its optimised HLO.
+    seconds: that compiling took.
+    accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 if it has none.
+  """
+
+  arguments: int
+  outputs: int
+  aliases: int
+  temporaries: int
+  live: int
+  text: str
+  seconds: float
+  accessed: float = 0.0
+
+
+def missing(target: Target) -> str:
+  """What to install to compile for a target, in a line; empty if nothing is missing."""
+  if target.is_here:
+    return ""
+  for package in _PACKAGES[target.extra]:
+    if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
+      return (
+        f'analytic only: pip install "mpjax[{target.extra}]" to compile for {target.name} without the device'
+      )
+  return ""
+
+
+def compile_step(step: Any, args: tuple[Any, ...], donated: Sequence[int], target: Target) -> Program:
+  """Compiles a function for a target.
+
+  Args:
+    step: any function that JAX can trace.
+    args: shapes of its arguments, with shardings where it runs on several devices.
+    donated: positions, among the leaves of `args`, of those whose memory the results may take.
+    target: of the compiler.
+
+  Raises:
+    CompileError: with the compiler's message.
+  """
+  leaves, structure = jax.tree.flatten(args)
+
+  # A program that travels cannot have the user's own tree types.
+  def flat(*leaves: Any) -> list[Any]:
+    return jax.tree.leaves(step(*jax.tree.unflatten(structure, leaves)))
+
+  jitted = jax.jit(flat, donate_argnums=tuple(donated), keep_unused=True)
+  if target.is_here:
+    return _compile_here(jitted, leaves)
+  with tempfile.TemporaryDirectory(prefix="mpjax-plan-") as folder:
+    request = {
+      "kind": target.kind,
+      "topology": target.topology,
+      "donated": list(donated),
+      "mesh": _mesh(leaves),
+    }
+    return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
+
+
+def figures(compiled: Any, seconds: float) -> dict[str, Any]:
+  """A `Program`'s fields from what JAX compiled."""
+  memory = compiled.memory_analysis()
+  return {
+    "arguments": memory.argument_size_in_bytes,
+    "outputs": memory.output_size_in_bytes,
+    "aliases": memory.alias_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "live": _live(memory),
+    "text": compiled.as_text(),
+    "seconds": seconds,
+    "accessed": (compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
+  }
+
+
+def _live(memory: Any) -> int:
+  # Of the CPU's compiler the figure leaves temporaries out.
+  live = getattr(memory, "peak_memory_in_bytes", 0) - memory.argument_size_in_bytes
+  return live if live > memory.temp_size_in_bytes // 4 else 0
+
+
+def _compile_here(jitted: Any, args: Sequence[Any]) -> Program:
+  start = time.perf_counter()
+  try:
+    compiled = jitted.lower(*args).compile()
+  except jax.errors.JaxRuntimeError as error:
+    raise CompileError(_first_lines(str(error)), _is_memory(str(error))) from error
+  return Program(**figures(compiled, time.perf_counter() - start))
+
+
+def _exported(jitted: Any, args: Sequence[Any], target: Target) -> bytes:
+  platform = "cuda" if target.kind == "gpu" else target.kind
+  try:
+    try:
+      exported = _export(jitted, args, platform, [])
+    except ValueError as error:
+      # A program that is kept may not call just any library; this one is compiled at once.
+      calls = re.findall(r"custom_call @([\w$.]+)", str(error))
+      if not calls:
+        raise
+      exported = _export(jitted, args, platform, calls)
+    return bytes(exported.serialize())
+  except (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RuntimeError,
+  ) as error:  # such as a callback to this machine
+    raise CompileError(f"the step cannot be taken to {target.name}: {_first_lines(str(error))}") from error
+
+
+def _export(jitted: Any, args: Sequence[Any], platform: str, calls: Sequence[str]) -> Any:
+  checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+  return jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
+
+
+def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
+  """Names, sizes and types of the axes of the mesh that arguments lie on; none for one device."""
+  meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
+  if not meshes:
+    return []
+  types = [kind.name for kind in meshes[0].axis_types]
+  return [(name, size, kind) for (name, size), kind in zip(meshes[0].shape.items(), types, strict=True)]
+
+
+def _compile_apart(program: bytes, request: dict[str, Any], target: Target, folder: pathlib.Path) -> Program:
+  (folder / "program").write_bytes(program)
+  if target.kind == "gpu":
+    request["description"] = target.gpu_description()
+  (folder / "request.json").write_text(json.dumps(request))
+  message = ""
+  for flags in _flags(target):
+    code, message = _run(folder, flags)
+    if code == 0:
+      result = json.loads((folder / "result.json").read_text())
+      if "error" not in result:
+        return Program(**result, text=(folder / "program.hlo").read_text())
+      message = result["error"]
+      if _is_memory(message):
+        break
+  raise CompileError(f"{target.name}: {_first_lines(message)}", _is_memory(message))
+
+
+def _flags(target: Target) -> tuple[str, ...]:
+  """XLA's flags to try: with no GPU to tune products on, Triton's are not always possible."""
+  if target.kind != "gpu":
+    return ("",)
+  base = "--xla_gpu_autotune_level=0"
+  return (f"{base} --xla_gpu_enable_triton_gemm=false", base)
+
+
+def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
+  root = str(pathlib.Path(__file__).parents[2])
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",  # with it the plug-ins are compilers, and look for no device
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+  }
+  # -P: nothing is imported from whatever folder this happens to run in.
+  command = [sys.executable, "-P", "-m", "mpjax.planner.compiled._worker", str(folder)]
+  process = subprocess.Popen(
+    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
+  try:
+    output, _ = process.communicate(timeout=_TIMEOUT)
+  except subprocess.TimeoutExpired as error:
+    process.kill()
+    raise CompileError(f"the compiler was stopped after {_TIMEOUT} s") from error
+  except BaseException:
+    process.kill()
+    process.wait()
+    raise
+  return process.returncode, output
+
+
+def _is_memory(message: str) -> bool:
+  return any(sign in message for sign in ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory"))
+
+
+def _first_lines(message: str) -> str:
+  lines = [line.strip() for line in message.splitlines() if line.strip()]
+  told = [line for line in lines if "Error" in line or "error" in line or "RESOURCE" in line]
+  return (told[:1] or lines[-1:] or ["the compiler stopped without a message"])[0][:600]
+
+
+def _absent(package: str) -> bool:
+  return importlib.util.find_spec(package) is None

@@ -1,0 +1,269 @@
+"""Reads the text of a compiled module: instructions in the order they run, with sizes, names and lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+from mpjax.planner.compiled._hlo_loops import trips
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(
+  r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(?:\{([^}]*)\}|%([\w.\-]+))"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_BITS = re.compile(r"(\d+)")
+_TILE = re.compile(r"T\(([\d,]*)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_DEPTH = 64
+_PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+  """An array of a compiled program.
+
+  Attributes:
+    dtype: as HLO names it: `f32`, `bf16`, `f8e4m3fn`.
+    dims: sizes of its dimensions.
+    nbytes: what it takes in memory, with the padding of its tiles.
+    space: memory that it is in; 0 is the device's main memory.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+  nbytes: int
+  space: int
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Instruction:
+  """One instruction.
+
+  Attributes:
+    name: its own.
+    shapes: of its result, or of the parts of a tuple.
+    op: opcode.
+    operands: names of the instructions that it reads.
+    called: names of the computations that it runs.
+    rest: text of operands and attributes.
+    is_root: whether its computation returns it.
+  """
+
+  name: str
+  shapes: list[Shape]
+  op: str
+  operands: list[str]
+  called: list[str]
+  rest: str
+  is_root: bool
+
+  @property
+  def op_name(self) -> str:
+    """Where it is from in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
+    found = _OP_NAME.search(self.rest)
+    return found[1].split(";")[0] if found else ""
+
+  @property
+  def frame(self) -> int:
+    """Number of its stack frame in the module's tables; 0 for none."""
+    found = _FRAME.search(self.rest)
+    return int(found[1]) if found else 0
+
+  @property
+  def trip_count(self) -> int | None:
+    """How often a loop runs its body; `None` where the compiler does not say, and 1 for all else."""
+    if self.op != "while":
+      return 1
+    found = _TRIP_COUNT.search(self.rest)
+    return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A compiled program.
+
+  Attributes:
+    computations: name to instructions by name, in the order that they run.
+    entry: name of the main computation.
+    aliases: position of a result to the position of the argument whose memory it takes.
+    lines: number of a stack frame to (file, line) of itself and its callers, innermost first.
+  """
+
+  computations: dict[str, dict[str, Instruction]]
+  entry: str
+  aliases: dict[int, int]
+  lines: dict[int, list[tuple[str, int]]]
+
+  def repetitions(self) -> Iterator[tuple[str, int, list[Instruction]]]:
+    """(computation, how often it runs, the instructions that it is called from, outermost first).
+
+    A loop of a length that is not known counts once.
+    """
+
+    def visit(
+      name: str, times: int, callers: list[Instruction]
+    ) -> Iterator[tuple[str, int, list[Instruction]]]:
+      yield name, times, callers
+      scope = self.computations[name]
+      for instruction in scope.values():
+        runs = instruction.trip_count
+        if runs is None:
+          runs = trips(self.computations, scope, instruction) or 1
+        for called in instruction.called:
+          if called in self.computations:
+            yield from visit(called, times * runs, [*callers, instruction])
+
+    yield from visit(self.entry, 1, [])
+
+  def parameters(self) -> list[Shape]:
+    """Arguments of the program, in order."""
+    found = [i for i in self.computations[self.entry].values() if i.op == "parameter"]
+    return [
+      shape for i in sorted(found, key=lambda i: int(i.rest[: i.rest.index(")")])) for shape in i.shapes
+    ]
+
+  def results(self) -> list[Shape]:
+    """Results of the program, in order."""
+    return next(i for i in self.computations[self.entry].values() if i.is_root).shapes
+
+
+def parse(text: str) -> Module:
+  """The module of an HLO text.
+
+  Raises:
+    ValueError: for a text without an entry computation.
+  """
+  computations: dict[str, dict[str, Instruction]] = {}
+  current: dict[str, Instruction] = {}
+  entry = ""
+  for line in text.splitlines():
+    if header := _COMPUTATION.match(line):
+      current = computations[header[2]] = {}
+      entry = header[2] if header[1] else entry
+    elif parsed := _INSTRUCTION.match(line):
+      rest = parsed[5]
+      current[parsed[2]] = Instruction(
+        parsed[2], shapes(parsed[3]), parsed[4], _operands(rest), _called(rest), rest, bool(parsed[1])
+      )
+  if not entry:
+    raise ValueError("no ENTRY computation: expected the text of an HLO module, as compiled.as_text() gives")
+  head = text[: text.find("\n")]
+  return Module(computations, entry, _aliases(head), _frames(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(dtype: str, dims_text: str, layout: str) -> Shape:
+  dims = tuple(int(d) for d in dims_text.split(",") if d)
+  space = _SPACE.search(layout)
+  return Shape(dtype, dims, padded_bytes(dtype, dims, layout), int(space[1]) if space else 0)
+
+
+def shapes(text: str) -> list[Shape]:
+  """The arrays of a shape or of a tuple of them, as HLO writes it."""
+  return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
+
+
+def numpy_name(dtype: str) -> str:
+  """NumPy's name of a dtype: `float32` for `f32`."""
+  if dtype == "pred":
+    return "bool"
+  found = _PLAIN_DTYPE.fullmatch(dtype)
+  if found:
+    return {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}[found[1]] + found[2]
+  return re.sub(r"^f(\d)(e)", r"float\1_\2", dtype)
+
+
+def bits(dtype: str) -> int:
+  """Bits of an element in memory."""
+  found = _BITS.search(dtype)
+  return 8 if dtype == "pred" else int(found[1]) if found else 0
+
+
+def padded_bytes(dtype: str, dims: tuple[int, ...], layout: str) -> int:
+  """Bytes of an array whose layout is `1,0:T(8,128)(2,1)`: its minor dimensions are whole tiles."""
+  order, _, tiling = layout.partition(":")
+  tile = _TILE.search(tiling)
+  if tile is None:
+    return math.ceil(math.prod(dims) * bits(dtype) / 8)
+  sizes = [int(t) for t in tile[1].split(",") if t]
+  minor_to_major = [int(i) for i in order.split(",") if i]
+  major_to_minor = [dims[i] for i in reversed(minor_to_major)]
+  while len(major_to_minor) < len(sizes):
+    major_to_minor.insert(0, 1)
+  for i in range(1, len(sizes) + 1):
+    major_to_minor[-i] = -(-major_to_minor[-i] // sizes[-i]) * sizes[-i]
+  return math.ceil(math.prod(major_to_minor) * bits(dtype) / 8)
+
+
+def _operands(rest: str) -> list[str]:
+  depth = 1
+  for end, letter in enumerate(rest):
+    depth += (letter == "(") - (letter == ")")
+    if depth == 0:
+      return re.findall(r"%([\w.\-]+)", rest[:end])
+  return []
+
+
+def _called(rest: str) -> list[str]:
+  return [name for several, one in _CALLED.findall(rest) for name in re.findall(r"[\w.\-]+", several or one)]
+
+
+def _aliases(head: str) -> dict[int, int]:
+  start = head.find("input_output_alias=")
+  if start < 0:
+    return {}
+  text = head[start : head.find("entry_computation_layout", start)]
+  return {int(out.split(",")[0] or 0): int(argument) for out, argument, _ in _ALIAS.findall(text)}
+
+
+def _frames(text: str) -> dict[int, list[tuple[str, int]]]:
+  """Stack frames from the four tables at the top of a module."""
+  start = text.find("\nFileNames")
+  if start < 0:
+    return {}
+  names: dict[int, str] = {}
+  locations: dict[int, tuple[int, int]] = {}
+  frames: dict[int, tuple[int, int]] = {}
+  section = ""
+  for line in text[start + 1 :].splitlines():
+    if not line.strip():
+      continue
+    if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+      section = line
+    elif not line[0].isdigit():
+      break
+    elif section == "FileNames":
+      number, _, name = line.partition(" ")
+      names[int(number)] = name.strip().strip('"')
+    elif section == "FileLocations":
+      numbers = [int(n) for n in re.findall(r"\d+", line)]
+      locations[numbers[0]] = (numbers[1], numbers[3])
+    elif section == "StackFrames":
+      numbers = [int(n) for n in re.findall(r"\d+", line)]
+      # The table numbers frames from one, and a parent is given as its number and one more.
+      frames[numbers[0]] = (numbers[1], numbers[2] - 1 if len(numbers) > 2 else 0)
+  return {number: _chain(number, frames, locations, names) for number in frames}
+
+
+def _chain(
+  number: int,
+  frames: dict[int, tuple[int, int]],
+  locations: dict[int, tuple[int, int]],
+  names: dict[int, str],
+) -> list[tuple[str, int]]:
+  """(file, line) of a frame and its callers."""
+  chain: list[tuple[str, int]] = []
+  while number in frames and len(chain) < _DEPTH:
+    location, number = frames[number]
+    file, line = locations[location]
+    chain.append((names[file], line))
+  return chain

@@ -1,0 +1,168 @@
+"""Divides a compiled program's peak into the parts that a plan has: activations, gradients, workspace."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+
+from mpjax.planner._results import Memory, Saved, pattern
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD
+from mpjax.planner.compiled._hlo import Instruction, Module, numpy_name
+from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak
+from mpjax.planner.compiled._hlo_names import module_path, operation_of, phase_of, source_of
+
+LISTED = 20
+_PRODUCTS = frozenset({"dot", "convolution", "custom-call", "fusion"})
+
+
+def divide(
+  module: Module,
+  arguments: dict[str, int],
+  optimizer: dict[str, int],
+  weights: set[tuple[int, ...]],
+  *,
+  temporaries: int,
+  outputs: int,
+  known_live: int = 0,
+) -> tuple[Memory, float]:
+  """The parts of a program's peak, and the share of the peak that they account for.
+
+  Args:
+    module: the program.
+    arguments: bytes of its arguments by part, on one device and with padding.
+    optimizer: of those, the optimiser's by slot.
+    weights: shapes of the weights on one device.
+    temporaries: bytes that the compiler says it needs beside arguments and results.
+    outputs: bytes of results that take no argument's memory.
+    known_live: what the compiler says is live of `temporaries` at the worst moment, 0 if it does not: the
+      rest of them are gaps that it leaves between buffers.
+  """
+  live = live_at_peak(module)
+  names = _Names(module)
+  elements = {_without_ones(shape) for shape in weights}
+  parts: collections.Counter[str] = collections.Counter()
+  for buffer in _all(live):
+    parts[_part(buffer, names, elements)] += buffer.nbytes
+  listed = sum(parts.values())
+  if listed > temporaries:
+    parts = collections.Counter({name: n * temporaries // listed for name, n in parts.items()})
+  allocator = temporaries - sum(parts.values())
+  gaps = max(0, temporaries - known_live) if known_live else 0
+  missed = max(0, abs(listed - temporaries) - (gaps if listed <= temporaries else 0))
+  total = sum(arguments.values()) + outputs + temporaries
+  everything = {name: n for name, n in arguments.items() if n}
+  order = ("compute copies", "gradients", "activations", "workspace", "temporaries")
+  everything |= {name: parts[name] for name in order if parts[name]}
+  if outputs:
+    everything["outputs"] = outputs
+  if allocator:
+    everything["allocator"] = allocator
+  saved = _saved(live, names, elements)
+  memory = Memory(everything, optimizer, saved[:LISTED], sum(s.nbytes for s in saved), total)
+  return memory, max(0.0, 1 - missed / total) if total else 1.0
+
+
+class _Names:
+  """Phases, modules and lines, for instructions without names from what they read."""
+
+  def __init__(self, module: Module):
+    self.module = module
+    self._by_name = {i.name: i for c in module.computations.values() for i in c.values()}
+
+  def named(self, instruction: Instruction) -> Instruction:
+    """The instruction, or the nearest one above it that has a module's name."""
+    at = instruction
+    for _ in range(8):
+      if module_path(at.op_name):
+        return at
+      above = self._by_name.get(at.operands[0]) if at.operands else None
+      if above is None or above.op == "parameter":
+        break
+      at = above
+    return instruction if instruction.op_name else at
+
+  def phase(self, instruction: Instruction) -> str:
+    """Of the derivative."""
+    return phase_of(instruction.op_name or self.named(instruction).op_name)
+
+  def reads_arguments_only(self, instruction: Instruction) -> bool:
+    """Whether all that it reads are arguments of the program, perhaps as views of them."""
+    entry = self.module.computations[self.module.entry]
+    for name in instruction.operands:
+      at = entry.get(name)
+      while at is not None and at.op in ("bitcast", "copy") and at.operands:
+        at = entry.get(at.operands[0])
+      if at is None or at.op not in ("parameter", "constant"):
+        return False
+    return bool(instruction.operands)
+
+  @functools.cached_property
+  def turn(self) -> int:
+    """Position of the last product of the forward pass in the schedule; -1 without a backward pass."""
+    entry = self.module.computations[self.module.entry]
+    last, backward = -1, False
+    for i, instruction in enumerate(entry.values()):
+      phase = phase_of(instruction.op_name)
+      backward |= phase == BACKWARD
+      if phase == FORWARD and instruction.op in _PRODUCTS:
+        last = i
+    return last if backward else -1
+
+  @functools.cached_property
+  def positions(self) -> dict[str, int]:
+    """Of the instructions of the main computation."""
+    return {name: i for i, name in enumerate(self.module.computations[self.module.entry])}
+
+  def spans_turn(self, buffer: Buffer) -> bool:
+    """Whether a buffer is written before the forward pass ends, and read after."""
+    made = self.positions.get(buffer.maker.name, self.turn)
+    return made < self.turn and any(self.positions.get(r.name, -1) > self.turn for r in buffer.readers)
+
+
+def _all(live: Live) -> list[Buffer]:
+  inner = _all(live.inner) if live.inner else []
+  return [*live.buffers, *inner]
+
+
+def _part(buffer: Buffer, names: _Names, weights: set[tuple[int, ...]]) -> str:
+  maker = buffer.maker
+  shape = maker.shapes[buffer.index] if buffer.index < len(maker.shapes) else maker.shapes[0]
+  if maker.op == "custom-call" and shape.dtype in ("s8", "u8") and len(shape.dims) == 1 and buffer.index:
+    return "workspace"
+  like_weight = _without_ones(shape.dims) in weights
+  phase = names.phase(maker)
+  if like_weight and math.prod(shape.dims) > 1:
+    if phase != BACKWARD and names.reads_arguments_only(maker):
+      return "compute copies"
+    if phase == BACKWARD:
+      return "gradients"
+  if phase == FORWARD and any(names.phase(reader) == BACKWARD for reader in buffer.readers):
+    return "activations"
+  return "activations" if names.spans_turn(buffer) else "temporaries"
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """A shape by which an array is known again in any order of its dimensions."""
+  return tuple(sorted(d for d in shape if d != 1))
+
+
+def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Saved, ...]:
+  groups: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
+  for buffer in live.buffers:
+    if _part(buffer, names, weights) != "activations":
+      continue
+    named = names.named(buffer.maker)
+    shape = buffer.maker.shapes[buffer.index]
+    key = (
+      pattern(module_path(named.op_name)),
+      source_of(names.module, named),
+      operation_of(named.op_name),
+      numpy_name(shape.dtype),
+      shape.dims,
+    )
+    row = groups.setdefault(key, [0, 0])
+    row[0] += 1
+    row[1] += buffer.nbytes
+  rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]
+  return tuple(sorted(rows, key=lambda row: -row.nbytes))

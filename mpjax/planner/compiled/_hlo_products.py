@@ -1,0 +1,211 @@
+"""The matrix products and collectives of an optimised program, read from its HLO.
+
+A product is a GEMM where a cuBLAS call, a Triton or cuDNN fusion or a TPU's matrix unit does it. On a GPU a
+`dot` anywhere else is what XLA's own loops multiply, which no matrix unit does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+
+from mpjax.jaxpr._flops import taps
+from mpjax.planner._results import Collective
+from mpjax.planner.compiled._hlo import Instruction, Module, Shape, numpy_name
+from mpjax.planner.compiled._hlo_names import module_path
+
+_GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
+_COLLECTIVES = (
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+  "ragged-all-to-all",
+)
+# A TPU's fusions that compute while something moves each repeat the collective; those of one are one chain.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+_PLAIN = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelProduct:
+  """One matrix product.
+
+  Attributes:
+    kernel: `cublas`, `triton` or `cudnn`; `loop` for one that is no GEMM; `dot` where the platform has but
+      one way (TPU, CPU).
+    dtypes: of its operands, as HLO names them.
+    flops: of all repetitions.
+    times: how often it runs; a loop whose length is not known counts once.
+    op: where it came from in the traced program.
+  """
+
+  kernel: str
+  dtypes: tuple[str, str]
+  flops: int
+  times: int
+  op: str
+
+  @property
+  def fp8(self) -> bool:
+    """Whether it is a GEMM with both operands in FP8."""
+    return self.kernel != "loop" and all(dtype.startswith("f8") for dtype in self.dtypes)
+
+  @property
+  def backward(self) -> bool:
+    """Whether an operand is E5M2, the format of gradients."""
+    return any("e5m2" in dtype for dtype in self.dtypes)
+
+
+def kernel_products(module: Module, kind: str = "gpu") -> list[KernelProduct]:
+  """Every matrix product of a compiled module, in the order of its text.
+
+  Args:
+    module: the parsed HLO.
+    kind: of the platform: `gpu`, `tpu` or `cpu`.
+  """
+  found = []
+  times, kernels = _repetitions(module)
+  for name, instructions in module.computations.items():
+    if not times[name]:
+      continue
+    for instruction in instructions.values():
+      default = "loop" if kind == "gpu" else "dot"
+      product = _product(instruction, instructions, times[name], kernels.get(name, default))
+      if product is not None:
+        found.append(product)
+  return found
+
+
+def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
+  """FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
+  table: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"flops": 0, "products": 0})
+  for product in sorted(found, key=lambda product: -product.flops):
+    row = table[f"{product.kernel}: {' x '.join(product.dtypes)}"]
+    row["flops"] += product.flops
+    row["products"] += 1
+  return dict(table)
+
+
+def collectives(module: Module) -> tuple[Collective, ...]:
+  """What crosses devices in one step: the bytes of the results on each, by operation and dtype."""
+  total: dict[tuple[str, str], list[int]] = {}
+  sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+  chains = set()
+  for name, times, callers in module.repetitions():
+    for instruction in module.computations[name].values():
+      op = instruction.op.removesuffix("-start")
+      if op not in _COLLECTIVES:
+        continue
+      if chain := _CHAIN.search(instruction.rest):
+        key = (chain[1], *(caller.name for caller in callers if caller.op == "while"))
+        if key in chains:
+          continue
+        chains.add(key)
+      for shape in _moved(instruction):
+        row = total.setdefault((op, shape.dtype), [0, 0])
+        row[0] += shape.nbytes * times
+        row[1] += times
+        sources[op, shape.dtype][module_path(instruction.op_name)] += shape.nbytes * times
+  return tuple(
+    Collective(
+      op,
+      numpy_name(dtype),
+      nbytes,
+      count,
+      tuple(path for path, _ in sources[op, dtype].most_common(3) if path),
+    )
+    for (op, dtype), (nbytes, count) in sorted(total.items(), key=lambda item: -item[1][0])
+  )
+
+
+def _moved(instruction: Instruction) -> Iterator[Shape]:
+  """What a collective produces; an asynchronous one also returns its operands, and counters."""
+  if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
+    yield from (shape for shape in instruction.shapes[len(instruction.operands) :] if shape.dims)
+  else:
+    yield from instruction.shapes
+
+
+def _repetitions(module: Module) -> tuple[collections.Counter[str], dict[str, str]]:
+  """How often each computation runs, and the GEMM kernel that it is compiled into, if it is."""
+  times: collections.Counter[str] = collections.Counter()
+  kernels: dict[str, str] = {}
+  for name, count, callers in module.repetitions():
+    times[name] += count
+    for caller in reversed(callers):
+      if caller.op == "fusion" and (found := _GEMM_FUSION.search(caller.rest)):
+        kernels[name] = "triton" if "triton" in found[1] else "cudnn"
+        break
+  return times, kernels
+
+
+def _product(
+  instruction: Instruction, scope: dict[str, Instruction], times: int, kernel: str
+) -> KernelProduct | None:
+  text = instruction.rest
+  if instruction.op == "convolution":
+    return _convolution(instruction, scope, times, kernel)
+  if instruction.op == "dot":
+    contracted, batch = _integers("lhs_contracting_dims", text), _integers("lhs_batch_dims", text)
+  elif instruction.op == "custom-call" and "__cublas$" in text:
+    config, _ = json.JSONDecoder().raw_decode(text, text.index("backend_config=") + len("backend_config="))
+    dims = config["gemm_backend_config"]["dot_dimension_numbers"]
+    contracted = [int(i) for i in dims["lhs_contracting_dimensions"]]
+    batch = [int(i) for i in dims["lhs_batch_dimensions"]]
+    kernel = "cublas"
+  elif instruction.op == "custom-call" and "__cudnn$conv" in text:
+    return _convolution(instruction, scope, times, "cudnn")
+  else:
+    return None
+  lhs, rhs = (scope[name].shapes[0] for name in instruction.operands[:2])
+  shared = math.prod(lhs.dims[i] for i in (*contracted, *batch))
+  flops = 2 * math.prod(lhs.dims) * math.prod(rhs.dims) // shared
+  return KernelProduct(kernel, (lhs.dtype, rhs.dtype), flops * times, times, instruction.op_name)
+
+
+def _convolution(
+  instruction: Instruction, scope: dict[str, Instruction], times: int, kernel: str
+) -> KernelProduct | None:
+  """A convolution; on TPUs also every plain product, as one with a window of one."""
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
+  if labels is None:
+    return None
+  lhs, rhs = (scope[name].shapes[0] for name in instruction.operands[:2])
+  out = instruction.shapes[0]
+  # cuDNN's backward calls name their operands and result as the forward call does.
+  if "convBackwardFilter" in instruction.rest:
+    inputs, weights, result = lhs.dims, out.dims, rhs.dims
+  elif "convBackwardInput" in instruction.rest:
+    inputs, weights, result = out.dims, rhs.dims, lhs.dims
+  else:
+    inputs, weights, result = lhs.dims, rhs.dims, out.dims
+  met = 1
+  for i, window in enumerate(_windows(instruction.rest, len(inputs) - 2)):
+    at = labels[1].index(str(i)), labels[3].index(str(i))
+    met *= taps(inputs[at[0]], result[at[1]], **window)
+  features = result[labels[3].index("b")] * result[labels[3].index("f")]
+  flops = 2 * features * weights[labels[2].index("i")] * met
+  return KernelProduct(kernel, (lhs.dtype, rhs.dtype), flops * times, times, instruction.op_name)
+
+
+def _windows(text: str, rank: int) -> list[dict[str, int]]:
+  """The window of a convolution along each spatial dimension."""
+  found = re.search(r"window=\{([^}]*)\}", text)
+  windows = [dict(_PLAIN) for _ in range(rank)]
+  for item in found[1].split() if found else ():
+    name, _, values = item.partition("=")
+    if name in _PLAIN:
+      for window, value in zip(windows, values.split("x"), strict=True):
+        window[name] = int(value.partition("_")[0])
+  return windows
+
+
+def _integers(name: str, text: str) -> list[int]:
+  match = re.search(rf"\b{name}=\{{([\d,]*)\}}", text)
+  return [int(i) for i in match[1].split(",") if i] if match else []

@@ -1,0 +1,70 @@
+"""Compiles one exported program for a described device: `python -m mpjax.planner.compiled._worker FOLDER`.
+
+FOLDER has `program` and `request.json`; `result.json` and `program.hlo` are written there. `compile.py` sets
+the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.export
+from jax.experimental import topologies
+from jax.sharding import AxisType
+
+from mpjax.planner.compiled._compile import figures
+
+
+def main(folder: pathlib.Path) -> None:
+  """Reads, compiles, writes."""
+  request = json.loads((folder / "request.json").read_text())
+  try:
+    result = _compile(folder, request)
+  except Exception as error:
+    result = {"error": f"{type(error).__name__}: {error}"}
+  text = result.pop("text", "")
+  (folder / "program.hlo").write_text(text)
+  (folder / "result.json").write_text(json.dumps(result))
+
+
+def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
+  exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+  devices = _devices(request)
+  if exported.nr_devices > len(devices):
+    raise ValueError(f"the step runs on {exported.nr_devices} devices, and the target has {len(devices)}")
+  names, sizes, types = zip(*(request["mesh"] or [("devices", 1, "Auto")]), strict=True)
+  # In the order of a real run: a TPU's neighbours are neighbours in the mesh.
+  mesh = jax.make_mesh(
+    sizes,
+    names,
+    devices=devices[: exported.nr_devices],
+    axis_types=tuple(AxisType[kind] for kind in types),
+  )
+  shardings = exported.in_shardings_jax(mesh)
+  one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  args = [
+    jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or one)
+    for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+  ]
+  start = time.perf_counter()
+  compiled = (
+    jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True).lower(*args).compile()
+  )
+  return figures(compiled, time.perf_counter() - start)
+
+
+def _devices(request: dict[str, Any]) -> Any:
+  if request["kind"] == "tpu":
+    return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"]).devices
+  return topologies.get_topology_desc(
+    platform="cuda", topology=request["topology"], target_config=request["description"]
+  ).devices
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,149 @@
+"""What crosses the devices of a mesh in a training step: parameters gathered, gradients reduced.
+
+Each is one program over all axes of the mesh with explicit collectives, so that their dtypes are what the
+policy says: left to itself, the compiler reduces a gradient in the dtype of the product that it comes from,
+before it is cast (jax-ml/jax#27496), and once for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from mpjax.loss_scale._overwritten import is_overwritten
+from mpjax.sharding._mesh import axes_of_batch, batch_shards
+from mpjax.sharding._sharding_rules import dimension, is_spec, only
+
+_SPEC = PartitionSpec()
+
+
+def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
+  """Parameters whole over `fsdp`: cast first, then gathered.
+
+  Args:
+    mesh: of the step.
+    params: tree of arrays that lie as `specs` says.
+    specs: tree of `PartitionSpec`.
+    dtypes: tree of the dtypes to gather in.
+
+  Returns:
+    The tree; what was gathered is in its dtype of `dtypes`, the rest as it was.
+  """
+  leaves, structure = jax.tree.flatten(params)
+  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+  flat_dtypes = jax.tree.leaves(dtypes)
+  divided = [i for i, spec in enumerate(flat_specs) if dimension(spec, "fsdp") is not None]
+  if not divided:
+    return params
+
+  def body(*shards: Any) -> list[Any]:
+    out = []
+    for i, shard in zip(divided, shards, strict=True):
+      axis = dimension(flat_specs[i], "fsdp")
+      out.append(jax.lax.all_gather(shard.astype(flat_dtypes[i]), "fsdp", axis=axis, tiled=True))
+    return out
+
+  gathered = jax.shard_map(
+    body,
+    mesh=mesh,
+    in_specs=tuple(flat_specs[i] for i in divided),
+    out_specs=[only(flat_specs[i], ("tensor",)) for i in divided],
+    check_vma=False,
+  )(*(leaves[i] for i in divided))
+  for i, whole in zip(divided, gathered, strict=True):
+    leaves[i] = whole
+  return jax.tree.unflatten(structure, leaves)
+
+
+def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], batch: Any) -> Any:
+  """What a function of a device's rows returns on each, stacked: a first axis of one entry a device.
+
+  Args:
+    mesh: of the step; `tensor` is left to the compiler.
+    fun: takes the replicated trees, and a device's rows of the batch.
+    replicated: trees that are the same for all rows.
+    batch: tree whose leaves have the rows in front; a scalar is the same for all.
+  """
+  axes = axes_of_batch(mesh)
+
+  def body(*args: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], fun(*args))
+
+  return jax.shard_map(
+    body,
+    mesh=mesh,
+    in_specs=(
+      *(_SPEC,) * len(replicated),
+      jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _SPEC, batch),
+    ),
+    out_specs=PartitionSpec(axes),
+    axis_names=set(axes),
+    check_vma=False,
+  )(*replicated, batch)
+
+
+def shard_index(mesh: Any) -> jax.Array:
+  """Inside `on_each`: i32[], which of the batch's parts this one is."""
+  return jax.lax.axis_index(axes_of_batch(mesh))
+
+
+def reduce(mesh: Any, stacked: Any, specs: Any, dtype: Any) -> Any:
+  """Gradients averaged over the devices that share a batch: one sum for each array, in one dtype.
+
+  They are cast, summed as they are (an overflow of the sum is infinite, and the step then skipped), cast to
+  float32 or wider, and divided by the number of devices. Over `fsdp` each device gets its own part alone.
+  What is overwritten rather than differentiated becomes the maximum.
+
+  Args:
+    mesh: of the step.
+    stacked: tree of local gradients, as `on_each` returns them.
+    specs: tree of `PartitionSpec` of the results.
+    dtype: in which they cross; `None` for float32, or their own where that is wider.
+  """
+  axes, shards = axes_of_batch(mesh), batch_shards(mesh)
+  pairs, structure = jax.tree_util.tree_flatten_with_path(stacked)
+  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+
+  def one(path: Any, x: Any, spec: PartitionSpec) -> Any:
+    if is_overwritten(path):
+      return jax.lax.pmax(x, axes)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    asked = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    x = x.astype(dtype if asked else wide)
+    axis = dimension(spec, "fsdp")
+    if axis is None:
+      x = jax.lax.psum(x, axes)
+    else:
+      # For TPUs, XLA makes an all-reduce of this where it expects that to be faster, and of all in float16.
+      x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=axis, tiled=True)
+      if "data" in axes and mesh.shape["data"] > 1:
+        x = jax.lax.psum(x, "data")
+    return x.astype(wide) / shards
+
+  def body(*leaves: Any) -> list[Any]:
+    rows = zip(pairs, leaves, flat_specs, strict=True)
+    return [one(path, leaf[0], spec) for (path, _), leaf, spec in rows]
+
+  reduced = jax.shard_map(
+    body,
+    mesh=mesh,
+    in_specs=tuple(PartitionSpec(axes, *only(spec, ("tensor",))) for spec in flat_specs),
+    out_specs=list(flat_specs),
+    check_vma=False,
+  )(*(leaf for _, leaf in pairs))
+  return jax.tree.unflatten(structure, reduced)
+
+
+def over_shards(stacked: Any, of_integers: Callable[..., Any] = jnp.max) -> Any:
+  """One value for each stacked one: floats averaged, keys the first one's, integers as is asked for."""
+
+  def one(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+      return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    return x[0] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else of_integers(x, axis=0)
+
+  return jax.tree.map(one, stacked)

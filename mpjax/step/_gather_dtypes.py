@@ -1,0 +1,84 @@
+"""Which parameters a program reads in a narrower dtype alone: those can cross devices in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax import _compat
+from mpjax.casting._higher_order import alignment
+
+# What hands on an operand's values as they are.
+_MOVES = {
+  "reshape",
+  "transpose",
+  "squeeze",
+  "slice",
+  "broadcast_in_dim",
+  "expand_dims",
+  "copy",
+  "pvary",
+  "rev",
+}
+# Calls whose bodies are what runs; of derivative rules and kernels the body is not the whole truth.
+_CALLS = {
+  "jit",
+  "closed_call",
+  "core_call",
+  "call",
+  "remat2",
+  "checkpoint",
+  "scan",
+  "while",
+  "cond",
+  "shard_map",
+}
+
+
+def read_in(closed: Any, inputs: Sequence[int]) -> list[np.dtype | None]:
+  """The dtype that each input of a program is cast to wherever it is read; `None` if there is no such dtype.
+
+  Args:
+    closed: a jaxpr.
+    inputs: positions among its inputs.
+  """
+  body = _compat.open_jaxpr(closed)
+  return [_single(_reads(body, body.invars[i])) for i in inputs]
+
+
+def _single(reads: set[np.dtype]) -> np.dtype | None:
+  return next(iter(reads)) if len(reads) == 1 else None
+
+
+def _reads(body: Any, start: Any) -> set[np.dtype]:
+  """The dtypes in which a variable of a jaxpr is used."""
+  values, found = {start}, set()
+  for equation in body.eqns:
+    read = [i for i, atom in enumerate(equation.invars) if _compat.is_variable(atom) and atom in values]
+    if not read:
+      continue
+    name = equation.primitive.name
+    if name == "convert_element_type":
+      found.add(np.dtype(equation.params["new_dtype"]))
+    elif name in _MOVES:
+      values.update(equation.outvars)
+    else:
+      found |= _in_call(equation, read) if name in _CALLS else {start.aval.dtype}
+  if any(_compat.is_variable(atom) and atom in values for atom in body.outvars):
+    found.add(start.aval.dtype)
+  return found
+
+
+def _in_call(equation: Any, read: Sequence[int]) -> set[np.dtype]:
+  aligned = alignment(equation)
+  found: set[np.dtype] = set()
+  for i in read:
+    bodies = [(body, operands.index(i)) for body, operands in aligned if i in operands]
+    if not bodies:
+      return {equation.invars[i].aval.dtype}
+    for body, position in bodies:
+      inner = _compat.open_jaxpr(body)
+      found |= _reads(inner, inner.invars[position])
+  return found

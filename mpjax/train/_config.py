@@ -1,0 +1,412 @@
+"""The YAML config of a training run: its keys, defaults and checks.
+
+OmegaConf reads the file and the `key=value` overrides, pydantic holds the types; what is wrong comes out
+as one `ConfigError` line that names the key.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import omegaconf
+import pydantic
+import yaml
+
+from mpjax.dtypes import did_you_mean
+from mpjax.policy import Policy, get_policy
+from mpjax.sharding._sharding_rules import Rules
+from mpjax.step._optimizer import require_honoured
+
+
+class ConfigError(ValueError):
+  """A config that cannot be run: one line that names the key, the value and the way out."""
+
+
+def _no_bool(value: Any) -> Any:
+  if isinstance(value, bool):
+    raise ValueError(f"expected a number, not {value} (YAML reads on, off, yes and no as booleans)")
+  return value
+
+
+Int = Annotated[int, pydantic.BeforeValidator(_no_bool)]
+Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
+Positive = Annotated[Int, pydantic.Field(gt=0)]
+Natural = Annotated[Int, pydantic.Field(ge=0)]
+Fraction = Annotated[Float, pydantic.Field(ge=0, lt=1)]
+
+
+class _Section(pydantic.BaseModel):
+  model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _require_mapping(cls, value: Any) -> Any:
+    if not isinstance(value, (Mapping, cls)):
+      keys = ", ".join(list(cls.model_fields)[:3])
+      raise ValueError(f"expected a mapping of keys, such as {keys}")
+    return value
+
+
+class GPTConfig(_Section):
+  """A decoder-only transformer on bytes (`mpjax.train.models.GPT`)."""
+
+  kind: Literal["gpt"]
+  dim: Positive = 128
+  layers: Positive = 4
+  heads: Positive = 4
+  mlp_ratio: Positive = 4
+  norm: Literal["rms", "layer"] = "rms"
+  positions: Literal["rope", "learned"] = "rope"
+  dropout: Fraction = 0.0
+  tie_head: bool = True
+  attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+class ViTConfig(_Section):
+  """A vision transformer (`mpjax.train.models.ViT`)."""
+
+  kind: Literal["vit"]
+  patch: Positive = 2
+  dim: Positive = 64
+  layers: Positive = 4
+  heads: Positive = 4
+  mlp_ratio: Positive = 4
+  dropout: Fraction = 0.0
+  attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+class ResNetConfig(_Section):
+  """A residual network with BatchNorm (`mpjax.train.models.ResNet`)."""
+
+  kind: Literal["resnet"]
+  stages: tuple[Positive, ...] = (2, 2, 2)
+  width: Positive = 32
+
+
+_TEXT_KEYS = {"seq_len", "valid_fraction"}
+_DATA_KEYS = {
+  "stdlib": _TEXT_KEYS,
+  "text": _TEXT_KEYS | {"path"},
+  "digits": set[str](),
+  "npz": {"path", "valid_fraction"},
+  "huggingface": _TEXT_KEYS
+  | {"path", "name", "text_column", "image_column", "label_column", "train_split", "eval_split"},
+}
+
+
+class DataConfig(_Section):
+  """Where batches come from; `mpjax.train.data` says what each kind reads."""
+
+  kind: Literal["stdlib", "text", "digits", "npz", "huggingface"]
+  batch_size: Positive = 16
+  path: str | list[str] | None = None
+  seq_len: Positive = 128
+  valid_fraction: Annotated[Float, pydantic.Field(gt=0, lt=1)] = 0.05
+  eval_batches: Positive | None = None
+  workers: Natural = 0
+  name: str | None = None
+  text_column: str | None = None
+  image_column: str | None = None
+  label_column: str | None = None
+  train_split: str = "train"
+  eval_split: str | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check_kind(self) -> DataConfig:
+    allowed = _DATA_KEYS[self.kind] | {"kind", "batch_size", "eval_batches", "workers"}
+    for key in sorted(self.model_fields_set - allowed):
+      if getattr(self, key) != type(self).model_fields[key].default:
+        raise ValueError(f"key {key!r} does not apply to data kind {self.kind!r}")
+    return self
+
+
+class OptimizerConfig(_Section):
+  """An optax optimiser, its learning-rate schedule and gradient clipping."""
+
+  name: str = "adamw"
+  learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
+  schedule: Literal["constant", "cosine", "linear"] = "cosine"
+  warmup_steps: Natural = 0
+  final_fraction: Annotated[Float, pydantic.Field(ge=0, le=1)] = 0.1
+  weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
+  clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
+  options: dict[str, Any] = {}
+
+
+class MeshConfig(_Section):
+  """Devices along each axis, -1 on one of them for all that are left, and where parameters lie on them.
+
+  Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
+  one matrix product over `tensor`. `rules` are tried before the model's own: for regular expressions on
+  parameter paths, an axis or null for each dimension.
+  """
+
+  data: Int = -1
+  fsdp: Int = 1
+  tensor: Int = 1
+  rules: dict[str, Any] = {}
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> MeshConfig:
+    sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "tensor")}
+    for axis, size in sizes.items():
+      if size != -1 and size < 1:
+        raise ValueError(f"{axis}={size}: expected a number of devices, or -1 for all that are left")
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+      raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
+    Rules(self.rules)
+    return self
+
+
+def step_recompute(recompute: str) -> str:
+  """What `make_train_step` is to do for a choice of `train.recompute`: blocks are the model's."""
+  return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
+
+
+DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
+
+
+class TrainConfig(_Section):
+  """The loop: how long, how often, and when to give up.
+
+  `checkpoint_wait`: train on only when a checkpoint is on the disk, so that a crash never costs more than
+  `checkpoint_every` steps; without it, checkpoints are written while the training goes on.
+  """
+
+  steps: Positive = 1000
+  accumulate: Positive = 1
+  log_every: Positive = 10
+  eval_every: Positive = 200
+  checkpoint_every: Positive = 200
+  checkpoint_wait: bool = False
+  keep_checkpoints: Positive = 2
+  skip_nonfinite: bool = True
+  max_skips: Positive = 50
+  recompute: Literal["islands", "dots", "blocks", "nothing"] = DEFAULT_RECOMPUTE
+  export: Literal["safetensors"] | None = None
+  export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
+
+
+class NumericsConfig(_Section):
+  """What a run shows of its numbers in TensorBoard; 0 for nothing."""
+
+  every: Natural = 0
+
+
+Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
+
+
+class DistributedConfig(_Section):
+  """How long to wait, in seconds, before a run is ended; no matter for what it computes.
+
+  `start_timeout_s`: for all processes to come. `heartbeat_timeout_s`: for a sign of life of each.
+  `hang_timeout_s`: for the end of a step (compiling is part of the first), an evaluation or a checkpoint.
+  """
+
+  start_timeout_s: Seconds = 300
+  heartbeat_timeout_s: Seconds = 60
+  hang_timeout_s: Seconds = 1800
+
+
+class Config(_Section):
+  """A whole training run."""
+
+  policy: Any = "auto"
+  seed: Natural = 0
+  out: str | None = None
+  model: Annotated[GPTConfig | ViTConfig | ResNetConfig, pydantic.Field(discriminator="kind")]
+  data: DataConfig
+  optimizer: OptimizerConfig = OptimizerConfig()
+  mesh: MeshConfig = MeshConfig()
+  train: TrainConfig = TrainConfig()
+  numerics: NumericsConfig = NumericsConfig()
+  distributed: DistributedConfig = DistributedConfig()
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> Config:
+    if self.data.batch_size % self.train.accumulate:
+      raise ValueError(
+        f"data.batch_size={self.data.batch_size} is not divisible by train.accumulate={self.train.accumulate}"
+      )
+    return self
+
+  def resolve_policy(self) -> Policy:
+    """The policy in force on this backend, with the values of `Policy.reason` for what was chosen."""
+    return get_policy(self.policy)
+
+  def to_yaml(self) -> str:
+    """The config with every default and the whole policy written out."""
+    data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+  """Reads a YAML file, applies `key=value` overrides (dotted keys, YAML values) and checks the whole.
+
+  Raises:
+    ConfigError: one line that names the file or key, the value, and what was expected.
+  """
+  path = pathlib.Path(path)
+  config = parse_config(read_tree(path, overrides))
+  if config.out is None:
+    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
+  return config
+
+
+def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+  """A YAML file with `key=value` overrides as plain data, no key of which is checked yet.
+
+  A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
+  refused: what is in the environment would end up in the run directory, or in a request for a dataset.
+
+  Raises:
+    ConfigError: as `load_config`.
+  """
+  try:
+    _require_shallow(path)
+    tree = omegaconf.OmegaConf.load(path)
+  except FileNotFoundError:
+    raise ConfigError(f"no such config file: {path}") from None
+  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+    raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+  if not isinstance(tree, omegaconf.DictConfig):
+    raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+  try:
+    for override in overrides:
+      _apply(tree, override)
+    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
+    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
+  except omegaconf.errors.OmegaConfBaseException as error:
+    raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+  return data
+
+
+def read_waits(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> DistributedConfig:
+  """The `distributed` section, read before the processes know of each other.
+
+  Defaults for one that cannot be read: `load_config` raises, once all processes can be told.
+  """
+  try:
+    return DistributedConfig.model_validate(read_tree(pathlib.Path(path), overrides).get("distributed", {}))
+  except (ConfigError, pydantic.ValidationError):
+    return DistributedConfig()
+
+
+def parse_config(data: Any) -> Config:
+  """A `Config` from plain data, every check but those that need the device or the data made.
+
+  Raises:
+    ConfigError: as `load_config`.
+  """
+  try:
+    config = Config.model_validate(data)
+  except pydantic.ValidationError as error:
+    raise ConfigError(_describe(error.errors()[0], data)) from error
+  try:
+    require_honoured(config.resolve_policy())
+  except ValueError as error:
+    raise ConfigError(f"policy: {error}") from error
+  return config
+
+
+def _apply(tree: omegaconf.DictConfig, override: str) -> None:
+  key, sign, value = override.partition("=")
+  if not sign or not key:
+    raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
+  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
+    tree["policy"] = {"base": tree["policy"]}
+  try:
+    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
+    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
+  except Exception as error:  # of many kinds: YAML's, OmegaConf's, Python's own
+    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+
+
+_DEEPEST, _MOST_REFERENCES = 50, 16
+_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
+
+
+def _require_shallow(path: pathlib.Path) -> None:
+  """Raises for a file nested so deeply that the reader, which recurses, would overrun the stack."""
+  depth = 0
+  with path.open("rb") as file:
+    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+      if isinstance(event, yaml.CollectionStartEvent):
+        depth += 1
+      elif isinstance(event, yaml.CollectionEndEvent):
+        depth -= 1
+      if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+
+
+def _require_plain(tree: Any) -> None:
+  """Raises for values that are more than data, and for so many references that they could fill the memory."""
+  found = 0
+  for key, text in _strings(tree, ""):
+    found += len(_REFERENCE.findall(text))
+    if "${" in _REFERENCE.sub("", text):
+      raise ConfigError(
+        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
+        "environment goes on the command line, as in out=$HOME/runs/x"
+      )
+  if found > _MOST_REFERENCES:
+    raise ConfigError(
+      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
+    )
+
+
+def _strings(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+  if isinstance(tree, str):
+    yield key, tree
+  elif isinstance(tree, dict):
+    for name, value in tree.items():
+      yield from _strings(value, f"{key}.{name}" if key else str(name))
+  elif isinstance(tree, list):
+    for position, value in enumerate(tree):
+      yield from _strings(value, f"{key}[{position}]")
+
+
+def _describe(error: Mapping[str, Any], data: Any) -> str:
+  """One line for a pydantic error, without the union tags that it puts into the location."""
+  tags = ("gpt", "vit", "resnet")
+  loc = [str(part) for i, part in enumerate(error["loc"]) if not (i == 1 and part in tags)]
+  key = ".".join(loc)
+  if error["type"] == "extra_forbidden":
+    return f"unknown key {key!r}" + _nearest(loc, data)
+  if error["type"] == "missing":
+    return f"missing key {key!r}"
+  if error["type"] in ("union_tag_invalid", "literal_error"):
+    name = f"{key}.kind" if error["type"] == "union_tag_invalid" else key
+    value = error["ctx"].get("tag", error["input"])
+    expected = str(error["ctx"].get("expected_tags", error["ctx"].get("expected")))
+    words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+    return f"unknown {name} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
+  if error["type"] == "union_tag_not_found":
+    return f"missing key '{key}.kind': expected one of {', '.join(tags)}"
+  message = error["msg"].removeprefix("Value error, ")
+  if error["type"] == "value_error" and error["loc"] and error["loc"][-1] in ("data", "mesh"):
+    return f"{key}: {message}"
+  return f"{key}={error['input']!r}: {message}" if loc else message
+
+
+def _nearest(loc: list[str], data: Any) -> str:
+  """` did you mean` among the keys of the section that `loc` is in."""
+  sections: dict[str, type[pydantic.BaseModel]] = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "mesh": MeshConfig,
+    "train": TrainConfig,
+    "numerics": NumericsConfig,
+    "distributed": DistributedConfig,
+  }
+  models: dict[str, type[pydantic.BaseModel]] = {"gpt": GPTConfig, "vit": ViTConfig, "resnet": ResNetConfig}
+  section: type[pydantic.BaseModel] = Config
+  if len(loc) > 1:
+    section = models[data["model"]["kind"]] if loc[0] == "model" else sections[loc[0]]
+  known = list(section.model_fields)
+  return f": expected one of {', '.join(known)}" + did_you_mean(loc[-1], known)

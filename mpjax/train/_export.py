@@ -1,0 +1,236 @@
+"""Export for inference: parameters in one dtype as safetensors, and a loader that gives the model back.
+
+In FP8 it is the weights of FP8 products that are stored so, `name` in E4M3 with its scale, float32[], as
+`name_scale`: the weight is their product. The rest is in the policy's compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pydantic
+import safetensors
+import safetensors.flax
+
+from mpjax.fp8._recipe import BLOCK, Recipe, to_pairs
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.policy import Policy, cast_floating, get_policy
+from mpjax.step import make_train_step
+from mpjax.train._config import Config, ConfigError, MeshConfig, load_config, parse_config
+from mpjax.train._setup import make_setup
+from mpjax.train._tasks import Task, make_task
+from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.data import DataInfo
+
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+_FP8 = "float8_e4m3fn"
+_SCALE = "_scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+  """A model read back from a safetensors file.
+
+  Attributes:
+    config: the config of the run that it came from.
+    policy: the policy of that run: its compute and output dtypes are used.
+    params: parameters in the dtype of the file.
+    model_state: BatchNorm statistics and the like, float32.
+  """
+
+  config: Config
+  policy: Policy
+  params: Any
+  model_state: Any
+  task: Task
+
+  def logits(self, inputs: Any) -> jax.Array:
+    """Logits in `output_dtype`: [B, T] tokens -> [B, T, vocab], [B, H, W, C] images -> [B, classes]."""
+    # Autocast takes a program in the parameters' own dtype, and rounds each where it is used.
+    params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params
+    return jax.jit(self.task.logits, static_argnums=3)(params, self.model_state, inputs, self.policy)
+
+
+def save_safetensors(
+  path: str | pathlib.Path,
+  config: Config,
+  info: DataInfo,
+  params: Any,
+  model_state: Any,
+  dtype: str | None = None,
+) -> None:
+  """Writes parameters in `dtype` and model state as it is, with what the loader needs as metadata.
+
+  Args:
+    path: the file; written beside its place and renamed.
+    config: config of the run.
+    info: what the data looked like, which sizes the model.
+    params: master weights.
+    model_state: statistics; kept in their own dtype.
+    dtype: `float32`, `bfloat16`, `float16`, or `float8_e4m3fn` for the weights of FP8 products (those of the
+      config's policy, or of the preset's where it has none); `None`: the policy's compute dtype, with which
+      the logits are bitwise those of the policy's evaluation.
+
+  Raises:
+    ConfigError: for another dtype, or one of FP8 for a model without FP8 products.
+  """
+  if dtype is not None and dtype not in _DTYPES:
+    raise ConfigError(f"export dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
+  path = pathlib.Path(path)
+  policy = config.resolve_policy()
+  half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
+  kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
+  tree = {"params": kept, "model_state": model_state}
+  tensors = {_name(key): jnp.asarray(leaf) for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  if dtype == _FP8:
+    master = {_name(key): leaf for key, leaf in jax.tree_util.tree_flatten_with_path({"params": params})[0]}
+    for name in _fp8_names(config, info, policy, params, model_state):
+      scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
+      tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
+  metadata = {
+    "format": "mpjax-1",
+    "config": json.dumps(config.model_dump(mode="json") | {"policy": policy.to_dict()}),
+    "data": json.dumps(dataclasses.asdict(info)),
+  }
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.unlink(missing_ok=True)  # a link in its place would be written through
+  safetensors.flax.save_file(tensors, temporary, metadata)
+  temporary.replace(path)
+
+
+def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
+  """The model in a file that `save_safetensors` wrote.
+
+  Raises:
+    ConfigError: if the file is missing, was written by something else, or lacks a tensor of the model.
+  """
+  path = pathlib.Path(path)
+  try:
+    with safetensors.safe_open(path, framework="flax") as file:
+      metadata = file.metadata() or {}
+      dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+      tensors = {name: file.get_tensor(name) for name, of in dtypes.items() if of != "F8_E4M3"}
+    if len(tensors) < len(dtypes):  # NumPy, through which arrays are read, knows no FP8
+      tensors |= _widened(path, tensors)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ConfigError(f"cannot read {path}: {error}") from error
+  if metadata.get("format") != "mpjax-1":
+    raise ConfigError(
+      f"{path}: not an export of mpjax (format={metadata.get('format')!r}, expected 'mpjax-1')"
+    )
+  try:
+    config = parse_config(json.loads(metadata["config"]))
+    info = pydantic.TypeAdapter(DataInfo).validate_json(metadata["data"])
+    policy = get_policy(config.policy)
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from error
+  except (KeyError, ValueError, RecursionError) as error:
+    raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
+  layers = getattr(config.model, "layers", None) or sum(getattr(config.model, "stages", ()))
+  if layers > len(tensors):  # to trace a model takes a time that its config alone decides
+    raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
+  try:
+    task = make_task(config, info, policy)
+  except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
+    raise ConfigError(f"{path}: {error}") from error
+  init = make_train_step(task.loss_fn, optax.identity(), policy.without_histories()).init
+  like = jax.eval_shape(lambda key: init(**task.init(key), rng=key), jax.random.key(0))
+
+  def read(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    name = _name(key)
+    if name not in tensors or tensors[name].shape != leaf.shape:
+      found = f"shape {tensors[name].shape}" if name in tensors else "nothing"
+      raise ConfigError(f"{path}: tensor {name!r}: expected shape {leaf.shape}, found {found}")
+    return tensors[name]
+
+  trees = jax.tree_util.tree_map_with_path(read, {"params": like.params, "model_state": like.model_state})
+  return ExportedModel(config, policy, trees["params"], trees["model_state"], task)
+
+
+def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """The FP8 tensors of a file, times their scales, in float32."""
+  found = {}
+  for name, stored in safetensors.deserialize(path.read_bytes()):
+    if stored["dtype"] == "F8_E4M3":
+      if name + _SCALE not in tensors:
+        raise ConfigError(f"{path}: tensor {name!r} is FP8, and its scale {name + _SCALE!r} is missing")
+      if tensors[name + _SCALE].shape:
+        raise ConfigError(f"{path}: tensor {name + _SCALE!r}: expected one number")
+      q = np.frombuffer(stored["data"], jnp.float8_e4m3fn).reshape(stored["shape"])
+      found[name] = jnp.asarray(q.astype(np.float32)) * tensors[name + _SCALE]
+  return found
+
+
+def _fp8_names(
+  config: Config, info: DataInfo, policy: Policy, params: Any, model_state: Any
+) -> Iterable[str]:
+  """Names of the weights of FP8 products."""
+  recipe = policy.without_histories().fp8_recipe or Recipe()
+  half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
+  fp8 = dataclasses.replace(half, fp8=to_pairs(dataclasses.replace(recipe, emulate=True)), autocast=True)
+  task = make_task(config, info, fp8)
+  rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
+  names = task.fp8_weights(params, model_state, _example(info, rows), fp8)
+  if not names:
+    raise ConfigError(
+      f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (scripts/explain.py "
+      "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
+    )
+  return [f"params/{name}" for name in names]
+
+
+def _example(info: DataInfo, rows: int) -> jax.ShapeDtypeStruct:
+  if info.kind == "tokens":
+    return jax.ShapeDtypeStruct((rows, info.seq_len or 1), jnp.int32)
+  return jax.ShapeDtypeStruct((rows, *(info.image_shape or ())), jnp.float32)
+
+
+def export_run(
+  directory: str | pathlib.Path, dtype: str | None = None, step: str = "best", out: str | None = None
+) -> pathlib.Path:
+  """Exports a checkpoint of a run directory.
+
+  Args:
+    directory: the run directory.
+    dtype: as for `save_safetensors`.
+    step: `"best"` (lowest eval loss), `"latest"`, or a step number.
+    out: the file; `None`: `model.safetensors` in the run directory.
+
+  Raises:
+    ConfigError: if the directory holds no such checkpoint.
+  """
+  directory = pathlib.Path(directory)
+  if not (directory / "config.yaml").exists():
+    raise ConfigError(f"{directory}: not a run directory (no config.yaml)")
+  config = load_config(directory / "config.yaml")
+  checkpoints = Checkpoints(directory / "checkpoints", keep=config.train.keep_checkpoints, read_only=True)
+  try:
+    steps = checkpoints.steps()
+    found = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(step)
+    if found is None and step.isdecimal() and int(step) in steps:
+      found = int(step)
+    if found is None:
+      raise ConfigError(
+        f"{directory}: no checkpoint {step!r}; there are best, latest, {', '.join(map(str, steps))}"
+      )
+    # One device is enough, whatever the run had.
+    setup = make_setup(config.model_copy(update={"mesh": MeshConfig(data=1)}))
+    state = checkpoints.restore(found, setup.abstract_state()).state
+  finally:
+    checkpoints.close()
+  path = pathlib.Path(out) if out else directory / "model.safetensors"
+  save_safetensors(path, config, setup.info, state.params, state.model_state, dtype)
+  return path
+
+
+def _name(key: Any) -> str:
+  """A tensor's name: its path, as in `params/blocks/0/attention/kernel`."""
+  return jax.tree_util.keystr(key, simple=True, separator="/")

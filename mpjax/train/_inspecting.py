@@ -1,0 +1,157 @@
+"""A config's training step with trained parameters and real batches, to look at: `scripts/numerics.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.policy import get_policy
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.train._config import Config, ConfigError, load_config
+from mpjax.train._meshes import on_devices_here
+from mpjax.train._optimizers import make_optimizer
+from mpjax.train._setup import Setup, make_setup
+from mpjax.train._tasks import make_task
+from mpjax.train.checkpoints._checkpoints import Checkpoints
+
+_REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
+
+
+class Subject:
+  """What is looked at.
+
+  Attributes:
+    step: the training step, under the config's policy.
+    state: its state; moves with `train`.
+    reference: the same in float32.
+  """
+
+  def __init__(self, setup: Setup, state: TrainState, batches: Any):
+    self._setup, self._batches = setup, batches
+    self.step: TrainStep = setup.step
+    self.state = state
+    self.reference = _reference(setup)
+
+  def next_batch(self) -> Any:
+    """The next training batch, on the devices."""
+    return self.place(next(self._batches))
+
+  def place(self, batch: Any) -> Any:
+    """A host batch on the devices."""
+    return self._setup.place(batch)
+
+  def train(self) -> None:
+    """Takes one training step."""
+    self.state, _ = self.step(self.state, self.next_batch())
+    jax.block_until_ready(self.state.step)
+
+
+def open_subject(config: Config, checkpoint: str | None) -> Subject:
+  """A config's step with its first state, or with that of a checkpoint and the batches that come after it.
+
+  Args:
+    config: its policy may be another one than that of the run.
+    checkpoint: a run directory, for its newest checkpoint, or one of the folders in its `checkpoints/`.
+
+  Raises:
+    ConfigError: if there is no such checkpoint, or it is of another model.
+    DataError: for data that is missing or unfit.
+  """
+  config = on_devices_here(config)
+  setup = make_setup(config)
+  batches = setup.data.train()
+  if checkpoint is None:
+    return Subject(setup, setup.first_state(), batches)
+  run, step = _locate(checkpoint)
+  # The state as it was saved is that of the run's own policy and optimiser.
+  theirs = load_config(run / "config.yaml")
+  if (theirs.model, theirs.data.kind) != (config.model, config.data.kind):
+    raise ConfigError(
+      f"checkpoint={checkpoint} is of another model or data ({theirs.model}, {theirs.data.kind}) than the "
+      f"config's ({config.model}, {config.data.kind}): give the run directory in place of the config"
+    )
+  # On the devices that are here, whatever it ran on.
+  original = make_setup(theirs.model_copy(update={"mesh": config.mesh}))
+  checkpoints = Checkpoints(run / "checkpoints", keep=theirs.train.keep_checkpoints, read_only=True)
+  try:
+    steps = checkpoints.steps()
+    found = checkpoints.latest() if step is None else step
+    if found is None or found not in steps:
+      there = ", ".join(map(str, steps)) or "none"
+      raise ConfigError(f"checkpoint={checkpoint}: no such checkpoint; there are {there} in {run}")
+    restored = checkpoints.restore(found, original.abstract_state())
+  finally:
+    checkpoints.close()
+  if restored.loop["fingerprint"] == setup.data.info.fingerprint and config.data == theirs.data:
+    batches.set_state(restored.data)
+  if config.resolve_policy() == original.policy and config.optimizer == theirs.optimizer:
+    return Subject(setup, restored.state, batches)
+  # A run of another policy has no amax histories for delayed scaling to begin with.
+  policy = setup.policy.without_histories()
+  setup = dataclasses.replace(setup, policy=policy, step=setup.step.with_policy(policy))
+  return Subject(setup, setup.step.adopt(restored.state, original.step), batches)
+
+
+def find_batch(checkpoint: str) -> pathlib.Path:
+  """The batch that a run saved when it stopped with non-finite gradients, the newest if there are several.
+
+  Raises:
+    ConfigError: if there is none.
+  """
+  run, _ = _locate(checkpoint)
+  number = lambda file: file.stem.removeprefix("nonfinite_batch_")
+  files = [file for file in run.glob("nonfinite_batch_*.npz") if number(file).isdecimal()]
+  files.sort(key=lambda file: int(number(file)))
+  if not files:
+    raise ConfigError(
+      f"{run} holds no nonfinite_batch_*.npz, which a run writes that stops with non-finite gradients: name "
+      "a batch, as in --hunt batch.npz"
+    )
+  return files[-1]
+
+
+def load_batch(path: pathlib.Path, like: Any) -> Any:
+  """A batch from an npz file.
+
+  Args:
+    path: the file.
+    like: a batch of the config's data, whose names, dtypes and shapes of rows it must have.
+
+  Raises:
+    ConfigError: if it cannot be read, or is no such batch.
+  """
+  try:
+    with np.load(path, allow_pickle=False) as file:
+      batch = {name: file[name] for name in file.files}
+  except FileNotFoundError:
+    raise ConfigError(f"--hunt {path}: no such file") from None
+  except Exception as error:  # a damaged archive fails in whatever way its reader does
+    raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
+  rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}
+  if rows(batch) != rows(like):
+    raise ConfigError(f"--hunt {path}: holds rows of {rows(batch)}, expected rows of {rows(like)}")
+  return batch
+
+
+def _locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
+  """The run directory, and the step if one is named."""
+  path = pathlib.Path(checkpoint)
+  if path.name.isdecimal() and path.parent.name == "checkpoints":
+    run, step = path.parent.parent, int(path.name)
+  else:
+    run, step = (path.parent if path.name == "checkpoints" else path), None
+  if not (run / "config.yaml").exists():
+    raise ConfigError(f"checkpoint={checkpoint}: {run} is not a run directory (no config.yaml)")
+  return run, step
+
+
+def _reference(setup: Setup) -> TrainStep:
+  """The step in float32, of a task that casts nothing."""
+  config = setup.config.model_copy(update={"policy": _REFERENCE})
+  task = make_task(config, setup.info, get_policy(_REFERENCE))
+  optimizer = make_optimizer(config.optimizer, config.train.steps)
+  return make_train_step(task.loss_fn, optimizer, _REFERENCE, accumulate=config.train.accumulate)

@@ -1,0 +1,402 @@
+"""`train`: a config to a trained model, through crashes, interruptions and restarts."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.console
+import yaml
+
+from mpjax.step import TrainState
+from mpjax.train._config import Config, ConfigError
+from mpjax.train._display import Display, finished_already, header, summary_table
+from mpjax.train._export import save_safetensors
+from mpjax.train._run_summary import opening
+from mpjax.train._setup import Setup, make_setup
+from mpjax.train.checkpoints._checkpoints import CheckpointError, Checkpoints
+from mpjax.train.checkpoints._orbax_errors import STORAGE_ERRORS
+from mpjax.train.data import DataError
+from mpjax.train.data._dataset import data_mismatch, describe
+from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
+from mpjax.train.monitors._events import Events
+from mpjax.train.monitors._histograms import Watcher
+from mpjax.train.monitors._peak_memory import peak_memory
+from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory, config_mismatch, plain
+from mpjax.train.multiprocess._interrupt import Interrupt, Interrupted, Poll
+from mpjax.train.multiprocess._processes import Processes
+
+# Steps whose metrics may still be on the device: the host never waits for the newest.
+_LAG = 2
+
+
+class Stuck(Exception):
+  """Every step is skipped and the loss scale cannot fall any further."""
+
+  agreed = True  # by all processes of a run
+
+
+class _Pending(NamedTuple):
+  step: int
+  metrics: dict[str, jax.Array]
+  batch: Any
+
+
+def train(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
+  """Trains what the config says, resuming an unfinished run, and returns the summary.
+
+  Where `jax.distributed` runs already, every process of it calls this; a hang then ends the process
+  (`distributed.hang_timeout_s`), which in a run of one process it does for `scripts/train.py` alone.
+
+  Raises:
+    ConfigError, DataError: before anything is written, for what cannot be run.
+    CheckpointError: if a checkpoint cannot be written, or none can be read.
+    Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
+    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
+    Agreed: in a run of several processes, any of these that one of them met before the first step.
+  """
+  with Processes(config.distributed, may_exit=False) as processes:
+    return train_together(lambda: config, processes, console)
+
+
+def train_together(
+  load: Callable[[], Config], processes: Processes, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """`train` in one of several processes, each of which loads the config for itself."""
+  console = console or rich.console.Console(quiet=not processes.first)
+  config, _ = processes.agree(load, lambda config: yaml.safe_load(config.to_yaml()), config_mismatch)
+  processes.directory = pathlib.Path(str(config.out))
+  setup, _ = processes.agree(lambda: make_setup(config), lambda setup: setup.info.fingerprint, data_mismatch)
+  directory, summary = processes.agree(
+    lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
+  )
+  try:
+    if summary is not None:
+      finished_already(console, summary, directory.path)
+      return summary
+    run = Run(config, setup, directory, processes, console)
+    try:
+      with run.storage_errors():
+        summary = run.train()
+    except BaseException as error:
+      if processes.are_together(error):  # what is being written would wait for the others
+        run.checkpoints.close()
+      raise
+    run.checkpoints.close()
+    return summary
+  finally:
+    directory.close()
+
+
+class Run:
+  """One run: everything that a config builds, and the loop over it."""
+
+  def __init__(
+    self,
+    config: Config,
+    setup: Setup,
+    directory: RunDirectory,
+    processes: Processes,
+    console: rich.console.Console,
+  ):
+    self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
+    self.console = console
+    self.policy, self.task, self.data = setup.policy, setup.task, setup.data
+    self.checkpoints, _ = processes.agree(
+      lambda: Checkpoints(
+        directory.checkpoints,
+        config.train.keep_checkpoints,
+        timeout_s=round(config.distributed.hang_timeout_s) or 1,
+      )
+    )
+    self._evaluate = jax.jit(self._evaluate_batch)
+    self._watcher = Watcher(self.setup.step, config.numerics.every)
+    self._pending: collections.deque[_Pending] = collections.deque()
+    self._last: dict[str, Any] = {}
+    self._stuck: _Pending | None = None
+    self._step_times: list[float] = []
+    self._clock = time.perf_counter()
+
+  def train(self) -> dict[str, Any]:
+    """The loop, from the last checkpoint to the end."""
+    iterator = self.data.train(self.setup.rows)
+    (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
+    header(self.console, opening(self.setup, state, self.directory.path, start, self.processes.count))
+    rows, per_row = self.config.data.batch_size, self.task.units[1]
+    first = self.processes.first
+    self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
+    self._events = Events(self.directory.path / "tensorboard", start, owner=first)
+    self._poll = Poll(self.processes.count > 1)
+    self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
+    self._items_per_step = rows * per_row
+    try:
+      with self._display, Interrupt() as interrupt:
+        for step in range(start + 1, self.config.train.steps + 1):
+          self._poll.ask(interrupt.signum)
+          batch = self._next_batch(step, state, iterator, start)
+          state = self._one_step(step, state, batch)
+          self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
+    except BaseException:
+      with contextlib.suppress(OSError):  # of a full disk: told already
+        self._events.close()
+      with contextlib.suppress(OSError):
+        self._metrics_file.close()
+      raise
+    self._events.close()
+    self._metrics_file.close()
+    return self._finish(state)
+
+  @contextlib.contextmanager
+  def storage_errors(self) -> Iterator[None]:
+    """Turns what the operating system says of the run's own files into a `CheckpointError`."""
+    try:
+      yield
+    except OSError as error:
+      if error.errno not in STORAGE_ERRORS:
+        raise
+      kept = self._resumes(self.checkpoints.latest())
+      raise CheckpointError(
+        f"{self.directory.path} cannot be written: {error.strerror}; {kept} once there is room "
+        "and permission to write"
+      ) from error
+
+  def _next_batch(self, step: int, state: TrainState, iterator: Any, start: int) -> Any:
+    """This process's rows of the next batch; without them, the steps so far are saved if that can be."""
+    self.processes.doing(f"the data of step {step}")
+    try:
+      return next(iterator)
+    except Exception as error:
+      message = f"the data of step {step} cannot be read: {describe(error)}"
+      kept = self.checkpoints.latest()
+      if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
+        for record in self._fetch_pending():
+          self._write(record, {})
+        self._save(step - 1, state, iterator, eval_loss=None)
+        self.checkpoints.wait()
+        kept = step - 1
+      raise DataError(f"{message}; {self._resumes(kept)} once the data is back") from error
+
+  def _resumes(self, step: int | None) -> str:
+    if step is None:
+      return "no checkpoint was saved yet: the same command starts over"
+    return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
+
+  def _one_step(self, step: int, state: TrainState, rows: Any) -> TrainState:
+    self.processes.doing(f"step {step}")
+    batch = self.setup.place(rows)
+    looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
+    state, metrics = self.setup.step(state, batch)
+    if looked is not None:
+      self._watcher.write(self._events, step, self.processes.fetch(looked))
+    for value in metrics.values():
+      value.copy_to_host_async()
+    self._pending.append(_Pending(step, metrics, batch))
+    while len(self._pending) > _LAG:
+      self._write(self._fetch(self._pending.popleft()), {})
+    return state
+
+  def _at_boundary(self, step: int, state: TrainState, iterator: Any, signum: int | None) -> None:
+    """Evaluation, checkpoints and interruption: what has to wait for every step so far.
+
+    All of it depends on the step, on metrics and on `signum` alone, which are the same in every process.
+    """
+    if self._stuck is not None:
+      self._stop(self._stuck, step, state, iterator)
+    settings = self.config.train
+    last = step == settings.steps
+    evaluate = last or step % settings.eval_every == 0
+    save = last or step % settings.checkpoint_every == 0 or signum is not None
+    if not (evaluate or save):
+      return
+    records = self._fetch_pending()
+    eval_loss, extra = None, {}
+    if evaluate:
+      self.processes.doing(f"the evaluation after step {step}")
+      extra = self.evaluate(state)
+      eval_loss = extra["eval_loss"]
+      self._display.evaluation(step, extra)
+    for record in records:
+      self._write(record, extra if record["step"] == step else {})
+    if eval_loss is not None:
+      best = self._last.get("best_eval_loss")
+      if np.isfinite(eval_loss) and (best is None or eval_loss < best):
+        self._last["best_eval_loss"] = eval_loss
+        save = True
+    if save:
+      self._save(step, state, iterator, eval_loss)
+    self._clock = time.perf_counter()
+    if signum is not None and not last:
+      self.checkpoints.wait()
+      name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+      message = (
+        f"{name}: checkpoint of step {step} saved in {self.directory.path}; the same command resumes from it"
+      )
+      raise Interrupted(signum, message)
+
+  def _fetch_pending(self) -> list[dict[str, Any]]:
+    """The records of every step so far; waits for the last."""
+    records = [self._fetch(pending) for pending in self._pending]
+    self._pending.clear()
+    return records
+
+  def _fetch(self, pending: _Pending) -> dict[str, Any]:
+    """The record of a step; waits for it."""
+    self.processes.doing(f"step {pending.step}")
+    values = {name: plain(value) for name, value in pending.metrics.items()}
+    now = time.perf_counter()
+    elapsed, self._clock = now - self._clock, now
+    self._step_times.append(elapsed)
+    record = {
+      "step": pending.step,
+      "loss": values.pop("loss"),
+      # Without a loss scale the loss is what it is, and nothing is ever skipped.
+      "loss_scale": values.pop("loss_scale", 1.0),
+      "skipped_steps": values.pop("skipped_steps", 0),
+      "grads_finite": values.pop("grads_finite", None),
+      "step_time_s": elapsed,
+      # Over several steps: the host learns of a step's end two steps late, and of some at once.
+      f"{self.task.units[0]}_per_s": self._items_per_step / float(np.mean(self._step_times[-20:])),
+      **values,
+    }
+    if self._cannot_recover(record):
+      self._stuck = self._stuck or pending
+    return record
+
+  def _write(self, record: dict[str, Any], extra: dict[str, float]) -> None:
+    """Shows a record, and logs it where it is due or has an evaluation with it."""
+    record |= {name: plain(value) for name, value in extra.items()}
+    self._last |= record
+    logged = bool(extra) or record["step"] % self.config.train.log_every == 0
+    if logged:
+      self._metrics_file.write(record)
+      for name, value in record.items():
+        if name != "step" and isinstance(value, (int, float)):
+          self._events.add_scalar(name, value, record["step"])
+    self._display.step(record["step"], record, logged)
+
+  def _cannot_recover(self, record: dict[str, Any]) -> bool:
+    """Whether the last `max_skips` steps were skipped, and the scale is as low as it gets."""
+    if record.get("consecutive_skips", 0) < self.config.train.max_skips:
+      return False
+    scaling = self.policy.loss_scaling
+    if scaling is None or scaling.kind == "static":
+      return True
+    return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
+
+  def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: Any) -> None:
+    """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
+    for record in self._fetch_pending():
+      self._write(record, {})
+    self._save(step, state, iterator, eval_loss=None)
+    file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
+    arrays: dict[str, Any] = self.processes.fetch(pending.batch)
+    if self.processes.first:
+      np.savez(file, **arrays)
+    report = self._report(state, pending.batch)
+    self.checkpoints.wait()
+    raise Stuck(
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
+      f"gradients, and the loss scale of {self._last['loss_scale']:g} cannot fall further\n{report}\n"
+      f"saved: a checkpoint of step {step} and the batch, in {file}; scripts/numerics.py "
+      f"{self.directory.path} --hunt looks again, also with another policy"
+    )
+
+  def _report(self, state: TrainState, batch: Any) -> str:
+    """What is not finite in a step, and where that began."""
+    if self.processes.count > 1:  # operations are gone through one by one on this process's devices
+      return "the run was one of several processes: the command below says which operation began it"
+    report = nonfinite_report(self.setup.step, state, batch)
+    return f"{report}\n{first_nonfinite(self.setup.step, state, batch)}"
+
+  def evaluate(self, state: TrainState) -> dict[str, float]:
+    """Means over the evaluation batches.
+
+    Raises:
+      DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
+    """
+    totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    for number, batch in enumerate(self._eval_batches(), 1):
+      parts = (state.params, state.model_state, state.fp8_state)
+      for name, value in self._evaluate(*parts, self.setup.place(batch)).items():
+        totals[name].append(value)
+        jax.block_until_ready(totals[name][-_LAG:][0])
+      self.processes.doing(f"batch {number} of the evaluation")
+    return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
+
+  def _eval_batches(self) -> Iterator[Any]:
+    try:
+      yield from self.data.eval(self.setup.rows)
+    except Exception as error:
+      message = f"the evaluation data cannot be read: {describe(error)}"
+      kept = self._resumes(self.checkpoints.latest())
+      raise DataError(f"{message}; {kept} once the data is back") from error
+
+  def _evaluate_batch(
+    self, params: Any, model_state: Any, fp8_state: Any, batch: Any
+  ) -> dict[str, jax.Array]:
+    return self.task.evaluate(params, model_state, batch, self.policy, fp8_state)
+
+  def _resume(self, iterator: Any) -> tuple[TrainState, int]:
+    self.processes.doing("the checkpoint to resume from")
+    resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
+    if resumed is None:
+      return self.setup.first_state(), 0
+    for damage in resumed.damaged:
+      self.console.print(damage, highlight=False, markup=False, soft_wrap=True)
+    restored = resumed.restored
+    if restored.loop["fingerprint"] != self.data.info.fingerprint:
+      raise ConfigError(
+        f"out={self.directory.path}: the data is not what this run began with "
+        f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
+      )
+    iterator.set_state(restored.data)
+    self._last = restored.loop["last"]
+    return restored.state, resumed.step
+
+  def _save(self, step: int, state: TrainState, iterator: Any, eval_loss: float | None) -> None:
+    self.processes.doing(f"the checkpoint of step {step}")
+    self._events.flush()
+    loop = {"fingerprint": self.data.info.fingerprint, "last": self._last}
+    self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
+    if self.config.train.checkpoint_wait:
+      self.checkpoints.wait()
+
+  def _finish(self, state: TrainState) -> dict[str, Any]:
+    self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
+    self.checkpoints.wait()
+    # The first step of a process compiles.
+    times = self._step_times[1:]
+    summary = {
+      "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
+      "backend": jax.default_backend(),
+      "steps": self.config.train.steps,
+      "skipped_steps": self._last["skipped_steps"],
+      "loss_scale": self._last["loss_scale"],
+      "final_loss": self._last["loss"],
+      **{name: value for name, value in self._last.items() if name.startswith("eval_")},
+      "best_eval_loss": self._last.get("best_eval_loss"),
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+      "steps_per_s": len(times) / sum(times) if times else None,
+      "peak_memory_bytes": peak_memory(),
+      "resolved_policy": self.policy.to_dict(),
+    }
+    export = self.config.train.export
+    if export is not None:  # gathered by all, written by one
+      params, model_state = self.processes.fetch((state.params, state.model_state))
+    if self.processes.first:
+      self.processes.doing("what the run leaves to be written")
+      if export is not None:
+        file = self.directory.path / "model.safetensors"
+        dtype = self.config.train.export_dtype
+        save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
+        self.console.print(f"exported {file}", highlight=False)
+      self.directory.write_summary(summary)
+      summary_table(self.console, summary, self.directory.path)
+    return summary

@@ -1,0 +1,105 @@
+"""The mesh that a config asks for, on the devices that there are, and the rows that each process feeds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from mpjax.sharding._mesh import AXES, BATCH_AXES
+from mpjax.train._config import Config, ConfigError, MeshConfig
+from mpjax.train.data._dataset import Rows
+
+
+def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:
+  """Devices along each axis, the -1 filled in.
+
+  Args:
+    spec: the config's section.
+    available: devices there are.
+    target: the planner's name for them, if they are its.
+
+  Raises:
+    ConfigError: if there are too few, or the rest cannot be divided.
+  """
+  asked = {axis: getattr(spec, axis) for axis in AXES}
+  fixed = math.prod(n for n in asked.values() if n != -1)
+  count = "1 device" if available == 1 else f"{available} devices"
+  there = f"target {target} has {count}" if target else f"there {'is' if available == 1 else 'are'} {count}"
+  shown = ", ".join(f"mesh.{axis}={n}" for axis, n in asked.items() if n != 1) or "mesh.data=1"
+  if fixed > available:
+    larger = "; name a larger one, as in target=h200:8 or target=v5e:2x4" if target else "; mesh={} uses all"
+    raise ConfigError(f"{shown}: {there}{larger}")
+  if -1 in asked.values() and available % fixed:
+    raise ConfigError(f"{shown}: {there}, which cannot be divided by {fixed}")
+  return {axis: available // fixed if n == -1 else n for axis, n in asked.items()}
+
+
+def on_devices_here(config: Config) -> Config:
+  """The config, on one device if its mesh does not fit those that are here: to look at, not to train."""
+  try:
+    mesh_sizes(config.mesh, len(jax.devices()))
+  except ConfigError:
+    return config.model_copy(update={"mesh": MeshConfig(data=1)})
+  return config
+
+
+def make_mesh(config: Config) -> Mesh:
+  """The mesh of a run, over all processes.
+
+  Raises:
+    ConfigError: for what does not fit the devices, the batch or, in several processes, all of them.
+  """
+  devices = jax.devices()
+  sizes = mesh_sizes(config.mesh, len(devices))
+  _check_rows(config, sizes)
+  count = math.prod(sizes.values())
+  if jax.process_count() > 1 and count < len(devices):
+    raise ConfigError(
+      f"mesh of {count} devices: {jax.process_count()} processes have {len(devices)}, and each has to take "
+      "part; use -1 for one axis"
+    )
+  shape = tuple(sizes.values())
+  return jax.make_mesh(shape, AXES, devices=devices[:count], axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _check_rows(config: Config, sizes: dict[str, int]) -> None:
+  """Raises `ConfigError` for a batch that cannot be divided over the devices."""
+  batch = config.data.batch_size
+  micro_batch = batch // config.train.accumulate
+  count = math.prod(sizes[axis] for axis in BATCH_AXES)
+  if micro_batch % count:
+    raise ConfigError(
+      f"data.batch_size={batch} in train.accumulate={config.train.accumulate} micro-batches of {micro_batch} "
+      f"rows is not divisible by {count} devices (mesh.data x mesh.fsdp)"
+    )
+
+
+def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
+  """The rows of a global batch that this process's devices hold: a slice, or positions if there are gaps."""
+  held = np.zeros(batch_size, bool)
+  for index in sharding.addressable_devices_indices_map((batch_size,)).values():
+    held[index] = True
+  rows = np.flatnonzero(held)
+  start, stop = int(rows[0]), int(rows[-1]) + 1
+  return slice(start, stop) if stop - start == len(rows) else rows
+
+
+def place_rows(batch: Any, sharding: NamedSharding, rows: Rows, batch_size: int) -> Any:
+  """This process's rows as global arrays."""
+  if jax.process_count() == 1:
+    return jax.device_put(batch, sharding)
+  positions = np.arange(batch_size)[rows]
+
+  def one(local: Any) -> jax.Array:
+    def part(index: Any) -> Any:
+      first, last, _ = index[0].indices(batch_size)
+      start = int(np.searchsorted(positions, first))
+      return local[start : start + last - first]
+
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
+
+  return jax.tree.map(one, batch)

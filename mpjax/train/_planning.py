@@ -1,0 +1,138 @@
+"""Plans of a config's training step, for other policies, batches and devices than it will run with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from mpjax.planner._fp8_on_target import policy_on_target
+from mpjax.planner._plan import plan
+from mpjax.planner._results import Plan
+from mpjax.planner._targets import Target
+from mpjax.policy import Policy, get_policy
+from mpjax.sharding._mesh import AXES, BATCH_AXES
+from mpjax.sharding._sharding_rules import Rules
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError, step_recompute
+from mpjax.train._meshes import mesh_sizes
+from mpjax.train._optimizers import make_optimizer
+from mpjax.train._tasks import make_task
+from mpjax.train.data import Data, load_data
+
+
+class Planner:
+  """Plans of one config: its data is looked at once, and never loaded onto a device.
+
+  Attributes:
+    config: the config.
+    target: the target.
+    sizes: devices along each axis of the mesh.
+    multiple: what a batch size must be a multiple of.
+  """
+
+  def __init__(self, config: Config, target: Target):
+    self.config = config
+    self.target = target
+    self.sizes = mesh_sizes(config.mesh, target.devices, target.name)
+    self.multiple = math.prod(self.sizes[axis] for axis in BATCH_AXES) * config.train.accumulate
+    # One row is enough to see the shapes.
+    small = config.data.model_copy(update={"batch_size": 1, "workers": 0})
+    self._data: Data = load_data(small, seed=config.seed)
+
+  def plan(
+    self,
+    policy: Any = None,
+    *,
+    batch: int | None = None,
+    recompute: str | None = None,
+    compile: bool | str = "auto",
+    label: str | None = None,
+  ) -> Plan:
+    """The plan of a policy, batch size and choice of recomputation; those of the config by default.
+
+    Raises:
+      ConfigError: for what does not fit together.
+    """
+    batch = self.config.data.batch_size if batch is None else batch
+    if batch % self.multiple:
+      raise ConfigError(
+        f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
+        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
+      )
+    spec = self.config.policy if policy is None else policy
+    recompute = self.config.train.recompute if recompute is None else recompute
+    try:
+      asked = get_policy(spec, backend=self.target.kind)
+      resolved, note = policy_on_target(asked, self.target)
+      step, state = self._step_and_state(resolved, recompute, batch)
+      made = plan(
+        step,
+        _place(step, state, self._batch(batch)),
+        target=self.target,
+        compile=compile,
+        label=label or _label(asked, recompute),
+      )
+    except ConfigError:
+      raise
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+    return dataclasses.replace(made, notes=(*((note,) if note else ()), *made.notes))
+
+  def _step_and_state(self, policy: Policy, recompute: str, batch: int) -> tuple[TrainStep, TrainState]:
+    train = self.config.train.model_copy(update={"recompute": recompute})
+    config = self.config.model_copy(update={"train": train})
+    task = make_task(config, self._data.info, policy, backend=self.target.kind)
+    mesh = _mesh(self.sizes, self.target)
+    if mesh is None:  # nothing crosses devices
+      policy = dataclasses.replace(policy, reduce_dtype=None)
+    step = make_train_step(
+      task.loss_fn,
+      make_optimizer(config.optimizer, config.train.steps),
+      policy,
+      accumulate=config.train.accumulate,
+      skip_nonfinite=config.train.skip_nonfinite,
+      recompute=step_recompute(recompute),
+      mesh=mesh,
+      sharding=None if mesh is None else Rules(config.mesh.rules, task.axes),
+    )
+    shapes = self._batch(batch) if step.needs_batch else None
+
+    def init() -> TrainState:
+      key, step_key = jax.random.split(jax.random.key(config.seed))
+      return step.init(**task.init(key), rng=step_key, batch=shapes)
+
+    return step, jax.eval_shape(init)
+
+  def _batch(self, size: int) -> Any:
+    """Shapes of a batch."""
+    row = self._data.train_row(0)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *np.shape(x)), np.asarray(x).dtype), row)
+
+
+def _place(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+  """Shapes of a state and a batch, laid out as the step has them."""
+  if step.layout is None:
+    return state, batch
+  put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+  rows = step.layout.batch_sharding
+  return jax.tree.map(put, state, step.layout.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
+
+
+def _mesh(sizes: dict[str, int], target: Target) -> Any:
+  shape, count = tuple(sizes.values()), math.prod(sizes.values())
+  if count == 1:
+    return None
+  types = (AxisType.Auto,) * len(AXES)
+  if target.is_here:
+    return jax.make_mesh(shape, AXES, devices=jax.devices()[:count], axis_types=types)
+  return AbstractMesh(shape, AXES, axis_types=types)
+
+
+def _label(policy: Policy, recompute: str) -> str:
+  name = policy.name or str(policy)
+  return name if recompute == DEFAULT_RECOMPUTE else f"{name} recompute={recompute}"

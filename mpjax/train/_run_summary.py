@@ -1,0 +1,57 @@
+"""What a run is about to do, in words: the rows above its progress."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+
+from mpjax.fp8._hardware import fp8_units
+from mpjax.policy import Policy
+from mpjax.step import TrainState
+from mpjax.step._mesh_step import Layout
+from mpjax.train._setup import Setup
+
+
+def opening(
+  setup: Setup, state: TrainState, directory: pathlib.Path, start: int, processes: int
+) -> dict[str, str]:
+  """What a person sees before the first step, by title.
+
+  Args:
+    setup: of the run.
+    state: that it begins with.
+    directory: where it writes.
+    start: step that it resumes from; 0 for none.
+    processes: how many it has.
+  """
+  policy = setup.policy
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+  scaling = policy.loss_scaling
+  return {
+    "policy": policy.reason or f"{policy.name or 'custom'} ({policy})",
+    **_fp8(policy),
+    "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
+    "model": f"{setup.config.model.kind}, {parameters:,} parameters",
+    "data": setup.info.description,
+    "devices": _devices(setup.layout) + (f", in {processes} processes" if processes > 1 else ""),
+    "run": f"{directory}" + (f", resumed after step {start}" if start else ""),
+  }
+
+
+def _devices(layout: Layout) -> str:
+  text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
+  if layout.mesh.size == 1:
+    return text
+  axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+  dtype = "float32" if layout.reduce_dtype is None else layout.reduce_dtype.name
+  return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
+
+
+def _fp8(policy: Policy) -> dict[str, str]:
+  recipe = policy.fp8_recipe
+  if recipe is None:
+    return {}
+  has_units, lack = fp8_units(recipe)
+  how = "" if has_units else ", emulated" if recipe.emulate else f": none, {lack}"
+  return {"fp8": f"{recipe.recipe} scaling{how}"}

@@ -1,0 +1,123 @@
+"""What a config builds: data, task, training step and first state, placed on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.casting._explain import Explanation
+from mpjax.policy import Policy
+from mpjax.sharding._sharding_rules import Rules
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step._mesh_step import Layout
+from mpjax.train._config import Config, ConfigError, step_recompute
+from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
+from mpjax.train._optimizers import make_optimizer
+from mpjax.train._tasks import Task, make_task
+from mpjax.train.data import Data, DataInfo, load_data
+from mpjax.train.data._dataset import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """The parts of a training run; nothing is allocated on a device yet."""
+
+  config: Config
+  policy: Policy
+  data: Data
+  task: Task
+  step: TrainStep
+
+  @property
+  def info(self) -> DataInfo:
+    """What the data looks like."""
+    return self.data.info
+
+  @property
+  def layout(self) -> Layout:
+    """Where state and batches lie."""
+    assert self.step.layout is not None
+    return self.step.layout
+
+  @functools.cached_property
+  def rows(self) -> Rows:
+    """The rows of each global batch that this process feeds."""
+    return rows_of_process(self.layout.batch_sharding, self.config.data.batch_size)
+
+  def first_state(self) -> TrainState:
+    """The state before the first step, made where it lies."""
+    if self.layout.mesh.size == 1:  # a program of its own would take longer to compile than to run
+      return self._init()
+    shardings = self.layout.shardings(jax.eval_shape(self._init))
+    return jax.jit(self._init, out_shardings=shardings)()
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, dtypes and shardings of the state, for a restore."""
+    shapes = jax.eval_shape(self._init)
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, self.layout.shardings(shapes))
+
+  def place(self, batch: Any) -> Any:
+    """This process's rows of a batch, on the host, as arrays over the devices of all."""
+    return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
+
+  def check_layout(self) -> None:
+    """Raises `ConfigError` for rules that do not fit the model's parameters."""
+    try:
+      self.layout.shardings(jax.eval_shape(self._init))
+    except ValueError as error:
+      raise ConfigError(f"mesh.rules: {error}") from error
+
+  def explain(self) -> Explanation:
+    """What runs in which dtype under the policy, and why; nothing is computed.
+
+    Raises:
+      ConfigError: for an override of the policy that matches no module.
+    """
+    try:
+      return self.step.explain(jax.eval_shape(self._init), self.batch_shapes())
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+
+  def batch_shapes(self) -> Any:
+    """Shapes and dtypes of a global batch."""
+    rows = self.config.data.batch_size
+    of = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)), np.asarray(x).dtype)
+    return jax.tree.map(of, self.data.train_row(0))
+
+  def _init(self) -> TrainState:
+    key, step_key = jax.random.split(jax.random.key(self.config.seed))
+    batch = self.batch_shapes() if self.step.needs_batch else None
+    return self.step.init(**self.task.init(key), rng=step_key, batch=batch)
+
+
+def make_setup(config: Config) -> Setup:
+  """Builds what the config says, and makes every check that needs the data or the devices.
+
+  Raises:
+    ConfigError: for what does not fit together.
+    DataError: for data that is missing or unfit.
+  """
+  policy = config.resolve_policy()
+  mesh = make_mesh(config)
+  optimizer = make_optimizer(config.optimizer, config.train.steps)
+  data = load_data(config.data, seed=config.seed)
+  task = make_task(config, data.info, policy)
+  step = make_train_step(
+    task.loss_fn,
+    optimizer,
+    policy,
+    accumulate=config.train.accumulate,
+    skip_nonfinite=config.train.skip_nonfinite,
+    recompute=step_recompute(config.train.recompute),
+    mesh=mesh,
+    sharding=Rules(config.mesh.rules, task.axes),
+  )
+  setup = Setup(config, policy, data, task, step)
+  setup.check_layout()
+  if policy.overrides or policy.fp8:
+    setup.explain()
+  return setup

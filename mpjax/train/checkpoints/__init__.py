@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saving, checksums, and reading back what is whole."""

@@ -1,0 +1,313 @@
+"""Checkpoints of a run: asynchronous, atomic (orbax), checked; the last k kept and the best by eval loss."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from mpjax.step import TrainState
+from mpjax.train.checkpoints import _integrity as reading
+from mpjax.train.checkpoints._orbax_errors import reason, tell_once
+from mpjax.train.multiprocess._agreement import everyone
+
+
+class CheckpointError(Exception):
+  """A checkpoint cannot be written, or none can be read; the message is one line."""
+
+
+class Restored(NamedTuple):
+  """What a checkpoint gives back: the state, the data iterator's state, and the loop's own numbers."""
+
+  state: TrainState
+  data: Any
+  loop: dict[str, Any]
+
+
+class Resumed(NamedTuple):
+  """The newest good checkpoint, and what was wrong with newer ones, a line each."""
+
+  step: int
+  restored: Restored
+  damaged: list[str]
+
+
+class Checkpoints:
+  """The `checkpoints/` folder of a run directory.
+
+  A checkpoint is written beside its final place and renamed when complete, so a kill at any moment
+  leaves the last good one. Each holds checksums of its arrays, taken where they are before anything is
+  copied, and of its other parts; `restore` compares them with what it has read. In a run of several
+  processes each of them calls every method, at the same steps.
+
+  Args:
+    directory: the folder; made if missing.
+    keep: how many of the newest to keep, besides the best.
+    timeout_s: how long a write, and one process's wait for the others, may take, in seconds.
+    read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
+
+  Raises:
+    CheckpointError: if the folder cannot be made or read.
+  """
+
+  def __init__(
+    self, directory: pathlib.Path, keep: int = 2, *, timeout_s: int = 600, read_only: bool = False
+  ):
+    self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
+    self._writing: int | None = None
+    self._has_failed = False
+    processes = set(range(jax.process_count()))
+    # Barriers of named processes go through the coordinator, which has time-outs; others are collectives.
+    self._multiprocessing = ocp.options.MultiprocessingOptions(
+      primary_host=0, active_processes=processes if len(processes) > 1 else None
+    )
+    tell_once()
+    policy, eval_loss = ocp.checkpoint_managers, lambda metrics: metrics["eval_loss"]
+    options = ocp.CheckpointManagerOptions(
+      # Both: the newest to resume from, the best to export.
+      preservation_policy=policy.AnyPreservationPolicy(
+        [
+          policy.LatestN(keep),
+          policy.BestN(get_metric_fn=eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
+        ]
+      ),
+      best_fn=eval_loss,
+      best_mode="min",
+      read_only=read_only,
+      create=False,
+      async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
+      multiprocessing_options=self._multiprocessing,
+    )
+    self._prepare()
+    try:
+      self._manager = _Manager(self._directory, options=options)
+    except Exception as error:
+      raise CheckpointError(_not_opened(self._directory, reason(error))) from error
+
+  def save(
+    self, step: int, state: TrainState, data: Any, loop: dict[str, Any], eval_loss: float | None
+  ) -> None:
+    """Starts writing a checkpoint; the arrays are copied before this returns.
+
+    Raises:
+      CheckpointError: if this one cannot be written, or the one before could not.
+    """
+    self.wait()
+    if step in self.steps():
+      return
+    # One that was not evaluated, or is not finite, is never the best.
+    ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
+    metrics = {"eval_loss": ranked}
+    parts = reading.sealed(_to_tree(state), data, loop, metrics)
+    with self._explained(step):
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(parts.state),
+          data=ocp.args.JsonSave(parts.data),
+          loop=ocp.args.JsonSave(parts.loop),
+          integrity=ocp.args.JsonSave(parts.integrity),
+        ),
+        metrics=metrics,
+        force=True,
+      )
+    self._writing = step
+
+  def steps(self) -> list[int]:
+    """Steps of the complete checkpoints, in order."""
+    return sorted(self._manager.all_steps())
+
+  def latest(self) -> int | None:
+    """Step of the newest complete checkpoint."""
+    return self._manager.latest_step()
+
+  def best(self) -> int | None:
+    """Step of the checkpoint with the lowest eval loss, or of the newest where none has one."""
+    best = self._manager.best_step()
+    return self.latest() if best is None else best
+
+  def restore(self, step: int, like: TrainState) -> Restored:
+    """The checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
+
+    The shardings, the mesh and the number of processes need not be those of the run that saved it.
+
+    Raises:
+      CheckpointError: if it is damaged, or of another state than `like`.
+    """
+    self.wait()
+    try:
+      return self._read(step, like)
+    except reading.Damaged as damage:
+      raise CheckpointError(
+        f"the checkpoint of step {step} in {self._directory} is damaged: {damage}; nothing was changed"
+      ) from None
+
+  def restore_latest(self, like: TrainState) -> Resumed | None:
+    """The newest checkpoint that is good, as `restore` gives it; `None` where there are none at all.
+
+    Damaged ones that are newer are moved to `damaged/` beside the folder, unless it is only read.
+
+    Raises:
+      CheckpointError: if every checkpoint is damaged, or the newest is of another state than `like`.
+        Nothing was changed then.
+    """
+    self.wait()
+    damaged: dict[int, str] = {}
+    for step in reversed(self._told_by_first(self.steps())):
+      try:
+        restored = self._read(step, like)
+      except reading.Damaged as damage:
+        damaged[step] = f"the checkpoint of step {step} is damaged: {damage}"
+        continue
+      moved = self._move_aside([] if self._read_only else list(damaged))
+      lines = [f"{damage}; moved to {to}" for damage, to in zip(damaged.values(), moved, strict=False)]
+      return Resumed(step, restored, lines or list(damaged.values()))
+    if not damaged:
+      return None
+    raise CheckpointError(
+      f"no checkpoint in {self._directory} can be read ({'; '.join(damaged.values())}); nothing was changed: "
+      "bring one back from a copy, or choose another out= to start over"
+    )
+
+  def wait(self) -> None:
+    """Blocks until what was saved is on disk.
+
+    Raises:
+      CheckpointError: if it could not be written; raised once.
+    """
+    step, self._writing = self._writing, None
+    if step is not None:
+      with self._explained(step):
+        self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits, then releases the threads.
+
+    Raises:
+      CheckpointError: as `wait` does.
+    """
+    try:
+      self.wait()
+    finally:
+      # What is left to raise has been told.
+      with contextlib.suppress(Exception):
+        self._manager.close()
+      # Others of several processes may still be writing; a later start makes room then.
+      if self._has_failed and jax.process_count() == 1:
+        self._remove_unfinished(ignore_errors=True)
+
+  @contextlib.contextmanager
+  def _explained(self, step: int) -> Iterator[None]:
+    """Turns what orbax raises while a step is written into a `CheckpointError`."""
+    try:
+      yield
+    except Exception as error:
+      self._has_failed = True
+      whole = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
+      left = f"that of step {max(whole)} is whole" if whole else "there is no earlier one"
+      then = f"resumes from step {max(whole)}" if whole else "starts over"
+      raise CheckpointError(
+        f"the checkpoint of step {step} cannot be written in {self._directory}: {reason(error)}; {left}, "
+        f"and once there is room and permission to write, the same command {then}"
+      ) from error
+
+  def _read(self, step: int, like: TrainState) -> Restored:
+    """The checkpoint of a step, in every process or in none; raises `Damaged` if it is damaged."""
+    metrics = self._manager.metrics(step)
+    try:
+      parts = reading.read(self._path(step), _to_tree(like), metrics, self._timeout_s)
+    except reading.OtherState as error:
+      raise CheckpointError(
+        f"the checkpoint of step {step} in {self._directory} is of another state: {error}; nothing was "
+        "changed: restore it with the model, policy and optimizer that it was saved with"
+      ) from None
+    except TimeoutError as error:
+      raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
+    return Restored(like.replace(**parts.state), parts.data, parts.loop)
+
+  def _path(self, step: int) -> pathlib.Path:
+    return self._directory / str(step)
+
+  def _prepare(self) -> None:
+    """Makes the folder, and removes what writes that did not complete have left in it."""
+    problem = ""
+    if jax.process_index() == 0 and not self._read_only:
+      try:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._remove_unfinished()
+      except OSError as error:
+        problem = reason(error)
+    problem = self._told_by_first(problem)
+    if problem:
+      raise CheckpointError(_not_opened(self._directory, problem))
+
+  def _remove_unfinished(self, ignore_errors: bool = False) -> None:
+    for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+      shutil.rmtree(path, ignore_errors)
+
+  def _move_aside(self, steps: list[int]) -> list[str]:
+    """Moves checkpoints to `damaged/`, since their steps are saved again, and returns where they are."""
+    if not steps:
+      return []
+    folder, targets, problem = self._directory.parent / "damaged", [], ""
+    if jax.process_index() == 0:
+      try:
+        folder.mkdir(exist_ok=True)
+        for step in steps:
+          targets.append(str(_unused(folder / str(step))))
+          os.rename(self._path(step), targets[-1])
+      except OSError as error:
+        problem = reason(error)
+    targets, problem = self._told_by_first((targets, problem))
+    if problem:
+      raise CheckpointError(
+        f"the damaged checkpoint of step {steps[0]} in {self._directory} cannot be moved to {folder}: "
+        f"{problem}; move it away, and the same command resumes from an earlier one"
+      )
+    self._manager.reload()
+    return targets
+
+  def _told_by_first(self, value: Any) -> Any:
+    """A JSON value as the first process has it."""
+    try:
+      return json.loads(everyone(json.dumps(value), self._timeout_s)[0])
+    except TimeoutError as error:
+      raise CheckpointError(f"{self._directory} cannot be read: {error}") from error
+
+
+class _Manager(ocp.CheckpointManager):
+  """Opens a folder whose metrics are damaged, too."""
+
+  def metrics(self, step: int) -> Any:
+    """The metrics of a step; `None` where there are none that can be ranked."""
+    try:
+      metrics = super().metrics(step)
+      return metrics if isinstance(metrics["eval_loss"], float) else None
+    except Exception:
+      return None
+
+
+def _not_opened(directory: pathlib.Path, problem: str) -> str:
+  return f"{directory} cannot be opened for checkpoints: {problem}; no checkpoint was changed"
+
+
+def _unused(path: pathlib.Path) -> pathlib.Path:
+  """The path, or the first of `path.1`, `path.2`, ... that does not exist yet."""
+  paths = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
+  return next(path for path in paths if not path.exists())
+
+
+def _to_tree(state: TrainState) -> dict[str, Any]:
+  """The arrays of a state by field; without a state of FP8 scaling where there is none."""
+  fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
+  tree = {name: getattr(state, name) for name in fields}
+  return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}

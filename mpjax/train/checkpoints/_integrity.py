@@ -1,0 +1,116 @@
+"""The parts of a checkpoint with their checksums: made at a save, compared at a restore."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import orbax.checkpoint as ocp
+
+from mpjax.train.checkpoints._checksums import json_checksum, tree_checksums, tree_kinds
+from mpjax.train.checkpoints._orbax_errors import reason
+from mpjax.train.multiprocess._agreement import everyone
+
+# Where the loop's part holds the checksum of the checksums: without it, none were saved.
+_SEAL = "integrity"
+
+
+class Damaged(Exception):
+  """A checkpoint is not what was saved; the message says which part."""
+
+
+class OtherState(Exception):
+  """A checkpoint is whole, and of another state than was asked for."""
+
+
+class Parts(NamedTuple):
+  """What a checkpoint is made of; `integrity` is `None` in one of a release that saved no checksums."""
+
+  state: dict[str, Any]
+  data: Any
+  loop: dict[str, Any]
+  integrity: dict[str, Any] | None
+
+
+def sealed(state: dict[str, Any], data: Any, loop: dict[str, Any], metrics: dict[str, Any]) -> Parts:
+  """The parts of a checkpoint with their checksums, to be saved; what is not arrays as it is now."""
+  # Written by a thread, while the caller may go on to change its own.
+  data, loop = copy.deepcopy((data, loop))
+  integrity = {"kinds": tree_kinds(state), "state": tree_checksums(state)} | {
+    name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
+  }
+  return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
+
+
+def read(folder: pathlib.Path, like: dict[str, Any], metrics: Any, timeout_s: int) -> Parts:
+  """The parts of a checkpoint, as they were given to `sealed`; in every process, or in none.
+
+  Args:
+    folder: the checkpoint.
+    like: abstract arrays with the structure, dtypes and shardings to restore the state with.
+    metrics: what has been read as its metrics.
+    timeout_s: how long one process waits for the others, in seconds.
+
+  Raises:
+    Damaged: if a part cannot be read in some process, or is not what was saved.
+    OtherState: if the state has other leaves, dtypes or shapes than `like`.
+    TimeoutError: if another process did not come.
+  """
+  parts, outcome = None, ("", "")
+  try:
+    parts = _read(folder, like, metrics)
+  except OtherState as error:
+    outcome = ("other", str(error))
+  except Damaged as error:
+    outcome = ("damaged", str(error))
+  except Exception as error:  # whatever it is, the others have to hear of it
+    outcome = ("damaged", reason(error))
+  outcomes = [json.loads(text) for text in everyone(json.dumps(outcome), timeout_s)]
+  kind, text = next((outcome for outcome in outcomes if outcome[0]), ("", ""))
+  if parts is None or kind:
+    raise (OtherState if kind == "other" else Damaged)(text)
+  if parts.integrity is not None:
+    # A key of which the description is lost comes back as numbers, with the same bits.
+    _compare(parts.integrity["kinds"], tree_kinds(parts.state))
+    _compare(parts.integrity["state"], tree_checksums(parts.state))
+  return parts
+
+
+def _read(folder: pathlib.Path, like: dict[str, Any], metrics: Any) -> Parts:
+  """What this process reads, without the checksums of arrays, for which it needs the others."""
+  data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
+  seal, integrity = loop.pop(_SEAL, None), None
+  if seal is not None or (folder / "integrity").exists():
+    integrity = _read_json(folder, "integrity")
+    if json_checksum(integrity) != seal:
+      raise Damaged("integrity or loop: not what was saved")
+    for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
+      if json_checksum(part) != integrity[name]:
+        raise Damaged(f"{name}: not what was saved")
+    kinds, saved = tree_kinds(like), integrity["kinds"]
+    differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
+    if differ:
+      there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
+      raise OtherState(f"{differ[0]} is {there} in the checkpoint and {here} in this run")
+  try:
+    # Not through the manager, whose barriers would wait for a process that met the damage and left.
+    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
+  except Exception as error:
+    raise Damaged(f"state: {reason(error)}") from error
+  return Parts(state, data, loop, integrity)
+
+
+def _compare(saved: dict[str, str], found: dict[str, str]) -> None:
+  differ = [f"state/{path}" for path in saved if found.get(path) != saved[path]]
+  if differ:
+    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+    raise Damaged(f"{differ[0]}{more}: not what was saved")
+
+
+def _read_json(folder: pathlib.Path, name: str) -> Any:
+  try:
+    return ocp.JsonCheckpointHandler().restore(folder / name)
+  except (OSError, ValueError) as error:
+    raise Damaged(f"{name}: {reason(error)}") from error

@@ -1,0 +1,134 @@
+"""Images with labels: scikit-learn's handwritten digits, or arrays from an `.npz` file."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from mpjax.train.data._dataset import Batch, Data, DataError, DataInfo, make_data
+
+
+def load_digits(spec: Any, seed: int) -> Data:
+  """1797 images of 8 x 8 in 10 classes; a fifth, the same ones always, is held out."""
+  import sklearn.datasets
+
+  digits = sklearn.datasets.load_digits()
+  images, labels = digits.images.astype(np.float32), digits.target.astype(np.int32)
+  train, held_out = split_arrays(images, labels, 0.2)
+  return arrays_to_data(train, held_out, "scikit-learn handwritten digits", spec, seed)
+
+
+def load_npz(spec: Any, seed: int) -> Data:
+  """`images` [N, H, W] or [N, H, W, C] and `labels` [N]; with `eval_images` and `eval_labels`, or split."""
+  if not isinstance(spec.path, str):
+    raise DataError(f"data.path={spec.path!r}: expected the path of an .npz file")
+  try:
+    # Pickled objects would run code as they are read: an array of them is refused.
+    with pathlib.Path(spec.path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+      arrays = {name: np.asarray(file[name]) for name in file.files}
+  except FileNotFoundError:
+    raise DataError(f"data.path={spec.path!r}: no such file") from None
+  except Exception as error:  # of many kinds, from the archive, its compression and NumPy's headers
+    reason = " ".join(str(error).split()) or type(error).__name__
+    raise DataError(f"data.path={spec.path!r}: not a readable .npz file ({reason})") from error
+  train = check_pair(arrays, "", spec.path)
+  if "eval_images" in arrays or "eval_labels" in arrays:
+    held_out = check_pair(arrays, "eval_", spec.path)
+    if held_out[0].shape[1:] != train[0].shape[1:]:
+      raise DataError(
+        f"{spec.path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
+      )
+    if held_out[0].dtype != train[0].dtype:
+      # Most likely 0 to 255 beside 0 to 1: they would be standardised alike.
+      raise DataError(
+        f"{spec.path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
+      )
+  else:
+    train, held_out = split_arrays(*train, spec.valid_fraction)
+  return arrays_to_data(train, held_out, spec.path, spec, seed)
+
+
+def arrays_to_data(
+  train: tuple[np.ndarray, np.ndarray],
+  held_out: tuple[np.ndarray, np.ndarray],
+  title: str,
+  spec: Any,
+  seed: int,
+) -> Data:
+  """Standardises images by the training split's mean and deviation."""
+  images, labels = train
+  if not len(images) or not len(held_out[0]):
+    raise DataError(
+      f"{title}: {len(images)} training and {len(held_out[0])} evaluation images: expected some"
+    )
+  mean, deviation = images.mean(dtype=np.float64), max(images.std(dtype=np.float64), 1e-6)
+  digest = hashlib.blake2b(digest_size=8)
+  for array in (*train, *held_out):
+    digest.update(repr((array.shape, array.dtype.str)).encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  shape = (*images.shape[1:], 1)[:3]
+  classes = int(max(labels.max(), held_out[1].max())) + 1
+  info = DataInfo(
+    kind="images",
+    vocab_size=None,
+    seq_len=None,
+    image_shape=shape,
+    num_classes=classes,
+    train_examples=len(images),
+    eval_examples=len(held_out[0]),
+    fingerprint=digest.hexdigest(),
+    description=f"{title}: {len(images)} images of {'x'.join(map(str, shape))} to train on, "
+    f"{len(held_out[0])} held out, {classes} classes",
+  )
+
+  def rows(split: tuple[np.ndarray, np.ndarray]) -> Any:
+    def row(index: int) -> Batch:
+      image = (split[0][index].astype(np.float32) - mean) / deviation
+      return {"images": image.astype(np.float32).reshape(shape), "labels": split[1][index].astype(np.int32)}
+
+    return row
+
+  return make_data(info, rows(train), rows(held_out), spec, seed)
+
+
+def split_arrays(images: np.ndarray, labels: np.ndarray, fraction: float) -> Any:
+  """(train, held out) by a permutation that is always the same."""
+  order = np.random.default_rng(0).permutation(len(images))
+  count = max(1, round(len(order) * fraction))
+  take = lambda index: (images[index], labels[index])
+  return take(np.sort(order[count:])), take(np.sort(order[:count]))
+
+
+def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[np.ndarray, np.ndarray]:
+  """Checked images and labels."""
+  for name in (f"{prefix}images", f"{prefix}labels"):
+    if name not in arrays:
+      raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
+  images, labels = arrays[f"{prefix}images"], arrays[f"{prefix}labels"]
+  if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or 0 in images.shape[1:]:
+    raise DataError(
+      f"{path}: {prefix}images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] "
+      "or [N, H, W, C], none of them empty"
+    )
+  if labels.ndim != 1 or labels.dtype.kind not in "ui":
+    raise DataError(f"{path}: {prefix}labels is {labels.dtype}{list(labels.shape)}: expected integers [N]")
+  if len(images) != len(labels):
+    raise DataError(f"{path}: {len(images)} {prefix}images but {len(labels)} {prefix}labels")
+  if labels.dtype.kind == "i" and (labels < 0).any():
+    raise DataError(f"{path}: {prefix}labels has negative values, first at {int(np.argmax(labels < 0))}")
+  if (large := labels > np.iinfo(np.int32).max).any():
+    at = int(np.argmax(large))
+    raise DataError(f"{path}: {prefix}labels[{at}]={labels[at]}: expected classes that int32 can hold")
+  if images.dtype.kind == "f":
+    with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
+      images = images.astype(np.float32)
+  if images.dtype.kind == "f" and not (finite := np.isfinite(images)).all():
+    first = np.unravel_index(int(np.argmin(finite)), images.shape)
+    count = int((~finite).sum())
+    raise DataError(
+      f"{path}: {prefix}images has {count} values that are NaN or infinite, first at {list(map(int, first))}"
+    )
+  return images, labels

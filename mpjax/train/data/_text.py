@@ -1,0 +1,156 @@
+"""Bytes of text files as windows of tokens: the standard library's source, or the user's own files."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import os
+import pathlib
+import sysconfig
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpjax.train.data._dataset import Batch, Data, DataError, DataInfo, make_data
+
+_SEPARATOR = b"\0"
+_NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def load_stdlib(spec: Any, seed: int) -> Data:
+  """The `*.py` files of the running Python's standard library, split by file."""
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  files = _walk(root, lambda name: name in _NOT_OURS)
+  named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
+  documents = {name: _read(named[name]) for name in sorted(named)}
+  return documents_to_data(documents, "Python standard library source", spec, seed)
+
+
+def load_text(spec: Any, seed: int) -> Data:
+  """A file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
+
+  Of a folder or a glob, files are text when their first kilobyte has no zero byte; empty and hidden ones
+  are left out. A file that several paths lead to is read once, so that it cannot be in both splits.
+  Several files are split by file, a single one by position.
+  """
+  paths = [spec.path] if isinstance(spec.path, str) else list(spec.path or [])
+  if not paths or not all(paths):  # an empty string would be the working directory
+    raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
+  documents: dict[str, bytes] = {}
+  seen: set[pathlib.Path] = set()
+  for position, path in enumerate(paths):
+    found = False
+    only_text = not pathlib.Path(path).is_file()
+    for name, file in _find(path):
+      real = file.resolve()
+      if real not in seen and (text := _read(file, only_text)):
+        seen.add(real)
+        # Named by position in the list: neither the split nor the fingerprint knows where the data lies.
+        documents[name if len(paths) == 1 else f"{position}:{name}"] = text
+      found |= real in seen
+    if not found:
+      raise DataError(
+        f"data.path={path!r}: no text files there (empty, hidden and binary files are left out)"
+      )
+  return documents_to_data(documents, ", ".join(paths), spec, seed)
+
+
+def documents_to_data(
+  documents: dict[str, bytes], title: str, spec: Any, seed: int, held_out_prefix: str | None = None
+) -> Data:
+  """Splits documents and cuts each split into windows of bytes.
+
+  What is held out are the documents whose name has the prefix, or a share of all chosen by name, or, of a
+  single document, its end.
+
+  Raises:
+    DataError: if a split is empty or shorter than a window.
+  """
+  if held_out_prefix is not None:
+    held_out = {name: text for name, text in documents.items() if name.startswith(held_out_prefix)}
+    train = {name: text for name, text in documents.items() if name not in held_out}
+  elif len(documents) == 1:
+    ((name, text),) = documents.items()
+    cut = len(text) - round(len(text) * spec.valid_fraction)
+    train, held_out = {name: text[:cut]}, {name: text[cut:]}
+  else:
+    train, held_out = split_by_name(documents, spec.valid_fraction)
+  splits = [np.frombuffer(_SEPARATOR.join(split.values()), np.uint8) for split in (train, held_out)]
+  for name, data in zip(("training", "evaluation"), splits, strict=True):
+    if len(data) <= spec.seq_len:
+      raise DataError(
+        f"data.seq_len={spec.seq_len}: longer than the {len(data)} bytes of the {name} split of {title}; "
+        "use a smaller seq_len, more text or another valid_fraction"
+      )
+  counts = [(len(data) - 1) // spec.seq_len for data in splits]
+  digest = hashlib.blake2b(repr((spec.seq_len, [len(data) for data in splits])).encode(), digest_size=8)
+  for data in splits:
+    digest.update(data.tobytes())
+  info = DataInfo(
+    kind="tokens",
+    vocab_size=256,
+    seq_len=spec.seq_len,
+    image_shape=None,
+    num_classes=None,
+    train_examples=counts[0],
+    eval_examples=counts[1],
+    fingerprint=digest.hexdigest(),
+    description=f"{title}: {len(splits[0]):,} bytes to train on, {len(splits[1]):,} held out",
+  )
+  return make_data(info, _windows(splits[0], spec.seq_len), _windows(splits[1], spec.seq_len), spec, seed)
+
+
+def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[str, bytes], dict[str, bytes]]:
+  """(train, held out): about `fraction` of the documents, chosen by a hash of the name, at least one each."""
+  order = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
+  count = min(max(1, round(len(order) * fraction)), len(order) - 1)
+  held_out = set(order[:count])
+  part = lambda inside: {n: text for n, text in documents.items() if (n in held_out) == inside}
+  return part(False), part(True)
+
+
+def _windows(data: np.ndarray, seq_len: int) -> Any:
+  def row(index: int) -> Batch:
+    start = index * seq_len
+    return {"tokens": data[start : start + seq_len + 1].astype(np.int32)}
+
+  return row
+
+
+def _find(path: str) -> list[tuple[str, pathlib.Path]]:
+  """(name, file) of the files at a path, sorted by name."""
+  root = pathlib.Path(path)
+  if root.is_file():
+    return [(root.name, root)]
+  if root.is_dir():
+    files = _walk(root, lambda name: name.startswith("."))
+    base = root
+  else:
+    files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
+    if not files:
+      raise DataError(f"data.path={path!r}: no such file, folder or match")
+    # Names relative to the part of the pattern before its first wildcard: not to where the data lies.
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts)
+    base = pathlib.Path(*fixed)
+  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
+
+
+def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
+  """Files below a folder; what `skip` says of a name holds for a file and for a whole folder."""
+  found = []
+  for folder, folders, files in os.walk(root):
+    folders[:] = [name for name in folders if not skip(name)]
+    found += [pathlib.Path(folder, name) for name in files if not skip(name)]
+  return [file for file in found if file.is_file()]
+
+
+def _read(file: pathlib.Path, only_text: bool = False) -> bytes:
+  """The content; with `only_text`, nothing of a file that is not text, which is not read to its end."""
+  try:
+    with file.open("rb") as stream:
+      head = stream.read(1024)
+      return b"" if only_text and b"\0" in head else head + stream.read()
+  except OSError as error:
+    raise DataError(f"data.path: cannot read {file}: {error.strerror}") from error

@@ -1,0 +1,80 @@
+"""`ResNet`: a residual network with BatchNorm (linen) that follows the dtype of its parameters and images."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+
+from mpjax.sharding._mesh import batch_axes
+
+
+class ResNet(nn.Module):
+  """Basic blocks of two 3x3 convolutions, with a 3x3 stem and no pooling before the end: for small images.
+
+  The statistics of BatchNorm (collection `batch_stats`) are float32 whatever the dtype of the rest.
+
+  Attributes:
+    num_classes: number of classes.
+    stages: number of blocks of each stage; every stage but the first halves height and width.
+    width: channels of the first stage; they double with each.
+    remat: keep only each block's input for the backward pass, which computes the block again.
+  """
+
+  num_classes: int
+  stages: tuple[int, ...] = (2, 2, 2)
+  width: int = 32
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+    """Class logits.
+
+    Args:
+      images: floating [B, H, W, C].
+      train: normalise by the statistics of the batch and, where `batch_stats` is mutable, update the
+        running ones; without it, normalise by the running ones.
+
+    Returns:
+      [B, num_classes], in the dtype that parameters and images promote to.
+
+    Raises:
+      ValueError: for images of another rank.
+    """
+    if images.ndim != 4:
+      raise ValueError(f"images {list(images.shape)}: expected [B, H, W, C]")
+    x = nn.Conv(self.width, (3, 3), use_bias=False, name="stem")(images)
+    x = nn.relu(_batch_norm(train)(name="stem_norm")(x))
+    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+    for stage, blocks in enumerate(self.stages):
+      for i in range(blocks):
+        stride = 2 if stage > 0 and i == 0 else 1
+        x = block(self.width * 2**stage, stride, name=f"stage_{stage}_block_{i}")(x, train)
+    return nn.Dense(self.num_classes, name="head")(x.mean((1, 2)))
+
+
+class Block(nn.Module):
+  """Two convolutions beside a shortcut, projected where the shape changes."""
+
+  channels: int
+  stride: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    """[B, H, W, C] -> [B, H / stride, W / stride, channels]."""
+    conv = functools.partial(nn.Conv, self.channels, use_bias=False)
+    norm = _batch_norm(train)
+    y = nn.relu(norm(name="norm_0")(conv((3, 3), self.stride, name="conv_0")(x)))
+    y = conv((3, 3), name="conv_1")(y)
+    # Scale zero: each block starts as its shortcut.
+    y = norm(name="norm_1", scale_init=nn.initializers.zeros)(y)
+    if x.shape != y.shape:
+      x = norm(name="shortcut_norm")(conv((1, 1), self.stride, name="shortcut")(x))
+    return nn.relu(x + y)
+
+
+def _batch_norm(train: bool) -> functools.partial[nn.BatchNorm]:
+  # Statistics of the whole batch, also where a step has divided it over devices.
+  axes = batch_axes() or None
+  return functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name=axes)

@@ -1,0 +1,1 @@
+"""What a run reports of itself: files, TensorBoard, histograms, diagnosis."""

@@ -1,0 +1,106 @@
+"""Histograms of a run's numbers for TensorBoard, every so many steps: `numerics.every`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.numerics._passes import KEPT_IN, loss_points, make_pass
+from mpjax.numerics._summary import Summary
+from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._micro_batches import split_batch
+from mpjax.step._optimizer import find_scaler
+from mpjax.train.monitors._events import Events
+
+
+class Watcher:
+  """Looks at steps of a run without changing them: one more forward and backward pass each time."""
+
+  def __init__(self, step: TrainStep, every: int):
+    self._step, self._every = step, every
+    self._summary: Summary = binades()
+    self._pass: Any = None
+    self._points: list[Any] = []
+
+  def due(self, step: int) -> bool:
+    """Whether a step is looked at."""
+    return bool(self._every) and step % self._every == 0
+
+  def look(self, state: TrainState, batch: Any) -> Any:
+    """What is seen of a step, still on the devices: before the step takes the state's buffers."""
+    if self._step.accumulate > 1:  # the first micro-batch: a backward pass is over one
+      batch = jax.tree.map(lambda x: split_batch(self._step.accumulate, x)[0], batch)
+    if self._pass is None:
+      self._points = loss_points(self._step, state, batch)
+      self._pass = make_pass(self._step, self._points, self._summary, updates=True)
+    scaler = find_scaler(state.opt_state)
+    return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
+
+  def write(self, events: Events, step: int, looked: Any) -> None:
+    """Writes what was seen: a histogram of log2 of the magnitudes a tensor, and shares by kind."""
+    seen, scale = jax.device_get(looked)
+    name = self._step.policy.compute_dtype.name
+    half = name if self._step.policy.compute_dtype.itemsize < 4 else "float16"
+    totals: dict[str, Magnitudes] = {}
+    for kind, path, kept in self._tensors(seen):
+      magnitudes = Magnitudes.of(self._summary, kept)
+      _histogram(events, f"{kind}s/{path}", magnitudes, step)
+      totals[kind] = totals[kind] + magnitudes if kind in totals else magnitudes
+    for kind, total in totals.items():
+      if kind == "update":
+        continue
+      # Activations' gradients are seen as they are, times the loss scale; those of weights unscaled.
+      factor = float(scale) if kind == "weight gradient" else 1.0
+      there = total.above[0] or 1.0
+      shares = total.shares(half, factor)
+      tag = f"numerics/{kind}s"
+      events.add_scalar(f"{tag} lost in {half}", shares.underflow * total.count / there, step)
+      events.add_scalar(f"{tag} overflown in {half}", shares.overflow, step)
+      events.add_scalar(f"{tag} zero", total.zero / total.count, step)
+    counts = np.sum([np.asarray(counts, np.float64) for _, counts in seen.updates.values()], axis=0)
+    for name, stay in zip(KEPT_IN, counts[1:], strict=True):
+      events.add_scalar(f"numerics/updates lost in {name} weights", stay / (counts[0] or 1.0), step)
+
+  def _tensors(self, seen: Any) -> Iterator[tuple[str, str, Any]]:
+    for point, kept in zip(self._points, seen.watched, strict=True):
+      for index in np.ndindex(*point.steps):
+        path = "/".join((point.module, *map(str, index), point.name.replace(" ", "_")))
+        for row, kind in enumerate(("activation", GRADIENTS[0])):
+          values = kept[(0, *index, row)]
+          if values[len(self._summary.edges)]:  # else the loss does not depend on it
+            yield kind, path, values
+    for kind, part in (("parameter", seen.parameters), (GRADIENTS[1], seen.gradients)):
+      for path, kept in part.items():
+        yield kind, path, kept
+    for path, (kept, _) in seen.updates.items():
+      yield "update", path, kept
+
+
+def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
+  """One over log2 of the magnitudes that are finite and not zero."""
+  _, counts = magnitudes.histogram
+  there = [i for i, count in enumerate(counts) if count]
+  if not there:
+    return
+  first, last = there[0], there[-1]
+  values = np.asarray(counts[first : last + 1])
+  centres = np.asarray(BINS[first : last + 1]) + 0.5
+  total = float(values.sum())
+  events.add_histogram_raw(
+    tag,
+    min=float(BINS[first]),
+    max=float(BINS[last] + 1),
+    num=total,
+    sum=float(values @ centres),
+    sum_squares=float(values @ centres**2),
+    # An empty bucket on either side, between which TensorBoard draws.
+    bucket_limits=[float(b) for b in range(BINS[first], BINS[last] + 2)] + [math.inf],
+    bucket_counts=[0.0, *values.tolist(), 0.0],
+    global_step=step,
+  )

@@ -1,0 +1,202 @@
+"""A run's directory: one owner at a time, one config for ever, metrics without a gap or a repeat."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+from typing import IO, Any
+
+import numpy as np
+import pydantic
+import yaml
+
+from mpjax.train._config import Config, ConfigError, read_tree
+
+
+class RunDirectory:
+  """Opens, or makes, the directory of a run and holds its lock.
+
+  Args:
+    config: of the run.
+    owner: whether this process writes in it; the others of a run of several only know where it is.
+
+  Raises:
+    ConfigError: if the directory holds another config or something else altogether, or another process
+      is running in it. Nothing in it was changed.
+  """
+
+  def __init__(self, config: Config, owner: bool = True):
+    self._lock: IO[str] | None = None
+    if "\0" in str(config.out):
+      raise ConfigError(f"out={config.out!r}: expected the name of a directory")
+    self.path = pathlib.Path(str(config.out))
+    if not owner:
+      return
+    text = config.to_yaml()
+    if self.path.exists():
+      _require_same(self.path, text)
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = _lock(self.path / ".lock")
+      if not (self.path / "config.yaml").exists():
+        _write_atomically(self.path / "config.yaml", text)
+    except OSError as error:
+      raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    """Where orbax writes."""
+    return self.path / "checkpoints"
+
+  def summary(self) -> dict[str, Any] | None:
+    """The `summary.json` of a finished run; `None` for a process that does not write in the directory."""
+    file = self.path / "summary.json"
+    if self._lock is None or not file.exists():
+      return None
+    try:
+      summary: dict[str, Any] = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+      raise ConfigError(f"{file}: not the summary of a run ({error}); choose another out=") from error
+    return summary
+
+  def write_summary(self, summary: dict[str, Any]) -> None:
+    """Writes `summary.json`, which marks the run as finished."""
+    _write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+  def close(self) -> None:
+    """Lets another process have the directory."""
+    if self._lock is not None:
+      self._lock.close()
+
+
+class MetricsFile:
+  """`metrics.jsonl`: one JSON object a line, in step order.
+
+  Args:
+    path: the file; lines of steps after `resume_step`, and a line that a kill cut short, are dropped, since
+      the resumed run writes them again.
+    resume_step: step of the checkpoint that the run resumes from.
+    owner: whether this process writes it; otherwise nothing happens here.
+  """
+
+  def __init__(self, path: pathlib.Path, resume_step: int, owner: bool = True):
+    self._file: IO[str] | None = None
+    if not owner:
+      return
+    kept = []
+    if path.exists():
+      for line in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+          if line.endswith("\n") and json.loads(line)["step"] <= resume_step:
+            kept.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+          break
+    _write_atomically(path, "".join(kept))
+    self._file = path.open("a", buffering=1)
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Appends a record; the line is handed to the operating system before this returns."""
+    if self._file is not None:
+      self._file.write(json.dumps(record) + "\n")
+
+  def close(self) -> None:
+    """Closes the file."""
+    if self._file is not None:
+      self._file.close()
+
+
+def plain(value: Any) -> Any:
+  """A JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+  item = np.asarray(value).item()
+  if isinstance(item, float) and not np.isfinite(item):
+    return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
+  return item
+
+
+def differences(theirs: Any, ours: Any, there: str, here: str, key: str = "") -> list[str]:
+  """Where two configs, as plain data, differ in what a run computes.
+
+  Args:
+    theirs: a config, or a part of one.
+    ours: another.
+    there: where the first one is, for a person.
+    here: where the other one is.
+    key: of both, where they are parts.
+  """
+  if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+    return [] if theirs == ours else [f"{key}: {theirs!r} {there}, {ours!r} {here}"]
+  found = []
+  for name in sorted(theirs.keys() | ours.keys()):
+    path = f"{key}.{name}" if key else name
+    # None changes what a run computes; a mesh changes the order in which numbers are added.
+    if path not in ("out", "numerics", "distributed", "mesh", "train.checkpoint_wait"):
+      found += differences(theirs.get(name), ours.get(name), there, here, path)
+  return found
+
+
+def config_mismatch(first: Any, other: Any, process: int) -> str | None:
+  """What is wrong between the configs of process 0 and of another one, as plain data; `None` for nothing."""
+  there, here = "in process 0", f"in process {process}"
+  found = differences(first, other, there, here)
+  for key in ("out", "numerics", "mesh"):  # a run may go on with others, but all processes with the same
+    found += [f"{key}: {first[key]!r} {there}, {other[key]!r} {here}"] * (first[key] != other[key])
+  if not found:
+    return None
+  return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
+
+
+def _require_same(path: pathlib.Path, text: str) -> None:
+  file = path / "config.yaml"
+  if not path.is_dir() or (not file.exists() and any(p.name != ".lock" for p in path.iterdir())):
+    raise ConfigError(
+      f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
+    )
+  for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
+    if entry.is_symlink():  # a directory from elsewhere could have a run write over any file of the user's
+      raise ConfigError(
+        f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes in its own directory "
+        "alone: nothing was changed; remove the link, or make out= the directory that it leads to"
+      )
+  if not file.exists():
+    return
+  try:
+    theirs = read_tree(file)
+  except ConfigError as error:
+    raise ConfigError(f"{error}; choose another out=") from error
+  found = differences(_with_defaults(theirs), yaml.safe_load(text), "there", "here")
+  if found:
+    shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
+    raise ConfigError(
+      f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
+      "or delete the directory to start over"
+    )
+
+
+def _with_defaults(tree: Any) -> Any:
+  """A config of an earlier release with the keys that it did not have; as it is, if it is no config."""
+  try:
+    return Config.model_validate(tree).model_dump(mode="json") | {"policy": tree["policy"]}
+  except (pydantic.ValidationError, TypeError, KeyError):
+    return tree
+
+
+def _lock(path: pathlib.Path) -> IO[str]:
+  file = path.open("w")
+  try:
+    import fcntl
+  except ImportError:  # Windows has no flock: two runs in one directory are then the user's to avoid
+    return file
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    file.close()
+    raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
+  return file
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(text)
+  os.replace(temporary, path)

@@ -1,0 +1,363 @@
+"""Values that are looked at: which, under what names, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance import normal
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxprs import jit
+
+import mpjax
+from mpjax import get_policy
+from mpjax.casting._probes import find_points, watched
+
+N = 16  # FP8 products take multiples of 16
+W = {"a": normal(N, N, scale=0.25), "b": normal(N, N, seed=2, scale=0.25)}
+X = normal(N, N, seed=1)
+_FP8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
+POLICIES = {
+  "fp32": get_policy("fp32"),
+  "bf16": get_policy("bf16"),
+  "fp16": get_policy("fp16"),
+  "overrides": get_policy({"base": "fp16", "overrides": {"layer/a": "bf16", "layer/b": "fp32"}}),
+  "fp8": get_policy({"base": "fp8", "fp8": {"recipe": "current", **_FP8}}),
+  "delayed": get_policy({"base": "fp8", "fp8": {"recipe": "delayed", "amax_history_len": 4, **_FP8}}),
+}
+
+
+def layer(w, x):
+  """Two modules with a product each, an island, and a residual of the module around them."""
+  with jax.named_scope("layer"):
+    with jax.named_scope("a"):
+      y = jnp.tanh(x @ w["a"])  # line of: a
+    with jax.named_scope("b"):
+      y = jax.nn.softmax(y @ w["b"])  # line of: b
+    return x + y  # line of: layer
+
+
+def looped(f, length):
+  """Layers, each with weights of its own."""
+
+  def run(w, x):
+    weights = jax.tree.map(lambda a: jnp.broadcast_to(a, (length, *a.shape)), w)
+    scales = 1 - 0.1 * jnp.arange(length)
+    return jax.lax.scan(lambda c, xs: (f(xs[0], c) * xs[1], None), x, (weights, scales))[0]
+
+  return run
+
+
+def recurrent(f, length):
+  """Steps of time, all with the same weights."""
+  return lambda w, x: jax.lax.scan(lambda c, y: (f(w, c) * y, None), x, 1 - 0.1 * jnp.arange(length))[0]
+
+
+def with_vjp(f):
+  g = jax.custom_vjp(lambda w, x: f(w, x))
+  g.defvjp(lambda w, x: (f(w, x), (w, x)), lambda r, g: jax.vjp(f, *r)[1](g))
+  return g
+
+
+def sharded(f):
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+
+
+def mixed(w, x):
+  x = looped(jax.checkpoint(layer), 3)(w, jax.jit(jnp.negative)(x))
+  return jax.lax.cond(x[0, 0] > 0, lambda x: layer(w, x), lambda x: x @ w["a"], x)
+
+
+PROGRAMS = {
+  "plain": layer,
+  "jit": jax.jit(layer),
+  "checkpoint": jax.checkpoint(layer),
+  "scan": looped(layer, 3),
+  "long scan": looped(layer, 129),
+  "time": recurrent(layer, 3),
+  "nested scans": looped(looped(layer, 2), 3),
+  "jit in checkpoint in scan": looped(jax.checkpoint(jax.jit(layer)), 3),
+  "cond": lambda w, x: jax.lax.cond(x[0, 0] > 5, lambda x: x, lambda x: layer(w, x), x),
+  "custom_vjp": with_vjp(layer),
+  "while_loop": lambda w, x: jax.lax.stop_gradient(
+    jax.lax.fori_loop(0, jnp.int32(x[0, 0]) + 2, lambda i, y: layer(w, y), x)
+  ),
+  "shard_map": sharded(layer),
+  "vmap": jax.vmap(layer, (None, 0)),
+  "gradient inside": lambda w, x: jax.grad(lambda x: layer(w, x).sum())(x),
+  "mixed": mixed,
+}
+# Bodies whose values are seen as one: their results are, not what is inside.
+OPAQUE = {"custom_vjp": "custom_vjp_call", "while_loop": "while", "shard_map": "shard_map"}
+
+
+@jax.custom_vjp
+def at_each(x, probe):
+  """`x`; the probe's cotangent is (number, sum) of `x` and of its cotangent."""
+  return x
+
+
+def kept_of(x):
+  return jnp.stack([jnp.float32(x.size), jnp.sum(x, dtype=jnp.float32)])
+
+
+at_each.defvjp(lambda x, probe: (x, kept_of(x)), lambda kept, ct: (ct, jnp.stack([kept, kept_of(ct)])))
+
+
+def probes_of(points):
+  return [jnp.zeros((*point.steps, 2, 2)) for point in points]
+
+
+def seen(points, kept):
+  """(module, name, step) of each value, to (count of the values, of the cotangents)."""
+  return {
+    (point.module, point.name, index): tuple(np.asarray(rows)[index][:, 0].tolist())
+    for point, rows in zip(points, kept, strict=True)
+    for index in np.ndindex(*point.steps)
+  }
+
+
+def differentiated(fun, argnums=(0,), has_aux=False):
+  """Results, and gradients that every value has a part in."""
+
+  def total(*args):
+    out = fun(*args)
+    out, aux = out if has_aux else (out, None)
+    return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(out)), (out, aux)
+
+  return jax.value_and_grad(total, argnums=argnums, has_aux=True)
+
+
+def assert_same(got, want):
+  paths = jax.tree_util.tree_flatten_with_path(want)[0]
+  for (path, a), b in zip(paths, jax.tree.leaves(got), strict=True):
+    assert a.dtype == b.dtype, path
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+
+
+def compare(fun, policy, args, argnums=(0, 1), **options):
+  """What looking found, after it has been seen to change neither results nor gradients."""
+  points = find_points(fun, policy)(*args)
+
+  state = {}
+  if policy is not None and any(value == "delayed" for _, value in policy.fp8):
+    state = mpjax.init_fp8_state(fun, policy)(*args)
+    assert jax.tree.leaves(state)
+
+  def plain(state, *args):
+    if policy is None:
+      return fun(*args)
+    return mpjax.autocast(fun, policy, fp8_state=state or None, **options)(*args)
+
+  def looked(state, probes, *args):
+    return watched(fun, policy, probes, at_each, fp8_state=state or None, **options)(*args)
+
+  shifted = lambda n: tuple(i + n for i in argnums)
+  want = jit(differentiated(plain, (0, *shifted(1))))(state, *args)
+  (value, (fp8, kept, *grads)) = jit(differentiated(looked, (0, 1, *shifted(2))))(
+    state, probes_of(points), *args
+  )
+  assert_same((value, (fp8, *grads)), want)
+  return points, seen(points, kept)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_looking_changes_nothing_wherever_the_values_are(program):
+  compare(PROGRAMS[program], POLICIES["fp16"], (W, X))
+
+
+@pytest.mark.parametrize(
+  ("policy", "recompute"),
+  [
+    *((policy, "islands") for policy in POLICIES if policy != "fp16"),
+    ("fp16", "nothing"),
+    ("delayed", "dots"),
+  ],
+)
+def test_looking_changes_nothing_under_any_policy(policy, recompute):
+  compare(mixed, POLICIES[policy], (W, X), recompute=recompute)
+
+
+@pytest.mark.parametrize("program", ["mixed", "custom_vjp"])
+def test_looking_at_a_function_as_it_is_written_changes_nothing(program):
+  compare(PROGRAMS[program], None, (W, X))
+
+
+class Net(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0, dropout=1)
+    self.inner = nnx.Linear(N, N, rngs=rngs)
+    self.norm = nnx.BatchNorm(N, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.out = nnx.Linear(N, N, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+@pytest.mark.parametrize("policy", [None, "bf16", "fp8"])
+def test_what_a_module_mutates_is_kept(policy):
+  policy = POLICIES[policy] if policy else None
+  graphdef, *state = nnx.split(Net(), nnx.Param, ...)
+  params, rest = map(nnx.to_pure_dict, state)
+  call = lambda model, x: model(x)
+  points = find_points(call, policy)(nnx.merge(graphdef, params, rest), X)
+
+  def run(around, params, rest, x):
+    model = nnx.merge(graphdef, params, rest)
+    out = around(call)(model, x)
+    return out, nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2])
+
+  cast = (lambda fun: fun) if policy is None else functools.partial(mpjax.autocast, policy=policy)
+  want = jit(differentiated(functools.partial(run, cast), has_aux=True))(params, rest, X)
+  around = lambda probes: lambda fun: watched(fun, policy, probes, at_each)
+  looked = lambda probes, *args: run(around(probes), *args)
+  got = jit(differentiated(looked, (0, 1), has_aux=True))(probes_of(points), params, rest, X)
+  assert_same((got[0], got[1][1:]), want)
+  assert not np.array_equal(want[0][1][1]["norm"]["mean"], rest["norm"]["mean"])
+  modules = {module for module, _, _ in seen(points, got[1][0])}
+  assert {"Net/inner", "Net/norm", "Net/out"} <= modules
+
+
+class Branches(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(4, name="stem")(x)
+    x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+    x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
+    return nn.Dense(3, name="head")(x)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_state_and_random_numbers_of_linen_are_the_same(policy):
+  model = Branches()
+  variables = model.init(jax.random.key(0), X, train=False)
+
+  def call(params, state, x, key):
+    variables = {"params": params, "batch_stats": state}
+    return model.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
+
+  points, found = compare(
+    call, POLICIES[policy], (variables["params"], variables["batch_stats"], X, jax.random.key(1)), (0,)
+  )
+  modules = dict.fromkeys(p.module for p in points if p.module.count("/") == 1)
+  assert [m for m in modules if "Dropout" not in m] == ["Branches/stem", "Branches/norm", "Branches/head"]
+  assert all(count == 3 * N for (module, _, _), (count, _) in found.items() if module == "Branches/head")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_points_do_not_depend_on_the_policy(program):
+  fun = PROGRAMS[program]
+  known = lambda policy: [
+    (p.module, p.name, p.line, p.shape, p.steps) for p in find_points(fun, policy)(W, X)
+  ]
+  as_written = known(None)
+  assert len(set(as_written)) == len(as_written) > 0
+  for policy in POLICIES.values():
+    assert known(policy) == as_written
+
+
+def line(name):
+  lines = pathlib.Path(__file__).read_text().splitlines()
+  (number,) = [i for i, text in enumerate(lines, 1) if text.endswith(f"# line of: {name}")]
+  return f"{pathlib.Path(__file__).name}:{number}"
+
+
+LAYER = [
+  ("layer/a", "dot_general", "a"),
+  ("layer/a", "tanh", "a"),
+  ("layer/b", "dot_general", "b"),
+  ("layer/b", "div", "b"),
+  ("layer", "add", "layer"),
+]
+STEPS = {
+  "plain": (),
+  "jit": (),
+  "checkpoint": (),
+  "scan": (3,),
+  "long scan": (),
+  "time": (),
+  "nested scans": (3, 2),
+  "jit in checkpoint in scan": (3,),
+  "cond": (),
+}
+
+
+@pytest.mark.parametrize("program", STEPS)
+def test_what_leaves_a_module_and_what_products_read_and_give_is_found_in_the_order_of_the_program(program):
+  points = [p for p in find_points(PROGRAMS[program], None)(W, X) if p.module]
+  found = [(p.module, p.name, p.line, p.shape, p.steps) for p in points]
+  known = [(m, name, line(place), (N, N), STEPS[program]) for m, name, place in LAYER]
+  assert [point for point in found if point in known] == known
+  assert {m for m, *_ in found} == {"layer/a", "layer/b", "layer"}
+  assert len(found) <= len(known) + 1
+
+
+@pytest.mark.parametrize("program", OPAQUE)
+def test_bodies_that_are_not_entered_are_seen_from_outside(program):
+  (point,) = find_points(PROGRAMS[program], POLICIES["fp16"])(W, X)
+  assert (point.name, point.shape) == (OPAQUE[program], (N, N))
+
+
+def test_dtypes_are_those_that_the_policy_holds_values_in():
+  of = lambda policy: {(p.module, p.name): p.dtype for p in find_points(layer, POLICIES[policy])(W, X)}
+  assert set(of("fp32").values()) == {"float32"}
+  assert of("bf16")["layer/a", "dot_general"] == "bfloat16"
+  mixed = of("overrides")
+  assert (mixed["layer/a", "dot_general"], mixed["layer/b", "dot_general"]) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+  ("lengths", "steps"), [((3,), (3,)), ((3, 2), (3, 2)), ((128,), (128,)), ((129,), ())]
+)
+def test_rows_are_the_steps_in_order(lengths, steps):
+  def program(w, x):
+    with jax.named_scope("product"):
+      return x @ w
+
+  def around(f, length):
+    copies = lambda w: jnp.broadcast_to(w, (length, *w.shape))
+    return lambda w, x: jax.lax.scan(lambda c, w: (f(w, c), None), x, copies(w))[0]
+
+  fun = functools.reduce(around, reversed(lengths), program)
+  args = jnp.full((1, 1), 1.5), jnp.ones((1, 2))[:, :1] * jnp.ones((4, 1))
+  points = find_points(fun, None)(*args)
+  (at,) = [i for i, p in enumerate(points) if p.module == "product"]
+  assert points[at].steps == steps
+  run = lambda probes: jnp.sum(watched(fun, None, probes, at_each)(*args))
+  kept = np.asarray(jit(jax.grad(run))(probes_of(points))[at])
+  n = int(np.prod(lengths))
+  forward = 4 * 1.5 ** np.arange(1, n + 1)
+  want = np.stack([forward, 4 * 1.5 ** np.arange(n - 1, -1, -1)], 1)
+  if not steps:
+    np.testing.assert_allclose(kept, [[4 * n, forward.sum()], [4 * n, want[:, 1].sum()]], rtol=1e-5)
+  else:
+    assert kept.shape == (*steps, 2, 2)
+    np.testing.assert_allclose(kept[..., 1].reshape(n, 2), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("program", ["cond", "scan", "jit"])
+def test_values_are_counted_once_for_each_time_they_are_computed(program):
+  _, found = compare(PROGRAMS[program], POLICIES["fp16"], (W, X))
+  assert set(found.values()) == {(N * N, N * N)}
+
+
+def test_a_branch_that_is_not_taken_is_not_counted():
+  fun = lambda w, x: jax.lax.cond(x[0, 0] > 1e6, lambda x: layer(w, x), lambda x: x @ w["b"], x)
+  _, found = compare(fun, POLICIES["fp16"], (W, X))
+  assert {count for (module, _, _), count in found.items() if module} == {(0.0, 0.0)}
+  assert (N * N, N * N) in {count for (module, _, _), count in found.items() if not module}
+
+
+def test_a_wrong_number_of_probes_is_an_error():
+  with pytest.raises(ValueError, match="0 probes: expected one for each of the"):
+    watched(layer, None, [], at_each)(W, X)

@@ -1,0 +1,172 @@
+"""`scripts/numerics.py` and `numerics.every` as a user meets them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import write_tiny_gpt
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mpjax.cli import _commands, _numerics_command
+from mpjax.train._config import load_config
+
+SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 16777216}}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  """The path of a small config."""
+  [path] = write_tiny_gpt(tmp_path_factory.mktemp("numerics"))
+  return path
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+  """A finished run in float16, that looked at its numbers on the way."""
+  out = tmp_path_factory.mktemp("trained") / "run"
+  arguments = [config, "policy=fp16", "train.steps=8", "numerics.every=4", f"out={out}"]
+  assert _commands.train(arguments) == 0
+  return out
+
+
+@pytest.fixture
+def run(config, tmp_path, monkeypatch, capsys):
+  """Runs the command line in an empty folder; returns its report as data, and what it printed."""
+  monkeypatch.chdir(tmp_path)
+
+  def run(*arguments, config=config):
+    assert _numerics_command.numerics([str(config), *arguments, "--json", "report.json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads((tmp_path / "report.json").read_text()), printed.out
+
+  return run
+
+
+def test_a_config_is_inspected_after_some_steps(run, tmp_path):
+  report, out = run("policy=fp16", "steps=3", "batches=2")
+  assert (report["policy"], report["step"], report["batches"], report["rows"]) == ("fp16", 3, 2, 16)
+  assert {t["kind"] for t in report["tensors"]} == {
+    "activation",
+    "activation gradient",
+    "parameter",
+    "weight gradient",
+    "update",
+  }
+  assert {"GPT/blocks/0/qkv", "GPT/blocks/1/down"} <= {t["module"] for t in report["tensors"]}
+  assert all(t["error"] < 0.05 for t in report["tensors"] if t["error"] is not None)
+  assert report["advice"]["unchanged"]
+  assert "base: fp16" in out
+  page = tmp_path / "runs" / "numerics" / "tiny-fp16.html"
+  assert "GPT/blocks/0/qkv" in page.read_text()
+
+
+def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tmp_path):
+  report, _ = run("--no-advice", "--pictures", "pictures", config=trained)
+  assert (report["step"], report["policy"], report["title"]) == (8, "fp16", "run")
+  assert (tmp_path / "pictures" / "histogram_activation_gradients.png").exists()
+
+
+def test_a_checkpoint_is_asked_about_another_policy_and_left_alone(run, trained, config):
+  before = sorted(str(p) for p in trained.rglob("*"))
+  report, _ = run("policy=bf16", f"checkpoint={trained / 'checkpoints' / '4'}", "--no-advice")
+  assert (report["step"], report["policy"], report["loss_scale"]) == (4, "bf16", 1.0)
+  assert sorted(str(p) for p in trained.rglob("*")) == before
+
+
+def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_path):
+  report, out = run(SCALED_TOO_FAR, "steps=1", "batches=1", "--apply", "advised.yaml")
+  assert any(f["severity"] == "problem" for f in report["findings"])
+  assert "advised.yaml" in out
+  advised = tmp_path / "advised.yaml"
+  assert load_config(advised).resolve_policy().loss_scaling.kind == "dynamic"
+  skipped = {}
+  for name, arguments in (("asked", [config, SCALED_TOO_FAR]), ("advised", [str(advised)])):
+    assert _commands.train([*arguments, "train.steps=6", f"out={tmp_path / name}"]) == 0
+    skipped[name] = json.loads((tmp_path / name / "summary.json").read_text())["skipped_steps"]
+  assert skipped == {"asked": 6, "advised": 0}
+
+
+def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained, tmp_path):
+  assert _commands.train([config, "policy=fp16", "train.steps=8", f"out={tmp_path / 'run'}"]) == 0
+  lines = lambda out: (out / "metrics.jsonl").read_text().splitlines()
+  losses = lambda out: [json.loads(line)["loss"] for line in lines(out)]
+  assert losses(trained) == losses(tmp_path / "run")
+  events = EventAccumulator(str(trained / "tensorboard"), size_guidance={"histograms": 0})
+  events.Reload()
+  tags = events.Tags()
+  for kind in ("activations", "activation gradients", "parameters", "weight gradients", "updates"):
+    found = [tag for tag in tags["histograms"] if tag.startswith(f"{kind}/")]
+    assert found, kind
+    assert [event.step for event in events.Histograms(found[0])] == [4, 8]
+  shares = [tag for tag in tags["scalars"] if tag.startswith("numerics/")]
+  assert any("lost in" in tag.replace("_", " ") for tag in shares)
+  assert all(0 <= event.value <= 1 for tag in shares for event in events.Scalars(tag))
+
+
+def test_a_run_that_stops_names_the_operation_and_is_hunted_again(config, tmp_path, capsys):
+  out = tmp_path / "stuck"
+  policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
+  assert _commands.train([config, policy, "train.max_skips=3", "train.steps=50", f"out={out}"]) == 3
+  error = capsys.readouterr().err
+  assert "overflowed in float16, backward pass" in error
+  assert _numerics_command.numerics([str(out), "--hunt"]) == 0
+  assert "overflowed in float16, backward pass" in capsys.readouterr().out
+  assert (
+    _numerics_command.numerics([str(out), "policy=bf16", "--hunt", str(out / "nonfinite_batch_3.npz")]) == 0
+  )
+  assert "every value is finite" in capsys.readouterr().out
+
+
+def test_the_formats_are_printed_without_a_config(capsys):
+  assert _numerics_command.numerics(["--formats"]) == 0
+  assert "65504" in capsys.readouterr().out
+
+
+def _bad_batch(folder):
+  np.savez(folder / "bad.npz", tokens=np.zeros((8, 5), np.int32))
+  (folder / "text.npz").write_text("no archive")
+  (folder / "taken.yaml").write_text("policy: fp32\n")
+
+
+ERRORS = {
+  "no checkpoint there": (["checkpoint=nowhere"], "nowhere is not a run directory"),
+  "no such step": (["checkpoint={trained}/checkpoints/3"], "there are 4, 8"),
+  "another model": (["checkpoint={trained}", "model.dim=64"], "another model"),
+  "a run directory and a checkpoint": (["checkpoint={trained}"], "expected one of them"),
+  "batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
+  "steps": (["steps=x"], "steps=x: expected a whole number from 0 on"),
+  "keep": (["keep=1.5"], "keep=1.5: expected a share between 0 and 1"),
+  "a file in no folder": (["--json", "nowhere/x.json"], "--json nowhere/x.json"),
+  "a folder for a file": (["--html", "."], "--html ."),
+  "a config that is there": (["--apply", "taken.yaml"], "exists; it is not overwritten"),
+  "an unknown key": (["numerics.evry=5"], "did you mean 'every'"),
+  "a hunt without a checkpoint": (["--hunt"], "expected a checkpoint"),
+  "a hunt without a batch": (["checkpoint={trained}", "--hunt"], "holds no nonfinite_batch_"),
+  "a batch of another shape": (["checkpoint={trained}", "--hunt", "bad.npz"], "expected rows of"),
+  "no batch at all": (["checkpoint={trained}", "--hunt", "text.npz"], "cannot be read as a batch"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_one_line_and_status_2(name, config, trained, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  _bad_batch(tmp_path)
+  arguments, expected = ERRORS[name]
+  first = trained if name == "a run directory and a checkpoint" else config
+  line = [str(first), *(a.format(trained=trained) for a in arguments)]
+  assert _numerics_command.numerics(line) == 2
+  [error] = capsys.readouterr().err.splitlines()
+  assert expected in error
+
+
+def test_a_run_of_an_earlier_release_is_resumed(config, trained, tmp_path):
+  out = tmp_path / "run"
+  shutil.copytree(trained, out)
+  (out / "summary.json").unlink()
+  file = out / "config.yaml"
+  lines = file.read_text().splitlines(keepends=True)
+  start = lines.index("numerics:\n")
+  file.write_text("".join(lines[:start] + lines[start + 2 :]))
+  assert _commands.train([config, "policy=fp16", "train.steps=8", f"out={out}"]) == 0

@@ -1,0 +1,297 @@
+"""`scripts/plan.py` as a user meets it: reports, JSON, pictures, searches, exit statuses."""
+
+import json
+import math
+import pathlib
+import xml.etree.ElementTree
+
+import jax
+import pytest
+from conftest import write_tiny_gpt
+
+from mpjax.cli import _plan_command
+from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS
+from mpjax.planner._targets import get_target
+from mpjax.planner.compiled import _compile as compilers
+from mpjax.planner.render._units import bytes_text
+from mpjax.train._config import ConfigError, load_config
+from mpjax.train._planning import Planner
+from mpjax.train._setup import make_setup
+
+DIM, LAYERS, SEQUENCE, VOCABULARY = 32, 2, 16, 256
+MB = 10**6
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  """Path of the config of a GPT of one layer, which is traced soon."""
+  [path] = write_tiny_gpt(tmp_path_factory.mktemp("plan"))
+  file = pathlib.Path(path)
+  file.write_text(file.read_text().replace("layers: 2", "layers: 1").replace("dropout: 0.1", "dropout: 0.0"))
+  return path
+
+
+@pytest.fixture
+def run(config, tmp_path, capsys):
+  """Runs the command line; returns its report as data, and what it printed."""
+
+  def run(*arguments):
+    file = tmp_path / "report.json"
+    assert _plan_command.plan([config, *arguments, "--json", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(file.read_text()), printed.out
+
+  return run
+
+
+@pytest.fixture
+def fails(config, capsys):
+  """Runs a command line that is to fail; returns its one line."""
+
+  def fails(*arguments, config=config):
+    assert _plan_command.plan([config, *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+  return fails
+
+
+def analytic(*arguments):
+  return ("target=h200", "--analytic", *arguments)
+
+
+@pytest.fixture(scope="module")
+def parameters(config):
+  state = make_setup(load_config(config)).abstract_state()
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+
+
+def test_report_holds_the_plan(run, parameters):
+  report, printed = run(*analytic("policy=bf16"))
+  [plan] = report["plans"]
+  assert report.keys() == {"plans"}
+  assert (plan["label"], plan["target"], plan["devices"], plan["compiled"]) == ("bf16", "h200", 1, None)
+  assert plan["parameters"] == parameters
+  assert plan["inference"] == 2 * parameters
+  assert plan["memory"]["parts"].keys() <= {*ARGUMENT_PARTS, *TRANSIENT_PARTS}
+  assert plan["memory"]["parts"]["master weights"] == 4 * parameters
+  assert plan["memory"]["optimizer"]["mu float32"] == 4 * parameters
+  assert plan["peak"] == plan["memory"]["peak"] == sum(plan["memory"]["parts"].values())
+  assert sum(plan["matrix_flops"].values()) == sum(product["flops"] for product in plan["products"])
+  assert 0 < plan["floor"]["seconds"] == max(plan["floor"]["parts"].values())
+  assert any("GPT/blocks/*" in row["path"] for row in plan["memory"]["saved"])
+  for words in ("bf16", "master weights", "gpt.py:", "H200"):
+    assert words in printed
+
+
+@pytest.mark.parametrize(
+  ("policy", "tied"), [("fp32", True), ("fp32", False), ("bf16", False), ("fp16", False)]
+)
+def test_model_state_of_a_gpt_is_sixteen_bytes_a_parameter(run, policy, tied):
+  report, _ = run(*analytic(f"policy={policy}", f"model.tie_head={str(tied).lower()}"))
+  [plan] = report["plans"]
+  assert sum(plan["memory"]["model_state"].values()) == pytest.approx(16 * plan["parameters"], rel=0.01)
+
+
+def test_policies_stand_side_by_side(run, parameters):
+  report, printed = run(*analytic("policy=fp32, bf16,fp16"))
+  plans = {plan["label"]: plan for plan in report["plans"]}
+  assert list(plans) == ["fp32", "bf16", "fp16"]
+  assert all(label in printed for label in plans)
+  assert [next(iter(p["matrix_flops"])) for p in plans.values()] == ["tensorfloat32", "bfloat16", "float16"]
+  assert [p["inference"] // parameters for p in plans.values()] == [4, 2, 2]
+  flops = [sum(p["matrix_flops"].values()) for p in plans.values()]
+  assert flops[0] == flops[1] == flops[2]
+  assert plans["bf16"]["memory"]["saved_bytes"] < plans["fp32"]["memory"]["saved_bytes"]
+
+
+def test_a_policy_may_be_a_string_of_dtypes(run):
+  spec = "params=float32,compute=bfloat16,output=float32"
+  report, _ = run(*analytic(f"policy={spec}"))
+  [plan] = report["plans"]
+  assert plan["label"] == spec
+  assert list(plan["matrix_flops"]) == ["bfloat16"]
+
+
+def test_the_configs_own_policy_is_the_default_as_the_target_resolves_it(run):
+  for target, dtype in (("h200", "float16"), ("v5e", "bfloat16")):
+    report, _ = run(f"target={target}", "--analytic")
+    assert [list(plan["matrix_flops"]) for plan in report["plans"]] == [[dtype]]
+
+
+def test_overrides_are_the_configs(run):
+  report, _ = run(*analytic("policy=fp32,bf16", "model.dim=64", "data.batch_size=4", "optimizer.name=sgd"))
+  for plan in report["plans"]:
+    # Tokens, and for each what comes next: a row is one token longer than the sequence.
+    assert plan["memory"]["parts"]["batch"] == 4 * 4 * (SEQUENCE + 1)
+    assert "mu float32" not in plan["memory"]["optimizer"]
+    assert any(product["shape"][2] == 64 for product in plan["products"])
+
+
+def test_fp8_without_units_is_planned_in_bfloat16_and_says_so(run):
+  report, _ = run("target=a100", "--analytic", "policy=fp8")
+  [plan] = report["plans"]
+  assert plan["label"] == "fp8"
+  assert list(plan["matrix_flops"]) == ["bfloat16"]
+  assert any("no FP8 units" in note and "bfloat16" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize(
+  ("target", "mesh", "devices"), [("h200:8", 8, 8), ("h200:8", 4, 4), ("v5e:2x4", -1, 8)]
+)
+def test_a_batch_lies_over_the_devices(run, target, mesh, devices):
+  share, _ = run(f"target={target}", "--analytic", f"mesh.data={mesh}", "policy=bf16")
+  alone, _ = run(f"target={target.partition(':')[0]}", "--analytic", "policy=bf16")
+  [share], [alone] = share["plans"], alone["plans"]
+  assert share["devices"] == devices
+  if target.startswith("h200"):
+    assert share["memory"]["parts"]["batch"] * devices == alone["memory"]["parts"]["batch"]
+  assert share["memory"]["parts"]["master weights"] == alone["memory"]["parts"]["master weights"]
+  assert share["checkpoint"] == alone["checkpoint"]
+  # Each product is divided, and rounded down.
+  assert sum(share["matrix_flops"].values()) * devices == pytest.approx(
+    sum(alone["matrix_flops"].values()), rel=1e-3
+  )
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_written(run, tmp_path, suffix):
+  pytest.importorskip("matplotlib")
+  picture = tmp_path / f"plan.{suffix}"
+  _, printed = run(*analytic("policy=fp32,bf16", "--picture", str(picture)))
+  assert f"picture: {picture}" in printed
+  if suffix == "png":
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+  else:
+    assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(("policies", "accumulate", "multiple"), [("bf16", 3, None), ("fp32,bf16", 1, 256)])
+def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, accumulate, multiple):
+  overrides = [f"train.accumulate={accumulate}", f"data.batch_size={8 * accumulate}"]
+  options = ["--multiple", str(multiple)] if multiple else []
+  report, printed = run(*analytic(f"policy={policies}", "--fit", "--memory", "100MB", *overrides, *options))
+  planner = Planner(load_config(config, overrides), get_target("h200"))
+  step = multiple or accumulate
+  for fit, plan, policy in zip(report["fit"], report["plans"], policies.split(","), strict=True):
+    assert (fit["label"], fit["memory"]) == (policy, 100 * MB)
+    assert fit["batch"] % step == 0
+    assert fit["next_batch"] == fit["batch"] + step
+    peaks = [planner.plan(policy, batch=fit[name], compile=False).peak for name in ("batch", "next_batch")]
+    assert peaks[0] <= 100 * MB < peaks[1] == fit["next_peak"]
+    assert plan["peak"] == peaks[0]
+    assert f"{policy}: largest batch that fits {bytes_text(100 * MB)}: {fit['batch']} (" in printed
+  batches = [fit["batch"] for fit in report["fit"]]
+  assert batches == sorted(set(batches))  # half precision fits more
+
+
+@pytest.mark.parametrize(
+  ("text", "nbytes"), [("100MB", 100 * MB), ("0.1 GB", 100 * MB), ("96MiB", 96 * 2**20)]
+)
+@pytest.mark.parametrize("upper", [False, True])
+def test_memory_is_read_with_its_unit(text, nbytes, upper):
+  text = text.upper() if upper else text.lower()
+  assert _plan_command._memory(text, get_target("h200")) == nbytes
+  assert _plan_command._memory(str(nbytes), get_target("h200")) == nbytes
+  assert _plan_command._memory(None, get_target("h200")) == get_target("h200").usable
+
+
+def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
+  arguments = analytic("--cheapest", "policy=fp32,bf16", "data.batch_size=4096")
+  report, printed = run(*arguments, "--memory", "40GB")
+  plans = {plan["label"]: plan for plan in report["plans"]}
+  assert {"fp32", "bf16"} < plans.keys()
+  assert {label.partition(" recompute=")[0] for label in plans} == {"fp32", "bf16"}
+  best = plans[report["cheapest"]]
+  assert best["floor"]["seconds"] == min(plan["floor"]["seconds"] for plan in plans.values())
+  assert f"cheapest that fits {bytes_text(40e9)}: {report['cheapest']}, {bytes_text(best['peak'])}" in printed
+  # With a byte less than the most of them takes, it is not that one.
+  largest = max(plans.values(), key=lambda plan: plan["peak"])
+  report, _ = run(*arguments, "--memory", str(largest["peak"] - 1))
+  assert plans[report["cheapest"]]["peak"] < largest["peak"]
+
+
+def test_cheapest_looks_through_what_the_target_can_run(run):
+  report, _ = run("target=v5e", "--analytic", "--cheapest")
+  found = {plan["label"].partition(" ")[0] for plan in report["plans"]}
+  assert {"bf16", "fp32"} <= found
+  assert found.isdisjoint({"fp16", "tf32"})
+
+
+def test_without_the_packages_one_line_says_what_to_install(run, monkeypatch):
+  monkeypatch.setattr(compilers, "_absent", lambda package: True)
+  report, printed = run("target=v5e", "policy=bf16")
+  assert report["plans"][0]["compiled"] is None
+  assert 'pip install "mpjax[plan-tpu]"' in printed
+
+
+def test_this_machine_compiles_the_plan(run):
+  report, _ = run("policy=bf16", "model.layers=1")
+  [plan] = report["plans"]
+  compiled, parts = plan["compiled"], plan["memory"]["parts"]
+  assert plan["target"] == "here"
+  assert sum(parts.get(name, 0) for name in ARGUMENT_PARTS) == compiled["arguments"]
+  assert plan["peak"] == compiled["peak"]
+  assert compiled["explained"] >= 0.9
+  assert plan["memory"]["peak"] == pytest.approx(compiled["peak"], rel=0.3)
+
+
+BAD = {
+  "target": (["target=h20"], "unknown target 'h20': expected one of here, a100,"),
+  "policy": ([*analytic("policy=fp61")], "policy: unknown policy 'fp61'"),
+  "one of several policies": ([*analytic("policy=bf16,fp61")], "policy: unknown policy 'fp61'"),
+  "mesh": ([*analytic("mesh.data=8")], "mesh.data=8: target h200 has 1"),
+  "mesh of the slice": (["target=v5e:2x2", "--analytic", "mesh.data=8"], "mesh.data=8: target v5e:2x2 has 4"),
+  "batch and devices": (
+    ["target=h200:3", "--analytic", "mesh.data=3"],
+    "data.batch_size=8: expected a multiple of 3",
+  ),
+  "accumulate": (
+    [*analytic("train.accumulate=3")],
+    "data.batch_size=8 is not divisible by train.accumulate=3",
+  ),
+  "key": ([*analytic("nosuch=3")], "unknown key 'nosuch'"),
+  "picture": (
+    [*analytic("--picture", "plan.gif")],
+    "--picture plan.gif: expected a file that ends in .png or .svg",
+  ),
+  "json": ([*analytic("--json", "/no/such/folder/plan.json")], "--json /no/such/folder/plan.json: "),
+  "picture's folder": (
+    [*analytic("--picture", "/no/such/folder/plan.png")],
+    "--picture /no/such/folder/plan.png: ",
+  ),
+  "nothing fits": ([*analytic("--fit", "--memory", "1kB")], "not even a batch of 1 fits 1"),
+  "no choice fits": (
+    [*analytic("--cheapest", "--memory", "1kB", "policy=bf16")],
+    "none of ",
+  ),
+  "multiple": ([*analytic("--fit", "--multiple", "-1")], "--multiple -1: expected "),
+  **{
+    f"memory {text!r}": (
+      [*analytic("--fit", f"--memory={text}")],
+      f"--memory {text!r}: expected a size such as 80GB",
+    )
+    for text in ("80XB", "", ".", ".GB", "0", "0GB", "-1GB", "1.2.3GB", "nan", "GB", "lots", "8 0GB")
+  },
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_error_is_one_line_and_status_2(fails, name):
+  arguments, message = BAD[name]
+  assert fails(*arguments).startswith(f"error: {message}")
+
+
+def test_a_config_that_is_not_there_is_one_line_and_status_2(fails, tmp_path):
+  missing = str(tmp_path / "none.yaml")
+  assert fails("--analytic", config=missing) == f"error: no such config file: {missing}"
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(config):
+  planner = Planner(load_config(config, ["mesh.data=4", "train.accumulate=2"]), get_target("h200:4"))
+  assert (planner.sizes, planner.multiple) == ({"data": 4, "fsdp": 1, "tensor": 1}, 8)
+  with pytest.raises(
+    ConfigError, match=r"batch_size=12: expected a multiple of 8, .*accumulate=2 times 4 devices"
+  ):
+    planner.plan("bf16", batch=12, compile=False)

@@ -1,0 +1,243 @@
+"""The page and the pictures of a report: whole, strict, without a request to anywhere, and they run in a browser."""
+
+import base64
+import builtins
+import copy
+import hashlib
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from reports_under_test import KINDS, a_report
+
+from mpjax.numerics.render._report_html import save_html
+from mpjax.numerics.render._report_picture import save_pictures
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NASTY = "</script><script>alert(1)</script><!--<b>&amp;\u2028\u2029{{data}}\ud800"
+
+
+class _Page(html.parser.HTMLParser):
+  """Elements with their attributes, and the text inside of each script and style, as a browser cuts them."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.elements, self.blocks = [], []
+    self.feed(text)
+    self.close()
+
+  def handle_starttag(self, tag, attributes):
+    self.elements.append((tag, dict(attributes)))
+    if tag in ("script", "style"):
+      self.blocks.append([tag, dict(attributes), ""])
+
+  def handle_data(self, data):
+    if self.get_starttag_text() and self.elements[-1][0] in ("script", "style"):
+      self.blocks[-1][2] += data
+
+  def handle_endtag(self, tag):
+    self.elements.append((f"/{tag}", {}))
+
+  @property
+  def data(self):
+    (text,) = [text for _, attributes, text in self.blocks if attributes.get("id") == "data"]
+
+    def refuse(name):
+      raise ValueError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def report():
+  return a_report()
+
+
+def _saved(report, path):
+  save_html(report, path)
+  return path.read_text(encoding="utf-8")
+
+
+def _finite(tree):
+  if isinstance(tree, dict):
+    return {key: _finite(value) for key, value in tree.items()}
+  if isinstance(tree, list):
+    return [_finite(value) for value in tree]
+  return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def test_a_page_asks_nothing_of_the_network(tmp_path, report):
+  text = _saved(report, tmp_path / "report.html")
+  for reference in (
+    "http:",
+    "https:",
+    "src=",
+    "@import",
+    "url(",
+    "fetch(",
+    "XMLHttpRequest",
+    "WebSocket",
+    "import(",
+  ):
+    assert reference not in text
+  page = _Page(text)
+  assert all(
+    attributes["href"].startswith(("#", "data:,")) for _, attributes in page.elements if "href" in attributes
+  )
+  assert {tag for tag, _ in page.elements} & {"link", "img", "iframe", "object"} == {"link"}  # the empty icon
+
+
+def test_the_policy_of_a_page_forbids_every_connection_and_every_other_script(tmp_path, report):
+  page = _Page(_saved(report, tmp_path / "report.html"))
+  (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+  allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+  assert allowed["default-src"] == "'none'"
+  assert "connect-src" not in allowed
+  assert "unsafe" not in policy
+  for tag, attributes, text in page.blocks:
+    if attributes.get("type") != "application/json":
+      digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+      assert allowed[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_data_in_a_page_is_the_report(tmp_path, report):
+  page = _Page(_saved(report, tmp_path / "report.html"))
+  assert page.data == _finite(report)
+  assert any(tensor["error"] == "inf" and tensor["cosine"] == "nan" for tensor in page.data["tensors"])
+
+
+def test_values_of_numpy_are_plain_in_a_page(tmp_path, report):
+  tensor = report["tensors"][0]
+  arrays = {
+    "counts": np.asarray(tensor["counts"]),
+    "shape": tuple(tensor["shape"]),
+    "error": np.float32(np.nan),
+  }
+  data = _Page(_saved({**report, "tensors": [{**tensor, **arrays}]}, tmp_path / "report.html")).data
+  assert data["tensors"] == [{**_finite(tensor), "error": "nan"}]
+
+
+def test_no_name_breaks_out_of_its_place(tmp_path, report):
+  plain = _Page(_saved(report, tmp_path / "plain.html"))
+  named = copy.deepcopy(report)
+  named["title"] = named["tensors"][3]["module"] = named["findings"][0]["text"] = NASTY
+  text = _saved(named, tmp_path / "named.html")
+  page = _Page(text)
+  assert page.data == _finite(named)
+  assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+  assert not re.search("[\u2028\u2029]", page.blocks[-2][2])
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, report, monkeypatch):
+  path = tmp_path / "folder" / "report.html"
+  save_html(report, str(path))
+  before = path.read_bytes()
+
+  def fail(*_):
+    raise OSError("disk full")
+
+  monkeypatch.setattr("os.replace", fail)
+  with pytest.raises(OSError, match="disk full"):
+    save_html({**report, "title": "another"}, path)
+  assert path.read_bytes() == before
+  assert list(path.parent.iterdir()) == [path]
+
+
+def test_another_version_is_refused(tmp_path, report):
+  with pytest.raises(ValueError, match="expected version 1"):
+    save_html({**report, "version": 2}, tmp_path / "report.html")
+  assert not list(tmp_path.iterdir())
+
+
+def test_pngs_are_images_fit_for_a_paper(tmp_path, report):
+  image = pytest.importorskip("matplotlib.image")
+  paths = save_pictures(report, tmp_path / "pictures")
+  names = [f"histogram_{kind.replace(' ', '_')}s.png" for kind in KINDS] + ["error_by_module.png"]
+  assert [path.name for path in paths] == names
+  for path in paths:
+    pixels = image.imread(path)
+    assert pixels.shape[1] >= 1400
+    assert np.ptp(pixels[..., :3], axis=-1).max() > 0.3  # not in grey alone
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_pictures_of_what_there_is(tmp_path, report, scale):
+  image = pytest.importorskip("matplotlib.image")
+  kinds = ("parameter", "weight gradient")
+  tensors = [
+    {**t, "error": None, "cosine": None, "policy": None, "scaled_shares": t["shares"]}
+    for t in report["tensors"]
+    if t["kind"] in kinds
+  ]
+  empty = {**tensors[0], "count": 0, "zero": 0, "counts": [0] * len(report["bins"]), "shape": [0]}
+  little = {
+    **report,
+    "title": "",
+    "loss_scale": scale,
+    "compute_dtype": "float32",
+    "tensors": [empty, tensors[-1]],
+  }
+  one, two = save_pictures(little, tmp_path)
+  assert (one.name, two.name) == ("histogram_parameters.png", "histogram_weight_gradients.png")
+  panels = image.imread(two).shape[0] > image.imread(one).shape[0]  # a second one where there is a loss scale
+  assert panels == (scale != 1)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, report, monkeypatch):
+  real = builtins.__import__
+
+  def without(name, *args, **kwargs):
+    if name.startswith("matplotlib"):
+      raise ImportError(name)
+    return real(name, *args, **kwargs)
+
+  monkeypatch.setattr(builtins, "__import__", without)
+  with pytest.raises(ImportError, match=r"pip install 'mpjax\[numerics\]'"):
+    save_pictures(report, tmp_path / "pictures")
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("case", ["whole", "nothing found", "nasty names"])
+def test_a_browser_draws_the_page_without_an_error(tmp_path, report, case):
+  report = copy.deepcopy(report)
+  if case == "nothing found":
+    report |= {"tensors": [], "findings": [], "advice": None, "loss_scale": 1.0, "title": ""}
+    report["loss"] = {"policy": math.nan, "reference": None}
+  if case == "nasty names":
+    report["title"] = report["tensors"][0]["module"] = report["advice"]["yaml"] = NASTY.replace("\ud800", "")
+  save_html(report, tmp_path / "report.html")
+  options = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0"),
+    *("--virtual-time-budget=3000", "--dump-dom"),
+  ]
+  command = [
+    CHROMIUM,
+    *options,
+    f"--user-data-dir={tmp_path / 'profile'}",
+    (tmp_path / "report.html").as_uri(),
+  ]
+  ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+  assert "CONSOLE" not in ran.stderr, [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
+  page = _Page(ran.stdout)
+  rows = [
+    attributes for tag, attributes in page.elements if tag == "tr" and attributes.get("class") == "tensor"
+  ]
+  bars = [
+    attributes for tag, attributes in page.elements if tag == "rect" and "bar" in attributes.get("class", "")
+  ]
+  if case == "nothing found":
+    assert not rows
+    assert "Nothing found" in ran.stdout
+  else:
+    assert len(rows) == 25
+    assert len(bars) > 20
+    assert f"{len(report['tensors'])} tensors" in ran.stdout
+    assert "error grows at GPT/blocks/2/down" in ran.stdout

@@ -1,0 +1,276 @@
+"""The analytic peak: bounds that hold for any program, and small programs whose peak is known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, make_graph, merged
+from mpjax.planner.analytic._liveness import TRAITS, Traits, peak
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+S = jax.ShapeDtypeStruct
+N = 32
+SQUARE = 4 * N * N  # bytes
+KINDS = tuple(TRAITS)
+# As the program says: nothing is widened, halved or kept for other reasons.
+PLAIN = Traits()
+
+
+def peak_of(function, *args, donated=(), traits=PLAIN, regions=False):
+  """The peak of a function, the arguments apart; `donated` are positions of arguments."""
+  graph = merged(make_graph(jax.make_jaxpr(function)(*args)), through_regions=regions)
+  return peak(graph, traits, size=lambda v: v.nbytes, reusable=[graph.arguments[i] for i in donated])
+
+
+# Programs at random: each operation reads values that there are already.
+
+UNARY = {
+  "tanh": jnp.tanh,
+  "double": lambda x: x * 2,
+  "transpose": jnp.transpose,
+  "root": lambda x: jnp.abs(x) ** 0.5,
+}
+BINARY = {"add": jnp.add, "times": jnp.multiply, "product": jnp.matmul}
+
+operation = st.one_of(
+  st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 99)),
+  st.tuples(st.sampled_from(sorted(BINARY)), st.integers(0, 99), st.integers(0, 99)),
+)
+programs = st.tuples(st.lists(operation, min_size=1, max_size=8), st.integers(1, 3))
+
+
+def function_of(program):
+  operations, results = program
+
+  def run(*args):
+    values = list(args)
+    for name, *operands in operations:
+      chosen = [values[i % len(values)] for i in operands]
+      values.append((UNARY | BINARY)[name](*chosen))
+    return tuple(values[-results:])
+
+  return run
+
+
+def traced(program):
+  args = [S((N, N), F32)] * 2
+  return merged(make_graph(jax.make_jaxpr(function_of(program))(*args)), through_regions=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.sampled_from(KINDS))
+def test_peak_is_between_the_largest_value_and_all_of_them(program, kind):
+  graph = traced(program)
+  found = peak(graph, TRAITS[kind], size=lambda v: v.nbytes)
+  computed = [value for operation in graph.operations for value in operation.results]
+  copies = len(graph.results)  # of a result that is an argument, or another result
+  assert found.nbytes <= sum(value.nbytes for value in computed) + copies * SQUARE
+  stored = [value for step in found.order for value in step.writes]
+  assert found.nbytes >= max((found.size(value) for value in stored), default=0)
+  assert found.nbytes % (SQUARE // 2) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.sampled_from(KINDS))
+def test_donation_never_raises_the_peak(program, kind):
+  graph = traced(program)
+  by_count = [
+    peak(graph, TRAITS[kind], size=lambda v: v.nbytes, reusable=graph.arguments[:given]).nbytes
+    for given in range(len(graph.arguments) + 1)
+  ]
+  assert by_count == sorted(by_count, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs)
+def test_every_value_is_computed_before_it_is_read(program):
+  found = peak(traced(program), PLAIN, size=lambda v: v.nbytes)
+  made = set()
+  written = {id(v) for step in found.order for v in step.writes}
+  for step in found.order:
+    assert all(id(v) in made or id(v) not in written for v in step.reads)
+    assert made.isdisjoint({id(v) for v in step.writes})
+    made |= {id(v) for v in step.writes}
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs, st.integers(2, 5))
+def test_peak_grows_with_the_values(program, factor):
+  graph = traced(program)
+  one, more = (peak(graph, PLAIN, size=lambda v, f=f: f * v.nbytes).nbytes for f in (1, factor))
+  assert more == factor * one
+
+
+# Programs whose peak is known, in arrays of N x N.
+
+
+def chain(x, w, *, length):
+  for _ in range(length):
+    x = x @ w
+  return x
+
+
+def elementwise(x, w):
+  return jnp.tanh(x) * 2 + jnp.abs(w)
+
+
+def widened(x, w):
+  both = x @ w
+  return (both @ both) @ (both @ both.T)
+
+
+def looped(x, w):
+  return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=5)[0]
+
+
+def stacked(x, w):
+  return jax.lax.scan(lambda c, _: (c @ w, c), x, length=5)[1]
+
+
+def branched(x, w):
+  return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
+
+
+MATRIX = [S((N, N), F32)] * 2
+CASES = {
+  # name: function, least and most arrays at one time.
+  "one product": (jnp.matmul, 1, 1),
+  "chain of 2": (functools.partial(chain, length=2), 2, 2),
+  "chain of 20 frees what was read": (functools.partial(chain, length=20), 2, 2),
+  "elementwise operations store the result alone": (elementwise, 1, 1),
+  "views store nothing": (lambda x, w: jnp.matmul(x.T.reshape(N, N), w).T, 1, 1),
+  "values that are read again stay": (widened, 3, 4),
+  "a loop has its carry and a step's values": (looped, 1, 4),
+  "what a loop stacks is there at once": (stacked, 5, 8),
+  "a branch has its own values": (branched, 2, 3),
+  "two results": (lambda x, w: (x @ w, w @ x), 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_of_a_small_program(name):
+  function, least, most = CASES[name]
+  assert least * SQUARE <= peak_of(function, *MATRIX).nbytes <= most * SQUARE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_chain_has_no_more_than_a_short_one(kind):
+  peaks = {
+    n: peak_of(functools.partial(chain, length=n), *MATRIX, traits=TRAITS[kind]).nbytes for n in (3, 30)
+  }
+  assert peaks[3] == peaks[30] <= 3 * SQUARE
+
+
+def test_a_donated_argument_gives_its_memory_to_a_result_like_it():
+  update = lambda params, gradient: params - 0.1 * gradient
+  assert peak_of(update, *MATRIX).nbytes == SQUARE
+  assert peak_of(update, *MATRIX, donated=[0]).nbytes == 0
+  assert peak_of(lambda x, w: (x @ w).astype(BF16), *MATRIX, donated=[0]).nbytes > 0  # of another dtype
+
+
+def layers(length, wrap=lambda f: f):
+  layer = wrap(lambda x, w: jnp.tanh(x @ w))
+
+  def loss(ws, x):
+    for w in ws:
+      x = layer(x, w)
+    return jnp.sum(x * x)
+
+  return lambda ws, x: jax.grad(loss)(ws, x), [S((N, N), F32)] * length
+
+
+@pytest.mark.parametrize("length", [1, 2, 8])
+def test_the_backward_pass_keeps_an_activation_a_layer(length):
+  function, weights = layers(length)
+  rows = 64 * N
+  found = peak_of(function, weights, S((rows, N), F32))
+  activation = 4 * rows * N
+  assert sum(v.nbytes for v in found.saved) == length * activation
+  assert {v.maker.name for v in found.saved} == {"tanh"}
+  assert {v.maker.phase for v in found.saved} == {FORWARD}
+  assert length * activation <= found.nbytes <= (length + 2) * activation + length * SQUARE
+
+
+def test_a_checkpointed_layer_keeps_its_input_alone():
+  rows = 64 * N
+  deep = lambda x, w: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+  loss = lambda layer: lambda ws, x: jnp.sum(functools.reduce(layer, ws, x))
+  found = {
+    wrap: peak_of(jax.grad(loss(wrap(deep))), [S((N, N), F32)] * 4, S((rows, N), F32))
+    for wrap in (lambda f: f, jax.checkpoint)
+  }
+  plain, checkpointed = found.values()
+  saved = [sum(v.nbytes for v in one.saved) // (4 * rows * N) for one in (plain, checkpointed)]
+  assert saved == [3 * 4, 4 - 1]  # the first layer's input is an argument
+  assert checkpointed.nbytes < plain.nbytes
+
+
+def test_half_precision_halves_what_a_gpu_keeps_and_nothing_of_what_a_cpu_does():
+  rows = 64 * N
+
+  def kept(kind, dtype):
+    function, weights = layers(6)
+    weights = [S(w.shape, dtype) for w in weights]
+    found = peak_of(function, weights, S((rows, N), dtype), traits=TRAITS[kind])
+    return sum(found.size(v) for v in found.saved)
+
+  assert kept("gpu", BF16) * 2 == kept("gpu", F32)
+  assert kept("cpu", BF16) == kept("cpu", F32)
+
+
+def test_gradients_of_a_scan_are_counted_in_its_stack():
+  length, rows = 6, 64 * N
+
+  def loss(ws, x):
+    return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0])
+
+  found = peak_of(jax.grad(loss), S((length, N, N), F32), S((rows, N), F32))
+  activation = 4 * rows * N
+  assert length * activation <= found.nbytes <= (3 * length + 3) * activation
+  assert sum(v.nbytes for v in found.saved) >= length * activation
+
+
+# The graph that the peak is of.
+
+
+def test_nothing_unread_is_in_the_graph():
+  graph = make_graph(jax.make_jaxpr(lambda x, w: ((x @ w).sum(), x + 1)[1])(*MATRIX))
+  assert [operation.name for operation in graph.operations] == ["add"]
+
+
+def test_calls_are_entered_and_loops_are_not():
+  inner = jax.jit(lambda x, w: jax.checkpoint(jnp.matmul)(x, w) + 1)
+  graph = make_graph(jax.make_jaxpr(lambda x, w: (inner(x, w), looped(x, w)))(*MATRIX))
+  names = [operation.name for operation in graph.operations]
+  assert names.count("dot_general") == 1
+  assert names.count("scan") == 1
+  times = {(o.name, times) for o, times in graph.every_operation() if o.flops}
+  assert times == {("dot_general", 1), ("dot_general", 5)}
+
+
+def test_what_is_computed_twice_is_merged_unless_it_is_to_be_recomputed():
+  twice = lambda x, w: jnp.tanh(x @ w) + jnp.exp(x @ w)
+  graph = merged(make_graph(jax.make_jaxpr(twice)(*MATRIX)), through_regions=False)
+  assert sum(bool(o.flops) for o in graph.operations) == 1
+  gradient = jax.grad(lambda x, w: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) ** 2)(x)))
+  raw = make_graph(jax.make_jaxpr(lambda x, w: (gradient(x, w), jnp.sum(jnp.tanh(x @ w) ** 2)))(*MATRIX))
+  products = {
+    through: sum(bool(o.flops) for o in merged(raw, through_regions=through).operations)
+    for through in (False, True)
+  }
+  assert products == {False: 3, True: 2}  # x @ w, again, and the gradient's; on a CPU it is not again
+
+
+def test_phases_are_told_from_each_other():
+  step = lambda w, x: w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+  graph = make_graph(jax.make_jaxpr(step)(*MATRIX))
+  phases = {}
+  for operation in graph.operations:
+    phases.setdefault(operation.name, []).append(operation.phase)
+  assert phases["dot_general"] == [FORWARD, BACKWARD]
+  assert phases["tanh"] == [FORWARD]
+  assert phases["sub"][-1] == ""

@@ -1,0 +1,105 @@
+"""The report says every figure of a plan, side by side with the others', within the width."""
+
+import io
+
+import pytest
+import rich.console
+from plans_under_test import PARAMETERS, a_plan, the_head
+
+from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
+from mpjax.planner.render._plan_text import NO_FIT, as_text, print_plans
+from mpjax.planner.render._units import bytes_text
+
+POLICIES = ("fp32", "bf16", "bf16_pure")
+
+
+def printed(plans, width=120):
+  stream = io.StringIO()
+  print_plans(plans, rich.console.Console(file=stream, width=width, color_system=None))
+  return stream.getvalue()
+
+
+@pytest.mark.parametrize("render", [as_text, printed], ids=["text", "rich"])
+def test_every_part_and_figure_is_there(render):
+  plan = a_plan()
+  text = render([plan])
+  for part, nbytes in plan.memory.parts.items():
+    [line] = [line for line in text.splitlines() if line.startswith(f"{part} ")]
+    assert bytes_text(nbytes) in line
+    assert f"{nbytes / PARAMETERS:.2f} B/p" in line
+  for figure in (plan.memory.peak, plan.compiled.peak, plan.inference, plan.checkpoint, plan.device_memory):
+    assert bytes_text(figure) in text
+  for words in (
+    "h200",
+    "NVIDIA H200 SXM",
+    f"{PARAMETERS:,} parameters",
+    "mu float32",
+    "no step is faster than",
+  ):
+    assert words in text
+  assert all(sentence.split(":")[0] in text for sentence in plan.compiled.difference)
+
+
+def test_policies_are_columns_of_one_table():
+  text = as_text([a_plan(policy) for policy in POLICIES])
+  [line] = [line for line in text.splitlines() if line.startswith("master weights ")]
+  assert line.split().count("B/p") == 3
+  heading = next(line for line in text.splitlines() if line.split()[:3] == list(POLICIES))
+  assert [heading.index(policy) for policy in POLICIES] == sorted(
+    heading.index(policy) for policy in POLICIES
+  )
+
+
+def test_parts_stand_in_their_order():
+  lines = [line.split("  ")[0] for line in as_text([a_plan()]).splitlines()]
+  order = [line for line in lines if line in (*ARGUMENT_PARTS, *TRANSIENT_PARTS)]
+  assert order == sorted(order, key=(*ARGUMENT_PARTS, *TRANSIENT_PARTS).index)
+
+
+def test_the_largest_activations_have_module_line_and_shape():
+  text = as_text([a_plan()])
+  assert "model.py:30" in text
+  assert "16x1024x12x64" in text
+  assert "model.py:40" in text.partition("Largest saved activations")[0] or "saved10" not in text
+
+
+def test_a_product_that_misses_the_units_has_its_padded_shape():
+  text = as_text([a_plan(products=(the_head(),))])
+  for words in ("16384x50257x768", "16384x50264x768", "N = 50257 is no multiple of 8", "GPT/head"):
+    assert words in text
+
+
+def test_a_plan_that_does_not_fit_is_marked():
+  fits, too_large = a_plan(), a_plan(device_memory=10**9)
+  assert NO_FIT not in as_text([fits])
+  assert NO_FIT in as_text([too_large])
+
+
+def test_without_a_compiler_there_are_no_rows_of_it():
+  text = as_text([a_plan(compiled=False)])
+  assert "by the compiler" not in text
+  assert "peak, compiled" not in text
+
+
+def test_one_of_two_plans_may_be_compiled():
+  text = as_text([a_plan("fp32", compiled=False), a_plan("bf16")])
+  [line] = [line for line in text.splitlines() if line.startswith("peak, compiled")]
+  assert " - " in line
+
+
+def test_collectives_are_listed():
+  crossing = Collective("all-reduce", "bfloat16", 123_000_000, 7, ("GPT/blocks",))
+  text = as_text([a_plan(collectives=(crossing,), devices=8)])
+  assert "8 devices" in text
+  assert "all-reduce" in text
+  assert "123.00 MB" in text
+
+
+def test_notes_are_said():
+  assert "pad the vocabulary" in as_text([a_plan(notes=("pad the vocabulary",))])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_tables_fold_to_the_terminal(width):
+  long = max(map(len, printed([a_plan(policy) for policy in POLICIES], width).splitlines()))
+  assert long <= width + 40  # a shape or a line of source is never broken

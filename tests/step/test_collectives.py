@@ -1,0 +1,244 @@
+"""What crosses devices in a training step, from compiled programs: operations, dtypes and bytes counted by hand."""
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+import mpjax
+from mpjax.planner._targets import get_target
+from mpjax.planner.compiled import _compile as compilers
+from mpjax.planner.compiled import _hlo
+from mpjax.train.models import GPT
+from mpjax.train.models._axes import gpt_axes
+
+# Parts are whole tiles of a TPU, whose compiler pads others.
+WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+OPERATIONS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
+HLO = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+# Losses, metrics, norms of gradients and flags: a few for each parameter at the most.
+SCALARS = 40
+
+
+def plain(params, batch):
+  """A table and a scale that are read in float32, and two products."""
+  x = params["table"][batch["x"]] * params["scale"]
+  return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+
+def plain_params():
+  return {
+    "table": jnp.ones((WORDS, DIM)),
+    "scale": jnp.ones(DIM),
+    "up": jnp.ones((DIM, HIDDEN)),
+    "down": jnp.ones((HIDDEN, DIM)),
+  }
+
+
+def gpt(model, batch, row_rngs):
+  logits = model(batch["x"][:, :-1], rng=row_rngs).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 1:]).mean()
+
+
+def gpt_model():
+  sizes = {"vocab_size": 128, "max_len": 8, "dim": 64, "layers": 1, "heads": 2, "dropout": 0.1}
+  return GPT(**sizes, rngs=nnx.Rngs(0))
+
+
+# The loss, what it is trained from, the shape of a batch and the rules.
+MODELS = {
+  "plain": (plain, plain_params, (ROWS,), None),
+  "gpt": (gpt, gpt_model, (ROWS, 9), gpt_axes),
+}
+
+
+def a_step(policy, sizes, accumulate=1, target="here", model="plain", rules=None):
+  """A training step on a mesh, and the shapes of its arguments where they lie."""
+  loss, first, rows, axes = MODELS[model] if isinstance(model, str) else model
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+  if target == "here":
+    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types)
+  else:
+    mesh = AbstractMesh(shape, tuple(sizes), axis_types=types)
+  kind = get_target(target).kind
+  resolved = mpjax.get_policy(policy, backend=kind)
+  step = mpjax.make_train_step(loss, TX, resolved, accumulate=accumulate, mesh=mesh, sharding=rules or axes)
+  random = {"rng": jax.random.key(0)} if step.loss.by_row else {}
+  state = jax.eval_shape(lambda: step.init(first(), **random))
+  put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+  batch = {"x": put(jax.ShapeDtypeStruct(rows, jnp.int32), step.layout.batch_sharding)}
+  return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
+
+
+def crossing(text):
+  """Elements by operation and dtype, of all and of those inside loops."""
+  module = _hlo.parse(text)
+  everywhere, in_loops, chains = collections.Counter(), collections.Counter(), set()
+  for name, times, callers in module.repetitions():
+    loops = tuple(caller.name for caller in callers if caller.op == "while")
+    for instruction in module.computations[name].values():
+      found = re.fullmatch(rf"({OPERATIONS})(-start)?", instruction.op)
+      chain = re.search(r'chain_id="\d+"', instruction.rest)
+      if not found or (chain and (chain[0], loops) in chains):
+        continue
+      chains.add((chain and chain[0], loops))
+      shapes = instruction.shapes
+      if found[2] and found[1] != "all-reduce":  # an asynchronous one returns its operands, too
+        shapes = shapes[len(instruction.operands) :]
+      for shape in shapes:
+        for counter in (everywhere, in_loops) if loops else (everywhere,):
+          counter[found[1], shape.dtype] += times * math.prod(shape.dims)
+  return everywhere, in_loops
+
+
+def asked_for(lowered):
+  """Elements by operation and dtype that a program asks for itself, before any compiler has seen it."""
+  counter = collections.Counter()
+  instruction = rf"= (\w+)\[([\d,]*)\]\S* ({OPERATIONS})\("
+  for dtype, dims, operation in re.findall(instruction, lowered.as_text(dialect="hlo")):
+    counter[operation, dtype] += math.prod(int(n) for n in dims.split(",") if n)
+  return counter
+
+
+def by_hand(policy, sizes, model="plain"):
+  """Elements by operation and dtype of parameters and gradients that cross."""
+  compute, reduced = HLO[policy.compute_dtype.name], HLO[(policy.reduce_dtype or jnp.dtype("float32")).name]
+  if model == "plain":
+    wide, narrow, whole = WORDS * DIM, 2 * DIM * HIDDEN, DIM
+  else:  # the table, the products of a block, and the scales of three norms
+    wide, narrow, whole = 128 * 64, 12 * 64 * 64, 3 * 64
+  fsdp, data = sizes.get("fsdp", 1), sizes.get("data", 1)
+  found = collections.Counter()
+  if fsdp == 1:
+    found["all-reduce", reduced] += wide + narrow + whole
+    return found
+  found["all-gather", "f32"] += wide
+  found["all-gather", compute] += narrow
+  found["reduce-scatter", reduced] += (wide + narrow) // fsdp
+  found["all-reduce", reduced] += whole + ((wide + narrow) // fsdp if data > 1 else 0)
+  return found
+
+
+def widened(counter):
+  """As XLA's CPU compiler makes it: every collective of bfloat16, but none of float16, in float32."""
+  out = collections.Counter()
+  for (operation, dtype), elements in counter.items():
+    out[operation, "f32" if dtype == "bf16" else dtype] += elements
+  return out
+
+
+def in_all_reduces(counter, fsdp):
+  """With an all-reduce in place of each reduce-scatter, as a TPU's compiler has it where it thinks that faster."""
+  out = collections.Counter()
+  for (operation, dtype), elements in counter.items():
+    scattered = operation == "reduce-scatter"
+    out["all-reduce" if scattered else operation, dtype] += elements * (fsdp if scattered else 1)
+  return out
+
+
+def require_same(found, want):
+  """Equal but for scalars."""
+  more = {key: found[key] - want[key] for key in found | want}
+  assert all(0 <= n <= SCALARS for n in more.values()), f"{dict(found)}, not {dict(want)}"
+
+
+MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}]
+named = lambda sizes: ",".join(f"{axis}={n}" for axis, n in sizes.items())
+POLICIES = [("bf16", None), ("bf16", "bfloat16"), ("fp16", "float32"), ("fp16", "float16")]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=named)
+@pytest.mark.parametrize(("base", "reduce_dtype"), POLICIES)
+def test_gradients_cross_once_in_reduce_dtype_and_parameters_as_they_are_read(base, reduce_dtype, sizes):
+  policy = {"base": base, "reduce_dtype": reduce_dtype}
+  step, args = a_step(policy, sizes, accumulate=4)
+  lowered = step.jitted.lower(*args)
+  want = by_hand(step.policy, sizes)
+  assert asked_for(lowered) == want
+  everywhere, in_loops = crossing(lowered.compile().as_text())
+  require_same(everywhere, widened(want))
+  assert not in_loops
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gpt_gathers_and_reduces_parameters_and_nothing_else(accumulate):
+  step, args = a_step(
+    {"base": "fp16", "reduce_dtype": "float16"}, {"data": 2, "fsdp": 4}, accumulate, model="gpt"
+  )
+  lowered = step.jitted.lower(*args)
+  want = by_hand(step.policy, {"data": 2, "fsdp": 4}, "gpt")
+  assert asked_for(lowered) == want
+  everywhere, in_loops = crossing(lowered.compile().as_text())
+  require_same(everywhere, want)
+  assert not in_loops
+
+
+def test_a_float32_policy_crosses_in_float32():
+  step, args = a_step("fp32", {"fsdp": 8})
+  everywhere, _ = crossing(step.jitted.lower(*args).compile().as_text())
+  require_same(everywhere, by_hand(step.policy, {"fsdp": 8}))
+  assert {dtype for _, dtype in everywhere} <= {"f32", "pred"}
+
+
+def test_statistics_over_the_batch_are_all_that_crosses_within_a_micro_batch():
+  def loss(params, batch):
+    x = params["table"][batch["x"]] * params["scale"]
+    x -= jax.lax.pmean(x.mean(0), mpjax.batch_axes())
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+  sizes = {"data": 2, "fsdp": 4}
+  policy = {"base": "fp16", "reduce_dtype": "float16"}
+  step, args = a_step(policy, sizes, accumulate=4, model=(loss, plain_params, (ROWS,), None))
+  everywhere, in_loops = crossing(step.jitted.lower(*args).compile().as_text())
+  # The mean and its gradient.
+  assert in_loops == {("all-reduce", "f32"): 4 * 2 * DIM}
+  require_same(everywhere, by_hand(step.policy, sizes) + in_loops)
+
+
+def test_parts_of_a_product_are_reduced_and_gathered_as_parts():
+  sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+  rules = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "table": ("fsdp", None)}
+  policy = {"base": "fp16", "reduce_dtype": "float16"}
+  step, args = a_step(policy, sizes, accumulate=4, rules=rules)
+  everywhere, in_loops = crossing(step.jitted.lower(*args).compile().as_text())
+  products, table = 2 * DIM * HIDDEN // 2, WORDS * DIM
+  assert everywhere["all-gather", "f16"] == products
+  assert everywhere["all-gather", "f32"] == table
+  assert everywhere["reduce-scatter", "f16"] == (products + table) // 2
+  # Over `tensor`, the sums of the second product and of the gradient of the first one's operand.
+  rows = ROWS // 4  # of all micro-batches, on a device
+  assert 0 < sum(in_loops.values()) <= 2 * rows * DIM + SCALARS
+  outside = everywhere["all-reduce", "f16"] - in_loops["all-reduce", "f16"]
+  assert 0 <= outside - ((products + table) // 2 + DIM) <= SCALARS
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("sizes", MESHES, ids=named)
+@pytest.mark.parametrize(
+  ("target", "base", "reduce_dtype"),
+  [
+    ("v5e:2x4", "bf16", None),
+    ("v5e:2x4", "bf16", "bfloat16"),
+    ("h200:8", "bf16", None),
+    ("h200:8", "bf16", "bfloat16"),
+    ("h200:8", "fp16", "float16"),
+  ],
+)
+def test_programs_for_described_devices_cross_as_they_were_asked(target, base, reduce_dtype, sizes):
+  described = get_target(target)
+  if lacks := compilers.missing(described):
+    pytest.skip(lacks)
+  step, args = a_step({"base": base, "reduce_dtype": reduce_dtype}, sizes, accumulate=2, target=target)
+  everywhere, in_loops = crossing(compilers.compile_step(step.jitted, args, [], described).text)
+  want = by_hand(step.policy, sizes)
+  if described.kind == "tpu":
+    everywhere, want = (in_all_reduces(counter, sizes.get("fsdp", 1)) for counter in (everywhere, want))
+  require_same(everywhere, want)
+  assert not in_loops
