@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from mpjax._tree import named_leaves, path_text
 from mpjax.patterns import component_regex
 
 Dims = Sequence[str | None]
@@ -58,7 +59,7 @@ class Rules:
     unused = set(self._patterns)
 
     def of(path: Any, leaf: Any) -> PartitionSpec:
-      name = joined(path)
+      name = path_text(path)
       for pattern, dims in self._patterns.items():
         if component_regex(pattern).search(name):
           unused.discard(pattern)
@@ -72,7 +73,7 @@ class Rules:
 
     specs = jax.tree_util.tree_map_with_path(of, params)
     if unused:
-      names = [joined(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+      names = [name for name, _ in named_leaves(params)]
       shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
       raise ValueError(f"sharding rule {min(unused)!r} matches no parameter: there are {shown}")
     return specs
@@ -81,14 +82,12 @@ class Rules:
 def specs_like(tree: Any, params: Any, specs: Any) -> Any:
   """The specs of an optimiser's state: what has a parameter's path and shape lies as that does."""
   known = {
-    joined(path): (leaf.shape, spec)
-    for (path, leaf), spec in zip(
-      jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-    )
+    name: (leaf.shape, spec)
+    for (name, leaf), spec in zip(named_leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
   }
 
   def of(path: Any, leaf: Any) -> PartitionSpec:
-    parts = joined(path).split("/")
+    parts = path_text(path).split("/")
     for i in range(len(parts)):
       shape, spec = known.get("/".join(parts[i:]), (None, None))
       if spec is not None:
@@ -111,11 +110,6 @@ def dimension(spec: PartitionSpec, axis: str) -> int | None:
 def is_spec(x: Any) -> bool:
   """Whether it is a leaf of a tree of specs."""
   return isinstance(x, PartitionSpec)
-
-
-def joined(path: Any) -> str:
-  """A key path as rules see it: `blocks/0/qkv/kernel`."""
-  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _largest(shape: tuple[int, ...], fsdp: int) -> Dims:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._tree import named_leaves
 from mpjax.loss_scale._finite import is_inexact
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
@@ -14,10 +15,10 @@ _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_
 
 def check_differentiable(params: Any) -> None:
   """Raises `ValueError` for a parameter that has no gradient."""
-  for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+  for name, leaf in named_leaves(params):
     if not is_inexact(leaf):
       raise ValueError(
-        f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and cannot be trained: put it "
+        f"parameter {name!r} is {jnp.result_type(leaf)} and cannot be trained: put it "
         "into model_state, or let loss_fn close over it"
       )
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._lazy import nnx
+from mpjax._tree import cast_like
 from mpjax.casting._autocast import autocast
 from mpjax.casting._nnx_modules import give_scopes
 from mpjax.loss_scale._overwritten import map_parts
@@ -110,7 +111,7 @@ class StepLoss:
 
     if self._accumulate == 1:
       loss, metrics, grads, model_state, fp8_state = micro_step(state.model_state, batch, keys)
-      return loss, metrics, grads if dtypes is None else _cast_like(grads, dtypes), model_state, fp8_state
+      return loss, metrics, grads if dtypes is None else cast_like(grads, dtypes), model_state, fp8_state
 
     n = self._accumulate
     batches = jax.tree.map(functools.partial(split_batch, n), batch)
@@ -175,7 +176,7 @@ class StepLoss:
     # What is reported is in the output dtype; what is differentiated has not gone through it, since the
     # scale itself may not fit there (2**16 in float16).
     loss, metrics = self.policy.cast_to_output((loss, metrics))
-    return scaled, (loss.astype(jnp.float32), metrics, _cast_like(model_state, state.model_state))
+    return scaled, (loss.astype(jnp.float32), metrics, cast_like(model_state, state.model_state))
 
 
 def row_count(batch: Any) -> int:
@@ -187,7 +188,3 @@ def row_count(batch: Any) -> int:
 def row_keys(key: jax.Array, rows: int, part: Any = 0) -> jax.Array:
   """A key for each row, which are numbered through all parts of a batch; this is one of them."""
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, part * rows + jnp.arange(rows))
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-  return jax.tree.map(lambda n, o: n if n.dtype == o.dtype else n.astype(o.dtype), new, old)

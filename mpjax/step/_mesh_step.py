@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mpjax._tree import named_leaves
 from mpjax.sharding._mesh import batch_shards, batch_spec
-from mpjax.sharding._sharding_rules import Rules, dimension, is_spec, joined, specs_like
+from mpjax.sharding._sharding_rules import Rules, dimension, is_spec, specs_like
 from mpjax.step import _collectives
 from mpjax.step._gather_dtypes import read_in
 from mpjax.step._loss import StepLoss, row_count, row_keys
@@ -63,11 +64,11 @@ class Layout:
 
   def check_batch(self, batch: Any, accumulate: int) -> None:
     """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for name, leaf in named_leaves(batch):
       if leaf.ndim and leaf.shape[0] % (self.shards * accumulate):
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
         raise ValueError(
-          f"batch[{joined(path)!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
+          f"batch[{name!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
           f"be divided over {self.shards} devices{micro}"
         )
 

@@ -20,6 +20,7 @@ import pydantic
 import safetensors
 import safetensors.flax
 
+from mpjax._tree import named_leaves, path_text
 from mpjax.fp8._recipe import BLOCK, Recipe, to_pairs
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
@@ -89,9 +90,9 @@ def save_safetensors(
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
   tree = {"params": kept, "model_state": model_state}
-  tensors = {_name(key): jnp.asarray(leaf) for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  tensors = {name: jnp.asarray(leaf) for name, leaf in named_leaves(tree)}
   if dtype == _FP8:
-    master = {_name(key): leaf for key, leaf in jax.tree_util.tree_flatten_with_path({"params": params})[0]}
+    master = dict(named_leaves({"params": params}))
     for name in _fp8_names(config, info, policy, params, model_state):
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
@@ -145,7 +146,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   like = jax.eval_shape(lambda key: init(**task.init(key), rng=key), jax.random.key(0))
 
   def read(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    name = _name(key)
+    name = path_text(key)
     if name not in tensors or tensors[name].shape != leaf.shape:
       found = f"shape {tensors[name].shape}" if name in tensors else "nothing"
       raise ConfigError(f"{path}: tensor {name!r}: expected shape {leaf.shape}, found {found}")
@@ -229,8 +230,3 @@ def export_run(
   path = pathlib.Path(out) if out else directory / "model.safetensors"
   save_safetensors(path, config, setup.info, state.params, state.model_state, dtype)
   return path
-
-
-def _name(key: Any) -> str:
-  """A tensor's name: its path, as in `params/blocks/0/attention/kernel`."""
-  return jax.tree_util.keystr(key, simple=True, separator="/")

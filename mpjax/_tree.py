@@ -1,0 +1,36 @@
+"""Pytrees: the paths of their leaves as text, and one tree cast like another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+
+def path_text(path: KeyPath) -> str:
+  """Returns a key path as rules, reports and files have it: `blocks/0/qkv/kernel`; `""` for a bare leaf."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+  """Returns each leaf of a tree with its `path_text`, in the order of `jax.tree.leaves`."""
+  return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+  """Casts each leaf of a tree to the dtype of its counterpart; a leaf that has it already stays as it is.
+
+  Args:
+    tree: of arrays or numbers.
+    like: a tree of the same structure; where a leaf has no dtype, the one of `tree` stays as it is.
+  """
+
+  def cast(leaf: Any, other: Any) -> Any:
+    same = not hasattr(other, "dtype") or jnp.asarray(leaf).dtype == other.dtype
+    return leaf if same else jnp.asarray(leaf).astype(other.dtype)
+
+  return jax.tree.map(cast, tree, like)
