@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from worker import serve
 
+from mpjax.planner._figures import Plan
 from mpjax.planner._fp8_on_target import policy_on_target
 from mpjax.planner._plan import plan
-from mpjax.planner._results import Plan
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner.compiled._compile import CompileError
 from mpjax.policy import get_policy

@@ -23,7 +23,13 @@ from record import origin, write
 
 import mpjax
 from mpjax.numerics._batches import most_pieces
-from mpjax.numerics._passes import loss_points, make_pass, plain_loss, reference_state, reference_step
+from mpjax.numerics._instrumented_step import (
+  loss_points,
+  make_pass,
+  plain_loss,
+  reference_state,
+  reference_step,
+)
 from mpjax.numerics._tensors import full_summary
 from mpjax.planner._targets import get_target
 from mpjax.train._config import load_config

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from record import origin, write
 
-from mpjax.planner._results import ARGUMENT_PARTS, Plan
+from mpjax.planner._figures import ARGUMENT_PARTS, Plan
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner.analytic._memory import table_bytes
 from mpjax.planner.analytic._tpu_tiles import tiled_bytes

@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, AxisType
 from record import origin, write
 
 import mpjax
-from mpjax.planner._results import Collective
+from mpjax.planner._figures import Collective
 from mpjax.planner._targets import get_target
 from mpjax.planner.compiled._compile import CompileError, missing
 from mpjax.train.models import GPT

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, init_fp8_state
 from mpjax.fp8 import fp8_dot_general
 from mpjax.loss_scale import (
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
   from mpjax.numerics import NonfiniteReport, NumericsReport, find_nonfinite, inspect_numerics
   from mpjax.planner import Plan, cheapest, largest_batch
   from mpjax.planner._plan import plan
-
-__version__ = "0.1.0"
 
 __all__ = [
   "LossScaleState",

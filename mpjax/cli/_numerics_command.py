@@ -15,7 +15,7 @@ from mpjax import formats
 from mpjax.cli._commands import guarded
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._report import NumericsReport, policy_name
-from mpjax.numerics.nonfinite._find import find_nonfinite
+from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 from mpjax.numerics.render._report_text import print_report
 from mpjax.policy import get_policy
 from mpjax.train._config import Config, ConfigError, load_config, read_tree

@@ -15,13 +15,10 @@ import jax
 import rich.console
 import rich.progress
 
+from mpjax._text import bytes_text
 from mpjax.cli._commands import guarded
-from mpjax.planner._results import Plan
-from mpjax.planner._search import Fit, cheapest, largest_batch
-from mpjax.planner._targets import Target, get_target
-from mpjax.planner.compiled._compile import missing
+from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render._plan_text import print_plans
-from mpjax.planner.render._units import bytes_text
 from mpjax.policy import get_policy
 from mpjax.train._config import DEFAULT_RECOMPUTE, ConfigError, load_config
 from mpjax.train._planning import Planner

@@ -1,14 +1,18 @@
 """Facts about number formats, matrix units and devices."""
 
+from mpjax.formats._devices import DeviceData, described_devices
 from mpjax.formats._matrix_units import MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation
-from mpjax.formats._numbers import FORMATS, NumberFormat, describe, format_table, print_formats
+from mpjax.formats._numbers import FORMATS, NumberFormat
+from mpjax.formats._print_formats import describe, format_table, print_formats
 
 __all__ = [
   "FORMATS",
   "MATRIX_UNITS",
+  "DeviceData",
   "MatrixUnit",
   "NumberFormat",
   "describe",
+  "described_devices",
   "eligible",
   "format_table",
   "padded",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
-import yaml
 
+from mpjax._types import DTypeLike
 from mpjax.dtypes import did_you_mean
 
 
@@ -30,8 +27,8 @@ class MatrixUnit:
   multiples: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
-def runs_on(unit: MatrixUnit | str, dtype: Any) -> bool:
-  """Whether a unit multiplies operands of a dtype.
+def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
+  """Returns whether a unit multiplies operands of a dtype.
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
@@ -43,8 +40,8 @@ def runs_on(unit: MatrixUnit | str, dtype: Any) -> bool:
   return _multiples(unit, dtype) is not None
 
 
-def padded(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> tuple[int, int, int]:
-  """The smallest sizes that hold a product [m, k] x [k, n] and run at the full rate of a unit.
+def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> tuple[int, int, int]:
+  """Returns the smallest sizes that hold a product [m, k] x [k, n] and run at the full rate of a unit.
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
@@ -61,8 +58,8 @@ def padded(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> tuple[
   return tuple(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))  # type: ignore[return-value]
 
 
-def eligible(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> bool:
-  """Whether a product runs at the full rate of a unit as it is.
+def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
+  """Returns whether a product runs at the full rate of a unit as it is.
 
   A product with a size of 1 (matrix times vector, outer product) moves more than it computes, and no unit
   runs it at full rate; where there are no matrix units, every product is eligible.
@@ -82,8 +79,8 @@ def eligible(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> bool
   return 1 not in sizes and all(size % step == 0 for size, step in zip(sizes, steps, strict=True))
 
 
-def utilisation(unit: MatrixUnit | str, dtype: Any, m: int, n: int, k: int) -> float:
-  """The useful share of what a unit multiplies once a product is padded.
+def utilisation(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> float:
+  """Returns the useful share of what a unit multiplies once a product is padded.
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
@@ -137,14 +134,6 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
 )
 
 
-@functools.cache
-def described_devices() -> dict[str, dict[str, Any]]:
-  """The devices that the planner knows, by name: what their files in `formats/devices` say."""
-  folder = importlib.resources.files("mpjax").joinpath("formats", "devices")
-  files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
-  return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
-
-
 def _unit(unit: MatrixUnit | str) -> MatrixUnit:
   if isinstance(unit, MatrixUnit):
     return unit
@@ -156,8 +145,8 @@ def _unit(unit: MatrixUnit | str) -> MatrixUnit:
   return MATRIX_UNITS[unit]
 
 
-def _multiples(unit: MatrixUnit | str, dtype: Any) -> tuple[int, int, int] | None:
-  """What M, N and K should be multiples of; `None` where the unit does not run the dtype."""
+def _multiples(unit: MatrixUnit | str, dtype: DTypeLike) -> tuple[int, int, int] | None:
+  """Returns what M, N and K should be multiples of; `None` where the unit does not run the dtype."""
   multiples = _unit(unit).multiples
   if not multiples:
     return (1, 1, 1)

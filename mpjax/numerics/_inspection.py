@@ -16,7 +16,7 @@ import optax
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
-from mpjax.numerics._passes import (
+from mpjax.numerics._instrumented_step import (
   KEPT_IN,
   Seen,
   is_mean_of_pieces,

@@ -1,16 +1,40 @@
 """`plan`: what a policy costs on a device, from the traced program and from the device's own compiler."""
 
+from mpjax.planner._figures import (
+  ARGUMENT_PARTS,
+  TRANSIENT_PARTS,
+  Collective,
+  Compiled,
+  Floor,
+  Memory,
+  Plan,
+  ProductGroup,
+  Saved,
+)
+from mpjax.planner._fp8_on_target import policy_on_target
 from mpjax.planner._plan import plan
-from mpjax.planner._results import Plan
-from mpjax.planner._search import cheapest, largest_batch
+from mpjax.planner._search import Fit, cheapest, largest_batch
 from mpjax.planner._targets import Target, get_target, target_names
+from mpjax.planner.compiled import CompileError, missing
 
 __all__ = [
+  "ARGUMENT_PARTS",
+  "TRANSIENT_PARTS",
+  "Collective",
+  "CompileError",
+  "Compiled",
+  "Fit",
+  "Floor",
+  "Memory",
   "Plan",
+  "ProductGroup",
+  "Saved",
   "Target",
   "cheapest",
   "get_target",
   "largest_batch",
+  "missing",
   "plan",
+  "policy_on_target",
   "target_names",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.planner._figures import ARGUMENT_PARTS
 from mpjax.planner.analytic._graph import itemsize
 from mpjax.step import TrainState
 

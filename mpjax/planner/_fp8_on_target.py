@@ -12,11 +12,11 @@ from mpjax.policy import Policy
 
 
 def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
-  """The policy as the target would run it, whatever this machine has; and what there is to say about it."""
+  """Returns the policy as the target would run it, whatever this machine has, and a note or nothing."""
   recipe = policy.fp8_recipe
   if recipe is None or recipe.emulate or target.is_here:
     return policy, ""
-  major, minor = target.data["cuda"]["compute_capability"] if target.kind == "gpu" else (0, 0)
+  major, minor = target.compute_capability
   device = types.SimpleNamespace(
     platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
   )

@@ -12,16 +12,16 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._lazy import nnx
+from mpjax._text import bytes_text
 from mpjax.planner._arguments import Argument, name_arguments
+from mpjax.planner._figures import Compiled, Floor, Memory, Plan, ProductGroup
 from mpjax.planner._fp8_on_target import policy_on_target
-from mpjax.planner._results import Compiled, Floor, Memory, Plan, Product
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner.analytic import _memory, _products
 from mpjax.planner.analytic._graph import Graph, make_graph
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo, _hlo_parts, _hlo_products
 from mpjax.planner.compiled._differences import differences
-from mpjax.planner.render._units import bytes_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainStep
 
@@ -299,7 +299,7 @@ def _floor(
   units = _products.seconds_on_units(graph, target, devices)
   if units is None or not target.bandwidth:
     return None
-  cache = int(target.data.get("cuda", {}).get("l2_cache_size", 0)) or target.on_chip
+  cache = target.cache
   written = _memory.written_bytes(graph, arguments, target.kind)
   moved = _memory.floor_bytes(compiled.memory if compiled else analytic, written, cache)
   parts = {"matrix units": units, "memory": moved / target.bandwidth}
@@ -311,7 +311,7 @@ def _floor(
   return Floor(parts[bound], parts, bound, moved)
 
 
-def _more_notes(jaxpr: Any, listed: Sequence[Product], policy: Policy | None) -> list[str]:
+def _more_notes(jaxpr: Any, listed: Sequence[ProductGroup], policy: Policy | None) -> list[str]:
   notes = []
   if policy is not None and policy.fp8 and not any(p.dtype.startswith("float8") for p in listed):
     notes.append("no product is FP8: mpjax.explain says why each is not")

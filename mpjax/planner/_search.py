@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax.planner._results import Plan
+from mpjax._text import bytes_text
+from mpjax.planner._figures import Plan
 from mpjax.planner.compiled._compile import CompileError
-from mpjax.planner.render._units import bytes_text
 
 # A plan of a batch: `plan_of(batch, compile)`, compile as `mpjax.plan` takes it.
 PlanOf = Callable[[int, Any], Plan]

@@ -1,4 +1,4 @@
-"""The devices that a step can be planned for: this machine's, and those that `targets/` describes."""
+"""The devices that a step can be planned for: this machine's, and those that `formats/devices` describes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
 from mpjax.dtypes import did_you_mean
-from mpjax.formats._matrix_units import described_devices
+from mpjax.formats import DeviceData, described_devices
 
 HERE = "here"
 # JAX preallocates this share of a GPU's memory unless it is told otherwise.
@@ -19,18 +19,6 @@ _GPU_SHARE = 0.75
 # What XLA gives a cuBLAS call to work in, from Hopper on and before.
 _WORKSPACE = {9: 32 << 20, 10: 32 << 20, 12: 32 << 20}
 _WORKSPACE_BEFORE = 4 << 20
-# How JAX calls the devices whose data we have.
-_KINDS = {
-  "h200": ("nvidia h200",),
-  "h100": ("nvidia h100 80gb hbm3", "nvidia h100 sxm"),
-  "a100": ("nvidia a100-sxm4-80gb", "nvidia a100 80gb pcie"),
-  "b200": ("nvidia b200", "nvidia gb200"),
-  "l4": ("nvidia l4",),
-  "rtx4090": ("nvidia geforce rtx 4090",),
-  "v5e": ("tpu v5 lite", "tpu v5e"),
-  "v5p": ("tpu v5", "tpu v5p"),
-  "v6e": ("tpu v6 lite", "tpu v6e"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +39,8 @@ class Target:
     workspace: bytes that the compiler sets aside for a call of a matrix library.
     on_chip: bytes of memory on the chip in which the compiler keeps values, rather than in the device's.
     topology: what `jax.experimental.topologies` takes; empty for this machine.
-    data: the file.
+    compute_capability: of a described GPU, (major, minor); (0, 0) for others.
+    cuda: of a described GPU, the other facts that XLA's CUDA compiler asks for.
   """
 
   name: str
@@ -67,23 +56,28 @@ class Target:
   workspace: int
   on_chip: int
   topology: str
-  data: dict[str, Any]
+  compute_capability: tuple[int, int] = (0, 0)
+  cuda: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def is_here(self) -> bool:
-    """Whether it is this machine, with its own devices."""
+    """Returns whether it is this machine, with its own devices."""
     return not self.topology
 
   @property
   def extra(self) -> str:
-    """The extra of mpjax whose packages compile for it."""
+    """Returns the extra of mpjax whose packages compile for it; empty for a CPU."""
     return {"gpu": "plan-cuda", "tpu": "plan-tpu"}.get(self.kind, "")
 
+  @property
+  def cache(self) -> int:
+    """Returns the bytes that may stay close to the units from one pass over memory to the next."""
+    return int(self.cuda.get("l2_cache_size", 0)) or self.on_chip
+
   def gpu_description(self) -> str:
-    """What XLA's compile-only CUDA target reads, a `GpuTargetConfigProto` as text."""
-    facts = dict(self.data["cuda"])
-    major, minor = facts.pop("compute_capability")
-    lines = [f"  {name}: {value}" for name, value in facts.items()]
+    """Returns a `GpuTargetConfigProto` as text, which XLA's compile-only CUDA target reads."""
+    major, minor = self.compute_capability
+    lines = [f"  {name}: {value}" for name, value in self.cuda.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
     return "\n".join(
       (
@@ -99,12 +93,12 @@ class Target:
 
 
 def target_names() -> list[str]:
-  """The names that `get_target` takes, without their topologies."""
+  """Returns the names that `get_target` takes, without their topologies."""
   return [HERE, *described_devices()]
 
 
 def get_target(name: str | Target | None = None) -> Target:
-  """The target of a name: `here`, `h200`, `h200:8` (GPUs), `h100:2x8` (hosts x GPUs), `v5e:2x4` (chips).
+  """Returns a target by name: `here`, `h200`, `h200:8` (GPUs), `h100:2x8` (hosts x GPUs), `v5e:2x4` (chips).
 
   Raises:
     ValueError: for an unknown one; lists those there are.
@@ -143,10 +137,12 @@ def get_target(name: str | Target | None = None) -> Target:
   return _from_data(str(name), data, count, topology)
 
 
-def _from_data(name: str, data: dict[str, Any], count: int, topology: str) -> Target:
+def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target:
+  """Returns `count` devices of a described kind."""
   gpu = data["kind"] == "gpu"
   memory = int(data["memory"])
-  major = data["cuda"]["compute_capability"][0] if gpu else 0
+  cuda = dict(data["cuda"]) if gpu else {}
+  major, minor = cuda.pop("compute_capability", (0, 0))
   return Target(
     name=name,
     device=data["device"],
@@ -161,19 +157,21 @@ def _from_data(name: str, data: dict[str, Any], count: int, topology: str) -> Ta
     workspace=_WORKSPACE.get(major, _WORKSPACE_BEFORE) if gpu else 0,
     on_chip=int(data.get("on_chip", 0)),
     topology=topology,
-    data=data,
+    compute_capability=(major, minor),
+    cuda=cuda,
   )
 
 
 def _here() -> Target:
-  """This machine's default devices, with the published figures of their kind where we have them."""
+  """Returns this machine's default devices, with the published figures of their kind where we have them."""
   devices = jax.local_devices()
   device = devices[0]
   kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
   words = device.device_kind.lower()
-  for name, kinds in _KINDS.items():
-    if any(words == k or (kind == "gpu" and re.match(rf"{re.escape(k)}(?![a-z0-9])", words)) for k in kinds):
-      found = _from_data(HERE, described_devices()[name], len(devices), "")
+  for data in described_devices().values():
+    names = data["jax_names"]
+    if any(words == n or (kind == "gpu" and re.match(rf"{re.escape(n)}(?![a-z0-9])", words)) for n in names):
+      found = _from_data(HERE, data, len(devices), "")
       limit = _memory(device) or found.usable
       return dataclasses.replace(found, device=device.device_kind, usable=limit)
   memory = _memory(device)
@@ -191,11 +189,11 @@ def _here() -> Target:
     workspace=0,
     on_chip=0,
     topology="",
-    data={},
   )
 
 
-def _memory(device: Any) -> int:
+def _memory(device: jax.Device) -> int:
+  """Returns the bytes of a device, or of this machine for a CPU; 0 if not known."""
   if device.platform == "cpu":
     try:
       return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

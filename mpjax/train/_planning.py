@@ -10,10 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from mpjax.planner._fp8_on_target import policy_on_target
-from mpjax.planner._plan import plan
-from mpjax.planner._results import Plan
-from mpjax.planner._targets import Target
+from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding._mesh import AXES, BATCH_AXES
 from mpjax.sharding._sharding_rules import Rules

@@ -9,11 +9,11 @@ import jax
 import pytest
 from conftest import write_tiny_gpt
 
+from mpjax._text import bytes_text
 from mpjax.cli import _plan_command
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS
 from mpjax.planner._targets import get_target
 from mpjax.planner.compiled import _compile as compilers
-from mpjax.planner.render._units import bytes_text
 from mpjax.train._config import ConfigError, load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
@@ -88,10 +88,10 @@ def test_report_holds_the_plan(run, parameters):
 @pytest.mark.parametrize(
   ("policy", "tied"), [("fp32", True), ("fp32", False), ("bf16", False), ("fp16", False)]
 )
-def test_model_state_of_a_gpt_is_sixteen_bytes_a_parameter(run, policy, tied):
+def test_training_state_of_a_gpt_is_sixteen_bytes_a_parameter(run, policy, tied):
   report, _ = run(*analytic(f"policy={policy}", f"model.tie_head={str(tied).lower()}"))
   [plan] = report["plans"]
-  assert sum(plan["memory"]["model_state"].values()) == pytest.approx(16 * plan["parameters"], rel=0.01)
+  assert sum(plan["memory"]["training_state"].values()) == pytest.approx(16 * plan["parameters"], rel=0.01)
 
 
 def test_policies_stand_side_by_side(run, parameters):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.numerics.nonfinite._find import find_nonfinite
+from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(0.5, 1.5, size=(4, 4)).astype(np.float32)

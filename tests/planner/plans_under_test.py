@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner._results import Collective, Compiled, Floor, Memory, Plan, Product, Saved
+from mpjax.planner._figures import Collective, Compiled, Floor, Memory, Plan, ProductGroup, Saved
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864
@@ -82,7 +82,7 @@ def a_product(**changes):
     "eligible": True,
     "why": "",
   }
-  return Product(**values | changes)
+  return ProductGroup(**values | changes)
 
 
 def the_head(dtype="bfloat16", **changes):

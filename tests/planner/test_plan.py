@@ -33,7 +33,7 @@ from steps_under_test import (
 )
 
 import mpjax
-from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.planner._figures import ARGUMENT_PARTS
 from mpjax.planner._targets import get_target
 from mpjax.planner.analytic._tpu_tiles import tiled_bytes
 from mpjax.planner.compiled import _compile as compilers
@@ -283,7 +283,7 @@ def test_collectives_are_those_of_the_targets_compiler(target):
 def test_rules_of_thumb_come_out_for_adam(policy, copies, gradients, weights, served):
   step, state = a_train_step(policy)
   plan = mpjax.plan(step, (state, BATCH), target="h200", compile=False)
-  per_parameter = {name: size / SIZE for name, size in plan.memory.model_state.items()}
+  per_parameter = {name: size / SIZE for name, size in plan.memory.training_state.items()}
   want = {"master weights": weights, "optimizer state": 8, "compute copies": copies, "gradients": gradients}
   assert per_parameter == pytest.approx({k: v for k, v in want.items() if v}, rel=0.01)
   assert sum(per_parameter.values()) == pytest.approx(16 if weights == 4 else 12, rel=0.01)
@@ -317,7 +317,7 @@ def test_seven_billion_parameters_allocate_nothing():
       policy, loss=loss, params={name: S(shape, F32) for name, shape in shapes.items()}
     )
     plan = mpjax.plan(step, (state, S((1, 512), jnp.int32)), target="h200", compile=False)
-    assert sum(plan.memory.model_state.values()) == pytest.approx(16 * count, rel=0.01)
+    assert sum(plan.memory.training_state.values()) == pytest.approx(16 * count, rel=0.01)
     assert plan.peak > 12 * count
   assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 1000
 

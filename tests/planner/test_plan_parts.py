@@ -27,7 +27,7 @@ from steps_under_test import (
 )
 
 import mpjax
-from mpjax.planner._results import ARGUMENT_PARTS
+from mpjax.planner._figures import ARGUMENT_PARTS
 from mpjax.planner._targets import get_target
 from mpjax.planner.analytic._tpu_tiles import tiled_bytes
 from mpjax.planner.compiled import _compile as compilers
@@ -220,7 +220,7 @@ def test_gradients_of_replicated_weights_are_whole_on_each_device():
   step, state = a_train_step("fp32")
   shared = analytic(step, (on(mesh, state), on(mesh, BATCH, "data")), target="h200:8").memory
   alone = analytic(step, (state, BATCH), target="h200").memory
-  assert shared.model_state == alone.model_state
+  assert shared.training_state == alone.training_state
   assert shared.saved_bytes * 8 == alone.saved_bytes == 4 * B * H
   # An eighth of the batch is left out, and of what depends on it.
   assert alone.peak - 7 * (nbytes(BATCH) + 2 * alone.saved_bytes) / 8 <= shared.peak < alone.peak

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans_under_test import a_plan, a_product
 
-from mpjax.planner._results import Floor, Memory
+from mpjax._text import bytes_text
+from mpjax.planner._figures import Floor, Memory
 from mpjax.planner._search import cheapest, largest_batch
 from mpjax.planner.compiled._compile import CompileError
-from mpjax.planner.render._units import bytes_text
 
 FAILED = "the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"
 

@@ -84,6 +84,7 @@ def test_a_file_says_where_its_figures_are_from_and_has_no_strange_keys(name):
     "flops",
     "interconnect",
     "on_chip",
+    "jax_names",
     "matrix_units",
     "source",
   }

@@ -19,7 +19,6 @@ from mpjax import _compat
 from mpjax.casting._traits import EACH
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
-from mpjax.numerics._places import Place, Schedule, make_schedule, of_loss_inside
 from mpjax.numerics.nonfinite._origins import (
   LINEAR,
   Origin,
@@ -30,6 +29,7 @@ from mpjax.numerics.nonfinite._origins import (
   made_here,
   of_places,
 )
+from mpjax.numerics.nonfinite._places import Place, Schedule, make_schedule, of_loss_inside
 
 # Enough to tell independent failures apart; of a model that has diverged everywhere, thousands are no news.
 _MOST_ORIGINS = 64
@@ -41,7 +41,7 @@ Blame = frozenset[int]
 _FINITE: Blame = frozenset()
 
 
-class Value(NamedTuple):
+class BlamedArray(NamedTuple):
   """An array, the numbers of the sources of what is non-finite in it, whether only literals went into it."""
 
   array: Any
@@ -79,7 +79,7 @@ class Evaluation:
     self._constants: dict[int, tuple[Any, int]] = {}
     self._schedules: dict[Any, tuple[Any, Schedule]] = {}
 
-  def run(self, closed: Any, inputs: Sequence[tuple[str, Any, bool]]) -> list[Value]:
+  def run(self, closed: Any, inputs: Sequence[tuple[str, Any, bool]]) -> list[BlamedArray]:
     """The results of a program, of which the first is the loss.
 
     Args:
@@ -90,21 +90,21 @@ class Evaluation:
     of_loss = [i == 0 for i in range(len(closed.jaxpr.outvars))]
     return self._body(closed, values, Place(of_loss=tuple(of_loss)))
 
-  def _input(self, name: str, array: Any, may_mask: bool) -> Value:
+  def _input(self, name: str, array: Any, may_mask: bool) -> BlamedArray:
     if is_finite(array):
-      return Value(array)
+      return BlamedArray(array)
     counts = count(array)
     meant = may_mask and not counts.nan and not counts.posinf
-    return Value(array, frozenset({self._add(Source(None, name, counts, meant))}))
+    return BlamedArray(array, frozenset({self._add(Source(None, name, counts, meant))}))
 
   def _add(self, source: Source) -> int:
     self.sources.append(source)
     return len(self.sources) - 1
 
-  def _body(self, jaxpr: Any, values: list[Value], place: Place) -> list[Value]:
+  def _body(self, jaxpr: Any, values: list[BlamedArray], place: Place) -> list[BlamedArray]:
     """Evaluates a jaxpr; takes the values out of the list, so that they are freed after their last use."""
     open_jaxpr = _compat.open_jaxpr(jaxpr)
-    constants = [Value(c) for c in _compat.constants(jaxpr)]
+    constants = [BlamedArray(c) for c in _compat.constants(jaxpr)]
     environment = dict(zip(open_jaxpr.constvars, constants, strict=True))
     schedule = self._schedule(open_jaxpr, place.of_loss)
     arguments = zip(open_jaxpr.invars, values, strict=True)
@@ -127,12 +127,12 @@ class Evaluation:
       del operands
     return [self._read(environment, atom, None, place) for atom in open_jaxpr.outvars]
 
-  def _read(self, environment: dict[Any, Value], atom: Any, equation: Any, place: Place) -> Value:
+  def _read(self, environment: dict[Any, BlamedArray], atom: Any, equation: Any, place: Place) -> BlamedArray:
     if _compat.is_variable(atom):
       return environment[atom]
     if not is_inexact(atom.val) or np.isfinite(np.asarray(atom.val, np.complex64)).all():
-      return Value(atom.val, constant=True)
-    return Value(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
+      return BlamedArray(atom.val, constant=True)
+    return BlamedArray(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
 
   def _constant(self, what: Any, equation: Any, place: Place) -> int:
     """The number of an infinity that the program itself holds."""
@@ -148,11 +148,13 @@ class Evaluation:
       self._schedules[key] = jaxpr, make_schedule(jaxpr, of_loss)
     return self._schedules[key][1]
 
-  def _operation(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+  def _operation(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
     return self._judged(equation, operands, arrays, place)
 
-  def _judged(self, equation: Any, operands: list[Value], arrays: list[Any], place: Place) -> list[Value]:
+  def _judged(
+    self, equation: Any, operands: list[BlamedArray], arrays: list[Any], place: Place
+  ) -> list[BlamedArray]:
     """The results of an operation, with what is to blame for them."""
     constant = all(x.constant for x in operands)
     each = equation.primitive.name in EACH and len(operands) == len(arrays)
@@ -161,18 +163,24 @@ class Evaluation:
     values = []
     for i, array in enumerate(arrays):
       if is_finite(array):
-        values.append(Value(array, constant=constant))
+        values.append(BlamedArray(array, constant=constant))
         continue
       blame = operands[i].blame if each else inherited
       if self._is_new(equation, operands, array, blame):
         if new is None:
           new = frozenset({self._new(equation, operands, array, place, constant)})
         blame |= new
-      values.append(Value(array, self._shortened(blame), constant))
+      values.append(BlamedArray(array, self._shortened(blame), constant))
     return values
 
   def _new(
-    self, equation: Any, operands: list[Value], array: Any, place: Place, constant: bool, whole: bool = False
+    self,
+    equation: Any,
+    operands: list[BlamedArray],
+    array: Any,
+    place: Place,
+    constant: bool,
+    whole: bool = False,
   ) -> int:
     origin = _origin(equation, [x.array for x in operands], array, place, whole)
     # NaN that goes in although nothing has gone wrong yet is the program's own; it is never meant to spread.
@@ -186,7 +194,7 @@ class Evaluation:
       return blame
     return frozenset(sorted(blame, key=lambda i: (self.sources[i].meant, i))[:_MOST_BLAMED])
 
-  def _is_new(self, equation: Any, operands: list[Value], array: Any, blame: Blame) -> bool:
+  def _is_new(self, equation: Any, operands: list[BlamedArray], array: Any, blame: Blame) -> bool:
     """Whether the operands do not explain a non-finite result."""
     if not blame:
       return True
@@ -204,19 +212,19 @@ class Evaluation:
       return not all(is_finite(x) for x in _bind(equation, finite))
     return False
 
-  def _call(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+  def _call(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     return self._body(_compat.bodies(equation)[0], operands, place)
 
-  def _cond(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+  def _cond(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     branches = equation.params["branches"]
     index = min(max(int(operands[0].array), 0), len(branches) - 1)
     return self._body(branches[index], operands[1:], place)
 
-  def _scan(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+  def _scan(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     """A loop, whole; turn by turn where that gives something non-finite."""
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
-      return [Value(array) for array in arrays]
+      return [BlamedArray(array) for array in arrays]
     parts = _compat.scan_parts(equation)
     length, reverse = parts.options["length"], parts.options["reverse"]
     own = self._accumulate > 1 and not place.iterations and not place.module and length == self._accumulate
@@ -235,10 +243,10 @@ class Evaluation:
     blames[: parts.carry] = [value.blame for value in carry]
     return self._looped(equation, operands, arrays, blames, place)
 
-  def _while(self, equation: Any, operands: list[Value], place: Place) -> list[Value]:
+  def _while(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
-      return [Value(array) for array in arrays]
+      return [BlamedArray(array) for array in arrays]
     p = equation.params
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     body = p["body_jaxpr"]
@@ -252,18 +260,18 @@ class Evaluation:
     return self._looped(equation, operands, arrays, [x.blame for x in carry], place)
 
   def _looped(
-    self, equation: Any, operands: list[Value], arrays: list[Any], blames: list[Blame], place: Place
-  ) -> list[Value]:
+    self, equation: Any, operands: list[BlamedArray], arrays: list[Any], blames: list[Blame], place: Place
+  ) -> list[BlamedArray]:
     """The results of a loop; it is blamed itself for what none of its turns explains."""
     new: Blame = _FINITE
     values = []
     for array, blame in zip(arrays, blames, strict=True):
       if is_finite(array):
-        values.append(Value(array))
+        values.append(BlamedArray(array))
         continue
       if not blame and not new:
         new = frozenset({self._new(equation, operands, array, place, False, whole=True)})
-      values.append(Value(array, self._shortened(blame or new)))
+      values.append(BlamedArray(array, self._shortened(blame or new)))
     return values
 
 
@@ -278,19 +286,19 @@ class _Turns:
     self._left = _MOST_TAKEN_APART
 
   def turn(
-    self, equation: Any, operands: list[Value], i: int, length: int | None, micro_batch: bool = False
-  ) -> list[Value]:
+    self, equation: Any, operands: list[BlamedArray], i: int, length: int | None, micro_batch: bool = False
+  ) -> list[BlamedArray]:
     """The results of one turn."""
     evaluation = self._evaluation
     arrays = self._compiled(*(x.array for x in operands))
     finite = [is_finite(array) for array in arrays]
     if all(finite):
-      return [Value(array) for array in arrays]
+      return [BlamedArray(array) for array in arrays]
     inherited = frozenset().union(*(x.blame for x in operands))
     if inherited:
       if not self._left:
         blame = evaluation._shortened(inherited)
-        return [Value(x, _FINITE if ok else blame) for x, ok in zip(arrays, finite, strict=True)]
+        return [BlamedArray(x, _FINITE if ok else blame) for x, ok in zip(arrays, finite, strict=True)]
       self._left -= 1
     place = self._place.turn(i, length, micro_batch)
     apart = evaluation._body(self._body, list(operands), place)
@@ -300,7 +308,7 @@ class _Turns:
         continue
       if not new:
         new = frozenset({evaluation._new(equation, operands, array, place, False, whole=True)})
-      apart[j] = Value(array, new)
+      apart[j] = BlamedArray(array, new)
     return apart
 
 
@@ -336,9 +344,9 @@ def _row(x: jax.Array, i: jax.Array) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _row_of(x: Value, i: int) -> Value:
+def _row_of(x: BlamedArray, i: int) -> BlamedArray:
   row = _row(x.array, np.int32(i))
-  return Value(row, x.blame if x.blame and not is_finite(row) else _FINITE, x.constant)
+  return BlamedArray(row, x.blame if x.blame and not is_finite(row) else _FINITE, x.constant)
 
 
 def _without_infinities(x: Any) -> Any:
@@ -348,7 +356,7 @@ def _without_infinities(x: Any) -> Any:
 _COMPILED = frozenset({"shard_map"})
 _CALLS = """jit pjit closed_call core_call call eval_jaxpr remat2 checkpoint custom_jvp_call custom_vjp_call
   custom_vmap_call"""
-_RULES: dict[str, Callable[[Evaluation, Any, list[Value], Place], list[Value]]] = {
+_RULES: dict[str, Callable[[Evaluation, Any, list[BlamedArray], Place], list[BlamedArray]]] = {
   **dict.fromkeys(_CALLS.split(), Evaluation._call),
   "cond": Evaluation._cond,
   "scan": Evaluation._scan,

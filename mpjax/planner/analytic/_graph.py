@@ -36,7 +36,7 @@ _OPAQUE |= {"sort", "linear_call", "custom_lin", "select_and_scatter", "reduce_a
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Value:
+class GraphValue:
   """An array of the program.
 
   Attributes:
@@ -48,7 +48,7 @@ class Value:
 
   shape: tuple[int, ...]
   dtype: Any
-  maker: Operation | None = None
+  maker: GraphOperation | None = None
   argument: int | None = None
   local: bool = False
 
@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Operation:
+class GraphOperation:
   """One equation.
 
   Attributes:
@@ -78,8 +78,8 @@ class Operation:
   """
 
   name: str
-  operands: list[Value]
-  results: list[Value]
+  operands: list[GraphValue]
+  results: list[GraphValue]
   phase: str
   path: str
   source: str
@@ -95,12 +95,12 @@ class Operation:
 class Graph:
   """Operations in program order, without those whose results nobody reads."""
 
-  arguments: list[Value]
-  results: list[Value]
-  operations: list[Operation]
+  arguments: list[GraphValue]
+  results: list[GraphValue]
+  operations: list[GraphOperation]
   literal_bytes: int = 0  # of results that are no value of the program, but a constant
 
-  def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[Operation, int]]:
+  def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[GraphOperation, int]]:
     """All operations with how often each runs, those in loops too.
 
     Of a conditional's branches, the one with the most FLOPs, or the `least`.
@@ -132,10 +132,10 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
     through_regions: also merge what a rematerialised region computes again with the first time, as a
       compiler does that takes no notice of barriers.
   """
-  same: dict[int, Value] = {}
-  made: dict[Any, Operation] = {}
+  same: dict[int, GraphValue] = {}
+  made: dict[Any, GraphOperation] = {}
 
-  def now(value: Value) -> Value:
+  def now(value: GraphValue) -> GraphValue:
     return same.get(id(value), value)
 
   operations = []
@@ -160,7 +160,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
   return Graph(graph.arguments, results, _needed(operations, results), graph.literal_bytes)
 
 
-def _key(operation: Operation, operands: list[Value], region: int) -> Any:
+def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Any:
   """What is equal for operations that compute the same; `None` for one that must stay as it is."""
   equation = operation.equation
   if operation.bodies or equation.effects or _compat.bodies(equation):
@@ -213,7 +213,7 @@ class _Builder:
     self._regions = 0
 
   def graph(self, jaxpr: Any, context: _Context) -> Graph:
-    environment: dict[Any, Value] = {}
+    environment: dict[Any, GraphValue] = {}
     arguments = []
     for i, variable in enumerate(jaxpr.invars):
       environment[variable] = _value(variable.aval)
@@ -221,13 +221,15 @@ class _Builder:
       arguments.append(environment[variable])
     for variable in jaxpr.constvars:
       environment[variable] = _value(variable.aval)
-    operations: list[Operation] = []
+    operations: list[GraphOperation] = []
     self._run(jaxpr, environment, context, operations)
     results = [environment[v] for v in jaxpr.outvars if _compat.is_variable(v)]
     literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not _compat.is_variable(v)]
     return Graph(arguments, results, _needed(operations, results), sum(literals))
 
-  def _run(self, jaxpr: Any, environment: dict[Any, Value], context: _Context, out: list[Operation]) -> None:
+  def _run(
+    self, jaxpr: Any, environment: dict[Any, GraphValue], context: _Context, out: list[GraphOperation]
+  ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
       if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
@@ -239,7 +241,7 @@ class _Builder:
       if body is None:
         out.append(self._operation(equation, environment, here))
         continue
-      inner: dict[Any, Value] = {}
+      inner: dict[Any, GraphValue] = {}
       opened = _compat.open_jaxpr(body)
       for variable in opened.constvars:
         inner[variable] = _value(variable.aval)
@@ -251,7 +253,7 @@ class _Builder:
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
         environment[variable] = inner[atom] if _compat.is_variable(atom) else _value(variable.aval)
 
-  def _operation(self, equation: Any, environment: dict[Any, Value], here: _Context) -> Operation:
+  def _operation(self, equation: Any, environment: dict[Any, GraphValue], here: _Context) -> GraphOperation:
     name = equation.primitive.name
     operands = [environment[atom] for atom in equation.invars if _compat.is_variable(atom)]
     results = []
@@ -270,7 +272,7 @@ class _Builder:
         here = dataclasses.replace(
           here, path=here.path or makers[0].path, source=here.source or makers[0].source
         )
-    operation = Operation(
+    operation = GraphOperation(
       name,
       operands,
       results,
@@ -289,8 +291,8 @@ class _Builder:
     return operation
 
 
-def _value(aval: Any) -> Value:
-  return Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32)))
+def _value(aval: Any) -> GraphValue:
+  return GraphValue(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32)))
 
 
 def _call(equation: Any) -> Any:
@@ -322,7 +324,7 @@ def _at(equation: Any, context: _Context) -> _Context:
 _MARKS = frozenset({"rematted_computation", "checkpoint", "autocast_output"})
 
 
-def _needed(operations: list[Operation], results: list[Value]) -> list[Operation]:
+def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:
   """Operations that a result depends on, or that do something."""
   live = {id(value) for value in results}
   kept = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-from mpjax.planner.analytic._graph import BACKWARD, OTHER, Graph, Value
+from mpjax.planner.analytic._graph import BACKWARD, OTHER, Graph, GraphValue
 from mpjax.planner.analytic._liveness import FP8_PRODUCT, VIEWS, Peak
 
 Shape = tuple[int, ...]
@@ -14,7 +14,7 @@ _COPIES = frozenset({"convert_element_type", "reduce_precision", "copy", *VIEWS}
 
 
 def held_at_once(
-  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[Value], int]
+  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[GraphValue], int]
 ) -> dict[str, int]:
   """Bytes of all copies of weights that are made for products, and of all gradients that the update reads.
 
@@ -34,7 +34,7 @@ def held_at_once(
   return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def from_arguments(value: Value) -> bool:
+def from_arguments(value: GraphValue) -> bool:
   """Whether a value is a cast to no wider type, or a view, of one argument."""
   given = value
   for _ in range(16):
@@ -60,7 +60,7 @@ def _one_each(found: Sequence[tuple[Shape, int]], count: collections.Counter[Sha
 
 
 def _copies(
-  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[Value], int]
+  graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[GraphValue], int]
 ) -> list[tuple[Shape, int]]:
   found = []
   for step in worst.order:

@@ -11,8 +11,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, Operation, Value
-from mpjax.planner.analytic._schedule import delayed, greedy
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphOperation, GraphValue
+from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
 
 FP8_PRODUCT = "fp8_dot_general"
 
@@ -90,50 +90,8 @@ TRAITS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Peak:
-  """The worst moment of a program.
-
-  Attributes:
-    nbytes: bytes that are stored then, arguments apart.
-    at: the operation.
-    live: what is stored then, arguments apart.
-    saved: what the backward pass reads of the forward pass, when that is most.
-    extra: bytes inside the operation (a loop's body).
-    read_backward: identities of the values that the backward pass reads.
-    size: bytes of a value, as it is stored.
-    order: what is stored, in the order in which it is computed.
-    root: the value whose memory a value is in.
-    fresh: results that take no argument's memory.
-    inner: the worst moment of the loop or branch that runs then.
-  """
-
-  nbytes: int
-  at: Operation | None
-  live: list[Value]
-  saved: list[Value]
-  extra: int
-  read_backward: frozenset[int]
-  size: Callable[[Value], int]
-  order: Sequence[Step]
-  root: Callable[[Value], Value]
-  fresh: list[Value]
-  inner: Peak | None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Step:
-  """An operation that stores something, with everything that it reads from memory."""
-
-  operation: Operation
-  reads: list[Value]
-  writes: list[Value]
-  extra: int
-  inner: Peak | None = None
-
-
 def peak(
-  graph: Graph, traits: Traits, *, size: Callable[[Value], int], reusable: Iterable[Value] = ()
+  graph: Graph, traits: Traits, *, size: Callable[[GraphValue], int], reusable: Iterable[GraphValue] = ()
 ) -> Peak:
   """The peak of a graph, its arguments apart.
 
@@ -169,14 +127,14 @@ class _Storage:
   def __init__(self, graph: Graph, traits: Traits):
     self._graph = graph
     self._traits = traits
-    self._view: dict[int, Value] = {}
-    self._reach: dict[int, tuple[Value, ...]] = {}
+    self._view: dict[int, GraphValue] = {}
+    self._reach: dict[int, tuple[GraphValue, ...]] = {}
     for operation in graph.operations:
       if operation.name in VIEWS or _is_view(operation):
         for result, operand in zip(operation.results, operation.operands, strict=False):
           self._view[id(result)] = self.root(operand)
     self._stored: set[int] = {id(self.root(v)) for v in (*graph.arguments, *graph.results)}
-    self._readers: dict[int, list[Operation]] = {}
+    self._readers: dict[int, list[GraphOperation]] = {}
     for operation in graph.operations:
       if operation.name in VIEWS or _is_view(operation):
         continue
@@ -191,11 +149,11 @@ class _Storage:
             self._stored.add(id(root))
     self._keep_shared()
 
-  def root(self, value: Value) -> Value:
+  def root(self, value: GraphValue) -> GraphValue:
     """The value whose memory this is a view of."""
     return self._view.get(id(value), value)
 
-  def only_multiplied(self, value: Value) -> bool:
+  def only_multiplied(self, value: GraphValue) -> bool:
     """Whether all that reads a value are products that round their operands to half precision anyway."""
     readers = self._readers.get(id(value), [])
     return (
@@ -205,10 +163,10 @@ class _Storage:
       and all(r.name in _PRODUCTS and r.equation.params.get("precision") is None for r in readers)
     )
 
-  def is_stored(self, value: Value) -> bool:
+  def is_stored(self, value: GraphValue) -> bool:
     return id(value) in self._stored
 
-  def steps(self, inner: Callable[[Graph], Peak]) -> list[Step]:
+  def steps(self, inner: Callable[[Graph], Peak]) -> list[StoredOperation]:
     out = []
     for operation in self._graph.operations:
       if operation.name in VIEWS or _is_view(operation):
@@ -216,7 +174,7 @@ class _Storage:
       writes = [v for v in operation.results if self.is_stored(v)]
       if not writes and not operation.equation.effects:
         continue
-      reads: dict[int, Value] = {}
+      reads: dict[int, GraphValue] = {}
       for value in operation.operands:
         for v in self._sources(self.root(value)):
           reads[id(v)] = v
@@ -225,20 +183,20 @@ class _Storage:
       extra = worst.nbytes if worst else 0
       if operation.name == FP8_PRODUCT:  # the quantised operands
         extra += sum(math.prod(value.shape) for value in operation.operands[:2])
-      out.append(Step(operation, list(reads.values()), writes, int(extra), worst))
+      out.append(StoredOperation(operation, list(reads.values()), writes, int(extra), worst))
     return out
 
-  def _fused_cast(self, operation: Operation, value: Value) -> bool:
+  def _fused_cast(self, operation: GraphOperation, value: GraphValue) -> bool:
     if not self._traits.casts_into_products or operation.name not in _PRODUCTS or value.maker is None:
       return False
     return not (_heavy(value.maker) or _reduction(value.maker))
 
-  def _sources(self, value: Value) -> tuple[Value, ...]:
+  def _sources(self, value: GraphValue) -> tuple[GraphValue, ...]:
     """The stored values that a value is, or is computed from."""
     if self.is_stored(value):
       return (value,)
     if id(value) not in self._reach:
-      found: dict[int, Value] = {}
+      found: dict[int, GraphValue] = {}
       for operand in value.maker.operands if value.maker else ():
         for source in self._sources(self.root(operand)):
           found[id(source)] = source
@@ -268,15 +226,15 @@ class _Storage:
             needed_later |= {id(s) for s in sources}
 
 
-def _heavy(operation: Operation) -> bool:
+def _heavy(operation: GraphOperation) -> bool:
   return operation.name in _STORED_OPERANDS or (bool(operation.bodies))
 
 
-def _reduction(operation: Operation) -> bool:
+def _reduction(operation: GraphOperation) -> bool:
   return operation.name.startswith(_REDUCTIONS)
 
 
-def _is_view(operation: Operation) -> bool:
+def _is_view(operation: GraphOperation) -> bool:
   if len(operation.operands) != 1 or len(operation.results) != 1:
     return False
   operand, result = operation.operands[0], operation.results[0]
@@ -287,12 +245,12 @@ def _is_view(operation: Operation) -> bool:
 
 
 def _simulate(
-  order: Sequence[Step],
-  results: list[Value],
-  arguments: list[Value],
-  reusable: list[Value],
-  size: Callable[[Value], int],
-  root: Callable[[Value], Value],
+  order: Sequence[StoredOperation],
+  results: list[GraphValue],
+  arguments: list[GraphValue],
+  reusable: list[GraphValue],
+  size: Callable[[GraphValue], int],
+  root: Callable[[GraphValue], GraphValue],
 ) -> Peak:
   last: dict[int, int] = {}
   for i, step in enumerate(order):
@@ -313,10 +271,10 @@ def _simulate(
     if id(v) not in fixed and id(v) not in in_place and free_slots.get(key, 0):
       free_slots[key] -= 1
       in_place.add(id(v))
-  live: dict[int, Value] = {}
+  live: dict[int, GraphValue] = {}
   total = 0
-  worst, worst_live = 0, list[Value]()
-  worst_at: Step | None = None
+  worst, worst_live = 0, list[GraphValue]()
+  worst_at: StoredOperation | None = None
   saved_worst, saved = 0, []
   saved_now = 0
   read_later: dict[int, bool] = {}

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from mpjax.planner._arguments import Argument
-from mpjax.planner._results import ARGUMENT_PARTS, Memory, Saved, pattern
+from mpjax.planner._figures import ARGUMENT_PARTS, Memory, Saved, pattern
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, Value, key_words, merged
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphValue, key_words, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
 from mpjax.planner.analytic._liveness import TRAITS, Peak, peak
 from mpjax.planner.analytic._tpu_tiles import tiled_bytes
@@ -21,7 +21,7 @@ LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class DeviceSizes:
   """Bytes of the values of a program on one device.
 
   Attributes:
@@ -35,7 +35,7 @@ class Sizes:
   weights: dict[tuple[int, ...], float]
   kind: str
 
-  def of(self, value: Value) -> int:
+  def of(self, value: GraphValue) -> int:
     """Bytes of a value."""
     if value.local:
       return tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
@@ -124,7 +124,7 @@ def analyse(
   return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state)
 
 
-def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
+def _sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
   batch = [a for a in arguments if a.part == "batch"]
   whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
   weights: dict[tuple[int, ...], float] = {}
@@ -133,7 +133,7 @@ def _sizes(arguments: Sequence[Argument], kind: str) -> Sizes:
       share = argument_bytes(a, kind) / max(1, a.whole)
       for shape in _like_weight(a.shape):
         weights.setdefault(shape, share)
-  return Sizes(local / whole if whole else 1.0, weights, kind)
+  return DeviceSizes(local / whole if whole else 1.0, weights, kind)
 
 
 def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -142,7 +142,7 @@ def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
   return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
 
-def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
+def _part(value: GraphValue, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
   if id(value) in results:
     return "outputs"
   maker = value.maker
@@ -158,7 +158,7 @@ def _part(value: Value, weights: set[tuple[int, ...]], worst: Peak, results: set
   return "temporaries"
 
 
-def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: Sizes) -> int:
+def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: DeviceSizes) -> int:
   """Bytes of results that are another result, or an argument that the step may not overwrite."""
   seen: set[int] = set()
   total = 0

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax.planner._results import Product, pattern
+from mpjax._text import bytes_text
+from mpjax.planner._figures import ProductGroup, pattern
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, Operation, Value
-from mpjax.planner.render._units import bytes_text
+from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
 # How many bfloat16 passes a TPU makes for a float32 product of a precision.
@@ -23,7 +23,7 @@ _PASSES = {"HIGH": 3, "HIGHEST": 6}
 _WORTH_PADDING = 0.25
 
 
-def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Product, ...]:
+def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[ProductGroup, ...]:
   """Every product, those of a line, shape and dtype together; the most FLOPs first.
 
   Args:
@@ -31,7 +31,7 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     target: whose matrix units are meant.
     devices: over which the FLOPs are divided.
   """
-  found: dict[Any, Product] = {}
+  found: dict[Any, ProductGroup] = {}
   for operation, times in graph.every_operation():
     if not operation.flops:
       continue
@@ -89,7 +89,7 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
   return list(advice.values())
 
 
-def shape_of(operation: Operation) -> tuple[int, int, int]:
+def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
   """M, N, K of one product, [M, K] x [K, N]; of a convolution as the product that it is computed by."""
   equation = operation.equation
   out = equation.outvars[0].aval.shape
@@ -110,12 +110,12 @@ def shape_of(operation: Operation) -> tuple[int, int, int]:
   return m, n, math.prod(lhs[i] for i in contracted)
 
 
-def padded(operation: Operation, target: Target) -> tuple[int, int, int]:
+def padded(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
   """The next M, N, K at which the target's units run the product at full rate."""
   return formats.padded(target.matrix_units, dtype_of(operation, target), *shape_of(operation))
 
 
-def dtype_of(operation: Operation, target: Target) -> str:
+def dtype_of(operation: GraphOperation, target: Target) -> str:
   """The dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU, unless asked for more."""
   equation = operation.equation
   if operation.name == "fp8_dot_general":
@@ -143,7 +143,7 @@ def _precision(equation: Any) -> str:
   return "HIGH" if "HIGH" in names else ""
 
 
-def _rate(operation: Operation, target: Target) -> float:
+def _rate(operation: GraphOperation, target: Target) -> float:
   dtype = dtype_of(operation, target)
   if target.kind == "tpu" and dtype == "float32":
     return target.flops["bfloat16"] / _PASSES.get(_precision(operation.equation), 1)
@@ -153,13 +153,13 @@ def _rate(operation: Operation, target: Target) -> float:
   return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
 
 
-def _product(operation: Operation, target: Target) -> Product:
+def _product(operation: GraphOperation, target: Target) -> ProductGroup:
   sizes = shape_of(operation)
   dtype = dtype_of(operation, target)
   wanted = formats.padded(target.matrix_units, dtype, *sizes)
   fits = formats.eligible(target.matrix_units, dtype, *sizes)
   one = 2 * math.prod(sizes)
-  return Product(
+  return ProductGroup(
     path=pattern(operation.path),
     source=operation.source,
     phase=operation.phase,
@@ -188,7 +188,7 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
   return ", ".join(wrong)
 
 
-def _weight(value: Value) -> Value | None:
+def _weight(value: GraphValue) -> GraphValue | None:
   """The argument that a value is a cast or transposed form of."""
   for _ in range(64):
     if value.argument is not None:
@@ -202,7 +202,7 @@ def _weight(value: Value) -> Value | None:
   return None
 
 
-def half_dtype(products: tuple[Product, ...]) -> Any:
+def half_dtype(products: tuple[ProductGroup, ...]) -> Any:
   """The dtype that most of the FLOPs are in: what weights would be served in."""
   total: dict[str, int] = {}
   for product in products:

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from mpjax.planner.analytic._graph import BACKWARD, Value
-
-if TYPE_CHECKING:
-  from mpjax.planner.analytic._liveness import Step
+from mpjax.planner.analytic._graph import BACKWARD, GraphOperation, GraphValue
 
 
-def delayed(steps: Sequence[Step]) -> list[Step]:
+@dataclasses.dataclass(frozen=True)
+class Peak:
+  """The worst moment of a program.
+
+  Attributes:
+    nbytes: bytes that are stored then, arguments apart.
+    at: the operation.
+    live: what is stored then, arguments apart.
+    saved: what the backward pass reads of the forward pass, when that is most.
+    extra: bytes inside the operation (a loop's body).
+    read_backward: identities of the values that the backward pass reads.
+    size: bytes of a value, as it is stored.
+    order: what is stored, in the order in which it is computed.
+    root: the value whose memory a value is in.
+    fresh: results that take no argument's memory.
+    inner: the worst moment of the loop or branch that runs then.
+  """
+
+  nbytes: int
+  at: GraphOperation | None
+  live: list[GraphValue]
+  saved: list[GraphValue]
+  extra: int
+  read_backward: frozenset[int]
+  size: Callable[[GraphValue], int]
+  order: Sequence[StoredOperation]
+  root: Callable[[GraphValue], GraphValue]
+  fresh: list[GraphValue]
+  inner: Peak | None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredOperation:
+  """An operation that stores something, with everything that it reads from memory."""
+
+  operation: GraphOperation
+  reads: list[GraphValue]
+  writes: list[GraphValue]
+  extra: int
+  inner: Peak | None = None
+
+
+def delayed(steps: Sequence[StoredOperation]) -> list[StoredOperation]:
   """The steps in program order, but for what is computed again: that comes when it is first read."""
   maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
   again: set[int] = set()
@@ -33,7 +72,9 @@ def delayed(steps: Sequence[Step]) -> list[Step]:
   return [steps[i] for i in order]
 
 
-def greedy(steps: Sequence[Step], kept: set[int], size: Callable[[Value], int]) -> list[Step]:
+def greedy(
+  steps: Sequence[StoredOperation], kept: set[int], size: Callable[[GraphValue], int]
+) -> list[StoredOperation]:
   """The steps in an order that frees what it can as soon as it can.
 
   Args:

@@ -1,1 +1,18 @@
-"""Memory, products and collectives of a program, from what a device's compiler made of it."""
+"""What a target's own compiler says of a program: totals, and what its text tells of parts and products."""
+
+from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
+from mpjax.planner.compiled._hlo import HloModule, parse
+from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
+
+__all__ = [
+  "CompileError",
+  "HloModule",
+  "KernelProduct",
+  "Program",
+  "by_dtypes",
+  "collectives",
+  "compile_step",
+  "kernel_products",
+  "missing",
+  "parse",
+]

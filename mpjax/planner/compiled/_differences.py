@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mpjax.planner._results import Memory
+from mpjax._text import bytes_text
+from mpjax.planner._figures import Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program
-from mpjax.planner.render._units import bytes_text
 
 # Below this share of the peak a difference is not worth a sentence.
 _WORTH = 0.01

@@ -6,9 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
-
-from mpjax.planner.compiled._hlo_loops import trips
+from collections.abc import Iterator, Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([\w\-]+)\((.*)$")
@@ -25,10 +23,14 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _DEPTH = 64
 _PLAIN_DTYPE = re.compile(r"(f|bf|s|u|c)(\d+)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_BODY = re.compile(r"\bbody=%([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
+_NUMBER = re.compile(r"(-?\d+)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class HloShape:
   """An array of a compiled program.
 
   Attributes:
@@ -45,7 +47,7 @@ class Shape:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Instruction:
+class HloInstruction:
   """One instruction.
 
   Attributes:
@@ -59,7 +61,7 @@ class Instruction:
   """
 
   name: str
-  shapes: list[Shape]
+  shapes: list[HloShape]
   op: str
   operands: list[str]
   called: list[str]
@@ -88,7 +90,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class HloModule:
   """A compiled program.
 
   Attributes:
@@ -98,52 +100,52 @@ class Module:
     lines: number of a stack frame to (file, line) of itself and its callers, innermost first.
   """
 
-  computations: dict[str, dict[str, Instruction]]
+  computations: dict[str, dict[str, HloInstruction]]
   entry: str
   aliases: dict[int, int]
   lines: dict[int, list[tuple[str, int]]]
 
-  def repetitions(self) -> Iterator[tuple[str, int, list[Instruction]]]:
+  def repetitions(self) -> Iterator[tuple[str, int, list[HloInstruction]]]:
     """(computation, how often it runs, the instructions that it is called from, outermost first).
 
     A loop of a length that is not known counts once.
     """
 
     def visit(
-      name: str, times: int, callers: list[Instruction]
-    ) -> Iterator[tuple[str, int, list[Instruction]]]:
+      name: str, times: int, callers: list[HloInstruction]
+    ) -> Iterator[tuple[str, int, list[HloInstruction]]]:
       yield name, times, callers
       scope = self.computations[name]
       for instruction in scope.values():
         runs = instruction.trip_count
         if runs is None:
-          runs = trips(self.computations, scope, instruction) or 1
+          runs = _trips(self.computations, scope, instruction) or 1
         for called in instruction.called:
           if called in self.computations:
             yield from visit(called, times * runs, [*callers, instruction])
 
     yield from visit(self.entry, 1, [])
 
-  def parameters(self) -> list[Shape]:
+  def parameters(self) -> list[HloShape]:
     """Arguments of the program, in order."""
     found = [i for i in self.computations[self.entry].values() if i.op == "parameter"]
     return [
       shape for i in sorted(found, key=lambda i: int(i.rest[: i.rest.index(")")])) for shape in i.shapes
     ]
 
-  def results(self) -> list[Shape]:
+  def results(self) -> list[HloShape]:
     """Results of the program, in order."""
     return next(i for i in self.computations[self.entry].values() if i.is_root).shapes
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
   """The module of an HLO text.
 
   Raises:
     ValueError: for a text without an entry computation.
   """
-  computations: dict[str, dict[str, Instruction]] = {}
-  current: dict[str, Instruction] = {}
+  computations: dict[str, dict[str, HloInstruction]] = {}
+  current: dict[str, HloInstruction] = {}
   entry = ""
   for line in text.splitlines():
     if header := _COMPUTATION.match(line):
@@ -151,23 +153,23 @@ def parse(text: str) -> Module:
       entry = header[2] if header[1] else entry
     elif parsed := _INSTRUCTION.match(line):
       rest = parsed[5]
-      current[parsed[2]] = Instruction(
+      current[parsed[2]] = HloInstruction(
         parsed[2], shapes(parsed[3]), parsed[4], _operands(rest), _called(rest), rest, bool(parsed[1])
       )
   if not entry:
     raise ValueError("no ENTRY computation: expected the text of an HLO module, as compiled.as_text() gives")
   head = text[: text.find("\n")]
-  return Module(computations, entry, _aliases(head), _frames(text))
+  return HloModule(computations, entry, _aliases(head), _frames(text))
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(dtype: str, dims_text: str, layout: str) -> Shape:
+def _shape(dtype: str, dims_text: str, layout: str) -> HloShape:
   dims = tuple(int(d) for d in dims_text.split(",") if d)
   space = _SPACE.search(layout)
-  return Shape(dtype, dims, padded_bytes(dtype, dims, layout), int(space[1]) if space else 0)
+  return HloShape(dtype, dims, padded_bytes(dtype, dims, layout), int(space[1]) if space else 0)
 
 
-def shapes(text: str) -> list[Shape]:
+def shapes(text: str) -> list[HloShape]:
   """The arrays of a shape or of a tuple of them, as HLO writes it."""
   return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
 
@@ -267,3 +269,64 @@ def _chain(
     file, line = locations[location]
     chain.append((names[file], line))
   return chain
+
+
+def _trips(
+  computations: Mapping[str, Mapping[str, HloInstruction]],
+  scope: Mapping[str, HloInstruction],
+  loop: HloInstruction,
+) -> int | None:
+  """Runs of the body of a loop that counts up to a number, as that of `lax.scan` does; `None` for others.
+
+  Args:
+    computations: of the module.
+    scope: the instructions beside the loop.
+    loop: a `while`.
+  """
+  body, condition = (
+    computations.get(found[1] if (found := pattern.search(loop.rest)) else "", {})
+    for pattern in (_BODY, _CONDITION)
+  )
+  test, state = _root(condition), _root(body)
+  start = scope.get(loop.operands[0]) if loop.operands else None
+  if not (test and state and start) or test.op != "compare" or "direction=LT" not in test.rest:
+    return None
+  counter, limit = (_source(condition, name) for name in test.operands)
+  position = _position(counter)
+  if position is None or state.op != "tuple" or start.op != "tuple":
+    return None
+  step = _step(body, _source(body, state.operands[position]), position)
+  first, last = _number(_source(scope, start.operands[position])), _number(limit)
+  return None if first is None or last is None or step is None else max(0, -((first - last) // step))
+
+
+def _step(body: Mapping[str, HloInstruction], add: HloInstruction | None, position: int) -> int | None:
+  """What a body adds to its counter."""
+  if add is None or add.op != "add":
+    return None
+  old, more = (_source(body, name) for name in add.operands)
+  step = _number(more)
+  return step if _position(old) == position and step is not None and step > 0 else None
+
+
+def _source(scope: Mapping[str, HloInstruction], name: str) -> HloInstruction | None:
+  """An instruction, or what it is a copy of."""
+  found = scope.get(name)
+  while found is not None and found.op == "copy":
+    found = scope.get(found.operands[0])
+  return found
+
+
+def _root(scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
+  return next((instruction for instruction in scope.values() if instruction.is_root), None)
+
+
+def _position(part: HloInstruction | None) -> int | None:
+  """The position in a loop's state that an instruction reads."""
+  found = _INDEX.search(part.rest) if part is not None and part.op == "get-tuple-element" else None
+  return int(found[1]) if found else None
+
+
+def _number(constant: HloInstruction | None) -> int | None:
+  found = _NUMBER.match(constant.rest) if constant is not None and constant.op == "constant" else None
+  return int(found[1]) if found else None

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from mpjax.planner.compiled._hlo import Instruction, Module
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule
 
 _VIEWS = frozenset(
   {"bitcast", "get-tuple-element", "tuple", "optimization-barrier", "after-all", "add-dependency"}
@@ -48,10 +48,10 @@ class Buffer:
     readers: instructions that read it.
   """
 
-  maker: Instruction
+  maker: HloInstruction
   index: int
   nbytes: int
-  readers: list[Instruction]
+  readers: list[HloInstruction]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +67,17 @@ class Live:
 
   nbytes: int
   buffers: list[Buffer]
-  at: Instruction | None
+  at: HloInstruction | None
   inner: Live | None
 
 
-def live_at_peak(module: Module) -> Live:
+def live_at_peak(module: HloModule) -> Live:
   """The worst moment of a module's main computation."""
-  return _Schedule(module).peak(module.entry)
+  return _LiveRanges(module).peak(module.entry)
 
 
-class _Schedule:
-  def __init__(self, module: Module):
+class _LiveRanges:
+  def __init__(self, module: HloModule):
     self._module = module
     self._inner: dict[str, Live] = {}
 
@@ -126,7 +126,7 @@ class _Schedule:
 
   def _written_over(
     self,
-    instruction: Instruction,
+    instruction: HloInstruction,
     buffer: Buffer,
     parts: dict[str, list[Buffer | None]],
     dying: list[Buffer],
@@ -144,7 +144,7 @@ class _Schedule:
           return operand
     return None
 
-  def _elementwise(self, fusion: Instruction, operand: int, result: Buffer) -> bool:
+  def _elementwise(self, fusion: HloInstruction, operand: int, result: Buffer) -> bool:
     """Whether each element of a fusion's result needs the same element of an operand, and no other."""
     body = self._module.computations[fusion.called[0]]
     reached: set[str] = set()
@@ -163,9 +163,9 @@ class _Schedule:
   def _slots(
     self,
     computation: str,
-    instructions: list[Instruction],
+    instructions: list[HloInstruction],
     parts: dict[str, list[Buffer | None]],
-    root: Instruction,
+    root: HloInstruction,
   ) -> list[_Slot]:
     """The memory of results before they are written, and after the last read of what was there before.
 
@@ -196,7 +196,7 @@ class _Schedule:
       slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0)))
     return slots
 
-  def _called(self, instruction: Instruction) -> Live | None:
+  def _called(self, instruction: HloInstruction) -> Live | None:
     if instruction.op not in ("while", "conditional", "call"):
       return None
     found = []
@@ -217,7 +217,7 @@ class _Slot:
   end: int
 
 
-def _index(instruction: Instruction) -> int:
+def _index(instruction: HloInstruction) -> int:
   """Which part of a tuple an instruction takes out."""
   return int(instruction.rest.partition("index=")[2].split(",")[0])
 
@@ -231,7 +231,7 @@ def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
   return True
 
 
-def _updated_in_place(fusion: Instruction, module: Module) -> dict[int, int]:
+def _updated_in_place(fusion: HloInstruction, module: HloModule) -> dict[int, int]:
   """Which results of a fusion are an operand of it with a slice written anew: result to operand."""
   body = module.computations.get(fusion.called[0], {}) if fusion.called else {}
   root = next((i for i in body.values() if i.is_root), None)
@@ -249,7 +249,7 @@ def _updated_in_place(fusion: Instruction, module: Module) -> dict[int, int]:
   return {k: operand for k, operand in found.items() if operand >= 0}
 
 
-def _buffers(instructions: list[Instruction], module: Module) -> dict[str, list[Buffer | None]]:
+def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str, list[Buffer | None]]:
   """Each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
   parts: dict[str, list[Buffer | None]] = {}
   for instruction in instructions:
@@ -291,7 +291,7 @@ def _buffers(instructions: list[Instruction], module: Module) -> dict[str, list[
 
 
 def _written(
-  started: list[Buffer | None], done: Instruction, own: list[Buffer | None]
+  started: list[Buffer | None], done: HloInstruction, own: list[Buffer | None]
 ) -> list[Buffer | None]:
   """The parts that an asynchronous operation wrote, of all that its start returned."""
   mine = [part for part in started if part is not None and part.maker.op.endswith("-start")]
@@ -305,7 +305,7 @@ def _written(
   return found
 
 
-def _aliased_operands(instruction: Instruction) -> Iterator[tuple[int, int]]:
+def _aliased_operands(instruction: HloInstruction) -> Iterator[tuple[int, int]]:
   text = instruction.rest.partition("output_to_operand_aliasing={")[2]
   if not text:
     return

@@ -6,18 +6,18 @@ import collections
 import functools
 import math
 
-from mpjax.planner._results import Memory, Saved, pattern
+from mpjax.planner._figures import Memory, Saved, pattern
 from mpjax.planner.analytic._graph import BACKWARD, FORWARD
-from mpjax.planner.compiled._hlo import Instruction, Module, numpy_name
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
+from mpjax.planner.compiled._hlo_locations import module_path, operation_of, phase_of, source_of
 from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak
-from mpjax.planner.compiled._hlo_names import module_path, operation_of, phase_of, source_of
 
 LISTED = 20
 _PRODUCTS = frozenset({"dot", "convolution", "custom-call", "fusion"})
 
 
 def divide(
-  module: Module,
+  module: HloModule,
   arguments: dict[str, int],
   optimizer: dict[str, int],
   weights: set[tuple[int, ...]],
@@ -66,11 +66,11 @@ def divide(
 class _Names:
   """Phases, modules and lines, for instructions without names from what they read."""
 
-  def __init__(self, module: Module):
+  def __init__(self, module: HloModule):
     self.module = module
     self._by_name = {i.name: i for c in module.computations.values() for i in c.values()}
 
-  def named(self, instruction: Instruction) -> Instruction:
+  def named(self, instruction: HloInstruction) -> HloInstruction:
     """The instruction, or the nearest one above it that has a module's name."""
     at = instruction
     for _ in range(8):
@@ -82,11 +82,11 @@ class _Names:
       at = above
     return instruction if instruction.op_name else at
 
-  def phase(self, instruction: Instruction) -> str:
+  def phase(self, instruction: HloInstruction) -> str:
     """Of the derivative."""
     return phase_of(instruction.op_name or self.named(instruction).op_name)
 
-  def reads_arguments_only(self, instruction: Instruction) -> bool:
+  def reads_arguments_only(self, instruction: HloInstruction) -> bool:
     """Whether all that it reads are arguments of the program, perhaps as views of them."""
     entry = self.module.computations[self.module.entry]
     for name in instruction.operands:

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator
 
 from mpjax.jaxpr._flops import taps
-from mpjax.planner._results import Collective
-from mpjax.planner.compiled._hlo import Instruction, Module, Shape, numpy_name
-from mpjax.planner.compiled._hlo_names import module_path
+from mpjax.planner._figures import Collective
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, numpy_name
+from mpjax.planner.compiled._hlo_locations import module_path
 
 _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
 _COLLECTIVES = (
@@ -62,7 +62,7 @@ class KernelProduct:
     return any("e5m2" in dtype for dtype in self.dtypes)
 
 
-def kernel_products(module: Module, kind: str = "gpu") -> list[KernelProduct]:
+def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]:
   """Every matrix product of a compiled module, in the order of its text.
 
   Args:
@@ -92,7 +92,7 @@ def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
   return dict(table)
 
 
-def collectives(module: Module) -> tuple[Collective, ...]:
+def collectives(module: HloModule) -> tuple[Collective, ...]:
   """What crosses devices in one step: the bytes of the results on each, by operation and dtype."""
   total: dict[tuple[str, str], list[int]] = {}
   sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -124,7 +124,7 @@ def collectives(module: Module) -> tuple[Collective, ...]:
   )
 
 
-def _moved(instruction: Instruction) -> Iterator[Shape]:
+def _moved(instruction: HloInstruction) -> Iterator[HloShape]:
   """What a collective produces; an asynchronous one also returns its operands, and counters."""
   if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
     yield from (shape for shape in instruction.shapes[len(instruction.operands) :] if shape.dims)
@@ -132,7 +132,7 @@ def _moved(instruction: Instruction) -> Iterator[Shape]:
     yield from instruction.shapes
 
 
-def _repetitions(module: Module) -> tuple[collections.Counter[str], dict[str, str]]:
+def _repetitions(module: HloModule) -> tuple[collections.Counter[str], dict[str, str]]:
   """How often each computation runs, and the GEMM kernel that it is compiled into, if it is."""
   times: collections.Counter[str] = collections.Counter()
   kernels: dict[str, str] = {}
@@ -146,7 +146,7 @@ def _repetitions(module: Module) -> tuple[collections.Counter[str], dict[str, st
 
 
 def _product(
-  instruction: Instruction, scope: dict[str, Instruction], times: int, kernel: str
+  instruction: HloInstruction, scope: dict[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
   text = instruction.rest
   if instruction.op == "convolution":
@@ -170,7 +170,7 @@ def _product(
 
 
 def _convolution(
-  instruction: Instruction, scope: dict[str, Instruction], times: int, kernel: str
+  instruction: HloInstruction, scope: dict[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
   """A convolution; on TPUs also every plain product, as one with a window of one."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)

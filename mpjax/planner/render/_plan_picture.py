@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan
-from mpjax.planner.render._units import bytes_text
+from mpjax._text import bytes_text
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

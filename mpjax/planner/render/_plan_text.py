@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan, Product
-from mpjax.planner.render._units import bytes_text, with_prefix
+from mpjax._text import bytes_text, fold, table, table_width, with_prefix
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan, ProductGroup
 
 if TYPE_CHECKING:
   import rich.console
@@ -22,7 +21,7 @@ _TEXT_WIDTH = 116
 _FIRST_WIDTH = 26  # of the names of rows, in tables that have a column a plan
 _CELL_WIDTH = 21  # `123.45 GB   16.00 B/p`
 _LEAST_WIDTH = 12  # to which a column of prose shrinks
-_GAP = 2
+_GAP = 2  # between columns
 _FIGURES = frozenset({"count", "bytes", "extra", "FLOPs"})
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
@@ -75,7 +74,7 @@ _Groups = Sequence[Sequence[_Row]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Section:
+class _PlanSection:
   """A title, a table whose groups of rows are ruled off, and sentences under it."""
 
   title: str
@@ -84,11 +83,11 @@ class _Section:
   lines: Sequence[str] = ()
 
 
-def _sections(plans: Sequence[Plan], width: int) -> Iterator[_Section]:
+def _sections(plans: Sequence[Plan], width: int) -> Iterator[_PlanSection]:
   """What there is to say of plans, with tables folded to a width, and headings and sentences too."""
   abreast = max(1, (width - _FIRST_WIDTH) // (_CELL_WIDTH + _GAP))
   beside = [plans[i : i + abreast] for i in range(0, len(plans), abreast)]
-  sections: list[_Section | None] = [_header(plans)] if plans else []
+  sections: list[_PlanSection | None] = [_header(plans)] if plans else []
   sections += map(_memory, beside)
   sections += _each(plans, _activations)
   sections += map(_matrix_units, beside)
@@ -96,11 +95,11 @@ def _sections(plans: Sequence[Plan], width: int) -> Iterator[_Section]:
   sections.append(_collectives(plans))
   sections += map(_floor, beside)
   notes = _said(plans, lambda plan: plan.notes)
-  sections.append(_Section("Notes", lines=notes) if notes else None)
+  sections.append(_PlanSection("Notes", lines=notes) if notes else None)
   return (_folded(section, width) for section in sections if section)
 
 
-def _header(plans: Sequence[Plan]) -> _Section:
+def _header(plans: Sequence[Plan]) -> _PlanSection:
   def facts(plan: Plan) -> str:
     device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
     has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
@@ -108,10 +107,10 @@ def _header(plans: Sequence[Plan]) -> _Section:
     return f"{device}; {count}; {plan.parameters:,} parameters"
 
   names = ", ".join(plan.label for plan in plans)
-  return _Section(f"Plan of a step: {names}", lines=_said(plans, lambda plan: [facts(plan)]))
+  return _PlanSection(f"Plan of a step: {names}", lines=_said(plans, lambda plan: [facts(plan)]))
 
 
-def _memory(plans: Sequence[Plan]) -> _Section:
+def _memory(plans: Sequence[Plan]) -> _PlanSection:
   per_parameter = any(plan.parameters for plan in plans)
 
   def row(name: str, counts: Iterable[int | None], strong: bool = False) -> _Row:
@@ -146,12 +145,12 @@ def _memory(plans: Sequence[Plan]) -> _Section:
 
 def _at_once(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
   """What rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
-  states = [plan.memory.model_state for plan in plans]
+  states = [plan.memory.training_state for plan in plans]
   names = _names(states)
   if not names:
     return []
   parts = [row(f"  {name}", [state.get(name) for state in states]) for name in names]
-  return [row("model state, all at once", [sum(state.values()) for state in states], strong=True), *parts]
+  return [row("training state, all at once", [sum(state.values()) for state in states], strong=True), *parts]
 
 
 def _compiled(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
@@ -176,7 +175,7 @@ def _compiled(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
   return rows
 
 
-def _activations(plan: Plan) -> _Section | None:
+def _activations(plan: Plan) -> _PlanSection | None:
   saved = plan.memory.saved
   if not saved:
     return None
@@ -192,10 +191,10 @@ def _activations(plan: Plan) -> _Section | None:
   ]
   rows = [_Row(cells(s)) for s in saved[:_MOST_ACTIVATIONS]]
   line = f"All activations that are saved, at the worst moment: {bytes_text(plan.memory.saved_bytes)}."
-  return _Section("Largest saved activations", columns, [rows], [line])
+  return _PlanSection("Largest saved activations", columns, [rows], [line])
 
 
-def _matrix_units(plans: Sequence[Plan]) -> _Section | None:
+def _matrix_units(plans: Sequence[Plan]) -> _PlanSection | None:
   flops = [plan.matrix_flops() for plan in plans]
   kernels = [plan.compiled.kernels if plan.compiled else {} for plan in plans]
   if not any(flops) and not any(kernels):
@@ -215,7 +214,7 @@ def _matrix_units(plans: Sequence[Plan]) -> _Section | None:
   return _beside("Matrix products: FLOPs of one step on one device", plans, groups)
 
 
-def _products(plan: Plan) -> _Section | None:
+def _products(plan: Plan) -> _PlanSection | None:
   rest = sorted((p for p in plan.products if not p.eligible), key=lambda p: -p.flops)
   if not rest:
     return None
@@ -229,17 +228,17 @@ def _products(plan: Plan) -> _Section | None:
   lines = [f"{len(others)} more have {_percent(sum(p.flops for p in others) / whole)} of the FLOPs."]
   columns = _columns("module line MxNxK padded extra FLOPs why")
   title = "Products below the full rate of the matrix units"
-  return _Section(title, columns, [rows], lines if others else ())
+  return _PlanSection(title, columns, [rows], lines if others else ())
 
 
-def _collectives(plans: Sequence[Plan]) -> _Section | None:
+def _collectives(plans: Sequence[Plan]) -> _PlanSection | None:
   columns = _columns("plan operation dtype count bytes from")
   cells = lambda c: [c.operation, c.dtype, str(c.count), bytes_text(c.nbytes), ", ".join(c.sources)]
   groups = [[_Row([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
-  return _Section("Collectives of one step on one device", columns, groups) if any(groups) else None
+  return _PlanSection("Collectives of one step on one device", columns, groups) if any(groups) else None
 
 
-def _floor(plans: Sequence[Plan]) -> _Section | None:
+def _floor(plans: Sequence[Plan]) -> _PlanSection | None:
   floors = [plan.floor for plan in plans]
   if not any(floors):
     return None
@@ -252,10 +251,10 @@ def _floor(plans: Sequence[Plan]) -> _Section | None:
   return _beside("Time floor: no step is faster than", plans, [rows], [line])
 
 
-def _beside(title: str, plans: Sequence[Plan], groups: _Groups, lines: Sequence[str] = ()) -> _Section:
+def _beside(title: str, plans: Sequence[Plan], groups: _Groups, lines: Sequence[str] = ()) -> _PlanSection:
   """A section with a column a plan."""
   columns = [_Column("", folds=True), *(_Column(plan.label, right=True) for plan in plans)]
-  return _Section(title, columns, groups, lines)
+  return _PlanSection(title, columns, groups, lines)
 
 
 def _row(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, strong: bool = False) -> _Row:
@@ -263,9 +262,9 @@ def _row(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, st
   return _Row([name, *("-" if value is None else shown(value) for value in values)], strong)
 
 
-def _each(plans: Sequence[Plan], of: Callable[[Plan], _Section | None]) -> Iterator[_Section]:
+def _each(plans: Sequence[Plan], of: Callable[[Plan], _PlanSection | None]) -> Iterator[_PlanSection]:
   """A section a plan, with its name; alike ones once."""
-  found: list[tuple[_Section, list[str]]] = []
+  found: list[tuple[_PlanSection, list[str]]] = []
   for plan in plans:
     section = of(plan)
     names = next((names for other, names in found if other == section), None)
@@ -320,7 +319,7 @@ def _percent(share: float) -> str:
   return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f} %"
 
 
-def _padding(product: Product) -> tuple[str, str]:
+def _padding(product: ProductGroup) -> tuple[str, str]:
   """The padded shape, and how much more there is to multiply."""
   if product.padded == product.shape:
     return "-", "-"
@@ -336,10 +335,10 @@ def _by(shape: Sequence[int]) -> str:
   return "x".join(map(str, shape)) or "scalar"
 
 
-def _folded(section: _Section, width: int) -> _Section:
+def _folded(section: _PlanSection, width: int) -> _PlanSection:
   """A section whose headings, sentences and cells of prose have line breaks, so that it is narrow enough."""
   section = dataclasses.replace(
-    section, title=_fold(section.title, width), lines=[_fold(line, width) for line in section.lines]
+    section, title=fold(section.title, width), lines=[fold(line, width) for line in section.lines]
   )
   if not section.columns:
     return section
@@ -355,54 +354,30 @@ def _folded(section: _Section, width: int) -> _Section:
     if widths[widest] <= _LEAST_WIDTH:
       break
     widths[widest] -= 1
-  fold = lambda cells: [_fold(cell, width) for cell, width in zip(cells, widths, strict=True)]
-  headings = fold([column.heading for column in section.columns])
+  headings = _folded_cells([column.heading for column in section.columns], widths)
   columns = [c._replace(heading=heading) for c, heading in zip(section.columns, headings, strict=True)]
-  groups = [[row._replace(cells=fold(row.cells)) for row in group] for group in section.groups if group]
+  groups = [
+    [row._replace(cells=_folded_cells(row.cells, widths)) for row in group]
+    for group in section.groups
+    if group
+  ]
   return dataclasses.replace(section, columns=columns, groups=groups)
 
 
-def _fold(text: str, width: int) -> str:
-  """Lines of at most `width`, broken after a space, comma or slash where there is one; indented alike."""
-  if len(text) <= width:
-    return text
-  indent = re.match(" *", text)[0]  # type: ignore[index]
-  folded = [""]
-  for word in re.split(r"(?<= )|(?<=[,/])(?=[^\d ])", text.strip()):
-    room = width - len(indent)
-    while len(folded[-1] + word.rstrip()) > room:
-      if folded[-1]:
-        folded.append("")
-      else:
-        folded[-1:], word = [word[:room], ""], word[room:]
-    folded[-1] += word
-  return "\n".join(indent + line.rstrip() for line in folded if line)
+def _folded_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+  return [fold(cell, width) for cell, width in zip(cells, widths, strict=True)]
 
 
-def _lines(section: _Section) -> Iterator[tuple[str, str]]:
-  """The lines of a section, and the style of each for terminals that have any."""
+def _lines(section: _PlanSection) -> Iterator[tuple[str, str]]:
+  """Yields the lines of a section, with the style of each for terminals that have any."""
   yield from ((line, _TITLE) for line in section.title.split("\n"))
   if section.columns:
     headings = [column.heading for column in section.columns]
-    every = [headings, *(row.cells for group in section.groups for row in group)]
-    widths = [
-      max(len(line) for cell in cells for line in cell.split("\n")) for cells in zip(*every, strict=True)
-    ]
-    yield from ((line, _STRONG) for line in _row_lines(headings, section.columns, widths))
+    rows = [headings, *(row.cells for group in section.groups for row in group)]
+    drawn = iter(table(rows, left=[i for i, column in enumerate(section.columns) if not column.right]))
+    yield from ((line, _STRONG) for line in next(drawn))
     for group in section.groups:
-      yield "-" * (sum(widths) + _GAP * (len(widths) - 1)), _RULE
+      yield "-" * table_width(rows), _RULE
       for row in group:
-        style = _STRONG if row.strong else ""
-        yield from ((line, style) for line in _row_lines(row.cells, section.columns, widths))
+        yield from ((line, _STRONG if row.strong else "") for line in next(drawn))
   yield from ((line, "") for line in section.lines)
-
-
-def _row_lines(cells: Sequence[str], columns: Sequence[_Column], widths: Sequence[int]) -> Iterator[str]:
-  split = [cell.split("\n") for cell in cells]
-  for i in range(max(map(len, split))):
-    line = [lines[i] if i < len(lines) else "" for lines in split]
-    padded = [
-      cell.rjust(width) if column.right else cell.ljust(width)
-      for cell, column, width in zip(line, columns, widths, strict=True)
-    ]
-    yield (" " * _GAP).join(padded).rstrip()

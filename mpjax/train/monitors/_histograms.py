@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.numerics._passes import KEPT_IN, loss_points, make_pass
+from mpjax.numerics._instrumented_step import KEPT_IN, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.step import TrainState, TrainStep

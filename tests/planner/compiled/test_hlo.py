@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from mpjax.planner.compiled import _hlo, _hlo_names
+from mpjax.planner.compiled import _hlo, _hlo_locations
 
 HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}\n"
 
@@ -137,8 +137,8 @@ def test_frames_lead_from_a_line_to_its_callers(module):
 
 def test_source_is_the_users_line_not_the_librarys(module):
   tanh = module.computations["body"]["tanh.3"]
-  assert _hlo_names.source_of(module, tanh) == "train.py:12"
-  assert _hlo_names.source_of(module, module.computations["main.7"]["sum"]) == ""
+  assert _hlo_locations.source_of(module, tanh) == "train.py:12"
+  assert _hlo_locations.source_of(module, module.computations["main.7"]["sum"]) == ""
 
 
 def test_text_without_an_entry_is_refused():
@@ -231,9 +231,9 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "modules", "phase", "operation"), NAMES)
 def test_what_a_name_says(name, modules, phase, operation):
-  assert _hlo_names.module_path(name) == modules
-  assert _hlo_names.phase_of(name) == phase
-  assert _hlo_names.operation_of(name) == operation
+  assert _hlo_locations.module_path(name) == modules
+  assert _hlo_locations.phase_of(name) == phase
+  assert _hlo_locations.operation_of(name) == operation
 
 
 def test_names_that_the_compiler_joined_count_as_the_first():

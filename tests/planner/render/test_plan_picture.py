@@ -5,7 +5,7 @@ import builtins
 import pytest
 from plans_under_test import a_plan
 
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS
 from mpjax.planner.render._plan_picture import COLORS, save_picture
 
 matplotlib = pytest.importorskip("matplotlib")

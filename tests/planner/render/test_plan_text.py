@@ -6,9 +6,9 @@ import pytest
 import rich.console
 from plans_under_test import PARAMETERS, a_plan, the_head
 
-from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
+from mpjax._text import bytes_text
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
 from mpjax.planner.render._plan_text import NO_FIT, as_text, print_plans
-from mpjax.planner.render._units import bytes_text
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 

@@ -6,7 +6,7 @@ import re
 
 from mpjax import _compat
 from mpjax.planner.analytic._graph import BACKWARD, FORWARD, OTHER
-from mpjax.planner.compiled._hlo import Instruction, Module
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule
 
 _WRAPPED = re.compile(r"^(?:transpose|jvp|vmap|checkpoint|remat|custom_jvp|custom_vjp)\((.*)\)$")
 _NOT_MODULES = frozenset(
@@ -37,7 +37,7 @@ def operation_of(op_name: str) -> str:
   return _split(op_name)[-1] if op_name else ""
 
 
-def source_of(module: Module, instruction: Instruction) -> str:
+def source_of(module: HloModule, instruction: HloInstruction) -> str:
   """File and line of the user's program, `model.py:31`."""
   first = ""
   for file, line in module.lines.get(instruction.frame, ()):

@@ -57,7 +57,7 @@ class Memory:
     saved: activations that the backward pass reads, the largest first.
     saved_bytes: sum of all of those, also the ones that are not listed, at the moment when it is most.
     peak: the most that is in memory at one time.
-    model_state: what weights, their copies in the compute dtype, gradients and optimiser state would take
+    training_state: what weights, their copies in the compute dtype, gradients and optimiser state would take
       if all of each were there at once, by those names: the figure that rules of thumb give (16 bytes a
       parameter with Adam, ZeRO, section 3.1). Of the analytic plan alone; empty of the compiler's.
   """
@@ -67,7 +67,7 @@ class Memory:
   saved: tuple[Saved, ...]
   saved_bytes: int
   peak: int
-  model_state: dict[str, int] = dataclasses.field(default_factory=dict)
+  training_state: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class ProductGroup:
   """Matrix products (or convolutions, as products) of one line of the program that are alike.
 
   Attributes:
@@ -193,7 +193,7 @@ class Plan:
   compiled: Compiled | None
   inference: int
   checkpoint: int
-  products: tuple[Product, ...]
+  products: tuple[ProductGroup, ...]
   collectives: tuple[Collective, ...]
   floor: Floor | None
   notes: tuple[str, ...]

@@ -1,0 +1,94 @@
+"""Figures and tables as plain text: units with decimal prefixes, shares, aligned columns, folded lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+
+_GAP = 2
+
+
+def bytes_text(count: float) -> str:
+  """Returns bytes in decimal units: `1.23 GB` are 1.23e9."""
+  return f"{count:.0f} B" if abs(count) < 1000 else with_prefix(count, "B")
+
+
+def with_prefix(value: float, unit: str) -> str:
+  """Returns a figure with two decimals and the decimal prefix that leaves it below 1000."""
+  if not value:
+    return f"0 {unit}"
+  # From 999.995 on, two decimals would make it 1000.00.
+  power = math.floor(math.log10(abs(value) / 0.999995) / 3)
+  power = min(max(power, -3), 6)
+  return f"{value / 1000.0**power:.2f} {'num kMGTPE'[power + 3].strip()}{unit}"
+
+
+def percent(share: float) -> str:
+  """Returns a share as `0`, `12.3%`, `0.012%` or `<0.001%`."""
+  if not share:
+    return "0"
+  if share < 1e-5:
+    return "<0.001%"
+  return f"{100 * share:.3g}%" if share >= 1e-4 else f"{100 * share:.1g}%"
+
+
+def power_of_two(number: float) -> str:
+  """Returns `2^16` for a power of two, and other numbers as they are."""
+  exponent = math.log2(number) if number > 0 else math.nan
+  return f"2^{int(exponent)}" if exponent.is_integer() else f"{number:g}"
+
+
+def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[list[str]]:
+  """Returns the lines of each row, with every cell padded to the width of its column.
+
+  Args:
+    rows: cells; the heading is a row like the others. A cell with line breaks takes several lines.
+    left: numbers of the columns that are flush left. The others are flush right.
+  """
+  widths = _widths(rows)
+  return [_row_lines(row, widths, left) for row in rows]
+
+
+def table_width(rows: Sequence[Sequence[str]]) -> int:
+  """Returns how many columns of a terminal `table` takes at most."""
+  widths = _widths(rows)
+  return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def fold(text: str, width: int) -> str:
+  """Breaks text into lines of at most `width`, after a space, comma or slash where there is one.
+
+  Every line has the indentation of the first.
+  """
+  if len(text) <= width:
+    return text
+  indent = " " * (len(text) - len(text.lstrip(" ")))
+  room = width - len(indent)
+  folded = [""]
+  for word in re.split(r"(?<= )|(?<=[,/])(?=[^\d ])", text.strip()):
+    while len(folded[-1] + word.rstrip()) > room:
+      if folded[-1]:
+        folded.append("")
+      else:
+        folded[-1:], word = [word[:room], ""], word[room:]
+    folded[-1] += word
+  return "\n".join(indent + line.rstrip() for line in folded if line)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+  columns = zip(*rows, strict=True)
+  return [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+
+
+def _row_lines(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> list[str]:
+  split = [cell.split("\n") for cell in row]
+  lines = []
+  for i in range(max(map(len, split))):
+    cells = [cell[i] if i < len(cell) else "" for cell in split]
+    padded = [
+      cell.ljust(width) if column in left else cell.rjust(width)
+      for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    lines.append((" " * _GAP).join(padded).rstrip())
+  return lines

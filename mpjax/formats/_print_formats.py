@@ -1,0 +1,163 @@
+"""Tables of the number formats: range, precision, and the devices whose matrix units multiply them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpjax._text import table, table_width
+from mpjax.dtypes import did_you_mean
+from mpjax.formats._devices import described_devices
+from mpjax.formats._matrix_units import MATRIX_UNITS, runs_on
+from mpjax.formats._numbers import FORMATS, NumberFormat
+
+if TYPE_CHECKING:
+  import rich.console
+
+
+def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
+  """Returns what there is to know of number formats, one row each.
+
+  Args:
+    names: keys of `FORMATS`, or one; all of them if `None`.
+
+  Returns:
+    For each format its name and `bits`, `sign_bits`, `exponent_bits`, `mantissa_bits` (the fraction); `max`,
+    `smallest_normal`, `smallest_subnormal`, `epsilon`, `decimal_digits`, `has_subnormals`, `on_overflow`,
+    `underflow_edge`, `normal_edge` and `overflow_edge` as in `NumberFormat`; `log2_max` and `log2_smallest`,
+    of the largest and of the smallest positive number; `binades`, how many powers of two lie from one to the
+    other; `units`, from the names in `MATRIX_UNITS` of the units that multiply the format to the devices that
+    have them, by the names that `mpjax.plan` takes for targets.
+
+  Raises:
+    ValueError: for an unknown name.
+  """
+  names = [names] if isinstance(names, str) else list(FORMATS if names is None else names)
+  for name in names:
+    if name not in FORMATS:
+      known = ", ".join(FORMATS)
+      raise ValueError(
+        f"unknown number format {name!r}: expected one of {known}{did_you_mean(name, FORMATS)}"
+      )
+  devices = _devices()
+  return [_described(FORMATS[name], devices) for name in names]
+
+
+def format_table(names: Iterable[str] | str | None = None) -> str:
+  """Returns the rows of `describe` as plain text, at most 120 columns wide."""
+  return "\n".join(line for line, _ in _lines(names))
+
+
+def print_formats(
+  console: rich.console.Console | None = None, names: Iterable[str] | str | None = None
+) -> None:
+  """Prints the rows of `describe` in colour; needs `rich`, which `format_table` does not.
+
+  Args:
+    console: to print to; standard output if `None`.
+    names: keys of `FORMATS`, or one; all of them if `None`.
+  """
+  import rich.console
+  import rich.text
+
+  console = console or rich.console.Console()
+  for line, style in _lines(names):
+    # A number that the terminal wraps can still be read, one that is cut cannot.
+    console.print(rich.text.Text(line, style), soft_wrap=True)
+
+
+def _devices() -> dict[str, list[str]]:
+  """Returns the names of devices by the name of their matrix units."""
+  found: dict[str, list[str]] = {name: [] for name, unit in MATRIX_UNITS.items() if unit.multiples}
+  for name, device in described_devices().items():
+    found[device["matrix_units"]].append(name)
+  return found
+
+
+def _described(row: NumberFormat, devices: Mapping[str, list[str]]) -> dict[str, Any]:
+  # The smallest number of float64 is taken for zero in a thread that flushes subnormals: from the normal one.
+  log2_smallest = math.frexp(row.smallest_normal)[1] - 1 - row.has_subnormals * row.mantissa_bits
+  return {
+    "name": row.name,
+    "bits": row.bits,
+    "sign_bits": row.sign_bits,
+    "exponent_bits": row.exponent_bits,
+    "mantissa_bits": row.mantissa_bits,
+    "max": row.max,
+    "smallest_normal": row.smallest_normal,
+    "smallest_subnormal": row.smallest_subnormal,
+    "epsilon": row.epsilon,
+    "decimal_digits": row.decimal_digits,
+    "has_subnormals": row.has_subnormals,
+    "on_overflow": row.on_overflow,
+    "underflow_edge": row.underflow_edge,
+    "normal_edge": row.normal_edge,
+    "overflow_edge": row.overflow_edge,
+    "log2_max": math.log2(row.max),
+    "log2_smallest": log2_smallest,
+    "binades": math.frexp(row.max)[1] - log2_smallest,
+    "units": {unit: list(names) for unit, names in devices.items() if runs_on(unit, row.name)},
+  }
+
+
+_HEADING = (
+  *("format", "bits", "s+e+f", "max", "normal", "subnormal", "epsilon", "digits", "overflow", "log2"),
+  "binades",
+)
+_NOTES = (
+  "s+e+f: bits of sign, exponent and fraction. normal, subnormal: the smallest numbers. digits: decimal "
+  "digits that always survive. overflow: what a number too large becomes. log2: from the smallest number to "
+  "the largest. binades: powers of two between them.",
+  "Matrix units are listed for the operands that policies compute in: not for blocks of 4 to 8 bits with a "
+  "scale in float8_e8m0fnu, nor for float64. A TPU multiplies float32 in one, three or six passes.",
+)
+_TITLE, _RULE, _NOTE = "bold cyan", "dim", "dim"
+_WIDTH = 120
+_UNBROKEN = "\N{NO-BREAK SPACE}"
+
+
+def _lines(names: Iterable[str] | str | None) -> Iterator[tuple[str, str]]:
+  """Yields the lines of the table, of the formats that have units, and of the notes, each with its style."""
+  rows = describe(names)
+  cells = [_HEADING, *map(_cells, rows)]
+  rule = "-" * table_width(cells)
+  (heading,), *body = table(cells)
+  yield from ((heading, _TITLE), (rule, _RULE))
+  yield from ((line, "") for (line,) in body)
+  indent = " " * (max(len(row["name"]) for row in rows) + 2)
+  yield "", ""
+  yield f"{'format'.ljust(len(indent))}matrix units: devices", _TITLE
+  yield rule, _RULE
+  for row in rows:
+    groups = [f"{unit}: {', '.join(devices)}" for unit, devices in row["units"].items()]
+    units = "; ".join(group.replace(" ", _UNBROKEN) for group in groups) or "none"
+    name = row["name"].ljust(len(indent))
+    for line in textwrap.wrap(units, _WIDTH, initial_indent=name, subsequent_indent=indent):
+      yield line.replace(_UNBROKEN, " "), ""
+  for note in _NOTES:
+    yield "", ""
+    for line in textwrap.wrap(note, _WIDTH):
+      yield line, _NOTE
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+  return (
+    row["name"],
+    str(row["bits"]),
+    f"{row['sign_bits']}+{row['exponent_bits']}+{row['mantissa_bits']}",
+    _number(row["max"]),
+    _number(row["smallest_normal"]),
+    _number(row["smallest_subnormal"]) if row["has_subnormals"] else "none",
+    _number(row["epsilon"]),
+    str(row["decimal_digits"]),
+    row["on_overflow"],
+    f"{row['log2_smallest']}..{row['log2_max']:.1f}".removesuffix(".0"),
+    str(row["binades"]),
+  )
+
+
+def _number(x: float) -> str:
+  text = f"{x:.8g}"
+  return text if len(text) < 10 else f"{x:.2e}"
