@@ -1,6 +1,6 @@
 """Writes the tables and pictures of benchmarks/README.md, and tables in docs/, from benchmarks/results.
 
-    python benchmarks/report.py
+    python -m benchmarks.report
 
 What the suites of scripts/bench.py report they draw themselves: `<suite>_<where>.json` is given to the module
 of that name.
@@ -15,7 +15,7 @@ import re
 import textwrap
 from typing import Any
 
-from record import provenance
+from benchmarks._record import provenance
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
@@ -213,7 +213,8 @@ def suites() -> None:
   readme = FOLDER / "README.md"
   (FOLDER / "pictures").mkdir(exist_ok=True)
   for suite in SUITES:
-    module = importlib.import_module(f"{suite}_report" if suite in ("overhead", "quality") else suite)
+    tables = "_tables" if suite in ("overhead", "quality") else "_suite"
+    module = importlib.import_module(f"benchmarks.{suite}.{tables}")
     for path in sorted((FOLDER / "results").glob(f"{suite}_*.json")):
       report = json.loads(path.read_text())
       if "command" not in report or path.stem in OWN:

@@ -14,11 +14,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 def bench(*arguments, timeout=300):
   command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *arguments]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -27,10 +22,10 @@ def bench(*arguments, timeout=300):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_variant_is_the_same_step(benchmarks, dtype):
-  import overhead_keras  # noqa: F401 - not left out
-  from overhead_models import SMALL
-  from overhead_steps import variants
+def test_every_variant_is_the_same_step(dtype):
+  import benchmarks.overhead._keras  # noqa: F401 - not left out
+  from benchmarks.overhead._models import SMALL
+  from benchmarks.overhead._steps import variants
 
   model = SMALL["mlp_tiny"]
   init, _, data = model.build()
@@ -97,14 +92,14 @@ def a_report():
   return {"command": "python scripts/bench.py overhead", "device": "here", "versions": {}, "models": models}
 
 
-def test_targets_are_judged_by_row(benchmarks):
-  import overhead_report
+def test_targets_are_judged_by_row():
+  from benchmarks.overhead import _tables
 
-  lines = [line for line in overhead_report.targets(a_report()).splitlines() if " time: " in line]
+  lines = [line for line in _tables.targets(a_report()).splitlines() if " time: " in line]
   missed = ["not met" in line for line in lines]
   assert missed == [False, True, False, True]  # the hand-written step is one of the others
-  bound = [line for line in overhead_report.targets(a_report()).splitlines() if "at most 1.03" in line]
+  bound = [line for line in _tables.targets(a_report()).splitlines() if "at most 1.03" in line]
   assert ["not met" in line for line in bound] == [False, True]
-  text = overhead_report.tables(a_report())
+  text = _tables.tables(a_report())
   assert "| mpjax.make_train_step bf16 | 0.98 (0.97 to 0.99) |" in text
-  assert overhead_report.pictures(a_report()) == {}  # float16 is not there
+  assert _tables.pictures(a_report()) == {}  # float16 is not there

@@ -1,18 +1,9 @@
 """The gpu suite of the benchmarks: what it says of a run, and that its processes train on a CPU."""
 
-import pathlib
-
 import pytest
 
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  import gpu
-
-  return gpu
+from benchmarks.gpu import _suite as gpu
+from benchmarks.gpu._stage import Stage, paired
 
 
 def row(seconds, peak, gigabytes=None, group="first.0", first=0, **more):
@@ -22,8 +13,8 @@ def row(seconds, peak, gigabytes=None, group="first.0", first=0, **more):
 
 
 @pytest.fixture
-def report(gpu):
-  reference = gpu.gpu_rows.REFERENCE
+def report():
+  reference = gpu._rows.REFERENCE
   rows = {
     "fp32": row(0.4, "float32", 12.0),
     "bf16": row(0.1, "bfloat16", 7.5),
@@ -50,8 +41,8 @@ def report(gpu):
     "peaks": peaks,
     "models": {"gpt-124m": model, "gpt-1b": model | {"title": "large"}},
   }
-  gpu.gpu_summary.summarise(report, model)
-  return report | {"targets": gpu.gpu_summary.targets(report)}
+  gpu._summary.summarise(report, model)
+  return report | {"targets": gpu._summary.targets(report)}
 
 
 def test_targets_are_judged_by_what_was_measured(report):
@@ -70,7 +61,7 @@ def test_fp8_is_measured_against_the_peaks_of_what_its_products_are(report):
   assert found == pytest.approx((20e12 / 1600e12 + 20e12 / 800e12) / 0.08)
 
 
-def test_tables_and_pictures_are_made_of_the_report_alone(gpu, report):
+def test_tables_and_pictures_are_made_of_the_report_alone(report):
   text = gpu.tables(report)
   assert "| bf16 | 100.0 (95.0 to 105.0) | 1.000 | 81920 | 50% | 7.5 | 5.5 | 0.55 |" in text
   assert "| bf16 at least 3x fp32, GPT-124M | bf16 4.00 | met |" in text
@@ -80,15 +71,13 @@ def test_tables_and_pictures_are_made_of_the_report_alone(gpu, report):
   assert {*gpu.pictures(report)} == {"gpu_step_time", "gpu_share_of_peak"}
 
 
-def test_what_is_not_measured_is_neither_met_nor_missed(gpu, report):
+def test_what_is_not_measured_is_neither_met_nor_missed(report):
   for model in report["models"].values():
     model["rows"] = {"bf16": {"error": "no memory"}}
-  assert [target["met"] for target in gpu.gpu_summary.targets(report)] == [None] * 5
+  assert [target["met"] for target in gpu._summary.targets(report)] == [None] * 5
 
 
-def test_rows_that_met_are_compared_round_by_round(gpu):
-  from gpu_stage import paired
-
+def test_rows_that_met_are_compared_round_by_round():
   reference = row(1.0, "bfloat16") | {
     "rounds_s": [1.0, 2.0, 4.0, 8.0],
     "groups": {"first.0": 0, "first.1": 2},
@@ -99,9 +88,7 @@ def test_rows_that_met_are_compared_round_by_round(gpu):
   assert paired(elsewhere, reference) == [2.0]
 
 
-def test_groups_fit_the_device_and_have_the_reference(gpu):
-  from gpu_stage import Stage
-
+def test_groups_fit_the_device_and_have_the_reference():
   size = {"reference": 20, "torch": 30, "a": 20, "b": 20, "huge": 70}
   stage = Stage(None, None, "", 0, 0, 1, 1, 1, memory=80 << 30, reference="reference")
   stage.rows = {name: {"step_bytes": gigabytes * (1 << 30)} for name, gigabytes in size.items()}
@@ -111,26 +98,26 @@ def test_groups_fit_the_device_and_have_the_reference(gpu):
 
 
 @pytest.mark.slow
-def test_processes_train_and_take_turns(gpu, tmp_path):
+def test_processes_train_and_take_turns(tmp_path):
   import argparse
 
   parser = argparse.ArgumentParser()
   gpu.add_arguments(parser)
-  rows = [flag for name in ("bf16", gpu.gpu_rows.REFERENCE) for flag in ("--policy", name)]
+  rows = [flag for name in ("bf16", gpu._rows.REFERENCE) for flag in ("--policy", name)]
   options = parser.parse_args(
     ["--size", "tiny", "--model", "gpt-124m", "--compiling", "2", "--rounds", "2", *rows]
   )
   options.json = tmp_path / "report.json"
   report = gpu.run(options)
   measured = report["models"]["gpt-124m"]["rows"]
-  assert [len(measured[name]["rounds_s"]) for name in ("bf16", gpu.gpu_rows.REFERENCE)] == [2, 2]
+  assert [len(measured[name]["rounds_s"]) for name in ("bf16", gpu._rows.REFERENCE)] == [2, 2]
   assert measured["bf16"]["first_loss"] == pytest.approx(
-    measured[gpu.gpu_rows.REFERENCE]["first_loss"], rel=0.01
+    measured[gpu._rows.REFERENCE]["first_loss"], rel=0.01
   )
   assert options.json.exists()
 
 
-def test_without_a_gpu_it_ends_at_once_and_says_why(gpu, monkeypatch):
+def test_without_a_gpu_it_ends_at_once_and_says_why(monkeypatch):
   import argparse
 
   parser = argparse.ArgumentParser()

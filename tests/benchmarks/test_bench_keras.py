@@ -1,7 +1,6 @@
 """Keras's models in the overhead suite: the same function as the plain-JAX models, in the dtypes they say."""
 
 import importlib.util
-import pathlib
 import re
 
 import jax
@@ -19,13 +18,11 @@ SIZES = {
 
 
 @pytest.fixture
-def models(monkeypatch):
+def models():
   """The plain-JAX models and Keras's."""
-  monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "benchmarks")
-  import overhead_keras
-  import overhead_models
+  from benchmarks.overhead import _keras, _models
 
-  return overhead_models, overhead_keras
+  return _models, _keras
 
 
 def count(tree):

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import sys
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def memory(monkeypatch):
-  monkeypatch.syspath_prepend(str(BENCHMARKS))
-  import memory
-
-  yield memory
-  for name in ("memory", "memory_steps", "record", "worker"):
-    sys.modules.pop(name, None)
+from benchmarks.memory import _suite as memory
 
 
 def report(figure="compiled"):
@@ -48,7 +36,7 @@ def report(figure="compiled"):
   }
 
 
-def test_tables_fit_what_a_row_and_a_parameter_cost(memory):
+def test_tables_fit_what_a_row_and_a_parameter_cost():
   text = memory.tables(report())
   assert "| fp32 | 1.40 | 1.60 | 100.0 | 1.00 | 12.0 | 12.0 | 0.90 |" in text
   assert "| bf16 | 1.30 | 1.40 | 50.0 | 0.50 | 12.0 | 12.0 | 0.90 |" in text
@@ -58,7 +46,7 @@ def test_tables_fit_what_a_row_and_a_parameter_cost(memory):
   assert "ViT" not in text
 
 
-def test_what_a_gpu_measures_goes_before_what_its_compiler_says(memory):
+def test_what_a_gpu_measures_goes_before_what_its_compiler_says():
   measured = report("measured")
   for row in measured["rows"]:
     row["compiled"] = {"peak": 1.05 * row["measured"]["peak"]} if "measured" in row else {"peak": 0}
@@ -67,7 +55,7 @@ def test_what_a_gpu_measures_goes_before_what_its_compiler_says(memory):
   assert "| bf16 | 1.30 | 1.40 | 50.0 | 0.50 | 12.0 | 12.0 | 1.05 |" in text
 
 
-def test_a_panel_a_model_and_a_line_a_policy(memory):
+def test_a_panel_a_model_and_a_line_a_policy():
   figures = memory.pictures(report())
   assert set(figures) == {"memory_rows_h200", "memory_sizes_h200"}
   (ax,) = figures["memory_rows_h200"].axes
@@ -77,7 +65,7 @@ def test_a_panel_a_model_and_a_line_a_policy(memory):
   assert list(fitted.get_ydata()) == pytest.approx([1.2, 1.6])
 
 
-def test_a_sweep_here_and_again(memory, monkeypatch, tmp_path, capsys):
+def test_a_sweep_here_and_again(monkeypatch, tmp_path, capsys):
   tiny = memory.Sweep(
     "GPT",
     "16 tokens",

@@ -1,0 +1,1 @@
+"""What autocast costs beside careful casts by hand, compiled and traced."""

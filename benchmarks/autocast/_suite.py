@@ -1,0 +1,169 @@
+"""What `mpjax.autocast` of a plain float32 model costs beside careful casts by hand.
+
+    python scripts/bench.py autocast memory cuda|tpu [--dtype bfloat16|float16] [--json FILE]
+    python scripts/bench.py autocast trace [cuda|tpu] [--dtype bfloat16|float16] [--rounds N] [--json FILE]
+
+`memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
+(384 wide, 6 layers, 224 x 224, batch 32) for an H200 or a TPU v5e, without the device: temporary memory from
+the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
+`trace` times what comes before the first gradient of the large ones, with JAX's caches emptied every time:
+tracing, lowering and compiling, for this machine or a described device. A described device needs the packages
+that `mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to
+tune them on, XLA finds no tiling for the ViT's and stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import itertools
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Read when JAX and the compilers start: a described device is not a backend.
+if {"cuda", "tpu"} & {*sys.argv}:
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+if "cuda" in sys.argv:
+  ours = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false "
+  os.environ["XLA_FLAGS"] = ours + os.environ.get("XLA_FLAGS", "")
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mpjax
+from benchmarks._record import compiler_figures, origin, write
+from benchmarks.autocast._models import Task, gpt, vit
+
+LARGE = {"GPT": gpt(768, 12, 4, seq=512, batch=16), "ViT": vit(384, 6, 6, side=224, batch=32)}
+POLICIES = {"bfloat16": "bf16", "float16": "fp16"}
+SAVE_DOTS = jax.checkpoint_policies.dots_saveable
+PHASES = ("trace", "lower", "compile", "total")
+
+# Name to (task, half-precision dtype) -> loss.
+VARIANTS: dict[str, Callable[[Task, str], Callable[[Any, Any], jax.Array]]] = {
+  "float32": lambda task, dtype: task.loss(),
+  "hand": lambda task, dtype: task.loss(dtype),
+  "hand, dots_saveable": lambda task, dtype: jax.checkpoint(task.loss(dtype), policy=SAVE_DOTS),
+  "autocast": lambda task, dtype: mpjax.autocast(task.loss(), POLICIES[dtype]),
+  "autocast, recompute": lambda task, dtype: mpjax.autocast(task.loss(), POLICIES[dtype], recompute="dots"),
+}
+AGAINST_HAND = ("hand", "hand, dots_saveable", "autocast", "autocast, recompute", "float32")
+AGAINST_PLAIN = ("float32", "hand", "hand, dots_saveable", "autocast", "autocast, recompute")
+ORDER = {"memory": AGAINST_HAND, "trace": AGAINST_PLAIN}
+
+
+def products(stablehlo: str) -> dict[str, int]:
+  """How many matrix products and convolutions take operands of which dtypes."""
+  lines = re.findall(r"stablehlo\.(?:dot_general|convolution)\b.*: \((.*?)\) ->", stablehlo)
+  dtypes = (" x ".join(re.findall(r"tensor<(?:\d+x)*(\w+)>", operands)) for operands in lines)
+  return dict(collections.Counter(dtypes).most_common())
+
+
+def target_device(target: str) -> Any:
+  """The first of a described target's devices."""
+  from benchmarks.loss_scale._suite import (
+    described,  # which turns JAX's own backends off, and a trace here wants those
+  )
+
+  return described(target).devices[0]
+
+
+def shapes(task: Task, device: Any) -> tuple[Any, Any]:
+  """Shapes of parameters and batch, on a device unless that is None."""
+  tree = (jax.eval_shape(task.init), {"x": task.x, "y": task.y})
+  if device is None:
+    return tree
+  sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+  return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
+
+
+def measure_memory(target: str, dtype: str, names: list[str]) -> dict[str, Any]:
+  """Compiles the gradient of every variant, for a device that need not be there."""
+  device = target_device(target)
+  shown = f"{device.device_kind}, described and not there"
+  command = f"autocast memory {target} --dtype {dtype}"
+  report = origin(command, "flax", "optax", device=shown) | {"models": {}}
+  for model, task in LARGE.items():
+    params, batch = shapes(task, device)
+    rows = report["models"][model] = {}
+    print(f"{f'{model}, {dtype}, {shown}':60}{'temp MB':>9}{'ratio':>9}  products by operands", flush=True)
+    for name in names:
+      lowered = jax.jit(jax.value_and_grad(VARIANTS[name](task, dtype))).lower(params, batch)
+      row = rows[name] = {"products": products(lowered.as_text())} | compiler_figures(lowered.compile())
+      row["temp_ratio"] = row["temp_bytes"] / rows[names[0]]["temp_bytes"]
+      counts = ", ".join(f"{count} {operands}" for operands, count in row["products"].items())
+      print(f"  {name:58}{row['temp_bytes'] / 1e6:9.1f}{row['temp_ratio']:9.3f}  {counts}", flush=True)
+  return report
+
+
+def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
+  """Times tracing, lowering and compiling the gradient of every variant, from empty caches, interleaved."""
+  device = target_device(target) if target else None
+  shown = f"{device.device_kind}, described and not there" if device else None
+  command = " ".join(["autocast trace", *([target] if target else []), f"--dtype {dtype} --rounds {rounds}"])
+  report = origin(command, "flax", "optax", device=shown) | {"models": {}}
+  for model, task in LARGE.items():
+    params, batch = shapes(task, device)
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    first_gradient(VARIANTS[names[0]](task, dtype), params, batch)  # what Python itself does once
+    for i in range(rounds):
+      for name in random.Random(i).sample(names, len(names)):
+        seconds[name].append(first_gradient(VARIANTS[name](task, dtype), params, batch))
+    rows = report["models"][model] = {}
+    print(f"{f'{model}, {dtype}':30}" + "".join(f"{phase + ' s':>12}{'ratio':>8}" for phase in PHASES))
+    for name in names:
+      row = rows[name] = {}
+      for phase in PHASES:
+        row[f"{phase}_s"] = statistics.median(times[phase] for times in seconds[name])
+        pairs = zip(seconds[name], seconds[names[0]], strict=True)
+        row[f"{phase}_ratio"] = statistics.median(here[phase] / base[phase] for here, base in pairs)
+      cells = (f"{row[f'{phase}_s']:12.3f}{row[f'{phase}_ratio']:8.2f}" for phase in PHASES)
+      print(f"  {name:28}" + "".join(cells), flush=True)
+  return report
+
+
+def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
+  """Seconds by phase until a loss's gradient could run for the first time."""
+  jax.clear_caches()
+  gc.collect()
+  marks = [time.perf_counter()]
+  traced = jax.jit(jax.value_and_grad(loss)).trace(params, batch)
+  marks.append(time.perf_counter())
+  lowered = traced.lower()
+  marks.append(time.perf_counter())
+  lowered.compile()
+  marks.append(time.perf_counter())
+  trace, lower, compile_ = (b - a for a, b in itertools.pairwise(marks))
+  return {"trace": trace, "lower": lower, "compile": compile_, "total": trace + lower + compile_}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("measure", choices=("memory", "trace"))
+  parser.add_argument(
+    "target", choices=("cuda", "tpu"), nargs="?", help="a device to compile for, which need not be there"
+  )
+  parser.add_argument("--dtype", choices=POLICIES, default="bfloat16")
+  parser.add_argument("--variant", choices=VARIANTS, action="append", help="leave the others out; may repeat")
+  parser.add_argument("--rounds", type=int, help="of trace (5)")
+
+
+def run(options: argparse.Namespace) -> int:
+  # The first is what the others are divided by.
+  names = sorted(options.variant or VARIANTS, key=ORDER[options.measure].index)
+  if options.measure == "memory":
+    if options.target is None:
+      sys.exit("memory needs the device to compile for: memory cuda, or memory tpu")
+    report = measure_memory(options.target, options.dtype, names)
+  else:
+    report = measure_trace(options.target, options.dtype, options.rounds or 5, names)
+  write(report, options.json)
+  return 0

@@ -1,0 +1,1 @@
+"""Runs of several processes that are killed at random moments."""

@@ -1,0 +1,1 @@
+"""Which matrix products of a compiled GPT are FP8 GEMMs."""

@@ -1,0 +1,1 @@
+"""What a loss scale costs in a compiled program."""

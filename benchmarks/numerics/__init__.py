@@ -1,0 +1,1 @@
+"""What an inspection of the numbers costs."""

@@ -1,0 +1,1 @@
+"""What a step costs by hand, by other libraries and by mpjax."""

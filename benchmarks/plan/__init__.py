@@ -1,0 +1,1 @@
+"""How close plans are to compilers and to a GPU."""

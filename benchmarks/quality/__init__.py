@@ -1,0 +1,1 @@
+"""Evaluation loss by policy over several seeds."""

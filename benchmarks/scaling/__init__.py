@@ -1,0 +1,1 @@
+"""Weak scaling on 1 to 256 described chips."""
