@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and the small runs that several tests train."""
+"""Eight CPU devices for every test, and how much of a compiler each needs."""
 
 import os
 
@@ -6,11 +6,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import pathlib
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from tests.train._tiny_gpt import write_tiny_gpt
 
 # Plans are about programs as they are optimised, and the runs train for longer than they compile.
 OPTIMISED = ("planner", "test_plan_command.py", "test_run.py")
@@ -66,28 +66,7 @@ def _compile_runs_once(request, tmp_path_factory):
   patch.undo()
 
 
-def write_tiny_gpt(folder: pathlib.Path) -> list[str]:
-  """Arguments of `scripts/train.py` for a GPT that trains in a second, without `out`."""
-  corpus = folder / "corpus"
-  corpus.mkdir()
-  for i in range(8):
-    text = "".join(f"def f{j}(x):\n  return x + {i * j}\n" for j in range(60))
-    (corpus / f"{i}.txt").write_text(text)
-  config = folder / "tiny.yaml"
-  config.write_text(
-    f"""
-seed: 3
-model: {{kind: gpt, dim: 32, layers: 2, heads: 2, dropout: 0.1}}
-data: {{kind: text, path: {corpus}, seq_len: 16, batch_size: 8, valid_fraction: 0.2, eval_batches: 2}}
-optimizer: {{learning_rate: 1e-2, warmup_steps: 2, clip_norm: 1.0}}
-mesh: {{data: 1}}
-train: {{steps: 20, log_every: 1, eval_every: 10, checkpoint_every: 4}}
-"""
-  )
-  return [str(config)]
-
-
 @pytest.fixture
 def tiny_gpt(tmp_path):
-  """`write_tiny_gpt` in the test's own folder."""
+  """Arguments for a training run of a second, with its data in the test's own folder."""
   return write_tiny_gpt(tmp_path)

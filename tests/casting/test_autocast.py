@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, leaf_failures, normal
-from jaxprs import lowered_products, products
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, leaf_failures, normal
+from tests.casting._jaxprs import lowered_products, products
 
 W = normal(4, 4, scale=0.5)
 X = jnp.asarray(normal(8, 4, seed=1))

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, leaf_failures, normal
-from jaxprs import dtypes, equations, jit, lowered_products, named, products
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, leaf_failures, normal
+from tests.casting._jaxprs import dtypes, equations, jit, lowered_products, named, products
 
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)

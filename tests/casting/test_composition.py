@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, exact, leaf_failures, normal
 from jax.sharding import PartitionSpec as P
-from jaxprs import jit, lowered_products, products
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, exact, leaf_failures, normal
+from tests.casting._jaxprs import jit, lowered_products, products
 
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, leaf_failures, normal
-from jaxprs import jit, lowered_products, named
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, leaf_failures, normal
+from tests.casting._jaxprs import jit, lowered_products, named
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))

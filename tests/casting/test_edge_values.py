@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import OPTIONS, normal
 
 import mpjax
+from tests.casting._conformance import OPTIONS, normal
 
 POLICIES = ("bf16", "fp16")
 # About ten unit roundoffs.

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import normal
 from flax import nnx
-from jaxprs import PRODUCTS, equations
 
 import mpjax
+from tests.casting._conformance import normal
+from tests.casting._jaxprs import PRODUCTS, equations
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import Case, check, filled, normal, product
 from flax import linen as nn
 from flax import nnx
 
 import mpjax
+from tests.casting._conformance import Case, check, filled, normal, product
 
 X = normal(3, 8)
 SEQUENCES = normal(2, 4, 8)  # [B, T, D]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import Case, case, check, exact, normal, uniform
 from jax import lax, nn
 from optax import losses
 
 import mpjax
+from tests.casting._conformance import Case, case, check, exact, normal, uniform
 
 X = normal(3, 8)
 Y = normal(3, 8, seed=1)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, leaf_failures, normal
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, pallas
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import bodies, dtypes, equations, jit, lowered_products, named
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, leaf_failures, normal
+from tests.casting._jaxprs import bodies, dtypes, equations, jit, lowered_products, named
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import normal
 from flax import linen as nn
 from flax import nnx
 
 import mpjax
+from tests.casting._conformance import normal
 
 X = jnp.asarray(normal(8, 4, seed=1))
 

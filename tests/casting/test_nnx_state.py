@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import TOLERANCE, leaf_failures, normal
 from flax import nnx
 
 import mpjax
+from tests.casting._conformance import TOLERANCE, leaf_failures, normal
 
 # flax would rather have it under nnx.capture.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")

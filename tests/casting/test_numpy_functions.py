@@ -10,8 +10,9 @@ import jax.scipy as jsp
 import jax.scipy.optimize
 import numpy as np
 import pytest
-from conformance import Case, case, check, exact, normal, uniform
 from jax.scipy import special, stats
+
+from tests.casting._conformance import Case, case, check, exact, normal, uniform
 
 X = normal(3, 8)
 Y = normal(3, 8, seed=1)

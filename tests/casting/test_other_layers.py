@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import Case, check, filled, normal, product
+
+from tests.casting._conformance import Case, check, filled, normal, product
 
 eqx = pytest.importorskip("equinox")
 hk = pytest.importorskip("haiku")

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import normal
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxprs import jit
 
 import mpjax
 from mpjax import get_policy
 from mpjax.casting._probes import find_points, watched
+from tests.casting._conformance import normal
+from tests.casting._jaxprs import jit
 
 N = 16  # FP8 products take multiples of 16
 W = {"a": normal(N, N, scale=0.25), "b": normal(N, N, seed=2, scale=0.25)}

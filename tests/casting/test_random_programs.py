@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import Case, check, normal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
+
+from tests.casting._conformance import Case, check, normal
 
 Body = Callable[[jax.Array, jax.Array], jax.Array]
 SHAPE = (4, 4)

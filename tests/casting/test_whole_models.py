@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import OPTIONS
 from flax import nnx
-from models_under_test import MODELS, ConvNet, ViT, cross_entropy
 
 import mpjax
+from tests.casting._conformance import OPTIONS
+from tests.casting._models import MODELS, ConvNet, ViT, cross_entropy
 
 HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 MLIR = {"bf16": "bf16", "fp16": "f16"}

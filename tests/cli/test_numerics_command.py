@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import write_tiny_gpt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpjax.cli import _commands, _numerics_command
 from mpjax.train._config import load_config
+from tests.train._tiny_gpt import write_tiny_gpt
 
 SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 16777216}}"
 

@@ -7,7 +7,6 @@ import xml.etree.ElementTree
 
 import jax
 import pytest
-from conftest import write_tiny_gpt
 
 from mpjax._text import bytes_text
 from mpjax.cli import _plan_command
@@ -17,6 +16,7 @@ from mpjax.planner.compiled import _compile as compilers
 from mpjax.train._config import ConfigError, load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
+from tests.train._tiny_gpt import write_tiny_gpt
 
 DIM, LAYERS, SEQUENCE, VOCABULARY = 32, 2, 16, 256
 MB = 10**6

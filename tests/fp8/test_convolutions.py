@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting.jaxprs import jit
-from fp8_programs import D, by_path, fp8, kinds, traced
-from fp8_reference import normal, relative
 
 import mpjax
+from tests.casting._jaxprs import jit
+from tests.fp8._programs import D, by_path, fp8, kinds, traced
+from tests.fp8._reference import normal, relative
 
 CONVOLUTIONS = {
   "1x1": ((1, 1), (1, 1), "VALID"),

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting.jaxprs import jit, named
-from delayed_programs import (
+
+import mpjax
+from tests.casting._jaxprs import jit, named
+from tests.fp8._delayed_programs import (
   INNER,
   LENGTH,
   NAMES,
@@ -30,8 +32,6 @@ from delayed_programs import (
   newest,
   same,
 )
-
-import mpjax
 
 
 def test_the_first_state():

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from delayed_programs import (
+from flax import nnx
+
+import mpjax
+from tests.fp8._delayed_programs import (
   INNER,
   C,
   D,
@@ -25,9 +28,6 @@ from delayed_programs import (
   newest,
   same,
 )
-from flax import nnx
-
-import mpjax
 
 P = jax.sharding.PartitionSpec
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting.jaxprs import jit, named
-from delayed_programs import (
+
+import mpjax
+from tests.casting._jaxprs import jit, named
+from tests.fp8._delayed_programs import (
   INNER,
   ROWS,
   C,
@@ -27,8 +29,6 @@ from delayed_programs import (
   next_state,
   same,
 )
-
-import mpjax
 
 P = jax.sharding.PartitionSpec
 

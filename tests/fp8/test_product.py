@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_reference import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpjax.fp8._dot_general import fp8_dot_general
+from tests.fp8._reference import (
   AMD,
   E4M3,
   E4M3_AMD,
@@ -26,10 +30,6 @@ from fp8_reference import (
   tensors,
   with_gradients,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from mpjax.fp8._dot_general import fp8_dot_general
 
 POW2 = {"pow2_scales": True, "margin": 3}
 

@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_reference import E4M3, E5M2, Product, examples, held_in_blocks, matmul, normal, products, tensors
 from hypothesis import given
 
 from mpjax.fp8._dot_general import fp8_dot_general
+from tests.fp8._reference import (
+  E4M3,
+  E5M2,
+  Product,
+  examples,
+  held_in_blocks,
+  matmul,
+  normal,
+  products,
+  tensors,
+)
 
 
 def held_along(x, axis, dtype=E4M3):

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_reference import (
+
+from mpjax.fp8._dot_general import fp8_dot_general
+from tests.fp8._reference import (
   AMD,
   E4M3,
   E5M2,
@@ -21,8 +23,6 @@ from fp8_reference import (
   relative,
   with_gradients,
 )
-
-from mpjax.fp8._dot_general import fp8_dot_general
 
 # vmap
 

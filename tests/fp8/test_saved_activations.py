@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting.jaxprs import jit
-from fp8_programs import SHORT, D, fp8, weights
-from fp8_reference import normal, relative
 
 import mpjax
+from tests.casting._jaxprs import jit
+from tests.fp8._programs import SHORT, D, fp8, weights
+from tests.fp8._reference import normal, relative
 
 ROWS, CLASSES = 64, 48
 X = normal(ROWS, D, seed=3)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8_reference import FORMATS, OPTIONS, bits, flushed, held_in_blocks, rounded, scale_for
 
 from mpjax.fp8 import _scaling
+from tests.fp8._reference import FORMATS, OPTIONS, bits, flushed, held_in_blocks, rounded, scale_for
 
 # One small program for each shape, rather than one for each operation in it.
 compiled = functools.partial(jax.jit, compiler_options=OPTIONS)

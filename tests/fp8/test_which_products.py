@@ -7,7 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from fp8_programs import (
+
+import mpjax
+from tests.fp8._programs import (
   FUNCTIONS,
   SCANNED,
   SIX,
@@ -25,8 +27,6 @@ from fp8_programs import (
   weights,
   weights_of,
 )
-
-import mpjax
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deep_chain import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+import mpjax
+from tests.loss_scale._deep_chain import (
   DEPTH,
   PARAMS,
   RNG,
@@ -22,11 +27,6 @@ from deep_chain import (
   plain_loss,
   scaled_loss,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import special
-
-import mpjax
 
 
 def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient():

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deep_chain import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import mpjax
+from mpjax.loss_scale import _layerwise_vjp
+from tests.loss_scale._deep_chain import (
   PARAMS,
   SCALING,
   TRUTH,
@@ -20,12 +26,6 @@ from deep_chain import (
   plain_loss,
   scaled_loss,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
-
-import mpjax
-from mpjax.loss_scale import _layerwise_vjp
 
 
 class TestTransforms:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from planted_models import chain, planted
 
 import mpjax
+from tests.numerics._planted_models import chain, planted
 
 RATE = 8e-4
 FAULTS = {

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from faults_under_test import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
+from tests.numerics._faults import (
   FAULTS,
   PRIMITIVE,
   LinenModel,
@@ -18,12 +24,6 @@ from faults_under_test import (
   overflow,
   plain,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
-
-import mpjax
-from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(0.5, 1.5, size=(4, 4)).astype(np.float32)
@@ -356,4 +356,4 @@ def test_one_fault_in_a_chain_of_operations_is_found_at_its_line(before, after, 
 
   step, state = of_loss(loss, {"w": jnp.ones(4)})
   report = hunt(step, state, {})
-  assert report.origin.line == f"test_hunt.py:{PLANTED[planted].__code__.co_firstlineno}"
+  assert report.origin.line == f"test_find_nonfinite.py:{PLANTED[planted].__code__.co_firstlineno}"

@@ -7,7 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from inspected_by_hand import (
+
+import mpjax
+from mpjax.numerics._tensors import INTEREST, KINDS
+from tests.numerics._by_hand import (
   ACTIVATIONS,
   POLICIES,
   ROWS,
@@ -23,9 +26,6 @@ from inspected_by_hand import (
   shares_by_hand,
   tensors_by_hand,
 )
-
-import mpjax
-from mpjax.numerics._tensors import INTEREST, KINDS
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from inspected_by_hand import (
+
+import mpjax
+from mpjax.numerics._summary import Summary
+from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
+from tests.numerics._by_hand import (
   WIDTH,
   batch_of,
   loss_fn,
@@ -19,10 +23,6 @@ from inspected_by_hand import (
   report_of,
   scaled_policy,
 )
-
-import mpjax
-from mpjax.numerics._summary import Summary
-from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
 
 
 def test_without_an_optimiser_nothing_is_said_of_updates():

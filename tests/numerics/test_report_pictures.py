@@ -13,10 +13,10 @@ import subprocess
 
 import numpy as np
 import pytest
-from reports_under_test import KINDS, a_report
 
 from mpjax.numerics.render._report_html import save_html
 from mpjax.numerics.render._report_picture import save_pictures
+from tests.numerics._reports import KINDS, a_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = "</script><script>alert(1)</script><!--<b>&amp;\u2028\u2029{{data}}\ud800"

@@ -12,7 +12,13 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from steps_under_test import (
+
+import mpjax
+from mpjax.planner._figures import ARGUMENT_PARTS
+from mpjax.planner._targets import get_target
+from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+from mpjax.planner.compiled import _compile as compilers
+from tests.planner._steps import (
   BATCH,
   F32,
   OUT,
@@ -31,12 +37,6 @@ from steps_under_test import (
   nbytes,
   training,
 )
-
-import mpjax
-from mpjax.planner._figures import ARGUMENT_PARTS
-from mpjax.planner._targets import get_target
-from mpjax.planner.analytic._tpu_tiles import tiled_bytes
-from mpjax.planner.compiled import _compile as compilers
 
 PRESETS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "auto")
 

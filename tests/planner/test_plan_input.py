@@ -6,11 +6,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from steps_under_test import BATCH, F32, PARAMS, S, mlp
 
 import mpjax
 from mpjax.planner._targets import get_target
 from mpjax.planner.compiled import _compile as compilers
+from tests.planner._steps import BATCH, F32, PARAMS, S, mlp
 
 
 def returns_first(*args):

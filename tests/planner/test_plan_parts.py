@@ -10,7 +10,13 @@ import optax
 import pytest
 from flax.training import train_state
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from steps_under_test import (
+
+import mpjax
+from mpjax.planner._figures import ARGUMENT_PARTS
+from mpjax.planner._targets import get_target
+from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+from mpjax.planner.compiled import _compile as compilers
+from tests.planner._steps import (
   BATCH,
   F32,
   PARAMS,
@@ -25,12 +31,6 @@ from steps_under_test import (
   mlp,
   nbytes,
 )
-
-import mpjax
-from mpjax.planner._figures import ARGUMENT_PARTS
-from mpjax.planner._targets import get_target
-from mpjax.planner.analytic._tpu_tiles import tiled_bytes
-from mpjax.planner.compiled import _compile as compilers
 
 WEIGHTS, OPTIMIZER, OTHER = "master weights", "optimizer state", "other state"
 ADAM = optax.adam(1e-3)

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import write_tiny_gpt
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.cli import _commands
 from mpjax.step import TrainState
 from mpjax.train.checkpoints._checkpoints import CheckpointError, Checkpoints
 from mpjax.train.checkpoints._checksums import tree_checksums
+from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 DTYPES = ["float32", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"]
@@ -239,7 +239,7 @@ def child(code, *arguments, devices=8):
   flags = f"--xla_force_host_platform_device_count={devices}"
   quickly = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
   env = {**os.environ, "JAX_PLATFORMS": "cpu", **quickly}
-  env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "train")])
+  env["PYTHONPATH"] = str(ROOT)
   line = [sys.executable, "-c", code, *map(str, arguments)]
   return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -254,7 +254,7 @@ def fill(size):
 
 def test_a_failed_write_is_told_at_the_next_save_and_leaves_the_last_good_one(folder):
   code = """
-from test_checkpoint_faults import *
+from tests.train.test_checkpoint_faults import *
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]))
 fill(5000)
 checkpoints.save(6, make_state(6), {}, {}, None)
@@ -308,7 +308,7 @@ import sys, pathlib, jax
 rank, address = int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
-from test_checkpoint_faults import *
+from tests.train.test_checkpoint_faults import *
 from mpjax.train.checkpoints._checkpoints import _integrity
 
 folder, mesh = pathlib.Path(sys.argv[1]), jax.make_mesh((2,), ("fsdp",))

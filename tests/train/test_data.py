@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from datasets_under_test import DEFAULTS, IMAGES, LABELS, letters, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.train.data import DataError
+from tests.train._datasets import DEFAULTS, IMAGES, LABELS, letters, load
 
 
 def take(iterator, count):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from conftest import write_tiny_gpt
 
 from mpjax.cli import _commands
 from mpjax.train._config import ConfigError, load_config
 from mpjax.train._export import load_safetensors
 from mpjax.train._setup import make_setup
 from mpjax.train.checkpoints._checkpoints import Checkpoints
+from tests.train._tiny_gpt import write_tiny_gpt
 
 RESNET = """
 model: {kind: resnet, stages: [1, 1], width: 8}

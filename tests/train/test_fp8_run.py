@@ -6,7 +6,6 @@ import signal
 import jax
 import numpy as np
 import pytest
-from conftest import write_tiny_gpt
 from jax.experimental.compilation_cache import compilation_cache
 
 from mpjax.cli import _commands
@@ -14,6 +13,7 @@ from mpjax.step import TrainStep
 from mpjax.train._config import load_config
 from mpjax.train._setup import make_setup
 from mpjax.train.checkpoints._checkpoints import Checkpoints
+from tests.train._tiny_gpt import write_tiny_gpt
 
 STEPS, LENGTH = 8, 4
 OPTIONS = [

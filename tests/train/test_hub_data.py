@@ -4,9 +4,9 @@ import sys
 import types
 
 import pytest
-from datasets_under_test import IMAGES, LABELS, letters, load
 
 from mpjax.train.data import DataError
+from tests.train._datasets import IMAGES, LABELS, letters, load
 
 
 class FakeSplit:

@@ -153,7 +153,7 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
   out = tmp_path / "run"
   arguments = [str(tmp_path / "vit.yaml"), "policy=fp16", f"out={out}"]
   faults = {"FAULTS": json.dumps({"inf": [1, 3], "missing": [1, 8]})}
-  statuses, _, errors = start(2, arguments, "tests/train/faulty_train.py", **faults).end()
+  statuses, _, errors = start(2, arguments, "tests/train/_faulty_train.py", **faults).end()
   assert statuses == [2, 2]
   assert errors[1].startswith(
     "process 1: error: the data of step 8 cannot be read: /data/part-7.bin: No such file"

@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 import yaml
-from conftest import write_tiny_gpt
 
 from mpjax.cli import _commands
+from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"

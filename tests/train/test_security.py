@@ -13,13 +13,13 @@ import zipfile
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import write_tiny_gpt
-from datasets_under_test import IMAGES, LABELS, load
 
 from mpjax.train._config import ConfigError, load_config, parse_config
 from mpjax.train._export import load_safetensors
 from mpjax.train.data import DataError
 from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory
+from tests.train._datasets import IMAGES, LABELS, load
+from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 MINIMAL = "model: {kind: gpt}\ndata: {kind: stdlib}\n"

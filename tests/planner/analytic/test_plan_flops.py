@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from steps_under_test import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, a_train_step, layers, mlp
 
 import mpjax
+from tests.planner._steps import BATCH, BF16, F32, OUT, PARAMS, B, D, H, S, a_train_step, layers, mlp
 
 
 def flops_of(step, *args, target="h200", **options):

@@ -3,10 +3,10 @@
 import builtins
 
 import pytest
-from plans_under_test import a_plan
 
 from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS
 from mpjax.planner.render._plan_picture import COLORS, save_picture
+from tests.planner._plans import a_plan
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -4,11 +4,11 @@ import io
 
 import pytest
 import rich.console
-from plans_under_test import PARAMETERS, a_plan, the_head
 
 from mpjax._text import bytes_text
 from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
 from mpjax.planner.render._plan_text import NO_FIT, as_text, print_plans
+from tests.planner._plans import PARAMETERS, a_plan, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from casting.jaxprs import jit
-from fp8_programs import FUNCTIONS, D, W, X, fp8, loss, mean_of, traced, weights_of
-from fp8_reference import normal, relative
 
 import mpjax
+from tests.casting._jaxprs import jit
+from tests.fp8._programs import FUNCTIONS, D, W, X, fp8, loss, mean_of, traced, weights_of
+from tests.fp8._reference import normal, relative
 
 SLOW = {"reverse over forward", "forward over reverse", "vmap over weights"}
 marked = lambda names: [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]

@@ -51,7 +51,7 @@ def line_of(name):
   """The line of this file or of the tests that ends with a comment of this name, as a report gives it."""
   found = [
     f"{file.name}:{number}"
-    for file in (HERE / "faults_under_test.py", HERE / "test_hunt.py")
+    for file in (HERE / "_faults.py", HERE / "test_find_nonfinite.py")
     for number, text in enumerate(file.read_text().splitlines(), 1)
     if text.endswith(f"# line of: {name}")
   ]

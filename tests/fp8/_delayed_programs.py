@@ -11,10 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from casting.jaxprs import jit
-from fp8_programs import D, fp8
 
 import mpjax
+from tests.casting._jaxprs import jit
+from tests.fp8._programs import D, fp8
 
 ROWS, LENGTH = 64, 4
 NAMES = ("lhs", "rhs", "gradient")

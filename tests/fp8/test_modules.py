@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fp8_programs import D, X, by_path, fp8, kinds, traced
 
 import mpjax
 from mpjax.casting import _fp8_products
+from tests.fp8._programs import D, X, by_path, fp8, kinds, traced
 
 
 class Linen(nn.Module):

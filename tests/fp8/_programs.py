@@ -11,10 +11,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from casting.jaxprs import named
-from fp8_reference import normal
 
 import mpjax
+from tests.casting._jaxprs import named
+from tests.fp8._reference import normal
 
 P = jax.sharding.PartitionSpec
 SHORT = {"float8_e4m3fn": "8", "bfloat16": "b", "float32": "f"}

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from casting.jaxprs import jit, named
-from fp8_programs import D, W, X, fp8, loss, mlp, weights
-from fp8_reference import normal, relative
 
 import mpjax
+from tests.casting._jaxprs import jit, named
+from tests.fp8._programs import D, W, X, fp8, loss, mlp, weights
+from tests.fp8._reference import normal, relative
 
 
 @pytest.mark.parametrize(
