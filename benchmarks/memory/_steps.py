@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._worker import serve
-from mpjax.planner import Plan, Target, get_target, plan
-from mpjax.planner._fp8_on_target import policy_on_target
-from mpjax.planner.compiled._compile import CompileError
+from mpjax.planner import CompileError, Plan, Target, get_target, plan, policy_on_target
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train._config import load_config

@@ -28,11 +28,9 @@ import jax
 import numpy as np
 
 from benchmarks._record import origin, write
-from mpjax.planner import Target, get_target
-from mpjax.planner._figures import ARGUMENT_PARTS, Plan
+from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing
+from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner.analytic._memory import table_bytes
-from mpjax.planner.analytic._tpu_tiles import tiled_bytes
-from mpjax.planner.compiled._compile import CompileError, missing
 from mpjax.train._config import load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup

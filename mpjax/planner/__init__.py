@@ -7,12 +7,13 @@ from mpjax.planner._figures import (
   Compiled,
   Floor,
   Memory,
-  Plan,
+  PlanFigures,
   ProductGroup,
   Saved,
 )
 from mpjax.planner._fp8_on_target import policy_on_target
 from mpjax.planner._plan import plan
+from mpjax.planner._results import Plan
 from mpjax.planner._search import Fit, cheapest, largest_batch
 from mpjax.planner._targets import Target, get_target, target_names
 from mpjax.planner.compiled import CompileError, missing
@@ -27,6 +28,7 @@ __all__ = [
   "Floor",
   "Memory",
   "Plan",
+  "PlanFigures",
   "ProductGroup",
   "Saved",
   "Target",

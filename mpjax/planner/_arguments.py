@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
 from mpjax.planner._figures import ARGUMENT_PARTS
-from mpjax.planner.analytic._graph import itemsize
 from mpjax.step import TrainState
 
 _FIELDS = {
@@ -102,6 +103,29 @@ def name_arguments(
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
       found.append(_argument(i, name, argument, path, leaf, chosen, next(flags), like_slot))
   return found
+
+
+def argument_bytes(argument: Argument, kind: str) -> int:
+  """Bytes of an argument on one device, as a compiler lays it out."""
+  if kind != "tpu":
+    return argument.nbytes
+  local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
+  if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
+    return tiled_bytes((*local, key_words(argument.dtype)), np.dtype(np.uint32))
+  return tiled_bytes(local, argument.dtype)
+
+
+def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
+  """Bytes by part, and those of the optimiser by slot and dtype."""
+  parts: collections.Counter[str] = collections.Counter()
+  slots: collections.Counter[str] = collections.Counter()
+  for argument in arguments:
+    nbytes = argument_bytes(argument, kind)
+    parts[argument.part] += nbytes
+    if argument.part == "optimizer state":
+      slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
+  ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
+  return ordered, dict(slots.most_common())
 
 
 def _argument(

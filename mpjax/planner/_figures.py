@@ -19,6 +19,9 @@ TRANSIENT_PARTS = (
   "allocator",
 )
 
+# Phases of a program: of its derivative, or neither.
+FORWARD, BACKWARD, OTHER = "forward", "backward", ""
+
 
 def pattern(path: str) -> str:
   """A module path without its numbers, the same for layers that are alike: `GPT/blocks/*/up`."""
@@ -163,8 +166,8 @@ class Floor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What one step costs on one target.
+class PlanFigures:
+  """What one step costs on one target, as data.
 
   Attributes:
     label: what it is called in a comparison; a policy's name.
@@ -225,8 +228,3 @@ class Plan:
     """Plain data for JSON."""
     derived = {"peak": self.peak, "matrix_flops": self.matrix_flops(), "eligible": self.eligible}
     return dataclasses.asdict(self) | derived
-
-  def __str__(self) -> str:
-    from mpjax.planner.render._plan_text import as_text
-
-    return as_text([self])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._text import bytes_text
-from mpjax.planner._figures import Plan
+from mpjax.planner._results import Plan
 from mpjax.planner.compiled._compile import CompileError
 
 # A plan of a batch: `plan_of(batch, compile)`, compile as `mpjax.plan` takes it.

@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner._figures import Collective, Compiled, Floor, Memory, Plan, ProductGroup, Saved
+from mpjax.planner import Collective, Compiled, Floor, Memory, Plan, ProductGroup, Saved
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864

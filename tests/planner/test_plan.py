@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import mpjax
 from mpjax.planner._figures import ARGUMENT_PARTS
 from mpjax.planner._targets import get_target
-from mpjax.planner.analytic._tpu_tiles import tiled_bytes
+from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner.compiled import _compile as compilers
 from tests.planner._steps import (
   BATCH,

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax.planner._targets import get_target
+from mpjax.planner import _plan as planning
 from mpjax.planner.compiled import _compile as compilers
 from tests.planner._steps import BATCH, F32, PARAMS, S, mlp
 
@@ -158,7 +159,7 @@ def test_a_step_that_the_compiler_gives_up_is_planned_all_the_same(monkeypatch):
   def gives_up(*args):
     raise compilers.CompileError("RESOURCE_EXHAUSTED: out of memory", out_of_memory=True)
 
-  monkeypatch.setattr(compilers, "compile_step", gives_up)
+  monkeypatch.setattr(planning, "compile_step", gives_up)
   plan = mpjax.plan(mlp, ARGS)
   assert plan.compiled is None
   assert any("the compiler failed, out of memory: RESOURCE_EXHAUSTED" in note for note in plan.notes)

@@ -1,1 +1,16 @@
-"""Memory and products of a program, from its jaxpr alone."""
+"""Memory, products and a floor for the time of a program, from its jaxpr alone."""
+
+from mpjax.planner.analytic._graph import Graph, make_graph
+from mpjax.planner.analytic._memory import analytic_memory
+from mpjax.planner.analytic._products import list_products, padding_advice, serving_dtype
+from mpjax.planner.analytic._time_floor import time_floor
+
+__all__ = [
+  "Graph",
+  "analytic_memory",
+  "list_products",
+  "make_graph",
+  "padding_advice",
+  "serving_dtype",
+  "time_floor",
+]

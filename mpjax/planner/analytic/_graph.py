@@ -7,18 +7,16 @@ conditional stays one operation, which holds the graphs of its bodies.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from mpjax import _compat
 from mpjax.jaxpr._flops import flops
-
-FORWARD, BACKWARD, OTHER = "forward", "backward", ""
+from mpjax.planner._array_bytes import itemsize
+from mpjax.planner._figures import BACKWARD, FORWARD, OTHER
 
 _LOOPS = frozenset({"scan", "while", "cond"})
 # What holds a jaxpr as a parameter and is not a call of it.
@@ -180,23 +178,6 @@ def _hashable(value: Any) -> Any:
   except TypeError:
     return str(value)
   return value
-
-
-def itemsize(dtype: Any) -> float:
-  """Bytes of an element; a key counts as the words that it is."""
-  if isinstance(dtype, np.dtype):
-    return 0 if dtype == "V" else dtype.itemsize if dtype.name not in _SUB_BYTE else 0.5
-  return 4 * key_words(dtype)
-
-
-@functools.cache
-def key_words(dtype: Any) -> int:
-  """How many 32-bit words a PRNG key has."""
-  key = jax.ShapeDtypeStruct((), dtype)
-  return math.prod(jax.eval_shape(jax.random.key_data, key).shape)
-
-
-_SUB_BYTE = frozenset({"int4", "uint4", "float4_e2m1fn"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,16 +6,13 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-import numpy as np
-
-from mpjax.planner._arguments import Argument
-from mpjax.planner._figures import ARGUMENT_PARTS, Memory, Saved, pattern
+from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
+from mpjax.planner._array_bytes import tiled_bytes
+from mpjax.planner._figures import Memory, Saved, pattern
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphValue, key_words, merged
+from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
 from mpjax.planner.analytic._liveness import TRAITS, Peak, peak
-from mpjax.planner.analytic._tpu_tiles import tiled_bytes
 
 LISTED = 20
 
@@ -45,29 +42,6 @@ class DeviceSizes:
     return int(whole * self.batch_share)
 
 
-def argument_bytes(argument: Argument, kind: str) -> int:
-  """Bytes of an argument on one device, as a compiler lays it out."""
-  if kind != "tpu":
-    return argument.nbytes
-  local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
-  if jax.dtypes.issubdtype(argument.dtype, jax.dtypes.prng_key):
-    return tiled_bytes((*local, key_words(argument.dtype)), np.dtype(np.uint32))
-  return tiled_bytes(local, argument.dtype)
-
-
-def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
-  """Bytes by part, and those of the optimiser by slot and dtype."""
-  parts: collections.Counter[str] = collections.Counter()
-  slots: collections.Counter[str] = collections.Counter()
-  for argument in arguments:
-    nbytes = argument_bytes(argument, kind)
-    parts[argument.part] += nbytes
-    if argument.part == "optimizer state":
-      slots[f"{argument.slot} {argument.dtype}" if argument.elements > 1 else "scalars"] += nbytes
-  ordered = {name: parts[name] for name in ARGUMENT_PARTS if parts[name]}
-  return ordered, dict(slots.most_common())
-
-
 def table_bytes(results: int, kind: str) -> int:
   """Bytes of the table of pointers in which a compiled program returns several results."""
   if results < 2:
@@ -75,10 +49,10 @@ def table_bytes(results: int, kind: str) -> int:
   return -(-4 * results // 512) * 512 if kind == "tpu" else 8 * results
 
 
-def analyse(
+def analytic_memory(
   graph: Graph, arguments: Sequence[Argument], donated: Sequence[bool], target: Target, results: int
 ) -> Memory:
-  """The parts at the worst moment of a step.
+  """Returns the parts at the worst moment of a step.
 
   Args:
     graph: of the step.
@@ -87,7 +61,7 @@ def analyse(
     target: whose habits are followed.
     results: how many leaves the step returns.
   """
-  sizes = _sizes(arguments, target.kind)
+  sizes = device_sizes(arguments, target.kind)
   program = merged(graph, through_regions=target.kind == "cpu")
   reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
   worst = peak(program, TRAITS[target.kind], size=sizes.of, reusable=reusable)
@@ -124,7 +98,8 @@ def analyse(
   return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state)
 
 
-def _sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
+def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
+  """Returns the bytes of a step's values on one device of a kind, from how its arguments are laid out."""
   batch = [a for a in arguments if a.part == "batch"]
   whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
   weights: dict[tuple[int, ...], float] = {}
@@ -194,23 +169,3 @@ def _saved(worst: Peak) -> tuple[Saved, ...]:
 
 def _total(saved: Sequence[Saved]) -> int:
   return sum(row.nbytes for row in saved)
-
-
-def floor_bytes(memory: Memory, written: int, cache: int) -> int:
-  """Bytes that a step must move at the least: arguments read, results written, activations both ways.
-
-  Args:
-    memory: of the step.
-    written: bytes of its results.
-    cache: bytes that a cache may keep from one step or pass to the next.
-  """
-  read = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
-  return max(0, read - cache) + max(0, written - cache) + 2 * max(0, memory.saved_bytes - cache)
-
-
-def written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
-  """Bytes, on one device, of the results that are not an argument as it came."""
-  sizes = _sizes(arguments, kind)
-  return sum(
-    sizes.of(value) for value in {id(v): v for v in graph.results}.values() if value.argument is None
-  )

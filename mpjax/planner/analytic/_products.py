@@ -17,8 +17,6 @@ from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
-# How many bfloat16 passes a TPU makes for a float32 product of a precision.
-_PASSES = {"HIGH": 3, "HIGHEST": 6}
 # Padding by more than this share of a weight costs more than it wins.
 _WORTH_PADDING = 0.25
 
@@ -41,17 +39,6 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     known = found.get(key)
     found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
   return tuple(sorted(found.values(), key=lambda product: -product.flops))
-
-
-def seconds_on_units(graph: Graph, target: Target, devices: int = 1) -> float | None:
-  """The time that all products take at the target's published peaks; `None` where it has none."""
-  if not target.flops:
-    return None
-  total = 0.0
-  for operation, times in graph.every_operation(least=True):
-    if operation.flops:
-      total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
-  return total
 
 
 def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
@@ -124,12 +111,12 @@ def dtype_of(operation: GraphOperation, target: Target) -> str:
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
   dtypes = [jnp.dtype(atom.aval.dtype) for atom in equation.invars[:2]]
   dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
-  if dtype == np.float32 and target.kind == "gpu" and _precision(equation) != "HIGHEST":
+  if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
     return "tensorfloat32"
   return dtype.name
 
 
-def _precision(equation: Any) -> str:
+def precision_of(equation: Any) -> str:
   """`HIGH` or `HIGHEST` where a product asks for it, or empty: the device's default."""
   asked = equation.params.get("precision")
   if asked is None:
@@ -141,16 +128,6 @@ def _precision(equation: Any) -> str:
   if any("HIGHEST" in name or "F32_F32" in name for name in names):
     return "HIGHEST"
   return "HIGH" if "HIGH" in names else ""
-
-
-def _rate(operation: GraphOperation, target: Target) -> float:
-  dtype = dtype_of(operation, target)
-  if target.kind == "tpu" and dtype == "float32":
-    return target.flops["bfloat16"] / _PASSES.get(_precision(operation.equation), 1)
-  name = "float8" if dtype.startswith("float8") else dtype
-  if name == "float8" and (name not in target.flops or not formats.runs_on(target.matrix_units, "float8")):
-    name = "bfloat16"  # which is what the values are widened to
-  return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
 
 
 def _product(operation: GraphOperation, target: Target) -> ProductGroup:
@@ -202,8 +179,8 @@ def _weight(value: GraphValue) -> GraphValue | None:
   return None
 
 
-def half_dtype(products: tuple[ProductGroup, ...]) -> Any:
-  """The dtype that most of the FLOPs are in: what weights would be served in."""
+def serving_dtype(products: tuple[ProductGroup, ...]) -> Any:
+  """Returns the dtype that most of the FLOPs are in, which weights would be served in."""
   total: dict[str, int] = {}
   for product in products:
     name = "bfloat16" if product.dtype.startswith("float8") else product.dtype

@@ -3,16 +3,19 @@
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
 from mpjax.planner.compiled._hlo import HloModule, parse
 from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, collectives, kernel_products
+from mpjax.planner.compiled._reading import Reading, read_program
 
 __all__ = [
   "CompileError",
   "HloModule",
   "KernelProduct",
   "Program",
+  "Reading",
   "by_dtypes",
   "collectives",
   "compile_step",
   "kernel_products",
   "missing",
   "parse",
+  "read_program",
 ]

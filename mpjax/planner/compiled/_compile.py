@@ -63,6 +63,11 @@ class Program:
   seconds: float
   accessed: float = 0.0
 
+  @property
+  def peak(self) -> int:
+    """Returns the bytes that the program needs."""
+    return self.arguments + self.outputs - self.aliases + self.temporaries
+
 
 def missing(target: Target) -> str:
   """What to install to compile for a target, in a line; empty if nothing is missing."""
@@ -107,19 +112,33 @@ def compile_step(step: Any, args: tuple[Any, ...], donated: Sequence[int], targe
     return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
 
 
-def figures(compiled: Any, seconds: float) -> dict[str, Any]:
-  """A `Program`'s fields from what JAX compiled."""
+def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
+  """Returns a `Program`'s fields from what JAX compiled.
+
+  Raises:
+    CompileError: if the compiler gives no figures for the memory.
+  """
   memory = compiled.memory_analysis()
+  if memory is None:
+    raise CompileError("the compiler has no memory analysis")
   return {
     "arguments": memory.argument_size_in_bytes,
     "outputs": memory.output_size_in_bytes,
     "aliases": memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
     "live": _live(memory),
-    "text": compiled.as_text(),
+    "text": _text(compiled),
     "seconds": seconds,
     "accessed": (compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
   }
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+  """Returns the optimised HLO; nothing where a runtime keeps it to itself."""
+  try:
+    return compiled.as_text() or ""
+  except (NotImplementedError, jax.errors.JaxRuntimeError):
+    return ""
 
 
 def _live(memory: Any) -> int:

@@ -139,10 +139,10 @@ class HloModule:
 
 
 def parse(text: str) -> HloModule:
-  """The module of an HLO text.
+  """Returns the module of an HLO text.
 
   Raises:
-    ValueError: for a text without an entry computation.
+    ValueError: for a text without an entry computation, or with a line in one that is no instruction.
   """
   computations: dict[str, dict[str, HloInstruction]] = {}
   current: dict[str, HloInstruction] = {}
@@ -156,6 +156,8 @@ def parse(text: str) -> HloModule:
       current[parsed[2]] = HloInstruction(
         parsed[2], shapes(parsed[3]), parsed[4], _operands(rest), _called(rest), rest, bool(parsed[1])
       )
+    elif line.startswith("  ") and " = " in line:
+      raise ValueError(f"expected an instruction, not {line.strip()[:80]!r}")
   if not entry:
     raise ValueError("no ENTRY computation: expected the text of an HLO module, as compiled.as_text() gives")
   head = text[: text.find("\n")]

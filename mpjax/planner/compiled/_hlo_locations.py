@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mpjax import _compat
-from mpjax.planner.analytic._graph import BACKWARD, FORWARD, OTHER
+from mpjax.planner._figures import BACKWARD, FORWARD, OTHER
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule
 
 _WRAPPED = re.compile(r"^(?:transpose|jvp|vmap|checkpoint|remat|custom_jvp|custom_vjp)\((.*)\)$")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax._text import bytes_text
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _BAR, _PLAN = 0.3, 1.0  # height of a bar, and of what a plan takes, in units of
 _FAR = 3  # a device with more than so many times the memory that is drawn would make the bars too short
 
 
-def save_picture(plans: Sequence[Plan], path: str | os.PathLike[str]) -> None:
+def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> None:
   """Draws memory by part, a bar a plan and a second one where it is compiled.
 
   Args:
@@ -70,14 +70,14 @@ class _Bar(NamedTuple):
   peak: int
 
 
-def _bars(plan: Plan) -> Iterator[_Bar]:
+def _bars(plan: PlanFigures) -> Iterator[_Bar]:
   yield _Bar("analytic", plan.memory.parts, plan.memory.peak)
   if plan.compiled:
     yield _Bar("compiled", plan.compiled.memory.parts, plan.compiled.peak)
 
 
 def _draw(
-  axes: Axes, plans: Sequence[Plan], bars: Sequence[Sequence[_Bar]], heights: Sequence[float]
+  axes: Axes, plans: Sequence[PlanFigures], bars: Sequence[Sequence[_Bar]], heights: Sequence[float]
 ) -> None:
   longest = max(max(bar.peak, sum(bar.parts.values())) for of_plan in bars for bar in of_plan)
   near = [plan.device_memory for plan in plans if 0 < plan.device_memory <= _FAR * longest]
@@ -129,7 +129,7 @@ def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, device_memory:
   axes.text(end, middle, text, fontsize=9, va="center", bbox=white, zorder=3, **style)
 
 
-def _title(plans: Sequence[Plan]) -> str:
+def _title(plans: Sequence[PlanFigures]) -> str:
   devices = list(
     dict.fromkeys((plan.target, plan.device, plan.devices, plan.device_memory) for plan in plans)
   )

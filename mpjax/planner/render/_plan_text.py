@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax._text import bytes_text, fold, table, table_width, with_prefix
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Plan, ProductGroup
+from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
 
 if TYPE_CHECKING:
   import rich.console
@@ -28,13 +28,13 @@ _MOST_ACTIVATIONS = 8
 _MOST_PRODUCTS = 10
 
 
-def as_text(plans: Sequence[Plan]) -> str:
+def as_text(plans: Sequence[PlanFigures]) -> str:
   """Plans side by side as plain text, at most 116 columns wide unless a shape or a source line is long."""
   sections = _sections(plans, _TEXT_WIDTH)
   return "\n\n".join("\n".join(line for line, _ in _lines(section)) for section in sections)
 
 
-def print_plans(plans: Sequence[Plan], console: rich.console.Console | None = None) -> None:
+def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | None = None) -> None:
   """Prints plans side by side, as many of them as the terminal has room for.
 
   Args:
@@ -83,7 +83,7 @@ class _PlanSection:
   lines: Sequence[str] = ()
 
 
-def _sections(plans: Sequence[Plan], width: int) -> Iterator[_PlanSection]:
+def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[_PlanSection]:
   """What there is to say of plans, with tables folded to a width, and headings and sentences too."""
   abreast = max(1, (width - _FIRST_WIDTH) // (_CELL_WIDTH + _GAP))
   beside = [plans[i : i + abreast] for i in range(0, len(plans), abreast)]
@@ -99,8 +99,8 @@ def _sections(plans: Sequence[Plan], width: int) -> Iterator[_PlanSection]:
   return (_folded(section, width) for section in sections if section)
 
 
-def _header(plans: Sequence[Plan]) -> _PlanSection:
-  def facts(plan: Plan) -> str:
+def _header(plans: Sequence[PlanFigures]) -> _PlanSection:
+  def facts(plan: PlanFigures) -> str:
     device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
     has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
     count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
@@ -110,7 +110,7 @@ def _header(plans: Sequence[Plan]) -> _PlanSection:
   return _PlanSection(f"Plan of a step: {names}", lines=_said(plans, lambda plan: [facts(plan)]))
 
 
-def _memory(plans: Sequence[Plan]) -> _PlanSection:
+def _memory(plans: Sequence[PlanFigures]) -> _PlanSection:
   per_parameter = any(plan.parameters for plan in plans)
 
   def row(name: str, counts: Iterable[int | None], strong: bool = False) -> _Row:
@@ -143,7 +143,7 @@ def _memory(plans: Sequence[Plan]) -> _PlanSection:
   return _beside("Memory of one device", plans, groups, lines)
 
 
-def _at_once(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
+def _at_once(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
   """What rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
   states = [plan.memory.training_state for plan in plans]
   names = _names(states)
@@ -153,7 +153,7 @@ def _at_once(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
   return [row("training state, all at once", [sum(state.values()) for state in states], strong=True), *parts]
 
 
-def _compiled(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
+def _compiled(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
   """The compiler's rows; none if no plan is compiled."""
   compiled = [plan.compiled for plan in plans]
   if not any(compiled):
@@ -175,7 +175,7 @@ def _compiled(plans: Sequence[Plan], row: Callable[..., _Row]) -> list[_Row]:
   return rows
 
 
-def _activations(plan: Plan) -> _PlanSection | None:
+def _activations(plan: PlanFigures) -> _PlanSection | None:
   saved = plan.memory.saved
   if not saved:
     return None
@@ -194,7 +194,7 @@ def _activations(plan: Plan) -> _PlanSection | None:
   return _PlanSection("Largest saved activations", columns, [rows], [line])
 
 
-def _matrix_units(plans: Sequence[Plan]) -> _PlanSection | None:
+def _matrix_units(plans: Sequence[PlanFigures]) -> _PlanSection | None:
   flops = [plan.matrix_flops() for plan in plans]
   kernels = [plan.compiled.kernels if plan.compiled else {} for plan in plans]
   if not any(flops) and not any(kernels):
@@ -214,7 +214,7 @@ def _matrix_units(plans: Sequence[Plan]) -> _PlanSection | None:
   return _beside("Matrix products: FLOPs of one step on one device", plans, groups)
 
 
-def _products(plan: Plan) -> _PlanSection | None:
+def _products(plan: PlanFigures) -> _PlanSection | None:
   rest = sorted((p for p in plan.products if not p.eligible), key=lambda p: -p.flops)
   if not rest:
     return None
@@ -231,14 +231,14 @@ def _products(plan: Plan) -> _PlanSection | None:
   return _PlanSection(title, columns, [rows], lines if others else ())
 
 
-def _collectives(plans: Sequence[Plan]) -> _PlanSection | None:
+def _collectives(plans: Sequence[PlanFigures]) -> _PlanSection | None:
   columns = _columns("plan operation dtype count bytes from")
   cells = lambda c: [c.operation, c.dtype, str(c.count), bytes_text(c.nbytes), ", ".join(c.sources)]
   groups = [[_Row([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
   return _PlanSection("Collectives of one step on one device", columns, groups) if any(groups) else None
 
 
-def _floor(plans: Sequence[Plan]) -> _PlanSection | None:
+def _floor(plans: Sequence[PlanFigures]) -> _PlanSection | None:
   floors = [plan.floor for plan in plans]
   if not any(floors):
     return None
@@ -251,7 +251,9 @@ def _floor(plans: Sequence[Plan]) -> _PlanSection | None:
   return _beside("Time floor: no step is faster than", plans, [rows], [line])
 
 
-def _beside(title: str, plans: Sequence[Plan], groups: _Groups, lines: Sequence[str] = ()) -> _PlanSection:
+def _beside(
+  title: str, plans: Sequence[PlanFigures], groups: _Groups, lines: Sequence[str] = ()
+) -> _PlanSection:
   """A section with a column a plan."""
   columns = [_Column("", folds=True), *(_Column(plan.label, right=True) for plan in plans)]
   return _PlanSection(title, columns, groups, lines)
@@ -262,7 +264,9 @@ def _row(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, st
   return _Row([name, *("-" if value is None else shown(value) for value in values)], strong)
 
 
-def _each(plans: Sequence[Plan], of: Callable[[Plan], _PlanSection | None]) -> Iterator[_PlanSection]:
+def _each(
+  plans: Sequence[PlanFigures], of: Callable[[PlanFigures], _PlanSection | None]
+) -> Iterator[_PlanSection]:
   """A section a plan, with its name; alike ones once."""
   found: list[tuple[_PlanSection, list[str]]] = []
   for plan in plans:
@@ -282,7 +286,7 @@ def _columns(headings: str) -> list[_Column]:
   return [_Column(name, right=name in _FIGURES, folds=name in _PROSE) for name in headings.split()]
 
 
-def _said(plans: Sequence[Plan], of: Callable[[Plan], Iterable[str]]) -> list[str]:
+def _said(plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]) -> list[str]:
   """Sentences of plans, each once, with the names of its plans before it unless all say it."""
   said: dict[str, list[str]] = {}
   for plan in plans:
@@ -295,7 +299,7 @@ def _names(dictionaries: Iterable[Iterable[str]]) -> list[str]:
   return list(dict.fromkeys(name for dictionary in dictionaries for name in dictionary))
 
 
-def _bytes_cell(count: int | None, plan: Plan) -> str:
+def _bytes_cell(count: int | None, plan: PlanFigures) -> str:
   if count is None:
     return "-"
   if not plan.parameters:
@@ -307,7 +311,7 @@ def _flops_cell(flops: int | None, whole: int) -> str:
   return "-" if flops is None else f"{with_prefix(flops, 'FLOP')}  {_percent(flops / max(1, whole)):>7}"
 
 
-def _fit(plan: Plan) -> str:
+def _fit(plan: PlanFigures) -> str:
   if not plan.device_memory:
     return "not known"
   share = _percent(plan.peak / plan.device_memory)

@@ -1,0 +1,231 @@
+"""A step traced for the shapes of its arguments: what both halves of a plan start from."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax._lazy import nnx
+from mpjax._types import ClosedJaxpr, PyTree
+from mpjax.planner._arguments import Argument, name_arguments
+from mpjax.planner._fp8_on_target import policy_on_target
+from mpjax.planner._targets import Target
+from mpjax.policy import Policy, get_policy
+from mpjax.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+  """A traced step.
+
+  Attributes:
+    jitted: the function to compile.
+    args: shapes of its arguments, with shardings where it runs on several devices.
+    jaxpr: its program.
+    arguments: the leaves of `args`, with the part of memory that each is.
+    donated: of each of them, whether the results may take its memory.
+    results: how many leaves it returns.
+    devices: how many devices it runs on.
+    policy: whose dtypes it computes in; `None` if that is not known.
+    label: what a plan of it is called.
+    notes: sentences about it for whoever reads the plan.
+  """
+
+  jitted: jax.stages.Wrapped
+  args: tuple[PyTree, ...]
+  jaxpr: ClosedJaxpr
+  arguments: Sequence[Argument]
+  donated: Sequence[bool]
+  results: int
+  devices: int
+  policy: Policy | None
+  label: str
+  notes: tuple[str, ...]
+
+  @property
+  def weights(self) -> list[Argument]:
+    """Returns the leaves that are weights."""
+    return [a for a in self.arguments if a.part == "master weights"]
+
+  @property
+  def parameters(self) -> int:
+    """Returns the number of trained parameters."""
+    return sum(a.elements for a in self.weights)
+
+
+def trace_step(
+  step: Callable[..., Any],
+  abstract_args: Sequence[PyTree] | Mapping[str, PyTree],
+  device: Target,
+  *,
+  policy: Any = None,
+  parts: Mapping[str | int, str] | None = None,
+  donate_argnums: int | Sequence[int] | None = None,
+) -> TracedStep:
+  """Traces a step; the arguments are those of `mpjax.plan`.
+
+  Raises:
+    ValueError: for arguments that are no arrays or lie on a mesh larger than the target, for a step that
+      cannot be traced, and for `parts` that fit nothing.
+  """
+  if isinstance(abstract_args, Mapping) or not isinstance(abstract_args, (tuple, list)):
+    raise ValueError(
+      f"abstract_args of type {type(abstract_args).__name__}: expected a tuple of the step's positional "
+      "arguments, as in mpjax.plan(step, (state, batch))"
+    )
+  resolved = None if policy is None else get_policy(policy, backend=device.kind)
+  note = ""
+  if isinstance(step, TrainStep):
+    there, note = policy_on_target(step.policy, device)
+    resolved = there if resolved is None else resolved
+    step = step if there == step.policy or step.needs_batch else step.with_policy(there)
+  jitted, names = _jitted(step, donate_argnums)
+  args = tuple(_abstract(argument) for argument in abstract_args)
+  devices = _mesh_size(args, device)
+  if device.is_here:
+    args = _on_devices(args)
+  traced = _trace(jitted, args)
+  donated = [bool(leaf.donated) for leaf in jax.tree.leaves(traced.args_info)]
+  if len(donated) != len(jax.tree.leaves(args)):
+    raise ValueError("the step has static arguments: bind them with functools.partial, before jax.jit")
+  return TracedStep(
+    jitted=jitted,
+    args=args,
+    jaxpr=traced.jaxpr,
+    arguments=name_arguments(args, names, donated, parts),
+    donated=donated,
+    results=len(jax.tree.leaves(traced.out_info)),
+    devices=devices,
+    policy=resolved,
+    label=_label(step, resolved),
+    notes=(note,) if note else (),
+  )
+
+
+def _jitted(
+  step: Callable[..., Any], donate_argnums: int | Sequence[int] | None
+) -> tuple[jax.stages.Wrapped, tuple[str, ...]]:
+  """Returns the jitted function of a step, and the names of its parameters as far as they are known."""
+  if isinstance(step, TrainStep):
+    return step.jitted, ("state", "batch")
+  if not callable(step):
+    raise ValueError(f"step of type {type(step).__name__}: expected a function")
+  if hasattr(step, "trace") and hasattr(step, "lower"):
+    if donate_argnums is not None:
+      raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
+    return step, _parameters(getattr(step, "__wrapped__", step))
+  return jax.jit(step, donate_argnums=() if donate_argnums is None else donate_argnums), _parameters(step)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+  try:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+  except (TypeError, ValueError):
+    return ()
+
+
+def _label(step: Callable[..., Any], policy: Policy | None) -> str:
+  if policy is not None:
+    return policy.name or str(policy)
+  return getattr(step, "__name__", None) or "step"
+
+
+def _abstract(argument: PyTree) -> PyTree:
+  """Returns the shapes of an argument's leaves, with the shardings of those that lie on a mesh."""
+  return jax.tree_util.tree_map_with_path(_abstract_leaf, argument, is_leaf=_is_nnx)
+
+
+def _is_nnx(x: object) -> bool:
+  return isinstance(x, (nnx.Module, nnx.Optimizer))
+
+
+def _abstract_leaf(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+  if _is_nnx(x):
+    raise ValueError(
+      f"an nnx.{'Module' if isinstance(x, nnx.Module) else 'Optimizer'} in an argument of the step: pass a "
+      "TrainState (step.init), or nnx.split it and plan a function of its state"
+    )
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    if not isinstance(x, (bool, int, float, complex)):
+      raise ValueError(
+        f"an argument of the step holds a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its top'}: "
+        "expected arrays, shapes or numbers; bind what is static with functools.partial, or take it out of "
+        "the tree (equinox.filter)"
+      )
+    x = np.asarray(x)
+  sharding = getattr(x, "sharding", None)
+  on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+  # As JAX reads it: without x64, NumPy's wide types and Python's numbers have 32 bits.
+  extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+  dtype = x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
+  return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if on_mesh else None)
+
+
+def _on_devices(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+  """Puts shardings over an abstract mesh on this machine's devices."""
+
+  def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if x.sharding is None or not isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
+      return x
+    abstract = x.sharding.mesh
+    devices = np.array(jax.devices()[: abstract.size]).reshape(abstract.axis_sizes)
+    mesh = jax.sharding.Mesh(devices, abstract.axis_names, axis_types=abstract.axis_types)
+    return x.update(sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
+
+  return jax.tree.map(leaf, args)
+
+
+def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
+  """Returns the number of devices that arguments lie on.
+
+  Raises:
+    ValueError: for several meshes, or one that is larger than the target.
+  """
+  sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(args) if leaf.sharding is not None}
+  if len(sizes) > 1:
+    raise ValueError(f"arguments on meshes of {sorted(sizes)} devices: expected one mesh")
+  size = max(sizes, default=1)
+  if size > target.devices:
+    raise ValueError(
+      f"a mesh of {size} devices is larger than target {target.name}, which has {target.devices}: use a "
+      f"smaller mesh, or a larger target such as {_larger(target, size)}"
+    )
+  return size
+
+
+def _larger(target: Target, size: int) -> str:
+  """Returns the name of a target of a kind that has `size` devices."""
+  base = target.name.partition(":")[0]
+  if target.kind == "tpu":
+    side = 1
+    while side * side < size:
+      side *= 2
+    return f"{base}:{side}x{side}" if base != "v5p" else f"{base}:{side}x{side}x1"
+  return f"{base}:{size}" if not target.is_here else f"h200:{size}"
+
+
+def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.Traced:
+  """Traces a function.
+
+  Raises:
+    ValueError: where that raises, with the line of the user's program.
+  """
+  try:
+    return jitted.trace(*args)
+  except Exception as error:
+    where = [
+      f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+      for frame in traceback.extract_tb(error.__traceback__)
+      if not _compat.is_library(frame.filename)
+    ]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else ""
+    place = f" at {where[-1]}" if where else ""
+    raise ValueError(f"the step cannot be traced{place}: {type(error).__name__}: {message}") from error

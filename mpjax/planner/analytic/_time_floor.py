@@ -1,0 +1,90 @@
+"""The shortest time that a step can take: at the published peaks of a target, no step is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpjax import formats
+from mpjax.planner._arguments import Argument
+from mpjax.planner._figures import ARGUMENT_PARTS, Collective, Floor, Memory
+from mpjax.planner._targets import Target
+from mpjax.planner.analytic._graph import Graph, GraphOperation
+from mpjax.planner.analytic._memory import device_sizes
+from mpjax.planner.analytic._products import dtype_of, precision_of
+
+# How many bfloat16 passes a TPU makes for a float32 product of a precision.
+_PASSES = {"HIGH": 3, "HIGHEST": 6}
+# Of a collective's bytes, the share that a device sends in a group of two, or where the network adds up.
+_SENT = {"all-reduce": 1.0, "reduce-scatter": 1.0, "collective-permute": 1.0}
+
+
+def time_floor(
+  graph: Graph,
+  arguments: Sequence[Argument],
+  memory: Memory,
+  collectives: Sequence[Collective],
+  target: Target,
+  devices: int,
+) -> Floor | None:
+  """Returns the floor of a step's time; `None` where the target has no published peaks.
+
+  Args:
+    graph: of the step.
+    arguments: the leaves of its arguments.
+    memory: of the step, the compiler's where there is one.
+    collectives: what crosses devices.
+    target: whose peaks are meant.
+    devices: over which the work is divided.
+  """
+  if not target.flops or not target.bandwidth:
+    return None
+  moved = _moved_bytes(memory, _written_bytes(graph, arguments, target.kind), target.cache)
+  parts = {
+    "matrix units": _seconds_on_units(graph, target, devices),
+    "memory": moved / target.bandwidth,
+  }
+  if collectives and target.interconnect and devices > 1:
+    # The least that each device sends, whatever the algorithm and the size of the groups.
+    sent = sum(c.nbytes * _SENT.get(c.operation, 0.5) for c in collectives)
+    parts["interconnect"] = sent / target.interconnect
+  bound = max(parts, key=lambda name: parts[name])
+  return Floor(parts[bound], parts, bound, moved)
+
+
+def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
+  """Returns the time that all products take at the target's published peaks."""
+  total = 0.0
+  for operation, times in graph.every_operation(least=True):
+    if operation.flops:
+      total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
+  return total
+
+
+def _rate(operation: GraphOperation, target: Target) -> float:
+  """Returns the published peak, in FLOP/s, for the dtype that a target multiplies in."""
+  dtype = dtype_of(operation, target)
+  if target.kind == "tpu" and dtype == "float32":
+    return target.flops["bfloat16"] / _PASSES.get(precision_of(operation.equation), 1)
+  name = "float8" if dtype.startswith("float8") else dtype
+  if name == "float8" and (name not in target.flops or not formats.runs_on(target.matrix_units, "float8")):
+    name = "bfloat16"  # which is what the values are widened to
+  return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
+
+
+def _moved_bytes(memory: Memory, written: int, cache: int) -> int:
+  """Returns the least bytes to move: arguments read, results written, activations both ways.
+
+  Args:
+    memory: of the step.
+    written: bytes of its results.
+    cache: bytes that a cache may keep from one step or pass to the next.
+  """
+  read = sum(memory.parts.get(name, 0) for name in ARGUMENT_PARTS)
+  return max(0, read - cache) + max(0, written - cache) + 2 * max(0, memory.saved_bytes - cache)
+
+
+def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
+  """Returns the bytes, on one device, of the results that are not an argument as it came."""
+  sizes = device_sizes(arguments, kind)
+  results = {id(value): value for value in graph.results}.values()
+  return sum(sizes.of(value) for value in results if value.argument is None)
