@@ -36,8 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
 from benchmarks.loss_scale._suite import described
-from mpjax.planner.compiled import _hlo
-from mpjax.planner.compiled._hlo_products import KernelProduct, by_dtypes, kernel_products
+from mpjax.planner.compiled import KernelProduct, _hlo, by_dtypes, kernel_products
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")

@@ -109,8 +109,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   import jax
 
   from benchmarks._record import origin, write
-  from mpjax.planner import get_target
-  from mpjax.planner.compiled._compile import missing
+  from mpjax.planner import get_target, missing
 
   if options.target not in (
     "here",

@@ -35,9 +35,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
 from benchmarks._record import origin, write
-from mpjax.planner import get_target
-from mpjax.planner._figures import Collective
-from mpjax.planner.compiled._compile import CompileError, missing
+from mpjax.planner import Collective, CompileError, get_target, missing
 from mpjax.train.models import GPT
 from mpjax.train.models._axes import gpt_axes
 

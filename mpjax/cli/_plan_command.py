@@ -18,7 +18,7 @@ import rich.progress
 from mpjax._text import bytes_text
 from mpjax.cli._commands import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
-from mpjax.planner.render._plan_text import print_plans
+from mpjax.planner.render import print_plans, save_picture
 from mpjax.policy import get_policy
 from mpjax.train._config import DEFAULT_RECOMPUTE, ConfigError, load_config
 from mpjax.train._planning import Planner
@@ -114,8 +114,6 @@ def _run(options: argparse.Namespace) -> None:
   if options.json:
     pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
   if options.picture:
-    from mpjax.planner.render._plan_picture import save_picture  # matplotlib is in an extra
-
     save_picture(plans, options.picture)
     console.print(f"picture: {options.picture}", highlight=False, markup=False, soft_wrap=True)
 

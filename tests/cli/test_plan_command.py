@@ -10,8 +10,7 @@ import pytest
 
 from mpjax._text import bytes_text
 from mpjax.cli import _plan_command
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS
-from mpjax.planner._targets import get_target
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.train._config import ConfigError, load_config
 from mpjax.train._planning import Planner

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpjax.planner import get_target
 from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner._targets import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo
 

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.planner._targets import get_target
 from mpjax.planner import _plan as planning
+from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from tests.planner._steps import BATCH, F32, PARAMS, S, mlp
 

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax._text import bytes_text
-from mpjax.planner._figures import Floor, Memory
-from mpjax.planner._search import cheapest, largest_batch
-from mpjax.planner.compiled._compile import CompileError
+from mpjax.planner import CompileError, Floor, Memory, cheapest, largest_batch
 from tests.planner._plans import a_plan, a_product
 
 FAILED = "the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from mpjax import formats
-from mpjax.planner import _targets
-from mpjax.planner._targets import Target, get_target, target_names
+from mpjax.planner import Target, _targets, get_target, target_names
 
 GPUS = ("a100", "b200", "h100", "h200", "l4", "rtx4090")
 TPUS = ("v5e", "v5p", "v6e")

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import mpjax
-from mpjax.planner._targets import get_target
+from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo
 from mpjax.train.models import GPT

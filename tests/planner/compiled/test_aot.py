@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.planner._figures import ARGUMENT_PARTS
-from mpjax.planner._targets import get_target
+from mpjax.planner import ARGUMENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers
 
 pytestmark = pytest.mark.aot

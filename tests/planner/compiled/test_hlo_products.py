@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mpjax.planner._targets import get_target
+from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo, _hlo_products
 

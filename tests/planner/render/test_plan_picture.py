@@ -4,8 +4,8 @@ import builtins
 
 import pytest
 
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS
-from mpjax.planner.render._plan_picture import COLORS, save_picture
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS
+from mpjax.planner.render import COLORS, save_picture
 from tests.planner._plans import a_plan
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -6,8 +6,8 @@ import pytest
 import rich.console
 
 from mpjax._text import bytes_text
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
-from mpjax.planner.render._plan_text import NO_FIT, as_text, print_plans
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
+from mpjax.planner.render import NO_FIT, as_text, print_plans
 from tests.planner._plans import PARAMETERS, a_plan, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
