@@ -32,6 +32,8 @@ from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 
 if TYPE_CHECKING:
+  from mpjax import formats as formats
+  from mpjax import train as train
   from mpjax.numerics import NonfiniteReport, NumericsReport, find_nonfinite, inspect_numerics
   from mpjax.planner import Plan, cheapest, largest_batch
   from mpjax.planner._plan import plan
@@ -81,6 +83,7 @@ __all__ = [
 
 # What a program that trains does not need is imported when it is asked for.
 _LATER = {
+  "train": "mpjax.train",
   "formats": "mpjax.formats",
   "NonfiniteReport": "mpjax.numerics",
   "find_nonfinite": "mpjax.numerics",
@@ -97,7 +100,7 @@ def __getattr__(name: str) -> Any:
   if name not in _LATER:
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
   module = importlib.import_module(_LATER[name])
-  value = getattr(module, name, module)
+  value = module if _LATER[name] == f"mpjax.{name}" else getattr(module, name)
   globals()[name] = value
   return value
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.resources
 import math
-import os
 import pathlib
 import sys
 import types
@@ -382,18 +381,17 @@ class Coordination(NamedTuple):
 
 
 def coordination() -> Coordination:
-  """The client of the coordination service, `None` without one; touches no device."""
+  """Returns the client of the coordination service, `None` without one; touches no device.
+
+  Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would touch devices.
+  """
   state = distributed.global_state
   return Coordination(state.client, state.process_id, state.num_processes)
 
 
-def processes_around() -> int:
-  """How many processes of JAX the environment (Slurm, Kubernetes, Cloud TPU, Open MPI) speaks of."""
-  if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
-    return 1  # a step of one task, such as an interactive shell, in a job of more
-  for kind in clusters.ClusterEnv._cluster_types:
-    # Kubernetes without a place in an indexed job is a machine like any other.
-    lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
-    if not kind.opt_in_only_method and not lone and kind.is_env_present():
-      return kind.get_process_count()
-  return 1
+def cluster_kinds() -> list[type[clusters.ClusterEnv]]:
+  """Returns the clusters that `jax.distributed.initialize` recognises by itself.
+
+  Private: it starts what it finds; no public function says whether there is something to start.
+  """
+  return [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]

@@ -13,11 +13,11 @@ from benchmarks._worker import serve
 from mpjax.planner import CompileError, Plan, Target, get_target, plan, policy_on_target
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train._config import load_config
+from mpjax.train import load_config
 from mpjax.train._optimizers import make_optimizer
 from mpjax.train._tasks import make_task
 from mpjax.train.data import DataInfo
-from mpjax.train.monitors._peak_memory import peak_memory
+from mpjax.train.monitors import peak_memory
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FILES = {"gpt": "gpt_stdlib", "vit": "vit_digits", "resnet": "resnet_digits"}

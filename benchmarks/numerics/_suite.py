@@ -32,10 +32,10 @@ from mpjax.numerics._instrumented_step import (
 )
 from mpjax.numerics._tensors import full_summary
 from mpjax.planner import get_target
-from mpjax.train._config import load_config
+from mpjax.train import load_config
 from mpjax.train._setup import make_setup
 from mpjax.train.models import GPT
-from mpjax.train.monitors._histograms import Watcher
+from mpjax.train.monitors import Watcher
 
 SHAPE = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
 COMMAND = "numerics"

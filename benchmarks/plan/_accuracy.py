@@ -31,7 +31,7 @@ from benchmarks._record import origin, write
 from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner.analytic._memory import table_bytes
-from mpjax.train._config import load_config
+from mpjax.train import load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
 

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks._record import origin, write
 from benchmarks._worker import Worker, serve
 from mpjax.planner import get_target, missing, target_names
-from mpjax.train._config import Config, load_config
+from mpjax.train import Config, load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
 

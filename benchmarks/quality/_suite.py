@@ -29,8 +29,8 @@ import jax
 
 from benchmarks._record import origin, write
 from benchmarks.quality._tables import pictures, tables
-from mpjax.train._config import load_config
-from mpjax.train.monitors._run_directory import RunDirectory
+from mpjax.train import load_config
+from mpjax.train.monitors import RunDirectory
 
 __all__ = ["add_arguments", "pictures", "run", "tables"]
 

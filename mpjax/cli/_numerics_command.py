@@ -1,4 +1,4 @@
-"""The command line of `scripts/numerics.py`: exit statuses as in `_commands.py`."""
+"""`mpjax numerics`: what a policy does to the numbers of a config's training step, and what to change."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ import rich.progress
 import yaml
 
 from mpjax import formats
-from mpjax.cli._commands import guarded
+from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._exit_status import guarded
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._report import NumericsReport, policy_name
 from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 from mpjax.numerics.render._report_text import print_report
 from mpjax.policy import get_policy
-from mpjax.train._config import Config, ConfigError, load_config, read_tree
+from mpjax.train._config import Config
+from mpjax.train._config_file import find_config, load_config, read_tree
+from mpjax.train._errors import ConfigError
 from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
 
 _STEPS = 10
 
 
-def numerics(arguments: Sequence[str]) -> int:
-  """`scripts/numerics.py`; returns the exit status."""
+def run(arguments: Sequence[str], prog: str) -> int:
+  """Runs the command and returns its exit status."""
   parser = argparse.ArgumentParser(
-    prog="numerics.py",
+    prog=prog,
     description="Show what a policy does to the numbers of a config's training step: magnitudes, what each "
     "format loses of them, errors against float32 by module, and the policy to use instead.",
-    epilog="example: numerics.py configs/gpt_stdlib.yaml policy=fp16 checkpoint=runs/x batches=4",
+    epilog=f"example: {prog} gpt_stdlib policy=fp16 checkpoint=runs/x batches=4",
   )
-  parser.add_argument(
-    "config", nargs="?", help="a YAML file, such as configs/gpt_stdlib.yaml, or a run directory"
-  )
-  parser.add_argument(
-    "overrides",
-    nargs="*",
-    metavar="key=value",
-    help="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained parameters; "
-    f"steps=N to train so many first (without a checkpoint {_STEPS}); batches=N to look at (2); "
+  add_config(
+    parser,
+    also=", a run directory",
+    overrides="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained "
+    f"parameters; steps=N to train so many first (without a checkpoint {_STEPS}); batches=N to look at (2); "
     "keep=0.999, the share of gradients that a loss scale should keep",
   )
   parser.add_argument("--html", metavar="FILE", help="where the page goes; by default beside the runs")
@@ -57,16 +56,14 @@ def numerics(arguments: Sequence[str]) -> int:
     "checkpoint's run directory",
   )
   parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
-  options = parser.parse_intermixed_args(arguments)
+  options = parse(parser, list(arguments))
   if options.formats:
     formats.print_formats(rich.console.Console())
     return 0
-  if options.config is None:
-    parser.error("a config is missing, such as configs/gpt_stdlib.yaml")
-  return guarded(lambda: _run(options))
+  return guarded(lambda: _numerics(options))
 
 
-def _run(options: argparse.Namespace) -> None:
+def _numerics(options: argparse.Namespace) -> None:
   own, overrides = _split(options.overrides)
   path = pathlib.Path(options.config)
   checkpoint = own.get("checkpoint")
@@ -75,6 +72,7 @@ def _run(options: argparse.Namespace) -> None:
       raise ConfigError(f"checkpoint={checkpoint} beside the run directory {path}: expected one of them")
     checkpoint, path = str(path), path / "config.yaml"
   _check_outputs(options)
+  path = find_config(path)
   config = load_config(path, overrides)
   console = rich.console.Console()
   if not console.is_terminal:  # a file has room for the whole table
@@ -184,7 +182,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
     policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
   tree = read_tree(path, overrides) | {"policy": policy}
   tree.pop("out", None)  # a run of another policy is another run
-  lines = [f"# {path} with the policy that scripts/numerics.py advises."]
+  lines = [f"# {path} with the policy that `mpjax numerics` advises."]
   lines += [f"# {key}: {buys}" for key, buys in report.advice.lines]
   try:
     out.write_text("\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False))

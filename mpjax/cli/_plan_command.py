@@ -1,4 +1,4 @@
-"""The command line of `scripts/plan.py`: arguments in, a report out, exit statuses as in `_commands.py`."""
+"""`mpjax plan`: what a config's training step costs on a device that need not be there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ import rich.console
 import rich.progress
 
 from mpjax._text import bytes_text
-from mpjax.cli._commands import guarded
+from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render import print_plans, save_picture
 from mpjax.policy import get_policy
-from mpjax.train._config import DEFAULT_RECOMPUTE, ConfigError, load_config
+from mpjax.train._config import DEFAULT_RECOMPUTE
+from mpjax.train._config_file import load_config
+from mpjax.train._errors import ConfigError
 from mpjax.train._planning import Planner
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -30,20 +33,17 @@ _CHOICES = ("fp8", "bf16", "fp16", "tf32", "fp32")
 _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
-def plan(arguments: Sequence[str]) -> int:
-  """`scripts/plan.py`; returns the exit status."""
+def run(arguments: Sequence[str], prog: str) -> int:
+  """Runs the command and returns its exit status."""
   parser = argparse.ArgumentParser(
-    prog="plan.py",
+    prog=prog,
     description="Say what a config's training step costs on a device that need not be there: memory by part, "
     "matrix units, collectives, a floor for the time.",
-    epilog="example: plan.py configs/gpt_stdlib.yaml policy=fp32,bf16,fp16 target=h200 --picture plan.png",
+    epilog=f"example: {prog} gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
   )
-  parser.add_argument("config", help="a YAML file, such as configs/gpt_stdlib.yaml")
-  parser.add_argument(
-    "overrides",
-    nargs="*",
-    metavar="key=value",
-    help="dotted keys that override the file; policy=a,b,c for several policies; target=h200, v5e:2x4, ...",
+  add_config(
+    parser,
+    overrides="dotted keys that override the file; policy=a,b,c for several policies; target=h200, v5e:2x4",
   )
   parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
   parser.add_argument(
@@ -58,11 +58,11 @@ def plan(arguments: Sequence[str]) -> int:
   parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
   parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
   parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
-  options = parser.parse_intermixed_args(arguments)
-  return guarded(lambda: _run(options))
+  options = parse(parser, list(arguments))
+  return guarded(lambda: _plan(options))
 
 
-def _run(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> None:
   policies, target_name, overrides = _split(options.overrides)
   target = _target(target_name)
   config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])

@@ -1,1 +1,53 @@
-"""Training from a YAML config: what only a training run needs."""
+"""Training runs: a config, its data and model, the loop, checkpoints, several processes.
+
+Its packages (grain, orbax and so on) come with `pip install "mpjax[train]"` and are imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from mpjax.train._config import Config, parse_config
+  from mpjax.train._config_file import load_config
+  from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
+  from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
+  from mpjax.train._loop import run_training
+
+__all__ = [
+  "CheckpointError",
+  "Config",
+  "ConfigError",
+  "DataError",
+  "ExportedModel",
+  "Interrupted",
+  "Stuck",
+  "export_run",
+  "load_config",
+  "load_safetensors",
+  "parse_config",
+  "run_training",
+  "save_safetensors",
+]
+
+_MODULES = {
+  "_config": ("Config", "parse_config"),
+  "_config_file": ("load_config",),
+  "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
+  "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "_loop": ("run_training",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULE_OF:
+    raise AttributeError(f"module 'mpjax.train' has no attribute {name!r}")
+  value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

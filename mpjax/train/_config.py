@@ -1,17 +1,10 @@
-"""The YAML config of a training run: its keys, defaults and checks.
-
-OmegaConf reads the file and the `key=value` overrides, pydantic holds the types; what is wrong comes out
-as one `ConfigError` line that names the key.
-"""
+"""The config of a training run: its keys, defaults and checks; a mistake is one line that names the key."""
 
 from __future__ import annotations
 
-import pathlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import omegaconf
 import pydantic
 import yaml
 
@@ -19,10 +12,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding._sharding_rules import Rules
 from mpjax.step._optimizer import require_honoured
-
-
-class ConfigError(ValueError):
-  """A config that cannot be run: one line that names the key, the value and the way out."""
+from mpjax.train._errors import ConfigError
 
 
 def _no_bool(value: Any) -> Any:
@@ -244,59 +234,6 @@ class Config(_Section):
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
-  """Reads a YAML file, applies `key=value` overrides (dotted keys, YAML values) and checks the whole.
-
-  Raises:
-    ConfigError: one line that names the file or key, the value, and what was expected.
-  """
-  path = pathlib.Path(path)
-  config = parse_config(read_tree(path, overrides))
-  if config.out is None:
-    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
-    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
-  return config
-
-
-def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-  """A YAML file with `key=value` overrides as plain data, no key of which is checked yet.
-
-  A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
-  refused: what is in the environment would end up in the run directory, or in a request for a dataset.
-
-  Raises:
-    ConfigError: as `load_config`.
-  """
-  try:
-    _require_shallow(path)
-    tree = omegaconf.OmegaConf.load(path)
-  except FileNotFoundError:
-    raise ConfigError(f"no such config file: {path}") from None
-  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-    raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-  if not isinstance(tree, omegaconf.DictConfig):
-    raise ConfigError(f"{path}: expected a mapping of keys at the top level")
-  try:
-    for override in overrides:
-      _apply(tree, override)
-    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
-    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
-  except omegaconf.errors.OmegaConfBaseException as error:
-    raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-  return data
-
-
-def read_waits(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> DistributedConfig:
-  """The `distributed` section, read before the processes know of each other.
-
-  Defaults for one that cannot be read: `load_config` raises, once all processes can be told.
-  """
-  try:
-    return DistributedConfig.model_validate(read_tree(pathlib.Path(path), overrides).get("distributed", {}))
-  except (ConfigError, pydantic.ValidationError):
-    return DistributedConfig()
-
-
 def parse_config(data: Any) -> Config:
   """A `Config` from plain data, every check but those that need the device or the data made.
 
@@ -312,63 +249,6 @@ def parse_config(data: Any) -> Config:
   except ValueError as error:
     raise ConfigError(f"policy: {error}") from error
   return config
-
-
-def _apply(tree: omegaconf.DictConfig, override: str) -> None:
-  key, sign, value = override.partition("=")
-  if not sign or not key:
-    raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
-  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
-    tree["policy"] = {"base": tree["policy"]}
-  try:
-    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
-    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
-  except Exception as error:  # of many kinds: YAML's, OmegaConf's, Python's own
-    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
-
-
-_DEEPEST, _MOST_REFERENCES = 50, 16
-_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
-
-
-def _require_shallow(path: pathlib.Path) -> None:
-  """Raises for a file nested so deeply that the reader, which recurses, would overrun the stack."""
-  depth = 0
-  with path.open("rb") as file:
-    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-      if isinstance(event, yaml.CollectionStartEvent):
-        depth += 1
-      elif isinstance(event, yaml.CollectionEndEvent):
-        depth -= 1
-      if depth > _DEEPEST:
-        raise ValueError(f"nested more than {_DEEPEST} levels deep")
-
-
-def _require_plain(tree: Any) -> None:
-  """Raises for values that are more than data, and for so many references that they could fill the memory."""
-  found = 0
-  for key, text in _strings(tree, ""):
-    found += len(_REFERENCE.findall(text))
-    if "${" in _REFERENCE.sub("", text):
-      raise ConfigError(
-        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
-        "environment goes on the command line, as in out=$HOME/runs/x"
-      )
-  if found > _MOST_REFERENCES:
-    raise ConfigError(
-      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
-    )
-
-
-def _strings(tree: Any, key: str) -> Iterator[tuple[str, str]]:
-  if isinstance(tree, str):
-    yield key, tree
-  elif isinstance(tree, dict):
-    for name, value in tree.items():
-      yield from _strings(value, f"{key}.{name}" if key else str(name))
-  elif isinstance(tree, list):
-    for position, value in enumerate(tree):
-      yield from _strings(value, f"{key}[{position}]")
 
 
 def _describe(error: Mapping[str, Any], data: Any) -> str:

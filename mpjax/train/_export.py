@@ -25,7 +25,8 @@ from mpjax.fp8._recipe import BLOCK, Recipe, to_pairs
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.step import make_train_step
-from mpjax.train._config import Config, ConfigError, MeshConfig, load_config, parse_config
+from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
+from mpjax.train._config_file import load_config
 from mpjax.train._setup import make_setup
 from mpjax.train._tasks import Task, make_task
 from mpjax.train.checkpoints._checkpoints import Checkpoints

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train._config import Config, ConfigError, load_config
+from mpjax.train._config import Config, ConfigError
+from mpjax.train._config_file import load_config
 from mpjax.train._meshes import on_devices_here
 from mpjax.train._optimizers import make_optimizer
 from mpjax.train._setup import Setup, make_setup

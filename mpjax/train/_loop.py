@@ -1,4 +1,4 @@
-"""`train`: a config to a trained model, through crashes, interruptions and restarts."""
+"""The training loop: a config to a trained model, through crashes, interruptions and restarts."""
 
 from __future__ import annotations
 
@@ -16,31 +16,29 @@ import rich.console
 import yaml
 
 from mpjax.step import TrainState
-from mpjax.train._config import Config, ConfigError
+from mpjax.train._config import Config
 from mpjax.train._display import Display, finished_already, header, summary_table
+from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import save_safetensors
-from mpjax.train._run_summary import opening
+from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, make_setup
-from mpjax.train.checkpoints._checkpoints import CheckpointError, Checkpoints
-from mpjax.train.checkpoints._orbax_errors import STORAGE_ERRORS
-from mpjax.train.data import DataError
-from mpjax.train.data._dataset import data_mismatch, describe
-from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
-from mpjax.train.monitors._events import Events
-from mpjax.train.monitors._histograms import Watcher
-from mpjax.train.monitors._peak_memory import peak_memory
-from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory, config_mismatch, plain
-from mpjax.train.multiprocess._interrupt import Interrupt, Interrupted, Poll
-from mpjax.train.multiprocess._processes import Processes
+from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
+from mpjax.train.data import data_mismatch, describe
+from mpjax.train.monitors import (
+  Events,
+  MetricsFile,
+  RunDirectory,
+  Watcher,
+  config_mismatch,
+  first_nonfinite,
+  nonfinite_report,
+  peak_memory,
+  plain,
+)
+from mpjax.train.multiprocess import Interrupt, Poll, Processes
 
 # Steps whose metrics may still be on the device: the host never waits for the newest.
 _LAG = 2
-
-
-class Stuck(Exception):
-  """Every step is skipped and the loss scale cannot fall any further."""
-
-  agreed = True  # by all processes of a run
 
 
 class _Pending(NamedTuple):
@@ -49,11 +47,11 @@ class _Pending(NamedTuple):
   batch: Any
 
 
-def train(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
+def run_training(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
   """Trains what the config says, resuming an unfinished run, and returns the summary.
 
   Where `jax.distributed` runs already, every process of it calls this; a hang then ends the process
-  (`distributed.hang_timeout_s`), which in a run of one process it does for `scripts/train.py` alone.
+  (`distributed.hang_timeout_s`), which in a run of one process it does for `mpjax train` alone.
 
   Raises:
     ConfigError, DataError: before anything is written, for what cannot be run.
@@ -69,7 +67,7 @@ def train(config: Config, console: rich.console.Console | None = None) -> dict[s
 def train_together(
   load: Callable[[], Config], processes: Processes, console: rich.console.Console | None = None
 ) -> dict[str, Any]:
-  """`train` in one of several processes, each of which loads the config for itself."""
+  """Does `run_training` in one of several processes, each of which loads the config for itself."""
   console = console or rich.console.Console(quiet=not processes.first)
   config, _ = processes.agree(load, lambda config: yaml.safe_load(config.to_yaml()), config_mismatch)
   processes.directory = pathlib.Path(str(config.out))
@@ -81,7 +79,7 @@ def train_together(
     if summary is not None:
       finished_already(console, summary, directory.path)
       return summary
-    run = Run(config, setup, directory, processes, console)
+    run = TrainingRun(config, setup, directory, processes, console)
     try:
       with run.storage_errors():
         summary = run.train()
@@ -95,7 +93,7 @@ def train_together(
     directory.close()
 
 
-class Run:
+class TrainingRun:
   """One run: everything that a config builds, and the loop over it."""
 
   def __init__(
@@ -128,7 +126,7 @@ class Run:
     """The loop, from the last checkpoint to the end."""
     iterator = self.data.train(self.setup.rows)
     (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
-    header(self.console, opening(self.setup, state, self.directory.path, start, self.processes.count))
+    header(self.console, header_rows(self.setup, state, self.directory.path, start, self.processes.count))
     rows, per_row = self.config.data.batch_size, self.task.units[1]
     first = self.processes.first
     self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
@@ -172,7 +170,7 @@ class Run:
     self.processes.doing(f"the data of step {step}")
     try:
       return next(iterator)
-    except Exception as error:
+    except Exception as error:  # of any kind: a user's data source
       message = f"the data of step {step} cannot be read: {describe(error)}"
       kept = self.checkpoints.latest()
       if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
@@ -304,7 +302,7 @@ class Run:
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
       f"gradients, and the loss scale of {self._last['loss_scale']:g} cannot fall further\n{report}\n"
-      f"saved: a checkpoint of step {step} and the batch, in {file}; scripts/numerics.py "
+      f"saved: a checkpoint of step {step} and the batch, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt looks again, also with another policy"
     )
 
@@ -333,7 +331,7 @@ class Run:
   def _eval_batches(self) -> Iterator[Any]:
     try:
       yield from self.data.eval(self.setup.rows)
-    except Exception as error:
+    except Exception as error:  # of any kind, as in `_next_batch`
       message = f"the evaluation data cannot be read: {describe(error)}"
       kept = self._resumes(self.checkpoints.latest())
       raise DataError(f"{message}; {kept} once the data is back") from error

@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mpjax.sharding._mesh import AXES, BATCH_AXES
-from mpjax.train._config import Config, ConfigError, MeshConfig
-from mpjax.train.data._dataset import Rows
+from mpjax.train._config import Config, MeshConfig
+from mpjax.train._errors import ConfigError
+from mpjax.train.data import Rows
 
 
 def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from mpjax.dtypes import did_you_mean
-from mpjax.train._config import ConfigError, OptimizerConfig
+from mpjax.train._config import OptimizerConfig
+from mpjax.train._errors import ConfigError
 
 OPTIMIZERS = (
   "adafactor",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpjax.cli import _commands, _numerics_command
-from mpjax.train._config import load_config
+from mpjax.cli import main
+from mpjax.train import load_config
 from tests.train._tiny_gpt import write_tiny_gpt
 
 SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 16777216}}"
@@ -26,7 +26,7 @@ def trained(config, tmp_path_factory):
   """A finished run in float16, that looked at its numbers on the way."""
   out = tmp_path_factory.mktemp("trained") / "run"
   arguments = [config, "policy=fp16", "train.steps=8", "numerics.every=4", f"out={out}"]
-  assert _commands.train(arguments) == 0
+  assert main(["train", *arguments]) == 0
   return out
 
 
@@ -36,7 +36,7 @@ def run(config, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
 
   def run(*arguments, config=config):
-    assert _numerics_command.numerics([str(config), *arguments, "--json", "report.json"]) == 0
+    assert main(["numerics", str(config), *arguments, "--json", "report.json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     return json.loads((tmp_path / "report.json").read_text()), printed.out
@@ -83,13 +83,13 @@ def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_pa
   assert load_config(advised).resolve_policy().loss_scaling.kind == "dynamic"
   skipped = {}
   for name, arguments in (("asked", [config, SCALED_TOO_FAR]), ("advised", [str(advised)])):
-    assert _commands.train([*arguments, "train.steps=6", f"out={tmp_path / name}"]) == 0
+    assert main(["train", *arguments, "train.steps=6", f"out={tmp_path / name}"]) == 0
     skipped[name] = json.loads((tmp_path / name / "summary.json").read_text())["skipped_steps"]
   assert skipped == {"asked": 6, "advised": 0}
 
 
 def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained, tmp_path):
-  assert _commands.train([config, "policy=fp16", "train.steps=8", f"out={tmp_path / 'run'}"]) == 0
+  assert main(["train", config, "policy=fp16", "train.steps=8", f"out={tmp_path / 'run'}"]) == 0
   lines = lambda out: (out / "metrics.jsonl").read_text().splitlines()
   losses = lambda out: [json.loads(line)["loss"] for line in lines(out)]
   assert losses(trained) == losses(tmp_path / "run")
@@ -108,19 +108,17 @@ def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained,
 def test_a_run_that_stops_names_the_operation_and_is_hunted_again(config, tmp_path, capsys):
   out = tmp_path / "stuck"
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
-  assert _commands.train([config, policy, "train.max_skips=3", "train.steps=50", f"out={out}"]) == 3
+  assert main(["train", config, policy, "train.max_skips=3", "train.steps=50", f"out={out}"]) == 3
   error = capsys.readouterr().err
   assert "overflowed in float16, backward pass" in error
-  assert _numerics_command.numerics([str(out), "--hunt"]) == 0
+  assert main(["numerics", str(out), "--hunt"]) == 0
   assert "overflowed in float16, backward pass" in capsys.readouterr().out
-  assert (
-    _numerics_command.numerics([str(out), "policy=bf16", "--hunt", str(out / "nonfinite_batch_3.npz")]) == 0
-  )
+  assert main(["numerics", str(out), "policy=bf16", "--hunt", str(out / "nonfinite_batch_3.npz")]) == 0
   assert "every value is finite" in capsys.readouterr().out
 
 
 def test_the_formats_are_printed_without_a_config(capsys):
-  assert _numerics_command.numerics(["--formats"]) == 0
+  assert main(["numerics", "--formats"]) == 0
   assert "65504" in capsys.readouterr().out
 
 
@@ -156,7 +154,7 @@ def test_an_error_is_one_line_and_status_2(name, config, trained, tmp_path, monk
   arguments, expected = ERRORS[name]
   first = trained if name == "a run directory and a checkpoint" else config
   line = [str(first), *(a.format(trained=trained) for a in arguments)]
-  assert _numerics_command.numerics(line) == 2
+  assert main(["numerics", *line]) == 2
   [error] = capsys.readouterr().err.splitlines()
   assert expected in error
 
@@ -169,4 +167,4 @@ def test_a_run_of_an_earlier_release_is_resumed(config, trained, tmp_path):
   lines = file.read_text().splitlines(keepends=True)
   start = lines.index("numerics:\n")
   file.write_text("".join(lines[:start] + lines[start + 2 :]))
-  assert _commands.train([config, "policy=fp16", "train.steps=8", f"out={out}"]) == 0
+  assert main(["train", config, "policy=fp16", "train.steps=8", f"out={out}"]) == 0

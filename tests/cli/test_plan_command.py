@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from mpjax._text import bytes_text
-from mpjax.cli import _plan_command
+from mpjax.cli import _plan_command, main
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers
-from mpjax.train._config import ConfigError, load_config
+from mpjax.train import ConfigError, load_config
 from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
 from tests.train._tiny_gpt import write_tiny_gpt
@@ -36,7 +36,7 @@ def run(config, tmp_path, capsys):
 
   def run(*arguments):
     file = tmp_path / "report.json"
-    assert _plan_command.plan([config, *arguments, "--json", str(file)]) == 0
+    assert main(["plan", config, *arguments, "--json", str(file)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     return json.loads(file.read_text()), printed.out
@@ -49,7 +49,7 @@ def fails(config, capsys):
   """Runs a command line that is to fail; returns its one line."""
 
   def fails(*arguments, config=config):
-    assert _plan_command.plan([config, *arguments]) == 2
+    assert main(["plan", config, *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     return line
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from mpjax.cli import _commands
+from mpjax.cli import main
 from mpjax.train.data import Data
 
 FAULTS = json.loads(os.environ["FAULTS"])
@@ -36,4 +36,4 @@ def faulty(data, rows):
 good, Data.train = Data.train, faulty
 
 if __name__ == "__main__":
-  sys.exit(_commands.train(sys.argv[1:]))
+  sys.exit(main(["train", *sys.argv[1:]]))

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import yaml
 
-from mpjax.train._config import ConfigError, load_config, parse_config
+from mpjax.train import ConfigError, load_config, parse_config
 from mpjax.train._optimizers import OPTIMIZERS, make_optimizer, make_schedule
 
 ROOT = pathlib.Path(__file__).parents[2]

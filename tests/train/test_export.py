@@ -9,11 +9,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from mpjax.cli import _commands
-from mpjax.train._config import ConfigError, load_config
-from mpjax.train._export import load_safetensors
+from mpjax.cli import main
+from mpjax.train import ConfigError, load_config, load_safetensors
 from mpjax.train._setup import make_setup
-from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
 
 RESNET = """
@@ -40,7 +39,7 @@ def run(request, tmp_path_factory):
     "train.export=safetensors",
     f"out={folder / 'run'}",
   ]
-  assert _commands.train(arguments) == 0
+  assert main(["train", *arguments]) == 0
   setup = make_setup(load_config(arguments[0], arguments[1:]))
   checkpoints = Checkpoints(folder / "run" / "checkpoints")
   state = checkpoints.restore(6, setup.abstract_state()).state
@@ -66,7 +65,7 @@ def test_the_exported_model_gives_the_logits_of_the_evaluation(run):
 def test_dtype_and_bytes_are_what_was_asked_for(run, tmp_path, dtype, size, tolerance, capsys):
   directory, inputs, expected, state = run
   file = tmp_path / f"{dtype}.safetensors"
-  assert _commands.export([str(directory), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0
+  assert main(["export", str(directory), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0
   assert str(file) in capsys.readouterr().out
   tensors = safetensors.numpy.load_file(file) if dtype != "bfloat16" else None
   model = load_safetensors(file)
@@ -90,7 +89,7 @@ def test_dtype_and_bytes_are_what_was_asked_for(run, tmp_path, dtype, size, tole
   ],
 )
 def test_unfit_requests_are_one_line_and_status_2(finished_run, options, words, capsys):
-  assert _commands.export([str(finished_run), *options]) == 2
+  assert main(["export", str(finished_run), *options]) == 2
   error = capsys.readouterr().err
   assert error.count("\n") == 1
   assert all(word in error for word in words), error
@@ -99,12 +98,12 @@ def test_unfit_requests_are_one_line_and_status_2(finished_run, options, words, 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("finished")
-  assert _commands.train([*write_tiny_gpt(folder), "train.steps=2", f"out={folder / 'short'}"]) == 0
+  assert main(["train", *write_tiny_gpt(folder), "train.steps=2", f"out={folder / 'short'}"]) == 0
   return folder / "short"
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
-  assert _commands.export([str(tmp_path)]) == 2
+  assert main(["export", str(tmp_path)]) == 2
   assert "not a run directory" in capsys.readouterr().err
 
 
@@ -121,7 +120,7 @@ def test_foreign_and_damaged_files_are_refused(tmp_path):
 
 
 def test_a_missing_tensor_is_named(finished_run, tmp_path):
-  _commands.export([str(finished_run), "dtype=float32"])
+  main(["export", str(finished_run), "dtype=float32"])
   with safetensors.safe_open(finished_run / "model.safetensors", framework="numpy") as file:
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     metadata = file.metadata()
@@ -150,11 +149,11 @@ def test_weights_of_fp8_products_are_stored_in_fp8_with_their_scale(kind, tiny_g
   if kind == "gpt":
     config, size = tiny_gpt[0], ["model.dim=32", "train.steps=2", "train.checkpoint_every=2"]
   directory = tmp_path / "run"
-  assert _commands.train([str(config), FP8, *size, f"out={directory}"]) == 0
+  assert main(["train", str(config), FP8, *size, f"out={directory}"]) == 0
   models, sizes = {}, {}
   for dtype in ("float8_e4m3fn", "bfloat16"):
     file = tmp_path / f"{dtype}.safetensors"
-    assert _commands.export([str(directory), f"dtype={dtype}", f"out={file}"]) == 0
+    assert main(["export", str(directory), f"dtype={dtype}", f"out={file}"]) == 0
     models[dtype], sizes[dtype] = load_safetensors(file), file.stat().st_size
   with safetensors.safe_open(tmp_path / "float8_e4m3fn.safetensors", framework="numpy") as file:
     dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -172,5 +171,5 @@ def test_weights_of_fp8_products_are_stored_in_fp8_with_their_scale(kind, tiny_g
 @pytest.mark.parametrize("run", ["gpt"], indirect=True)
 def test_a_model_without_fp8_products_has_no_export_in_fp8(run, capsys):
   directory = run[0]
-  assert _commands.export([str(directory), "dtype=float8_e4m3fn"]) == 2
+  assert main(["export", str(directory), "dtype=float8_e4m3fn"]) == 2
   assert "no matrix product of this model is FP8" in capsys.readouterr().err

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from mpjax.cli import _commands
+from mpjax.cli import main
 from mpjax.step import TrainStep
-from mpjax.train._config import load_config
+from mpjax.train import load_config
 from mpjax.train._setup import make_setup
-from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
 
 STEPS, LENGTH = 8, 4
@@ -58,7 +58,7 @@ def uninterrupted(request, config, tmp_path_factory):
   """Arguments of a finished run, and its directory."""
   out = tmp_path_factory.mktemp("run") / request.param
   arguments = [*config, POLICIES[request.param]]
-  assert _commands.train([*arguments, f"out={out}"]) == 0
+  assert main(["train", *arguments, f"out={out}"]) == 0
   return arguments, out
 
 
@@ -104,13 +104,13 @@ def test_a_run_killed_and_interrupted_resumes_bit_for_bit(uninterrupted, tmp_pat
   with monkeypatch.context() as patch:
     interrupted(patch, 5, kill)
     with pytest.raises(Killed):
-      _commands.train(run)
+      main(["train", *run])
   with monkeypatch.context() as patch:
     interrupted(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
-    assert _commands.train(run) == 143
+    assert main(["train", *run]) == 143
   assert "resumed after step 3" in capsys.readouterr().out
   assert not (out / "summary.json").exists()
-  assert _commands.train(run) == 0
+  assert main(["train", *run]) == 0
   shown = capsys.readouterr().out
   assert "resumed after step 5" in shown
   recipe = "delayed" if "delayed" in arguments[-1] else "current"
@@ -146,7 +146,7 @@ def test_a_run_killed_and_interrupted_resumes_bit_for_bit(uninterrupted, tmp_pat
   ],
 )
 def test_a_policy_that_is_wrong_is_one_line_and_status_2(config, tmp_path, capsys, policy, words):
-  assert _commands.train([*config, f"policy={policy}", f"out={tmp_path / 'run'}"]) == 2
+  assert main(["train", *config, f"policy={policy}", f"out={tmp_path / 'run'}"]) == 2
   error = capsys.readouterr().err
   assert error.startswith("error: ")
   assert error.count("\n") == 1
@@ -156,7 +156,7 @@ def test_a_policy_that_is_wrong_is_one_line_and_status_2(config, tmp_path, capsy
 
 def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(config, tmp_path, capsys):
   with pytest.warns(UserWarning, match=r"cpu has no FP8 units: they run in bfloat16") as said:
-    assert _commands.train([*config, "train.steps=1", "policy=fp8", f"out={tmp_path / 'run'}"]) == 0
+    assert main(["train", *config, "train.steps=1", "policy=fp8", f"out={tmp_path / 'run'}"]) == 0
   # Python shows those of one place once: the evaluation is traced too.
   assert len({(str(w.message), w.filename, w.lineno) for w in said}) == 1
   assert "current scaling: none, cpu has no FP8 units" in capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(config, tmp_pat
 
 @pytest.mark.parametrize("recipe", POLICIES)
 def test_explain_says_which_products_are_fp8(config, capsys, recipe):
-  assert _commands.explain([*config, POLICIES[recipe]]) == 0
+  assert main(["explain", *config, POLICIES[recipe]]) == 0
   text = capsys.readouterr().out
   assert "float8_e4m3fn 50.3M (84%)" in text  # four products, 8 x 16 rows, of 128 x (384 + 128 + 512 + 512)
   section = text[text.index("not in FP8") : text.index("in float32  ")]

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from mpjax.train._config import load_config
+from mpjax.train import load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "configs" / "launch"

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.train._config import load_config, parse_config
+from mpjax.train import load_config, parse_config
 from mpjax.train._setup import make_setup
 from mpjax.train._tasks import make_task
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mpjax.cli import _commands
+from mpjax.cli import main
 from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def finished(tmp_path_factory):
   """The arguments and the directory of a run that no test may change."""
   folder = tmp_path_factory.mktemp("finished")
   arguments = [*write_tiny_gpt(folder), "policy=bf16", f"out={folder / 'run'}"]
-  assert _commands.train(arguments) == 0
+  assert main(["train", *arguments]) == 0
   return arguments, folder / "run"
 
 
@@ -103,7 +103,7 @@ def test_tensorboard_reads_the_events(finished):
 def test_a_finished_run_is_shown_again_and_left_alone(finished, capsys):
   arguments, out = finished
   before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
-  assert _commands.train(arguments) == 0
+  assert main(["train", *arguments]) == 0
   assert "finished already" in capsys.readouterr().out
   assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
 
@@ -111,7 +111,7 @@ def test_a_finished_run_is_shown_again_and_left_alone(finished, capsys):
 def test_a_directory_of_another_config_is_refused_and_left_alone(finished, capsys):
   arguments, out = finished
   before = (out / "config.yaml").read_bytes(), (out / "metrics.jsonl").read_bytes()
-  assert _commands.train([*arguments, "optimizer.learning_rate=0.5"]) == 2
+  assert main(["train", *arguments, "optimizer.learning_rate=0.5"]) == 2
   error = capsys.readouterr().err
   assert "optimizer.learning_rate: 0.01 there, 0.5 here" in error
   assert error.count("\n") == 1
@@ -121,7 +121,7 @@ def test_a_directory_of_another_config_is_refused_and_left_alone(finished, capsy
 def test_an_out_that_cannot_be_a_directory_is_refused(tiny_gpt, tmp_path, capsys):
   (tmp_path / "file").write_text("x")
   for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here"):
-    assert _commands.train([*tiny_gpt, f"out={out}"]) == 2
+    assert main(["train", *tiny_gpt, f"out={out}"]) == 2
     error = capsys.readouterr().err
     assert f"out={out}" in error
     assert error.count("\n") == 1
@@ -130,7 +130,7 @@ def test_an_out_that_cannot_be_a_directory_is_refused(tiny_gpt, tmp_path, capsys
 def test_a_directory_with_other_things_in_it_is_refused(tiny_gpt, tmp_path, capsys):
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "thesis.tex").write_text("x")
-  assert _commands.train([*tiny_gpt, f"out={tmp_path / 'mine'}"]) == 2
+  assert main(["train", *tiny_gpt, f"out={tmp_path / 'mine'}"]) == 2
   assert "not a run directory" in capsys.readouterr().err
   assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
@@ -204,7 +204,7 @@ def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, 
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
   out = tmp_path / "run"
   arguments = [*tiny_gpt, policy, "train.max_skips=5", "train.steps=200", f"out={out}"]
-  assert _commands.train(arguments) == 3
+  assert main(["train", *arguments]) == 3
   error = capsys.readouterr().err
   assert "stopped at step 5" in error
   assert re.search(r"non-finite gradients: \S+ \(\d+ (NaN|\+inf|-inf)", error)
@@ -213,7 +213,7 @@ def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, 
   batch = np.load(out / "nonfinite_batch_5.npz")
   assert batch["tokens"].shape == (8, 17)
   # Nothing was learnt and nothing lost: the same command stops again, from the saved state.
-  assert _commands.train(arguments) == 3
+  assert main(["train", *arguments]) == 3
 
 
 def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypatch):
@@ -236,7 +236,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
   monkeypatch.setattr(Data, "train", bad)
   config = str(ROOT / "configs" / "vit_digits.yaml")
   options = ["policy=bf16", "model.layers=1", "train.max_skips=4", "mesh.data=1", f"out={tmp_path / 'run'}"]
-  assert _commands.train([config, *options]) == 3
+  assert main(["train", config, *options]) == 3
   error = capsys.readouterr().err
   assert "non-finite batch: images (1 NaN of" in error
   assert "mend the data" in error
@@ -261,7 +261,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
   ],
 )
 def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_path, capsys, overrides, words):
-  assert _commands.train([*tiny_gpt, f"out={tmp_path / 'run'}", *overrides]) == 2
+  assert main(["train", *tiny_gpt, f"out={tmp_path / 'run'}", *overrides]) == 2
   error = capsys.readouterr().err
   assert error.startswith("error: ")
   assert error.count("\n") == 1
@@ -270,20 +270,20 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(tiny_gpt, tmp_pat
 
 
 def test_explain_says_what_a_run_would_do(tiny_gpt, capsys):
-  assert _commands.explain([*tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}"]) == 0
+  assert main(["explain", *tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}"]) == 0
   lines = capsys.readouterr().out.splitlines()
   row = lambda path: next(line.split() for line in lines if line.split()[:1] == [path])
   assert row("GPT/blocks/0/up")[-1] != "100%"
   assert row("GPT/blocks/1/up")[-1] == "100%"  # of its FLOPs in float32
   assert "its module's policy computes in float32" in "\n".join(lines)
-  assert _commands.explain([*tiny_gpt, "policy={base: bf16, autocast: false}"]) == 0
+  assert main(["explain", *tiny_gpt, "policy={base: bf16, autocast: false}"]) == 0
   assert "casts parameters and batch instead" in capsys.readouterr().out
-  assert _commands.explain([*tiny_gpt, "policy=fp61"]) == 2
+  assert main(["explain", *tiny_gpt, "policy=fp61"]) == 2
 
 
 def test_no_arguments_is_a_usage_error(capsys):
   with pytest.raises(SystemExit) as status:
-    _commands.train([])
+    main(["train"])
   assert status.value.code == 2
   assert "usage: train.py" in capsys.readouterr().err
 
@@ -292,7 +292,7 @@ def test_eight_devices_train_as_one_does(tiny_gpt, tmp_path):
   options = ["policy=fp32", "train.steps=5", "model.dropout=0"]
   for devices in (1, 8):
     out = tmp_path / str(devices)
-    assert _commands.train([*tiny_gpt, *options, f"mesh.data={devices}", f"out={out}"]) == 0
+    assert main(["train", *tiny_gpt, *options, f"mesh.data={devices}", f"out={out}"]) == 0
   one, eight = ([r["loss"] for r in records(tmp_path / d)] for d in ("1", "8"))
   np.testing.assert_allclose(one, eight, rtol=1e-4)
 
@@ -304,7 +304,7 @@ def test_digits_are_learnt_under_every_policy(name, steps, policy, tmp_path):
   config = str(ROOT / "configs" / f"{name}.yaml")
   options = [f"policy={policy}", f"train.steps={steps}", f"train.eval_every={steps}", "mesh.data=1"]
   size = ["model.layers=2"] if name == "vit_digits" else []
-  assert _commands.train([config, *options, *size, f"out={tmp_path / 'run'}"]) == 0
+  assert main(["train", config, *options, *size, f"out={tmp_path / 'run'}"]) == 0
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["eval_accuracy"] > 0.9
 
@@ -318,7 +318,7 @@ def test_half_precision_ends_where_float32_does(tmp_path):
   for name, policy in policies.items():
     out = tmp_path / name.replace(" ", "_")
     config = [str(ROOT / "configs/gpt_stdlib.yaml"), *shape, "train.steps=250", "train.eval_every=250"]
-    assert _commands.train([*config, f"policy={policy}", f"out={out}"]) == 0
+    assert main(["train", *config, f"policy={policy}", f"out={out}"]) == 0
     summaries[name] = json.loads((out / "summary.json").read_text())
   base = summaries["fp32"]["eval_loss"]
   assert {name: s["eval_loss"] / base for name, s in summaries.items()} == {

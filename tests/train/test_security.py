@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mpjax.train._config import ConfigError, load_config, parse_config
-from mpjax.train._export import load_safetensors
+from mpjax.train import ConfigError, load_config, load_safetensors, parse_config
 from mpjax.train.data import DataError
 from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory
 from tests.train._datasets import IMAGES, LABELS, load
@@ -198,9 +197,9 @@ def note(event, arguments):
 sys.addaudithook(note)
 sys.dont_write_bytecode = True
 
-from mpjax.cli import _commands
+from mpjax.cli import main
 from mpjax.train import _tasks
-from mpjax.train._export import load_safetensors
+from mpjax.train import load_safetensors
 
 one_loss = _tasks.LanguageModel.loss_fn
 
@@ -210,7 +209,7 @@ def with_metrics(self, model, batch, rng):
 
 _tasks.LanguageModel.loss_fn = with_metrics
 arguments, exported = json.loads(sys.argv[1]), sys.argv[2]
-statuses = [_commands.train(line) for line in arguments] + [_commands.export([arguments[0][-1].removeprefix("out=")])]
+statuses = [main(["train", *line]) for line in arguments] + [main(["export", arguments[0][-1].removeprefix("out=")])]
 load_safetensors(exported)
 print(json.dumps([statuses, events]))
 """
@@ -309,10 +308,10 @@ def test_metadata_of_an_export_are_checked(audited, change, tmp_path):
 
 
 def test_an_export_is_not_written_through_a_link(audited, tmp_path):
-  from mpjax.cli import _commands
+  from mpjax.cli import main
 
   victim, link = tmp_path / "victim", tmp_path / "m.safetensors.tmp"
   victim.write_text("precious")
   link.symlink_to(victim)
-  assert _commands.export([str(audited[0] / "work" / "digits"), f"out={tmp_path / 'm.safetensors'}"]) == 0
+  assert main(["export", str(audited[0] / "work" / "digits"), f"out={tmp_path / 'm.safetensors'}"]) == 0
   assert victim.read_text() == "precious"

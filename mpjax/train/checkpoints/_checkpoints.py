@@ -16,13 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from mpjax.step import TrainState
+from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints import _integrity as reading
-from mpjax.train.checkpoints._orbax_errors import reason, tell_once
-from mpjax.train.multiprocess._agreement import everyone
-
-
-class CheckpointError(Exception):
-  """A checkpoint cannot be written, or none can be read; the message is one line."""
+from mpjax.train.checkpoints._orbax_errors import reason
+from mpjax.train.multiprocess import everyone
 
 
 class Restored(NamedTuple):
@@ -70,7 +67,6 @@ class Checkpoints:
     self._multiprocessing = ocp.options.MultiprocessingOptions(
       primary_host=0, active_processes=processes if len(processes) > 1 else None
     )
-    tell_once()
     policy, eval_loss = ocp.checkpoint_managers, lambda metrics: metrics["eval_loss"]
     options = ocp.CheckpointManagerOptions(
       # Both: the newest to resume from, the best to export.
@@ -90,7 +86,7 @@ class Checkpoints:
     self._prepare()
     try:
       self._manager = _Manager(self._directory, options=options)
-    except Exception as error:
+    except Exception as error:  # of any kind: orbax says nothing of it
       raise CheckpointError(_not_opened(self._directory, reason(error))) from error
 
   def save(
@@ -198,8 +194,7 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      # What is left to raise has been told.
-      with contextlib.suppress(Exception):
+      with contextlib.suppress(Exception):  # of any kind: what is left to raise has been told
         self._manager.close()
       # Others of several processes may still be writing; a later start makes room then.
       if self._has_failed and jax.process_count() == 1:
@@ -210,7 +205,7 @@ class Checkpoints:
     """Turns what orbax raises while a step is written into a `CheckpointError`."""
     try:
       yield
-    except Exception as error:
+    except Exception as error:  # of any kind: the file system's, tensorstore's, orbax's
       self._has_failed = True
       whole = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
       left = f"that of step {max(whole)} is whole" if whole else "there is no earlier one"
@@ -292,7 +287,7 @@ class _Manager(ocp.CheckpointManager):
     try:
       metrics = super().metrics(step)
       return metrics if isinstance(metrics["eval_loss"], float) else None
-    except Exception:
+    except (OSError, ValueError, LookupError, TypeError):  # not there, no JSON, or other keys and values
       return None
 
 

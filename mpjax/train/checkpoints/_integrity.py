@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from mpjax.train.checkpoints._checksums import json_checksum, tree_checksums, tree_kinds
 from mpjax.train.checkpoints._orbax_errors import reason
-from mpjax.train.multiprocess._agreement import everyone
+from mpjax.train.multiprocess import everyone
 
 # Where the loop's part holds the checksum of the checksums: without it, none were saved.
 _SEAL = "integrity"
@@ -97,7 +97,7 @@ def _read(folder: pathlib.Path, like: dict[str, Any], metrics: Any) -> Parts:
   try:
     # Not through the manager, whose barriers would wait for a process that met the damage and left.
     state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
-  except Exception as error:
+  except Exception as error:  # of any kind: damage can show in every layer that reads
     raise Damaged(f"state: {reason(error)}") from error
   return Parts(state, data, loop, integrity)
 

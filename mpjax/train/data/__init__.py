@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax.dtypes import did_you_mean
-from mpjax.train.data._dataset import Data, DataError, DataInfo
+from mpjax.train._errors import DataError
+from mpjax.train.data._dataset import Data, DataInfo, Rows, data_mismatch, describe
 from mpjax.train.data._huggingface import load_huggingface
 from mpjax.train.data._images import load_digits, load_npz
 from mpjax.train.data._text import load_stdlib, load_text
 
-__all__ = ["Data", "DataError", "DataInfo", "load_data"]
+__all__ = ["Data", "DataError", "DataInfo", "Rows", "data_mismatch", "describe", "load_data"]
 
 _LOADERS = {
   "stdlib": load_stdlib,

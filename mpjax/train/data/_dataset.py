@@ -10,15 +10,13 @@ from typing import Any
 import grain
 import numpy as np
 
+from mpjax.train._errors import DataError
+
 Batch = dict[str, np.ndarray]
 # Positions in a batch.
 Rows = slice | np.ndarray
 
 _ALL = slice(None)
-
-
-class DataError(ValueError):
-  """Data that is missing or unfit, in one line that names it."""
 
 
 @dataclasses.dataclass(frozen=True)

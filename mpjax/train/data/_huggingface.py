@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.train.data._dataset import Data, DataError
+from mpjax.train._errors import DataError
+from mpjax.train.data._dataset import Data
 from mpjax.train.data._images import arrays_to_data, check_pair, split_arrays
 from mpjax.train.data._text import documents_to_data
 

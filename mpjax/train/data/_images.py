@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.train.data._dataset import Batch, Data, DataError, DataInfo, make_data
+from mpjax.train._errors import DataError
+from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
 
 
 def load_digits(spec: Any, seed: int) -> Data:

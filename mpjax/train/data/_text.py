@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.train.data._dataset import Batch, Data, DataError, DataInfo, make_data
+from mpjax.train._errors import DataError
+from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
 
 _SEPARATOR = b"\0"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}

@@ -1,1 +1,19 @@
 """What a run reports of itself: files, TensorBoard, histograms, diagnosis."""
+
+from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
+from mpjax.train.monitors._events import Events
+from mpjax.train.monitors._histograms import Watcher
+from mpjax.train.monitors._peak_memory import peak_memory
+from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory, config_mismatch, plain
+
+__all__ = [
+  "Events",
+  "MetricsFile",
+  "RunDirectory",
+  "Watcher",
+  "config_mismatch",
+  "first_nonfinite",
+  "nonfinite_report",
+  "peak_memory",
+  "plain",
+]

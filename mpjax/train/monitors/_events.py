@@ -1,74 +1,77 @@
-"""TensorBoard's file of a run, which is told when it cannot be written."""
+"""TensorBoard's file of a run, written where it is told to write: no thread, no queue."""
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import threading
-from typing import Any
+import socket
+import time
+from collections.abc import Sequence
 
-import tensorboardX
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-_WRITER = "_EventLoggerThread"
 
-
-class Events(tensorboardX.SummaryWriter):
-  """A `SummaryWriter` whose thread's errors come out at what is written next.
-
-  By itself the thread ends with a traceback, and whoever writes then waits for it for ever.
+class Events:
+  """Scalars and histograms of a run; what cannot be written raises an `OSError` where it is written.
 
   Args:
-    folder: of the event files.
+    folder: of the event files; made if missing.
     start: step of the checkpoint that the run resumes from; what was written of later ones is dropped.
     owner: whether this process writes; otherwise nothing happens here.
   """
 
   def __init__(self, folder: pathlib.Path, start: int, owner: bool = True):
-    self._error: OSError | None = None
-    self._hook = threading.excepthook
-    threading.excepthook = self._told
-    try:
-      super().__init__(str(folder), purge_step=start + 1, write_to_disk=owner)
-    except BaseException:
-      threading.excepthook = self._hook
-      raise
+    self._writer: RecordWriter | None = None
+    if not owner:
+      return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.time_ns()}"
+    self._writer = RecordWriter((folder / name).open("xb"))
+    self._write(Event(file_version="brain.Event:2"))
+    # TensorBoard drops what earlier files have of this step and of later ones.
+    self._write(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+    self.flush()
 
-  def check(self) -> None:
-    """Raises the `OSError` that has kept something from being written."""
-    if self._error is not None:
-      raise self._error
+  def add_scalar(self, tag: str, value: float, step: int) -> None:
+    """Writes one number."""
+    self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
 
-  def add_scalar(self, *args: Any, **kwargs: Any) -> None:
-    """As of a `SummaryWriter`."""
-    self.check()
-    super().add_scalar(*args, **kwargs)
+  def add_histogram(
+    self, tag: str, limits: Sequence[float], counts: Sequence[float], total: float, squares: float, step: int
+  ) -> None:
+    """Writes a histogram.
 
-  def add_histogram_raw(self, *args: Any, **kwargs: Any) -> None:
-    """As of a `SummaryWriter`."""
-    self.check()
-    super().add_histogram_raw(*args, **kwargs)
+    Args:
+      tag: its name.
+      limits: upper limits of the buckets; the first and the last bucket are empty.
+      counts: values in each bucket.
+      total: the sum of the values.
+      squares: the sum of their squares.
+      step: of the run.
+    """
+    histogram = HistogramProto(
+      min=limits[0],
+      max=limits[-2],
+      num=sum(counts),
+      sum=total,
+      sum_squares=squares,
+      bucket_limit=limits,
+      bucket=counts,
+    )
+    self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
 
   def flush(self) -> None:
-    """As of a `SummaryWriter`."""
-    self.check()
-    super().flush()
+    """Hands what was written to the operating system."""
+    if self._writer is not None:
+      self._writer.flush()
 
   def close(self) -> None:
-    """As of a `SummaryWriter`."""
-    threading.excepthook = self._hook
-    try:
-      self.check()
-      super().close()
-    except OSError:
-      # At the interpreter's end it would try again.
-      writer = self.file_writer.event_writer
-      writer._closed = True
-      with contextlib.suppress(OSError):
-        writer._ev_writer.close()
-      raise
+    """Flushes and closes the file; closed it is even where that raises."""
+    if self._writer is not None:
+      self._writer.close()
 
-  def _told(self, event: Any) -> None:
-    if isinstance(event.exc_value, OSError) and type(event.thread).__name__ == _WRITER:
-      self._error = event.exc_value
-    else:
-      self._hook(event)
+  def _write(self, event: Event) -> None:
+    if self._writer is not None:
+      event.wall_time = time.time()
+      self._writer.write(event.SerializeToString())

@@ -91,16 +91,12 @@ def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> N
   first, last = there[0], there[-1]
   values = np.asarray(counts[first : last + 1])
   centres = np.asarray(BINS[first : last + 1]) + 0.5
-  total = float(values.sum())
-  events.add_histogram_raw(
+  events.add_histogram(
     tag,
-    min=float(BINS[first]),
-    max=float(BINS[last] + 1),
-    num=total,
-    sum=float(values @ centres),
-    sum_squares=float(values @ centres**2),
     # An empty bucket on either side, between which TensorBoard draws.
-    bucket_limits=[float(b) for b in range(BINS[first], BINS[last] + 2)] + [math.inf],
-    bucket_counts=[0.0, *values.tolist(), 0.0],
-    global_step=step,
+    limits=[float(b) for b in range(BINS[first], BINS[last] + 2)] + [math.inf],
+    counts=[0.0, *values.tolist(), 0.0],
+    total=float(values @ centres),
+    squares=float(values @ centres**2),
+    step=step,
   )

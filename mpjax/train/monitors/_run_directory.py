@@ -12,7 +12,9 @@ import numpy as np
 import pydantic
 import yaml
 
-from mpjax.train._config import Config, ConfigError, read_tree
+from mpjax.train._config import Config
+from mpjax.train._config_file import read_tree
+from mpjax.train._errors import ConfigError
 
 
 class RunDirectory:

@@ -13,16 +13,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
-class Interrupted(Exception):
-  """The run was stopped by a signal after its checkpoint was saved; `signum` says which."""
-
-  agreed = True  # by all processes of a run
-
-  def __init__(self, signum: int, message: str):
-    super().__init__(message)
-    self.signum = signum
-
-
 class Interrupt:
   """While entered, the first SIGTERM or SIGINT sets `signum`; a second one acts as it always does.
 

@@ -19,16 +19,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mpjax import _compat
-from mpjax.train._config import ConfigError, DistributedConfig
-from mpjax.train.checkpoints._checkpoints import CheckpointError
-from mpjax.train.data import DataError
+from mpjax.train._config import DistributedConfig
+from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError
 from mpjax.train.multiprocess._agreement import everyone
-from mpjax.train.multiprocess._native_log import NativeLog
 
 T = TypeVar("T")
 
 LOST = 5
-_STATUS = {ConfigError: 2, DataError: 2, CheckpointError: 4}
 
 # Where the processes leave word for each other, in the key-value store of the coordination service.
 _NEWS, _HERE = "mpjax/news", "mpjax/here"
@@ -38,14 +35,6 @@ _BROKEN = re.compile(
   r"|heartbeat|coordination|barrier|did not come",
   re.IGNORECASE,
 )
-
-
-class Agreed(Exception):
-  """What at least one process met, raised in all of them: one line, and the exit status."""
-
-  def __init__(self, message: str, status: int):
-    super().__init__(message)
-    self.status = status
 
 
 class Processes:
@@ -59,30 +48,20 @@ class Processes:
   Args:
     settings: how long to wait.
     may_exit: whether a hang may end this process, if it is alone; one of several has to end.
+    started: whether `jax.distributed` was started for this run, and ends with it.
   """
 
-  def __init__(self, settings: DistributedConfig | None = None, *, may_exit: bool = True):
+  def __init__(
+    self, settings: DistributedConfig | None = None, *, may_exit: bool = True, started: bool = False
+  ):
     self.settings = settings or DistributedConfig()
-    self._may_exit = may_exit
+    self._may_exit, self._started = may_exit, started
     self.directory: pathlib.Path | None = None
-    self._log: NativeLog | None = None
     self._ending = threading.Lock()
     self._doing, self._since = "the start", time.monotonic()
     self._closed = threading.Event()
     self._watch: threading.Thread | None = None
-    self.join()
-
-  def join(self, log: NativeLog | None = None) -> Processes:
-    """Takes note of the other processes."""
-    self._log = log
     self._client, self.process, self.count = _compat.coordination()
-    if log is not None and not self.first:
-      # Whatever else prints: one process speaks for all.
-      sys.stdout.flush()
-      null = os.open(os.devnull, os.O_WRONLY)
-      os.dup2(null, 1)
-      os.close(null)
-    return self
 
   @property
   def first(self) -> bool:
@@ -132,8 +111,8 @@ class Processes:
     try:
       done.append(work())
       told = {"told": tell(done[0])}
-    except tuple(_STATUS) as error:
-      told = {"problem": str(error), "status": status_of(error)}
+    except MENDABLE as error:
+      told = {"problem": str(error), "status": error.exit_status}
     timeout_s = max(self.settings.start_timeout_s, self.settings.hang_timeout_s)
     verdict = _verdict([json.loads(text) for text in everyone(json.dumps(told), timeout_s)], check)
     if "problem" in verdict:
@@ -170,7 +149,7 @@ class Processes:
       else:
         alone = not self.are_together(error)
         if _is_broken(error) and (expected is None or isinstance(error, CheckpointError)):
-          self.lost(f"the connection to another process broke ({one_line(error)})", look=True)
+          self._lost(f"the connection to another process broke ({one_line(error)})")
         if expected is None:
           traceback.print_exc()
         status, line = expected or (1, f"error: {type(error).__name__}: {one_line(error)}")
@@ -184,23 +163,12 @@ class Processes:
 
   def are_together(self, error: BaseException) -> bool:
     """Whether an error comes to all processes alike; otherwise the others are in the middle of something."""
-    return self.count == 1 or isinstance(error, Agreed) or getattr(error, "agreed", False)
+    return self.count == 1 or isinstance(error, TOGETHER)
 
-  def lost(self, reason: str, *, look: bool = False) -> NoReturn:
-    """Ends this process, since another one is gone.
-
-    Args:
-      reason: how that showed.
-      look: whether to ask first which one it was, and why.
-    """
-    if look and self._client is not None:
-      reason = self._who_is_gone() or reason
-    if self.count == 1:
-      limit = f"distributed.start_timeout_s={self.settings.start_timeout_s:g} seconds"
-      line = f"error: the processes did not come together within {limit}: {reason}"
-    else:
-      line = f"error: {reason}, while this one waited for {self._doing}: {self._resume()}"
-    self._exit(LOST, line)
+  def _lost(self, reason: str) -> NoReturn:
+    """Exits because another process died; `reason` is how that showed, where nobody knows which one did."""
+    reason = self._who_is_gone() or reason
+    self._exit(LOST, f"error: {reason}, while this one waited for {self._doing}: {self._resume()}")
 
   def _resume(self) -> str:
     again = "start all processes again, in any number" if self.count > 1 else "the same command again"
@@ -242,12 +210,12 @@ class Processes:
       return {}
     try:
       news = self._client.key_value_dir_get(_NEWS)
-    except Exception:  # the service is gone, which shows elsewhere
+    except jax.errors.JaxRuntimeError:  # the service is gone, which the runtime notices, too
       return {}
     return {key.rpartition("/")[2]: json.loads(value) for key, value in news}
 
   def _say_here(self) -> None:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
       self._client.key_value_set(f"{_HERE}/{self.process}", "")
 
   def _since_word(self, word: dict[str, Any]) -> str:
@@ -256,9 +224,9 @@ class Processes:
   def _who_is_gone(self) -> str | None:
     """Asks round, and whoever does not answer is gone."""
     self._say_here()
-    with contextlib.suppress(Exception):  # another one has asked
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has asked
       self._client.key_value_set(f"{_NEWS}/asked", "true")
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
       # The coordinator is the last to leave: the others ask it.
       time.sleep(3.0 if self.first else 2.5)
       if word := self._news().get("ended"):
@@ -274,7 +242,7 @@ class Processes:
     """Leaves word for the others, waits until they can have read it, and exits."""
     if self._client is not None:
       word = {"process": self.process, "status": status, "line": line.removeprefix("error: ")}
-      with contextlib.suppress(Exception):  # another was first
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         self._client.key_value_set(f"{_NEWS}/ended", json.dumps(word))
       if self.first:
         self._say(line)
@@ -289,29 +257,20 @@ class Processes:
         time.sleep(60)
     if line:
       self._say(line)
-    if self._log is not None and threading.current_thread() is not self._log.thread:
-      self._log.close()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
       sys.stdout.flush()
       sys.stderr.flush()
     os._exit(status)
 
   def _say(self, line: str) -> None:
     shown = f"process {self.process}: {line}" if self.count > 1 else line
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(OSError, ValueError):
       print(shown, file=sys.stderr, flush=True)
 
   def _leave(self) -> None:
     """Leaves the service when all are there: none is to see another one go and take it for lost."""
-    if self._log is None:
-      return  # whoever has started it ends it
-    jax.distributed.shutdown()
-    self._log.close()
-
-
-def status_of(error: BaseException) -> int | None:
-  """The exit status of an error that is the user's to mend; `None` for others."""
-  return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), None)
+    if self._started:  # else whoever has started it ends it
+      jax.distributed.shutdown()
 
 
 def _verdict(told_by: list[dict[str, Any]], check: Callable[[Any, Any, int], str | None]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mpjax import _compat
-from mpjax.train._config import ConfigError, DistributedConfig
-from mpjax.train.multiprocess._native_log import NativeLog
-from mpjax.train.multiprocess._processes import Processes, one_line
+from mpjax.train._config import DistributedConfig
+from mpjax.train._errors import ConfigError
+from mpjax.train.multiprocess._processes import LOST, Processes, one_line
 
 
 class Flags(NamedTuple):
@@ -30,15 +32,13 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
   Raises:
     ConfigError: for flags that do not say it all, or an environment that cannot be made out.
   """
-  several = _are_several(flags)
-  processes = Processes(settings)
-  if not several:
-    return processes
-  log = NativeLog(processes.lost)
+  if not _are_several(flags):
+    return Processes(settings)
   # Its handler would take SIGTERM from the loop, which has all processes agree on it by itself.
   jax.config.update("jax_enable_preemption_service", False)
   options: dict[str, Any] = {
-    "initialization_timeout": max(1, round(settings.start_timeout_s)),
+    # Longer than ours: the runtime would abort the process, which ends with a line of its own here.
+    "initialization_timeout": round(settings.start_timeout_s) + 60,
     "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
     "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
   }
@@ -54,15 +54,26 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
     if host in ("localhost", "127.0.0.1"):
       options["coordinator_bind_address"] = flags.coordinator
   try:
-    with _ctrl_c_at_once():
+    with _ctrl_c_at_once(), _bounded(settings.start_timeout_s):
       jax.distributed.initialize(**options)
-  except Exception as error:
-    log.close()
+  except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
     where = f" ({flags.coordinator} may be taken, or be another machine's)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
   # Devices of several processes come up together: one whose config is wrong would keep the others waiting.
   jax.devices()
-  return processes.join(log)
+  return Processes(settings, started=True)
+
+
+def processes_around() -> int:
+  """Returns how many processes the environment (Slurm, Kubernetes, Cloud TPU, Open MPI) speaks of."""
+  if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
+    return 1  # a step of one task, such as an interactive shell, in a job of more
+  for kind in _compat.cluster_kinds():
+    # Kubernetes without a place in an indexed job is a machine like any other.
+    lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
+    if not lone and kind.is_env_present():
+      return kind.get_process_count()
+  return 1
 
 
 def _are_several(flags: Flags) -> bool:
@@ -76,8 +87,8 @@ def _are_several(flags: Flags) -> bool:
     return False
   if len(missing) == len(given):
     try:
-      return _compat.processes_around() > 1
-    except Exception as error:
+      return processes_around() > 1
+    except (RuntimeError, ValueError, OSError, LookupError) as error:
       raise ConfigError(
         f"the environment does not say how many processes there are ({one_line(error)}); give "
         "--coordinator, --num-processes and --process-id, or --num-processes 1 for this one alone"
@@ -99,8 +110,30 @@ def _are_several(flags: Flags) -> bool:
 
 
 @contextlib.contextmanager
+def _bounded(limit_s: float) -> Iterator[None]:
+  """Ends the process if the block takes longer than `limit_s` seconds."""
+
+  def give_up() -> None:
+    print(
+      f"error: the processes did not come together within distributed.start_timeout_s={limit_s:g} seconds: "
+      "one did not reach the coordinator, or not all were there in time",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(LOST)
+
+  timer = threading.Timer(limit_s, give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
+@contextlib.contextmanager
 def _ctrl_c_at_once() -> Iterator[None]:
-  """In which Ctrl-C ends the process: Python's own handler would wait until native code returns."""
+  """Lets Ctrl-C end the process at once: Python's own handler would wait until native code returns."""
   if threading.current_thread() is not threading.main_thread():
     yield
     return

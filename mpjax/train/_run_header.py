@@ -1,4 +1,4 @@
-"""What a run is about to do, in words: the rows above its progress."""
+"""The header of a run: what it is about to do, as rows above its progress."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpjax.step._mesh_step import Layout
 from mpjax.train._setup import Setup
 
 
-def opening(
+def header_rows(
   setup: Setup, state: TrainState, directory: pathlib.Path, start: int, processes: int
 ) -> dict[str, str]:
-  """What a person sees before the first step, by title.
+  """Returns what a person sees before the first step, by title.
 
   Args:
     setup: of the run.

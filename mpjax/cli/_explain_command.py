@@ -1,0 +1,31 @@
+"""`mpjax explain`: what runs in which dtype under a config's policy, and why."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._exit_status import guarded
+from mpjax.train._config_file import load_config
+from mpjax.train._meshes import on_devices_here
+from mpjax.train._setup import make_setup
+
+
+def run(arguments: Sequence[str], prog: str) -> int:
+  """Runs the command and returns its exit status."""
+  parser = argparse.ArgumentParser(
+    prog=prog,
+    description="Say what runs in which dtype under a config's policy, by module, and why. Computes nothing.",
+    epilog=f"example: {prog} gpt_stdlib policy=fp16",
+  )
+  add_config(parser)
+  options = parse(parser, list(arguments))
+
+  def explain() -> None:
+    setup = make_setup(on_devices_here(load_config(options.config, options.overrides)))
+    print(setup.explain())
+    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
+      print("\nautocast: false in the policy: a run casts parameters and batch instead")
+
+  return guarded(explain)

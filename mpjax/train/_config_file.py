@@ -1,0 +1,151 @@
+"""The YAML file of a config, `key=value` overrides, and the examples that come with mpjax.
+
+OmegaConf reads; what is wrong comes out as one `ConfigError` line that names the file or the key.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import omegaconf
+import pydantic
+import yaml
+
+from mpjax.dtypes import did_you_mean
+from mpjax.train._config import Config, DistributedConfig, parse_config
+from mpjax.train._errors import ConfigError
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+# The examples: the wheel has them in the package, a checkout beside it.
+_EXAMPLES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+def find_config(name: str | pathlib.Path) -> pathlib.Path:
+  """Returns the file of a config: a path as it is, or `gpt_stdlib` for the example of that name.
+
+  Raises:
+    ConfigError: if there is neither a file nor an example of that name.
+  """
+  path = pathlib.Path(name)
+  if path.exists():
+    return path
+  examples = next(({f.stem: f for f in d.glob("*.yaml")} for d in _EXAMPLES if d.is_dir()), {})
+  if str(path) in examples:
+    return examples[str(path)]
+  expected = f"expected a YAML file, or an example: {', '.join(sorted(examples))}"
+  raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, examples)}")
+
+
+def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+  """Reads a config, applies overrides and checks the whole.
+
+  Args:
+    path: a YAML file, or the name of an example that comes with mpjax, such as `gpt_stdlib`.
+    overrides: `key=value` each, with dotted keys and YAML values.
+
+  Raises:
+    ConfigError: one line that names the file or key, the value, and what was expected.
+  """
+  path = find_config(path)
+  config = parse_config(read_tree(path, overrides))
+  if config.out is None:
+    name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
+    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
+  return config
+
+
+def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns a YAML file with `key=value` overrides as plain data, no key of which is checked yet.
+
+  A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
+  refused: what is in the environment would end up in the run directory, or in a request for a dataset.
+
+  Raises:
+    ConfigError: as `load_config`.
+  """
+  try:
+    _require_shallow(path)
+    tree = omegaconf.OmegaConf.load(path)
+  except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+    raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+  if not isinstance(tree, omegaconf.DictConfig):
+    raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+  try:
+    for override in overrides:
+      _apply(tree, override)
+    _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
+    data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
+  except omegaconf.errors.OmegaConfBaseException as error:
+    raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+  return data
+
+
+def read_waits(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> DistributedConfig:
+  """Returns the `distributed` section, read before the processes know of each other.
+
+  It has its defaults for one that cannot be read: `load_config` raises, once all processes can be told.
+  """
+  try:
+    return DistributedConfig.model_validate(read_tree(find_config(path), overrides).get("distributed", {}))
+  except (ConfigError, pydantic.ValidationError):
+    return DistributedConfig()
+
+
+def _apply(tree: omegaconf.DictConfig, override: str) -> None:
+  key, sign, value = override.partition("=")
+  if not sign or not key:
+    raise ConfigError(f"override {override!r}: expected key=value, as in train.steps=200")
+  if key.startswith("policy.") and isinstance(tree.get("policy"), str):
+    tree["policy"] = {"base": tree["policy"]}
+  try:
+    parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
+    omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
+  except Exception as error:  # of many kinds: YAML's, OmegaConf's, Python's own
+    raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
+
+
+_DEEPEST, _MOST_REFERENCES = 50, 16
+_REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
+
+
+def _require_shallow(path: pathlib.Path) -> None:
+  """Raises for a file nested so deeply that the reader, which recurses, would overrun the stack."""
+  depth = 0
+  with path.open("rb") as file:
+    for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+      if isinstance(event, yaml.CollectionStartEvent):
+        depth += 1
+      elif isinstance(event, yaml.CollectionEndEvent):
+        depth -= 1
+      if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+
+
+def _require_plain(tree: Any) -> None:
+  """Raises for values that are more than data, and for so many references that they could fill the memory."""
+  found = 0
+  for key, text in _strings(tree, ""):
+    found += len(_REFERENCE.findall(text))
+    if "${" in _REFERENCE.sub("", text):
+      raise ConfigError(
+        f"{key}={text!r}: only another key may stand in ${{...}}, as in ${{seed}}; a value from the "
+        "environment goes on the command line, as in out=$HOME/runs/x"
+      )
+  if found > _MOST_REFERENCES:
+    raise ConfigError(
+      f"{found} references ${{...}}: expected at most {_MOST_REFERENCES}; write the values out"
+    )
+
+
+def _strings(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+  if isinstance(tree, str):
+    yield key, tree
+  elif isinstance(tree, dict):
+    for name, value in tree.items():
+      yield from _strings(value, f"{key}.{name}" if key else str(name))
+  elif isinstance(tree, list):
+    for position, value in enumerate(tree):
+      yield from _strings(value, f"{key}[{position}]")
