@@ -26,6 +26,31 @@ def preset_dir() -> Traversable:
   return importlib.resources.files("mpjax").joinpath("policies")
 
 
+# Those of some supported releases of JAX alone, among the primitives that mpjax knows.
+PRIMITIVES_OF_SOME_RELEASES = frozenset(
+  [
+    "dot_product_attention_bwd_wrapper",
+    "dot_product_attention_fp8_bwd_wrapper",
+    "dot_product_attention_fp8_fwd_wrapper",
+    "dot_product_attention_fwd_wrapper",
+    "log2",
+    "one_minus_square",
+    "polynomial",
+    "reduced_vary_cast",
+    "relayout",
+    "shard_alike",
+    "unreduced_pmax",
+    "unreduced_pmin",
+    "vary_unreduced_cast",
+  ]
+)
+
+
+def newer(name: str) -> jax.extend.core.Primitive | str:
+  """`jax.lax`'s primitive of a name, `log2_p`; in a JAX that has none yet, what it will be called: `log2`."""
+  return getattr(jax.lax, name, name.removesuffix("_p"))
+
+
 def is_array(leaf: Any) -> bool:
   """Whether JAX can trace `leaf` as an array: not so for `float0`."""
   if isinstance(leaf, (bool, int, float, complex)):

@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jax.extend.core import Primitive
+
 from mpjax import _compat
-from mpjax.casting import _higher_order, _traits
+from mpjax.casting import _higher_order
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._recipe import Recipe
-from mpjax.jaxpr._primitives import OPERATIONS
+from mpjax.jaxpr import Trait, call_kind, facts, has
 from mpjax.patterns import component_regex
 
 
@@ -79,40 +81,40 @@ class Rules:
               f"fp8.{key}: {pattern!r} matches no module with a matrix product; their paths are {paths}"
             )
 
-  def contents(self, jaxpr: Any) -> frozenset[str]:
-    """Names of the primitives in a jaxpr, at any depth; not of those inside opaque ones."""
+  def contents(self, jaxpr: Any) -> frozenset[Primitive]:
+    """The primitives in a jaxpr, at any depth; not those inside opaque ones."""
     body = _compat.open_jaxpr(jaxpr)
     if id(body) not in self._contents:
-      names: set[str] = set()
+      found: set[Primitive] = set()
       for equation in body.eqns:
-        name = equation.primitive.name
-        names.add(name)
-        if self.list_of(name, None) == "call":
-          names.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
-      self._contents[id(body)] = (body, frozenset(names))
+        found.add(equation.primitive)
+        if self.list_of(equation.primitive.name, None) == "call":
+          found.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
+      self._contents[id(body)] = (body, frozenset(found))
     return self._contents[id(body)][1]
 
-  def primitives(self, equations: Iterable[Any]) -> set[str]:
-    """Names of the primitives of equations, those in their bodies too."""
+  def primitives(self, equations: Iterable[Any]) -> set[Primitive]:
+    """The primitives of equations, those in their bodies too."""
     found = set()
     for equation in equations:
-      found.add(equation.primitive.name)
+      found.add(equation.primitive)
       found.update(*(self.contents(body) for body in _compat.bodies(equation)))
     return found
 
   def inside(self, equation: Any, half: Any) -> set[str]:
     """The lists of what is in an equation's bodies."""
-    return {self.list_of(name, half) for body in _compat.bodies(equation) for name in self.contents(body)}
+    return {self.list_of(p.name, half) for body in _compat.bodies(equation) for p in self.contents(body)}
 
   def cheap(self, equation: Any) -> bool:
     """Whether an equation may be computed again in the backward pass rather than saved."""
-    names = {equation.primitive.name}
+    inside = {equation.primitive}
     if self.list_of(equation.primitive.name, None) == "call":
-      if equation.primitive.name not in ("jit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"):
+      kind = call_kind(equation)
+      if kind is None or not kind.runs_once:
         return False
-      names = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
-    known = (name for name in names if self.list_of(name, None) != "call")
-    return all(name in OPERATIONS and OPERATIONS[name].cheap for name in known) and not equation.effects
+      inside = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
+    plain = (p for p in inside if self.list_of(p.name, None) != "call")
+    return all(facts(p).recompute for p in plain) and not equation.effects
 
   def feeding(self, jaxpr: Any) -> set[Any]:
     """The variables of a jaxpr that a matrix product reads, directly or by views."""
@@ -120,9 +122,9 @@ class Rules:
     if id(body) not in self._feeding:
       found: set[Any] = set()
       for equation in reversed(body.eqns):
-        name = equation.primitive.name
-        kind = self.list_of(name, None)
-        if kind == "allow" or (name in _traits.VIEWS and any(v in found for v in equation.outvars)):
+        kind = self.list_of(equation.primitive.name, None)
+        passes_on = has(equation, Trait.PASSES_ON)
+        if kind == "allow" or (passes_on and any(v in found for v in equation.outvars)):
           found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
         elif kind == "call":
           for inner, indices in _higher_order.alignment(equation):

@@ -10,16 +10,17 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import _fp8_products, _higher_order, _traits
+from mpjax.casting import _fp8_products, _higher_order
 from mpjax.casting._casting_rules import Rules, live
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float, meet, size
 from mpjax.casting._overrides import OUTPUT, join
 from mpjax.casting._product_roles import Layers
 from mpjax.casting._questions import contracts_all, gives, of_its_own, pinned_precision
-from mpjax.jaxpr._primitives import OPERATIONS
+from mpjax.jaxpr import UNKNOWN, CallKind, Trait, call_kind, facts, has
 
 NOT_FP8 = "not FP8: "  # how the reason of such a product begins
 
@@ -132,11 +133,10 @@ class Plan:
   def _decide(self, equation: Any) -> Node:
     path = join(self.prefix, _compat.module_path(equation))
     half = self.rules.overrides.half_at(path)
-    name = equation.primitive.name
-    kind = self.rules.list_of(name, half)
+    kind = self.rules.list_of(equation.primitive.name, half)
     if kind == "call":
       node = self._decide_call(equation, path, half)
-    elif name == "convert_element_type":
+    elif equation.primitive is jax.lax.convert_element_type_p:
       node = self._decide_cast(equation, path, half)
     else:
       node = self._decide_plain(equation, path, half, kind)
@@ -169,9 +169,7 @@ class Plan:
       by_hand = kind == "allow" and half is not None and all(a.aval.dtype == half for a in asked)
       return self._quantised(kept) if by_hand and not pinned_precision(equation) else kept
     if kind == "opaque" or not operands:
-      why = (
-        _reason(equation, "it is left as it is") if kind == "opaque" else "nothing in it is half precision"
-      )
+      why = _reason(equation, UNKNOWN.reason) if kind == "opaque" else "nothing in it is half precision"
       return node(Mode.KEEP, why, self._kept(equation))
     if kind == "allow" and contracts_all(equation):
       why = "a sum of products, on no matrix unit: it overflows like a sum"
@@ -186,7 +184,7 @@ class Plan:
       )
     if kind == "deny":
       return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
-    if equation.primitive.name in _traits.EACH and len(equation.invars) == len(equation.outvars):
+    if has(equation, Trait.EACH) and len(equation.invars) == len(equation.outvars):
       return node(Mode.EACH, "each operand as it comes", [self.how(a) for a in equation.invars])
     met = [self.met(a, half, equation) for a in operands]
     if not results:  # comparisons, argmax: exact in float32 whatever the operands
@@ -197,7 +195,7 @@ class Plan:
       (size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0
     )
     out = meet(met, max(map(size, results)) <= largest)
-    if out.kind is Kind.HALF and equation.primitive.name in _traits.SCALES:
+    if out.kind is Kind.HALF and has(equation, Trait.SCALES):
       # The half value may be what brings an island's result back into half precision's range.
       out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
     if out.kind is Kind.HALF:
@@ -259,17 +257,12 @@ class Plan:
     whole = half is None and not self.rules.enter_all and self.rules.overrides.uniform_below(path)
     met = [self.met(a, half, equation) for a in operands]
     halves = any(h.kind is Kind.HALF for h in met)
-    name = equation.primitive.name
+    called = call_kind(equation)
     denied = "deny" in inside
-    enters = product or (halves and (name in _higher_order.LOOPS or (name == "jit" and not denied)))
-    if whole or not enters or name not in _higher_order.RULES:
-      if (
-        name in _higher_order.RULES
-        and not denied
-        and not whole
-        and halves
-        and name not in _higher_order.LOOPS
-      ):
+    loops = called in _higher_order.LOOPS
+    enters = product or (halves and (loops or (called is CallKind.JIT and not denied)))
+    if whole or not enters or called not in _higher_order.RULES:
+      if called in _higher_order.RULES and not denied and not whole and halves and not loops:
         # relu and its like, with the rule they came with: exact in float32, so their result may be rounded.
         return node(
           "infer", Mode.HALF, "its operands are half precision", self._outs(equation, Held(Kind.HALF, half))
@@ -284,11 +277,12 @@ class Plan:
       rules = self.rules
       if rules.islands and not islands:
         rules = dataclasses.replace(rules, islands=False)
-      inner = self.layers.inner.get(id(equation), {}) if self.layers and name in _higher_order.PLAIN else {}
+      # FP8 products are looked for in plain calls alone: a derivative rule is a program of its own.
+      inner = self.layers.inner.get(id(equation), {}) if self.layers and called and called.is_plain else {}
       layers = inner.get(id(_compat.open_jaxpr(jaxpr)))
       return Plan(jaxpr, held, rules, path, wanted, tangents=tangents, layers=layers)
 
-    call = _higher_order.RULES[name].plan(
+    call = _higher_order.RULES[called].plan(
       equation, [self.met(a, half, equation) for a in equation.invars], wanted, plan_body
     )
     return node("call", Mode.ENTER, "its body is entered", call.outs, call)
@@ -321,9 +315,8 @@ class Plan:
 
   def _expands(self, equation: Any) -> bool:
     """Whether a result may be far larger than the operands, and so outside float16's range."""
-    name = equation.primitive.name
-    if name not in ("div", "rsqrt"):
-      return name in _traits.EXPANDS
+    if equation.primitive not in (jax.lax.div_p, jax.lax.rsqrt_p):
+      return has(equation, Trait.EXPANDS)
     divisor = equation.invars[-1]
     if _compat.is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
       return self.how(divisor).kind is not Kind.STATISTIC
@@ -348,14 +341,14 @@ class Plan:
           users.setdefault(atom, []).append(node)
       if node.mode not in (Mode.HALF, Mode.ENTER) or node.listed not in ("infer", "call"):
         continue
-      if node.mode is Mode.ENTER and (node.equation.primitive.name != "jit" or node.has_product()):
+      if node.mode is Mode.ENTER and (call_kind(node.equation) is not CallKind.JIT or node.has_product()):
         continue
       results = [v for v in node.equation.outvars if v in self._outputs]
       if (results and not self._full_outputs) or not (results or any(readers)):
         continue
       if not all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs):
         continue
-      if node.equation.primitive.name in _traits.MOVES or self._sums(node) or self._shrinks(node):
+      if has(node.equation, Trait.MOVES) or self._sums(node) or self._shrinks(node):
         continue
       node.mode, node.listed, node.why = Mode.FULL, "infer", "only float32 reads it"
       node.outs = self._outs(node.equation, Held(Kind.ISLAND, FLOAT32))
@@ -367,7 +360,7 @@ class Plan:
     return max(map(size, halves), default=0) > max(map(size, node.equation.outvars))
 
   def _sums(self, node: Node) -> bool:
-    if node.equation.primitive.name not in _traits.SUMS:
+    if not has(node.equation, Trait.CHOICE):
       return False
     halves = [a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF]
     largest = max(map(size, node.equation.invars))
@@ -378,7 +371,7 @@ class Plan:
     node = self._makers.get(variable)
     if node is None or node.mode is not Mode.HALF or node.listed != "infer" or node.call is not None:
       return variable
-    if node.equation.primitive.name in _traits.MOVES:
+    if has(node.equation, Trait.MOVES):
       return variable
     before = {a for a in node.equation.invars if _compat.is_variable(a) and self.how(a).kind is Kind.HALF}
     sources = {self._source(a) for a in before}
@@ -390,8 +383,8 @@ def _named(equation: Any) -> str:
 
 
 def _reason(equation: Any, otherwise: str) -> str:
-  operation = OPERATIONS.get(equation.primitive.name)
-  return operation.reason if operation else otherwise
+  row = facts(equation)
+  return otherwise if row is UNKNOWN else row.reason
 
 
 def _follows(out: Held, met: list[Held]) -> str:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import _fp8_products, _higher_order, _traits
+from mpjax.casting import _fp8_products, _higher_order
 from mpjax.casting._decide import Mode, Node, Plan
 from mpjax.casting._fp8_products import Histories
 from mpjax.casting._islands import Island, read_dtype, saved_dtype, schedule
 from mpjax.casting._kinds import Held, Kind, castable
-from mpjax.fp8._dot_general import NAME
+from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.fp8._saved_operands import keep_in_fp8
+from mpjax.jaxpr import Trait, call_kind, has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def emit(node: Node, values: Values) -> None:
   if node.mode is Mode.ENTER:
     with _compat.at(equation):
       operands = [values.read(a, h.dtype) for a, h in zip(equation.invars, node.call.ins, strict=True)]
-    out = _higher_order.RULES[equation.primitive.name].emit(node.call, operands, values.run)
+    out = _higher_order.RULES[call_kind(equation)].emit(node.call, operands, values.run)
   elif node.fp8 is not None:
     with _compat.at(equation):
       out = [_quantised(node, values)]
@@ -136,11 +137,10 @@ def _emit_half(node: Node, values: Values) -> list[Any]:
   equation, half = node.equation, node.half
   if _compat.bodies(equation):  # relu and its like: in float32 between casts that fuse away
     return _emit_as_written(node, values)
-  name = equation.primitive.name
-  if name == "broadcast_in_dim":
+  if equation.primitive is jax.lax.broadcast_in_dim_p:
     return [_broadcast(equation, values, half)]
-  shape = equation.outvars[0].aval.shape
-  operands = [_operand(a, shape, values, half, name in _traits.BROADCASTING) for a in equation.invars]
+  shape, broadcasts = equation.outvars[0].aval.shape, has(equation, Trait.BROADCASTS)
+  operands = [_operand(a, shape, values, half, broadcasts) for a in equation.invars]
   changes = {}
   if equation.params.get("preferred_element_type") is not None:
     changes["preferred_element_type"] = np.dtype(node.half)
@@ -182,7 +182,7 @@ def _broadcast(equation: Any, values: Values, half: Any) -> Any:
 def _emit_each(node: Node, values: Values) -> list[Any]:
   equation = node.equation
   operands = [values.read(a, values.plan.how(a).dtype) for a in equation.invars]
-  if equation.primitive.name == "convert_element_type":
+  if equation.primitive is jax.lax.convert_element_type_p:
     return [_higher_order.cast(x, h) for x, h in zip(operands, node.outs, strict=True)]
   return _compat.bind(equation, operands)
 
@@ -201,9 +201,11 @@ def _emit_island(island: Island, values: Values) -> None:
     _emit_saving(island, values, dtype, operands)
     return
   products = {
-    NAME if node.fp8 else node.equation.primitive.name for node in island.nodes if node.listed == "allow"
+    fp8_dot_general_p if node.fp8 else node.equation.primitive
+    for node in island.nodes
+    if node.listed == "allow"
   }
-  save = lambda primitive, *_, **__: primitive.name in products
+  save = lambda primitive, *_, **__: primitive in products
   out = jax.checkpoint(inside, policy=save if products else None)(*operands)
   for (variable, _), value in zip(island.outputs, out, strict=True):
     values.write(variable, value)

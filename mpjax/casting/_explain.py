@@ -17,7 +17,7 @@ from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import Island, read_dtype, schedule
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists
-from mpjax.jaxpr._flops import flops
+from mpjax.jaxpr import UNKNOWN, CallKind, call_kind, facts, flops
 from mpjax.policy import Policy, get_policy
 
 
@@ -61,10 +61,13 @@ class Explanation:
   Attributes:
     policy: the policy.
     rows: one for each operation, in the order of the program.
+    unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
+      a list with `OpLists.default().replace(infer=...)`.
   """
 
   policy: Policy
   rows: tuple[Row, ...]
+  unknown: tuple[str, ...] = ()
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products and convolutions, by dtype."""
@@ -75,7 +78,8 @@ class Explanation:
     return total
 
   def __str__(self) -> str:
-    return "\n\n".join(filter(None, (self._summary(), self._modules(), self._not_fp8(), self._full())))
+    parts = (self._summary(), self._modules(), self._not_fp8(), self._full(), self._unknown())
+    return "\n\n".join(filter(None, parts))
 
   def _summary(self) -> str:
     flops = self.matrix_flops()
@@ -106,6 +110,11 @@ class Explanation:
 
   def _full(self) -> str:
     return _reasons("in float32", (row for row in self.rows if row.after == row.before == "float32"))
+
+  def _unknown(self) -> str:
+    if not self.unknown:
+      return ""
+    return f"unknown primitives, left in the dtypes of the program: {', '.join(self.unknown)}"
 
   def _not_fp8(self) -> str:
     return _reasons("not in FP8", (row for row in self.rows if row.flops), NOT_FP8)
@@ -140,7 +149,12 @@ def explain(
     rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
     plan = Traced(fun, args, kwargs).plan(rules, resolved)
     rules.check_all_matched()
-    return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())))
+    unknown = {
+      node.equation.primitive.name
+      for node in plan.all_nodes()
+      if node.listed == "opaque" and facts(node.equation) is UNKNOWN
+    }
+    return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())), tuple(sorted(unknown)))
 
   return explained
 
@@ -178,7 +192,7 @@ def _rows(plan: Plan, times: int, numbers: _Numbers) -> Iterator[Row]:
   made: set[tuple[Any, Any]] = set()
   for node in plan.nodes:
     if node.mode is Mode.ENTER:
-      length = node.equation.params.get("length", 1) if node.equation.primitive.name == "scan" else 1
+      length = node.equation.params["length"] if call_kind(node.equation) is CallKind.SCAN else 1
       for inner in node.call.plans:
         yield from _rows(inner, times * length, numbers)
       continue
@@ -230,7 +244,7 @@ def _runs_in(plan: Plan, node: Node) -> str:
 
 def _name(equation: Any) -> str:
   name = equation.primitive.name
-  inner = equation.params.get("name") if name not in LOOPS else None
+  inner = equation.params.get("name") if call_kind(equation) not in LOOPS else None
   return f"{name}:{inner}" if isinstance(inner, str) else name
 
 

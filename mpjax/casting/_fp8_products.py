@@ -136,14 +136,13 @@ def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
 
 def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) -> str | None:
   """Why a product is not FP8, whatever its sizes; `None` if it may be."""
-  name = equation.primitive.name
   lack, excluded = support(recipe).why_not, recipe.excludes(path)
   if lack is not None:
     return f"{lack} (emulate: true quantises all the same)"
   if excluded is not None:
     return excluded
-  if name not in ("dot_general", "conv_general_dilated"):
-    return f"there is no FP8 {name}"
+  if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
+    return f"there is no FP8 {equation.primitive.name}"
   if product is None:
     return "it is inside a custom derivative rule, or recomputed in a backward pass"
   if all(product.active) and not recipe.attention:
@@ -152,7 +151,7 @@ def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) ->
     return "it is in the first layer (fp8.first_layer)"
   if product.last and not recipe.last_layer:
     return "it is in the last layer (fp8.last_layer)"
-  if name == "conv_general_dilated" and windows_of(equation) is None:
+  if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return "a convolution whose windows overlap is no matrix product"
   return None
 
@@ -160,7 +159,7 @@ def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) ->
 def decide(equation: Any, recipe: Recipe, product: Product) -> Fp8 | str:
   """A product that is not barred as FP8, or why its sizes are unfit."""
   lhs, rhs = (a.aval.shape for a in equation.invars[:2])
-  windows = windows_of(equation) if equation.primitive.name == "conv_general_dilated" else None
+  windows = windows_of(equation) if equation.primitive is jax.lax.conv_general_dilated_p else None
   if windows is None:
     sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
   else:

@@ -18,13 +18,12 @@ from mpjax.casting import _loop_carry
 from mpjax.casting._kinds import FLOAT32, Held, Kind, initial
 from mpjax.fp8._amax_probe import spread
 from mpjax.fp8._dot_general import as_product
+from mpjax.jaxpr import CallKind, call_kind
 
 # Entered when what they are given is half precision, even without a product inside.
-LOOPS = frozenset(("scan", "while", "cond", "shard_map"))
+LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
 
 PlanBody = Callable[..., Any]  # (jaxpr, held, wanted) -> Plan
-# FP8 products are looked for in these alone: a derivative rule is a program of its own.
-PLAIN = LOOPS | {"jit", "closed_call", "core_call", "call", "eval_jaxpr", "remat2", "checkpoint"}
 Run = Any  # `interpret.Run`: (plan, inputs) -> outputs, as plan.outs says
 
 
@@ -42,7 +41,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Two functions for a primitive.
+  """Two functions for a kind of call.
 
   Attributes:
     plan: (equation, how its operands are held, wanted, plan_body) -> Call.
@@ -62,16 +61,16 @@ def cast(x: Any, held: Held) -> Any:
 
 def alignment(equation: Any) -> list[tuple[Any, list[int]]]:
   """Each body of a higher-order equation, with the operand that each of its inputs is."""
-  name, parameters = equation.primitive.name, equation.params
+  kind, parameters = call_kind(equation), equation.params
   n = len(equation.invars)
-  if name == "while":
+  if kind is CallKind.WHILE:
     first, second = parameters["cond_nconsts"], parameters["body_nconsts"]
     rest = list(range(first + second, n))
     return [
       (parameters["cond_jaxpr"], [*range(first), *rest]),
       (parameters["body_jaxpr"], [*range(first, first + second), *rest]),
     ]
-  if name == "cond":
+  if kind is CallKind.COND:
     return [(branch, list(range(1, n))) for branch in parameters["branches"]]
   found = _compat.bodies(equation)[:1]
   return [(body, list(range(n))) for body in found if len(_compat.open_jaxpr(body).invars) == n]
@@ -359,19 +358,15 @@ def _struct(aval: Any) -> Any:
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-RULES = {
-  "jit": Rule(_plan_simple, _emit_jit),
-  "closed_call": Rule(_plan_simple, _emit_inline),
-  "core_call": Rule(_plan_simple, _emit_inline),
-  "call": Rule(_plan_simple, _emit_inline),
-  "eval_jaxpr": Rule(_plan_simple, _emit_inline),
-  "remat2": Rule(_plan_remat, _emit_remat),
-  "checkpoint": Rule(_plan_remat, _emit_remat),
-  "scan": Rule(_plan_scan, _emit_scan),
-  "while": Rule(_plan_while, _emit_while),
-  "cond": Rule(_plan_cond, _emit_cond),
-  "shard_map": Rule(_plan_simple, _emit_shard_map),
-  "custom_jvp_call": Rule(_plan_simple, _emit_custom_jvp),
-  "custom_vjp_call": Rule(_plan_simple, _emit_custom_vjp),
-  "custom_vmap_call": Rule(_plan_simple, _emit_custom_vmap),
+RULES: dict[CallKind | None, Rule] = {
+  CallKind.JIT: Rule(_plan_simple, _emit_jit),
+  CallKind.INLINE: Rule(_plan_simple, _emit_inline),
+  CallKind.REMAT: Rule(_plan_remat, _emit_remat),
+  CallKind.SCAN: Rule(_plan_scan, _emit_scan),
+  CallKind.WHILE: Rule(_plan_while, _emit_while),
+  CallKind.COND: Rule(_plan_cond, _emit_cond),
+  CallKind.SHARD_MAP: Rule(_plan_simple, _emit_shard_map),
+  CallKind.CUSTOM_JVP: Rule(_plan_simple, _emit_custom_jvp),
+  CallKind.CUSTOM_VJP: Rule(_plan_simple, _emit_custom_vjp),
+  CallKind.CUSTOM_VMAP: Rule(_plan_simple, _emit_custom_vmap),
 }

@@ -12,9 +12,10 @@ import math
 from typing import Any
 
 from mpjax import _compat
-from mpjax.casting import _fp8_products, _traits
+from mpjax.casting import _fp8_products
 from mpjax.casting._decide import Mode, Node, Plan
 from mpjax.casting._kinds import FLOAT32, Kind, castable, size
+from mpjax.jaxpr import Trait, has
 
 
 @dataclasses.dataclass
@@ -126,7 +127,7 @@ def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Is
   half = half or max(
     (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
   )
-  heavy = (n for n in nodes if n.mode is Mode.FULL and n.equation.primitive.name not in _traits.LINEAR)
+  heavy = (n for n in nodes if n.mode is Mode.FULL and not has(n.equation, Trait.NO_RESIDUAL))
   island.kept = half > 1 and any(2 * size(a) >= half for n in heavy for a in n.equation.invars)
   return island
 
@@ -172,9 +173,10 @@ def saved_dtype(island: Island, plan: Plan) -> Any:
     recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe) or not plan.layers
   ):
     return None
-  names = plan.rules.primitives([node.equation for node in island.nodes])
+  inside = plan.rules.primitives([node.equation for node in island.nodes])
+  exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)
   followed = any(v in plan.layers.reaching for v, _ in island.outputs)
-  return recipe.forward if followed and not names & _traits.EXPONENTIALS else None
+  return recipe.forward if followed and not exponential else None
 
 
 def _order(nodes: list[Node], reads: list[list[int]], islands: list[Island]) -> list[Node | Island]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax.casting import _traits
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable
+from mpjax.jaxpr import Trait, has
 
 
 def settle(entering: list[Held], plan_with: Callable[[list[Held]], Any], offset: int, n: int) -> Any:
@@ -59,7 +59,7 @@ def _half_of_carry(plan: Any, before: Any, after: Any, constants: Sequence[Any])
         layers |= any(a not in reached and a not in constant and castable(a.aval) for a in variables)
     past = [multiplied[a] for a in variables if a in multiplied]
     if past and node.listed == "infer":
-      scales = any(past) or equation.primitive.name in _traits.SCALES
+      scales = any(past) or has(equation, Trait.SCALES)
       multiplied.update(dict.fromkeys(equation.outvars, scales))
   remembers = after in multiplied and (multiplied[after] or not layers)
   return plan.rules.overrides.half_at(plan.prefix) if product and not remembers else None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.dtypes import did_you_mean
-from mpjax.jaxpr._primitives import OPERATIONS
+from mpjax.jaxpr import rows
 
 _LISTS = ("allow", "deny", "deny_float16", "infer", "opaque", "call")
 
@@ -49,12 +49,10 @@ class OpLists:
 
   @classmethod
   def default(cls) -> OpLists:
-    """The lists of `mpjax/jaxpr/_primitives.py`, which gives the reason for each."""
+    """The lists of `mpjax/jaxpr/_primitive_table.py`, which gives the reason for each."""
     lists: dict[str, set[str]] = {field: set() for field in _LISTS}
-    for name, operation in OPERATIONS.items():
-      lists[
-        "deny_float16" if operation.float16 == "deny" and operation.list == "infer" else operation.list
-      ].add(name)
+    for name, row in rows():
+      lists["deny_float16" if row.float16 == "deny" else row.list].add(name)
     return cls(**{field: frozenset(names) for field, names in lists.items()})
 
   def replace(self, **lists: Iterable[str]) -> OpLists:

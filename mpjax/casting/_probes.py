@@ -13,17 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax.casting import _traits
 from mpjax.casting._autocast import Traced, carry_out, make_rules
 from mpjax.casting._decide import Node, Plan
 from mpjax.casting._kinds import castable, is_float, size
+from mpjax.jaxpr import CallKind, Trait, call_kind, has
 from mpjax.policy import Policy, get_policy, matmul_precision
 
-# Bodies in which values are looked at one by one; steps of a longer loop, or of time, are seen together.
-_ENTERED = frozenset(("jit", "closed_call", "core_call", "call", "eval_jaxpr", "remat2", "checkpoint")) | {
-  "scan",
-  "cond",
-}
+# Steps of a longer loop, or of time, are seen together.
 _LONGEST = 128
 
 
@@ -139,7 +135,7 @@ def _mark(plan: Plan, steps: tuple[int, ...] | None, points: list[Point], seen: 
 
 def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
   """The loops that a body's values are kept apart by; `None` inside one that is too long for it."""
-  if node.equation.primitive.name != "scan" or steps is None:
+  if call_kind(node.equation) is not CallKind.SCAN or steps is None:
     return steps
   if not _has_own_weights(node):
     return None
@@ -164,7 +160,7 @@ def _has_own_weights(node: Node) -> bool:
     if one.listed == "allow" or one.has_product():
       if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
         return True
-    elif one.equation.primitive.name in _traits.SAME:
+    elif has(one.equation, Trait.SAME_WEIGHT):
       for group in (constant, given):
         group.update(one.equation.outvars if operands and operands[0] in group else ())
   return False
@@ -188,7 +184,10 @@ def _point(node: Node, i: int, steps: tuple[int, ...], seen: Any) -> Point:
 
 
 def _is_entered(node: Node) -> bool:
-  return node.call is not None and node.equation.primitive.name in _ENTERED and node.has_product()
+  """Returns whether values in its body are looked at one by one."""
+  kind = call_kind(node.equation)
+  looked_at = kind is not None and kind.is_plain and kind not in (CallKind.WHILE, CallKind.SHARD_MAP)
+  return node.call is not None and looked_at and node.has_product()
 
 
 def _chosen(plan: Plan) -> set[Any]:
@@ -198,7 +197,7 @@ def _chosen(plan: Plan) -> set[Any]:
   def origin(atom: Any) -> Any:
     """What a view shows, in the same module."""
     node = maker.get(atom)
-    while node is not None and node.equation.primitive.name in _traits.SAME and node.call is None:
+    while node is not None and has(node.equation, Trait.SAME_WEIGHT) and node.call is None:
       source = node.equation.invars[0]
       before = maker.get(source) if _compat.is_variable(source) else None
       if before is None:

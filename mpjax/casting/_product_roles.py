@@ -10,10 +10,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from mpjax import _compat
-from mpjax.casting import _higher_order, _traits
+from mpjax.casting import _higher_order
 from mpjax.casting._casting_rules import Rules, live
 from mpjax.casting._kinds import is_float, size
+from mpjax.jaxpr import CallKind, Trait, call_kind, has
 
 _NUMBERS = itertools.count()
 _STACKED = "stacked"  # what a scan collects of a value
@@ -142,14 +145,13 @@ class Layers:
 
   def _forward(self, equation: Any) -> None:
     facts = [self._fact(a) for a in equation.invars]
-    name = equation.primitive.name
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
     gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
     constant = not any(map(_compat.is_variable, equation.invars))
     outs = [
       Fact(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
     ]
-    if self._rules.list_of(name, None) == "call":
+    if self._rules.list_of(equation.primitive.name, None) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
       lhs, rhs = facts[:2]
@@ -161,23 +163,23 @@ class Layers:
       )
       if is_layer(equation, self._rules, of_matrices=True):
         outs = [fact._replace(active=True) for fact in outs]
-    elif name == "gather" and facts[1].varies:
+    elif equation.primitive is jax.lax.gather_p and facts[1].varies:
       outs = [fact._replace(active=True) for fact in outs]
-    elif name in _traits.SAME and len(facts) == 1:
+    elif has(equation, Trait.SAME_WEIGHT) and len(facts) == 1:
       outs = [facts[0]]
     self._facts.update(zip(equation.outvars, outs, strict=True))
 
   def _call(self, equation: Any, facts: list[Fact]) -> list[Fact] | None:
-    name = equation.primitive.name
+    kind = call_kind(equation)
     n = len(equation.outvars)
     bodies: dict[int, Layers] = {}
     merged: list[Fact] | None = None
     entering = list(facts)
-    if name == "scan":
+    if kind is CallKind.SCAN:
       consts, carry, _ = _compat.scan_parts(equation)
       entering[consts + carry :] = [f._replace(root=_row(f.root)) for f in entering[consts + carry :]]
       first, loops = consts, carry
-    elif name == "while":
+    elif kind is CallKind.WHILE:
       first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], n
     else:
       first, loops = 0, 0
@@ -187,7 +189,7 @@ class Layers:
       for body, indices in _higher_order.alignment(equation):
         layers = Layers(body, [entering[i] for i in indices], self._rules, behind)
         bodies[id(_compat.open_jaxpr(body))] = layers
-        if len(layers.outs) == n and not (name == "while" and body is equation.params["cond_jaxpr"]):
+        if len(layers.outs) == n and not (kind is CallKind.WHILE and body is equation.params["cond_jaxpr"]):
           pairs = zip(merged or layers.outs, layers.outs, strict=True)
           merged = [a.join(b) for a, b in pairs]
       before = entering[first : first + loops]
@@ -198,8 +200,8 @@ class Layers:
     self.inner[id(equation)] = bodies
     if merged is None:
       return None
-    if name in ("scan", "while"):
-      stacked = loops if name == "scan" else n
+    if kind in (CallKind.SCAN, CallKind.WHILE):
+      stacked = loops if kind is CallKind.SCAN else n
       roots: list[Any] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
       roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
       merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
@@ -226,13 +228,13 @@ class Layers:
     return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
 
   def _backward_call(self, equation: Any, out: list[bool]) -> list[Any]:
-    name = equation.primitive.name
+    kind = call_kind(equation)
     found: set[int] = set()
     loops = 0
-    if name == "scan":
+    if kind is CallKind.SCAN:
       consts, loops, _ = _compat.scan_parts(equation)
       first = consts
-    elif name == "while":
+    elif kind is CallKind.WHILE:
       first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(out)
     known = False
     while True:
@@ -279,10 +281,9 @@ def is_layer(equation: Any, rules: Rules, of_matrices: bool = False) -> bool:
     rules: what decides.
     of_matrices: nor of a matrix and a vector, of which power iterations are made.
   """
-  name = equation.primitive.name
-  if rules.list_of(name, None) != "allow":
+  if rules.list_of(equation.primitive.name, None) != "allow":
     return False
-  if name != "dot_general":
+  if equation.primitive is not jax.lax.dot_general_p:
     return True
   contracted, batch = equation.params["dimension_numbers"]
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]

@@ -17,7 +17,7 @@ def gives(equation: Any, half: Any) -> bool:
 
 def contracts_all(equation: Any) -> bool:
   """Whether a `dot_general` leaves no dimension of either operand but batch ones: a vector times a vector."""
-  if equation.primitive.name != "dot_general":
+  if equation.primitive is not jax.lax.dot_general_p:
     return False
   contracted, batch = equation.params["dimension_numbers"]
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]

@@ -20,9 +20,9 @@ from jax.interpreters import ad, batching, mlir
 from mpjax import _compat
 from mpjax.fp8._recipe import BLOCK, Recipe, parse_recipe
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
+from mpjax.jaxpr import PrimitiveFacts, Trait, register
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
-NAME = "fp8_dot_general"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -121,7 +121,16 @@ def fp8_dot_general(
   return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
 
 
-fp8_dot_general_p = Primitive(NAME)
+fp8_dot_general_p = Primitive("fp8_dot_general")
+register(
+  fp8_dot_general_p,
+  PrimitiveFacts(
+    "opaque",
+    "an FP8 product, whose operands are quantised already",
+    recompute=False,
+    traits=Trait.PRODUCT | Trait.READS_STORED,
+  ),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("dimension_numbers", "spec"))

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
+import jax
 import numpy as np
 
+from mpjax._types import Atom, JaxprEqn
+from mpjax.jaxpr._primitives import Trait, has
 
-def flops(equation: Any) -> int:
+
+def flops(equation: JaxprEqn) -> int:
   """Floating-point operations of a matrix product or convolution; 0 for every other equation."""
-  name = equation.primitive.name
-  if name in ("dot_general", "fp8_dot_general"):
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    depth = math.prod(equation.invars[0].aval.shape[i] for i in contracted)
-    return 2 * depth * math.prod(equation.outvars[0].aval.shape)
-  if name == "ragged_dot_general":
+  if not has(equation, Trait.PRODUCT):
+    return 0
+  if equation.primitive is jax.lax.conv_general_dilated_p:
+    return _convolution(equation)
+  if "ragged_dot_dimension_numbers" in equation.params:
     # Every row meets one group's matrix, whatever the group sizes.
     numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, rhs = (a.aval.shape for a in equation.invars[:2])
+    lhs, rhs = (shape_of(a) for a in equation.invars[:2])
     (contracted, of_rhs), (_, of_rhs_batch) = numbers
     groups = set(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
     free = [d for i, d in enumerate(rhs) if i not in {*of_rhs, *of_rhs_batch, *groups}]
     return 2 * math.prod(lhs) * math.prod(free)
-  if name == "conv_general_dilated":
-    return _convolution(equation)
-  return 0
+  (contracted, _), _ = equation.params["dimension_numbers"]
+  depth = math.prod(shape_of(equation.invars[0])[i] for i in contracted)
+  return 2 * depth * math.prod(shape_of(equation.outvars[0]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,11 +52,11 @@ def taps(
   return int(((at >= 0) & (at <= (inputs - 1) * lhs_dilate) & (at % lhs_dilate == 0)).sum())
 
 
-def _convolution(equation: Any) -> int:
+def _convolution(equation: JaxprEqn) -> int:
   params = equation.params
   spec = params["dimension_numbers"]
-  inputs, kernel = (atom.aval.shape for atom in equation.invars[:2])
-  out = equation.outvars[0].aval.shape
+  inputs, kernel = (shape_of(atom) for atom in equation.invars[:2])
+  out = shape_of(equation.outvars[0])
   met = math.prod(
     taps(
       inputs[spec.lhs_spec[i + 2]],
@@ -68,3 +70,8 @@ def _convolution(equation: Any) -> int:
     for i in range(len(out) - 2)
   )
   return 2 * out[spec.out_spec[0]] * out[spec.out_spec[1]] * kernel[spec.rhs_spec[1]] * met
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+  """The shape of a variable or literal; () for a token, say, which has none."""
+  return tuple(getattr(atom.aval, "shape", ()))

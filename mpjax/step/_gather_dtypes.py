@@ -5,36 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax import _compat
 from mpjax.casting._higher_order import alignment
-
-# What hands on an operand's values as they are.
-_MOVES = {
-  "reshape",
-  "transpose",
-  "squeeze",
-  "slice",
-  "broadcast_in_dim",
-  "expand_dims",
-  "copy",
-  "pvary",
-  "rev",
-}
-# Calls whose bodies are what runs; of derivative rules and kernels the body is not the whole truth.
-_CALLS = {
-  "jit",
-  "closed_call",
-  "core_call",
-  "call",
-  "remat2",
-  "checkpoint",
-  "scan",
-  "while",
-  "cond",
-  "shard_map",
-}
+from mpjax.jaxpr import Trait, call_kind, has
 
 
 def read_in(closed: Any, inputs: Sequence[int]) -> list[np.dtype | None]:
@@ -59,13 +35,17 @@ def _reads(body: Any, start: Any) -> set[np.dtype]:
     read = [i for i, atom in enumerate(equation.invars) if _compat.is_variable(atom) and atom in values]
     if not read:
       continue
-    name = equation.primitive.name
-    if name == "convert_element_type":
+    kind = call_kind(equation)
+    if equation.primitive is jax.lax.convert_element_type_p:
       found.add(np.dtype(equation.params["new_dtype"]))
-    elif name in _MOVES:
+    elif has(equation, Trait.ALIAS) and len(equation.invars) == len(equation.outvars):
+      values.update(equation.outvars[i] for i in read)
+    elif has(equation, Trait.PASSES_ON) and len(equation.invars) == 1:
       values.update(equation.outvars)
+    elif kind is not None and kind.is_plain:  # of a derivative rule the body is not the whole truth
+      found |= _in_call(equation, read)
     else:
-      found |= _in_call(equation, read) if name in _CALLS else {start.aval.dtype}
+      found.add(start.aval.dtype)
   if any(_compat.is_variable(atom) and atom in values for atom in body.outvars):
     found.add(start.aval.dtype)
   return found

@@ -288,3 +288,18 @@ def test_arguments_by_keyword_and_static_ones():
 def test_functions_under_autocast_already():
   rows = explained(mpjax.autocast(network, "fp16"), W, X, policy="bf16").rows
   assert {row.after for row in rows if row.list == "allow"} == {"float16"}
+
+
+def test_unknown_primitives_are_left_as_they_are_and_listed():
+  strange = jax.extend.core.Primitive("strange")
+  strange.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+  fun = lambda x: strange.bind(x @ W) @ W
+  explained = mpjax.explain(fun, "bf16")(X)
+  assert explained.unknown == ("strange",)
+  assert "unknown primitives, left in the dtypes of the program: strange" in str(explained)
+  (row,) = (row for row in explained.rows if row.primitive == "strange")
+  assert (row.list, row.after) == ("opaque", "float32")
+  ops = mpjax.OpLists.default()
+  listed = mpjax.explain(fun, "bf16", ops=ops.replace(infer=ops.infer | {"strange"}))(X)
+  assert listed.unknown == ()
+  assert mpjax.explain(lambda x: jax.lax.reduce_precision(x @ W, 8, 4), "bf16")(X).unknown == ()

@@ -340,7 +340,7 @@ def test_an_error_inside_points_at_the_users_line():
 
   with pytest.raises(TypeError) as caught:
     jax.jit(BF16(f))(X)
-  lines = [entry for entry in caught.traceback if "test_calls" in str(entry.path)]
+  lines = [entry for entry in caught.traceback if "test_higher_order" in str(entry.path)]
   assert "the wrong line" in str(lines[-1].statement)
 
 

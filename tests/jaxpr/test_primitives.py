@@ -1,34 +1,119 @@
-"""Every primitive of the installed JAX has a decision, and the decisions agree with PyTorch's and TensorFlow's."""
+"""The table of primitives: whole, of primitives that JAX has, and in agreement with PyTorch's and TensorFlow's lists."""
 
-import collections
-import json
-import os
-import subprocess
-import sys
+import pathlib
+import re
 
 import jax
+import jax.custom_derivatives
+import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.jaxpr._primitives import GROUPS, OPERATIONS, TENSORFLOW, TORCH
+import mpjax
+from mpjax import _compat
+from mpjax.jaxpr import LISTS, UNKNOWN, PrimitiveFacts, Trait, _primitives, facts, has, register, rows
 
-LISTS = {"allow", "deny", "infer", "opaque", "call"}
+TABLE = dict(rows())
+# mpjax's own primitives.
+OWN = {"fp8_dot_general", "fp8_observe", "fp8_observe_linear", "fp8_spread"}
 
-# In a process of its own: other test modules import libraries that register primitives of their own.
-ENUMERATE = """
-import gc, importlib, json, pkgutil, warnings
-import jax
-warnings.simplefilter("ignore")
-for module in pkgutil.walk_packages(jax.__path__, "jax.", onerror=lambda name: None):
-  if not {"tools", "collect_profile", "__main__"} & set(module.name.split(".")):
-    try:
-      importlib.import_module(module.name)
-    except Exception:  # an optional dependency, such as TensorFlow, is not installed
-      pass
-from jax._src.core import Primitive
-print(json.dumps(sorted({o.name for o in gc.get_objects() if issubclass(type(o), Primitive)})))
-"""
+# PyTorch's names of its lists: lower, fp32, fp32_set_opt_dtype and promote.
+TORCH = {
+  "dot_general": "matmul: lower",
+  "conv_general_dilated": "convolution: lower",
+  "dot_product_attention_fwd": "scaled_dot_product_attention: lower",
+  "dot_product_attention_fwd_wrapper": "scaled_dot_product_attention: lower",
+  "rnn_fwd": "lstm: lower",
+  "acos": "acos: fp32",
+  "asin": "asin: fp32",
+  "cosh": "cosh: fp32",
+  "sinh": "sinh: fp32",
+  "tan": "tan: fp32",
+  "erf_inv": "erfinv: fp32",
+  "exp": "exp: fp32",
+  "expm1": "expm1: fp32",
+  "log": "log: fp32",
+  "log1p": "log1p: fp32",
+  "log2": "log2: fp32",
+  "pow": "pow: fp32",
+  "integer_pow": "pow: fp32",
+  "rsqrt": "rsqrt: fp32",
+  "reduce_sum": "sum: fp32_set_opt_dtype",
+  "reduce_prod": "prod: fp32_set_opt_dtype",
+  "cumsum": "cumsum: fp32_set_opt_dtype",
+  "cumprod": "cumprod: fp32_set_opt_dtype",
+  "atan2": "atan2: promote",
+  "scatter": "index_put: promote",
+  "scatter-add": "scatter_add: promote",
+}
+
+# TensorFlow's names of its lists: allow, infer, deny and clear.
+TENSORFLOW = {
+  "dot_general": "MatMul: allow",
+  "conv_general_dilated": "Conv2D: allow",
+  "rnn_fwd": "CudnnRNNV3: allow",
+  "rnn_bwd": "CudnnRNNBackpropV3: allow",
+  "exp": "Exp: deny",
+  "expm1": "Expm1: deny",
+  "pow": "Pow: deny",
+  "integer_pow": "Pow: deny",
+  "reduce_sum": "Sum: deny",
+  "add": "AddV2: infer",
+  "add_any": "AddN: infer",
+  "sub": "Sub: infer",
+  "mul": "Mul: infer",
+  "div": "RealDiv: infer",
+  "log": "Log: infer",
+  "log1p": "Log1p: infer",
+  "erf": "Erf: infer",
+  "erfc": "Erfc: infer",
+  "logistic": "Sigmoid: infer",
+  "tanh": "Tanh: infer",
+  "sqrt": "Sqrt: infer",
+  "reduce_prod": "Prod: infer",
+  "reduce_window_sum": "AvgPool: infer",
+  "reduce_max": "Max: clear",
+  "reduce_min": "Min: clear",
+  "reduce_window_max": "MaxPool: clear",
+  "select_and_scatter_add": "MaxPoolGrad: clear",
+  "abs": "Abs: clear",
+  "neg": "Neg: clear",
+  "sign": "Sign: clear",
+  "max": "Maximum: clear",
+  "min": "Minimum: clear",
+  "clamp": "ClipByValue: clear",
+  "select_n": "SelectV2: clear",
+  "ceil": "Ceil: clear",
+  "floor": "Floor: clear",
+  "round": "Round: clear",
+  "is_finite": "IsFinite: clear",
+  "eq": "Equal: clear",
+  "ne": "NotEqual: clear",
+  "ge": "GreaterEqual: clear",
+  "gt": "Greater: clear",
+  "le": "LessEqual: clear",
+  "lt": "Less: clear",
+  "argmax": "ArgMax: clear",
+  "argmin": "ArgMin: clear",
+  "top_k": "TopKV2: clear",
+  "broadcast_in_dim": "BroadcastTo: clear",
+  "concatenate": "ConcatV2: clear",
+  "copy": "Identity: clear",
+  "dynamic_slice": "Slice: clear",
+  "gather": "GatherV2: clear",
+  "pad": "PadV2: clear",
+  "reshape": "Reshape: clear",
+  "rev": "ReverseV2: clear",
+  "slice": "StridedSlice: clear",
+  "split": "SplitV: clear",
+  "squeeze": "Squeeze: clear",
+  "stack": "Pack: clear",
+  "stop_gradient": "StopGradient: clear",
+  "tile": "Tile: clear",
+  "transpose": "Transpose: clear",
+  "zeros_like": "ZerosLike: clear",
+}
 
 # PyTorch's CUDA autocast and a function of JAX that is one primitive: `lower` must be allow, the others float32.
 TORCH_LOWER = {
@@ -87,39 +172,77 @@ TENSORFLOW_DENY = {
 }
 
 
-@pytest.fixture(scope="module")
-def primitives_of_jax():
-  ran = subprocess.run(
-    [sys.executable, "-c", ENUMERATE],
-    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE,
-    text=True,
-    check=True,
-  )
-  return set(json.loads(ran.stdout.splitlines()[-1]))
+def public_primitives() -> dict[str, jax.extend.core.Primitive]:
+  found = {}
+  for module in (jax.lax, jax.lax.linalg, jax.extend.core.primitives, jax.custom_derivatives):
+    found |= {v.name: v for v in vars(module).values() if isinstance(v, jax.extend.core.Primitive)}
+  return found
 
 
-def test_every_primitive_of_jax_has_a_decision(primitives_of_jax):
-  assert len(primitives_of_jax) > 400, "the enumeration missed modules of JAX"
-  missing = sorted(primitives_of_jax - set(OPERATIONS))
-  assert not missing, f"JAX {jax.__version__} has primitives without a row in operations.py: {missing}"
+def test_every_public_primitive_of_jax_lax_has_a_decision():
+  known = {
+    name for name in dir(jax.lax) if name.endswith("_p") and facts(getattr(jax.lax, name)) is not UNKNOWN
+  }
+  missing = {name for name in dir(jax.lax) if name.endswith("_p")} - known - {"dce_sink_p"}
+  assert len(known) > 150
+  assert not missing, f"JAX {jax.__version__} has primitives without a row in _primitive_table.py: {missing}"
 
 
-def test_a_primitive_is_in_one_group_only():
-  counts = collections.Counter(name for names, _ in GROUPS for name in names.split())
-  assert [name for name, count in counts.items() if count > 1] == []
-  assert set(counts) == set(OPERATIONS)
+def test_every_name_in_the_table_is_one_of_a_primitive_of_jax():
+  public = public_primitives()
+  private = [name for name in TABLE if name not in public and name not in OWN]
+  source = "".join(path.read_text() for path in pathlib.Path(jax.__file__).parent.rglob("*.py"))
+  quoted = set(re.findall(r"""["']([\w-]+)["']""", source))
+  missing = set(private) - quoted - _compat.PRIMITIVES_OF_SOME_RELEASES
+  assert not missing, f"JAX {jax.__version__} has no primitives of these names: {missing}"
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_primitive_with_a_public_name_stands_in_the_table_by_itself():
+  public = public_primitives()
+  by_name = {name for name, primitive in public.items() if facts(primitive) is UNKNOWN}
+  assert by_name <= {"dce_sink", "empty2", "remat_opt"}
+  for name, primitive in public.items():
+    namesake = jax.extend.core.Primitive(name)
+    if name not in by_name and name != "eval_jaxpr":
+      assert facts(namesake) is UNKNOWN, f"{name}: the row is found by name, which a library may give another"
+      assert facts(primitive) is not UNKNOWN
+
+
+@pytest.mark.parametrize("name", TABLE)
 def test_a_row_is_complete(name):
-  operation = OPERATIONS[name]
-  assert operation.list in LISTS
-  assert operation.reason.strip()
-  assert len(operation.reason) < 90
-  assert operation.float16 in ("", "deny")
-  assert operation.float16 == "" or operation.list == "infer"
-  assert not (operation.cheap and operation.list in ("allow", "opaque", "call"))
+  row = TABLE[name]
+  assert row.list in LISTS
+  assert row.reason.strip()
+  assert len(row.reason) < 90
+  assert row.float16 in ("", "deny")
+  assert row.float16 == "" or row.list == "infer"
+  assert not (row.recompute and row.list in ("allow", "opaque", "call"))
+  assert row.call is not None or row.list != "call"
+
+
+def test_what_keeps_the_bytes_keeps_the_elements():
+  for name, row in TABLE.items():
+    alone = row.traits & (Trait.ALIAS | Trait.EACH) == Trait.ALIAS
+    assert not alone or Trait.SAME_WEIGHT in row.traits, name
+    assert Trait.SAME_WEIGHT not in row.traits or Trait.PASSES_ON in row.traits, name
+
+
+def test_a_primitive_of_a_library_is_opaque_until_it_is_registered():
+  mine = jax.extend.core.Primitive("mine_of_test_primitives")
+  assert facts(mine) is UNKNOWN
+  assert UNKNOWN.list == "opaque"
+  register(mine, PrimitiveFacts("infer", "element-wise", traits=Trait.ELEMENTWISE))
+  try:
+    assert facts(mine).list == "infer"
+    assert has(mine, Trait.ELEMENTWISE)
+    assert not has(mine, Trait.MOVES)
+    assert mine.name in mpjax.OpLists.default().infer
+    with pytest.raises(ValueError, match="another row"):
+      register(mine, PrimitiveFacts("deny", "sums"))
+  finally:
+    _primitives._ROWS.pop(mine)
+  with pytest.raises(ValueError, match="unknown list 'half': expected one of allow"):
+    register(mine, PrimitiveFacts("half", ""))
 
 
 def test_every_counterpart_belongs_to_a_row_and_names_its_list():
@@ -127,7 +250,7 @@ def test_every_counterpart_belongs_to_a_row_and_names_its_list():
     (TORCH, {"lower", "fp32", "fp32_set_opt_dtype", "promote"}),
     (TENSORFLOW, {"allow", "infer", "deny", "clear"}),
   ):
-    assert set(counterparts) <= set(OPERATIONS)
+    assert set(counterparts) <= set(TABLE)
     assert {counterpart.split(": ")[1] for counterpart in counterparts.values()} == lists
 
 
@@ -137,7 +260,7 @@ def test_every_counterpart_belongs_to_a_row_and_names_its_list():
   + [pytest.param(f, id=f"tensorflow-{name}") for name, f in TENSORFLOW_ALLOW.items()],
 )
 def test_what_others_run_in_half_precision_is_allowed(fun):
-  assert "allow" in {OPERATIONS[name].list for name in primitives_in(fun)}
+  assert "allow" in {facts(primitive).list for primitive in primitives_in(fun)}
 
 
 @pytest.mark.parametrize(
@@ -146,15 +269,15 @@ def test_what_others_run_in_half_precision_is_allowed(fun):
   + [pytest.param(f, id=f"tensorflow-{name}") for name, f in TENSORFLOW_DENY.items()],
 )
 def test_what_others_run_in_float32_has_its_critical_part_denied(fun):
-  assert "deny" in {OPERATIONS[name].list for name in primitives_in(fun)}
+  assert "deny" in {facts(primitive).list for primitive in primitives_in(fun)}
 
 
 @pytest.mark.parametrize(
   "fun", [lambda x: jax.lax.rem(x, 2.0), jnp.sqrt, lambda x: 1.0 / x], ids=["rem", "sqrt", "inv"]
 )
 def test_what_others_run_in_float32_for_its_range_is_denied_in_float16_only(fun):
-  operations = [OPERATIONS[name] for name in primitives_in(fun)]
-  assert any(o.list == "infer" and o.float16 == "deny" for o in operations)
+  rows = [facts(primitive) for primitive in primitives_in(fun)]
+  assert any(row.list == "infer" and row.float16 == "deny" for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +295,8 @@ def test_what_others_run_in_float32_for_its_range_is_denied_in_float16_only(fun)
   ],
 )
 def test_what_loses_nothing_follows_its_operands_in_every_dtype(fun):
-  names = primitives_in(fun)
-  assert {(OPERATIONS[name].list, OPERATIONS[name].float16) for name in names} == {("infer", "")}
+  found = primitives_in(fun)
+  assert {(facts(primitive).list, facts(primitive).float16) for primitive in found} == {("infer", "")}
 
 
 @pytest.mark.parametrize(
@@ -189,13 +312,13 @@ def test_what_loses_nothing_follows_its_operands_in_every_dtype(fun):
   ],
 )
 def test_what_depends_on_its_dtype_is_left_alone(fun):
-  assert "opaque" in {OPERATIONS[name].list for name in primitives_in(fun)}
-  assert not {"allow", "deny"} & {OPERATIONS[name].list for name in primitives_in(fun)}
+  assert "opaque" in {facts(primitive).list for primitive in primitives_in(fun)}
+  assert not {"allow", "deny"} & {facts(primitive).list for primitive in primitives_in(fun)}
 
 
-def primitives_in(fun) -> set[str]:
-  """Names of the primitives that `fun` of a f32[4, 4] traces to, with the bodies of higher-order ones, without these."""
-  names: set[str] = set()
+def primitives_in(fun) -> set[jax.extend.core.Primitive]:
+  """The primitives that `fun` of a f32[4, 4] traces to, with the bodies of higher-order ones, without these."""
+  found = set()
 
   def collect(jaxpr):
     for eqn in jaxpr.eqns:
@@ -205,11 +328,11 @@ def primitives_in(fun) -> set[str]:
         for body in (value if isinstance(value, tuple | list) else [value])
         if hasattr(getattr(body, "jaxpr", body), "eqns")
       ]
-      if OPERATIONS[eqn.primitive.name].list == "call":
+      if facts(eqn).list == "call":
         for body in bodies:
           collect(body)
       else:
-        names.add(eqn.primitive.name)
+        found.add(eqn.primitive)
 
   collect(jax.make_jaxpr(fun)(jnp.ones((4, 4), jnp.float32)).jaxpr)
-  return names
+  return found

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting._traits import EACH
+from mpjax.jaxpr import CallKind, Trait, call_kind, has
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.numerics.nonfinite._origins import (
-  LINEAR,
   Origin,
   count,
   describe,
@@ -120,7 +119,7 @@ class Evaluation:
       operands = [self._read(environment, atom, equation, here) for atom in equation.invars]
       for variable in last:
         environment.pop(variable, None)
-      rule = _RULES.get(equation.primitive.name, Evaluation._operation)
+      rule = _rule(call_kind(equation))
       for variable, value in zip(equation.outvars, rule(self, equation, operands, here), strict=True):
         if variable in schedule.read:
           environment[variable] = value
@@ -157,7 +156,7 @@ class Evaluation:
   ) -> list[BlamedArray]:
     """The results of an operation, with what is to blame for them."""
     constant = all(x.constant for x in operands)
-    each = equation.primitive.name in EACH and len(operands) == len(arrays)
+    each = has(equation, Trait.EACH) and len(operands) == len(arrays)
     inherited = frozenset().union(*(x.blame for x in operands))
     new: Blame | None = None
     values = []
@@ -203,11 +202,10 @@ class Evaluation:
     meant = all(self.sources[i].meant for i in blame)
     if meant and count(array).nan:
       return True
-    name = equation.primitive.name
     floating = [x.array for x in operands if is_inexact(x.array)]
     if of_places(equation, floating, array.shape):
       return bool(made_here(array, floating))
-    if meant and name in LINEAR:
+    if meant and has(equation, Trait.ACCUMULATES):
       finite = [_without_infinities(x.array) if x.blame else x.array for x in operands]
       return not all(is_finite(x) for x in _bind(equation, finite))
     return False
@@ -314,7 +312,7 @@ class _Turns:
 
 def _bind(equation: Any, operands: list[Any]) -> list[Any]:
   with equation.ctx.manager:
-    if equation.primitive.name in _COMPILED:
+    if call_kind(equation) is CallKind.SHARD_MAP:
       return jax.jit(lambda *operands: _compat.bind(equation, list(operands)))(*operands)
     return _compat.bind(equation, operands)
 
@@ -353,12 +351,12 @@ def _without_infinities(x: Any) -> Any:
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-_COMPILED = frozenset({"shard_map"})
-_CALLS = """jit pjit closed_call core_call call eval_jaxpr remat2 checkpoint custom_jvp_call custom_vjp_call
-  custom_vmap_call"""
-_RULES: dict[str, Callable[[Evaluation, Any, list[BlamedArray], Place], list[BlamedArray]]] = {
-  **dict.fromkeys(_CALLS.split(), Evaluation._call),
-  "cond": Evaluation._cond,
-  "scan": Evaluation._scan,
-  "while": Evaluation._while,
-}
+def _rule(kind: CallKind | None) -> Callable[[Evaluation, Any, list[BlamedArray], Place], list[BlamedArray]]:
+  """How an equation is evaluated, by which kind of call it is."""
+  if kind is CallKind.COND:
+    return Evaluation._cond
+  if kind is CallKind.SCAN:
+    return Evaluation._scan
+  if kind is CallKind.WHILE:
+    return Evaluation._while
+  return Evaluation._call if kind is not None and kind.runs_once else Evaluation._operation

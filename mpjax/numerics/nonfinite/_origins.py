@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
+from mpjax.jaxpr import Trait, facts, has
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 
@@ -149,7 +150,8 @@ def describe(x: Any) -> Operand:
 
 def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | None:
   """See `Origin`: the operation computed once more, where that is a matter of casting its operands."""
-  if equation.primitive.name not in _WIDENED or jnp.finfo(dtype).bits >= 32:
+  arithmetic = has(equation, Trait.ELEMENTWISE | Trait.ACCUMULATES)
+  if not arithmetic or facts(equation).list == "opaque" or jnp.finfo(dtype).bits >= 32:
     return None
   changes: dict[str, Any] = {}
   for key in ("preferred_element_type", "new_dtype"):
@@ -168,19 +170,4 @@ def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | N
 
 def of_places(equation: Any, operands: list[Any], shape: tuple[int, ...]) -> bool:
   """Whether each element of a result depends on the elements in its place, and on scalars, alone."""
-  return equation.primitive.name in ELEMENTWISE and all(np.shape(x) in ((), shape) for x in operands)
-
-
-def _names(text: str) -> frozenset[str]:
-  return frozenset(text.split())
-
-
-# Each element of a result depends on the elements in its place.
-ELEMENTWISE = _names(
-  """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type copy cos cosh
-  digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p logistic max min mul neg pow
-  reciprocal reduce_precision rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh"""
-)
-# With zeros in place of infinities, these give what the other elements make of it.
-LINEAR = _names("conv_general_dilated cumsum dot_general reduce_sum reduce_window_sum scatter-add")
-_WIDENED = (ELEMENTWISE | LINEAR) - _names("reduce_precision")
+  return has(equation, Trait.ELEMENTWISE) and all(np.shape(x) in ((), shape) for x in operands)

@@ -11,26 +11,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.jaxpr._flops import flops
+from mpjax.jaxpr import CallKind, call_kind, flops
 from mpjax.planner._array_bytes import itemsize
 from mpjax.planner._figures import BACKWARD, FORWARD, OTHER
-
-_LOOPS = frozenset({"scan", "while", "cond"})
-# What holds a jaxpr as a parameter and is not a call of it.
-_OPAQUE = frozenset({"pallas_call", "custom_partitioning_call", "reduce", "reduce_window", "scatter-add"})
-_OPAQUE |= {
-  "scatter",
-  "scatter-mul",
-  "scatter_mul",
-  "scatter_min",
-  "scatter_max",
-  "scatter-min",
-  "scatter-max",
-}
-_OPAQUE |= {"sort", "linear_call", "custom_lin", "select_and_scatter", "reduce_and", "reduce_or"}
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -106,7 +93,7 @@ class Graph:
     for operation in self.operations:
       yield operation, times
       bodies = operation.bodies
-      if operation.name == "cond":
+      if call_kind(operation.equation) is CallKind.COND:
         bodies = [(min if least else max)(bodies, key=lambda body: body.flops(least=least))]
       for body in bodies:
         yield from body.every_operation(times * operation.times, least=least)
@@ -139,7 +126,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
   operations = []
   for operation in graph.operations:
     operands = [now(value) for value in operation.operands]
-    if operation.name == "optimization_barrier" and through_regions:
+    if operation.equation.primitive is jax.lax.optimization_barrier_p and through_regions:
       same |= {id(result): operand for result, operand in zip(operation.results, operands, strict=True)}
       continue
     key = _key(operation, operands, 0 if through_regions else operation.region)
@@ -216,7 +203,7 @@ class _Builder:
       if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
         self._regions += 1
         here = dataclasses.replace(here, region=self._regions)
-      if equation.primitive.name == "shard_map":
+      if call_kind(equation) is CallKind.SHARD_MAP:
         here = dataclasses.replace(here, local=True)
       body = _call(equation)
       if body is None:
@@ -235,7 +222,7 @@ class _Builder:
         environment[variable] = inner[atom] if _compat.is_variable(atom) else _value(variable.aval)
 
   def _operation(self, equation: Any, environment: dict[Any, GraphValue], here: _Context) -> GraphOperation:
-    name = equation.primitive.name
+    kind = call_kind(equation)
     operands = [environment[atom] for atom in equation.invars if _compat.is_variable(atom)]
     results = []
     for variable in equation.outvars:
@@ -243,9 +230,9 @@ class _Builder:
       environment[variable].local = here.local
       results.append(environment[variable])
     bodies = []
-    if name in _LOOPS:
+    if kind is not None and kind.is_control_flow:
       bodies = [self.graph(_compat.open_jaxpr(body), here) for body in _compat.bodies(equation)]
-    times = equation.params.get("length", 1) if name == "scan" else 1
+    times = equation.params.get("length", 1) if kind is CallKind.SCAN else 1
     if not here.path or not here.source:
       # What a transformation put in bears no name: it belongs to what it reads.
       makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
@@ -254,7 +241,7 @@ class _Builder:
           here, path=here.path or makers[0].path, source=here.source or makers[0].source
         )
     operation = GraphOperation(
-      name,
+      equation.primitive.name,
       operands,
       results,
       here.phase,
@@ -281,7 +268,8 @@ def _call(equation: Any) -> Any:
   platforms = equation.params.get("branches_platforms")
   if platforms:
     return _compat.bodies(equation)[platforms.index(None) if None in platforms else -1]
-  if equation.primitive.name in _LOOPS or equation.primitive.name in _OPAQUE:
+  kind = call_kind(equation)
+  if kind is None or kind.is_control_flow:
     return None
   bodies = _compat.bodies(equation)
   if len(bodies) != 1 or len(_compat.open_jaxpr(bodies[0]).invars) != len(equation.invars):

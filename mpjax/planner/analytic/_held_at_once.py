@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
+import jax
+
+from mpjax.fp8._dot_general import fp8_dot_general_p
+from mpjax.jaxpr import Trait, has
 from mpjax.planner.analytic._graph import BACKWARD, OTHER, Graph, GraphValue
-from mpjax.planner.analytic._liveness import FP8_PRODUCT, VIEWS, Peak
+from mpjax.planner.analytic._liveness import Peak
 
 Shape = tuple[int, ...]
-# What makes the same numbers of a weight, in another type or order.
-_COPIES = frozenset({"convert_element_type", "reduce_precision", "copy", *VIEWS})
 
 
 def held_at_once(
@@ -40,7 +42,7 @@ def from_arguments(value: GraphValue) -> bool:
   for _ in range(16):
     if value.argument is not None:
       return given.nbytes <= value.nbytes
-    if value.maker is None or value.maker.name not in _COPIES:
+    if value.maker is None or not has(value.maker.equation, Trait.ALIAS | Trait.CAST):
       return False
     value = value.maker.operands[0]
   return False
@@ -67,14 +69,15 @@ def _copies(
     for value in step.writes:
       if step.operation.phase != BACKWARD and from_arguments(value):
         found.append((value.shape, worst.size(value)))
-    if step.operation.name == FP8_PRODUCT and step.operation.phase != BACKWARD:
+    if step.operation.equation.primitive is fp8_dot_general_p and step.operation.phase != BACKWARD:
       for value in step.reads:  # which it quantises
         if value.argument is not None:
           found.append((value.shape, worst.size(value) // value.dtype.itemsize))
   # In loops: of weights that are carried along, or of one layer of a stack in each round.
   for operation, times in graph.every_operation():
     source = operation.operands[0] if len(operation.operands) == 1 else None
-    if operation.name != "convert_element_type" or source is None or source.argument is None:
+    is_cast = operation.equation.primitive is jax.lax.convert_element_type_p
+    if not is_cast or source is None or source.argument is None:
       continue
     value = operation.results[0]
     if value.nbytes < source.nbytes and operation.phase != BACKWARD and times > 1:
@@ -89,7 +92,7 @@ def _gradients(worst: Peak) -> list[tuple[Shape, int]]:
   for step in worst.order:
     for value in step.reads if step.operation.phase == OTHER else ():
       maker = made.get(id(value))
-      if maker is None or not maker.operands or maker.name == "broadcast_in_dim":
+      if maker is None or not maker.operands or maker.equation.primitive is jax.lax.broadcast_in_dim_p:
         continue
       if maker.phase == BACKWARD or maker.bodies:
         found[id(value)] = (value.shape, worst.size(value))

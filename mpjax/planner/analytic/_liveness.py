@@ -11,56 +11,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import jax
+
+from mpjax.fp8._dot_general import fp8_dot_general_p
+from mpjax.jaxpr import Trait, has
 from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphOperation, GraphValue
 from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
-
-FP8_PRODUCT = "fp8_dot_general"
-
-# The same bytes under another type, shape or order of dimensions.
-VIEWS = frozenset(
-  {
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "stop_gradient",
-    "optimization_barrier",
-    "pvary",
-    "pcast",
-  }
-  | {"sharding_constraint", "copy", "copy_p", "reshard", "mesh_cast", "name", "layout_constraint"}
-)
-# Read their operands from memory, and write their results to it.
-_STORED_OPERANDS = frozenset(
-  {"dot_general", "conv_general_dilated", "ragged_dot_general", "fp8_dot_general", "scaled_dot", "scan"}
-  | {
-    "while",
-    "cond",
-    "sort",
-    "top_k",
-    "gather",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
-    "dynamic_update_slice",
-  }
-  | {
-    "reduce_window",
-    "reduce_window_max",
-    "reduce_window_sum",
-    "select_and_scatter_add",
-    "select_and_gather_add",
-  }
-  | {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "custom_call", "pallas_call", "ffi_call"}
-  | {"all_gather", "psum", "psum_invariant", "all_to_all", "ppermute", "reduce_scatter", "pmax", "pmin"}
-  | {"cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "random_bits", "rng_bit_generator"}
-)
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "fp8_dot_general"})
-_REDUCTIONS = ("reduce_", "arg")
-_IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scan", "while"})
-# Computed again by every reader only where that is one.
-_EXPENSIVE = frozenset({"exp", "exp2", "log", "log1p", "expm1", "tanh", "erf", "erf_inv", "erfc", "logistic"})
-_EXPENSIVE |= {"pow", "sin", "cos", "tan", "atan2", "lgamma", "digamma", "cbrt"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +86,13 @@ class _Storage:
     self._view: dict[int, GraphValue] = {}
     self._reach: dict[int, tuple[GraphValue, ...]] = {}
     for operation in graph.operations:
-      if operation.name in VIEWS or _is_view(operation):
+      if _is_view(operation):
         for result, operand in zip(operation.results, operation.operands, strict=False):
           self._view[id(result)] = self.root(operand)
     self._stored: set[int] = {id(self.root(v)) for v in (*graph.arguments, *graph.results)}
     self._readers: dict[int, list[GraphOperation]] = {}
     for operation in graph.operations:
-      if operation.name in VIEWS or _is_view(operation):
+      if _is_view(operation):
         continue
       for value in operation.operands:
         self._readers.setdefault(id(self.root(value)), []).append(operation)
@@ -160,7 +116,7 @@ class _Storage:
       bool(readers)
       and value.argument is None
       and getattr(value.dtype, "name", "") == "float32"
-      and all(r.name in _PRODUCTS and r.equation.params.get("precision") is None for r in readers)
+      and all(has(r.equation, Trait.PRODUCT) and r.equation.params.get("precision") is None for r in readers)
     )
 
   def is_stored(self, value: GraphValue) -> bool:
@@ -169,7 +125,7 @@ class _Storage:
   def steps(self, inner: Callable[[Graph], Peak]) -> list[StoredOperation]:
     out = []
     for operation in self._graph.operations:
-      if operation.name in VIEWS or _is_view(operation):
+      if _is_view(operation):
         continue
       writes = [v for v in operation.results if self.is_stored(v)]
       if not writes and not operation.equation.effects:
@@ -181,13 +137,14 @@ class _Storage:
       bodies = [inner(body) for body in operation.bodies]
       worst = max(bodies, key=lambda found: found.nbytes, default=None)
       extra = worst.nbytes if worst else 0
-      if operation.name == FP8_PRODUCT:  # the quantised operands
+      if operation.equation.primitive is fp8_dot_general_p:  # the quantised operands
         extra += sum(math.prod(value.shape) for value in operation.operands[:2])
       out.append(StoredOperation(operation, list(reads.values()), writes, int(extra), worst))
     return out
 
   def _fused_cast(self, operation: GraphOperation, value: GraphValue) -> bool:
-    if not self._traits.casts_into_products or operation.name not in _PRODUCTS or value.maker is None:
+    product = has(operation.equation, Trait.PRODUCT)
+    if not self._traits.casts_into_products or not product or value.maker is None:
       return False
     return not (_heavy(value.maker) or _reduction(value.maker))
 
@@ -213,7 +170,7 @@ class _Storage:
         if self.is_stored(value) or id(value) in self._view:
           continue
         readers = self._readers.get(id(value), [])
-        if self._traits.keeps_expensive and operation.name in _EXPENSIVE and len(readers) > 1:
+        if self._traits.keeps_expensive and has(operation.equation, Trait.COSTLY) and len(readers) > 1:
           self._stored.add(id(value))
           continue
         if operation.phase != BACKWARD and any(r.phase == BACKWARD for r in readers):
@@ -227,21 +184,24 @@ class _Storage:
 
 
 def _heavy(operation: GraphOperation) -> bool:
-  return operation.name in _STORED_OPERANDS or (bool(operation.bodies))
+  return has(operation.equation, Trait.READS_STORED) or bool(operation.bodies)
 
 
 def _reduction(operation: GraphOperation) -> bool:
-  return operation.name.startswith(_REDUCTIONS)
+  return has(operation.equation, Trait.STORES_RESULT)
 
 
 def _is_view(operation: GraphOperation) -> bool:
+  if has(operation.equation, Trait.ALIAS):
+    return True
   if len(operation.operands) != 1 or len(operation.results) != 1:
     return False
   operand, result = operation.operands[0], operation.results[0]
   same = operand.nbytes == result.nbytes
-  if operation.name == "broadcast_in_dim":
+  if operation.equation.primitive is jax.lax.broadcast_in_dim_p:
     return same
-  return operation.name == "convert_element_type" and operand.dtype == result.dtype
+  is_cast = operation.equation.primitive is jax.lax.convert_element_type_p
+  return is_cast and operand.dtype == result.dtype
 
 
 def _simulate(
@@ -285,7 +245,7 @@ def _simulate(
   for i, step in enumerate(order):
     dying = [v for v in {id(v): v for v in step.reads}.values() if last[id(v)] == i and id(v) in live]
     reuse = 0
-    if not _heavy(step.operation) or step.operation.name in _IN_PLACE:
+    if not _heavy(step.operation) or has(step.operation.equation, Trait.IN_PLACE):
       spare = [size(v) for v in dying]
       for v in step.writes:
         n = size(v)

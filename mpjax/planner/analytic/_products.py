@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax import formats
 from mpjax._text import bytes_text
+from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.planner._figures import ProductGroup, pattern
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -80,14 +81,14 @@ def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
   """M, N, K of one product, [M, K] x [K, N]; of a convolution as the product that it is computed by."""
   equation = operation.equation
   out = equation.outvars[0].aval.shape
-  if operation.name == "conv_general_dilated":
+  if equation.primitive is jax.lax.conv_general_dilated_p:
     spec = equation.params["dimension_numbers"]
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
     kernel = equation.invars[1].aval.shape
     features = out[spec.out_spec[1]]
     n = features // groups
     return math.prod(out) // max(1, features), n, math.prod(kernel) // max(1, kernel[spec.rhs_spec[0]])
-  if operation.name == "ragged_dot_general":
+  if "ragged_dot_dimension_numbers" in equation.params:
     m, n = out[0], out[-1]
     return m, n, operation.flops // max(1, 2 * m * n)
   (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
@@ -105,7 +106,7 @@ def padded(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
 def dtype_of(operation: GraphOperation, target: Target) -> str:
   """The dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU, unless asked for more."""
   equation = operation.equation
-  if operation.name == "fp8_dot_general":
+  if equation.primitive is fp8_dot_general_p:
     spec = equation.params["spec"]
     kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")

@@ -1,0 +1,432 @@
+"""The table of primitives, under the decision that autocast makes on them and the reason.
+
+A primitive stands here by its public name in JAX, so that one that JAX renames is an error at import. By its
+name as a string stands one for which JAX has no public name: the tests find each in JAX. A primitive that is
+not here is `opaque`, and `mpjax.explain` lists it as unknown.
+"""
+
+from __future__ import annotations
+
+import jax.extend.core.primitives as primitives
+from jax import lax
+from jax.extend.core import Primitive
+from jax.lax import linalg
+
+from mpjax._compat import newer
+from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, register
+from mpjax.jaxpr._primitives import Trait as T
+
+Key = Primitive | str  # of several names, with spaces between
+Rows = tuple[T, tuple[Key, ...], CallKind | None]
+
+
+def of(traits: T, *keys: Key, call: CallKind | None = None) -> Rows:
+  """Primitives with the same traits."""
+  return traits, keys, call
+
+
+def decide(
+  listed: str,
+  reason: str,
+  *rows: Key | Rows,
+  float16: str = "",
+  recompute: bool = True,
+) -> None:
+  """Adds primitives to the table for which autocast decides the same; see `PrimitiveFacts`."""
+  for entry in rows:
+    traits, keys, call = entry if isinstance(entry, tuple) else of(T.NONE, entry)
+    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call)
+    for key in keys:
+      for primitive in key.split() if isinstance(key, str) else [key]:
+        register(primitive, row)
+
+
+decide(
+  "allow",
+  "a dense product: fast in half precision, accumulated in float32",
+  of(T.ACCUMULATES | T.PRODUCT | T.READS_STORED, lax.dot_general_p, lax.conv_general_dilated_p),
+  of(T.PRODUCT | T.READS_STORED, "ragged_dot_general"),
+  recompute=False,
+)
+decide(
+  "deny",
+  "leaves float16's range; its relative error is the exponent's absolute error",
+  of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.exp_p, lax.exp2_p, lax.expm1_p),
+  of(T.BROADCASTS | T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.pow_p),
+  of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE, lax.sinh_p, lax.cosh_p),
+)
+decide(
+  "deny",
+  "losses subtract logarithms, and the gradient 1/x leaves the range",
+  of(T.EXPONENTIAL | T.ELEMENTWISE | T.COSTLY, lax.log_p, lax.log1p_p, newer("log2_p")),
+)
+decide(
+  "deny",
+  "steep at zero, where variances and their epsilons are",
+  of(T.EXPANDS | T.ELEMENTWISE, lax.rsqrt_p),
+  of(T.ELEMENTWISE | T.COSTLY, lax.cbrt_p),
+)
+decide(
+  "deny",
+  "a large angle keeps no fraction of a period in half precision",
+  of(T.ELEMENTWISE | T.COSTLY, lax.sin_p, lax.cos_p),
+  of(T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.tan_p),
+)
+decide(
+  "deny",
+  "an inverse function: steep or cancelling near the ends of its domain",
+  of(T.ELEMENTWISE, lax.acos_p, lax.asin_p, lax.atan_p, lax.acosh_p, lax.asinh_p, lax.atanh_p),
+  of(T.BROADCASTS | T.ELEMENTWISE | T.COSTLY, lax.atan2_p),
+)
+decide(
+  "deny",
+  "a special function: its series and rational fits are made for float32",
+  lax.bessel_i0e_p,
+  lax.bessel_i1e_p,
+  lax.polygamma_p,
+  lax.zeta_p,
+  of(T.ELEMENTWISE | T.COSTLY, lax.digamma_p, lax.erf_inv_p, lax.lgamma_p),
+)
+decide(
+  "deny",
+  "a special function: iterates until it converges to float32",
+  lax.igamma_p,
+  lax.igamma_grad_a_p,
+  lax.igammac_p,
+  lax.regularized_incomplete_beta_p,
+  recompute=False,
+)
+decide(
+  "deny",
+  "accumulates: small terms vanish beside a large sum, and float16 overflows",
+  of(T.NO_RESIDUAL | T.ACCUMULATES | T.STORES_RESULT, lax.reduce_sum_p),
+  of(T.STORES_RESULT, lax.reduce_prod_p, lax.reduce_p),
+  of(T.READS_STORED | T.STORES_RESULT, lax.reduce_window_p),
+  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.STORES_RESULT, lax.reduce_window_sum_p),
+)
+decide(
+  "deny",
+  "its gradient counts ties by a sum, and its result is small",
+  of(T.STORES_RESULT, lax.reduce_max_p, lax.reduce_min_p),
+)
+decide(
+  "deny",
+  "accumulates: the error grows along the axis",
+  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED, lax.cumsum_p),
+  of(T.EXPANDS | T.READS_STORED, lax.cumprod_p),
+  of(T.READS_STORED, lax.cumlogsumexp_p),
+  recompute=False,
+)
+decide(
+  "deny",
+  "accumulates the updates that meet in one element",
+  of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.IN_PLACE, lax.scatter_add_p),
+  of(T.READS_STORED | T.IN_PLACE, lax.scatter_sub_p),
+  of(T.EXPANDS | T.READS_STORED | T.IN_PLACE, lax.scatter_mul_p),
+  of(T.READS_STORED, lax.select_and_gather_add_p, lax.select_and_scatter_p, lax.select_and_scatter_add_p),
+  recompute=False,
+)
+decide(
+  "deny",
+  "rounds nothing, but carries a combiner that was traced in float32",
+  of(T.READS_STORED | T.IN_PLACE, lax.scatter_max_p, lax.scatter_min_p),
+  recompute=False,
+)
+decide(
+  "deny",
+  "sums over devices: the error would depend on how many there are",
+  "unreduced_psum unreduced_reduce_scatter",
+  of(T.READS_STORED, lax.psum_p, "psum_invariant"),
+  of(T.READS_STORED | T.STORES_RESULT, "reduce_scatter"),
+  recompute=False,
+)
+decide(
+  "deny",
+  "linear algebra: conditioning needs float32, and kernels take nothing less",
+  linalg.ormqr_p,
+  linalg.symmetric_product_p,
+  linalg.tridiagonal_p,
+  linalg.tridiagonal_solve_p,
+  of(
+    T.READS_STORED,
+    linalg.cholesky_p,
+    linalg.cholesky_update_p,
+    linalg.eig_p,
+    linalg.eigh_p,
+    linalg.hessenberg_p,
+    linalg.householder_product_p,
+    linalg.lu_p,
+    linalg.qr_p,
+    linalg.schur_p,
+    linalg.svd_p,
+    linalg.triangular_solve_p,
+  ),
+  recompute=False,
+)
+decide(
+  "deny",
+  "no half-precision transform, and every output sums all inputs",
+  of(T.READS_STORED, lax.fft_p),
+  recompute=False,
+)
+decide(
+  "deny",
+  "an activation function: as an island, its inside is not kept for the backward pass",
+  of(T.ELEMENTWISE | T.COSTLY, lax.tanh_p, lax.logistic_p, lax.erf_p, lax.erfc_p),
+)
+decide(
+  "infer",
+  "element-wise; in float16 a small divisor or epsilon vanishes",
+  of(T.BROADCASTS | T.EXPANDS | T.SCALES | T.ELEMENTWISE, lax.div_p),
+  of(T.BROADCASTS | T.ELEMENTWISE, lax.rem_p),
+  of(T.ELEMENTWISE, lax.sqrt_p),
+  float16="deny",
+)
+decide(
+  "deny",
+  "part of activation functions and variances; in float16 powers overflow beyond 256",
+  newer("polynomial_p"),
+  of(T.EXPANDS | T.ELEMENTWISE, lax.square_p, lax.integer_pow_p),
+  of(T.ELEMENTWISE, newer("one_minus_square_p")),
+)
+decide(
+  "infer",
+  "element-wise: as exact as its operands",
+  lax.is_finite_p,
+  of(T.ELEMENTWISE, lax.abs_p, lax.ceil_p, lax.floor_p, lax.round_p, lax.sign_p),
+  of(T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, lax.add_p, primitives.add_jaxvals_p, lax.sub_p),
+  of(T.CHOICE | T.ELEMENTWISE, lax.clamp_p),
+  of(T.CHOICE | T.BROADCASTS | T.ELEMENTWISE, lax.max_p, lax.min_p),
+  of(T.BROADCASTS | T.SCALES | T.ELEMENTWISE, lax.mul_p),
+  of(T.NO_RESIDUAL | T.ELEMENTWISE, lax.neg_p),
+  of(T.CHOICE | T.NO_RESIDUAL | T.ELEMENTWISE, lax.select_n_p),
+)
+decide(
+  "infer",
+  "compares: its result is boolean",
+  lax.eq_p,
+  lax.eq_to_p,
+  lax.ge_p,
+  lax.gt_p,
+  lax.le_p,
+  lax.le_to_p,
+  lax.lt_p,
+  lax.lt_to_p,
+  lax.ne_p,
+)
+decide(
+  "infer",
+  "moves values and computes none",
+  lax.tile_p,
+  lax.unstack_p,
+  of(T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.broadcast_in_dim_p),
+  of(T.PASSES_ON | T.MOVES | T.CHOICE | T.NO_RESIDUAL, lax.concatenate_p),
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL | T.ELEMENTWISE, lax.copy_p),
+  of(T.PASSES_ON | T.MOVES, lax.dynamic_slice_p, lax.pad_p, lax.split_p),
+  of(T.MOVES | T.READS_STORED | T.IN_PLACE, lax.dynamic_update_slice_p),
+  of(T.PASSES_ON | T.MOVES | T.READS_STORED, lax.gather_p),
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.reshape_p, lax.squeeze_p, lax.transpose_p),
+  of(T.PASSES_ON | T.NO_RESIDUAL, lax.rev_p, lax.slice_p),
+  of(T.MOVES, lax.stack_p),
+)
+decide(
+  "infer",
+  "overwrites elements and computes none",
+  of(T.MOVES | T.READS_STORED | T.IN_PLACE, lax.scatter_p),
+  recompute=False,
+)
+decide(
+  "infer",
+  "selects values and rounds none",
+  lax.approx_top_k_p,
+  of(T.MOVES | T.READS_STORED, lax.cummax_p, lax.cummin_p, lax.top_k_p),
+  of(T.MOVES | T.EACH | T.READS_STORED, lax.sort_p),
+  recompute=False,
+)
+decide(
+  "infer",
+  "selects values and rounds none",
+  of(T.STORES_RESULT, lax.argmax_p, lax.argmin_p),
+  of(T.MOVES | T.READS_STORED | T.STORES_RESULT, lax.reduce_window_max_p, lax.reduce_window_min_p),
+)
+decide(
+  "infer",
+  "a cast of the user's: float32 asks for an island",
+  of(T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL | T.ELEMENTWISE | T.CAST, lax.convert_element_type_p),
+)
+decide("infer", "a constant: takes the dtype of what it meets", lax.iota_p, "zeros_like")
+decide(
+  "infer",
+  "annotates a value and leaves it as it is",
+  lax.stage_p,
+  "relayout shard_alike xla_metadata_value",
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON, "layout_constraint"),
+  of(
+    T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL,
+    primitives.name_p,
+    lax.sharding_constraint_p,
+    lax.stop_gradient_p,
+  ),
+  of(T.ALIAS | T.EACH, lax.optimization_barrier_p),
+  of(T.EACH, "tie"),
+)
+decide(
+  "infer",
+  "moves values between devices: half the bytes in half precision",
+  of(T.EACH, lax.device_put_p),
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON, "reshard"),
+  lax.ragged_all_to_all_p,
+  "all_gather_invariant all_gather_reduced pbroadcast",
+  of(T.MOVES | T.EACH | T.READS_STORED, lax.all_gather_p, lax.ppermute_p),
+  of(T.MOVES | T.READS_STORED, lax.all_to_all_p),
+  recompute=False,
+)
+decide(
+  "infer",
+  "selects values over devices and rounds none",
+  "unreduced_pmax unreduced_pmin",
+  of(T.READS_STORED, lax.pmax_p, lax.pmin_p),
+  recompute=False,
+)
+decide(
+  "infer",
+  "marks how a value varies over devices and leaves it as it is",
+  "preduced reduced_vary_cast vary_unreduced_cast",
+  of(T.ALIAS | T.EACH, "pvary"),
+)
+decide(
+  "infer",
+  "integers and booleans only: no floating operand",
+  lax.and_p,
+  lax.axis_index_p,
+  lax.clz_p,
+  linalg.lu_pivots_to_permutation_p,
+  lax.mulhi_p,
+  lax.not_p,
+  lax.or_p,
+  lax.population_count_p,
+  lax.shift_left_p,
+  lax.shift_right_arithmetic_p,
+  lax.shift_right_logical_p,
+  lax.xor_p,
+  "dim_as_value dimension_size platform_index",
+  of(T.STORES_RESULT, lax.reduce_and_p, lax.reduce_or_p, lax.reduce_xor_p),
+)
+decide(
+  "opaque",
+  "complex numbers have no half precision",
+  lax.complex_p,
+  lax.conj_p,
+  lax.imag_p,
+  lax.real_p,
+  recompute=False,
+)
+decide(
+  "opaque",
+  "depends on the bits of the user's dtype",
+  lax.bitcast_convert_type_p,
+  lax.nextafter_p,
+  of(T.ELEMENTWISE | T.CAST | T.STORES_RESULT, lax.reduce_precision_p),
+  recompute=False,
+)
+decide("opaque", "an extended dtype with its own representation", "from_edtype to_edtype", recompute=False)
+decide(
+  "opaque",
+  "random numbers: the same key must give the same values",
+  primitives.random_fold_in_p,
+  primitives.random_gamma_p,
+  primitives.random_seed_p,
+  primitives.random_split_p,
+  lax.rng_uniform_p,
+  primitives.threefry2x32_p,
+  "random_clone random_unwrap random_wrap",
+  of(T.READS_STORED, primitives.random_bits_p, lax.rng_bit_generator_p),
+  recompute=False,
+)
+decide(
+  "opaque",
+  "a callback: the host is promised the user's dtypes",
+  "debug_callback debug_print io_callback pure_callback",
+  recompute=False,
+)
+decide(
+  "opaque", "foreign code, compiled for the user's dtypes", of(T.READS_STORED, "ffi_call"), recompute=False
+)
+decide(
+  "opaque", "a kernel, written for the user's dtypes", of(T.READS_STORED, "pallas_call"), recompute=False
+)
+decide(
+  "opaque",
+  "a block-scaled product: the user has chosen its narrow dtypes",
+  "scaled_matmul_wrapper",
+  of(T.READS_STORED, "scaled_dot"),
+  recompute=False,
+)
+decide(
+  "opaque",
+  "cuDNN attention takes no float32: the user has chosen its dtypes",
+  "dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper",
+  "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper",
+  recompute=False,
+)
+decide("opaque", "a cuDNN LSTM: JAX's binding takes float32 only", "rnn_bwd rnn_fwd", recompute=False)
+decide(
+  "opaque",
+  "a reference: its dtype was fixed where it was made",
+  primitives.get_p,
+  primitives.swap_p,
+  "accum_grad_in_ref addupdate create_linear empty_ref free_ref freeze new_ref pin run_state unpin",
+  recompute=False,
+)
+decide(
+  "opaque",
+  "a primitive over types of the user's: its rules fix the dtypes",
+  "call_hi_primitive call_hi_primitive_linearized",
+  recompute=False,
+)
+decide("opaque", "a serialised program with fixed dtypes", "call_exported", recompute=False)
+decide(
+  "opaque",
+  "a unit that a backend replaces or splits as the user wrote it",
+  "custom_partitioning",
+  of(T.NONE, "composite", call=CallKind.UNIT),
+  recompute=False,
+)
+decide(
+  "opaque",
+  "placed or ordered by the user as one unit",
+  of(T.NONE, "compute_on", call=CallKind.UNIT),
+  recompute=False,
+)
+decide(
+  "opaque",
+  "a residue of differentiation: its parts agree on their dtypes",
+  primitives.custom_lin_p,
+  "linear_call",
+  recompute=False,
+)
+decide("opaque", "its solver's tolerances are the user's dtype's", lax.linear_solve_p, recompute=False)
+decide(
+  "opaque",
+  "an effect or a token: computes no value",
+  lax.after_all_p,
+  lax.create_token_p,
+  "check shape_assertion",
+  recompute=False,
+)
+decide(
+  "call",
+  "a higher-order primitive: its body is decided operation by operation",
+  of(T.NONE, primitives.call_p, primitives.closed_call_p, "eval_jaxpr", call=CallKind.INLINE),
+  of(T.READS_STORED, lax.cond_p, call=CallKind.COND),
+  of(T.NONE, primitives.custom_jvp_call_p, call=CallKind.CUSTOM_JVP),
+  of(T.NONE, primitives.custom_vjp_call_p, call=CallKind.CUSTOM_VJP),
+  of(T.NONE, "custom_vmap_call", call=CallKind.CUSTOM_VMAP),
+  of(T.NONE, primitives.jit_p, call=CallKind.JIT),
+  of(T.NONE, primitives.remat_p, call=CallKind.REMAT),
+  of(T.READS_STORED | T.IN_PLACE, lax.scan_p, call=CallKind.SCAN),
+  of(T.NONE, "shard_map", call=CallKind.SHARD_MAP),
+  of(T.READS_STORED | T.IN_PLACE, lax.while_p, call=CallKind.WHILE),
+  of(T.NONE, "xla_metadata_call", call=CallKind.UNIT),
+  recompute=False,
+)
