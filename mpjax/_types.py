@@ -17,6 +17,7 @@ ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float 
 DTypeLike: TypeAlias = jax.typing.DTypeLike
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 LossFunction: TypeAlias = Callable[..., Any]
+Metrics: TypeAlias = dict[str, jax.Array]
 
 __all__ = [
   "AnyJaxpr",
@@ -30,6 +31,7 @@ __all__ = [
   "Literal",
   "LossFunction",
   "Mesh",
+  "Metrics",
   "PyTree",
   "Var",
 ]

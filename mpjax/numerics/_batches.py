@@ -26,7 +26,7 @@ def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
     if n == 1:
       yield batch
       continue
-    split = jax.tree.map(lambda x: split_batch(n, x), batch)
+    split = split_batch(n, batch)
     for i in range(n):
       yield jax.tree.map(operator.itemgetter(i), split)
 

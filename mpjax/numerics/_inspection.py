@@ -31,7 +31,7 @@ from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary
 from mpjax.numerics.advice._advice import advice_for
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.step._micro_batches import split_batch
+from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer import find_scaler
 
 # Activations in float32 from which on a batch is run in pieces, in bytes.
@@ -203,8 +203,7 @@ class Inspection:
     pieces = self._choose_pieces(batch)
     part = batch
     if pieces > 1:
-      first = lambda batch: jax.tree.map(lambda x: split_batch(pieces, x)[0], batch)
-      part = jax.eval_shape(first, batch)
+      part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
     points = loss_points(self._step, self._state, part)
     mine = make_pass(
       self._step,
@@ -383,4 +382,4 @@ def _step_of(
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
   """Whether the optimiser that the step was made with scales the loss itself."""
-  return bool(find_loss_scales(jax.eval_shape(step._made_with[0].init, state.params)))
+  return bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.params)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._tree import cast_like, named_leaves
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.numerics._summary import Summary, look
 from mpjax.policy import get_policy, matmul_precision
-from mpjax.step import TrainState, TrainStep
+from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import split_batch
 from mpjax.step._optimizer import find_scaler
 
@@ -58,14 +60,14 @@ def loss_points(step: TrainStep, state: TrainState, batch: Any) -> list[Point]:
   """The values of the loss function that a pass looks at; nothing is computed."""
   found: list[Point] = []
 
-  def around(fun: Callable[..., Any], policy: Any, **_: Any) -> Callable[..., Any]:
+  def find(fun: Callable[..., Any], policy: Any, **_: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
       found[:] = find_points(fun, policy)(*args, **kwargs)
       return fun(*args, **kwargs)
 
     return run
 
-  jax.eval_shape(lambda state, batch: _loss(step, state, batch, around)[0], state, batch)
+  jax.eval_shape(lambda state, batch: _loss(step, state, batch, find)[0], state, batch)
   return found
 
 
@@ -111,8 +113,10 @@ def _run(
   at_each = lambda x, probe: look(x, probe, summary, scale)
 
   def scaled_loss(params: Any, probes: list[Any], piece: Any) -> tuple[Any, Any]:
-    around = lambda fun, policy, **options: watched(fun, policy, probes, at_each, **options)
-    scaled, loss = _loss(step, state, piece, around, params)
+    def watch(fun: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
+      return watched(fun, policy, probes, at_each, **options)
+
+    scaled, loss = _loss(step, state, piece, watch, params)
     # Gradients of the mean over all rows.
     return scaled / pieces, loss / pieces
 
@@ -133,7 +137,7 @@ def _run(
       (loss, grads), kept = one(first, batch)
       kept = [x[None] for x in kept]
     else:
-      split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+      split = split_batch(pieces, batch)
       (loss, grads), kept = jax.lax.scan(one, first, split)
   of_updates = _updates(step, state, grads, loss, summary) if updates else {}
   scaler = find_scaler(state.opt_state)
@@ -159,7 +163,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: in
   loss = plain_loss(step)
 
   def parts(state: TrainState, batch: Any) -> Any:
-    split = jax.tree.map(lambda x: split_batch(pieces, x), batch)
+    split = split_batch(pieces, batch)
     return jax.lax.map(lambda piece: loss(state, piece), split).mean()
 
   try:
@@ -171,19 +175,17 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: in
 
 
 def _loss(
-  step: TrainStep, state: TrainState, batch: Any, around: Callable[..., Any], params: Any = None
+  step: TrainStep, state: TrainState, batch: Any, transform: Transform, params: Any = None
 ) -> tuple[Any, Any]:
   """The scaled loss, and the loss as it is."""
-  params = step.loss.compute_params(state) if params is None else params
-  scaled, (loss, *_) = step.loss.scaled(
-    params, state.fp8_state, state.model_state, batch, step.loss.keys(state, batch), state, around
-  )
-  return scaled, loss
+  loss = dataclasses.replace(step.loss, transform=transform)
+  params = loss.compute_params(state) if params is None else params
+  scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
+  return scaled, out.loss
 
 
 def _updates(step: TrainStep, state: TrainState, grads: Any, loss: Any, summary: Summary) -> Any:
-  like = lambda g, p: g if g.dtype == p.dtype else g.astype(p.dtype)
-  grads = jax.tree.map(like, grads, state.params)
+  grads = cast_like(grads, state.params)
   updates, _ = step.tx.update(grads, state.opt_state, state.params, value=loss)
   weights = dict(_leaves(hide(state.params)))
   return {path: _update(summary, weights[path], update) for path, update in _leaves(hide(updates))}
@@ -217,9 +219,8 @@ def _each(summary: Summary, tree: Any) -> dict[str, Any]:
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
   """Floating leaves with their tree paths."""
-  found = jax.tree_util.tree_flatten_with_path(tree)[0]
   return [
-    (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-    for path, leaf in found
+    (name, leaf)
+    for name, leaf in named_leaves(tree)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size
   ]

@@ -1,7 +1,37 @@
 """Device meshes and where parameters lie on them. Knows nothing of training steps."""
 
-from mpjax.sharding._mesh import batch_axes
+from mpjax.sharding._mesh import (
+  AXES,
+  BATCH_AXES,
+  axes_of_batch,
+  batch_axes,
+  batch_shards,
+  batch_spec,
+  check_mesh,
+)
+from mpjax.sharding._sharding_rules import (
+  Dims,
+  ShardingRule,
+  ShardingRules,
+  dimension_over,
+  is_spec,
+  keep_axes,
+  specs_like,
+)
 
 __all__ = [
+  "AXES",
+  "BATCH_AXES",
+  "Dims",
+  "ShardingRule",
+  "ShardingRules",
+  "axes_of_batch",
   "batch_axes",
+  "batch_shards",
+  "batch_spec",
+  "check_mesh",
+  "dimension_over",
+  "is_spec",
+  "keep_axes",
+  "specs_like",
 ]

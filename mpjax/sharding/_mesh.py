@@ -8,24 +8,26 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from mpjax._types import Mesh
+
 # Copies of the model; parameters divided over the devices that share a batch; parts of one product.
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
 def batch_axes() -> tuple[str, ...]:
-  """Names of the mesh axes over which a training step has divided the batch; `()` where it has not.
+  """Returns the mesh axes over which a training step has divided the batch; `()` where it has not.
 
   For statistics over the whole batch in code that sees a device's rows only, at trace time:
   `nn.BatchNorm(axis_name=mpjax.batch_axes() or None)`, or `jax.lax.pmean(x, mpjax.batch_axes())`.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  manual = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  return tuple(name for name in BATCH_AXES if manual.get(name) == AxisType.Manual)
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return tuple(name for name in BATCH_AXES if types.get(name) == AxisType.Manual)
 
 
-def check_mesh(mesh: Any) -> Any:
-  """The mesh with axes that the compiler divides by itself, as a training step takes it.
+def check_mesh(mesh: Any) -> Mesh:
+  """Returns the mesh as a training step takes it: with axes that the compiler divides by itself.
 
   Raises:
     ValueError: for something else than a mesh, or an axis that a training step knows nothing of.
@@ -46,16 +48,16 @@ def check_mesh(mesh: Any) -> Any:
   return mesh.update(axis_types=automatic)
 
 
-def axes_of_batch(mesh: Any) -> tuple[str, ...]:
-  """The axes of a mesh over which rows of the batch lie."""
+def axes_of_batch(mesh: Mesh) -> tuple[str, ...]:
+  """Returns the axes of a mesh over which rows of the batch lie."""
   return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
 
 
-def batch_shards(mesh: Any) -> int:
-  """How many parts a batch has on a mesh."""
+def batch_shards(mesh: Mesh) -> int:
+  """Returns into how many parts a mesh divides a batch."""
   return math.prod(mesh.shape[name] for name in axes_of_batch(mesh))
 
 
-def batch_spec(mesh: Any) -> PartitionSpec:
-  """The rows over the devices."""
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+  """Returns the spec of a batch: its first dimension over the devices."""
   return PartitionSpec(axes_of_batch(mesh) or None)

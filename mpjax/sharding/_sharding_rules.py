@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from mpjax._tree import named_leaves, path_text
+from mpjax._types import Array, Mesh, PyTree
 from mpjax.patterns import component_regex
 
+Shape = tuple[int, ...]
 Dims = Sequence[str | None]
 # From a parameter's path and shape to an axis (or `None`) for each dimension; `None`: no opinion.
-Rule = Callable[[str, tuple[int, ...]], Dims | None]
+ShardingRule = Callable[[str, Shape], Dims | None]
 
 # Smaller arrays are whole on every device: to gather them would cost more than they take.
 SMALLEST = 1024
 _OF_PARAMETERS = ("fsdp", "tensor")
 
 
-class Rules:
+class ShardingRules:
   """Rules in order: the user's own by pattern, those of the model, and for what is left the default.
 
   By default an array of at least two dimensions is divided over `fsdp` along the largest one that it divides.
@@ -34,8 +37,8 @@ class Rules:
     ValueError: for a pattern that is none, an axis that parameters are not divided over, or one named twice.
   """
 
-  def __init__(self, patterns: Mapping[str, Any] | None = None, model: Rule | None = None):
-    self._patterns: dict[str, Dims | None] = dict(patterns or {})
+  def __init__(self, patterns: Mapping[str, Dims | None] | None = None, model: ShardingRule | None = None):
+    self._patterns = dict(patterns or {})
     self._model = model
     for pattern, dims in self._patterns.items():
       component_regex(pattern)
@@ -49,8 +52,8 @@ class Rules:
       if len(set(named)) < len(named):
         raise ValueError(f"sharding rule {pattern!r}: {dims!r} names an axis twice")
 
-  def specs(self, params: Any, mesh: Any) -> Any:
-    """A `PartitionSpec` for each leaf of a tree of parameters (arrays or shapes).
+  def specs(self, params: PyTree, mesh: Mesh) -> PyTree[PartitionSpec]:
+    """Returns a `PartitionSpec` for each leaf of a tree of parameters (arrays or shapes).
 
     Raises:
       ValueError: for a pattern that matches nothing, or asks for what a parameter's shape does not allow.
@@ -58,7 +61,7 @@ class Rules:
     sizes = {axis: mesh.shape.get(axis, 1) for axis in _OF_PARAMETERS}
     unused = set(self._patterns)
 
-    def of(path: Any, leaf: Any) -> PartitionSpec:
+    def of(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
       name = path_text(path)
       for pattern, dims in self._patterns.items():
         if component_regex(pattern).search(name):
@@ -79,14 +82,14 @@ class Rules:
     return specs
 
 
-def specs_like(tree: Any, params: Any, specs: Any) -> Any:
-  """The specs of an optimiser's state: what has a parameter's path and shape lies as that does."""
+def specs_like(tree: PyTree, params: PyTree, specs: PyTree[PartitionSpec]) -> PyTree[PartitionSpec]:
+  """Returns the specs of an optimiser's state: what has a parameter's path and shape lies as that does."""
   known = {
     name: (leaf.shape, spec)
     for (name, leaf), spec in zip(named_leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
   }
 
-  def of(path: Any, leaf: Any) -> PartitionSpec:
+  def of(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     parts = path_text(path).split("/")
     for i in range(len(parts)):
       shape, spec = known.get("/".join(parts[i:]), (None, None))
@@ -97,33 +100,32 @@ def specs_like(tree: Any, params: Any, specs: Any) -> Any:
   return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def only(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-  """A spec without the axes but these."""
+def keep_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+  """Returns a spec with the axes given alone; the dimensions that others divided are whole."""
   return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 
 
-def dimension(spec: PartitionSpec, axis: str) -> int | None:
-  """The dimension that a spec divides over an axis."""
+def dimension_over(spec: PartitionSpec, axis: str) -> int | None:
+  """Returns the dimension that a spec divides over an axis; `None` if there is none."""
   return next((i for i, a in enumerate(spec) if a == axis), None)
 
 
-def is_spec(x: Any) -> bool:
-  """Whether it is a leaf of a tree of specs."""
+def is_spec(x: object) -> bool:
+  """True for a `PartitionSpec`, which is a leaf of a tree of specs."""
   return isinstance(x, PartitionSpec)
 
 
-def _largest(shape: tuple[int, ...], fsdp: int) -> Dims:
+def _largest(shape: Shape, fsdp: int) -> Dims:
+  """Divides the largest dimension that can be divided, of an array that is worth it."""
   dims: list[str | None] = [None] * len(shape)
   fitting = [i for i, n in enumerate(shape) if n % fsdp == 0]
-  size = 1
-  for n in shape:
-    size *= n
-  if len(shape) > 1 and size >= SMALLEST and fitting:
+  if len(shape) > 1 and math.prod(shape) >= SMALLEST and fitting:
     dims[max(fitting, key=lambda i: shape[i])] = "fsdp"
   return dims
 
 
-def _checked(pattern: str, dims: Dims, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+def _checked(pattern: str, dims: Dims, name: str, shape: Shape, sizes: Mapping[str, int]) -> Dims:
+  """Returns `dims`, or raises for a parameter that cannot be divided so."""
   if dims and len(dims) != len(shape):
     raise ValueError(
       f"sharding rule {pattern!r}: {list(dims)!r} for {name}{list(shape)}: expected an axis or null "
@@ -139,6 +141,7 @@ def _checked(pattern: str, dims: Dims, name: str, shape: tuple[int, ...], sizes:
 
 
 def _spec(dims: Dims, sizes: Mapping[str, int]) -> PartitionSpec:
+  """Leaves out axes of one device, and trailing dimensions that are whole."""
   used = [axis if axis and sizes[axis] > 1 else None for axis in dims]
   while used and used[-1] is None:
     used.pop()

@@ -1,4 +1,4 @@
-"""What a training step's parameters and loss function may be: checked when it is traced."""
+"""What a training step refuses: policies, parameters, states, batches and loss functions that do not fit."""
 
 from __future__ import annotations
 
@@ -6,25 +6,143 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jaxtyping import Float
 
+from mpjax._lazy import nnx
 from mpjax._tree import named_leaves
+from mpjax._types import Array, Metrics, PyTree
+from mpjax.casting._autocast import make_rules
 from mpjax.loss_scale._finite import is_inexact
+from mpjax.policy import Policy
+from mpjax.step._train_state import TrainState
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
+_NEEDS_AUTOCAST = (
+  ("accum_dtype", "an accumulation dtype of matrix products"),
+  ("overrides", "per-module precision"),
+  ("fp8", "FP8 matrix products"),
+)
 
 
-def check_differentiable(params: Any) -> None:
+def require_honoured(policy: Policy, over_devices: bool = True) -> None:
+  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored.
+
+  Args:
+    policy: the policy.
+    over_devices: whether the step has a mesh.
+
+  Raises:
+    ValueError: names the field of the policy and the way out.
+  """
+  for key, means in () if policy.autocast else _NEEDS_AUTOCAST:
+    value = getattr(policy, key)
+    if value not in (None, ()):
+      shown = dict(value) if isinstance(value, tuple) else value
+      raise ValueError(
+        f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
+      )
+  if policy.reduce_dtype is not None and not over_devices:
+    raise ValueError(
+      f"policy key reduce_dtype={policy.reduce_dtype.name!r} says in which dtype gradients cross devices, "
+      "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
+    )
+  if policy.autocast:
+    make_rules(policy, None, None)
+  if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
+    raise ValueError(
+      f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "
+      "without stochastic rounding, which is not supported yet; use float32"
+    )
+
+
+def require_differentiable(params: PyTree) -> None:
   """Raises `ValueError` for a parameter that has no gradient."""
   for name, leaf in named_leaves(params):
     if not is_inexact(leaf):
       raise ValueError(
-        f"parameter {name!r} is {jnp.result_type(leaf)} and cannot be trained: put it "
-        "into model_state, or let loss_fn close over it"
+        f"parameter {name!r} is {jnp.result_type(leaf)} and cannot be trained: put it into model_state, or "
+        "let loss_fn close over it"
       )
 
 
-def unpack(out: Any, takes_state: bool) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-  """Loss, metrics and model state (or `None`) from what a loss function returned."""
+def require_state(state: Any, batch: Any) -> None:
+  """Raises `TypeError` for the first argument of a step that is no `TrainState`."""
+  if isinstance(state, TrainState):
+    return
+  if isinstance(batch, TrainState):
+    raise TypeError("the arguments of the step are swapped: call step(state, batch)")
+  if isinstance(state, nnx.Module):
+    raise TypeError(
+      "an nnx.Module in place of a TrainState: make one by state = step.init(model), or call "
+      "step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
+    )
+  raise TypeError(
+    f"a {type(state).__name__} in place of a TrainState: make one of the parameters by "
+    "state = step.init(params), then call step(state, batch)"
+  )
+
+
+def require_in_place(model: Any, optimizer: Any, tx: optax.GradientTransformation) -> None:
+  """Raises for what is no module with an optimizer of a step's `tx`: `TypeError` or `ValueError`."""
+  if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
+    raise TypeError(
+      f"a {type(model).__name__} and a {type(optimizer).__name__} in place of an nnx.Module and an "
+      "nnx.Optimizer: expected step(model, optimizer, batch), or step(state, batch)"
+    )
+  if optimizer.tx is not tx:
+    raise ValueError("the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)")
+
+
+def require_param_dtype(params: PyTree, policy: Policy) -> None:
+  """Raises `ValueError` for parameters that are not in the policy's `param_dtype`."""
+  wrong = {p.dtype.name for p in jax.tree.leaves(params)} - {policy.param_dtype.name}
+  if wrong:
+    raise ValueError(
+      f"the model has {', '.join(sorted(wrong))} parameters where the policy has param_dtype="
+      f"{policy.param_dtype.name}: cast them before the optimizer is made, as in "
+      "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
+    )
+
+
+def raise_if_donated(state: TrainState, error: Exception) -> None:
+  """Raises `ValueError` in place of JAX's error where the buffers of a state are gone."""
+  gone = [name for name, x in named_leaves(state) if isinstance(x, jax.Array) and _is_deleted(x)]
+  if gone:
+    raise ValueError(
+      f"{gone[0]} of this TrainState is deleted: a step gives the buffers of the state it takes to the one "
+      "it returns, so go on with that one, or keep the old ones by make_train_step(..., donate=False)"
+    ) from error
+
+
+def _is_deleted(x: jax.Array) -> bool:
+  return not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+def require_given(keywords: tuple[str, ...], name: str, value: object, call: str) -> None:
+  """Raises `ValueError` for an argument that `loss_fn` takes and is `None`, or is given and it does not take.
+
+  Args:
+    keywords: the arguments that `loss_fn` takes.
+    name: of the argument.
+    value: what was given; `None` for nothing.
+    call: how it is given, as `step.init(..., rng=...)`.
+  """
+  if name in keywords and value is None:
+    raise ValueError(f"loss_fn takes {name!r} and was given none: pass it by {call}")
+  if name not in keywords and value is not None:
+    raise ValueError(
+      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or name {name!r} in the signature "
+      "of loss_fn"
+    )
+
+
+def unpack(out: Any, takes_state: bool) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
+  """Returns loss, metrics and model state (or `None`) from what a loss function returned.
+
+  Raises:
+    ValueError: says what was returned and what is expected.
+  """
   parts = out if isinstance(out, tuple) else (out,)
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
   if len(parts) not in ((3,) if takes_state else (1, 2)):

@@ -8,21 +8,23 @@ before it is cast (jax-ml/jax#27496), and once for each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import Int32, Shaped
 
+from mpjax._types import Array, Mesh, PyTree
 from mpjax.loss_scale._overwritten import is_overwritten
-from mpjax.sharding._mesh import axes_of_batch, batch_shards
-from mpjax.sharding._sharding_rules import dimension, is_spec, only
+from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
 _SPEC = PartitionSpec()
 
 
-def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
-  """Parameters whole over `fsdp`: cast first, then gathered.
+def gather(mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyTree[np.dtype]) -> PyTree:
+  """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
 
   Args:
     mesh: of the step.
@@ -36,14 +38,14 @@ def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
   leaves, structure = jax.tree.flatten(params)
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   flat_dtypes = jax.tree.leaves(dtypes)
-  divided = [i for i, spec in enumerate(flat_specs) if dimension(spec, "fsdp") is not None]
+  divided = [i for i, spec in enumerate(flat_specs) if dimension_over(spec, "fsdp") is not None]
   if not divided:
     return params
 
-  def body(*shards: Any) -> list[Any]:
+  def body(*shards: Array) -> list[Array]:
     out = []
     for i, shard in zip(divided, shards, strict=True):
-      axis = dimension(flat_specs[i], "fsdp")
+      axis = dimension_over(flat_specs[i], "fsdp")
       out.append(jax.lax.all_gather(shard.astype(flat_dtypes[i]), "fsdp", axis=axis, tiled=True))
     return out
 
@@ -51,7 +53,7 @@ def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
     body,
     mesh=mesh,
     in_specs=tuple(flat_specs[i] for i in divided),
-    out_specs=[only(flat_specs[i], ("tensor",)) for i in divided],
+    out_specs=[keep_axes(flat_specs[i], ("tensor",)) for i in divided],
     check_vma=False,
   )(*(leaves[i] for i in divided))
   for i, whole in zip(divided, gathered, strict=True):
@@ -59,8 +61,8 @@ def gather(mesh: Any, params: Any, specs: Any, dtypes: Any) -> Any:
   return jax.tree.unflatten(structure, leaves)
 
 
-def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], batch: Any) -> Any:
-  """What a function of a device's rows returns on each, stacked: a first axis of one entry a device.
+def on_each(mesh: Mesh, fun: Callable[..., PyTree], replicated: tuple[PyTree, ...], batch: PyTree) -> PyTree:
+  """Runs a function of a device's rows on each device, and stacks the results: one entry a device in front.
 
   Args:
     mesh: of the step; `tensor` is left to the compiler.
@@ -70,7 +72,7 @@ def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], bat
   """
   axes = axes_of_batch(mesh)
 
-  def body(*args: Any) -> Any:
+  def body(*args: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[None], fun(*args))
 
   return jax.shard_map(
@@ -86,13 +88,13 @@ def on_each(mesh: Any, fun: Callable[..., Any], replicated: tuple[Any, ...], bat
   )(*replicated, batch)
 
 
-def shard_index(mesh: Any) -> jax.Array:
-  """Inside `on_each`: i32[], which of the batch's parts this one is."""
+def shard_index(mesh: Mesh) -> Int32[Array, ""]:
+  """Returns which of the batch's parts this device has; inside `on_each`."""
   return jax.lax.axis_index(axes_of_batch(mesh))
 
 
-def reduce(mesh: Any, stacked: Any, specs: Any, dtype: Any) -> Any:
-  """Gradients averaged over the devices that share a batch: one sum for each array, in one dtype.
+def reduce(mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.dtype | None) -> PyTree:
+  """Averages gradients over the devices that share a batch: one sum for each array, in one dtype.
 
   They are cast, summed as they are (an overflow of the sum is infinite, and the step then skipped), cast to
   float32 or wider, and divided by the number of devices. Over `fsdp` each device gets its own part alone.
@@ -108,13 +110,13 @@ def reduce(mesh: Any, stacked: Any, specs: Any, dtype: Any) -> Any:
   pairs, structure = jax.tree_util.tree_flatten_with_path(stacked)
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
 
-  def one(path: Any, x: Any, spec: PartitionSpec) -> Any:
+  def one(path: KeyPath, x: Array, spec: PartitionSpec) -> Array:
     if is_overwritten(path):
       return jax.lax.pmax(x, axes)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     asked = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     x = x.astype(dtype if asked else wide)
-    axis = dimension(spec, "fsdp")
+    axis = dimension_over(spec, "fsdp")
     if axis is None:
       x = jax.lax.psum(x, axes)
     else:
@@ -124,24 +126,24 @@ def reduce(mesh: Any, stacked: Any, specs: Any, dtype: Any) -> Any:
         x = jax.lax.psum(x, "data")
     return x.astype(wide) / shards
 
-  def body(*leaves: Any) -> list[Any]:
+  def body(*leaves: Array) -> list[Array]:
     rows = zip(pairs, leaves, flat_specs, strict=True)
     return [one(path, leaf[0], spec) for (path, _), leaf, spec in rows]
 
   reduced = jax.shard_map(
     body,
     mesh=mesh,
-    in_specs=tuple(PartitionSpec(axes, *only(spec, ("tensor",))) for spec in flat_specs),
+    in_specs=tuple(PartitionSpec(axes, *keep_axes(spec, ("tensor",))) for spec in flat_specs),
     out_specs=list(flat_specs),
     check_vma=False,
   )(*(leaf for _, leaf in pairs))
   return jax.tree.unflatten(structure, reduced)
 
 
-def over_shards(stacked: Any, of_integers: Callable[..., Any] = jnp.max) -> Any:
-  """One value for each stacked one: floats averaged, keys the first one's, integers as is asked for."""
+def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) -> PyTree:
+  """Merges values stacked by device: averages floats, takes the first key, and merges integers as asked."""
 
-  def one(x: jax.Array) -> jax.Array:
+  def one(x: Shaped[Array, "devices ..."]) -> Shaped[Array, " ..."]:
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
     return x[0] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else of_integers(x, axis=0)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpjax._lazy import nnx
+from mpjax._text import bytes_text
+from mpjax._types import Array, PyTree
 
 
 @functools.partial(
@@ -16,7 +20,7 @@ from mpjax._lazy import nnx
   data_fields=["step", "params", "model_state", "opt_state", "rng", "fp8_state"],
   meta_fields=["graphdef"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
   """Everything a step reads and writes, as one pytree.
 
@@ -31,26 +35,61 @@ class TrainState:
     fp8_state: amax histories of FP8 products under delayed scaling (`mpjax.init_fp8_state`); `{}` for none.
   """
 
-  step: jax.Array
-  params: Any
-  model_state: Any
-  opt_state: Any
-  rng: jax.Array | None
-  graphdef: Any = None
-  fp8_state: Any = dataclasses.field(default_factory=dict)
+  step: Array
+  params: PyTree
+  model_state: PyTree
+  opt_state: PyTree
+  rng: Array | None
+  graphdef: nnx.GraphDef[nnx.Module] | None = None
+  fp8_state: PyTree = dataclasses.field(default_factory=dict)
 
   @property
   def model(self) -> nnx.Module:
-    """The `nnx.Module` with the current master weights."""
+    """The `nnx.Module` with the current master weights.
+
+    Raises:
+      ValueError: for a state of a parameter tree.
+    """
     if self.graphdef is None:
       raise ValueError("this TrainState was not made from an nnx.Module: use .params and .model_state")
     return nnx.merge(self.graphdef, self.params, self.model_state)
 
   @property
-  def step_key(self) -> jax.Array | None:
+  def step_key(self) -> Array | None:
     """The key of the step that comes next; `None` without `rng`."""
     return None if self.rng is None else jax.random.fold_in(self.rng, self.step)
 
   def replace(self, **changes: Any) -> TrainState:
-    """A copy with some fields replaced."""
+    """Returns a copy with some fields replaced."""
     return dataclasses.replace(self, **changes)
+
+  def __repr__(self) -> str:
+    trees = {
+      name: getattr(self, name)
+      for name in ("params", "model_state", "opt_state", "fp8_state")
+      if jax.tree.leaves(getattr(self, name))
+    }
+    shown = [f"step={_number_text(self.step)}", *(f"{name}: {_tree_text(x)}" for name, x in trees.items())]
+    shown += [] if self.rng is None else ["rng"]
+    shown += [] if self.graphdef is None else ["an nnx.Module"]
+    return f"TrainState({'; '.join(shown)})"
+
+
+def _number_text(x: Any) -> str:
+  """A number on the host or a device; of anything else its type."""
+  if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
+    return type(x).__name__
+  if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
+    return "deleted" if x.is_deleted() else "on other processes"
+  return str(x) if x.ndim == 0 else f"{x.dtype}{list(x.shape)}"
+
+
+def _tree_text(tree: PyTree) -> str:
+  """Number of arrays, their bytes and dtypes: `12 arrays, 1.20 MB, float32`."""
+  leaves = jax.tree.leaves(tree)
+  arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
+  if len(arrays) < len(leaves):  # such as shardings
+    return f"{len(leaves)} of {', '.join(sorted({type(x).__name__ for x in leaves}))}"
+  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+  dtypes = ", ".join(sorted({str(x.dtype) for x in arrays}))
+  return f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}, {bytes_text(size)}, {dtypes}"

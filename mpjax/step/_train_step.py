@@ -7,15 +7,18 @@ function is the user's, and so is the model: a parameter tree, linen variables o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
+import jmp
 import optax
+from jaxtyping import Float32
 
 from mpjax._lazy import nnx
-from mpjax.casting._autocast import init_fp8_state, require_recompute
+from mpjax._types import Array, LossFunction, Mesh, Metrics, PyTree
+from mpjax.casting._autocast import init_fp8_state
 from mpjax.casting._explain import Explanation, explain
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
@@ -23,18 +26,28 @@ from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import apply_updates, hide, show
 from mpjax.loss_scale._state_access import get_loss_scale
 from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.sharding._mesh import check_mesh
-from mpjax.sharding._sharding_rules import Rule, Rules
-from mpjax.step._checks import check_differentiable
-from mpjax.step._loss import Metrics, StepLoss
-from mpjax.step._mesh_step import Layout
-from mpjax.step._micro_batches import split_batch
-from mpjax.step._optimizer import adopt_opt_state, find_scaler, require_honoured, with_policy
+from mpjax.sharding import Dims, ShardingRule, ShardingRules, check_mesh
+from mpjax.step._checks import (
+  raise_if_donated,
+  require_differentiable,
+  require_given,
+  require_in_place,
+  require_param_dtype,
+  require_state,
+)
+from mpjax.step._layout import Layout
+from mpjax.step._loss import GradientPass, StepLoss
+from mpjax.step._mesh_step import value_and_grad_on_mesh
+from mpjax.step._micro_batches import first_of_batch
+from mpjax.step._optimizer import adopt_opt_state, apply_policy, find_scaler
+from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
+
+PolicyLike: TypeAlias = Policy | jmp.Policy | Mapping[str, Any] | str
 
 
 def make_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: LossFunction,
   tx: optax.GradientTransformation,
   policy: Any = "auto",
   *,
@@ -42,12 +55,12 @@ def make_train_step(
   skip_nonfinite: bool = False,
   cast_batch: bool = True,
   donate: bool = True,
-  wrt: Any = None,
+  wrt: nnx.filterlib.Filter | None = None,
   recompute: str = "islands",
-  mesh: Any = None,
-  sharding: Mapping[str, Any] | Rule | Rules | None = None,
+  mesh: Mesh | None = None,
+  sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
 ) -> TrainStep:
-  """One jitted training step: casting, loss scaling, accumulation, the update and metrics.
+  """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
   `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
   `(loss, metrics, model_state)` when it takes `model_state`. It takes more arguments by keyword if its
@@ -94,28 +107,28 @@ def make_train_step(
     ValueError: if the policy is not understood, asks for something that this step does not do, or
       `accumulate` is not a positive integer.
   """
-  return TrainStep(
-    loss_fn,
-    tx,
-    policy,
-    accumulate,
-    skip_nonfinite,
-    cast_batch,
-    donate,
-    nnx.Param if wrt is None else wrt,
-    recompute,
-    mesh,
-    sharding,
+  options = StepOptions(
+    policy=get_policy(policy),
+    wrt=nnx.Param if wrt is None else wrt,
+    accumulate=accumulate,
+    skip_nonfinite=skip_nonfinite,
+    cast_batch=cast_batch,
+    donate=donate,
+    recompute=recompute,
+    layout=_layout(mesh, sharding),
   )
+  return TrainStep(loss_fn, tx, options)
 
 
 class TrainStep:
-  """What `make_train_step` returns.
+  """One jitted training step, as `make_train_step` returns it.
 
   Attributes:
+    fun: the loss function.
+    inner_tx: the optimiser that it was made with.
+    options: how it runs.
     policy: the `Policy` in force.
-    tx: the optimiser with the policy's loss scaling round it.
-    accumulate: number of micro-batches.
+    tx: `inner_tx` with the policy's loss scaling round it.
     loss: the loss function under the policy.
     layout: where state and batches lie on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
@@ -123,45 +136,35 @@ class TrainStep:
       `jax.export`.
   """
 
-  def __init__(
-    self,
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    policy: Any,
-    accumulate: int,
-    skip_nonfinite: bool,
-    cast_batch: bool,
-    donate: bool,
-    wrt: Any,
-    recompute: str,
-    mesh: Any,
-    sharding: Any,
-  ):
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-      raise ValueError(f"accumulate={accumulate!r}: expected a positive integer")
-    self.policy = get_policy(policy)
-    require_honoured(self.policy, over_devices=mesh is not None)
-    self.layout = _layout(mesh, sharding, self.policy)
-    self.tx = with_policy(tx, self.policy, skip_nonfinite, branch_on_cpu=mesh is None)
-    self.jitted = jax.jit(self._step, donate_argnums=(0,) if donate else ())
-    self._jitted_gradients = jax.jit(self._loss_and_gradients)
+  def __init__(self, loss_fn: LossFunction, tx: optax.GradientTransformation, options: StepOptions):
+    self.fun = loss_fn
+    self.inner_tx = tx
+    self.options = options
+    self.policy = options.policy
+    self.layout = options.layout
+    self.tx = apply_policy(tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None)
+    self.loss = StepLoss(loss_fn, options)
+    self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
+    self._jitted_gradients = jax.jit(self.loss_and_gradients)
     self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
-    self.accumulate = accumulate
-    self._wrt = wrt
-    self.loss = StepLoss(
-      loss_fn,
-      self.policy,
-      accumulate=accumulate,
-      cast_batch=cast_batch,
-      wrt=wrt,
-      recompute=require_recompute(recompute),
-    )
-    self._made_with = (tx, accumulate, skip_nonfinite, cast_batch, donate, wrt, recompute, mesh, sharding)
+
+  def __repr__(self) -> str:
+    return f"TrainStep({getattr(self.fun, '__qualname__', self.fun)}, {self.options})"
+
+  @property
+  def accumulate(self) -> int:
+    """The number of micro-batches."""
+    return self.options.accumulate
 
   def init(
-    self, params: Any, *, model_state: Any = None, rng: jax.Array | None = None, batch: Any = None
+    self,
+    params: PyTree,
+    *,
+    model_state: PyTree | None = None,
+    rng: Array | None = None,
+    batch: PyTree | None = None,
   ) -> TrainState:
-    """The first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
+    """Makes the first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
 
     Args:
       params: tree of parameters, or an `nnx.Module`.
@@ -178,29 +181,23 @@ class TrainStep:
         "fp8 recipe 'delayed' keeps a history of each product, which depends on the batch: pass "
         "step.init(..., batch=batch), or its shapes; or use recipe 'current'"
       )
+    keywords = self.loss.keywords
+    require_given(keywords, self.loss.random, rng, "step.init(..., rng=...)")
     graphdef = None
     if isinstance(params, nnx.Module):
-      if model_state is not None or "model_state" in self.loss.keywords:
+      if model_state is not None or "model_state" in keywords:
         raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
-      graphdef, params, model_state = nnx.split(params, self._wrt, ...)
+      graphdef, params, model_state = nnx.split(params, self.options.wrt, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
-    random = "row_rngs" if self.loss.by_row else "rng"
-    given = ((random, "rng", rng), ("model_state", "model_state", model_state if graphdef is None else None))
-    for name, argument, value in given:
-      if (name in self.loss.keywords) != (value is not None):
-        verb = "takes" if name in self.loss.keywords else "does not take"
-        raise ValueError(
-          f"loss_fn {verb} {name!r} but init was {'not ' if value is None else ''}given one: "
-          f"name {name!r} in the signature of loss_fn and pass step.init(..., {argument}=...)"
-        )
-    check_differentiable(params)
+    else:
+      require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
+    require_differentiable(params)
     params = self.policy.cast_to_param(params)
-    own = lambda tree: jax.tree.map(_own, tree)
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
-      params=own(params),
-      model_state=own({} if model_state is None else model_state),
-      opt_state=own(self.tx.init(params)),
+      params=_owned(params),
+      model_state=_owned({} if model_state is None else model_state),
+      opt_state=_owned(self.tx.init(params)),
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
@@ -208,37 +205,60 @@ class TrainStep:
       state = state.replace(fp8_state=self._init_fp8(state, batch))
     return state if self.layout is None else self.layout.place(state)
 
-  def _init_fp8(self, state: TrainState, batch: Any) -> Any:
+  def _init_fp8(self, state: TrainState, batch: PyTree) -> PyTree:
     parts = self.accumulate * (1 if self.layout is None else self.layout.shards)
     if parts > 1:
-      first = lambda batch: jax.tree.map(lambda x: split_batch(parts, x)[0], batch)
-      batch = jax.eval_shape(first, batch)
+      batch = jax.eval_shape(lambda batch: first_of_batch(parts, batch), batch)
     args, keywords = self.loss.arguments(state, batch)
-    return init_fp8_state(self.loss.fun, self.loss.autocast_policy)(*args, **keywords)
+    return init_fp8_state(self.fun, self.loss.autocast_policy)(*args, **keywords)
 
-  def __call__(self, *args: Any, rng: jax.Array | None = None) -> Any:
-    """`(state, batch) -> (state, metrics)`, or `(model, optimizer, batch) -> metrics` in place."""
-    if len(args) == 2:
-      return self.jitted(*args)
-    if len(args) == 3 and isinstance(args[0], nnx.Module) and isinstance(args[1], nnx.Optimizer):
-      return self._in_place(*args, rng=rng)
-    raise TypeError("expected step(state, batch) or step(nnx_module, nnx_optimizer, batch)")
+  @overload
+  def __call__(self, state: TrainState, batch: PyTree, /) -> tuple[TrainState, Metrics]: ...
 
-  def with_policy(self, policy: Any) -> TrainStep:
-    """The same step under another policy; states of both are alike where optimisers and loss scales are."""
-    tx, *rest = self._made_with
-    return TrainStep(self.loss.fun, tx, policy, *rest)
+  @overload
+  def __call__(
+    self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: PyTree, /, *, rng: Array | None = None
+  ) -> Metrics: ...
+
+  def __call__(self, *args: Any, rng: Array | None = None) -> tuple[TrainState, Metrics] | Metrics:
+    """Takes a training step: `(state, batch) -> (state, metrics)`; three arguments: `update_in_place`.
+
+    Raises:
+      TypeError: for other arguments; says which.
+      ValueError: for a state that an earlier step was given.
+    """
+    if len(args) == 3:
+      return self.update_in_place(*args, rng=rng)
+    if len(args) != 2:
+      raise TypeError(
+        f"{len(args)} arguments: expected step(state, batch), or step(model, optimizer, batch) with an "
+        "nnx.Module and an nnx.Optimizer"
+      )
+    if rng is not None:
+      raise TypeError("a TrainState carries its own key: give rng to step.init(..., rng=...) instead")
+    require_state(*args)
+    return self._run(self.jitted, *args)
+
+  def _run(self, jitted: Any, state: TrainState, batch: PyTree) -> Any:
+    try:
+      return jitted(state, batch)
+    except (RuntimeError, ValueError) as error:
+      raise_if_donated(state, error)
+      raise
+
+  def with_policy(self, policy: PolicyLike) -> TrainStep:
+    """Returns the same step under another policy; states of both are alike if optimisers and scales are."""
+    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=get_policy(policy)))
 
   def without_mesh(self) -> TrainStep:
-    """The same step as one program over the whole batch, in which nothing is divided or reduced by itself."""
+    """Returns the same step as one program over the whole batch, in which nothing is divided by itself."""
     if self.layout is None:
       return self
-    tx, *rest = self._made_with
     policy = dataclasses.replace(self.policy, reduce_dtype=None)
-    return TrainStep(self.loss.fun, tx, policy, *(*rest[:-2], None, None))
+    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=None))
 
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
-    """The state of a step under another policy or optimiser as one of this step.
+    """Makes a state of this step of one of a step under another policy or optimiser.
 
     Parameters are cast to this policy's `param_dtype`. The optimiser's state stays if it has the structure
     and dtypes of this step's, and is a new one otherwise; so does the loss scale if both policies scale the
@@ -256,49 +276,58 @@ class TrainStep:
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
 
-  def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
-    """The unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
+  def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
+    """Computes the unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
 
     For looking at: nothing is updated or donated.
     """
-    return self._jitted_gradients(state, batch)
+    require_state(state, batch)
+    return self._run(self._jitted_gradients, state, batch)
 
-  def explain(self, state: TrainState, batch: Any) -> Explanation:
-    """What autocast does to the loss function under this policy; see `mpjax.explain`.
+  def loss_and_gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
+    """Computes what `gradients` returns; not jitted, to be traced."""
+    out = self._gradient_pass(state, batch)
+    scaler = find_scaler(state.opt_state)
+    if scaler is None:
+      return out.loss, out.grads
+    return out.loss, show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
+
+  def explain(self, state: TrainState, batch: PyTree) -> Explanation:
+    """Returns what autocast does to the loss function under this policy; see `mpjax.explain`.
 
     Args:
       state: a state, or its shapes (`jax.eval_shape`).
       batch: a batch, or its shapes.
     """
+    require_state(state, batch)
     args, keywords = self.loss.arguments(state, batch)
-    return explain(self.loss.fun, self.policy)(*args, **keywords)
+    return explain(self.fun, self.policy)(*args, **keywords)
 
-  def _loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
-    with matmul_precision(self.policy):
-      loss, _, grads, _, _ = self._gradients(state, batch)
-    scaler = find_scaler(state.opt_state)
-    if scaler is not None:
-      grads = show(grads, unscale(hide(grads), scaler.scale), grads)
-    return loss, grads
+  def update_in_place(
+    self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: PyTree, *, rng: Array | None = None
+  ) -> Metrics:
+    """Takes a training step that updates an `nnx.Module` and its optimizer, and returns the metrics.
 
-  def _in_place(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, rng: Any) -> Metrics:
-    if optimizer.tx is not self.tx:
-      raise ValueError(
-        "the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)"
-      )
+    Args:
+      model: the module; its parameters are in the policy's `param_dtype`.
+      optimizer: `nnx.Optimizer(model, step.tx, wrt=...)`.
+      batch: the batch.
+      rng: key for `loss_fn`'s `rng` or `row_rngs`, the same for all steps: each folds its own from it.
+
+    Raises:
+      TypeError: for other arguments.
+      ValueError: if the optimizer is not of this step's `tx`, the parameters have another dtype, `rng` is
+        missing or not taken, or the policy keeps a state that a module has no place for.
+    """
+    require_in_place(model, optimizer, self.tx)
     if self.needs_batch:
       raise ValueError(
         "fp8 recipe 'delayed' keeps its histories in a TrainState: use state = step.init(model, batch=batch) "
         "and step(state, batch), or recipe 'current'"
       )
-    graphdef, params, model_state = nnx.split(model, self._wrt, ...)
-    wrong = {p.dtype.name for p in jax.tree.leaves(params)} - {self.policy.param_dtype.name}
-    if wrong:
-      raise ValueError(
-        f"the model has {', '.join(sorted(wrong))} parameters where the policy has param_dtype="
-        f"{self.policy.param_dtype.name}: cast them before the optimizer is made, as in "
-        "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
-      )
+    require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
+    graphdef, params, model_state = nnx.split(model, self.options.wrt, ...)
+    require_param_dtype(params, self.policy)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
       params=nnx.as_pure(params),
@@ -315,9 +344,9 @@ class TrainStep:
     optimizer.step[...] = state.step.astype(jnp.uint32)
     return metrics
 
-  def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-    with matmul_precision(self.policy):
-      loss, metrics, grads, model_state, fp8_state = self._gradients(state, batch)
+  def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    """What is jitted."""
+    loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
@@ -344,28 +373,37 @@ class TrainStep:
     )
     return state if self.layout is None else self.layout.keep(state), metrics
 
-  def _gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Metrics, Any, Any, Any]:
-    """Loss and metrics averaged over the batch, gradients of the scaled loss, new model and FP8 state."""
-    params = self.loss.compute_params(state)
-    if self.layout is not None:
-      self.layout.check_batch(batch, self.accumulate)
-      if self.layout.shards > 1:
-        return self.layout.gradients(self.loss, params, state, batch)
-    return self.loss.gradients(params, state, batch, self.loss.keys(state, batch), dtypes=state.params)
+  def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
+    """Runs the loss forward and backward over a batch, on one device or the mesh."""
+    with matmul_precision(self.policy):
+      params = self.loss.compute_params(state)
+      if self.layout is not None:
+        self.layout.check_batch(batch, self.accumulate)
+        if self.layout.shards > 1:
+          return value_and_grad_on_mesh(self.loss, self.layout, params, state, batch)
+      keys = self.loss.keys(state, batch)
+      return self.loss.value_and_grad(params, state, batch, keys, like=state.params)
 
 
-def _own(x: Any) -> jax.Array:
-  """A copy, since donation needs buffers that nobody else holds; as a second step would give it back."""
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-  return jnp.copy(x) if is_key else jnp.array(x, dtype=x.dtype)  # which takes a weak type away
-
-
-def _layout(mesh: Any, sharding: Any, policy: Policy) -> Layout | None:
+def _layout(
+  mesh: Mesh | None, sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None
+) -> Layout | None:
+  """Makes a layout of `make_train_step`'s arguments."""
   if mesh is None:
     if sharding is not None:
       raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
     return None
-  rules = sharding if isinstance(sharding, Rules) else None
-  if rules is None:
-    rules = Rules(model=sharding) if callable(sharding) else Rules(sharding)
-  return Layout(check_mesh(mesh), rules, policy.reduce_dtype)
+  if isinstance(sharding, ShardingRules):
+    return Layout(check_mesh(mesh), sharding)
+  rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
+  return Layout(check_mesh(mesh), rules)
+
+
+def _owned(tree: PyTree) -> PyTree:
+  """Copies a tree, since donation needs buffers that nobody else holds; without weak types, as steps do."""
+
+  def copy(x: Any) -> Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jnp.copy(x) if is_key else jnp.array(x, dtype=x.dtype)
+
+  return jax.tree.map(copy, tree)

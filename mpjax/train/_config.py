@@ -10,8 +10,8 @@ import yaml
 
 from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding._sharding_rules import Rules
-from mpjax.step._optimizer import require_honoured
+from mpjax.sharding import ShardingRules
+from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
 
 
@@ -148,7 +148,7 @@ class MeshConfig(_Section):
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
       raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
-    Rules(self.rules)
+    ShardingRules(self.rules)
     return self
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from mpjax.sharding._mesh import AXES, BATCH_AXES
+from mpjax.sharding import AXES, BATCH_AXES
 from mpjax.train._config import Config, MeshConfig
 from mpjax.train._errors import ConfigError
 from mpjax.train.data import Rows

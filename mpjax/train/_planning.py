@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding._mesh import AXES, BATCH_AXES
-from mpjax.sharding._sharding_rules import Rules
+from mpjax.sharding import AXES, BATCH_AXES, ShardingRules
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError, step_recompute
 from mpjax.train._meshes import mesh_sizes
@@ -95,7 +94,7 @@ class Planner:
       skip_nonfinite=config.train.skip_nonfinite,
       recompute=step_recompute(recompute),
       mesh=mesh,
-      sharding=None if mesh is None else Rules(config.mesh.rules, task.axes),
+      sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
     )
     shapes = self._batch(batch) if step.needs_batch else None
 

@@ -8,8 +8,7 @@ import jax
 
 from mpjax.fp8._hardware import fp8_units
 from mpjax.policy import Policy
-from mpjax.step import TrainState
-from mpjax.step._mesh_step import Layout
+from mpjax.step import Layout, TrainState
 from mpjax.train._setup import Setup
 
 
@@ -34,17 +33,17 @@ def header_rows(
     "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
-    "devices": _devices(setup.layout) + (f", in {processes} processes" if processes > 1 else ""),
+    "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
     "run": f"{directory}" + (f", resumed after step {start}" if start else ""),
   }
 
 
-def _devices(layout: Layout) -> str:
+def _devices(layout: Layout, policy: Policy) -> str:
   text = f"{layout.mesh.size} x {jax.devices()[0].device_kind}"
   if layout.mesh.size == 1:
     return text
   axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
-  dtype = "float32" if layout.reduce_dtype is None else layout.reduce_dtype.name
+  dtype = "float32" if policy.reduce_dtype is None else policy.reduce_dtype.name
   return f"{text} ({axes})" + (f", gradients cross in {dtype}" if layout.shards > 1 else "")
 
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from mpjax.casting._explain import Explanation
 from mpjax.policy import Policy
-from mpjax.sharding._sharding_rules import Rules
-from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.step._mesh_step import Layout
+from mpjax.sharding import ShardingRules
+from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer
@@ -114,7 +113,7 @@ def make_setup(config: Config) -> Setup:
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),
     mesh=mesh,
-    sharding=Rules(config.mesh.rules, task.axes),
+    sharding=ShardingRules(config.mesh.rules, task.sharding),
   )
   setup = Setup(config, policy, data, task, step)
   setup.check_layout()

@@ -13,10 +13,10 @@ from flax import nnx
 from mpjax.casting._autocast import autocast, fp8_weights
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
-from mpjax.sharding._sharding_rules import Rule
+from mpjax.sharding import ShardingRule
 from mpjax.train._config import Config, ConfigError, GPTConfig, ResNetConfig, ViTConfig
 from mpjax.train.data import DataInfo
-from mpjax.train.models import GPT, ResNet, ViT, _axes
+from mpjax.train.models import GPT, ResNet, ViT, _model_sharding
 
 Metrics = dict[str, jax.Array]
 
@@ -27,11 +27,11 @@ class Task(Protocol):
   Attributes:
     loss_fn: what `mpjax.make_train_step` takes.
     units: what a batch row counts: `"tokens"` or `"images"`, and how many a row holds.
-    axes: where parameters lie on a mesh, by path and shape.
+    sharding: where parameters lie on a mesh, by path and shape.
   """
 
   units: tuple[str, int]
-  axes: Rule
+  sharding: ShardingRule
 
   @property
   def loss_fn(self) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ class LanguageModel:
     self._policy = policy
     self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: self._make(jax.random.key(0))))
     self.units = ("tokens", info.seq_len or 0)
-    self.axes: Rule = _axes.gpt_axes
+    self.sharding: ShardingRule = _model_sharding.gpt_sharding
 
   def _make(self, key: jax.Array) -> GPT:
     return GPT(**self._arguments, rngs=nnx.Rngs(params=key))
@@ -154,7 +154,10 @@ class ImageClassifier:
     self._image_shape = info.image_shape
     self._policy = policy
     self.units = ("images", 1)
-    self.axes: Rule = {"vit": _axes.vit_axes, "resnet": _axes.resnet_axes}[config.kind]
+    self.sharding: ShardingRule = {
+      "vit": _model_sharding.vit_sharding,
+      "resnet": _model_sharding.resnet_sharding,
+    }[config.kind]
     self._by_row = isinstance(config, ViTConfig)
 
   def init(self, key: jax.Array) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo
 from mpjax.train.models import GPT
-from mpjax.train.models._axes import gpt_axes
+from mpjax.train.models._model_sharding import gpt_sharding
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
 WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32
@@ -55,7 +55,7 @@ def gpt_model():
 # The loss, what it is trained from, the shape of a batch and the rules.
 MODELS = {
   "plain": (plain, plain_params, (ROWS,), None),
-  "gpt": (gpt, gpt_model, (ROWS, 9), gpt_axes),
+  "gpt": (gpt, gpt_model, (ROWS, 9), gpt_sharding),
 }
 
 

@@ -410,6 +410,27 @@ def test_fp8_on_a_mesh_is_close_to_one_device(recipe):
       np.testing.assert_allclose(np.asarray(b)[-1:], np.asarray(a)[-1:], rtol=0.5)
 
 
+@jax.custom_vjp
+def remember(x, amax):
+  return x
+
+
+# The "gradient" of what is overwritten is its next value: here the largest magnitude of the rows at hand.
+remember.defvjp(lambda x, amax: (x, x), lambda x, g: (g, jnp.abs(x).max().reshape(1)))
+
+
+@pytest.mark.parametrize("shape", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_overwritten_becomes_the_largest_value_of_all_devices(shape, accumulate):
+  kept = "_overwrite_with_gradient"
+  params = {"w": jnp.eye(64), kept: {"amax": jnp.zeros(1)}}
+  x = X / np.abs(X).max(1, keepdims=True) * np.arange(1.0, 33.0)[:, None]  # row i has amax i + 1
+  loss = lambda p, batch: (remember(batch["x"], p[kept]["amax"]) @ p["w"]).mean()
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", mesh=mesh(**shape), accumulate=accumulate)
+  state, _ = step(step.init(params), {"x": x})
+  np.testing.assert_allclose(state.params[kept]["amax"], [32.0], rtol=1e-6)
+
+
 def test_a_state_moves_between_meshes_and_trains_on():
   _, _, expected = on_one_device("fp32")
   _, state, first = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))

@@ -126,7 +126,7 @@ def find_nonfinite(
 def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
   # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
   whole = step.without_mesh()
-  closed, shapes = jax.make_jaxpr(whole._loss_and_gradients, return_shape=True)(state, batch)
+  closed, shapes = jax.make_jaxpr(whole.loss_and_gradients, return_shape=True)(state, batch)
   evaluation = Evaluation(step.accumulate)
   values = evaluation.run(closed, _inputs(state, batch))
   names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
@@ -155,10 +155,10 @@ def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
 
 
 def _summed(step: TrainStep) -> str:
-  layout = step.layout
-  if layout is None or layout.shards == 1 or layout.reduce_dtype is None or layout.reduce_dtype.itemsize > 2:
+  layout, dtype = step.layout, step.policy.reduce_dtype
+  if layout is None or layout.shards == 1 or dtype is None or dtype.itemsize > 2:
     return ""
-  return f"{layout.reduce_dtype.name} over {layout.shards} devices"
+  return f"{dtype.name} over {layout.shards} devices"
 
 
 def _inputs(state: TrainState, batch: Any) -> list[tuple[str, Any, bool]]:

@@ -7,7 +7,7 @@ import functools
 import flax.linen as nn
 import jax
 
-from mpjax.sharding._mesh import batch_axes
+from mpjax.sharding import batch_axes
 
 
 class ResNet(nn.Module):

@@ -14,7 +14,7 @@ from mpjax.numerics._instrumented_step import KEPT_IN, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.step import TrainState, TrainStep
-from mpjax.step._micro_batches import split_batch
+from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer import find_scaler
 from mpjax.train.monitors._events import Events
 
@@ -35,7 +35,7 @@ class Watcher:
   def look(self, state: TrainState, batch: Any) -> Any:
     """What is seen of a step, still on the devices: before the step takes the state's buffers."""
     if self._step.accumulate > 1:  # the first micro-batch: a backward pass is over one
-      batch = jax.tree.map(lambda x: split_batch(self._step.accumulate, x)[0], batch)
+      batch = first_of_batch(self._step.accumulate, batch)
     if self._pass is None:
       self._points = loss_points(self._step, state, batch)
       self._pass = make_pass(self._step, self._points, self._summary, updates=True)

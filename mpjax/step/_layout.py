@@ -1,0 +1,68 @@
+"""`Layout`: where the state and the batches of a training step lie on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax._tree import named_leaves
+from mpjax._types import Mesh, PyTree
+from mpjax.sharding import ShardingRules, batch_shards, batch_spec, is_spec, specs_like
+from mpjax.step._train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where the state and the batches of a training step lie on a mesh.
+
+  Attributes:
+    mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
+    rules: where parameters lie.
+  """
+
+  mesh: Mesh
+  rules: ShardingRules
+
+  @property
+  def shards(self) -> int:
+    """Into how many parts the devices divide a batch."""
+    return batch_shards(self.mesh)
+
+  @property
+  def batch_sharding(self) -> NamedSharding:
+    """Where a batch lies: its rows over the devices."""
+    return NamedSharding(self.mesh, batch_spec(self.mesh))
+
+  def specs(self, params: PyTree) -> PyTree[PartitionSpec]:
+    """Returns a `PartitionSpec` for each parameter (arrays or shapes)."""
+    return self.rules.specs(params, self.mesh)
+
+  def shardings(self, state: TrainState) -> TrainState:
+    """Returns a `NamedSharding` for each array of a state (arrays or shapes)."""
+    specs = self.specs(state.params)
+    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
+    laid = whole.replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs))
+    placed: TrainState = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), laid, is_leaf=is_spec)
+    return placed
+
+  def place(self, state: TrainState) -> TrainState:
+    """Lays a state out on the mesh, from wherever it is."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+      return self.keep(state)
+    return jax.device_put(state, self.shardings(state))
+
+  def keep(self, state: TrainState) -> TrainState:
+    """Holds a state to where it lies; inside `jit`."""
+    return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+  def check_batch(self, batch: PyTree, accumulate: int) -> None:
+    """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""
+    for name, leaf in named_leaves(batch):
+      if leaf.ndim and leaf.shape[0] % (self.shards * accumulate):
+        micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
+        raise ValueError(
+          f"batch[{name!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
+          f"be divided over {self.shards} devices{micro}"
+        )

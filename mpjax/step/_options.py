@@ -1,0 +1,57 @@
+"""`StepOptions`: how a training step runs, beside its loss function and its optimiser."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpjax._lazy import nnx
+from mpjax.casting._autocast import require_recompute
+from mpjax.policy import Policy
+from mpjax.step._checks import require_honoured
+from mpjax.step._layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+  """How a training step runs; `make_train_step` says what each option means.
+
+  Attributes:
+    policy: the policy in force.
+    wrt: filter for the variables of an `nnx.Module` that are trained.
+    accumulate: number of micro-batches.
+    skip_nonfinite: guards a policy without loss scaling, too.
+    cast_batch: casts the batch where autocast does not run.
+    donate: gives the state's buffers to the new state.
+    recompute: what the backward pass computes again.
+    layout: where state and batches lie on a mesh; `None` without one.
+
+  Raises:
+    ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
+      that is not a positive integer, or an unknown choice of `recompute`.
+  """
+
+  policy: Policy
+  wrt: nnx.filterlib.Filter
+  accumulate: int = 1
+  skip_nonfinite: bool = False
+  cast_batch: bool = True
+  donate: bool = True
+  recompute: str = "islands"
+  layout: Layout | None = None
+
+  def __post_init__(self) -> None:
+    n = self.accumulate
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+      raise ValueError(f"accumulate={n!r}: expected a positive integer")
+    require_honoured(self.policy, over_devices=self.layout is not None)
+    require_recompute(self.recompute)
+
+  def __repr__(self) -> str:
+    shown = [f"policy={self.policy.name or str(self.policy)!r}"]
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name not in ("policy", "wrt", "layout") and value != field.default:
+        shown.append(f"{field.name}={value!r}")
+    if self.layout is not None:
+      shown.append(f"mesh={dict(self.layout.mesh.shape)}")
+    return f"StepOptions({', '.join(shown)})"
