@@ -32,12 +32,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
+from mpjax.train.models._axes import gpt_axes
 
 import mpjax
 from benchmarks._record import origin, write
 from mpjax.planner import Collective, CompileError, get_target, missing
 from mpjax.train.models import GPT
-from mpjax.train.models._axes import gpt_axes
 
 SLICES = {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 FSDP = 8  # chips of a group, with `both`
