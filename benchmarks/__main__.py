@@ -33,12 +33,12 @@ SUITES = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], prog: str = "python -m benchmarks") -> int:
   """Runs a suite; returns the exit status."""
   arguments = list(arguments)
   if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
     arguments = ["overhead", *arguments]
-  parser = argparse.ArgumentParser(prog="bench.py", description=(__doc__ or "").split("\n\n")[0])
+  parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n")[0])
   suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
   module = None
   for name, (text, where) in SUITES.items():

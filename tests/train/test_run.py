@@ -281,13 +281,6 @@ def test_explain_says_what_a_run_would_do(tiny_gpt, capsys):
   assert main(["explain", *tiny_gpt, "policy=fp61"]) == 2
 
 
-def test_no_arguments_is_a_usage_error(capsys):
-  with pytest.raises(SystemExit) as status:
-    main(["train"])
-  assert status.value.code == 2
-  assert "usage: train.py" in capsys.readouterr().err
-
-
 def test_eight_devices_train_as_one_does(tiny_gpt, tmp_path):
   options = ["policy=fp32", "train.steps=5", "model.dropout=0"]
   for devices in (1, 8):

@@ -1,0 +1,119 @@
+"""`mpjax` as a user calls it: the list of commands, wrong ones, missing packages, and the wheel alone."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import mpjax
+from mpjax.cli import COMMANDS, main, run_command
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_help_lists_each_command_with_a_line(capsys):
+  assert main(["--help"]) == 0
+  text = capsys.readouterr().out
+  assert all(f"  {name} " in text for name in COMMANDS)
+  assert main([]) == 2
+  assert capsys.readouterr().err == text
+  assert main(["--version"]) == 0
+  assert capsys.readouterr().out == f"mpjax {mpjax.__version__}\n"
+
+
+def test_a_wrong_command_is_answered_with_the_nearest_one(capsys):
+  assert main(["trian", "gpt_stdlib"]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: unknown command 'trian': expected one of train, plan")
+  assert error.endswith("did you mean 'train'?\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_says_how_it_was_called(command, capsys):
+  with pytest.raises(SystemExit) as status:
+    main([command, "--help"])
+  assert status.value.code == 0
+  assert f"usage: mpjax {command} " in capsys.readouterr().out
+
+
+def test_a_script_is_the_command_under_its_own_name():
+  line = [sys.executable, str(ROOT / "scripts" / "export.py"), "--help"]
+  shown = subprocess.run(
+    line, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"}
+  )
+  assert shown.stdout.startswith("usage: export.py ")
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, capsys):
+  monkeypatch.delitem(sys.modules, "mpjax.cli._export_command", raising=False)
+  monkeypatch.setitem(sys.modules, "mpjax.train._export", None)  # what an import that fails leaves
+
+  class Missing:
+    def find_spec(self, name, path=None, target=None):
+      if name == "mpjax.cli._export_command":
+        raise ModuleNotFoundError("No module named 'safetensors.flax'", name="safetensors.flax")
+
+  monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+  assert run_command("export", ["runs/x"], "mpjax export") == 2
+  expected = 'error: mpjax export needs safetensors: pip install "mpjax[train]"\n'
+  assert capsys.readouterr().err == expected
+
+
+def test_a_wrong_example_is_answered_with_those_there_are(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert main(["explain", "gpt_stdlb"]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith(
+    "error: no such config file: gpt_stdlb: expected a YAML file, or an example: gpt_stdlib"
+  )
+  assert error.endswith("did you mean 'gpt_stdlib'?\n")
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_examples_are_found_by_name_and_are_the_default(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  by_name = mpjax.train.load_config("gpt_stdlib", ["policy=bf16"])
+  assert by_name == mpjax.train.load_config(ROOT / "configs" / "gpt_stdlib.yaml", ["policy=bf16"])
+  assert by_name.out == "runs/gpt_stdlib-bf16"  # in the folder that the command is called from
+  for arguments in (["seed=-1"], ["gpt_stdlib", "seed=-1"]):
+    assert main(["train", *arguments]) == 2
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_trains_from_any_folder(tmp_path):
+  build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+  subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+  (wheel,) = tmp_path.glob("*.whl")
+  with zipfile.ZipFile(wheel) as file:
+    file.extractall(tmp_path / "site")
+    entry_points = next(name for name in file.namelist() if name.endswith("entry_points.txt"))
+    assert "mpjax = mpjax.cli:main" in file.read(entry_points).decode()
+  folder = tmp_path / "elsewhere"
+  folder.mkdir()
+  environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
+
+  def run(*arguments):
+    code = f"import mpjax, sys; assert mpjax.__file__.startswith({str(tmp_path)!r}); from mpjax.cli import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+
+  small = [
+    "train.steps=2",
+    "model.dim=16",
+    "model.layers=1",
+    "model.heads=2",
+    "data.eval_batches=1",
+    "mesh.data=1",
+  ]
+  done = run("train", "policy=bf16", *small)
+  assert done.returncode == 0, done.stderr
+  assert json.loads((folder / "runs/gpt_stdlib-bf16/summary.json").read_text())["steps"] == 2
+  done = run("explain", "vit_digits", "policy=bf16", "mesh.data=1")
+  assert done.returncode == 0, done.stderr
+  done = run("bench")
+  assert done.returncode == 2
+  assert "run it from a checkout of mpjax" in done.stderr
