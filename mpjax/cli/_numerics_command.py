@@ -14,10 +14,7 @@ import yaml
 from mpjax import formats
 from mpjax.cli._config_arguments import add_config, parse
 from mpjax.cli._exit_status import guarded
-from mpjax.numerics._inspection import inspect_numerics
-from mpjax.numerics._report import NumericsReport, policy_name
-from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
-from mpjax.numerics.render._report_text import print_report
+from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, policy_name, print_report
 from mpjax.policy import get_policy
 from mpjax.train._config import Config
 from mpjax.train._config_file import find_config, load_config, read_tree

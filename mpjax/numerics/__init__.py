@@ -1,12 +1,20 @@
 """`inspect_numerics` and `find_nonfinite`: what a policy does to the numbers of a program."""
 
+from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._inspection import inspect_numerics
-from mpjax.numerics._report import NumericsReport
-from mpjax.numerics.nonfinite import NonfiniteReport, find_nonfinite
+from mpjax.numerics._report import NumericsReport, policy_name
+from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
+from mpjax.numerics.render._report_terminal import print_report
 
 __all__ = [
+  "Advice",
+  "Finding",
+  "Measured",
   "NonfiniteReport",
   "NumericsReport",
+  "Origin",
   "find_nonfinite",
   "inspect_numerics",
+  "policy_name",
+  "print_report",
 ]

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._types import PyTree
 from mpjax.step._micro_batches import split_batch
 
 
-def listed(batches: Any) -> Iterable[Any]:
+def listed(batches: PyTree) -> Iterable[Any]:
   """The batches, of which a single one may have been given: a tree of arrays that is no list."""
   if isinstance(batches, (list, Iterator)):
     return batches
@@ -31,7 +32,7 @@ def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
       yield jax.tree.map(operator.itemgetter(i), split)
 
 
-def most_pieces(batch: Any) -> int:
+def most_pieces(batch: PyTree) -> int:
   """4, 2 or 1: what a batch's rows can be divided into, on each of its devices."""
   leaves = jax.tree.leaves(batch)
   shapes = [np.shape(leaf) for leaf in leaves]
@@ -41,7 +42,7 @@ def most_pieces(batch: Any) -> int:
   return next(n for n in (4, 2, 1) if n == 1 or shapes[0][0] % (n * max(devices, default=1)) == 0)
 
 
-def rows(batch: Any) -> int:
+def rows(batch: PyTree) -> int:
   """Length of the first leaf; 1 if that is a number."""
   shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
   return shapes[0][0] if shapes and shapes[0] else 1

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._types import PyTree
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
@@ -25,10 +26,10 @@ from mpjax.numerics._instrumented_step import (
   reference_state,
   reference_step,
 )
-from mpjax.numerics._report import NumericsReport, is_half
+from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._summary import Summary
-from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary
-from mpjax.numerics.advice._advice import advice_for
+from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
+from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.step._micro_batches import first_of_batch
@@ -41,7 +42,7 @@ _LARGE = 1 << 28
 def inspect_numerics(
   target: TrainStep | Callable[..., Any],
   state: Any,
-  batches: Any,
+  batches: PyTree,
   policy: Any = None,
   *,
   tx: optax.GradientTransformation | None = None,
@@ -173,7 +174,7 @@ class Inspection:
     self._distances: dict[Any, Distance] = {}
     self._counts: dict[str, Any] = {}
 
-  def add(self, batch: Any) -> None:
+  def add(self, batch: PyTree) -> None:
     """Looks at a batch."""
     leaves, structure = jax.tree.flatten(batch)
     shape = (structure, *((np.shape(x), jnp.result_type(x)) for x in leaves))
@@ -199,7 +200,7 @@ class Inspection:
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
       self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
 
-  def _compile(self, batch: Any) -> _Programs:
+  def _compile(self, batch: PyTree) -> _Programs:
     pieces = self._choose_pieces(batch)
     part = batch
     if pieces > 1:
@@ -220,7 +221,7 @@ class Inspection:
     theirs = make_pass(self._reference, wide, self._full, save_memory=True, pieces=pieces)
     return _Programs(mine, _by_name(points), theirs, _by_name(wide))
 
-  def _choose_pieces(self, batch: Any) -> int:
+  def _choose_pieces(self, batch: PyTree) -> int:
     """As asked; else 1, unless the activations are large and the loss is the mean of that of the pieces."""
     if self._asked is not None:
       if rows(batch) % self._asked:

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._types import PyTree
 from mpjax._tree import cast_like, named_leaves
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.numerics._summary import Summary, look
-from mpjax.policy import get_policy, matmul_precision
+from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import split_batch
 from mpjax.step._optimizer import find_scaler
@@ -38,7 +39,7 @@ class Seen(NamedTuple):
       Empty if not asked for.
   """
 
-  loss: Any
+  loss: jax.Array
   watched: list[Any]
   parameters: dict[str, Any]
   gradients: dict[str, Any]
@@ -56,11 +57,11 @@ def reference_state(state: TrainState) -> TrainState:
   return state.replace(params=params, opt_state=(), fp8_state={})
 
 
-def loss_points(step: TrainStep, state: TrainState, batch: Any) -> list[Point]:
+def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
   """The values of the loss function that a pass looks at; nothing is computed."""
   found: list[Point] = []
 
-  def find(fun: Callable[..., Any], policy: Any, **_: Any) -> Callable[..., Any]:
+  def find(fun: Callable[..., Any], policy: Policy, **_: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
       found[:] = find_points(fun, policy)(*args, **kwargs)
       return fun(*args, **kwargs)
@@ -93,7 +94,7 @@ def make_pass(
     pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
   """
 
-  def run(state: TrainState, batch: Any) -> Seen:
+  def run(state: TrainState, batch: PyTree) -> Seen:
     return _run(step, points, summary, scale, updates, save_memory, pieces, state, batch)
 
   return jax.jit(run)
@@ -108,12 +109,12 @@ def _run(
   save_memory: bool,
   pieces: int,
   state: TrainState,
-  batch: Any,
+  batch: PyTree,
 ) -> Seen:
   at_each = lambda x, probe: look(x, probe, summary, scale)
 
-  def scaled_loss(params: Any, probes: list[Any], piece: Any) -> tuple[Any, Any]:
-    def watch(fun: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
+  def scaled_loss(params: PyTree, probes: list[Any], piece: PyTree) -> tuple[Any, Any]:
+    def watch(fun: Callable[..., Any], policy: Policy, **options: Any) -> Callable[..., Any]:
       return watched(fun, policy, probes, at_each, **options)
 
     scaled, loss = _loss(step, state, piece, watch, params)
@@ -124,7 +125,7 @@ def _run(
     scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
   gradients = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
 
-  def one(total: tuple[Any, Any], piece: Any) -> tuple[tuple[Any, Any], list[Any]]:
+  def one(total: tuple[Any, Any], piece: PyTree) -> tuple[tuple[Any, Any], list[Any]]:
     probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
     (_, loss), (grads, kept) = gradients(step.loss.compute_params(state), probes, piece)
     grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
@@ -151,7 +152,7 @@ def plain_loss(step: TrainStep) -> Callable[[TrainState, Any], Any]:
   return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
 
 
-def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: int) -> bool:
+def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> bool:
   """Whether the loss of a batch is the mean of the losses of its pieces: not so for sums and contrasts.
 
   Args:
@@ -162,7 +163,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: in
   """
   loss = plain_loss(step)
 
-  def parts(state: TrainState, batch: Any) -> Any:
+  def parts(state: TrainState, batch: PyTree) -> Any:
     split = split_batch(pieces, batch)
     return jax.lax.map(lambda piece: loss(state, piece), split).mean()
 
@@ -175,7 +176,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: Any, pieces: in
 
 
 def _loss(
-  step: TrainStep, state: TrainState, batch: Any, transform: Transform, params: Any = None
+  step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
 ) -> tuple[Any, Any]:
   """The scaled loss, and the loss as it is."""
   loss = dataclasses.replace(step.loss, transform=transform)
@@ -184,14 +185,14 @@ def _loss(
   return scaled, out.loss
 
 
-def _updates(step: TrainStep, state: TrainState, grads: Any, loss: Any, summary: Summary) -> Any:
+def _updates(step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, summary: Summary) -> Any:
   grads = cast_like(grads, state.params)
   updates, _ = step.tx.update(grads, state.opt_state, state.params, value=loss)
   weights = dict(_leaves(hide(state.params)))
   return {path: _update(summary, weights[path], update) for path, update in _leaves(hide(updates))}
 
 
-def _update(summary: Summary, weight: Any, update: Any) -> tuple[Any, Any]:
+def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Any, Any]:
   w, u = weight.astype(jnp.float32), update.astype(jnp.float32)
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
@@ -202,7 +203,7 @@ def _update(summary: Summary, weight: Any, update: Any) -> tuple[Any, Any]:
   return summary(ratio), jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts])
 
 
-def _rounded(x: Any, name: str) -> Any:
+def _rounded(x: jax.Array, name: str) -> Any:
   """`x` with the precision of a format; in arithmetic that no compiler takes for a pair of casts."""
   info = jnp.finfo(name)
   rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))
@@ -213,11 +214,11 @@ def _rounded(x: Any, name: str) -> Any:
   return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / spacing) * spacing, rounded)
 
 
-def _each(summary: Summary, tree: Any) -> dict[str, Any]:
+def _each(summary: Summary, tree: PyTree) -> dict[str, Any]:
   return {path: summary(leaf) for path, leaf in _leaves(tree)}
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
   """Floating leaves with their tree paths."""
   return [
     (name, leaf)

@@ -83,7 +83,7 @@ class Summary:
       parts.append(sketch if sketch.ndim == 1 else sketch.reshape(-1, SKETCH).sum(0))
     return jnp.concatenate(parts)
 
-  def _block(self, block: jax.Array, start: Any, *, whole: int) -> tuple[jax.Array, ...]:
+  def _block(self, block: jax.Array, start: jax.Array | np.uint32, *, whole: int) -> tuple[jax.Array, ...]:
     """Counts and sums of signed values of a piece, the position of whose first value is `start`."""
     flat = block.reshape(-1)
     counts = _counts(self.edges, flat)
@@ -100,7 +100,7 @@ def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) ->
   height = _BLOCK // width
   n = rows.shape[0] // height
 
-  def body(i: Any, total: Any) -> Any:
+  def body(i: jax.Array, total: tuple[jax.Array, ...]) -> Any:
     piece = jax.lax.dynamic_slice_in_dim(rows, i * height, height)
     more = look_at(piece, jnp.uint32(i) * np.uint32(height * width))
     return jax.tree.map(jnp.add, total, more)
@@ -146,7 +146,7 @@ def _counts_by_scatter(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
   return from_above[np.asarray(starts)]
 
 
-def _signed_sums(flat: jax.Array, start: Any, whole: int) -> jax.Array:
+def _signed_sums(flat: jax.Array, start: jax.Array | np.uint32, whole: int) -> jax.Array:
   """Values with random signs, added up: float32[SKETCH] of an array no longer than that, or by rows."""
   i = jax.lax.iota(jnp.uint32, flat.size) + start
   # A hash of the position (lowbias32 of C. Wellons, Prospecting for Hash Functions).

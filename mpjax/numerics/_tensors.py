@@ -25,6 +25,11 @@ FP8 = tuple(name for name in INTEREST if name.startswith("float8"))
 BINS = tuple(range(-64, 32))
 
 
+def is_half(dtype: str) -> bool:
+  """Returns whether a dtype has fewer than 19 bits, and so fewer digits than any float32 computation."""
+  return dtype in FORMATS and FORMATS[dtype].bits < 19
+
+
 class Shares(NamedTuple):
   """What becomes of a tensor's values in a format, as fractions of all of them.
 
@@ -246,6 +251,23 @@ class Tensor:
       "cosine": self.cosine,
       "lost": None if self.lost is None else dict(self.lost),
     }
+
+
+def share_lost(tensors: Sequence[Tensor], name: str, scale: float | None = 1.0) -> float:
+  """Returns the share of tensors' values (of those that are not zero) that a format rounds to zero.
+
+  Args:
+    tensors: all values of which count alike.
+    name: of a format.
+    scale: what they are multiplied by; `None`: each tensor by its own, which brings its largest value just
+      into the format's range.
+  """
+  all_of = [t.magnitudes for t in tensors]
+  there = sum(m.above[0] for m in all_of)
+  gone = sum(
+    m.shares(name, m.own_scale(name) if scale is None else scale).underflow * m.count for m in all_of
+  )
+  return gone / there if there else 0.0
 
 
 @dataclasses.dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._types import PyTree
 from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
 from mpjax.planner._figures import ARGUMENT_PARTS
 from mpjax.step import TrainState
@@ -131,7 +132,7 @@ def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, 
 def _argument(
   i: int,
   name: str,
-  argument: Any,
+  argument: PyTree,
   path: tuple[Any, ...],
   leaf: Any,
   chosen: str | None,
@@ -177,11 +178,11 @@ def _slot_shapes(args: tuple[Any, ...]) -> set[tuple[tuple[int, ...], ...]]:
   return {tuple(shapes) for shapes in slots.values() if any(shapes)}
 
 
-def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
   return tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def _optimizer_slot(tree: Any, path: tuple[Any, ...]) -> tuple[bool, str]:
+def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:
   """Whether a leaf is in a NamedTuple of optax's kind, and the field of the innermost one that it is in."""
   in_optax, slot, node = False, "", tree
   for entry in path:
@@ -193,7 +194,7 @@ def _optimizer_slot(tree: Any, path: tuple[Any, ...]) -> tuple[bool, str]:
   return in_optax, slot
 
 
-def _train_state_field(tree: Any, path: tuple[Any, ...]) -> str | None:
+def _train_state_field(tree: PyTree, path: tuple[Any, ...]) -> str | None:
   node = tree
   for entry in path:
     if isinstance(node, TrainState):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
+from mpjax.numerics import find_nonfinite
 from tests.numerics._faults import (
   FAULTS,
   PRIMITIVE,

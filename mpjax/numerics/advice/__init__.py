@@ -1,1 +1,5 @@
-"""What went wrong in the numbers of a program, and the policy that mends it."""
+"""What stands out in a report, and the policy that mends it."""
+
+from mpjax.numerics.advice._advice import advice_for
+
+__all__ = ["advice_for"]

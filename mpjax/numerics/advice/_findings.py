@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from mpjax._text import percent, power_of_two
 from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
-from mpjax.numerics._report import Finding, NumericsReport, is_half, percent, power
-from mpjax.numerics._tensors import Tensor
+from mpjax.numerics._conclusions import Finding
+from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._tensors import Tensor, is_half
 
 # An error against float32 that is a problem, and how much it has to grow to be the one that began it.
 _FAR = {"half": 0.1, "fp8": 0.5}
@@ -205,9 +207,9 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   dynamic = scaling is not None and scaling.kind == "dynamic"
   largest = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
   for t in [largest] if high else over:
-    text = f"{_name(t)}: its gradient times the loss scale of {power(scale)} overflows {over[t]}"
+    text = f"{_name(t)}: its gradient times the loss scale of {power_of_two(scale)} overflows {over[t]}"
     if dynamic and high:
-      text += f"; the scale will fall towards {power(high)}, and each fall costs a step"
+      text += f"; the scale will fall towards {power_of_two(high)}, and each fall costs a step"
     severity = "note" if dynamic and high else "problem"
     yield Finding("gradient overflow", severity, t.module, text)
 
@@ -223,7 +225,7 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
       "problem",
       t.module,
       f"{_name(t)}: {t.dtype} loses {percent(lost)} of its gradient's values at loss scale "
-      f"{power(report.loss_scale)}{error}",
+      f"{power_of_two(report.loss_scale)}{error}",
     )
   kinds = [t for t in report.of("activation gradient") if t.magnitudes.range is not None]
   # A run in float16 alone has no record of what it lost, and no range is right for what is not finite.
@@ -237,11 +239,13 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
   keep = percent(report.keep)
   text = f"float16 loses {percent(at_one)} of the activations' gradients at loss scale 1"
   if report.loss_scale != 1:
-    text += f", {percent(now)} at {power(report.loss_scale)}"
+    text += f", {percent(now)} at {power_of_two(report.loss_scale)}"
   if low and high:
-    text += f"; loss scales from {power(low)} to {power(high)} keep {keep} of them and overflow none"
+    text += (
+      f"; loss scales from {power_of_two(low)} to {power_of_two(high)} keep {keep} of them and overflow none"
+    )
   elif high:
-    text += f"; none keeps {keep} of them: the largest that does not overflow is {power(high)}"
+    text += f"; none keeps {keep} of them: the largest that does not overflow is {power_of_two(high)}"
   else:
     text += "; every loss scale from 1 on overflows"
   yield Finding("range", "note", "", text)

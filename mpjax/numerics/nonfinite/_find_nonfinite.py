@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
+from mpjax._types import PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.loss_scale._overwritten import map_parts
@@ -89,7 +91,7 @@ class NonfiniteReport:
 
 
 def find_nonfinite(
-  step: TrainStep, state: TrainState, batch: Any, *, reference: bool = True
+  step: TrainStep, state: TrainState, batch: PyTree, *, reference: bool = True
 ) -> NonfiniteReport:
   """Names the first operation of a training step that made a non-finite value, and what to try.
 
@@ -123,7 +125,7 @@ def find_nonfinite(
   return dataclasses.replace(found, in_float32=not same.finite, reference=same)
 
 
-def _hunt(step: TrainStep, state: TrainState, batch: Any) -> NonfiniteReport:
+def _hunt(step: TrainStep, state: TrainState, batch: PyTree) -> NonfiniteReport:
   # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
   whole = step.without_mesh()
   closed, shapes = jax.make_jaxpr(whole.loss_and_gradients, return_shape=True)(state, batch)
@@ -161,18 +163,18 @@ def _summed(step: TrainStep) -> str:
   return f"{dtype.name} over {layout.shards} devices"
 
 
-def _inputs(state: TrainState, batch: Any) -> list[tuple[str, Any, bool]]:
+def _inputs(state: TrainState, batch: PyTree) -> list[tuple[str, Any, bool]]:
   """Name and array of each leaf, and whether infinities below zero in it are a mask's."""
   named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
   named += [("batch" + _text(path), leaf, True) for path, leaf in _leaves(batch)]
   return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
   return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _text(path: Any) -> str:
+def _text(path: KeyPath) -> str:
   return jax.tree_util.keystr(path)
 
 

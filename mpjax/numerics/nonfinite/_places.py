@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpjax import _compat
+from mpjax._types import Jaxpr, JaxprEqn
 from mpjax.casting._overrides import FULL_PRECISION, OUTPUT, join
 from mpjax.numerics.nonfinite._origins import Iteration
 
@@ -27,7 +28,7 @@ class Place:
   iterations: tuple[Iteration, ...] = ()
   of_loss: tuple[bool, ...] = ()
 
-  def at(self, equation: Any, of_loss: Sequence[bool]) -> Place:
+  def at(self, equation: JaxprEqn, of_loss: Sequence[bool]) -> Place:
     """The place of an equation in a body that is here."""
     module = _module(equation)
     inside = module == self.module or module.startswith(self.module + "/")
@@ -60,7 +61,7 @@ class Schedule(NamedTuple):
   of_loss: set[Any]
 
 
-def make_schedule(jaxpr: Any, of_loss: tuple[bool, ...]) -> Schedule:
+def make_schedule(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> Schedule:
   """What to compute of a jaxpr, of whose results the loss depends on some."""
   results = [v for v in jaxpr.outvars if _compat.is_variable(v)]
   read = set(results)
@@ -77,7 +78,7 @@ def make_schedule(jaxpr: Any, of_loss: tuple[bool, ...]) -> Schedule:
   return Schedule([equation for equation, _ in kept], [last for _, last in kept], read, of_loss_)
 
 
-def of_loss_inside(jaxpr: Any, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
+def of_loss_inside(jaxpr: Jaxpr, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
   """Which results of a `scan`'s body the loss depends on, through later turns too."""
   flags = of_loss
   while True:
@@ -89,7 +90,7 @@ def of_loss_inside(jaxpr: Any, of_loss: tuple[bool, ...], consts: int, carry: in
     flags = more
 
 
-def _module(equation: Any) -> str:
+def _module(equation: JaxprEqn) -> str:
   """The path of an equation's module, once where a transformation has repeated it."""
   path: list[str] = []
   for run in _compat.scopes(equation):

@@ -68,18 +68,18 @@ def _hash(text: str) -> str:
 
 def _json(report: Mapping[str, Any]) -> str:
   """Strict JSON in ASCII that cannot end the element it stands in."""
-  text = json.dumps(_strict(report), allow_nan=False, separators=(",", ":"))
+  text = json.dumps(plain_data(report), allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _strict(value: Any) -> Any:
-  """NaN and the infinities as the strings that `float` reads (`nan`, `inf`, `-inf`); arrays as lists."""
+def plain_data(value: Any) -> Any:
+  """Returns data for JSON: NaN and the infinities as the strings that `float` reads, arrays as lists."""
   if isinstance(value, Mapping):
-    return {str(key): _strict(item) for key, item in value.items()}
+    return {str(key): plain_data(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
-    return [_strict(item) for item in value]
+    return [plain_data(item) for item in value]
   if hasattr(value, "tolist"):  # arrays and scalars of NumPy
-    return _strict(value.tolist())
+    return plain_data(value.tolist())
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
   return value

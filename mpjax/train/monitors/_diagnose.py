@@ -8,7 +8,7 @@ import numpy as np
 
 from mpjax.loss_scale._monitor import nonfinite_leaves
 from mpjax.loss_scale._state_access import get_loss_scale
-from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
+from mpjax.numerics import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 
 
