@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._types import PyTree
 from mpjax._tree import cast_like, named_leaves
+from mpjax._types import PyTree
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
@@ -61,7 +61,7 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
   """The values of the loss function that a pass looks at; nothing is computed."""
   found: list[Point] = []
 
-  def find(fun: Callable[..., Any], policy: Policy, **_: Any) -> Callable[..., Any]:
+  def find(fun: Callable[..., Any], policy: Policy | None, **_: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
       found[:] = find_points(fun, policy)(*args, **kwargs)
       return fun(*args, **kwargs)
@@ -114,7 +114,7 @@ def _run(
   at_each = lambda x, probe: look(x, probe, summary, scale)
 
   def scaled_loss(params: PyTree, probes: list[Any], piece: PyTree) -> tuple[Any, Any]:
-    def watch(fun: Callable[..., Any], policy: Policy, **options: Any) -> Callable[..., Any]:
+    def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
       return watched(fun, policy, probes, at_each, **options)
 
     scaled, loss = _loss(step, state, piece, watch, params)
