@@ -48,7 +48,7 @@ class NumberFormat:
 
   @property
   def has_subnormals(self) -> bool:
-    """Whether there are numbers below the smallest normal one, with fewer digits the smaller they are."""
+    """Returns whether there are numbers below the smallest normal one, which have fewer digits."""
     return self.smallest_subnormal < self.smallest_normal
 
   @property
@@ -132,7 +132,7 @@ class NumberFormat:
 
 
 def _from_bits(pattern: int) -> float:
-  """The float32 of a pattern of bits, by way of no float32, which a thread may flush to zero."""
+  """Returns the float32 of a pattern of bits, by way of no float32, which a thread may flush to zero."""
   if pattern >= _INFINITY:
     return math.inf
   exponent, fraction = divmod(pattern, 1 << 23)

@@ -14,7 +14,7 @@ from mpjax.step._micro_batches import split_batch
 
 
 def listed(batches: PyTree) -> Iterable[Any]:
-  """The batches, of which a single one may have been given: a tree of arrays that is no list."""
+  """Returns the batches, of which a single one may have been given: a tree of arrays that is no list."""
   if isinstance(batches, (list, Iterator)):
     return batches
   is_leaf = jax.tree_util.all_leaves([batches])
@@ -22,7 +22,7 @@ def listed(batches: PyTree) -> Iterable[Any]:
 
 
 def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
-  """Each batch in its n micro-batches, one after the other."""
+  """Yields each batch in its n micro-batches, one after the other."""
   for batch in batches:
     if n == 1:
       yield batch
@@ -33,7 +33,7 @@ def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
 
 
 def most_pieces(batch: PyTree) -> int:
-  """4, 2 or 1: what a batch's rows can be divided into, on each of its devices."""
+  """Returns 4, 2 or 1: the most chunks that the rows on each device of a batch can be divided into."""
   leaves = jax.tree.leaves(batch)
   shapes = [np.shape(leaf) for leaf in leaves]
   if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
@@ -43,6 +43,6 @@ def most_pieces(batch: PyTree) -> int:
 
 
 def rows(batch: PyTree) -> int:
-  """Length of the first leaf; 1 if that is a number."""
+  """Returns the length of the first leaf; 1 if that is a number."""
   shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
   return shapes[0][0] if shapes and shapes[0] else 1

@@ -54,7 +54,7 @@ def inspect_numerics(
   progress: Callable[[str], None] | None = None,
   **init: Any,
 ) -> NumericsReport:
-  """What a policy does to the numbers of a training step, by module and tensor, and what to change.
+  """Reports what a policy does to the numbers of a training step, by module and tensor, and what to change.
 
   Runs the loss and its gradients on each batch, under the policy and in float32; nothing is trained. Of every
   tensor a histogram of magnitudes and a sketch leave the device, no more.
@@ -222,7 +222,7 @@ class Inspection:
     return _Programs(mine, _by_name(points), theirs, _by_name(wide))
 
   def _choose_pieces(self, batch: PyTree) -> int:
-    """As asked; else 1, unless the activations are large and the loss is the mean of that of the pieces."""
+    """Returns the number of pieces: as asked; else 1, or more for large activations."""
     if self._asked is not None:
       if rows(batch) % self._asked:
         raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {rows(batch)} rows")
@@ -241,7 +241,7 @@ class Inspection:
     return self.pieces
 
   def report(self, title: str, keep: float) -> NumericsReport:
-    """What was seen."""
+    """Returns the report on all batches so far."""
     losses = np.asarray([mine for mine, _ in self._losses])
     wide = [theirs for _, theirs in self._losses if theirs is not None]
     return NumericsReport(
@@ -260,7 +260,7 @@ class Inspection:
     )
 
   def _narrow_reference(self) -> tuple[str, ...]:
-    """Where the program that should be float32 computes in less: the model's own casts."""
+    """Returns where the float32 run computes in less, by the model's own casts."""
     wide = [p for one in self._programs.values() for p in one.wide_points.values()]
     found = {
       p.module: f"{p.module or 'the function'} ({p.line}) in {p.dtype}"
@@ -311,13 +311,13 @@ class Inspection:
         )
 
   def _lost(self, path: str) -> dict[str, float]:
-    """Of the updates that are not zero, the share that leaves a weight as it is."""
+    """Returns the share of the updates (of those that are not zero) that leaves a weight as it is."""
     moved, *stay = self._counts[path]
     return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
 
 
 def module_of(parent: str, modules: Sequence[str]) -> str:
-  """The module path of a parameter from its parent in the tree, which begins below the root module."""
+  """Returns the module path of a parameter whose parent in the tree is below the root module."""
   parts = [part for part in parent.removeprefix("params/").split("/") if part not in ("", "~")]
   own = "/".join(parts if parent != "params" else ())
   roots = {module.partition("/")[0] for module in modules if module}
@@ -336,7 +336,7 @@ def _by_name(points: list[Point]) -> dict[tuple[str, str], Point]:
 def _arrays(
   seen: Seen, points: dict[tuple[str, str], Point], summary: Summary
 ) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
-  """Everything that a pass kept, by key: its magnitudes and its sketch."""
+  """Yields everything that a pass kept, by key: its magnitudes and its sketch."""
   n = len(summary.edges) + 1
   for (name, point), kept in zip(points.items(), seen.watched, strict=True):
     for index in np.ndindex(*point.steps):
@@ -351,7 +351,7 @@ def _arrays(
 
 
 def _compares(wide: Magnitudes) -> bool:
-  """Whether float32 has finite values, which an error can be against."""
+  """Returns whether float32 has finite values, which an error can be against."""
   return wide.nan + wide.inf < wide.count
 
 
@@ -362,7 +362,7 @@ def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
 def _step_of(
   target: Any, state: Any, policy: Any, tx: Any, init: Mapping[str, Any]
 ) -> tuple[TrainStep, TrainState, bool]:
-  """The step, its state, and whether there are updates to look at."""
+  """Returns the step, its state, and whether there are updates to look at."""
   if isinstance(target, TrainStep):
     if tx is not None or init:
       given = ", ".join([*(["tx"] if tx is not None else []), *init])
@@ -382,5 +382,5 @@ def _step_of(
 
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
-  """Whether the optimiser that the step was made with scales the loss itself."""
+  """Returns whether the optimiser that the step was made with scales the loss itself."""
   return bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.params)))

@@ -47,18 +47,18 @@ class Seen(NamedTuple):
 
 
 def reference_step(step: TrainStep) -> TrainStep:
-  """The step in float32 throughout, with matrix products in full precision on every device."""
+  """Returns the step in float32 throughout, with matrix products in full precision on every device."""
   return step.with_policy({"base": "fp32", "matmul_precision": "highest"})
 
 
 def reference_state(state: TrainState) -> TrainState:
-  """The state as float32 parameters without an optimiser, and so without a loss scale."""
+  """Returns the state as float32 parameters without an optimiser, and so without a loss scale."""
   params = get_policy("fp32").cast_to_param(state.params)
   return state.replace(params=params, opt_state=(), fp8_state={})
 
 
 def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
-  """The values of the loss function that a pass looks at; nothing is computed."""
+  """Returns the values of the loss function that a pass looks at; nothing is computed."""
   found: list[Point] = []
 
   def find(fun: Callable[..., Any], policy: Policy | None, **_: Any) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def make_pass(
   save_memory: bool = False,
   pieces: int = 1,
 ) -> Callable[[TrainState, Any], Seen]:
-  """A jitted pass: (state, batch) -> Seen; the state is left as it is.
+  """Returns a jitted pass: (state, batch) -> Seen; the state is left as it is.
 
   Args:
     step: the step.
@@ -148,12 +148,12 @@ def _run(
 
 
 def plain_loss(step: TrainStep) -> Callable[[TrainState, Any], Any]:
-  """(state, batch) to the unscaled loss, as the loss function is written."""
+  """Returns a function from (state, batch) to the unscaled loss."""
   return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
 
 
 def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> bool:
-  """Whether the loss of a batch is the mean of the losses of its pieces: not so for sums and contrasts.
+  """Returns whether the loss of a batch is the mean of its pieces' losses: not so for sums and contrasts.
 
   Args:
     step: in float32, whose rounding is far below the difference that a sum makes.
@@ -178,7 +178,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
 def _loss(
   step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
 ) -> tuple[Any, Any]:
-  """The scaled loss, and the loss as it is."""
+  """Returns the scaled loss, and the loss as it is."""
   loss = dataclasses.replace(step.loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
   scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
@@ -204,7 +204,7 @@ def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Any
 
 
 def _rounded(x: jax.Array, name: str) -> Any:
-  """`x` with the precision of a format; in arithmetic that no compiler takes for a pair of casts."""
+  """Rounds `x` to the precision of a format, in arithmetic that no compiler takes for a pair of casts."""
   info = jnp.finfo(name)
   rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))
   if info.minexp < -100:
@@ -219,7 +219,7 @@ def _each(summary: Summary, tree: PyTree) -> dict[str, Any]:
 
 
 def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-  """Floating leaves with their tree paths."""
+  """Returns the floating leaves with their tree paths."""
   return [
     (name, leaf)
     for name, leaf in named_leaves(tree)

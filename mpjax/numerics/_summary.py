@@ -41,7 +41,7 @@ class Summary:
 
   @staticmethod
   def of(magnitudes: Sequence[float], sketch: bool = False) -> Summary:
-    """One that counts at some magnitudes, besides values that are not zero, infinities and NaN.
+    """Returns a summary that counts at some magnitudes, besides values that are not zero, infinities and NaN.
 
     Args:
       magnitudes: positive and finite; each is rounded up to float32, so that the count at an edge between
@@ -61,7 +61,7 @@ class Summary:
     return len(self.edges) + 1 + (SKETCH if self.sketch else 0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """float32[size]: counts at each edge, the number of values, and the sketch.
+    """Returns float32[size]: counts at each edge, the number of values, and the sketch.
 
     A count is exact up to 2**24 and to float32's rounding above. Entry i of the sketch is the sum, with
     random signs (the same for every array of a shape), of the values at i, i + 1016, ..., non-finite ones
@@ -84,14 +84,14 @@ class Summary:
     return jnp.concatenate(parts)
 
   def _block(self, block: jax.Array, start: jax.Array | np.uint32, *, whole: int) -> tuple[jax.Array, ...]:
-    """Counts and sums of signed values of a piece, the position of whose first value is `start`."""
+    """Returns the counts and sums of signed values of a piece whose first value is at `start`."""
     flat = block.reshape(-1)
     counts = _counts(self.edges, flat)
     return (counts, _signed_sums(flat, start, whole)) if self.sketch else (counts,)
 
 
 def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) -> tuple[jax.Array, ...]:
-  """The sum of `look_at(piece, position)` over pieces of an array: whole rows, as they lie in memory."""
+  """Adds up `look_at(piece, position)` over pieces of an array: whole rows, as they lie in memory."""
   if x.size <= _BLOCK:
     return look_at(x, np.uint32(0))
   long = x.ndim == 1 or x.shape[-1] > _BLOCK
@@ -111,7 +111,7 @@ def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) ->
 
 
 def _counts(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """int32[edges]: how many magnitudes are at least so large."""
+  """Returns int32[edges]: how many magnitudes are at least so large."""
   return jax.lax.platform_dependent(
     flat,
     cpu=functools.partial(_counts_by_scatter, edges),
@@ -120,17 +120,17 @@ def _counts(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-  """The bits of magnitudes in float32, which are in the order of the magnitudes."""
+  """Returns the bits of magnitudes in float32, which are in the order of the magnitudes."""
   return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def _counts_by_comparison(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """Every value with every edge: on accelerators one pass, in registers."""
+  """Compares every value with every edge: on accelerators one pass, in registers."""
   return jnp.sum(_magnitude(flat)[:, None] >= np.asarray(edges, np.uint32), axis=0, dtype=jnp.int32)
 
 
 def _counts_by_scatter(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """A histogram by exponent and class of mantissa, summed from above: XLA:CPU fuses no comparisons."""
+  """Sums a histogram by exponent and class of mantissa from above: XLA:CPU fuses no comparisons."""
   array = np.asarray(edges, np.uint32)
   classes = sorted({0, *map(int, array & 0x7FFFFF)})
   width = len(classes)
@@ -163,7 +163,7 @@ def _signed_sums(flat: jax.Array, start: jax.Array | np.uint32, whole: int) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def look(x: jax.Array, probe: jax.Array, summary: Summary, scale: float) -> jax.Array:
-  """`x` itself; the probe's cotangent is what is kept of `x` and, in a second row, of its cotangent.
+  """Returns `x`; the probe's cotangent is what is kept of `x` and, in a second row, of its cotangent.
 
   Args:
     x: floating.

@@ -46,7 +46,7 @@ class Shares(NamedTuple):
 
 @functools.cache
 def full_summary(scale: float) -> Summary:
-  """What is kept of a tensor in float32: binades, and the edges of the formats at scale 1 and another."""
+  """Returns what is kept of a tensor in float32: binades, and the formats' edges at scale 1 and another."""
   magnitudes = [2.0**e for e in BINS]
   for name in INTEREST:
     for factor in {1.0, scale}:
@@ -56,7 +56,7 @@ def full_summary(scale: float) -> Summary:
 
 @functools.cache
 def binades() -> Summary:
-  """What is kept of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
+  """Returns what is kept of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
   return Summary(full_summary(1.0).edges)
 
 
@@ -83,13 +83,13 @@ class Magnitudes:
 
   @staticmethod
   def of(summary: Summary, kept: Any) -> Magnitudes:
-    """From what a `Summary` kept."""
+    """Returns the magnitudes from what a `Summary` kept."""
     n = len(summary.edges)
     values = np.asarray(kept[: n + 1], np.float64)
     return Magnitudes(summary.edges, tuple(values[:n].tolist()), float(values[n]))
 
   def __add__(self, other: Magnitudes) -> Magnitudes:
-    """Those of both."""
+    """Adds up the magnitudes of two tensors."""
     total = tuple(a + b for a, b in zip(self.above, other.above, strict=True))
     return Magnitudes(self.edges, total, self.count + other.count)
 
@@ -124,7 +124,7 @@ class Magnitudes:
     return (there[0], there[-1]) if there else None
 
   def at_least(self, magnitude: float) -> float:
-    """How many are at least so large; between two edges, as if their logarithms were evenly spread."""
+    """Returns how many are at least so large; between two edges, logarithms count as evenly spread."""
     if magnitude <= 0:
       return self.count
     if magnitude > float(np.finfo(np.float32).max):
@@ -140,7 +140,7 @@ class Magnitudes:
     return self.above[i - 1] + part * (self.above[i] - self.above[i - 1])
 
   def shares(self, name: str, scale: float = 1.0) -> Shares:
-    """What becomes of the values times a scale in a format of `mpjax.formats.FORMATS`.
+    """Returns what becomes of the values times a scale in a format of `mpjax.formats.FORMATS`.
 
     Exact for the formats of interest at scale 1 and at the run's loss scale; elsewhere interpolated within a
     binade.
@@ -152,19 +152,19 @@ class Magnitudes:
     return Shares(part(self.above[0] - above_zero), part(above_zero - normal), part(overflow))
 
   def own_scale(self, name: str) -> float:
-    """The power of two that brings the largest finite value just below a format's largest number."""
+    """Returns the power of two that brings the largest finite value just below a format's largest number."""
     known = self.range
     if known is None:
       return 1.0
     return 2.0 ** (math.frexp(FORMATS[name].max)[1] - 1 - (known[1] + 1))
 
   def underflow(self, name: str, scale: float = 1.0) -> float:
-    """The share of the values that are not zero which a format rounds to zero."""
+    """Returns the share of the values that are not zero which a format rounds to zero."""
     there = self.above[0]
     return self.shares(name, scale).underflow * self.count / there if there else 0.0
 
   def lost_norm(self, name: str, scale: float = 1.0) -> float:
-    """The norm of what a format rounds to zero, relative to that of all finite values; from the histogram."""
+    """Returns the norm of what a format rounds to zero over that of all finite values, from the histogram."""
     below, counts = self.histogram
     edge = _edges(name, scale)[0]
     # Up to a factor that is the same for every binade: the mean square in one, over that of its lower edge.
@@ -174,7 +174,7 @@ class Magnitudes:
     return math.sqrt(gone / (smallest + sum(energy))) if gone else 0.0
 
   def kept(self, name: str, scale: float = 1.0) -> float:
-    """The share of the values that are not zero which a format holds, neither zero nor overflown."""
+    """Returns the share of the values that are not zero which a format holds, neither zero nor overflown."""
     there = self.above[0]
     if not there:
       return 1.0
@@ -224,7 +224,7 @@ class Tensor:
     return self.module.removesuffix("".join(f"[{i}]" for i in self.index))
 
   def to_dict(self, loss_scale: float) -> dict[str, Any]:
-    """Plain data, as in the report's JSON."""
+    """Returns plain data, as in the report's JSON."""
     m = self.magnitudes
     below, counts = m.histogram
     shares = lambda scale: {name: m.shares(name, scale)._asdict() for name in INTEREST}
@@ -289,13 +289,13 @@ class Distance:
 
   @property
   def error(self) -> float:
-    """Relative to the second."""
+    """Returns the norm of the difference over the norm of the second array."""
     if not self.of_second:
       return 0.0 if not self.squared else math.inf
     return math.sqrt(self.squared / self.of_second)
 
   @property
   def cosine(self) -> float | None:
-    """Of the angle between both; `None` where one is zero."""
+    """Returns the cosine of the angle between both arrays; `None` where one is zero."""
     norms = math.sqrt(self.of_first * self.of_second)
     return self.product / norms if norms else None

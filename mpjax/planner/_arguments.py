@@ -69,7 +69,7 @@ class Argument:
 def name_arguments(
   args: tuple[Any, ...], names: tuple[str, ...], donated: list[bool], parts: Mapping[str | int, str] | None
 ) -> list[Argument]:
-  """The part of every leaf, in the order in which they are flattened.
+  """Returns the part of every leaf, in the order in which they are flattened.
 
   `parts` decides first. A `TrainState` says it itself; what is in a NamedTuple of optax is optimiser state;
   then names tell (`params`, `opt_state`), of the step's parameters and of fields and keys in them. What is
@@ -107,7 +107,7 @@ def name_arguments(
 
 
 def argument_bytes(argument: Argument, kind: str) -> int:
-  """Bytes of an argument on one device, as a compiler lays it out."""
+  """Returns the bytes of an argument on one device, as a compiler lays it out."""
   if kind != "tpu":
     return argument.nbytes
   local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
@@ -117,7 +117,7 @@ def argument_bytes(argument: Argument, kind: str) -> int:
 
 
 def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
-  """Bytes by part, and those of the optimiser by slot and dtype."""
+  """Returns the bytes by part, and those of the optimiser by slot and dtype."""
   parts: collections.Counter[str] = collections.Counter()
   slots: collections.Counter[str] = collections.Counter()
   for argument in arguments:
@@ -168,7 +168,7 @@ def _argument(
 
 
 def _slot_shapes(args: tuple[Any, ...]) -> set[tuple[tuple[int, ...], ...]]:
-  """The shapes of the leaves of every slot of an optimiser's state that has several."""
+  """Returns the shapes of the leaves of every slot of an optimiser's state that has several."""
   slots: dict[tuple[int, str], list[tuple[int, ...]]] = {}
   for argument in args:
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
@@ -183,7 +183,7 @@ def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
 
 
 def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:
-  """Whether a leaf is in a NamedTuple of optax's kind, and the field of the innermost one that it is in."""
+  """Returns whether a leaf is in a NamedTuple of optax, and the field of the innermost one."""
   in_optax, slot, node = False, "", tree
   for entry in path:
     if isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(entry, "name"):
@@ -204,7 +204,7 @@ def _train_state_field(tree: PyTree, path: tuple[Any, ...]) -> str | None:
 
 
 def _by_name(name: str, path: tuple[Any, ...]) -> str | None:
-  """The part that the first telling name on the way to a leaf says it is."""
+  """Returns the part that the first telling name on the way to a leaf says it is."""
   for word in (name, *(str(getattr(e, "key", getattr(e, "name", ""))) for e in path)):
     if word in _PARTS_OF_NAMES:
       part = _PARTS_OF_NAMES[word]

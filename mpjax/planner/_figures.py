@@ -24,7 +24,7 @@ FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
 
 def pattern(path: str) -> str:
-  """A module path without its numbers, the same for layers that are alike: `GPT/blocks/*/up`."""
+  """Returns a module path without its numbers, the same for layers that are alike: `GPT/blocks/*/up`."""
   return re.sub(r"\d+", "*", path)
 
 
@@ -207,7 +207,7 @@ class PlanFigures:
     return self.compiled.peak if self.compiled else self.memory.peak
 
   def bytes_per_parameter(self, *parts: str) -> float:
-    """Analytic bytes per parameter of some parts, all if none is named."""
+    """Returns analytic bytes per parameter of some parts, all if none is named."""
     chosen = parts or tuple(self.memory.parts)
     return sum(self.memory.parts.get(part, 0) for part in chosen) / max(1, self.parameters)
 
@@ -225,6 +225,6 @@ class PlanFigures:
     return sum(product.flops for product in self.products if product.eligible) / whole if whole else 1.0
 
   def to_dict(self) -> dict[str, Any]:
-    """Plain data for JSON."""
+    """Returns plain data for JSON."""
     derived = {"peak": self.peak, "matrix_flops": self.matrix_flops(), "eligible": self.eligible}
     return dataclasses.asdict(self) | derived

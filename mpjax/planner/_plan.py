@@ -131,7 +131,7 @@ def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:
 
 
 def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], device: Target) -> list[str]:
-  """Returns sentences for whoever reads the plan, on devices, weights, padding, FP8 and constants."""
+  """Returns the sentences for whoever reads the plan, on devices, weights, padding, FP8 and constants."""
   notes = []
   if device.devices > traced.devices and not device.is_here:
     notes.append(

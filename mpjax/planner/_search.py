@@ -58,7 +58,7 @@ def largest_batch(
   compile: bool | str = "auto",
   progress: Callable[[int, int, int], None] | None = None,
 ) -> Fit:
-  """The largest batch whose step fits a memory, found by bisection between analytic guesses.
+  """Finds the largest batch whose step fits a memory, by bisection between analytic guesses.
 
   Args:
     plan_of: plans a batch size; called with what to compile by.
@@ -76,7 +76,7 @@ def largest_batch(
   tried: dict[int, tuple[int, Plan | None]] = {}
 
   def peak(units: int, how: bool | str) -> int:
-    """The peak of a batch, which is remembered; more than the memory where the compiler gave up."""
+    """Returns the peak of a batch, which is remembered; more than the memory where the compiler gave up."""
     if units not in tried:
       if progress is not None:
         progress(units * multiple, low * multiple, (high or 0) * multiple)
@@ -127,7 +127,7 @@ def largest_batch(
 
 
 def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
-  """Of the plans that fit a memory, the one with the shortest time, and then with the least memory.
+  """Returns the plan with the shortest time, and then the least memory, of those that fit a memory.
 
   Time is the floor where the target has published peaks, else the FLOPs of the matrix products.
 
@@ -154,7 +154,7 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
 
 
 def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
-  """How many multiples fit by the analytic plan, which is close to a straight line in the batch."""
+  """Returns how many multiples fit by the analytic plan, which is close to a straight line in the batch."""
   limit = max(1, most // multiple)
   low, high = 1, 2
   below, above = (plan_of(min(n, limit) * multiple, False).peak for n in (low, high))
@@ -174,7 +174,7 @@ def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
 
 
 def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """The next size to try: where a line through the two bounds meets the memory, or in the middle."""
+  """Returns the next size to try: where a line through the two bounds meets the memory, or in the middle."""
   if not high:
     return _beyond(low, tried, memory)
   above = tried[high][0]
@@ -187,7 +187,7 @@ def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory
 
 
 def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """A size above all that were tried, which fit: where the line through the last two meets the memory."""
+  """Returns a size above all that were tried and fit: where a line through the last two meets the memory."""
   smaller = max((units for units in tried if units < low), default=0)
   if not smaller or tried[low][0] <= tried[smaller][0]:
     return low + max(1, low // 4 if not smaller else low)
@@ -196,7 +196,7 @@ def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) ->
 
 
 def _below(high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """A size below all that were tried, of which none fits: on a line through the two smallest, or half."""
+  """Returns a size below all that were tried and do not fit: on a line through the two smallest, or half."""
   above, larger = tried[high][0], min((units for units in tried if units > high), default=0)
   if above <= memory + 1 or len(tried) > _BENT:
     return max(1, high // 2)

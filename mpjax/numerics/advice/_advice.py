@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
 
 def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Finding, ...], Advice]:
-  """Findings of a report, and the policy that mends what is a problem.
+  """Returns the findings of a report, and the policy that mends what is a problem.
 
   Args:
     report: the report.
@@ -81,7 +81,7 @@ def _lines(changes: Iterable[Change]) -> tuple[tuple[str, str], ...]:
 def _changes(
   report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]
 ) -> tuple[Change, ...]:
-  """What the problems of a report ask for, beside the changes made so far."""
+  """Returns what the problems of a report ask for, beside the changes made so far."""
   kinds = {f.kind for f in findings if f.severity == "problem"}
   changes: list[Change] = []
   if "lost updates" in kinds:
@@ -113,7 +113,7 @@ def _lost_text(report: NumericsReport) -> str:
 
 
 def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
-  """A loss scale, where gradients underflow or overflow for want of a good one."""
+  """Returns a loss scale, where gradients underflow or overflow for want of a good one."""
   if report.own_scale:
     return []
   problems = [f for f in findings if f.severity == "problem"]
@@ -131,7 +131,7 @@ def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Cha
 
 
 def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]) -> list[Change]:
-  """Wider formats for the modules that need them."""
+  """Returns wider formats for the modules that need them."""
   first = "bf16" if report.policy.compute_dtype.name == "float16" else "fp32"
   wanted: dict[str, tuple[str, str]] = {}
   scopes = {t.module: t.scope for t in report.tensors}
@@ -168,7 +168,7 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
 
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
-  """Override patterns, each with a module that it is for; one for layers that are alike, if all are meant."""
+  """Returns override patterns, each with a module that it is for; one pattern for layers that are alike."""
   everything = {t.scope for t in report.of("activation")}
   patterns: dict[str, str] = {}
   for module in modules:
@@ -191,7 +191,7 @@ def _merged(first: Iterable[Change], more: Iterable[Change]) -> tuple[Change, ..
 
 
 def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
-  """A policy with changes as `get_policy` takes it: the nearest preset's name, and what differs from it."""
+  """Returns a changed policy as `get_policy` takes it: the nearest preset, and what differs from it."""
   whole = policy.to_dict()
   overrides = []
   for change in changes:
@@ -212,7 +212,7 @@ def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
 
 
 def _short(scaling: Any) -> Any:
-  """The mapping of a loss scale without its defaults."""
+  """Returns the mapping of a loss scale without its defaults."""
   if scaling is None:
     return None
   parsed = parse_loss_scaling(scaling)
@@ -224,7 +224,7 @@ def _short(scaling: Any) -> Any:
 
 
 def _measured(before: NumericsReport, after: NumericsReport) -> list[Measured]:
-  """The figures that the changes were made for."""
+  """Returns the figures that the changes were made for."""
   out = [Measured("NaN and infinities", _broken(before), _broken(after))]
   for kind in ("activation", "activation gradient", "weight gradient"):
     out.append(Measured(f"largest error of the {kind}s", _worst(before, kind), _worst(after, kind)))

@@ -37,7 +37,7 @@ def find(report: NumericsReport) -> tuple[Finding, ...]:
 
 
 def overflows(report: NumericsReport) -> list[Tensor]:
-  """Activations with values in float32 that the dtype they are held in does not have."""
+  """Returns the activations with values in float32 that the dtype they are held in does not have."""
   return [
     t
     for t in report.of("activation")
@@ -48,7 +48,7 @@ def overflows(report: NumericsReport) -> list[Tensor]:
 
 
 def products_in(report: NumericsReport) -> Callable[[str], str]:
-  """The dtype that a module's matrix products are in under the policy, by module path."""
+  """Returns the dtype that a module's matrix products are in under the policy, by module path."""
   policy = report.policy
   overrides = Overrides(policy, None)
   scopes = {t.module: t.scope for t in report.tensors}
@@ -61,7 +61,7 @@ def products_in(report: NumericsReport) -> Callable[[str], str]:
 
 
 def harmful_underflows(report: NumericsReport, scale: float | None = None) -> list[Tensor]:
-  """Gradients of activations that lose more than the chosen share, and are far from float32's for that."""
+  """Returns the gradients of activations that lose more than the chosen share and are far from float32's."""
   at = report.loss_scale if scale is None else scale
   lossy = [
     t
@@ -74,12 +74,12 @@ def harmful_underflows(report: NumericsReport, scale: float | None = None) -> li
 
 
 def stalled(report: NumericsReport) -> list[Tensor]:
-  """Updates that leave most weights of a parameter as they are, in the dtype it is kept in."""
+  """Returns the updates that leave most weights of a parameter as they are, in the dtype it is kept in."""
   return [t for t in report.of("update") if t.lost and t.lost.get(t.dtype, 0.0) > _STALLS]
 
 
 def broken_updates(report: NumericsReport) -> list[Tensor]:
-  """Updates that are not finite, of an optimiser in half precision whose gradients are."""
+  """Returns the updates that are not finite, of an optimiser in half precision whose gradients are."""
   fine = {
     t.path
     for t in report.of("weight gradient")
@@ -93,7 +93,7 @@ def broken_updates(report: NumericsReport) -> list[Tensor]:
 
 
 def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
-  """The least loss scale that keeps the chosen share of gradients in float16, and the largest that fits.
+  """Returns the least loss scale that keeps the chosen share of gradients in float16, and the largest.
 
   Powers of two from 1 to 2**24, with a factor of two to spare below float16's largest number; `None` if no
   scale does. What is kept counts for the gradients of activations; what overflows also for those of weights,
@@ -118,7 +118,7 @@ def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
 
 
 def error_grows(report: NumericsReport, kind: str) -> Tensor | None:
-  """The first tensor of a kind, in the direction in which it is computed, whose error is a problem's."""
+  """Returns the first tensor of a kind, in the order of computation, whose error is a problem."""
   limit = _FAR["fp8" if report.policy.fp8 else "half"]
   tensors = [t for t in report.of(kind) if t.error is not None and not math.isnan(t.error)]
   if kind == "activation gradient":
@@ -289,7 +289,7 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
 
 
 def _errors(report: NumericsReport) -> Iterator[Finding]:
-  """Where errors begin, unless what comes before accounts for them."""
+  """Yields where errors begin, unless what comes before accounts for them."""
   yet = [t.order for t in overflows(report)]
   forward = error_grows(report, "activation")
   if forward is not None and not any(order <= forward.order for order in yet):

@@ -60,7 +60,7 @@ class NonfiniteReport:
 
   @property
   def finite(self) -> bool:
-    """Whether every result is finite, computed operation by operation."""
+    """Returns whether every result is finite, computed operation by operation."""
     return not self.results
 
   @property
@@ -164,7 +164,7 @@ def _summed(step: TrainStep) -> str:
 
 
 def _inputs(state: TrainState, batch: PyTree) -> list[tuple[str, Any, bool]]:
-  """Name and array of each leaf, and whether infinities below zero in it are a mask's."""
+  """Returns the name and array of each leaf, and whether infinities below zero in it are a mask's."""
   named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
   named += [("batch" + _text(path), leaf, True) for path, leaf in _leaves(batch)]
   return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
@@ -179,13 +179,13 @@ def _text(path: KeyPath) -> str:
 
 
 def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
-  """Counts of the arrays that are not finite."""
+  """Returns the counts of the arrays that are not finite."""
   named = zip(names, arrays, strict=True)
   return {name: count(array) for name, array in named if not is_finite(array)}
 
 
 def _places(origins: list[Origin]) -> list[Origin]:
-  """The first at each place of the user's program: its derivative fails there too, which is no news."""
+  """Returns the first origin at each place of the user's program, where its derivative fails, too."""
   found: dict[Any, Origin] = {}
   for origin in origins:
     found.setdefault((origin.module, origin.line or origin.primitive), origin)

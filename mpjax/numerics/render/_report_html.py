@@ -62,12 +62,12 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-  """What a Content-Security-Policy calls an inline block by: only these two blocks may act on the page."""
+  """Returns the hash by which a Content-Security-Policy allows an inline block, and no other."""
   return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json(report: Mapping[str, Any]) -> str:
-  """Strict JSON in ASCII that cannot end the element it stands in."""
+  """Returns strict JSON in ASCII that cannot end the element it stands in."""
   text = json.dumps(plain_data(report), allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -166,7 +166,7 @@ def _draw_bars(axes: Axes, edges: np.ndarray, shares: np.ndarray, zones: Sequenc
 
 
 def _draw_ranges(axes: Axes, formats: Mapping[str, Any], chosen: str) -> None:
-  """Under the axis a line for each format: thick what it holds, thin what it holds with fewer digits."""
+  """Draws a line for each format under the axis: thick where it is normal, thin where it is subnormal."""
   from matplotlib.transforms import blended_transform_factory, offset_copy
 
   left, right = axes.get_xlim()
@@ -195,7 +195,7 @@ def _zones(name: str) -> list[_Zone]:
 
 
 def _update_zones(name: str) -> list[_Zone]:
-  """Half the way from a weight to the next, over the weight, is between a quarter and half an epsilon."""
+  """Returns zones of |update / weight|: half a step of a weight is between a quarter and half an epsilon."""
   low = math.log2(FORMATS[name].epsilon) - 2
   return [
     _Zone("lost", -math.inf, low),
@@ -205,7 +205,7 @@ def _update_zones(name: str) -> list[_Zone]:
 
 
 def _shares(tensors: Sequence[Mapping[str, Any]], name: str, scale: float) -> dict[str, float]:
-  """The share of all values in each zone, as it was counted."""
+  """Returns the share of all values in each zone, as it was counted."""
   total = sum(tensor["count"] for tensor in tensors) or 1
   if tensors[0]["kind"] == "update":
     if any(name not in (tensor["lost"] or {}) for tensor in tensors):
@@ -229,7 +229,7 @@ class _Visit(NamedTuple):
 
 
 def _visits(report: Mapping[str, Any]) -> list[_Visit]:
-  """The modules in the order in which the program comes to them; one that it comes back to is there again."""
+  """Returns the modules in the order of the program; one that it comes back to is there again."""
   tensors = [t for t in report["tensors"] if t["kind"] in _SERIES and t["error"] is not None]
   placed = [
     t for t in tensors if t["kind"] != "weight gradient"
@@ -291,7 +291,7 @@ def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]
 
 
 def _marked(report: Mapping[str, Any], visits: Sequence[_Visit]) -> dict[int, str]:
-  """Which visits the findings say that an error grows at, and whose error."""
+  """Returns which visits the findings say that an error grows at, and whose error."""
   marked: dict[int, str] = {}
   for found, kind, words in (
     ("error", "activation", "error"),

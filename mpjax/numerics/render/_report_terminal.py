@@ -50,7 +50,7 @@ def print_report(report: NumericsReport, console: rich.console.Console, limit: i
 
 
 def _print_errors(report: NumericsReport, console: rich.console.Console, limit: int) -> None:
-  """The error of activations and of their gradients, as bars, by module in the order of the program."""
+  """Prints the errors of activations and their gradients as bars, by module in the order of the program."""
   import rich.box
   import rich.table
 

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 def held_at_once(
   graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[GraphValue], int]
 ) -> dict[str, int]:
-  """Bytes of all copies of weights that are made for products, and of all gradients that the update reads.
+  """Returns the bytes of all copies of weights made for products, and of all gradients that the update reads.
 
   Each weight has one of either, however often it is copied again or its gradient is a sum.
 
@@ -37,7 +37,7 @@ def held_at_once(
 
 
 def from_arguments(value: GraphValue) -> bool:
-  """Whether a value is a cast to no wider type, or a view, of one argument."""
+  """Returns whether a value is a cast to no wider type, or a view, of one argument."""
   given = value
   for _ in range(16):
     if value.argument is not None:
@@ -49,12 +49,12 @@ def from_arguments(value: GraphValue) -> bool:
 
 
 def _known_by(shape: Shape) -> Shape:
-  """By what a weight is known again when it is transposed."""
+  """Returns what a shape has in common with its transposed forms."""
   return tuple(sorted(shape))
 
 
 def _one_each(found: Sequence[tuple[Shape, int]], count: collections.Counter[Shape]) -> int:
-  """Bytes of as many values of each shape as there are weights of it, the largest."""
+  """Returns the bytes of as many values of each shape as there are weights of it, the largest."""
   by_shape: dict[Shape, list[int]] = {}
   for shape, nbytes in found:
     by_shape.setdefault(_known_by(shape), []).append(nbytes)

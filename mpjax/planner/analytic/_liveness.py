@@ -49,7 +49,7 @@ TRAITS = {
 def peak(
   graph: Graph, traits: Traits, *, size: Callable[[GraphValue], int], reusable: Iterable[GraphValue] = ()
 ) -> Peak:
-  """The peak of a graph, its arguments apart.
+  """Returns the peak of a graph, its arguments apart.
 
   Args:
     graph: of the program.
@@ -106,11 +106,11 @@ class _Storage:
     self._keep_shared()
 
   def root(self, value: GraphValue) -> GraphValue:
-    """The value whose memory this is a view of."""
+    """Returns the value whose memory this is a view of."""
     return self._view.get(id(value), value)
 
   def only_multiplied(self, value: GraphValue) -> bool:
-    """Whether all that reads a value are products that round their operands to half precision anyway."""
+    """Returns whether products alone read a value, and round their operands to half precision anyway."""
     readers = self._readers.get(id(value), [])
     return (
       bool(readers)
@@ -149,7 +149,7 @@ class _Storage:
     return not (_heavy(value.maker) or _reduction(value.maker))
 
   def _sources(self, value: GraphValue) -> tuple[GraphValue, ...]:
-    """The stored values that a value is, or is computed from."""
+    """Returns the stored values that a value is, or is computed from."""
     if self.is_stored(value):
       return (value,)
     if id(value) not in self._reach:

@@ -33,7 +33,7 @@ class DeviceSizes:
   kind: str
 
   def of(self, value: GraphValue) -> int:
-    """Bytes of a value."""
+    """Returns the bytes of a value."""
     if value.local:
       return tiled_bytes(value.shape, value.dtype) if self.kind == "tpu" and value.shape else value.nbytes
     if value.shape in self.weights:
@@ -43,7 +43,7 @@ class DeviceSizes:
 
 
 def table_bytes(results: int, kind: str) -> int:
-  """Bytes of the table of pointers in which a compiled program returns several results."""
+  """Returns the bytes of the table of pointers in which a compiled program returns several results."""
   if results < 2:
     return 0
   return -(-4 * results // 512) * 512 if kind == "tpu" else 8 * results
@@ -112,7 +112,7 @@ def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
 
 
 def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """Shapes by which a weight and its gradient are known again: transposed, and one layer of a stack."""
+  """Returns the shapes that stand for a weight or its gradient: transposed, and one layer of a stack."""
   found = [shape, shape[::-1]]
   return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
@@ -134,7 +134,7 @@ def _part(value: GraphValue, weights: set[tuple[int, ...]], worst: Peak, results
 
 
 def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: DeviceSizes) -> int:
-  """Bytes of results that are another result, or an argument that the step may not overwrite."""
+  """Returns the bytes of results that are another result, or an argument that the step may not overwrite."""
   seen: set[int] = set()
   total = 0
   for value in graph.results:

@@ -23,7 +23,7 @@ _WORTH_PADDING = 0.25
 
 
 def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[ProductGroup, ...]:
-  """Every product, those of a line, shape and dtype together; the most FLOPs first.
+  """Returns every product, those of a line, shape and dtype together; the most FLOPs first.
 
   Args:
     graph: of the program.
@@ -43,7 +43,7 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
 
 
 def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
-  """Sentences that name the dimensions of weights which keep products from full rate, and what padding costs.
+  """Returns the sentences on dimensions of weights that keep products from full rate, and what padding costs.
 
   Args:
     graph: of the program.
@@ -78,7 +78,7 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
 
 
 def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
-  """M, N, K of one product, [M, K] x [K, N]; of a convolution as the product that it is computed by."""
+  """Returns M, N, K of one product [M, K] x [K, N]; for a convolution, of the product that computes it."""
   equation = operation.equation
   out = equation.outvars[0].aval.shape
   if equation.primitive is jax.lax.conv_general_dilated_p:
@@ -99,12 +99,12 @@ def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
 
 
 def padded(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
-  """The next M, N, K at which the target's units run the product at full rate."""
+  """Returns the next M, N, K at which the target's units run the product at full rate."""
   return formats.padded(target.matrix_units, dtype_of(operation, target), *shape_of(operation))
 
 
 def dtype_of(operation: GraphOperation, target: Target) -> str:
-  """The dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU, unless asked for more."""
+  """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU by default."""
   equation = operation.equation
   if equation.primitive is fp8_dot_general_p:
     spec = equation.params["spec"]
@@ -118,7 +118,7 @@ def dtype_of(operation: GraphOperation, target: Target) -> str:
 
 
 def precision_of(equation: Any) -> str:
-  """`HIGH` or `HIGHEST` where a product asks for it, or empty: the device's default."""
+  """Returns `HIGH` or `HIGHEST` where a product asks for it; empty for the device's default."""
   asked = equation.params.get("precision")
   if asked is None:
     return ""
@@ -167,7 +167,7 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
 
 
 def _weight(value: GraphValue) -> GraphValue | None:
-  """The argument that a value is a cast or transposed form of."""
+  """Returns the argument that a value is a cast or transposed form of."""
   for _ in range(64):
     if value.argument is not None:
       return value

@@ -52,7 +52,7 @@ class StoredOperation:
 
 
 def delayed(steps: Sequence[StoredOperation]) -> list[StoredOperation]:
-  """The steps in program order, but for what is computed again: that comes when it is first read."""
+  """Returns the steps in program order, but for what is computed again: that comes when it is first read."""
   maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
   again: set[int] = set()
   for i, step in enumerate(steps):
@@ -75,7 +75,7 @@ def delayed(steps: Sequence[StoredOperation]) -> list[StoredOperation]:
 def greedy(
   steps: Sequence[StoredOperation], kept: set[int], size: Callable[[GraphValue], int]
 ) -> list[StoredOperation]:
-  """The steps in an order that frees what it can as soon as it can.
+  """Returns the steps in an order that frees what it can as soon as it can.
 
   Args:
     steps: in program order.

@@ -70,7 +70,7 @@ class Program:
 
 
 def missing(target: Target) -> str:
-  """What to install to compile for a target, in a line; empty if nothing is missing."""
+  """Returns what to install to compile for a target, in a line; empty if nothing is missing."""
   if target.is_here:
     return ""
   for package in _PACKAGES[target.extra]:

@@ -32,7 +32,7 @@ _REASONS = {
 def differences(
   analytic: Memory, compiled: Memory, program: Program, arguments: int, target: Target
 ) -> tuple[str, ...]:
-  """Sentences on every part in which the two differ by more than a hundredth of the peak.
+  """Returns the sentences on every part in which the two differ by more than a hundredth of the peak.
 
   Args:
     analytic: the plan without a compiler.

@@ -106,7 +106,7 @@ class HloModule:
   lines: dict[int, list[tuple[str, int]]]
 
   def repetitions(self) -> Iterator[tuple[str, int, list[HloInstruction]]]:
-    """(computation, how often it runs, the instructions that it is called from, outermost first).
+    """Yields (computation, how often it runs, the instructions that call it, outermost first).
 
     A loop of a length that is not known counts once.
     """
@@ -127,14 +127,14 @@ class HloModule:
     yield from visit(self.entry, 1, [])
 
   def parameters(self) -> list[HloShape]:
-    """Arguments of the program, in order."""
+    """Returns the arguments of the program, in order."""
     found = [i for i in self.computations[self.entry].values() if i.op == "parameter"]
     return [
       shape for i in sorted(found, key=lambda i: int(i.rest[: i.rest.index(")")])) for shape in i.shapes
     ]
 
   def results(self) -> list[HloShape]:
-    """Results of the program, in order."""
+    """Returns the results of the program, in order."""
     return next(i for i in self.computations[self.entry].values() if i.is_root).shapes
 
 
@@ -172,7 +172,7 @@ def _shape(dtype: str, dims_text: str, layout: str) -> HloShape:
 
 
 def shapes(text: str) -> list[HloShape]:
-  """The arrays of a shape or of a tuple of them, as HLO writes it."""
+  """Returns the arrays of a shape or of a tuple of them, as HLO writes it."""
   return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
 
 
@@ -193,7 +193,7 @@ def bits(dtype: str) -> int:
 
 
 def padded_bytes(dtype: str, dims: tuple[int, ...], layout: str) -> int:
-  """Bytes of an array whose layout is `1,0:T(8,128)(2,1)`: its minor dimensions are whole tiles."""
+  """Returns the bytes of an array of a layout such as `1,0:T(8,128)(2,1)`, in whole tiles."""
   order, _, tiling = layout.partition(":")
   tile = _TILE.search(tiling)
   if tile is None:
@@ -230,7 +230,7 @@ def _aliases(head: str) -> dict[int, int]:
 
 
 def _frames(text: str) -> dict[int, list[tuple[str, int]]]:
-  """Stack frames from the four tables at the top of a module."""
+  """Returns the stack frames from the four tables at the top of a module."""
   start = text.find("\nFileNames")
   if start < 0:
     return {}
@@ -264,7 +264,7 @@ def _chain(
   locations: dict[int, tuple[int, int]],
   names: dict[int, str],
 ) -> list[tuple[str, int]]:
-  """(file, line) of a frame and its callers."""
+  """Returns (file, line) of a frame and its callers."""
   chain: list[tuple[str, int]] = []
   while number in frames and len(chain) < _DEPTH:
     location, number = frames[number]
@@ -278,7 +278,7 @@ def _trips(
   scope: Mapping[str, HloInstruction],
   loop: HloInstruction,
 ) -> int | None:
-  """Runs of the body of a loop that counts up to a number, as that of `lax.scan` does; `None` for others.
+  """Returns how often a loop that counts up to a number runs, as that of `lax.scan`; `None` for others.
 
   Args:
     computations: of the module.
@@ -303,7 +303,7 @@ def _trips(
 
 
 def _step(body: Mapping[str, HloInstruction], add: HloInstruction | None, position: int) -> int | None:
-  """What a body adds to its counter."""
+  """Returns what a body adds to its counter."""
   if add is None or add.op != "add":
     return None
   old, more = (_source(body, name) for name in add.operands)
@@ -312,7 +312,7 @@ def _step(body: Mapping[str, HloInstruction], add: HloInstruction | None, positi
 
 
 def _source(scope: Mapping[str, HloInstruction], name: str) -> HloInstruction | None:
-  """An instruction, or what it is a copy of."""
+  """Returns an instruction, or what it is a copy of."""
   found = scope.get(name)
   while found is not None and found.op == "copy":
     found = scope.get(found.operands[0])
@@ -324,7 +324,7 @@ def _root(scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
 
 
 def _position(part: HloInstruction | None) -> int | None:
-  """The position in a loop's state that an instruction reads."""
+  """Returns the position in a loop's state that an instruction reads."""
   found = _INDEX.search(part.rest) if part is not None and part.op == "get-tuple-element" else None
   return int(found[1]) if found else None
 

@@ -15,14 +15,14 @@ _NOT_MODULES = frozenset(
 
 
 def phase_of(op_name: str) -> str:
-  """FORWARD or BACKWARD pass of a derivative, or OTHER."""
+  """Returns FORWARD or BACKWARD for the passes of a derivative, else OTHER."""
   if "transpose(" in op_name:
     return BACKWARD
   return FORWARD if "jvp(" in op_name else OTHER
 
 
 def module_path(op_name: str) -> str:
-  """`GPT/blocks/5/down` of `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
+  """Returns `GPT/blocks/5/down` for `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
   kept = []
   for part in _split(op_name)[:-1]:
     while found := _WRAPPED.match(part):
@@ -33,12 +33,12 @@ def module_path(op_name: str) -> str:
 
 
 def operation_of(op_name: str) -> str:
-  """The primitive: the last part of a name."""
+  """Returns the primitive: the last part of a name."""
   return _split(op_name)[-1] if op_name else ""
 
 
 def source_of(module: HloModule, instruction: HloInstruction) -> str:
-  """File and line of the user's program, `model.py:31`."""
+  """Returns the file and line of the user's program, `model.py:31`."""
   first = ""
   for file, line in module.lines.get(instruction.frame, ()):
     shown = f"{file.rpartition('/')[2]}:{line}"
@@ -49,7 +49,7 @@ def source_of(module: HloModule, instruction: HloInstruction) -> str:
 
 
 def _split(op_name: str) -> list[str]:
-  """The parts of a name, which may have slashes inside of parentheses."""
+  """Returns the parts of a name, which may have slashes inside of parentheses."""
   parts, depth, current = [], 0, ""
   for letter in op_name:
     depth += (letter == "(") - (letter == ")")

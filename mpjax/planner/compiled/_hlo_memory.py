@@ -72,7 +72,7 @@ class Live:
 
 
 def live_at_peak(module: HloModule) -> Live:
-  """The worst moment of a module's main computation."""
+  """Returns the worst moment of a module's main computation."""
   return _LiveRanges(module).peak(module.entry)
 
 
@@ -82,7 +82,7 @@ class _LiveRanges:
     self._inner: dict[str, Live] = {}
 
   def peak(self, name: str) -> Live:
-    """The worst moment of a computation, whose results are its caller's."""
+    """Returns the worst moment of a computation, whose results are its caller's."""
     instructions = list(self._module.computations[name].values())
     parts = _buffers(instructions, self._module)
     last: dict[int, int] = {}
@@ -131,7 +131,7 @@ class _LiveRanges:
     parts: dict[str, list[Buffer | None]],
     dying: list[Buffer],
   ) -> Buffer | None:
-    """The operand that dies at an instruction and in whose memory a result of it is written, if any."""
+    """Returns the operand that dies at an instruction and in whose memory its result is written, if any."""
     if instruction.op not in _SHARING:
       return None
     for k, name in enumerate(instruction.operands):
@@ -145,7 +145,7 @@ class _LiveRanges:
     return None
 
   def _elementwise(self, fusion: HloInstruction, operand: int, result: Buffer) -> bool:
-    """Whether each element of a fusion's result needs the same element of an operand, and no other."""
+    """Returns whether each element of a fusion's result needs the same element of an operand alone."""
     body = self._module.computations[fusion.called[0]]
     reached: set[str] = set()
     for instruction in body.values():
@@ -167,7 +167,7 @@ class _LiveRanges:
     parts: dict[str, list[Buffer | None]],
     root: HloInstruction,
   ) -> list[_Slot]:
-    """The memory of results before they are written, and after the last read of what was there before.
+    """Returns the memory of results, free from the last read of what was there until they are written.
 
     That is a donated argument of the program; in a loop's body, what the last round left.
     """
@@ -218,7 +218,7 @@ class _Slot:
 
 
 def _index(instruction: HloInstruction) -> int:
-  """Which part of a tuple an instruction takes out."""
+  """Returns which part of a tuple an instruction takes out."""
   return int(instruction.rest.partition("index=")[2].split(",")[0])
 
 
@@ -232,7 +232,7 @@ def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
 
 
 def _updated_in_place(fusion: HloInstruction, module: HloModule) -> dict[int, int]:
-  """Which results of a fusion are an operand of it with a slice written anew: result to operand."""
+  """Returns which results of a fusion are an operand of it with a slice written anew: result to operand."""
   body = module.computations.get(fusion.called[0], {}) if fusion.called else {}
   root = next((i for i in body.values() if i.is_root), None)
   if root is None:
@@ -250,7 +250,7 @@ def _updated_in_place(fusion: HloInstruction, module: HloModule) -> dict[int, in
 
 
 def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str, list[Buffer | None]]:
-  """Each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
+  """Returns each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
   parts: dict[str, list[Buffer | None]] = {}
   for instruction in instructions:
     own: list[Buffer | None] = [
@@ -293,7 +293,7 @@ def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str,
 def _written(
   started: list[Buffer | None], done: HloInstruction, own: list[Buffer | None]
 ) -> list[Buffer | None]:
-  """The parts that an asynchronous operation wrote, of all that its start returned."""
+  """Returns the parts that an asynchronous operation wrote, of all that its start returned."""
   mine = [part for part in started if part is not None and part.maker.op.endswith("-start")]
   wanted = [part.nbytes if part is not None else None for part in own]
   found: list[Buffer | None] = []

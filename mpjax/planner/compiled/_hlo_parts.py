@@ -25,7 +25,7 @@ def divide(
   outputs: int,
   known_live: int = 0,
 ) -> tuple[Memory, float]:
-  """The parts of a program's peak, and the share of the peak that they account for.
+  """Returns the parts of a program's peak, and the share of the peak that they account for.
 
   Args:
     module: the program.
@@ -70,7 +70,7 @@ class _Names:
     self._by_name = {i.name: i for c in module.computations.values() for i in c.values()}
 
   def named(self, instruction: HloInstruction) -> HloInstruction:
-    """The instruction, or the nearest one above it that has a module's name."""
+    """Returns the instruction, or the nearest one above it that has a module's name."""
     at = instruction
     for _ in range(8):
       if module_path(at.op_name):
@@ -82,11 +82,11 @@ class _Names:
     return instruction if instruction.op_name else at
 
   def phase(self, instruction: HloInstruction) -> str:
-    """Of the derivative."""
+    """Returns the phase of an instruction in the derivative."""
     return phase_of(instruction.op_name or self.named(instruction).op_name)
 
   def reads_arguments_only(self, instruction: HloInstruction) -> bool:
-    """Whether all that it reads are arguments of the program, perhaps as views of them."""
+    """Returns whether all that it reads are arguments of the program, perhaps as views of them."""
     entry = self.module.computations[self.module.entry]
     for name in instruction.operands:
       at = entry.get(name)
@@ -110,11 +110,11 @@ class _Names:
 
   @functools.cached_property
   def positions(self) -> dict[str, int]:
-    """Of the instructions of the main computation."""
+    """Returns the position of each instruction of the main computation."""
     return {name: i for i, name in enumerate(self.module.computations[self.module.entry])}
 
   def spans_turn(self, buffer: Buffer) -> bool:
-    """Whether a buffer is written before the forward pass ends, and read after."""
+    """Returns whether a buffer is written before the forward pass ends, and read after."""
     made = self.positions.get(buffer.maker.name, self.turn)
     return made < self.turn and any(self.positions.get(r.name, -1) > self.turn for r in buffer.readers)
 
@@ -142,7 +142,7 @@ def _part(buffer: Buffer, names: _Names, weights: set[tuple[int, ...]]) -> str:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """A shape by which an array is known again in any order of its dimensions."""
+  """Returns a shape by which an array is known again in any order of its dimensions."""
   return tuple(sorted(d for d in shape if d != 1))
 
 

@@ -53,17 +53,17 @@ class KernelProduct:
 
   @property
   def fp8(self) -> bool:
-    """Whether it is a GEMM with both operands in FP8."""
+    """Returns whether it is a GEMM with both operands in FP8."""
     return self.kernel != "loop" and all(dtype.startswith("f8") for dtype in self.dtypes)
 
   @property
   def backward(self) -> bool:
-    """Whether an operand is E5M2, the format of gradients."""
+    """Returns whether an operand is E5M2, the format of gradients."""
     return any("e5m2" in dtype for dtype in self.dtypes)
 
 
 def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]:
-  """Every matrix product of a compiled module, in the order of its text.
+  """Returns every matrix product of a compiled module, in the order of its text.
 
   Args:
     module: the parsed HLO.
@@ -93,7 +93,7 @@ def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
 
 
 def collectives(module: HloModule) -> tuple[Collective, ...]:
-  """What crosses devices in one step: the bytes of the results on each, by operation and dtype."""
+  """Returns what crosses devices in one step: the bytes of the results on each, by operation and dtype."""
   total: dict[tuple[str, str], list[int]] = {}
   sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
   chains = set()
@@ -125,7 +125,7 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
 
 
 def _moved(instruction: HloInstruction) -> Iterator[HloShape]:
-  """What a collective produces; an asynchronous one also returns its operands, and counters."""
+  """Yields what a collective produces; an asynchronous one also returns its operands, and counters."""
   if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
     yield from (shape for shape in instruction.shapes[len(instruction.operands) :] if shape.dims)
   else:
@@ -133,7 +133,7 @@ def _moved(instruction: HloInstruction) -> Iterator[HloShape]:
 
 
 def _repetitions(module: HloModule) -> tuple[collections.Counter[str], dict[str, str]]:
-  """How often each computation runs, and the GEMM kernel that it is compiled into, if it is."""
+  """Returns how often each computation runs, and the GEMM kernel that it is compiled into, if it is."""
   times: collections.Counter[str] = collections.Counter()
   kernels: dict[str, str] = {}
   for name, count, callers in module.repetitions():
@@ -172,7 +172,7 @@ def _product(
 def _convolution(
   instruction: HloInstruction, scope: dict[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
-  """A convolution; on TPUs also every plain product, as one with a window of one."""
+  """Returns a convolution; on TPUs also every plain product, as one with a window of one."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
   if labels is None:
     return None
@@ -195,7 +195,7 @@ def _convolution(
 
 
 def _windows(text: str, rank: int) -> list[dict[str, int]]:
-  """The window of a convolution along each spatial dimension."""
+  """Returns the window of a convolution along each spatial dimension."""
   found = re.search(r"window=\{([^}]*)\}", text)
   windows = [dict(_PLAIN) for _ in range(rank)]
   for item in found[1].split() if found else ():

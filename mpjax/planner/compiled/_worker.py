@@ -21,7 +21,7 @@ from mpjax.planner.compiled._compile import figures
 
 
 def main(folder: pathlib.Path) -> None:
-  """Reads, compiles, writes."""
+  """Compiles the program in a folder and writes the result there."""
   request = json.loads((folder / "request.json").read_text())
   try:
     result = _compile(folder, request)

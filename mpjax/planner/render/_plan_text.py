@@ -29,7 +29,7 @@ _MOST_PRODUCTS = 10
 
 
 def as_text(plans: Sequence[PlanFigures]) -> str:
-  """Plans side by side as plain text, at most 116 columns wide unless a shape or a source line is long."""
+  """Returns plans side by side as plain text, at most 116 columns wide but for long shapes and lines."""
   sections = _sections(plans, _TEXT_WIDTH)
   return "\n\n".join("\n".join(line for line, _ in _lines(section)) for section in sections)
 
@@ -84,7 +84,7 @@ class _PlanSection:
 
 
 def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[_PlanSection]:
-  """What there is to say of plans, with tables folded to a width, and headings and sentences too."""
+  """Returns what there is to say of plans, with tables folded to a width, and headings and sentences too."""
   abreast = max(1, (width - _FIRST_WIDTH) // (_CELL_WIDTH + _GAP))
   beside = [plans[i : i + abreast] for i in range(0, len(plans), abreast)]
   sections: list[_PlanSection | None] = [_header(plans)] if plans else []
@@ -144,7 +144,7 @@ def _memory(plans: Sequence[PlanFigures]) -> _PlanSection:
 
 
 def _at_once(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
-  """What rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
+  """Returns what rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
   states = [plan.memory.training_state for plan in plans]
   names = _names(states)
   if not names:
@@ -154,7 +154,7 @@ def _at_once(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Ro
 
 
 def _compiled(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
-  """The compiler's rows; none if no plan is compiled."""
+  """Returns the compiler's rows; none if no plan is compiled."""
   compiled = [plan.compiled for plan in plans]
   if not any(compiled):
     return []
@@ -254,20 +254,20 @@ def _floor(plans: Sequence[PlanFigures]) -> _PlanSection | None:
 def _beside(
   title: str, plans: Sequence[PlanFigures], groups: _Groups, lines: Sequence[str] = ()
 ) -> _PlanSection:
-  """A section with a column a plan."""
+  """Returns a section with a column a plan."""
   columns = [_Column("", folds=True), *(_Column(plan.label, right=True) for plan in plans)]
   return _PlanSection(title, columns, groups, lines)
 
 
 def _row(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, strong: bool = False) -> _Row:
-  """A row of values, with a dash where there is none."""
+  """Returns a row of values, with a dash where there is none."""
   return _Row([name, *("-" if value is None else shown(value) for value in values)], strong)
 
 
 def _each(
   plans: Sequence[PlanFigures], of: Callable[[PlanFigures], _PlanSection | None]
 ) -> Iterator[_PlanSection]:
-  """A section a plan, with its name; alike ones once."""
+  """Yields a section a plan, with its name; alike ones once."""
   found: list[tuple[_PlanSection, list[str]]] = []
   for plan in plans:
     section = of(plan)
@@ -287,7 +287,7 @@ def _columns(headings: str) -> list[_Column]:
 
 
 def _said(plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]) -> list[str]:
-  """Sentences of plans, each once, with the names of its plans before it unless all say it."""
+  """Returns the sentences of plans, each once, with the names of its plans before it unless all say it."""
   said: dict[str, list[str]] = {}
   for plan in plans:
     for sentence in dict.fromkeys(of(plan)):
@@ -319,12 +319,12 @@ def _fit(plan: PlanFigures) -> str:
 
 
 def _percent(share: float) -> str:
-  """What is short of all is never shown as all."""
+  """Returns a share as `99.9 %`; one that is short of all is never shown as all."""
   return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f} %"
 
 
 def _padding(product: ProductGroup) -> tuple[str, str]:
-  """The padded shape, and how much more there is to multiply."""
+  """Returns the padded shape, and how much more there is to multiply."""
   if product.padded == product.shape:
     return "-", "-"
   extra = 100 * (math.prod(product.padded) / max(1, math.prod(product.shape)) - 1)
@@ -340,7 +340,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def _folded(section: _PlanSection, width: int) -> _PlanSection:
-  """A section whose headings, sentences and cells of prose have line breaks, so that it is narrow enough."""
+  """Breaks the lines of a section's headings, sentences and cells of prose, so that it is narrow enough."""
   section = dataclasses.replace(
     section, title=fold(section.title, width), lines=[fold(line, width) for line in section.lines]
   )
