@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
+import jmp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
@@ -17,6 +18,7 @@ ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float 
 DTypeLike: TypeAlias = jax.typing.DTypeLike
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 LossFunction: TypeAlias = Callable[..., Any]
+PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy  # whatever `mpjax.get_policy` takes
 Metrics: TypeAlias = dict[str, jax.Array]
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
   "LossFunction",
   "Mesh",
   "Metrics",
+  "PolicyLike",
   "PyTree",
   "Var",
 ]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._tree import named_leaves
 from mpjax._types import Mesh, PyTree
-from mpjax.sharding import ShardingRules, batch_shards, batch_spec, is_spec, specs_like
+from mpjax.sharding import (
+  Dims,
+  ShardingRule,
+  ShardingRules,
+  batch_shards,
+  batch_spec,
+  check_mesh,
+  is_spec,
+  specs_like,
+)
 from mpjax.step._train_state import TrainState
 
 
@@ -66,3 +76,21 @@ class Layout:
           f"batch[{name!r}] is {leaf.dtype}{list(leaf.shape)}: expected a first dimension that can "
           f"be divided over {self.shards} devices{micro}"
         )
+
+
+def make_layout(
+  mesh: Mesh | None, sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None
+) -> Layout | None:
+  """Makes a layout of `make_train_step`'s `mesh` and `sharding`; `None` without a mesh.
+
+  Raises:
+    ValueError: for a mesh or rules that do not fit.
+  """
+  if mesh is None:
+    if sharding is not None:
+      raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
+    return None
+  if isinstance(sharding, ShardingRules):
+    return Layout(check_mesh(mesh), sharding)
+  rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
+  return Layout(check_mesh(mesh), rules)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from jaxtyping import Float32
 
 from mpjax._lazy import nnx
-from mpjax._types import Array, LossFunction, Mesh, Metrics, PyTree
+from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
 from mpjax.casting._autocast import init_fp8_state
 from mpjax.casting._explain import Explanation, explain
 from mpjax.casting._overrides import Overrides
@@ -25,8 +24,8 @@ from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import apply_updates, hide, show
 from mpjax.loss_scale._state_access import get_loss_scale
-from mpjax.policy import Policy, get_policy, matmul_precision
-from mpjax.sharding import Dims, ShardingRule, ShardingRules, check_mesh
+from mpjax.policy import get_policy, matmul_precision
+from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
   raise_if_donated,
   require_differentiable,
@@ -35,7 +34,7 @@ from mpjax.step._checks import (
   require_param_dtype,
   require_state,
 )
-from mpjax.step._layout import Layout
+from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
@@ -43,13 +42,11 @@ from mpjax.step._optimizer import adopt_opt_state, apply_policy, find_scaler
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 
-PolicyLike: TypeAlias = Policy | jmp.Policy | Mapping[str, Any] | str
-
 
 def make_train_step(
   loss_fn: LossFunction,
   tx: optax.GradientTransformation,
-  policy: Any = "auto",
+  policy: PolicyLike = "auto",
   *,
   accumulate: int = 1,
   skip_nonfinite: bool = False,
@@ -115,7 +112,7 @@ def make_train_step(
     cast_batch=cast_batch,
     donate=donate,
     recompute=recompute,
-    layout=_layout(mesh, sharding),
+    layout=make_layout(mesh, sharding),
   )
   return TrainStep(loss_fn, tx, options)
 
@@ -383,20 +380,6 @@ class TrainStep:
           return value_and_grad_on_mesh(self.loss, self.layout, params, state, batch)
       keys = self.loss.keys(state, batch)
       return self.loss.value_and_grad(params, state, batch, keys, like=state.params)
-
-
-def _layout(
-  mesh: Mesh | None, sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None
-) -> Layout | None:
-  """Makes a layout of `make_train_step`'s arguments."""
-  if mesh is None:
-    if sharding is not None:
-      raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
-    return None
-  if isinstance(sharding, ShardingRules):
-    return Layout(check_mesh(mesh), sharding)
-  rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
-  return Layout(check_mesh(mesh), rules)
 
 
 def _owned(tree: PyTree) -> PyTree:

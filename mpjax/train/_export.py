@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pydantic
 import safetensors
 import safetensors.flax
@@ -24,10 +23,9 @@ from mpjax._tree import named_leaves, path_text
 from mpjax.fp8._recipe import BLOCK, Recipe, to_pairs
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
-from mpjax.step import make_train_step
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
-from mpjax.train._setup import make_setup
+from mpjax.train._setup import build_step, init_state, make_setup
 from mpjax.train._tasks import Task, make_task
 from mpjax.train.checkpoints._checkpoints import Checkpoints
 from mpjax.train.data import DataInfo
@@ -140,11 +138,10 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   if layers > len(tensors):  # to trace a model takes a time that its config alone decides
     raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
   try:
-    task = make_task(config, info, policy)
+    task, step = build_step(config, info, policy.without_histories(), mesh=None)
   except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
-  init = make_train_step(task.loss_fn, optax.identity(), policy.without_histories()).init
-  like = jax.eval_shape(lambda key: init(**task.init(key), rng=key), jax.random.key(0))
+  like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
 
   def read(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = path_text(key)

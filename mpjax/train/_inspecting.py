@@ -10,13 +10,11 @@ import jax
 import numpy as np
 
 from mpjax.policy import get_policy
-from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step import TrainState, TrainStep
 from mpjax.train._config import Config, ConfigError
 from mpjax.train._config_file import load_config
 from mpjax.train._meshes import on_devices_here
-from mpjax.train._optimizers import make_optimizer
-from mpjax.train._setup import Setup, make_setup
-from mpjax.train._tasks import make_task
+from mpjax.train._setup import Setup, build_step, make_setup
 from mpjax.train.checkpoints._checkpoints import Checkpoints
 
 _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
@@ -151,8 +149,5 @@ def _locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
 
 
 def _reference(setup: Setup) -> TrainStep:
-  """The step in float32, of a task that casts nothing."""
-  config = setup.config.model_copy(update={"policy": _REFERENCE})
-  task = make_task(config, setup.info, get_policy(_REFERENCE))
-  optimizer = make_optimizer(config.optimizer, config.train.steps)
-  return make_train_step(task.loss_fn, optimizer, _REFERENCE, accumulate=config.train.accumulate)
+  """Builds the step in float32, of a task that casts nothing."""
+  return build_step(setup.config, setup.info, get_policy(_REFERENCE), mesh=None)[1]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from mpjax._types import Mesh, PolicyLike, PyTree
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
-from mpjax.sharding import AXES, BATCH_AXES, ShardingRules
-from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError, step_recompute
+from mpjax.sharding import AXES, BATCH_AXES
+from mpjax.step import TrainState, TrainStep
+from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train._meshes import mesh_sizes
-from mpjax.train._optimizers import make_optimizer
-from mpjax.train._tasks import make_task
+from mpjax.train._setup import batch_shapes, build_step, init_state
 from mpjax.train.data import Data, load_data
 
 
@@ -42,7 +40,7 @@ class Planner:
 
   def plan(
     self,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     *,
     batch: int | None = None,
     recompute: str | None = None,
@@ -68,7 +66,7 @@ class Planner:
       step, state = self._step_and_state(resolved, recompute, batch)
       made = plan(
         step,
-        _place(step, state, self._batch(batch)),
+        _place(step, state, batch_shapes(self._data, batch)),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute),
@@ -82,36 +80,14 @@ class Planner:
   def _step_and_state(self, policy: Policy, recompute: str, batch: int) -> tuple[TrainStep, TrainState]:
     train = self.config.train.model_copy(update={"recompute": recompute})
     config = self.config.model_copy(update={"train": train})
-    task = make_task(config, self._data.info, policy, backend=self.target.kind)
     mesh = _mesh(self.sizes, self.target)
-    if mesh is None:  # nothing crosses devices
-      policy = dataclasses.replace(policy, reduce_dtype=None)
-    step = make_train_step(
-      task.loss_fn,
-      make_optimizer(config.optimizer, config.train.steps),
-      policy,
-      accumulate=config.train.accumulate,
-      skip_nonfinite=config.train.skip_nonfinite,
-      recompute=step_recompute(recompute),
-      mesh=mesh,
-      sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
-    )
-    shapes = self._batch(batch) if step.needs_batch else None
-
-    def init() -> TrainState:
-      key, step_key = jax.random.split(jax.random.key(config.seed))
-      return step.init(**task.init(key), rng=step_key, batch=shapes)
-
-    return step, jax.eval_shape(init)
-
-  def _batch(self, size: int) -> Any:
-    """Shapes of a batch."""
-    row = self._data.train_row(0)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *np.shape(x)), np.asarray(x).dtype), row)
+    task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
+    shapes = batch_shapes(self._data, batch)
+    return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
 
 
-def _place(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-  """Shapes of a state and a batch, laid out as the step has them."""
+def _place(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+  """Lays out the shapes of a state and a batch as the step has them."""
   if step.layout is None:
     return state, batch
   put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
@@ -119,7 +95,8 @@ def _place(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, 
   return jax.tree.map(put, state, step.layout.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
 
 
-def _mesh(sizes: dict[str, int], target: Target) -> Any:
+def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
+  """Returns a mesh of a target's devices; `None` for one device."""
   shape, count = tuple(sizes.values()), math.prod(sizes.values())
   if count == 1:
     return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import numpy as np
 
+from mpjax._types import Mesh, PyTree
 from mpjax.casting._explain import Explanation
 from mpjax.policy import Policy
 from mpjax.sharding import ShardingRules
@@ -48,19 +48,19 @@ class Setup:
     return rows_of_process(self.layout.batch_sharding, self.config.data.batch_size)
 
   def first_state(self) -> TrainState:
-    """The state before the first step, made where it lies."""
+    """Makes the state before the first step, where it lies."""
     if self.layout.mesh.size == 1:  # a program of its own would take longer to compile than to run
       return self._init()
     shardings = self.layout.shardings(jax.eval_shape(self._init))
     return jax.jit(self._init, out_shardings=shardings)()
 
   def abstract_state(self) -> TrainState:
-    """Shapes, dtypes and shardings of the state, for a restore."""
+    """Returns shapes, dtypes and shardings of the state, for a restore."""
     shapes = jax.eval_shape(self._init)
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, self.layout.shardings(shapes))
 
-  def place(self, batch: Any) -> Any:
-    """This process's rows of a batch, on the host, as arrays over the devices of all."""
+  def place(self, batch: PyTree) -> PyTree:
+    """Makes of this process's rows of a batch, on the host, arrays over the devices of all."""
     return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
 
   def check_layout(self) -> None:
@@ -71,7 +71,7 @@ class Setup:
       raise ConfigError(f"mesh.rules: {error}") from error
 
   def explain(self) -> Explanation:
-    """What runs in which dtype under the policy, and why; nothing is computed.
+    """Returns what runs in which dtype under the policy, and why; nothing is computed.
 
     Raises:
       ConfigError: for an override of the policy that matches no module.
@@ -81,16 +81,12 @@ class Setup:
     except ValueError as error:
       raise ConfigError(str(error)) from error
 
-  def batch_shapes(self) -> Any:
-    """Shapes and dtypes of a global batch."""
-    rows = self.config.data.batch_size
-    of = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)), np.asarray(x).dtype)
-    return jax.tree.map(of, self.data.train_row(0))
+  def batch_shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of a global batch."""
+    return batch_shapes(self.data, self.config.data.batch_size)
 
   def _init(self) -> TrainState:
-    key, step_key = jax.random.split(jax.random.key(self.config.seed))
-    batch = self.batch_shapes() if self.step.needs_batch else None
-    return self.step.init(**self.task.init(key), rng=step_key, batch=batch)
+    return init_state(self.config, self.task, self.step, self.batch_shapes())
 
 
 def make_setup(config: Config) -> Setup:
@@ -102,21 +98,52 @@ def make_setup(config: Config) -> Setup:
   """
   policy = config.resolve_policy()
   mesh = make_mesh(config)
-  optimizer = make_optimizer(config.optimizer, config.train.steps)
   data = load_data(config.data, seed=config.seed)
-  task = make_task(config, data.info, policy)
-  step = make_train_step(
-    task.loss_fn,
-    optimizer,
-    policy,
-    accumulate=config.train.accumulate,
-    skip_nonfinite=config.train.skip_nonfinite,
-    recompute=step_recompute(config.train.recompute),
-    mesh=mesh,
-    sharding=ShardingRules(config.mesh.rules, task.sharding),
-  )
+  task, step = build_step(config, data.info, policy, mesh)
   setup = Setup(config, policy, data, task, step)
   setup.check_layout()
   if policy.overrides or policy.fp8:
     setup.explain()
   return setup
+
+
+def build_step(
+  config: Config, info: DataInfo, policy: Policy, mesh: Mesh | None, *, backend: str | None = None
+) -> tuple[Task, TrainStep]:
+  """Builds the task of a config and the training step on it.
+
+  Args:
+    config: names the model, the optimiser and how to train.
+    info: what the data looks like.
+    policy: in force, in place of the config's own.
+    mesh: `None` for a step on one device, on which the policy's `reduce_dtype` says nothing.
+    backend: the platform to run on; that of this machine by default.
+
+  Raises:
+    ConfigError: for what does not fit together.
+  """
+  optimizer = make_optimizer(config.optimizer, config.train.steps)
+  task = make_task(config, info, policy, backend=backend)
+  step = make_train_step(
+    task.loss_fn,
+    optimizer,
+    policy if mesh is not None else dataclasses.replace(policy, reduce_dtype=None),
+    accumulate=config.train.accumulate,
+    skip_nonfinite=config.train.skip_nonfinite,
+    recompute=step_recompute(config.train.recompute),
+    mesh=mesh,
+    sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
+  )
+  return task, step
+
+
+def init_state(config: Config, task: Task, step: TrainStep, batch: PyTree) -> TrainState:
+  """Makes the first state of a run; `batch` is one, or its shapes."""
+  key, step_key = jax.random.split(jax.random.key(config.seed))
+  return step.init(**task.init(key), rng=step_key, batch=batch if step.needs_batch else None)
+
+
+def batch_shapes(data: Data, rows: int) -> PyTree[jax.ShapeDtypeStruct]:
+  """Returns shapes and dtypes of a batch of so many rows."""
+  of = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)), np.asarray(x).dtype)
+  return jax.tree.map(of, data.train_row(0))

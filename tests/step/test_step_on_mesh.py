@@ -431,6 +431,18 @@ def test_what_is_overwritten_becomes_the_largest_value_of_all_devices(shape, acc
   np.testing.assert_allclose(state.params[kept]["amax"], [32.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_amax_histories_on_a_mesh_are_those_of_all_rows(accumulate):
+  # Device i has rows of magnitude 2 ** i, and enough of them for an FP8 product in the middle layer.
+  x = np.sign(np.tile(X, (8, 1))) * np.repeat(2.0 ** np.arange(8), 32)[:, None].astype(np.float32)
+  policy = {"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 16}}
+  loss = lambda p, batch: (batch["x"] @ p["a"] @ p["b"] @ p["c"]).astype(jnp.float32).mean()
+  init = lambda: {"params": {name: jnp.eye(64) for name in "abc"}}
+  _, state, _ = train(loss, policy, init, 1, {"x": x}, mesh=mesh(data=8), accumulate=accumulate)
+  (histories,) = state.fp8_state["amax"].values()
+  assert np.max(histories["lhs"]) == 128
+
+
 def test_a_state_moves_between_meshes_and_trains_on():
   _, _, expected = on_one_device("fp32")
   _, state, first = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))

@@ -4,13 +4,14 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
 
 from mpjax.cli import main
-from mpjax.train import ConfigError, load_config, load_safetensors
+from mpjax.train import ConfigError, load_config, load_safetensors, save_safetensors
 from mpjax.train._setup import make_setup
 from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
@@ -173,3 +174,15 @@ def test_a_model_without_fp8_products_has_no_export_in_fp8(run, capsys):
   directory = run[0]
   assert main(["export", str(directory), "dtype=float8_e4m3fn"]) == 2
   assert "no matrix product of this model is FP8" in capsys.readouterr().err
+
+
+def test_a_run_that_reduces_gradients_in_half_precision_can_be_read_back(tmp_path):
+  path, file = tmp_path / "resnet.yaml", tmp_path / "model.safetensors"
+  path.write_text(RESNET)
+  config = load_config(path, ["policy={base: bf16, reduce_dtype: bfloat16}"])
+  setup = make_setup(config)
+  state = setup.first_state()
+  save_safetensors(file, config, setup.info, state.params, state.model_state)
+  model = load_safetensors(file)
+  assert model.policy.reduce_dtype == jnp.bfloat16
+  assert jax.tree.structure(model.params) == jax.tree.structure(state.params)
