@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax._precision_warning import PrecisionWarning
 from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, init_fp8_state
 from mpjax.fp8 import fp8_dot_general
@@ -46,6 +47,7 @@ __all__ = [
   "OpLists",
   "Plan",
   "Policy",
+  "PrecisionWarning",
   "TrainState",
   "TrainStep",
   "all_finite",

@@ -1,16 +1,14 @@
-"""The one place that knows which JAX runs and how mpjax is installed."""
+"""The one place that knows which JAX runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.resources
 import math
 import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +17,6 @@ import numpy as np
 import optax
 from jax._src import clusters, core, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
-
-
-def preset_dir() -> Traversable:
-  """The folder of policy presets."""
-  return importlib.resources.files("mpjax").joinpath("policies")
-
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(

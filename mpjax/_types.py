@@ -18,7 +18,8 @@ ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float 
 DTypeLike: TypeAlias = jax.typing.DTypeLike
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 LossFunction: TypeAlias = Callable[..., Any]
-PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy  # whatever `mpjax.get_policy` takes
+# Whatever `mpjax.get_policy` takes.
+PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy | np.dtype | type[np.generic]
 Metrics: TypeAlias = dict[str, jax.Array]
 
 __all__ = [

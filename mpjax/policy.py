@@ -1,40 +1,43 @@
 """Policies: which dtype holds what, as data that a YAML file, a string or a `jmp.Policy` can give.
 
-A `Policy` is a `jmp.Policy` (param, compute and output dtypes) with the rest of what a run needs to
-know beside it. `get_policy` is the one way in; `Policy.to_dict` and `str` are the ways out.
+`get_policy` is the one way in; `Policy.to_dict` and `str` are the ways out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jmp
 import numpy as np
-import yaml
 
-from mpjax import _compat
+from mpjax._override import CHOICES, Override, require_possible
+from mpjax._policy_text import brief, plain, read_text, write_text
+from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
-from mpjax.fp8._recipe import Recipe, parse_recipe, to_pairs
+from mpjax.fp8._recipe import Recipe, parse_recipe
 from mpjax.loss_scale._presets import LossScaling, parse_loss_scaling
 from mpjax.patterns import component_regex
+from mpjax.policies import ALIASES, presets, read_preset
 
 T = TypeVar("T")
 
-_STRING_KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
-_STRING_KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+_SHORT |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
+_FLOAT32 = np.dtype("float32")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Policy(jmp.Policy):
   """A `jmp.Policy` and what else a run needs to know about precision. Frozen and hashable.
 
-  Equal policies agree in every field but `name`, `reason` and `autocast`; a policy whose other fields are
-  at their defaults also equals the `jmp.Policy` of the same three dtypes.
+  Policies are equal if all fields are but `name` and `reason`. None equals a plain `jmp.Policy`:
+  `same_dtypes` compares the three dtypes.
 
   Attributes:
     param_dtype: dtype of the parameters that the optimiser updates (the master weights).
@@ -46,33 +49,33 @@ class Policy(jmp.Policy):
     optimizer_dtype: dtype in which the optimiser sees parameters and gradients and keeps its state;
       `None`: `param_dtype`.
     matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
-    loss_scaling: `LossScaling`, or `None` for none.
-    fp8: FP8 recipe as sorted (key, value) pairs (`to_dict` gives the mapping); empty: no FP8.
+    loss_scaling: `LossScaling`, or `None` for none; whatever `loss_scaling:` may be in YAML is parsed.
+    fp8: the `Recipe` of FP8 products, or `None` for none; whatever `fp8:` may be in YAML is parsed.
     autocast: whether a training step runs the loss function under `mpjax.autocast`, rather than cast the
       parameters and the batch.
-    overrides: (regex on the module path, policy string) pairs, first match wins; for autocast.
+    overrides: (regex on the module path, `Override`) pairs for autocast, of which the first match wins;
+      parsed from a mapping or from pairs.
     name: what the user called it.
     reason: why this was chosen, where the backend chose.
   """
 
   _: dataclasses.KW_ONLY
-  reduce_dtype: Any = None
-  accum_dtype: Any = None
-  optimizer_dtype: Any = None
+  reduce_dtype: np.dtype | None = None
+  accum_dtype: np.dtype | None = None
+  optimizer_dtype: np.dtype | None = None
   matmul_precision: str | None = None
   loss_scaling: LossScaling | None = None
-  fp8: tuple[tuple[str, Any], ...] = ()
+  fp8: Recipe | None = None
   autocast: bool = False
-  overrides: tuple[tuple[str, str], ...] = ()
+  overrides: tuple[tuple[str, Override], ...] = ()
   name: str | None = None
   reason: str | None = None
 
   def __post_init__(self) -> None:
-    for field in ("param_dtype", "compute_dtype", "output_dtype"):
-      object.__setattr__(self, field, check_dtype(field, getattr(self, field)))
-    for field in ("reduce_dtype", "accum_dtype", "optimizer_dtype"):
-      if getattr(self, field) is not None:
-        object.__setattr__(self, field, check_dtype(field, getattr(self, field)))
+    for field in _FIELDS:
+      value = getattr(self, field)
+      if field.endswith("_dtype") and (value is not None or field in _SHORT.values()):
+        object.__setattr__(self, field, check_dtype(field, value))
     if self.matmul_precision is not None:
       try:
         with jax.default_matmul_precision(self.matmul_precision):
@@ -82,23 +85,11 @@ class Policy(jmp.Policy):
           f"matmul_precision={self.matmul_precision!r}: expected a name of jax.default_matmul_precision "
           f"({error})"
         ) from error
-    object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
-    object.__setattr__(self, "fp8", to_pairs(self.fp8))
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
+    object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
+    object.__setattr__(self, "fp8", parse_recipe(self.fp8))
     object.__setattr__(self, "overrides", parse_overrides(self.overrides))
-
-  @property
-  def fp8_recipe(self) -> Recipe | None:
-    """What `fp8` says, with defaults; `None` for no FP8."""
-    return parse_recipe(self.fp8)
-
-  def without_histories(self) -> Policy:
-    """The policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
-    if self.fp8_recipe is None or self.fp8_recipe.recipe != "delayed":
-      return self
-    pairs = {k: v for k, v in self.fp8 if not k.startswith("amax_")} | {"recipe": "current"}
-    return dataclasses.replace(self, fp8=to_pairs(pairs))
 
   def cast_to_param(self, x: T) -> T:
     """Casts the floating leaves of a tree to `param_dtype`."""
@@ -112,57 +103,70 @@ class Policy(jmp.Policy):
     """Casts the floating leaves of a tree to `output_dtype`."""
     return cast_floating(x, self.output_dtype)
 
-  def with_output_dtype(self, output_dtype: Any) -> Policy:
-    """The same policy with another `output_dtype`."""
+  def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
+    """Returns the same policy with another `output_dtype`."""
     return dataclasses.replace(self, output_dtype=output_dtype)  # type: ignore[call-arg]
 
+  def without_histories(self) -> Policy:
+    """Returns the policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
+    return self if self.fp8 is None else dataclasses.replace(self, fp8=self.fp8.without_histories())
+
+  def same_dtypes(self, other: jmp.Policy) -> bool:
+    """Returns whether a `jmp.Policy` or `Policy` has the same param, compute and output dtypes."""
+    return all(np.dtype(getattr(self, key)) == np.dtype(getattr(other, key)) for key in _SHORT.values())
+
+  @property
+  def label(self) -> str:
+    """A short name for tables: its own, that of the preset it equals, or its dtypes and what else it sets."""
+    same = (name for name in presets() if name != "auto" and get_policy(name) == self)
+    return self.name or next(same, None) or self._dtypes() + "".join(f",{key}=..." for key in self._others())
+
   def to_dict(self) -> dict[str, Any]:
-    """The whole policy as plain data that YAML can hold; `get_policy` takes it back to an equal one."""
-    out: dict[str, Any] = {}
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.name in ("name", "reason"):
-        continue
-      if isinstance(value, np.dtype):
-        value = value.name
-      elif isinstance(value, LossScaling):
-        value = dataclasses.asdict(value)
-      elif field.name == "fp8":
-        value = {key: list(x) if isinstance(x, tuple) else x for key, x in value}
-      elif field.name == "overrides":
-        # A list: the first match wins, and writers of YAML sort the keys of a mapping.
-        value = [list(pair) for pair in value]
-      out[field.name] = value
-    return out
+    """Returns the whole policy as plain data that YAML can hold, which `get_policy` takes back."""
+    return {key: plain(getattr(self, key)) for key in _FIELDS}
 
   def __str__(self) -> str:
-    return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
+    others = self._others()
+    return ",".join([self._dtypes(), write_text(others)] if others else [self._dtypes()])
 
-  def _extras(self) -> tuple[Any, ...]:
-    # A jmp.Policy does not say by which means a training step applies it.
-    skip = ("param_dtype", "compute_dtype", "output_dtype", "name", "reason", "autocast")
-    return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skip)
+  def __repr__(self) -> str:
+    return f"get_policy({str(self)!r})"
 
   def __eq__(self, other: object) -> bool:
-    if isinstance(other, Policy):
-      return _triple(self) == _triple(other) and self._extras() == other._extras()
-    if type(other) is jmp.Policy:
-      return self == get_policy(other)
-    return NotImplemented
+    return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
 
   def __hash__(self) -> int:
-    return hash(_triple(self))
+    return hash(self._key())
+
+  def _dtypes(self) -> str:
+    return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
+
+  def _others(self) -> dict[str, Any]:
+    """What differs from the defaults beside the three dtypes, as little plain data as says it."""
+    usual = dict(zip(_FIELDS, Policy(*[_FLOAT32] * 3)._key(), strict=True))
+    changed = (key for key, value in zip(_FIELDS, self._key(), strict=True) if value != usual[key])
+    return {key: brief(getattr(self, key)) for key in changed if key not in _SHORT.values()}
+
+  def _key(self) -> tuple[Any, ...]:
+    # By name, since np.dtype("float64") == None.
+    values = (getattr(self, key) for key in _FIELDS)
+    return tuple(value.name if isinstance(value, np.dtype) else value for value in values)
 
 
-def get_policy(spec: Any, *, backend: str | None = None) -> Policy:
-  """The policy that `spec` describes.
+_FIELDS = tuple(field.name for field in dataclasses.fields(Policy) if field.name not in ("name", "reason"))
+
+
+def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
+  """Returns the policy that `spec` describes.
 
   Args:
     spec: one of
-      - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, or `auto` (chosen by backend);
-      - a dtype name for all three (`half`, `full`, `float16`, `f32`, ... as in `jmp`);
+      - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, or `auto` (chosen by backend); also by
+        the names of Keras (`mixed_bfloat16`, ...) and Lightning (`bf16-mixed`, `16-true`, ...);
+      - a dtype or its name, for all three (`half`, `full`, `float16`, `f32`, ... as in `jmp`);
       - a `jmp` string: `params=float32,compute=bfloat16,output=float32` or `p=f32,c=bf16,o=f32`, where
-        params defaults to float32, compute to params and output to compute;
+        params defaults to float32, compute to params and output to compute; further fields may follow,
+        as `str(policy)` writes them: `...,loss_scaling=dynamic,autocast=true`;
       - a mapping of `Policy`'s fields, with `base` naming the preset or string to start from;
       - a `jmp.Policy` or a `Policy`.
     backend: platform name for `auto` and `half`; `None` asks `jax.default_backend()`, at the call.
@@ -170,8 +174,11 @@ def get_policy(spec: Any, *, backend: str | None = None) -> Policy:
   Raises:
     ValueError: names the part that is wrong and the choices.
   """
+  if isinstance(spec, (np.dtype, type)):
+    dtype = check_dtype("policy", spec)
+    return Policy(dtype, dtype, dtype, name=dtype.name)
   if isinstance(spec, Policy):
-    return spec
+    return spec  # type: ignore[return-value]  # mypy does not know the base class
   if isinstance(spec, jmp.Policy):
     return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
   if isinstance(spec, Mapping):
@@ -179,124 +186,147 @@ def get_policy(spec: Any, *, backend: str | None = None) -> Policy:
   if isinstance(spec, str):
     return _from_string(spec.strip(), backend)
   raise ValueError(
-    f"policy {spec!r} of type {type(spec).__name__}: expected a string, a mapping, a jmp.Policy or an "
-    f"mpjax.Policy; presets are {', '.join(presets())}"
+    f"policy {reprlib.repr(spec)} of type {type(spec).__name__}: expected a string, a mapping, a dtype, a "
+    f"jmp.Policy or an mpjax.Policy; presets are {', '.join(presets())}"
   )
 
 
 def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
-  """A context in which matrix products are traced at the policy's precision, or at the caller's."""
+  """Returns a context in which matrix products are traced at the policy's precision, or at the caller's."""
   if policy.matmul_precision is None:
     return contextlib.nullcontext()
   return jax.default_matmul_precision(policy.matmul_precision)
 
 
-def presets() -> list[str]:
-  """Names of the presets, in alphabetical order."""
-  return sorted(path.name.removesuffix(".yaml") for path in _compat.preset_dir().iterdir())
+def parse_overrides(
+  spec: Mapping[str, Any] | Sequence[tuple[str, Any]], backend: str | None = None
+) -> tuple[tuple[str, Override], ...]:
+  """Reads per-module overrides.
 
+  Args:
+    spec: (regex on the module path, override) pairs, or a mapping; an override is an `Override`, a dtype, a
+      preset, or a mapping or string of `Override`'s fields and `base`.
+    backend: as for `get_policy`.
 
-def _from_string(text: str, backend: str | None) -> Policy:
-  if "=" in text:
-    return _from_pairs(text, backend)
-  # `bf16` is a preset (float32 master weights) before it is a dtype; `bfloat16` has jmp's meaning.
-  if text not in presets() and (text == "half" or text in DTYPE_NAMES):
-    dtype = parse_dtype(text, text, backend)
-    return Policy(dtype, dtype, dtype, name=text)
-  if text not in presets():
-    choices = [*presets(), "half", *DTYPE_NAMES]
-    raise ValueError(
-      f"unknown policy {text!r} (Unknown dtype or preset): expected one of {', '.join(presets())}, a dtype "
-      f"such as half, or a string such as {_EXAMPLE!r}" + did_you_mean(text, choices)
-    )
-  data = yaml.safe_load(_compat.preset_dir().joinpath(f"{text}.yaml").read_text())
-  if "by_backend" in data:
-    device = platform(backend)
-    data = data["by_backend"][device]
-    return dataclasses.replace(
-      get_policy(data["base"]),
-      name=text,
-      reason=f"{text} on {device}: {data['base']}, {data['reason']}",
-    )
-  return dataclasses.replace(_from_mapping(data, backend), name=text)
-
-
-def _from_pairs(text: str, backend: str | None) -> Policy:
-  dtypes: dict[str, np.dtype] = {}
-  for part in text.split(","):
-    key, _, value = part.partition("=")
-    key = key.strip()
-    if key not in _STRING_KEYS:
-      raise ValueError(
-        f"Unknown key {key!r} in policy {text!r}: expected params (p), compute (c) or output (o)"
-        + did_you_mean(key, list(_STRING_KEYS))
-      )
-    field = _STRING_KEYS[key]
-    if field in dtypes:
-      raise ValueError(f"key {key!r} stands twice in policy {text!r}")
-    dtypes[field] = parse_dtype(value.strip(), text, backend)
-  param = dtypes.get("param_dtype", np.dtype("float32"))
-  compute = dtypes.get("compute_dtype", param)
-  return Policy(param, compute, dtypes.get("output_dtype", compute), name=text)
-
-
-def _from_mapping(spec: Mapping[Any, Any], backend: str | None) -> Policy:
-  fields = [f.name for f in dataclasses.fields(Policy) if f.name not in ("name", "reason")]
-  dtype_fields = [f for f in fields if f.endswith("_dtype")]
-  aliases = {k: v for k, v in _STRING_KEYS.items() if len(k) > 1}
-  values: dict[str, Any] = {}
-  for key, value in spec.items():
-    field = aliases.get(key, key)
-    if field not in (*fields, "base"):
-      choices = ["base", *fields]
-      raise ValueError(
-        f"unknown policy key {key!r}: expected one of {', '.join(choices)}"
-        + did_you_mean(str(key), [*choices, *aliases])
-      )
-    if field in values:
-      raise ValueError(f"policy key {key!r} repeats {field!r}")
-    if field in dtype_fields and value is not None:
-      value = parse_dtype(value, f"{key}: {value}", backend)
-    values[field] = value
-  base = values.pop("base", None)
-  if base is not None:
-    policy = get_policy(base, backend=backend)
-    if values.get("fp8") == {}:  # nothing is changed of what the base says; null takes it away
-      del values["fp8"]
-    return dataclasses.replace(policy, **values)
-  values.setdefault("param_dtype", np.dtype("float32"))
-  values.setdefault("compute_dtype", values["param_dtype"])
-  values.setdefault("output_dtype", values["compute_dtype"])
-  return Policy(**values)
-
-
-def parse_overrides(spec: Any) -> tuple[tuple[str, str], ...]:
-  """(regex, policy string) pairs from a mapping or from pairs; `ValueError` that names what is wrong."""
+  Raises:
+    ValueError: names the pattern, and what of the override is wrong or cannot be set for a module.
+  """
   pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
   if not isinstance(pairs, (list, tuple)) or not all(
     isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs
   ):
-    raise ValueError(f"overrides={spec!r}: expected a mapping from regular expressions to policies")
-  for pattern, policy in pairs:
+    raise ValueError(
+      f"overrides={reprlib.repr(spec)}: expected a mapping from regular expressions to policies"
+    )
+  overrides: dict[str, Override] = {}
+  for pattern, override in pairs:
     try:
       component_regex(pattern)
     except (ValueError, TypeError) as error:
       raise ValueError(f"policy override {pattern!r}: not a regular expression ({error})") from error
-    parsed = get_policy(policy)
-    if not isinstance(policy, str) and parsed.fp8 and parsed.name != "fp8":
+    try:
+      overrides.setdefault(pattern, _read_override(override, backend))  # the first match wins
+    except ValueError as error:
+      raise ValueError(f"policy override {pattern!r}: {error}") from error
+  return tuple(overrides.items())
+
+
+def _from_string(text: str, backend: str | None) -> Policy:
+  if "=" in text:
+    values = read_text(text)
+    policy = _from_mapping(values, backend)
+    return dataclasses.replace(policy, name=text) if values.keys() <= _SHORT.keys() else policy
+  name = ALIASES.get(text, text)
+  # `bf16` is a preset (float32 master weights) before it is a dtype; `bfloat16` has jmp's meaning.
+  if name not in presets():
+    if name != "half" and name not in DTYPE_NAMES:
       raise ValueError(
-        f"policy override {pattern!r}: name the preset, as in {pattern}: fp8; the recipe is that of the "
-        "whole policy's fp8 mapping"
+        f"unknown policy {text!r} (Unknown dtype or preset): expected one of {', '.join(presets())}, a dtype "
+        f"such as half, or a string such as {_EXAMPLE!r}"
+        + did_you_mean(text, [*presets(), "half", *DTYPE_NAMES, *ALIASES])
       )
-  return tuple((pattern, _as_string(get_policy(p)) if not isinstance(p, str) else p) for pattern, p in pairs)
+    dtype = parse_dtype(name, text, backend)
+    return Policy(dtype, dtype, dtype, name=text)
+  data = read_preset(name)
+  if "by_backend" not in data:
+    return dataclasses.replace(_from_mapping(data, backend), name=name)
+  device = platform(backend)
+  chosen = data["by_backend"][device]
+  reason = f"{name} on {device}: {chosen['base']}, {chosen['reason']}"
+  return dataclasses.replace(get_policy(chosen["base"]), name=name, reason=reason)
 
 
-def _as_string(policy: Policy) -> str:
-  return "fp8" if policy.fp8 else str(policy)
+def _from_mapping(spec: Mapping[str, Any], backend: str | None) -> Policy:
+  values = _fields(spec, backend)
+  if "overrides" in values:
+    values["overrides"] = parse_overrides(values["overrides"], backend)
+  base = values.pop("base", None)
+  if base is None:
+    values.setdefault("param_dtype", _FLOAT32)
+    values.setdefault("compute_dtype", values["param_dtype"])
+    values.setdefault("output_dtype", values["compute_dtype"])
+    return Policy(**values)
+  if values.get("fp8") in _NO_CHANGE:
+    del values["fp8"]
+  return dataclasses.replace(get_policy(base, backend=backend), **values)
 
 
-_triple: Callable[[jmp.Policy], tuple[Any, Any, Any]] = lambda p: (
-  p.param_dtype,
-  p.compute_dtype,
-  p.output_dtype,
-)
+_NO_CHANGE: tuple[Any, ...] = ({}, [], ())  # of an `fp8` mapping: the base's stays; null takes it away
+
+
+def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] = ()) -> dict[str, Any]:
+  """A mapping under the fields' own names, its dtypes parsed."""
+  values: dict[str, Any] = {}
+  for key, value in spec.items():
+    field = _SHORT.get(key, key)
+    if field not in ("base", *_FIELDS, *more):
+      choices = ["base", *_FIELDS, *more]
+      raise ValueError(
+        f"unknown policy key {key!r}: expected one of {', '.join([*choices, *_SHORT])}"
+        + did_you_mean(str(key), [*choices, "params", "compute", "output"])
+      )
+    if field in values:
+      raise ValueError(f"policy key {key!r} repeats {field!r}, which stands twice")
+    if field.endswith("_dtype") and value is not None:
+      value = parse_dtype(value, f"{key}: {value}", backend)
+    values[field] = value
+  return values
+
+
+def _read_override(spec: Any, backend: str | None) -> Override:
+  if isinstance(spec, Override):
+    return spec
+  if isinstance(spec, str) and "=" in spec:
+    spec = read_text(spec)
+  if isinstance(spec, Mapping):
+    return _override_from_mapping(spec, backend)
+  policy = get_policy(spec, backend=backend)
+  others = policy._others()
+  if any(policy == get_policy(name) for name in presets() if name != "auto"):
+    for key in ("loss_scaling", "autocast", "fp8"):  # a preset's belong to the run that it is the policy of
+      others.pop(key, None)
+  if others or not policy.same_dtypes(Policy(*[policy.compute_dtype] * 3)):  # more than a dtype
+    others |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}
+  require_possible(others, policy.compute_dtype)
+  return Override(policy.compute_dtype, policy.fp8 is not None)
+
+
+def _override_from_mapping(spec: Mapping[str, Any], backend: str | None) -> Override:
+  values = _fields(spec, backend, tuple(CHOICES))
+  base = _read_override(values.pop("base"), backend) if values.get("base") is not None else Override()
+  changes = {key: values.pop(key) for key in ("compute_dtype", *CHOICES) if key in values}
+  if base.compute_dtype is None and values.keys() & {"param_dtype", "output_dtype"}:
+    changes.setdefault("compute_dtype", values.get("param_dtype", _FLOAT32))  # as in a policy
+  if "fp8" in values and values["fp8"] is None:
+    changes["fp8"] = False
+  elif "fp8" in values and values["fp8"] not in _NO_CHANGE:
+    raise ValueError(
+      f"fp8={values['fp8']!r} cannot be set for a module, whose recipe is the policy's own; "
+      "name the preset, fp8"
+    )
+  values.pop("fp8", None)
+  override = dataclasses.replace(base, **changes)
+  require_possible(values, override.compute_dtype)
+  if override == Override():
+    raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
+  return override

@@ -1,4 +1,4 @@
-"""Policies: every way in and out, equality, and what a cast touches."""
+"""Policies: every way in and out, equality, names of other libraries, and what a cast touches."""
 
 import dataclasses
 import json
@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax.fp8 import Recipe
+from mpjax.policy import Override
 
 NAMES = ("float16", "bfloat16", "float32", "float64")
 
@@ -63,7 +65,7 @@ def test_what_a_spec_means(name, expected, scaled):
 def test_presets_carry_more_than_dtypes():
   assert mpjax.get_policy("tf32").matmul_precision == "tensorfloat32"
   assert mpjax.get_policy("bf16_pure").optimizer_dtype == "float32"
-  assert mpjax.get_policy("fp8").fp8 == (("recipe", "current"),)
+  assert mpjax.get_policy("fp8").fp8 == Recipe()
   assert mpjax.get_policy("fp16").loss_scaling == mpjax.LossScaling()
 
 
@@ -98,6 +100,12 @@ def test_auto_and_half_follow_the_backend(backend, compute, scaled, monkeypatch)
     ("c=f17", ["f17", "float16"]),
     ("compte=f16", ["'compte'", "compute", "did you mean 'compute'"]),
     ("c=f16,compute=f32", ["compute", "twice"]),
+    ("c=f16,c=f32", ["'c'", "twice"]),
+    ("c=f16,bf16", ["'bf16'", "key=value"]),
+    ("c=f16,loss_scaling=sometimes", ["loss_scaling", "sometimes"]),
+    ('c=f16,fp8={"recip":"current"}', ["recip", "did you mean 'recipe'"]),
+    (jnp.float8_e4m3fn, ["float8_e4m3fn"]),
+    (np.dtype(np.int32), ["int32"]),
     ("c=int32", ["int32"]),
     ("c=", ["''"]),
     ({"base": "fp99"}, ["fp99"]),
@@ -141,6 +149,24 @@ def test_yaml_1_1_numbers_and_booleans():
     mpjax.get_policy(yaml.safe_load("loss_scaling: {growth_interval: on}"))
 
 
+FRAGMENTS = [
+  ".*/",
+  "head",
+  r"\d+",
+  "block_[0-3]",
+  "(a|b)",
+  '"',
+  "'",
+  ",",
+  "=",
+  ": ",
+  " #",
+  r"\{",
+  r"\\",
+  "é",
+  "true",
+]
+PATTERNS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4).map("".join)
 SCALINGS = st.one_of(
   st.none(),
   st.builds(
@@ -151,6 +177,38 @@ SCALINGS = st.one_of(
     backoff_factor=st.floats(0.1, 0.9),
   ),
   st.builds(mpjax.LossScaling, kind=st.just("static"), init_scale=st.floats(1e-3, 1e6)),
+  st.builds(mpjax.LossScaling.preset, st.sampled_from(["grad_scaler", "megatron", "deepspeed"])),
+)
+RECIPES = st.one_of(
+  st.none(),
+  st.builds(
+    Recipe,
+    recipe=st.just("current"),
+    margin=st.integers(0, 4),
+    emulate=st.booleans(),
+    pow2_scales=st.booleans(),
+    min_dim=st.integers(1, 256),
+    include=st.lists(PATTERNS, max_size=2).map(tuple),
+    exclude=st.lists(PATTERNS, max_size=2).map(tuple),
+    saved_activations=st.sampled_from(["compute", "fp8"]),
+  ),
+  st.builds(
+    Recipe,
+    recipe=st.just("delayed"),
+    amax_history_len=st.integers(1, 2048),
+    amax_compute=st.sampled_from(["max", "most_recent"]),
+    forward_dtype=st.sampled_from(["e4m3fn", "float8_e4m3fn"]),
+  ),
+  st.builds(Recipe, recipe=st.just("block"), gradient_dtype=st.sampled_from(["e4m3fn", "e5m2"])),
+)
+OVERRIDES = st.one_of(
+  st.sampled_from(["fp32", "bf16", "float16", "fp8", {"base": "fp8", "compute": "float16"}, {"fp8": None}]),
+  st.builds(
+    Override,
+    compute_dtype=st.sampled_from([None, "float32", "bfloat16", "float16"]),
+    loop_carry=st.sampled_from(["float32", "half"]),
+    recompute=st.sampled_from([None, "islands", "nothing"]),
+  ),
 )
 POLICIES = st.builds(
   mpjax.Policy,
@@ -160,16 +218,18 @@ POLICIES = st.builds(
   optimizer_dtype=st.sampled_from([None, "float32", "bfloat16"]),
   matmul_precision=st.sampled_from([None, "highest", "tensorfloat32"]),
   loss_scaling=SCALINGS,
-  fp8=st.sampled_from([(), (("margin", 0), ("recipe", "delayed"))]),
-  overrides=st.sampled_from([(), (("head", "fp32"), (".*/norm", "p=f32,c=f32"))]),
+  fp8=RECIPES,
+  autocast=st.booleans(),
+  overrides=st.lists(st.tuples(PATTERNS, OVERRIDES), max_size=3),
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(policy=POLICIES)
 def test_policies_round_trip_as_strings_mappings_yaml_and_json(policy):
-  assert triple(mpjax.get_policy(str(policy))) == triple(policy)
   for data in (
+    str(policy),
+    yaml.safe_load(yaml.safe_dump({"policy": str(policy)}))["policy"],
     policy.to_dict(),
     yaml.safe_load(yaml.safe_dump(policy.to_dict())),
     json.loads(json.dumps(policy.to_dict())),
@@ -179,17 +239,125 @@ def test_policies_round_trip_as_strings_mappings_yaml_and_json(policy):
     assert hash(again) == hash(policy)
 
 
-def test_equality_with_jmp_and_within():
-  ours, theirs = mpjax.get_policy("bf16"), jmp.get_policy("c=bf16,o=f32")
-  assert ours == theirs
-  assert theirs == ours
-  assert hash(ours) == hash(mpjax.get_policy(theirs))
-  assert ours != jmp.get_policy("half")
-  assert mpjax.get_policy("fp16") != jmp.get_policy("c=f16,o=f32")  # the loss scaling differs
-  assert mpjax.get_policy("tf32") != mpjax.get_policy("fp32")
+@settings(max_examples=100, deadline=None)
+@given(a=POLICIES, b=POLICIES)
+def test_equal_policies_are_those_of_equal_strings_and_fields(a, b):
+  assert (a == b) == (str(a) == str(b)) == (a.to_dict() == b.to_dict())
+  assert a != b or hash(a) == hash(b)
+
+
+CHANGES = {
+  "param_dtype": "bfloat16",
+  "compute_dtype": "float16",
+  "output_dtype": "bfloat16",
+  "reduce_dtype": "float64",  # which NumPy holds equal to None
+  "accum_dtype": "float32",
+  "optimizer_dtype": "float64",
+  "matmul_precision": "highest",
+  "loss_scaling": {"hysteresis": 2},
+  "fp8": {"margin": 1},
+  "autocast": False,
+  "overrides": {"head": "fp32"},
+}
+
+
+def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
+  names = {field.name for field in dataclasses.fields(mpjax.Policy)}
+  assert names == {*CHANGES, "name", "reason"}
+  base = mpjax.get_policy("bf16")
+  for key, value in CHANGES.items():
+    changed = mpjax.get_policy({"base": "bf16", key: value})
+    assert changed != base, key
+    assert len({changed, base}) == 2
+    assert mpjax.get_policy(str(changed)) == changed, key
+  renamed = dataclasses.replace(base, name="mine", reason="because")
+  assert renamed == base
+  assert hash(renamed) == hash(base)
+
+
+def test_a_static_argument_keeps_policies_apart():
+  product = jax.jit(
+    lambda policy, x: mpjax.autocast(jnp.dot, policy)(x, x) if policy.autocast else x @ x, static_argnums=0
+  )
+  x = 1 + 2**-10 * jnp.eye(2)
+  rounded = product(mpjax.get_policy("bf16"), x)
+  assert (rounded != product(mpjax.get_policy({"base": "bf16", "autocast": False}), x)).any()
+
+
+def test_no_policy_equals_one_of_jmp():
+  ours, theirs = mpjax.get_policy("c=bf16,o=f32"), jmp.get_policy("c=bf16,o=f32")
+  assert ours != theirs
+  assert theirs != ours
+  assert ours == mpjax.get_policy(theirs)
+  assert ours.same_dtypes(theirs)
+  assert mpjax.get_policy("bf16").same_dtypes(theirs)
+  assert not ours.same_dtypes(jmp.get_policy("half"))
   assert ours != "bf16"
-  assert {ours: 1}[mpjax.get_policy("p=f32,c=bf16,o=f32")] == 1
   assert ours.with_output_dtype(jnp.float16).output_dtype == "float16"
+
+
+def test_a_string_is_one_of_jmp_where_the_rest_is_at_its_defaults():
+  policy = mpjax.get_policy("c=bf16,o=f32")
+  assert str(policy) == "params=float32,compute=bfloat16,output=float32"
+  assert policy.same_dtypes(jmp.get_policy(str(policy)))
+  fp16 = "params=float32,compute=float16,output=float32,loss_scaling=dynamic,autocast=true"
+  assert str(mpjax.get_policy("fp16")) == fp16
+  assert mpjax.get_policy("base=fp16") == mpjax.get_policy(fp16) == mpjax.get_policy("fp16")
+  policy = {"base": "fp8", "fp8": "delayed", "loss_scaling": 8, "overrides": {".*/head": "fp32"}}
+  assert str(mpjax.get_policy(policy)) == (
+    "params=float32,compute=bfloat16,output=float32,loss_scaling=8.0,fp8=delayed,autocast=true,"
+    'overrides={".*/head":"float32"}'
+  )
+
+
+def test_a_label_is_short():
+  assert mpjax.get_policy({"base": "fp16"}).label == "fp16"
+  assert mpjax.get_policy(mpjax.get_policy("fp8").to_dict()).label == "fp8"
+  assert mpjax.get_policy("c=bf16").label == "c=bf16"
+  policy = mpjax.get_policy(
+    {"compute": "float16", "loss_scaling": {"init_scale": 8}, "overrides": {"a": "fp32"}}
+  )
+  assert policy.label == "params=float32,compute=float16,output=float16,loss_scaling=...,overrides=..."
+
+
+def test_an_error_about_a_policy_does_not_print_the_whole_of_what_was_given():
+  with pytest.raises(ValueError) as error:
+    mpjax.get_policy([list(range(10_000))])
+  assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("nothing", [{}, [], ()])
+@pytest.mark.parametrize("base", ["fp8", {"base": "fp8", "fp8": {"recipe": "delayed", "margin": 2}}])
+def test_an_empty_fp8_mapping_keeps_that_of_the_base_and_null_takes_it_away(base, nothing):
+  assert mpjax.get_policy({"base": base, "fp8": nothing}) == mpjax.get_policy(base)
+  assert mpjax.get_policy({"base": base, "fp8": None}) == mpjax.get_policy("bf16")
+
+
+@pytest.mark.parametrize(
+  ("theirs", "ours"),
+  [
+    ("mixed_bfloat16", "bf16"),
+    ("mixed_float16", "fp16"),
+    ("bf16-mixed", "bf16"),
+    ("16-mixed", "fp16"),
+    ("bf16-true", "bf16_pure"),
+    ("16-true", "params=float16,compute=float16,output=float16"),
+    ("32-true", "fp32"),
+    (jnp.bfloat16, "bfloat16"),
+    (jnp.float16, "float16"),
+    (np.float32, "fp32"),
+    (jnp.dtype("bfloat16"), "bfloat16"),
+  ],
+)
+def test_names_of_other_libraries_and_dtypes(theirs, ours):
+  assert mpjax.get_policy(theirs) == mpjax.get_policy(ours)
+  assert mpjax.get_policy({"base": theirs}) == mpjax.get_policy(ours)
+
+
+def test_presets_are_read_once(monkeypatch):
+  mpjax.get_policy("fp16")
+  monkeypatch.setattr(yaml, "safe_load", None)
+  assert mpjax.get_policy("fp16").loss_scaling == mpjax.LossScaling()
 
 
 def test_policies_are_frozen():

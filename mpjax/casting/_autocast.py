@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from mpjax import _compat
+from mpjax._policy_text import brief
+from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax.casting import _fp8_products
 from mpjax.casting._casting_rules import Rules
 from mpjax.casting._decide import Plan
@@ -75,6 +77,9 @@ def autocast(
     ValueError: for a policy or a list that is not understood, and when called, for an override that matches
       no module path (it lists the paths there are).
     TypeError: when called, if `fun` returns something that is neither array nor number.
+
+  Warns:
+    PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype.
   """
   require_recompute(recompute)
   if ops is not None and not isinstance(ops, OpLists):
@@ -89,6 +94,8 @@ def autocast(
       f"autocast of {fun!r}: expected a function; the policy is the second argument, as in "
       "mpjax.autocast(f, 'bf16') or @mpjax.autocast(policy='bf16')"
     )
+
+  warn_of_bare_dtype(policy)
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -237,8 +244,8 @@ def make_rules(policy: Policy, ops: OpLists | None, overrides: Any, recompute: s
   """What decides, from autocast's arguments."""
   if policy.fp8 and policy.compute_dtype.itemsize != 2:
     raise ValueError(
-      f"fp8={dict(policy.fp8)} with compute_dtype={policy.compute_dtype.name!r}: FP8 products are those that "
-      "would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
+      f"fp8={brief(policy.fp8)!r} with compute_dtype={policy.compute_dtype.name!r}: FP8 products are those "
+      "that would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
     )
   resolved = Overrides(policy, overrides)
   return Rules(ops or OpLists.default(), resolved, policy.accum_dtype, islands=recompute != "nothing")

@@ -90,7 +90,7 @@ class Explanation:
     islands = len({row.island for row in self.rows if row.island is not None})
     casts = sum(row.casts for row in self.rows)
     return (
-      f"policy {self.policy.name or self.policy}: {len(self.rows)} operations, {casts} casts "
+      f"policy {self.policy.label}: {len(self.rows)} operations, {casts} casts "
       f"({_count(sum(row.cast_bytes for row in self.rows))}B), {islands} float32 islands; "
       f"matrix FLOPs: {', '.join(parts) or 'none'}"
     )

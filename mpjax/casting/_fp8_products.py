@@ -186,7 +186,7 @@ def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out
   scales = probe = None
   recipe = fp8.recipe
   if recipe.recipe == "delayed" and fp8.site not in histories.scales:
-    recipe = dataclasses.replace(recipe, recipe="current")
+    recipe = recipe.without_histories()
   elif fp8.site is not None:
     of_lhs, of_rhs, of_gradient = histories.scales[fp8.site]
     scales = (of_lhs, of_rhs, of_gradient)

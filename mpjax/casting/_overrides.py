@@ -1,15 +1,18 @@
-"""Module paths, and the per-module policies that are chosen by them."""
+"""Module paths, and the per-module settings that are chosen by them."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._override import Override
 from mpjax.fp8._recipe import Recipe
 from mpjax.patterns import component_regex
-from mpjax.policy import Policy, get_policy, parse_overrides
+from mpjax.policy import Policy, parse_overrides
 
 # Scopes with which autocast marks a program for autocasts outside it.
 FULL_PRECISION = "full_precision"
@@ -17,75 +20,66 @@ OUTPUT = "autocast_output"
 
 
 def join(prefix: str, path: str) -> str:
-  """A path inside another."""
+  """Returns a path inside another."""
   return f"{prefix}/{path}" if prefix and path else prefix or path
 
 
-def half_dtype(policy: Policy) -> np.dtype | None:
-  """The half dtype that a policy computes in, or `None` if it computes in float32 or wider."""
-  return policy.compute_dtype if policy.compute_dtype.itemsize < 4 else None
-
-
 class Overrides:
-  """Policies by regular expression on the module path, and which of them matched.
+  """The settings of each module: those of the policy, changed by the first override that matches.
 
   A regex has to match whole components of the path, anywhere in it: `head` matches `GPT/head` and what lies
-  under it, not `GPT/header`. The first that matches wins.
+  under it, not `GPT/header`.
+
+  Args:
+    policy: whose settings hold where nothing matches, and whose own overrides come last.
+    overrides: further ones, tried first; whatever `mpjax.policy.parse_overrides` takes, or `None`.
   """
 
-  def __init__(self, policy: Policy, overrides: Any):
-    self._recipe = policy.fp8_recipe
+  def __init__(self, policy: Policy, overrides: Mapping[str, Any] | None):
+    dtype = policy.compute_dtype if policy.compute_dtype.itemsize <= 4 else np.dtype("float32")
+    self._default = Override(dtype, policy.fp8 is not None and dtype.itemsize == 2)
+    self._recipe = policy.fp8 or Recipe()
     self._rules = [
-      (pattern, component_regex(pattern), *self._of(get_policy(spec)))
-      for pattern, spec in [*parse_overrides(overrides or ()), *policy.overrides]
+      (pattern, component_regex(pattern), self._completed(override))
+      for pattern, override in [*parse_overrides(overrides or ()), *policy.overrides]
     ]
-    self._default = self._of(policy)
-    self._resolved: dict[str, tuple[np.dtype | None, Recipe | None]] = {}
+    self._resolved: dict[str, Override] = {}
     self._matched: set[str] = set()
 
   @property
   def nothing_to_do(self) -> bool:
-    """Whether everything computes in float32, without a look at its paths."""
-    return self._default == (None, None) and not self._rules
+    """True if everything computes in float32, without a look at its paths."""
+    return _half(self._default) is None and not self._rules
 
   @property
   def any_half(self) -> np.dtype:
     """A half dtype that is in use, bfloat16 if none is."""
-    in_use = (self._default[0], *(dtype for _, _, dtype, _ in self._rules))
-    return next((dtype for dtype in in_use if dtype is not None), np.dtype(jnp.bfloat16))
+    return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))
 
   @property
   def recipes(self) -> set[Recipe]:
-    """The FP8 recipes in use."""
-    return {recipe for recipe in (self._default[1], *(recipe for *_, recipe in self._rules)) if recipe}
+    """The FP8 recipes in use: none, or the policy's."""
+    return {self._recipe} if any(settings.fp8 for settings in self._settings) else set()
 
   def half_at(self, path: str) -> np.dtype | None:
-    """The half dtype that a module computes in, or `None` for float32."""
-    return self._at(path)[0]
+    """Returns the half dtype that a module computes in; `None` for float32."""
+    return _half(self._at(path))
 
   def recipe_at(self, path: str) -> Recipe | None:
-    """The FP8 recipe of a module's matrix products, or `None` for none."""
-    return self._at(path)[1]
+    """Returns the FP8 recipe of a module's matrix products; `None` for none."""
+    return self._recipe if self._at(path).fp8 else None
+
+  def loop_carry_at(self, path: str) -> str | None:
+    """Returns how the carries of a module's loops are to be held, as `Override.loop_carry`."""
+    return self._at(path).loop_carry
+
+  def recompute_at(self, path: str) -> str | None:
+    """Returns what of a module the backward pass is to compute again, as `Override.recompute`."""
+    return self._at(path).recompute
 
   def uniform_below(self, path: str) -> bool:
-    """Whether a path in float32 can have nothing in half precision under it."""
-    return FULL_PRECISION in path.split("/") or all(dtype is None for _, _, dtype, _ in self._rules)
-
-  def _of(self, policy: Policy) -> tuple[np.dtype | None, Recipe | None]:
-    """The half dtype and the recipe of a policy; an override's recipe is that of the whole policy."""
-    return half_dtype(policy), policy.fp8_recipe and (self._recipe or policy.fp8_recipe)
-
-  def _at(self, path: str) -> tuple[np.dtype | None, Recipe | None]:
-    if path not in self._resolved:
-      self._resolved[path] = self._resolve(path)
-    return self._resolved[path]
-
-  def _resolve(self, path: str) -> tuple[np.dtype | None, Recipe | None]:
-    found = [(pattern, (half, recipe)) for pattern, regex, half, recipe in self._rules if regex.search(path)]
-    self._matched |= {pattern for pattern, _ in found}
-    if FULL_PRECISION in path.split("/"):
-      return None, None
-    return found[0][1] if found else self._default
+    """Returns whether a path in float32 can have nothing in half precision under it."""
+    return FULL_PRECISION in path.split("/") or all(_half(settings) is None for _, _, settings in self._rules)
 
   def check_all_matched(self) -> None:
     """Raises `ValueError` for a regex that matched no path, naming the paths there are."""
@@ -97,3 +91,28 @@ class Overrides:
           f"policy override {pattern!r} matches no module path; the paths are "
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
+
+  @property
+  def _settings(self) -> list[Override]:
+    return [self._default, *(settings for _, _, settings in self._rules)]
+
+  def _completed(self, override: Override) -> Override:
+    """The override with the policy's own settings where it says nothing."""
+    changes = {key: value for key, value in vars(override).items() if value is not None}
+    return dataclasses.replace(self._default, **changes)
+
+  def _at(self, path: str) -> Override:
+    if path not in self._resolved:
+      found = [(pattern, settings) for pattern, regex, settings in self._rules if regex.search(path)]
+      self._matched |= {pattern for pattern, _ in found}
+      settings = found[0][1] if found else self._default
+      self._resolved[path] = _IN_FULL_PRECISION if FULL_PRECISION in path.split("/") else settings
+    return self._resolved[path]
+
+
+_IN_FULL_PRECISION = Override(np.dtype("float32"))
+
+
+def _half(settings: Override) -> np.dtype | None:
+  dtype = settings.compute_dtype
+  return None if dtype is None or dtype.itemsize >= 4 else dtype

@@ -14,7 +14,7 @@ import yaml
 from mpjax import formats
 from mpjax.cli._config_arguments import add_config, parse
 from mpjax.cli._exit_status import guarded
-from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, policy_name, print_report
+from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
 from mpjax.train._config import Config
 from mpjax.train._config_file import find_config, load_config, read_tree
@@ -80,7 +80,7 @@ def _numerics(options: argparse.Namespace) -> None:
   batches, keep = _number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = _number(own, "steps", 0 if checkpoint else _STEPS, 0)
   subject = open_subject(config, checkpoint)
-  recipe, used = config.resolve_policy().fp8_recipe, subject.step.policy.fp8_recipe
+  recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
     _say(
       console,
@@ -134,7 +134,7 @@ def _inspect(
 
 
 def _write(report: NumericsReport, name: str, options: Any, console: Any) -> None:
-  policy = policy_name(report.policy)
+  policy = report.policy.label
   policy = policy if policy.isidentifier() else "custom"
   page = (
     pathlib.Path(options.html) if options.html else pathlib.Path("runs/numerics") / f"{name}-{policy}.html"
@@ -163,7 +163,7 @@ def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.conso
   batch = load_batch(found, subject.next_batch())
   _say(
     console,
-    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {policy_name(subject.step.policy)}",
+    f"batch {found}, checkpoint of step {int(subject.state.step)}, policy {subject.step.policy.label}",
   )
   with console.status("computing the step operation by operation"):
     report = find_nonfinite(subject.step, subject.state, subject.place(batch))
@@ -174,7 +174,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
   """The config with the advised policy, as a new file."""
   assert report.advice is not None
   policy = dict(report.advice.policy)
-  if "fp8" in policy or policy.get("base") == "fp8":  # delayed scaling is looked at without its histories
+  if get_policy(policy).fp8 is not None:  # delayed scaling is looked at without its histories
     asked = get_policy(load_config(path, overrides).policy)
     policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
   tree = read_tree(path, overrides) | {"policy": policy}

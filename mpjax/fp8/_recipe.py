@@ -1,8 +1,9 @@
-"""`Recipe`: how a policy's matrix products become FP8, as its `fp8` mapping says."""
+"""`Recipe`: how matrix products become FP8, as the `fp8` mapping of a policy says."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ _AMAX_COMPUTE = ("max", "most_recent")
 _SAVED = ("compute", "fp8")
 _LARGEST_MARGIN = 64
 _DELAYED_ONLY = ("amax_history_len", "amax_compute")
+# The fields that a kind of recipe does not use. The scales of blocks are powers of two in any case.
+_UNUSED = {"delayed": (), "current": _DELAYED_ONLY, "block": (*_DELAYED_ONLY, "margin", "pow2_scales")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """What is quantised, to which format, and by which scale.
+  """A rule for FP8 products: what is quantised, to which format, and by which scale.
 
   Attributes:
     recipe: where scales come from. `current`: the largest magnitude (amax) of this very tensor. `delayed`:
@@ -90,6 +93,8 @@ class Recipe:
         "fp8.saved_activations='fp8' does not apply to recipe: block, whose forward and backward products "
         "scale blocks of different elements"
       )
+    usual = {field.name: field.default for field in dataclasses.fields(self)}
+    _check_kind(self.recipe, {key for key, value in usual.items() if getattr(self, key) != value})
 
   @property
   def forward(self) -> np.dtype:
@@ -103,11 +108,26 @@ class Recipe:
 
   @property
   def multiple(self) -> int:
-    """What every dimension of a product must be a multiple of."""
+    """The number that every dimension of a product must be a multiple of."""
     return BLOCK if self.recipe == "block" else 16
 
+  def without_histories(self) -> Recipe:
+    """Returns the recipe with `current` in place of `delayed` scaling: for inference."""
+    if self.recipe != "delayed":
+      return self
+    usual = Recipe()
+    return dataclasses.replace(
+      self, recipe="current", amax_history_len=usual.amax_history_len, amax_compute=usual.amax_compute
+    )
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the fields that the recipe uses as plain data, which `parse_recipe` takes back."""
+    used = [f.name for f in dataclasses.fields(self) if f.name not in _UNUSED[self.recipe]]
+    values = {name: getattr(self, name) for name in used}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
   def excludes(self, path: str) -> str | None:
-    """Why products at a module path are not quantised, or `None` if they may be."""
+    """Returns the reason why products at a module path are not quantised; `None` if they may be."""
     for pattern in self.exclude:
       if component_regex(pattern).search(path):
         return f"fp8.exclude has {pattern!r}"
@@ -116,8 +136,17 @@ class Recipe:
     return None
 
 
-def parse_recipe(spec: Any) -> Recipe | None:
-  """A `Recipe` from a policy's `fp8` mapping or (key, value) pairs; `None` from an empty one.
+RecipeLike = Recipe | str | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
+
+
+def parse_recipe(spec: RecipeLike) -> Recipe | None:
+  """Reads what a policy's `fp8` key may be.
+
+  Args:
+    spec: a `Recipe`, the name of one, a mapping of its fields, or (key, value) pairs.
+
+  Returns:
+    The `Recipe`; `None` for `None` and for an empty mapping.
 
   Raises:
     ValueError: names the key that is wrong, and what was expected.
@@ -139,28 +168,16 @@ def parse_recipe(spec: Any) -> Recipe | None:
         f"unknown fp8 key {key!r}: expected one of {', '.join(fields)}" + did_you_mean(str(key), fields)
       )
   values = {key: _value(key, fields[key].default, value) for key, value in given.items()}
-  kind = values.get("recipe", "current")
-  for key in _DELAYED_ONLY:
-    if key in values and kind != "delayed":
-      raise ValueError(f"fp8 key {key!r} belongs to recipe: delayed, not to recipe: {kind}")
-  if kind == "block":
-    for key in ("margin", "pow2_scales"):
-      if key in values:
-        raise ValueError(f"fp8 key {key!r} does not apply to recipe: block, whose scales are powers of two")
+  _check_kind(values.get("recipe", "current"), given)
   return Recipe(**values)
 
 
-def to_pairs(spec: Any) -> tuple[tuple[str, Any], ...]:
-  """A policy's `fp8` value as sorted, hashable pairs, checked."""
-  recipe = parse_recipe(spec)
-  if recipe is None:
-    return ()
-  usual = Recipe(recipe=recipe.recipe)
-  given = {"recipe"} if isinstance(spec, (str, Recipe)) else set(dict(spec))
-  if isinstance(spec, Recipe):
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    given |= {name for name in names if getattr(recipe, name) != getattr(usual, name)}
-  return tuple(sorted((key, getattr(recipe, key)) for key in given))
+def _check_kind(kind: str, keys: Iterable[str]) -> None:
+  """Raises for keys that a kind of recipe does not use."""
+  for key in _UNUSED[kind]:
+    if key in keys:
+      why = "belongs to recipe: delayed, not to" if key in _DELAYED_ONLY else "does not apply to"
+      raise ValueError(f"fp8 key {key!r} {why} recipe: {kind}")
 
 
 def _value(key: str, default: Any, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._inspection import inspect_numerics
-from mpjax.numerics._report import NumericsReport, policy_name
+from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 from mpjax.numerics.render._report_terminal import print_report
 
@@ -15,6 +15,5 @@ __all__ = [
   "Origin",
   "find_nonfinite",
   "inspect_numerics",
-  "policy_name",
   "print_report",
 ]

@@ -121,7 +121,7 @@ def inspect_numerics(
   if advise and reference is not False:
 
     def trial(policy: Policy) -> NumericsReport:
-      say(f"trying {policy.name or 'a changed policy'}")
+      say(f"trying {policy.label}")
       changed = step.with_policy(policy.without_histories())
       one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
       one.add(first)

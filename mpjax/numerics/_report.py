@@ -18,7 +18,7 @@ from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, share_lost
 from mpjax.numerics.render._report_html import plain_data, save_html
 from mpjax.numerics.render._report_picture import save_pictures
 from mpjax.numerics.render._report_text import advice_lines, summary_lines
-from mpjax.policy import Policy, get_policy, presets
+from mpjax.policy import Policy
 
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
@@ -85,7 +85,7 @@ class NumericsReport:
     batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
     against = "" if self.reference_loss is None else f" (float32: {self.reference_loss:.6g})"
     return [
-      f"{title}: policy {policy_name(self.policy)}, {batches} ({self.rows} rows), step {self.step}",
+      f"{title}: policy {self.policy.label}, {batches} ({self.rows} rows), step {self.step}",
       f"loss {self.loss:.6g}{against}, loss scale {power_of_two(self.loss_scale)}",
     ]
 
@@ -119,7 +119,7 @@ class NumericsReport:
       {
         "version": 1,
         "title": self.title,
-        "policy": policy_name(self.policy),
+        "policy": self.policy.label,
         "compute_dtype": self.policy.compute_dtype.name,
         "backend": jax.default_backend(),
         "versions": {"mpjax": __version__, "jax": jax.__version__},
@@ -161,9 +161,3 @@ class NumericsReport:
     if self.advice is not None:
       lines += ["", *advice_lines(self.advice, self.findings), self.advice.yaml.rstrip()]
     return "\n".join(lines)
-
-
-def policy_name(policy: Policy) -> str:
-  """Returns a policy's own name, that of the preset it equals, or its dtypes."""
-  same = (name for name in presets() if name != "auto" and get_policy(name) == policy)
-  return policy.name or next(same, str(policy))

@@ -133,7 +133,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _label(step: Callable[..., Any], policy: Policy | None) -> str:
   if policy is not None:
-    return policy.name or str(policy)
+    return policy.label
   return getattr(step, "__name__", None) or "step"
 
 

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Float
 
 from mpjax._lazy import nnx
+from mpjax._policy_text import brief, plain
 from mpjax._tree import named_leaves
 from mpjax._types import Array, Metrics, PyTree
 from mpjax.casting._autocast import make_rules
@@ -37,10 +38,9 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
   """
   for key, means in () if policy.autocast else _NEEDS_AUTOCAST:
     value = getattr(policy, key)
-    if value not in (None, ()):
-      shown = dict(value) if isinstance(value, tuple) else value
+    if plain(value) not in (None, []):
       raise ValueError(
-        f"policy key {key}={shown!r} asks for {means}, which needs autocast: true in the policy"
+        f"policy key {key}={brief(value)!r} asks for {means}, which needs autocast: true in the policy"
       )
   if policy.reduce_dtype is not None and not over_devices:
     raise ValueError(

@@ -47,7 +47,7 @@ class StepOptions:
     require_recompute(self.recompute)
 
   def __repr__(self) -> str:
-    shown = [f"policy={self.policy.name or str(self.policy)!r}"]
+    shown = [f"policy={self.policy.label!r}"]
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name not in ("policy", "wrt", "layout") and value != field.default:

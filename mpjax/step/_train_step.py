@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Float32
 
 from mpjax._lazy import nnx
+from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
 from mpjax.casting._autocast import init_fp8_state
 from mpjax.casting._explain import Explanation, explain
@@ -103,7 +104,12 @@ def make_train_step(
   Raises:
     ValueError: if the policy is not understood, asks for something that this step does not do, or
       `accumulate` is not a positive integer.
+
+  Warns:
+    PrecisionWarning: for a bare half-precision dtype as a policy, which has also parameters, gradients and
+      optimiser state in that dtype, and no loss scaling.
   """
+  warn_of_bare_dtype(policy)
   options = StepOptions(
     policy=get_policy(policy),
     wrt=nnx.Param if wrt is None else wrt,

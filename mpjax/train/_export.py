@@ -20,7 +20,7 @@ import safetensors
 import safetensors.flax
 
 from mpjax._tree import named_leaves, path_text
-from mpjax.fp8._recipe import BLOCK, Recipe, to_pairs
+from mpjax.fp8._recipe import BLOCK, Recipe
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
@@ -172,9 +172,9 @@ def _fp8_names(
   config: Config, info: DataInfo, policy: Policy, params: Any, model_state: Any
 ) -> Iterable[str]:
   """Names of the weights of FP8 products."""
-  recipe = policy.without_histories().fp8_recipe or Recipe()
+  recipe = policy.without_histories().fp8 or Recipe()
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
-  fp8 = dataclasses.replace(half, fp8=to_pairs(dataclasses.replace(recipe, emulate=True)), autocast=True)
+  fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   task = make_task(config, info, fp8)
   rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
   names = task.fp8_weights(params, model_state, _example(info, rows), fp8)

@@ -107,5 +107,4 @@ def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
 
 
 def _label(policy: Policy, recompute: str) -> str:
-  name = policy.name or str(policy)
-  return name if recompute == DEFAULT_RECOMPUTE else f"{name} recompute={recompute}"
+  return policy.label if recompute == DEFAULT_RECOMPUTE else f"{policy.label} recompute={recompute}"

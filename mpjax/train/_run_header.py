@@ -28,7 +28,7 @@ def header_rows(
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   scaling = policy.loss_scaling
   return {
-    "policy": policy.reason or f"{policy.name or 'custom'} ({policy})",
+    "policy": policy.reason or policy.label,
     **_fp8(policy),
     "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
@@ -48,7 +48,7 @@ def _devices(layout: Layout, policy: Policy) -> str:
 
 
 def _fp8(policy: Policy) -> dict[str, str]:
-  recipe = policy.fp8_recipe
+  recipe = policy.fp8
   if recipe is None:
     return {}
   has_units, lack = fp8_units(recipe)

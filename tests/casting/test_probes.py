@@ -149,7 +149,7 @@ def compare(fun, policy, args, argnums=(0, 1), **options):
   points = find_points(fun, policy)(*args)
 
   state = {}
-  if policy is not None and any(value == "delayed" for _, value in policy.fp8):
+  if policy is not None and policy.fp8 is not None and policy.fp8.recipe == "delayed":
     state = mpjax.init_fp8_state(fun, policy)(*args)
     assert jax.tree.leaves(state)
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 import mpjax
-from mpjax.fp8._recipe import Recipe, parse_recipe, to_pairs
+from mpjax.fp8 import Recipe
+from mpjax.fp8._recipe import parse_recipe
 
 DEFAULTS = {
   "recipe": "current",
@@ -72,7 +73,6 @@ def test_a_key_sets_its_own_field_and_no_other(key):
 @pytest.mark.parametrize("empty", [None, {}, (), []])
 def test_nothing_is_no_recipe(empty):
   assert parse_recipe(empty) is None
-  assert to_pairs(empty) == ()
 
 
 @pytest.mark.parametrize("name", ["current", "delayed", "block"])
@@ -201,11 +201,10 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_error_names_key_value_and_choices(case):
   spec, named = WRONG[case]
-  for parse in (parse_recipe, to_pairs):
-    with pytest.raises(ValueError) as error:
-      parse(spec)
-    missing = [part for part in named if part not in str(error.value)]
-    assert not missing, f"{error.value} does not say {missing}"
+  with pytest.raises(ValueError) as error:
+    parse_recipe(spec)
+  missing = [part for part in named if part not in str(error.value)]
+  assert not missing, f"{error.value} does not say {missing}"
 
 
 @pytest.mark.parametrize(
@@ -256,12 +255,10 @@ def named(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=named)
-def test_pairs_are_sorted_hashable_and_mean_the_same(spec):
-  pairs = to_pairs(spec)
-  assert list(pairs) == sorted(pairs)
-  hash(pairs)
-  assert parse_recipe(pairs) == parse_recipe(spec)
-  assert to_pairs(pairs) == to_pairs(dict(pairs)) == pairs
+def test_a_recipe_comes_back_from_its_fields(spec):
+  recipe = parse_recipe(spec)
+  assert parse_recipe(recipe.to_dict()) == parse_recipe(tuple(recipe.to_dict().items())) == recipe
+  assert hash(parse_recipe(recipe.to_dict())) == hash(recipe)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=named)
@@ -275,7 +272,7 @@ def test_a_policy_with_fp8_comes_back_from_plain_data(spec, through):
   again = mpjax.get_policy(through(policy.to_dict()))
   assert again == policy
   assert hash(again) == hash(policy)
-  assert parse_recipe(again.fp8) == parse_recipe(spec)
+  assert again.fp8 == parse_recipe(spec)
 
 
 def test_names_of_one_format_make_equal_policies():
@@ -293,14 +290,28 @@ def test_a_policy_refuses_what_its_fp8_mapping_may_not_hold(case):
 
 
 def test_the_preset_has_a_recipe():
-  assert parse_recipe(mpjax.get_policy("fp8").fp8).recipe == "current"
-  assert parse_recipe(mpjax.get_policy("bf16").fp8) is None
+  assert mpjax.get_policy("fp8").fp8 == Recipe(recipe="current")
+  assert mpjax.get_policy("bf16").fp8 is None
 
 
-@pytest.mark.parametrize("field", ["recipe", "forward_dtype"])
-def test_a_recipe_is_checked_however_it_is_made(field):
-  with pytest.raises(ValueError, match=field):
-    parse_recipe(Recipe(**{field: "banana"}))
+def test_inference_has_no_histories():
+  recipe = Recipe(recipe="delayed", amax_history_len=4, margin=2, exclude=("head",))
+  assert recipe.without_histories() == Recipe(recipe="current", margin=2, exclude=("head",))
+  assert Recipe(recipe="block").without_histories() == Recipe(recipe="block")
+
+
+@pytest.mark.parametrize(
+  ("fields", "named"),
+  [
+    ({"recipe": "banana"}, "recipe"),
+    ({"forward_dtype": "banana"}, "forward_dtype"),
+    ({"amax_history_len": 16}, "amax_history_len"),
+    ({"recipe": "block", "margin": 1}, "margin"),
+  ],
+)
+def test_a_recipe_is_checked_however_it_is_made(fields, named):
+  with pytest.raises(ValueError, match=named):
+    Recipe(**fields)
 
 
 def test_blocks_of_amd_formats_need_their_formats_named_for_both_or_once():

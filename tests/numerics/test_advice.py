@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.policy import Override
 from tests.numerics._planted_models import chain, planted
 
 RATE = 8e-4
@@ -263,7 +264,7 @@ def test_a_loss_scale_of_the_optimisers_own_is_left_to_it(scale):
   assert problems(report) == {UNDERFLOW}
   advised = mpjax.get_policy(report.advice.policy)
   assert advised.loss_scaling is None
-  assert advised.overrides == (("small", "bf16"),)
+  assert advised.overrides == (("small", Override("bfloat16")),)
   assert report.advice.left == ()
 
 
@@ -301,7 +302,7 @@ def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
   assert ("error", "spiky") in problems(report)
   advised = mpjax.get_policy(report.advice.policy)
   assert "spiky" in dict(advised.overrides)
-  assert dict(advised.fp8)["emulate"]
+  assert advised.fp8.emulate
   assert not [f for f in report.advice.left if f.kind == "error"]
 
 

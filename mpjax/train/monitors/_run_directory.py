@@ -179,8 +179,9 @@ def _require_same(path: pathlib.Path, text: str) -> None:
 def _with_defaults(tree: Any) -> Any:
   """A config of an earlier release with the keys that it did not have; as it is, if it is no config."""
   try:
-    return Config.model_validate(tree).model_dump(mode="json") | {"policy": tree["policy"]}
-  except (pydantic.ValidationError, TypeError, KeyError):
+    config = Config.model_validate(tree)
+    return config.model_dump(mode="json") | {"policy": config.resolve_policy().to_dict()}
+  except (pydantic.ValidationError, TypeError, ValueError):
     return tree
 
 

@@ -1,0 +1,85 @@
+"""`Override`: what a policy changes for some modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._policy_text import plain
+from mpjax.dtypes import check_dtype
+
+CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+  """What a policy changes for the modules whose path a pattern matches; `None` leaves it as it is.
+
+  Attributes:
+    compute_dtype: float32, bfloat16 or float16, for matrix products and what follows them.
+    fp8: whether the products are FP8, by the recipe of the policy; with a `compute_dtype`, `None` is `False`.
+    loop_carry: how the carry of a `scan` or `while` is held, `"float32"` or `"half"`.
+    recompute: `"islands"` if the backward pass computes float32 islands again, `"nothing"` if it keeps them.
+  """
+
+  compute_dtype: np.dtype | None = None
+  fp8: bool | None = None
+  loop_carry: str | None = None
+  recompute: str | None = None
+
+  def __post_init__(self) -> None:
+    dtype = self.compute_dtype
+    if dtype is not None:
+      dtype = check_dtype("compute_dtype", dtype)
+      object.__setattr__(self, "compute_dtype", dtype)
+      object.__setattr__(self, "fp8", bool(self.fp8))
+      if dtype.itemsize > 4:
+        raise ValueError(f"compute_dtype={dtype.name!r}: autocast computes in float32 or in half precision")
+    if self.fp8 and (dtype is None or dtype.itemsize != 2):
+      raise ValueError("fp8 needs a half-precision compute_dtype beside it")
+    for key, choices in CHOICES.items():
+      if getattr(self, key) not in (None, *choices):
+        raise ValueError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(choices)}")
+
+  def to_data(self) -> str | dict[str, Any]:
+    """Returns the override as plain data: the name of a dtype, `fp8`, or a mapping."""
+    out: dict[str, Any] = {key: getattr(self, key) for key in CHOICES if getattr(self, key) is not None}
+    if self.fp8:
+      out["base"] = "fp8"
+    elif self.fp8 is False and self.compute_dtype is None:
+      out["fp8"] = None
+    if self.compute_dtype is not None and not (self.fp8 and self.compute_dtype == jnp.bfloat16):
+      out["compute_dtype"] = self.compute_dtype.name
+    alone = out.keys() in ({"base"}, {"compute_dtype"})
+    return next(iter(out.values())) if alone else out
+
+
+def require_possible(values: Mapping[str, Any], compute_dtype: np.dtype | None) -> None:
+  """Raises for fields of an override that a module cannot have of its own.
+
+  Args:
+    values: the fields, under their names in a policy.
+    compute_dtype: that of the override.
+
+  Raises:
+    ValueError: names the field.
+  """
+  computes = plain(compute_dtype)  # dtypes go by name here, since np.dtype("float64") == None
+  for key, value in ((key, plain(value)) for key, value in values.items()):
+    if key == "param_dtype":
+      possible = value == "float32"
+    elif key == "output_dtype":
+      possible = value in ("float32", computes)
+    elif key == "autocast":
+      possible = value is True or computes == "float32"
+    else:
+      possible = value in (None, "none", [], {})
+    if not possible:
+      raise ValueError(
+        f"{key}={value!r} cannot be set for a module, since it holds for the whole program: put it into the "
+        "policy, beside overrides"
+      )

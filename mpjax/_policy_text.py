@@ -1,0 +1,96 @@
+"""Policies as plain data and as text: `params=float32,compute=float16,output=float32,loss_scaling=dynamic`.
+
+    text  = key "=" value { "," key "=" value }
+    value = a JSON value (true, null, 1024.0, "...", {...}, [...]), or else what stands before the next comma
+
+With the keys `params`, `compute` and `output` alone it is a string of `jmp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpjax.fp8._recipe import Recipe
+from mpjax.loss_scale._presets import LossScaling
+
+_WORD = re.compile(r"[\w.+-]+")
+_END = re.compile(r"\s*(?:,|$)")
+
+
+def plain(value: Any) -> Any:
+  """A field's value as data that YAML and JSON can hold."""
+  if isinstance(value, np.dtype):
+    return value.name
+  if isinstance(value, LossScaling):
+    return dataclasses.asdict(value)
+  if isinstance(value, Recipe):
+    return value.to_dict()
+  if isinstance(value, tuple):
+    # A list: the first match wins, and writers of YAML sort the keys of a mapping.
+    return [[pattern, override.to_data()] for pattern, override in value]
+  return value
+
+
+def brief(value: Any) -> Any:
+  """The same without what is the default: `dynamic`, 1024.0, `{"recipe": "delayed", "margin": 1}`."""
+  if isinstance(value, tuple):
+    return {pattern: override.to_data() for pattern, override in value}
+  if not isinstance(value, (LossScaling, Recipe)):
+    return plain(value)
+  kind = "kind" if isinstance(value, LossScaling) else "recipe"
+  whole, usual = plain(value), plain(type(value)(getattr(value, kind)))
+  changed = {key: entry for key, entry in whole.items() if entry != usual[key]}
+  if whole[kind] == "static" and changed.keys() <= {"init_scale"}:
+    return whole["init_scale"]
+  return {kind: whole[kind], **changed} if changed else whole[kind]
+
+
+def read_text(text: str) -> dict[str, Any]:
+  """Returns keys and values of a text; values that are not JSON are strings.
+
+  Raises:
+    ValueError: for a part without `=`, or a key that stands twice.
+  """
+  values: dict[str, Any] = {}
+  start = 0
+  while start <= len(text):
+    equals = text.find("=", start)
+    if equals < 0:
+      raise ValueError(f"{text[start:].strip()!r} in policy {text!r}: expected key=value")
+    key = text[start:equals].strip()
+    if key in values:
+      raise ValueError(f"key {key!r} stands twice in policy {text!r}")
+    values[key], start = _read_value(text, equals + 1)
+  return values
+
+
+def write_text(values: Mapping[str, Any]) -> str:
+  """Returns the text that `read_text` takes back to these keys and values, which JSON can hold."""
+  return ",".join(f"{key}={_write_value(value)}" for key, value in values.items())
+
+
+def _read_value(text: str, start: int) -> tuple[Any, int]:
+  """Returns the value that starts there, and where the next key starts."""
+  start += len(text[start:]) - len(text[start:].lstrip())
+  try:
+    value, end = json.JSONDecoder().raw_decode(text, start)
+  except ValueError:
+    end = len(text) + 1
+  else:
+    if (comma := _END.match(text, end)) is not None:
+      return value, max(comma.end(), comma.start() + 1)
+  end = text.find(",", start)
+  end = len(text) if end < 0 else end
+  return text[start:end].strip(), end + 1
+
+
+def _write_value(value: Any) -> str:
+  if isinstance(value, str) and _WORD.fullmatch(value) and _read_value(value, 0)[0] == value:
+    return value
+  return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
