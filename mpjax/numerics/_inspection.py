@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import PyTree
+from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
@@ -41,9 +41,9 @@ _LARGE = 1 << 28
 
 def inspect_numerics(
   target: TrainStep | Callable[..., Any],
-  state: Any,
+  state: PyTree,
   batches: PyTree,
-  policy: Any = None,
+  policy: PolicyLike | None = None,
   *,
   tx: optax.GradientTransformation | None = None,
   reference: bool | TrainStep = True,
@@ -133,9 +133,9 @@ def inspect_numerics(
 class _Programs(NamedTuple):
   """The passes for batches of one shape, and the points that each looks at, by module and name."""
 
-  mine: Callable[[TrainState, Any], Seen]
+  mine: Callable[[TrainState, PyTree], Seen]
   points: dict[tuple[str, str], Point]
-  theirs: Callable[[TrainState, Any], Seen] | None
+  theirs: Callable[[TrainState, PyTree], Seen] | None
   wide_points: dict[tuple[str, str], Point]
 
 
@@ -360,7 +360,11 @@ def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
 
 
 def _step_of(
-  target: Any, state: Any, policy: Any, tx: Any, init: Mapping[str, Any]
+  target: TrainStep | Callable[..., Any],
+  state: PyTree,
+  policy: PolicyLike | None,
+  tx: optax.GradientTransformation | None,
+  init: Mapping[str, Any],
 ) -> tuple[TrainStep, TrainState, bool]:
   """Returns the step, its state, and whether there are updates to look at."""
   if isinstance(target, TrainStep):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._tree import cast_like, named_leaves
-from mpjax._types import PyTree
+from mpjax._types import Array, PyTree
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
@@ -24,6 +24,10 @@ from mpjax.step._optimizer import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
 KEPT_IN = ("bfloat16", "float16")
+
+
+# (state, batch, pieces) to the loss over the pieces, its gradients, and what is kept at each point.
+ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Array]]]
 
 
 class Seen(NamedTuple):
@@ -81,7 +85,7 @@ def make_pass(
   updates: bool = False,
   save_memory: bool = False,
   pieces: int = 1,
-) -> Callable[[TrainState, Any], Seen]:
+) -> Callable[[TrainState, PyTree], Seen]:
   """Returns a jitted pass: (state, batch) -> Seen; the state is left as it is.
 
   Args:
@@ -93,61 +97,64 @@ def make_pass(
     save_memory: whether the backward pass computes again all but the results of matrix products.
     pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
   """
+  gradients = _probed_gradients(step, points, summary, scale, save_memory)
 
   def run(state: TrainState, batch: PyTree) -> Seen:
-    return _run(step, points, summary, scale, updates, save_memory, pieces, state, batch)
+    with matmul_precision(step.policy):
+      loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
+    of_updates = _updates(step, state, grads, loss, summary) if updates else {}
+    scaler = find_scaler(state.opt_state)
+    if scaler is not None:
+      grads = unscale(hide(grads), scaler.scale)
+    return Seen(loss, kept, _each(summary, hide(state.params)), _each(summary, hide(grads)), of_updates)
 
   return jax.jit(run)
 
 
-def _run(
-  step: TrainStep,
-  points: list[Point],
-  summary: Summary,
-  scale: float,
-  updates: bool,
-  save_memory: bool,
-  pieces: int,
-  state: TrainState,
-  batch: PyTree,
-) -> Seen:
-  at_each = lambda x, probe: look(x, probe, summary, scale)
+def _probed_gradients(
+  step: TrainStep, points: list[Point], summary: Summary, scale: float, save_memory: bool
+) -> ProbedGradients:
+  """Returns a function from (state, batch, pieces) to loss / pieces, its gradients, and what is kept."""
 
-  def scaled_loss(params: PyTree, probes: list[Any], piece: PyTree) -> tuple[Any, Any]:
-    def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
-      return watched(fun, policy, probes, at_each, **options)
+  def gradients(state: TrainState, batch: PyTree, pieces: int) -> tuple[Array, PyTree, list[Array]]:
+    def scaled_loss(params: PyTree, probes: list[Array]) -> tuple[Array, Array]:
+      def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
+        return watched(fun, policy, probes, lambda x, probe: look(x, probe, summary, scale), **options)
 
-    scaled, loss = _loss(step, state, piece, watch, params)
-    # Gradients of the mean over all rows.
-    return scaled / pieces, loss / pieces
+      scaled, loss = _loss(step, state, batch, watch, params)
+      # Gradients of the mean over all rows.
+      return scaled / pieces, loss / pieces
 
-  if save_memory:
-    scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
-  gradients = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
-
-  def one(total: tuple[Any, Any], piece: PyTree) -> tuple[tuple[Any, Any], list[Any]]:
+    if save_memory:
+      scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
     probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
-    (_, loss), (grads, kept) = gradients(step.loss.compute_params(state), probes, piece)
+    passed = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    (_, loss), (grads, kept) = passed(step.loss.compute_params(state), probes)
+    return loss, grads, kept
+
+  return gradients
+
+
+def _over_pieces(
+  gradients: ProbedGradients, state: TrainState, batch: PyTree, pieces: int
+) -> tuple[Array, PyTree, list[Array]]:
+  """Returns the loss, its gradients in float32 at least, and what each piece kept: [pieces, ...]."""
+  wide = lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
+  first = (jnp.zeros([], jnp.float32), jax.tree.map(wide, state.params))
+
+  def add(total: tuple[Array, PyTree], piece: PyTree) -> tuple[tuple[Array, PyTree], list[Array]]:
+    loss, grads, kept = gradients(state, piece, pieces)
     grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
     return (total[0] + loss, grads), kept
 
-  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-  first = (jnp.zeros([], jnp.float32), zeros)
-  with matmul_precision(step.policy):
-    if pieces == 1:
-      (loss, grads), kept = one(first, batch)
-      kept = [x[None] for x in kept]
-    else:
-      split = split_batch(pieces, batch)
-      (loss, grads), kept = jax.lax.scan(one, first, split)
-  of_updates = _updates(step, state, grads, loss, summary) if updates else {}
-  scaler = find_scaler(state.opt_state)
-  if scaler is not None:
-    grads = unscale(hide(grads), scaler.scale)
-  return Seen(loss, kept, _each(summary, hide(state.params)), _each(summary, hide(grads)), of_updates)
+  if pieces == 1:
+    (loss, grads), kept = add(first, batch)
+    return loss, grads, [x[None] for x in kept]
+  (loss, grads), kept = jax.lax.scan(add, first, split_batch(pieces, batch))
+  return loss, grads, kept
 
 
-def plain_loss(step: TrainStep) -> Callable[[TrainState, Any], Any]:
+def plain_loss(step: TrainStep) -> Callable[[TrainState, PyTree], Array]:
   """Returns a function from (state, batch) to the unscaled loss."""
   return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
 
@@ -177,7 +184,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
 
 def _loss(
   step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
   """Returns the scaled loss, and the loss as it is."""
   loss = dataclasses.replace(step.loss, transform=transform)
   params = loss.compute_params(state) if params is None else params

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._text import bytes_text
-from mpjax._types import PyTree
+from mpjax._types import PolicyLike, PyTree
 from mpjax.planner._figures import Collective, Compiled, Memory, ProductGroup
 from mpjax.planner._results import Plan
 from mpjax.planner._targets import Target, get_target
@@ -37,7 +37,7 @@ def plan(
   target: str | Target | None = None,
   compile: bool | str = "auto",
   label: str | None = None,
-  policy: Any = None,
+  policy: PolicyLike | None = None,
   parts: Mapping[str | int, str] | None = None,
   donate_argnums: int | Sequence[int] | None = None,
 ) -> Plan:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax import _compat
 from mpjax._lazy import nnx
-from mpjax._types import ClosedJaxpr, PyTree
+from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._fp8_on_target import policy_on_target
 from mpjax.planner._targets import Target
@@ -65,7 +65,7 @@ def trace_step(
   abstract_args: Sequence[PyTree] | Mapping[str, PyTree],
   device: Target,
   *,
-  policy: Any = None,
+  policy: PolicyLike | None = None,
   parts: Mapping[str | int, str] | None = None,
   donate_argnums: int | Sequence[int] | None = None,
 ) -> TracedStep:

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.export
 
+from mpjax._types import Array, PyTree
 from mpjax.planner._targets import Target
 
 _TIMEOUT = 3600
@@ -81,7 +82,9 @@ def missing(target: Target) -> str:
   return ""
 
 
-def compile_step(step: Any, args: tuple[Any, ...], donated: Sequence[int], target: Target) -> Program:
+def compile_step(
+  step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: Sequence[int], target: Target
+) -> Program:
   """Compiles a function for a target.
 
   Args:
@@ -96,7 +99,7 @@ def compile_step(step: Any, args: tuple[Any, ...], donated: Sequence[int], targe
   leaves, structure = jax.tree.flatten(args)
 
   # A program that travels cannot have the user's own tree types.
-  def flat(*leaves: Any) -> list[Any]:
+  def flat(*leaves: Array) -> list[Array]:
     return jax.tree.leaves(step(*jax.tree.unflatten(structure, leaves)))
 
   jitted = jax.jit(flat, donate_argnums=tuple(donated), keep_unused=True)
@@ -147,7 +150,7 @@ def _live(memory: Any) -> int:
   return live if live > memory.temp_size_in_bytes // 4 else 0
 
 
-def _compile_here(jitted: Any, args: Sequence[Any]) -> Program:
+def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Program:
   start = time.perf_counter()
   try:
     compiled = jitted.lower(*args).compile()
@@ -156,7 +159,7 @@ def _compile_here(jitted: Any, args: Sequence[Any]) -> Program:
   return Program(**figures(compiled, time.perf_counter() - start))
 
 
-def _exported(jitted: Any, args: Sequence[Any], target: Target) -> bytes:
+def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -> bytes:
   platform = "cuda" if target.kind == "gpu" else target.kind
   try:
     try:
@@ -177,7 +180,9 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> bytes:
     raise CompileError(f"the step cannot be taken to {target.name}: {_first_lines(str(error))}") from error
 
 
-def _export(jitted: Any, args: Sequence[Any], platform: str, calls: Sequence[str]) -> Any:
+def _export(
+  jitted: jax.stages.Wrapped, args: Sequence[Any], platform: str, calls: Sequence[str]
+) -> jax.export.Exported:
   checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
   return jax.export.export(jitted, platforms=[platform], disabled_checks=checks)(*args)
 
