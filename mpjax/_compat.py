@@ -9,7 +9,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -17,6 +17,10 @@ import numpy as np
 import optax
 from jax._src import clusters, core, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
+from jax.extend.core import Literal, Var
+
+if TYPE_CHECKING:
+  from typing_extensions import TypeIs
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(
@@ -50,9 +54,9 @@ def is_array(leaf: Any) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
 
 
-def is_variable(atom: Any) -> bool:
-  """Whether a jaxpr's atom is a variable, and not a literal."""
-  return not isinstance(atom, jax.extend.core.Literal)
+def is_variable(atom: Var | Literal) -> TypeIs[Var]:
+  """Returns whether a jaxpr's atom is a variable, and not a literal."""
+  return not isinstance(atom, Literal)
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
