@@ -165,7 +165,7 @@ class Explanation:
     lines = []
     for island in self.islands:
       kept = f"{_count(island.kept_bytes)}B" + (f" in {island.kept_in}" if island.kept_in else "")
-      names = _counted(island.operations)
+      names = _counted(island.operations, most=5)
       lines.append((island.path or "(no module)", names, kept, f"{_count(island.recomputed_bytes)}B"))
     return _table(head, lines) if lines else ""
 
@@ -236,8 +236,10 @@ def _reasons(title: str, rows: Iterable[ExplainedOperation], prefix: str = "") -
   return _table((title, "operations", "because"), lines) if lines else ""
 
 
-def _counted(names: Sequence[str]) -> str:
-  return ", ".join(f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
+def _counted(names: Sequence[str], most: int | None = None) -> str:
+  """Returns names as text, each once with its count; no more than the first few of them."""
+  counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
+  return ", ".join(counted[:most] + ["..."] * (len(counted) > (most or len(counted))))
 
 
 @dataclasses.dataclass
@@ -303,11 +305,13 @@ def _casts(plan: CastPlan, node: Node, made: set[tuple[Var, np.dtype]]) -> Itera
 
 def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
+  again = [node for node in island.nodes if node.listed != "allow"]
+  # What the products at its end read besides is kept with or without the island.
+  read = {a for node in again for a in node.equation.invars if _compat.is_variable(a)}
   kept = 0
   for variable, dtype in island.inputs:
     narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF
-    kept += _bytes(variable, island.saved if narrow else dtype)
-  again = [node for node in island.nodes if node.listed != "allow"]
+    kept += _bytes(variable, island.saved if narrow else dtype) if variable in read else 0
   inside = sum(_bytes(v, dtype_of(v)) for node in again for v in node.equation.outvars)
   return ExplainedIsland(
     number=number,

@@ -303,3 +303,44 @@ def test_unknown_primitives_are_left_as_they_are_and_listed():
   listed = mpjax.explain(fun, "bf16", ops=ops.replace(infer=ops.infer | {"strange"}))(X)
   assert listed.unknown == ()
   assert mpjax.explain(lambda x: jax.lax.reduce_precision(x @ W, 8, 4), "bf16")(X).unknown == ()
+
+
+CARRIES = {  # (step, dtype, what the reason says)
+  "residual stream": (lambda c, x: (c + (c @ x.T) @ x, None), "bfloat16", "weights of its own"),
+  "sampler": (lambda c, x: (c + jnp.tanh(c @ W) @ W, None), "float32", "same weights"),
+  "layers": (lambda c, x: (jnp.tanh(c @ W), None), "bfloat16", "anew"),
+  "sum": (lambda c, x: (c + x @ W, None), "float32", "a sum"),
+  "decay": (lambda c, x: (0.9 * c + jnp.tanh(c @ W), None), "float32", "decays"),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_loops_carry_has_its_dtype_and_the_reason(name):
+  step, dtype, reason = CARRIES[name]
+
+  def fun(x):
+    with jax.named_scope("rnn"):
+      return jax.lax.scan(step, x, jnp.stack([x] * 3))[0]
+
+  explanation = explained(fun, X)
+  (carry,) = explanation.carries
+  assert (carry.path, carry.primitive, carry.shape, carry.dtype) == ("rnn/carry_0", "scan", X.shape, dtype)
+  assert reason in carry.why
+  assert carry.path in str(explanation)
+  assert reason in str(explanation)
+
+
+def test_what_is_no_float32_is_no_carry():
+  fun = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c @ W, x)
+  assert [carry.path for carry in explained(fun, X).carries] == ["carry_1"]
+
+
+def test_an_island_has_what_it_keeps_and_what_it_computes_again():
+  explanation = explained(network, W, X)
+  island = explanation.islands[0]
+  rows = [row for row in explanation.rows if row.island == island.number and row.list != "allow"]
+  assert island.path == "net/attention"
+  assert island.operations == tuple(row.primitive for row in rows)
+  assert island.kept_bytes == 2 * X.size  # the product's result, in half precision
+  assert island.recomputed_bytes >= 4 * X.size * 3  # the difference, the exponential and the quotient
+  assert "net/attention" in str(explanation).partition("computed again")[2]
