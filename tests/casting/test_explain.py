@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpjax
 from tests.casting._conformance import normal
-from tests.casting._jaxprs import PRODUCTS, equations
+from tests.casting._jaxprs import PRODUCTS, equations, named
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))
@@ -344,3 +344,40 @@ def test_an_island_has_what_it_keeps_and_what_it_computes_again():
   assert island.kept_bytes == 2 * X.size  # the product's result, in half precision
   assert island.recomputed_bytes >= 4 * X.size * 3  # the difference, the exponential and the quotient
   assert "net/attention" in str(explanation).partition("computed again")[2]
+
+
+def rnn(x):
+  """A loop with a memory that decays, and activations that pass through layers."""
+
+  def step(carry, _):
+    memory, y = carry
+    return (0.9 * memory + jnp.tanh(memory @ W), jnp.tanh(y @ W)), None
+
+  with jax.named_scope("rnn"):
+    return jax.lax.scan(step, (x, x), None, length=3)[0]
+
+
+@pytest.mark.parametrize(
+  ("overrides", "dtypes"),
+  [
+    ({}, ["float32", "bfloat16"]),
+    ({"rnn": {"loop_carry": "float32"}}, ["float32", "float32"]),
+    ({"rnn": {"loop_carry": "half"}}, ["bfloat16", "bfloat16"]),
+    ({"rnn/carry_0": {"loop_carry": "half"}}, ["bfloat16", "bfloat16"]),
+    ({"carry_1": {"loop_carry": "float32"}}, ["float32", "float32"]),
+  ],
+)
+def test_overrides_set_how_a_loops_carry_is_held(overrides, dtypes):
+  explanation = explained(rnn, X, overrides=overrides)
+  assert [carry.dtype for carry in explanation.carries] == dtypes
+  (scan,) = named("scan", mpjax.autocast(rnn, "bf16", overrides=overrides), X)
+  assert [v.aval.dtype.name for v in scan.outvars] == dtypes
+  set_by_user = sum("an override" in carry.why for carry in explanation.carries)
+  assert set_by_user == (0 if not overrides else 2 if "rnn" in overrides else 1)
+
+
+def test_an_override_sets_what_a_module_computes_again():
+  overrides = {"net/attention": {"recompute": "nothing"}}
+  assert [island.path for island in explained(network, W, X, overrides=overrides).islands] == []
+  islands = explained(network, W, X, overrides={"head": {"recompute": "nothing"}}).islands
+  assert [island.path for island in islands] == ["net/attention"]
