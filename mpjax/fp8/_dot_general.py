@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -134,8 +135,13 @@ register(
 
 
 @functools.partial(jax.jit, static_argnames=("dimension_numbers", "spec"))
-def _eager(*operands: Any, dimension_numbers: Dims, spec: Spec) -> jax.Array:
+def _compiled(*operands: Array, dimension_numbers: Dims, spec: Spec) -> Array:
   return fp8_dot_general_p.bind(*operands, dimension_numbers=dimension_numbers, spec=spec)
+
+
+def _eager(*operands: Array, dimension_numbers: Dims, spec: Spec) -> Array:
+  with jax.disable_jit(False):  # or `_compiled` would end here again
+    return _compiled(*operands, dimension_numbers=dimension_numbers, spec=spec)
 
 
 def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) -> Any:

@@ -153,6 +153,20 @@ def test_two_calls_that_share_a_state_do_not_blow_up():
       assert (history >= INNER[site][i] / 2).all()
 
 
+def test_what_two_calls_remember_together_saturates_neither():
+  small, large = exact_batch(1, largest=3), exact_batch(2, largest=48)
+  one = lambda state, batch: mpjax.autocast(loss, delayed(), fp8_state=state)(W, *batch)
+  step = jit(jax.grad(lambda state, a, b: one(state, a) + one(state, b)))
+  state = first_state(loss, W, *large)
+  for _ in range(2):  # the entry of the first step is the newest, and then an older one
+    state = step(state, small, large)
+    for site, of in newest(state).items():
+      both = [by_site(amaxes(W, *batch))[site] for batch in (small, large)]
+      for value, first, second in zip(of, *both, strict=True):
+        assert max(first, second) <= value <= first + second
+    np.testing.assert_array_equal(jit(one)(state, large), loss(W, *large))
+
+
 def test_a_shared_layer_has_one_history():
   fun = lambda w, x, c: jnp.sum(act(act(act(x @ w[0]) @ w[1]) @ w[1]) @ w[2] * c)
   w = [W[0], W[1], W[4]]
