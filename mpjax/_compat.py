@@ -6,21 +6,14 @@ import contextlib
 import functools
 import math
 import pathlib
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
 import numpy as np
-import optax
-from jax._src import clusters, core, distributed, sharding_impls, source_info_util
+from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
-from jax.extend.core import Literal, Var
-
-if TYPE_CHECKING:
-  from typing_extensions import TypeIs
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(
@@ -54,9 +47,9 @@ def is_array(leaf: Any) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
 
 
-def is_variable(atom: Var | Literal) -> TypeIs[Var]:
-  """Returns whether a jaxpr's atom is a variable, and not a literal."""
-  return not isinstance(atom, Literal)
+def is_variable(atom: Any) -> bool:
+  """Whether a jaxpr's atom is a variable, and not a literal."""
+  return not isinstance(atom, jax.extend.core.Literal)
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -229,11 +222,6 @@ def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., A
   return run_forward, run_backward
 
 
-def axes_in_scope() -> bool:
-  """Whether the traced code may name mapped axes: inside `shard_map`, `pmap` or a `vmap` with a name."""
-  return bool(core.get_axis_env().axis_sizes) or bool(jax.sharding.get_abstract_mesh().axis_names)
-
-
 def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[Any]:
   """Evaluates a closed jaxpr without arguments, each value replaced by what `at_definition` makes of it.
 
@@ -244,40 +232,11 @@ def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[An
   environment = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
   read = lambda atom: environment[atom] if is_variable(atom) else atom.val
   for equation in closed.jaxpr.eqns:
-    parameters = equation.primitive.get_bind_params(equation.params)
-    scope = str(equation.source_info.name_stack)
-    with equation.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
-      out = equation.primitive.bind(*map(read, equation.invars), **parameters)
-    for variable, value in zip(
-      equation.outvars, out if equation.primitive.multiple_results else [out], strict=True
-    ):
+    with at(equation):
+      out = bind(equation, [read(atom) for atom in equation.invars])
+    for variable, value in zip(equation.outvars, out, strict=True):
       environment[variable] = at_definition(variable, value)
   return [read(atom) for atom in closed.jaxpr.outvars]
-
-
-class MultiStepsOutside(NamedTuple):
-  """An `optax.MultiSteps` that calls; whether it has a rule by which it may drop gradients."""
-
-  may_skip: bool
-
-
-def multi_steps_outside(guard: types.CodeType) -> MultiStepsOutside | None:
-  """The `optax.MultiSteps` from whose `update` this is called, at any depth; `None` if there is none.
-
-  optax passes a wrapped transform no word of its wrapper, so the call stack is asked. One that is itself
-  called from `guard`, at least twice on the stack then, is protected by that.
-  """
-  found = None
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    if frame.f_code is optax.MultiSteps.update.__code__:
-      rule = getattr(frame.f_locals["self"], "_should_skip_update_fn", None)
-      default = getattr(rule, "__qualname__", "MultiSteps.").startswith("MultiSteps.")
-      found = MultiStepsOutside(may_skip=not default)
-    elif found is not None and frame.f_code is guard:
-      return None
-    frame = frame.f_back
-  return found
 
 
 def vary_like(tree: Any, like: Any) -> Any:

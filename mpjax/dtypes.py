@@ -62,6 +62,15 @@ def cast_floating(tree: T, dtype: Any) -> T:
   return jax.tree.map(cast, tree)
 
 
+def at_least_float32(dtype: Any) -> np.dtype:
+  """Returns `dtype` if it is floating or complex and no narrower than float32, else float32.
+
+  Unlike `jnp.promote_types` it is the same under `jax_numpy_dtype_promotion=strict`.
+  """
+  wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+  return np.dtype(dtype if wide else jnp.float32)
+
+
 def parse_dtype(value: Any, where: str, backend: str | None) -> np.dtype:
   """The dtype that a name of `DTYPE_NAMES`, `half` or a dtype means; `where` goes into the error."""
   if value == "half":

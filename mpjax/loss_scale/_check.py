@@ -12,7 +12,7 @@ import optax
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import TrackSkipsState
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
-from mpjax.loss_scale._state_access import all_loss_scales
+from mpjax.loss_scale._state_access import all_loss_scales, refuse_multi_steps_outside
 from mpjax.loss_scale._transform import LossScaleState
 
 # Far apart: a clip outside may sit at any size. The made-up gradients are in float32, which holds both.
@@ -42,6 +42,7 @@ def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_ar
     ValueError: if there is no loss scale, or says which leaf went wrong and why.
   """
   first = tx.init(params)
+  refuse_multi_steps_outside(first)
   alone = len(all_loss_scales(first)) == 1
   update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
   gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]

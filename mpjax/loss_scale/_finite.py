@@ -1,4 +1,4 @@
-"""Whether a tree is finite, and its leaves unscaled: the leaf-wise arithmetic of loss scaling."""
+"""Asks whether a tree is finite, and unscales its leaves: the leaf-wise arithmetic of loss scaling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, PyTree
 
 T = TypeVar("T")
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every inexact leaf of `tree` is finite.
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+  """Returns whether every inexact leaf of `tree` is finite.
 
   Integer, boolean, key, `float0` and `None` leaves count as finite; an empty tree is finite; a complex
   leaf is finite when both its parts are. One reduction a leaf, one scalar out, no host synchronisation.
@@ -28,7 +29,7 @@ def all_finite(tree: Any) -> jax.Array:
   return functools.reduce(operator.and_, leaves, jnp.asarray(True))
 
 
-def unscale(tree: T, scale: jax.Array) -> T:
+def unscale(tree: T, scale: Float32[Array, ""]) -> T:
   """Divides the inexact leaves of `tree` by `scale`, in float32 or wider.
 
   Args:
@@ -53,7 +54,7 @@ def unscale(tree: T, scale: jax.Array) -> T:
 
 
 def is_inexact(leaf: Any) -> bool:
-  """Whether `leaf` is a floating or complex array, or a Python number of such a kind."""
+  """Returns whether `leaf` is a floating or complex array, or a Python number of such a kind."""
   dtype = getattr(leaf, "dtype", None)
   if dtype is None:
     return isinstance(leaf, (float, complex))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._finite import is_inexact
 
 
@@ -110,7 +111,7 @@ def divide(tree: Any, scale: jax.Array) -> Any:
   def leaf(g: Any) -> Any:
     if not is_inexact(g):
       return g
-    wide = jnp.promote_types(g.dtype, jnp.float32)
+    wide = at_least_float32(g.dtype)
     out = g.astype(wide) / scale.astype(jnp.finfo(wide).dtype)
     if wide != g.dtype:
       out = jnp.where((g != 0) & (jnp.abs(out) < float(jnp.finfo(g.dtype).tiny)), jnp.nan, out)
@@ -127,7 +128,7 @@ def start(dtype: Any, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def _start_backward(dtype: Any, like: jax.Array, cotangents: Any) -> tuple[jax.Array, jax.Array]:
   g, token = cotangents
-  wide = jnp.promote_types(like.dtype, jnp.float32)
+  wide = at_least_float32(like.dtype)
   return divide(g.astype(wide), _sole(token)).astype(like.dtype), jnp.zeros_like(token)
 
 
@@ -139,7 +140,7 @@ start.defvjp(lambda dtype, x, token: ((x.astype(dtype), token), x.ravel()[:0]), 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def finish(enter: Callable[..., jax.Array], value: jax.Array, token: jax.Array) -> jax.Array:
   """`value` in float32, whose gradient is scaled in that dtype before it is cast to that of `value`."""
-  return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+  return value.astype(at_least_float32(value.dtype))
 
 
 def _finish_backward(
@@ -153,7 +154,7 @@ def _finish_backward(
 
 finish.defvjp(
   lambda enter, value, token: (
-    value.astype(jnp.promote_types(value.dtype, jnp.float32)),
+    value.astype(at_least_float32(value.dtype)),
     value.ravel()[:0],
   ),
   _finish_backward,
@@ -173,7 +174,7 @@ def _fork_backward(n: int, _: None, cotangents: Any) -> tuple[jax.Array, jax.Arr
   scales = jax.vmap(_sole)(tokens)
   # A copy that nothing was made of has neither gradient nor scale: it takes the largest of the others.
   scales = jnp.where(used, scales, jnp.where(used.any(), jnp.max(jnp.where(used, scales, 0)), 1.0))
-  wide = gradients.astype(jnp.promote_types(gradients.dtype, jnp.float32))
+  wide = gradients.astype(at_least_float32(gradients.dtype))
   ratio = lambda scale: (scale / scales).reshape(n, *[1] * (wide.ndim - 1)).astype(wide.dtype)
   tops = jnp.abs(wide.reshape(n, -1)).max(1) if wide.size else jnp.zeros([n], wide.dtype)
   limit = float(jnp.finfo(gradients.dtype).max)
@@ -199,12 +200,13 @@ def tie(token: jax.Array, like: jax.Array) -> jax.Array:
 def _sole(token: jax.Array) -> jax.Array:
   """The scale of a token that came by one path; 1 for none, NaN for several."""
   scale, paths = token
-  return jnp.where(paths == 1, scale, jnp.where(paths == 0, 1.0, jnp.nan))
+  known = jnp.where(paths == 1, scale, jnp.where(paths == 0, 1.0, 0.0))
+  return known / (paths <= 1).astype(known.dtype)  # 0 / 0 for several; no NaN otherwise, for jax_debug_nans
 
 
 def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
   """`g` times a scale that may not fit in `g`'s dtype."""
-  wide = jnp.promote_types(g.dtype, jnp.float32)
+  wide = at_least_float32(g.dtype)
   return (g.astype(wide) * scale.astype(wide)).astype(g.dtype)
 
 

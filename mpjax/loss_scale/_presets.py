@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class LossScaling:
   A scale or factor that is not a power of two is allowed, and makes unscaling round every gradient.
 
   Attributes:
-    kind: `"dynamic"`, or `"static"` (the scale stays `init_scale`, the adjustment fields are unused).
+    kind: `"dynamic"`, or `"static"`: the scale stays `init_scale`. The other fields mean nothing then: they
+      are not checked, and become the defaults.
     init_scale: first scale.
     growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
     backoff_factor: multiplies the scale when `hysteresis` non-finite steps were seen.
@@ -94,6 +96,10 @@ class LossScaling:
   def __post_init__(self) -> None:
     if self.kind not in ("dynamic", "static"):
       raise ValueError(f"loss scaling kind {self.kind!r}: expected 'dynamic' or 'static'")
+    if self.kind == "static":
+      for field in dataclasses.fields(self):
+        if field.name not in ("kind", "init_scale"):
+          object.__setattr__(self, field.name, field.default)
     for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
       object.__setattr__(self, name, number(name, getattr(self, name)))
     for name in ("growth_interval", "hysteresis"):
@@ -124,18 +130,31 @@ class LossScaling:
       )
 
 
-def parse_loss_scaling(spec: Any) -> LossScaling | None:
-  """The `LossScaling` that `spec` describes.
+@runtime_checkable
+class HasLossScaling(Protocol):
+  """An `mpjax.Policy`, of which only this is known here."""
+
+  loss_scaling: LossScaling | None
+
+
+LossScalingSpec: TypeAlias = LossScaling | HasLossScaling | Mapping[str, Any] | str | float | None
+
+
+def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
+  """Returns the `LossScaling` that `spec` describes, `None` for none.
 
   Args:
-    spec: a `LossScaling`; `None` or `"none"`; `"dynamic"`; the name of a preset; a number (a static
-      scale); or a mapping of `LossScaling`'s fields, with `preset` naming the one to start from.
+    spec: a `LossScaling`, or a policy that has one; `None` or `"none"`; `"dynamic"`; the name of a preset; a
+      number (a static scale); or a mapping of `LossScaling`'s fields, with `preset` naming the one to start
+      from.
 
   Raises:
     ValueError: names the part that is wrong and the choices.
   """
   if spec is None or isinstance(spec, LossScaling):
     return spec
+  if isinstance(spec, HasLossScaling):
+    return spec.loss_scaling
   if isinstance(spec, Mapping):
     fields = [f.name for f in dataclasses.fields(LossScaling)]
     for key in spec:
@@ -154,8 +173,8 @@ def parse_loss_scaling(spec: Any) -> LossScaling | None:
     return LossScaling(kind="static", init_scale=number("loss_scaling", spec))
   except ValueError as error:
     raise ValueError(
-      f"loss_scaling={spec!r}: expected none, dynamic, a preset ({', '.join(PRESETS)}), a number (a static "
-      "scale), or a mapping such as {kind: dynamic, init_scale: 65536}"
+      f"loss_scaling={_short(spec)}: expected none, dynamic, a preset ({', '.join(PRESETS)}), a number (a "
+      "static scale), or a mapping such as {kind: dynamic, init_scale: 65536}"
       + _yaml_hint(spec)
       + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
     ) from error
@@ -192,6 +211,12 @@ def positive_integer(name: str, value: Any) -> int:
   if out != int(out) or not 1 <= out < 2**31:
     raise ValueError(f"{name}={value!r}: expected a positive integer below 2**31")
   return int(out)
+
+
+def _short(value: object) -> str:
+  """Returns a value as an error shows it: its type and the beginning, where it is no plain word or number."""
+  plain = value is None or isinstance(value, (str, bool, int, float))
+  return repr(value) if plain else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _yaml_hint(value: Any) -> str:

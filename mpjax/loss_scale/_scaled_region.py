@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._layerwise_vjp import divide
 
@@ -87,4 +88,4 @@ def _widen(x: Any) -> Any:
   if not is_inexact(x):
     return x
   x = jnp.asarray(x)
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  return x.astype(at_least_float32(x.dtype))

@@ -1,35 +1,42 @@
-"""The skip of a non-finite step: selects in the place where they cost least, and on a CPU a branch."""
+"""The skip of a non-finite step: zero updates and the old state in place of what the optimiser makes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, Bool, PyTree
 
 from mpjax import _compat
+from mpjax._types import ClosedJaxpr, Var
+
+State = TypeVar("State")
 
 
 def apply_if(
-  finite: jax.Array, update: Callable[[], tuple[Any, Any]], old_state: Any, branch_on_cpu: bool = False
-) -> tuple[Any, Any]:
-  """`update()` where `finite`, else zero updates and `old_state`; by selects, or by a branch on a CPU.
+  finite: Bool[Array, ""],
+  update: Callable[[], tuple[PyTree, State]],
+  old_state: State,
+  branch_on_cpu: bool = False,
+) -> tuple[PyTree, State]:
+  """Returns `update()` where `finite`, else zero updates and `old_state`.
 
-  The value of a state leaf is selected where `update` defines it, so what `update` goes on to compute from
-  the new state reads the selected one. On a finite step the two are the same; on a skipped step all of it
-  is thrown away. Selected at the end instead, the new and the selected state would both have to be held
-  in memory, since the updates are computed from the first and the second is what is kept.
-
-  XLA for accelerators fuses selects, and no branch, with the optimiser. XLA for CPU reads a half-precision
-  gradient, transposed and widened, anew for each moment and for the update; a branch is not fused with what
-  comes before, so that it does so once.
+  Inside `jit` the values of the new state are selected where `update` defines them, since that takes less
+  memory (see `_select_where_defined`). Whatever goes wrong there, and outside `jit`, all is selected at the
+  end, which gives the same numbers.
 
   Args:
     finite: bool[]; batched under `vmap`.
-    update: makes updates and state; traced once.
+    update: makes updates and state; called again if the first way fails.
     old_state: the state to keep on a skip.
-    branch_on_cpu: whether a program for a CPU is given the branch, where that does the same.
+    branch_on_cpu: skip by a branch in a program for a CPU, where that does the same. XLA for accelerators
+      fuses selects, and no branch, with the optimiser. XLA for CPU reads a half-precision gradient,
+      transposed and widened, anew for each moment and for the update; a branch is not fused with what comes
+      before, so that it does so once.
 
   Returns:
     Updates, and the state in the dtypes of `old_state`.
@@ -37,78 +44,99 @@ def apply_if(
   Raises:
     ValueError: if `update` changes the structure of the state.
   """
-  outputs: list[Any] = []
+  if isinstance(finite, jax.core.Tracer):
+    # An error of `update` itself is raised again below, from where it arose.
+    with contextlib.suppress(Exception):
+      return _select_where_defined(finite, update, old_state, branch_on_cpu)
+  updates, new_state = update()
+  select = lambda new, old: jnp.where(finite, new, old) if _compat.is_array(new) else new
+  zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _compat.is_array(u) else u), updates)
+  return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
 
-  def arrays() -> list[Any]:
+
+def _select_where_defined(
+  finite: Bool[Array, ""], update: Callable[[], tuple[PyTree, State]], old_state: State, branch_on_cpu: bool
+) -> tuple[PyTree, State]:
+  """Does what `apply_if` does, on the program of `update`.
+
+  An optimiser computes its updates from its new state. Selected at the end, the new state and the kept one
+  would both be held in memory: the updates read the first, the second is what is returned. So a state's value
+  is replaced by the selected one as soon as it is there, and the updates read that. On a finite step the two
+  are the same; on a skipped step the updates are thrown away.
+  """
+  others: list[PyTree] = []
+
+  def arrays() -> list[Array]:
     updates, new_state = update()
-    outputs[:] = updates, keep_dtypes(new_state, old_state)
-    return [leaf for leaf in jax.tree.leaves(outputs) if _compat.is_array(leaf)]
+    leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
+    others[:] = [structure, [None if _compat.is_array(leaf) else leaf for leaf in leaves]]
+    return [leaf for leaf in leaves if _compat.is_array(leaf)]
 
-  closed = jax.make_jaxpr(arrays)()
-  updates, new_state = outputs
-  leaves = zip(jax.tree.leaves(new_state), jax.tree.leaves(old_state), strict=True)
-  old_arrays = [old for new, old in leaves if _compat.is_array(new)]
-  cut = len(closed.jaxpr.outvars) - len(old_arrays)
-  state_atoms = closed.jaxpr.outvars[cut:]
-  passed_through = set(closed.jaxpr.constvars)
-  selected: dict[Any, Any] = {}
+  program = jax.make_jaxpr(arrays)()
+  structure, rest = others
+  old_leaves = jax.tree.leaves(old_state)
+  of_state = zip(rest[len(rest) - len(old_leaves) :], old_leaves, strict=True)
+  old_arrays = [old for other, old in of_state if other is None]
+  cut = len(program.jaxpr.outvars) - len(old_arrays)
+  by_selects = lambda: _by_selects(program, finite, cut, old_arrays)
+  if branch_on_cpu and _may_branch(program):
+    zeros = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.jaxpr.outvars[:cut]]
+    skipped = lambda: [*zeros(), *old_arrays]
+    by_branch = lambda: jax.lax.cond(finite, _compat.as_function(program), skipped)
+    values = jax.lax.platform_dependent(cpu=by_branch, default=by_selects)
+  else:
+    values = by_selects()
+  remaining = iter(values)
+  updates, state = jax.tree.unflatten(
+    structure, [next(remaining) if other is None else other for other in rest]
+  )
+  return updates, state
+
+
+def _by_selects(
+  program: ClosedJaxpr, finite: Bool[Array, ""], cut: int, old_arrays: list[Array]
+) -> list[Array]:
+  """The outputs of `program`, whose first `cut` are updates and whose others are the new state."""
+  state_atoms = program.jaxpr.outvars[cut:]
+  passed_through = set(program.jaxpr.constvars)
+  selected: dict[Var, Array] = {}
   for atom, old in zip(state_atoms, old_arrays, strict=True):
     # Not what `update` passes through; and of a value that it keeps twice only the first.
     if _compat.is_variable(atom) and atom not in passed_through:
       selected.setdefault(atom, old)
 
-  def at_definition(variable: Any, value: Any) -> Any:
+  def at_definition(variable: Var, value: Array) -> Array:
     return jnp.where(finite, value, selected[variable]) if variable in selected else value
 
-  def by_selects() -> list[Any]:
-    values = _compat.eval_jaxpr(closed, at_definition)
-    zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
-    kept = [
-      value if _compat.is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
-      for atom, value, old in zip(state_atoms, values[cut:], old_arrays, strict=True)
-    ]
-    return [*zeroed, *kept]
-
-  def by_branch() -> list[Any]:
-    skipped = lambda: [
-      *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars[:cut]),
-      *old_arrays,
-    ]
-    return jax.lax.cond(finite, lambda: _compat.eval_jaxpr(closed, lambda _, value: value), skipped)
-
-  if branch_on_cpu and _may_branch(finite, closed):
-    arrays_out = jax.lax.platform_dependent(cpu=by_branch, default=by_selects)
-  else:
-    arrays_out = by_selects()
-  return _with_arrays(updates, arrays_out[:cut]), _with_arrays(new_state, arrays_out[cut:])
+  values = _compat.eval_jaxpr(program, at_definition)
+  zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
+  kept = [
+    value if _compat.is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
+    for atom, value, old in zip(state_atoms, values[cut:], old_arrays, strict=True)
+  ]
+  return [*zeroed, *kept]
 
 
-def _may_branch(finite: Any, closed: Any) -> bool:
-  """Whether a branch would do the same: not outside `jit`, with effects, or where devices could disagree."""
-  return isinstance(finite, jax.core.Tracer) and not closed.effects and not _compat.axes_in_scope()
+def _may_branch(program: ClosedJaxpr) -> bool:
+  """Returns whether a branch does the same: without effects (collectives have one), outside `shard_map`."""
+  return not program.effects and not jax.sharding.get_abstract_mesh().axis_names
 
 
-def keep_dtypes(new_state: Any, old_state: Any) -> Any:
-  """`new_state` in the dtypes of `old_state`: widened gradients must not widen half-precision moments.
+def keep_dtypes(new_state: State, old_state: State) -> State:
+  """Casts `new_state` to the dtypes of `old_state`: widened gradients must not widen half-precision moments.
 
   Raises:
     ValueError: if the two differ in structure.
   """
-  old_structure: Any = jax.tree.structure(old_state)
+  old_structure: PyTreeDef = jax.tree.structure(old_state)
   if jax.tree.structure(new_state) != old_structure:
     raise ValueError(
       f"the wrapped transform changed the structure of its state from {old_structure} "
       f"to {jax.tree.structure(new_state)}"
     )
 
-  def cast(new: Any, old: Any) -> Any:
+  def cast(new: Array, old: Array) -> Array:
     same = not hasattr(old, "dtype") or jnp.asarray(new).dtype == old.dtype
     return new if same else jnp.asarray(new).astype(old.dtype)
 
   return jax.tree.map(cast, new_state, old_state)
-
-
-def _with_arrays(tree: Any, values: list[Any]) -> Any:
-  """`tree` with its arrays replaced, in order; other leaves stay."""
-  remaining = iter(values)
-  return jax.tree.map(lambda leaf: next(remaining) if _compat.is_array(leaf) else leaf, tree)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Float32, PyTree
 
 from mpjax._lazy import nnx
 from mpjax.loss_scale._transform import LossScaleState
@@ -13,8 +15,10 @@ from mpjax.loss_scale._transform import LossScaleState
 T = TypeVar("T")
 
 
-def scale_loss(loss: Any, opt_state: Any, *, path: str | None = None) -> jax.Array:
-  """The loss times the loss scale, in float32 whatever the loss's dtype.
+def scale_loss(
+  loss: Float[Array, ...] | float, opt_state: PyTree, *, path: str | None = None
+) -> Float32[Array, ...]:
+  """Returns the loss times the loss scale, in float32 whatever the loss's dtype.
 
   Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of.
 
@@ -29,8 +33,8 @@ def scale_loss(loss: Any, opt_state: Any, *, path: str | None = None) -> jax.Arr
   return jnp.asarray(loss).astype(jnp.float32) * get_loss_scale(opt_state, path=path).scale
 
 
-def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState:
-  """The `LossScaleState` in an optimiser's state, however deep it lies.
+def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleState:
+  """Returns the `LossScaleState` in an optimiser's state, however deep it lies.
 
   Args:
     opt_state: a `LossScaleState`, any optax state that holds one (chain, masked, multi_transform,
@@ -53,8 +57,8 @@ def get_loss_scale(opt_state: Any, *, path: str | None = None) -> LossScaleState
   )
 
 
-def all_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
-  """What `find_loss_scales` finds.
+def all_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
+  """Returns what `find_loss_scales` finds.
 
   Raises:
     ValueError: if that is nothing.
@@ -68,20 +72,39 @@ def all_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
   return found
 
 
-def find_loss_scales(opt_state: Any) -> dict[str, LossScaleState]:
-  """Every loss scale in an optimiser's state by key path, those inside another's `inner_state` too."""
+def find_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
+  """Returns the loss scales in an optimiser's state by key path, also those inside another one."""
   return find_states(opt_state, LossScaleState)
 
 
-def find_states(opt_state: Any, kind: type[T]) -> dict[str, T]:
-  """Every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
+def refuse_multi_steps_outside(opt_state: PyTree) -> None:
+  """Raises `ValueError` if `optax.MultiSteps` accumulates gradients before any loss scale has seen them.
+
+  Its accumulator takes a non-finite gradient in, and stays NaN from then on; with a rule that drops such
+  gradients no loss scale would hear of them, and back off.
+
+  Args:
+    opt_state: an optax state; a loss scale outside of `MultiSteps` makes it right.
+  """
+  kinds = (LossScaleState, optax.MultiStepsState)
+  for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
+    if isinstance(state, optax.MultiStepsState) and find_loss_scales(state.inner_opt_state):
+      raise ValueError(
+        "optax.MultiSteps stands outside the loss scale, so it adds up gradients that are not finite: put it "
+        "inside, as in mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation()), or "
+        "accumulate by mpjax.make_train_step(..., accumulate=k)"
+      )
+
+
+def find_states(opt_state: PyTree, kind: type[T]) -> dict[str, T]:
+  """Returns every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
   if isinstance(opt_state, nnx.Optimizer):
     opt_state = opt_state.opt_state
   # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
   return _find(nnx.as_pure(opt_state), kind)
 
 
-def _find(tree: Any, kind: type[T], prefix: str = "") -> dict[str, T]:
+def _find(tree: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
   is_state = lambda x: isinstance(x, kind)
   found: dict[str, T] = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from mpjax import _compat
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
-from mpjax.loss_scale._presets import LossScaling, is_power_of_two, parse_loss_scaling
+from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, parse_loss_scaling
 from mpjax.loss_scale._skip import apply_if, keep_dtypes
 
 
@@ -69,12 +67,12 @@ def dynamic_loss_scale(
   It belongs outermost, round everything that reads gradients: what stands before it in a chain sees
   them scaled, and infinite. `mpjax.check_loss_scaling` tells whether a transform is right.
 
-  Keyword arguments of `update` are passed on to `inner`: `value`, `value_fn` and `grad_fn` are those
-  of the unscaled loss, while arrays that are the very gradients handed in (`grad=grads`) reach it
-  unscaled as those do. `optax.value_and_grad_from_state` is not of use here: what it takes from the
-  state is unscaled already. Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are
-  kept from `inner`; their update is their next value, or the old one on a skipped step: use
-  `mpjax.apply_updates`.
+  Keyword arguments of `update` are passed on to `inner`. `grad` is the gradient of the scaled loss, as the
+  first argument is, and reaches `inner` unscaled as that does; all others are passed on as they are, so
+  `value`, `value_fn` and `grad_fn` are those of the unscaled loss. `optax.value_and_grad_from_state` is not
+  of use here: what it takes from the state is unscaled already. Leaves under `_overwrite_with_gradient`
+  (FP8 scales and amax histories) are kept from `inner`; their update is their next value, or the old one on
+  a skipped step: use `mpjax.apply_updates`.
 
   Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 
@@ -95,8 +93,7 @@ def dynamic_loss_scale(
     A transform with a `LossScaleState`.
 
   Raises:
-    ValueError: names the argument that is out of range; from `update`, if `optax.MultiSteps` stands
-      outside, whose accumulator a non-finite gradient poisons before any scaler sees it.
+    ValueError: names the argument that is out of range.
   """
   config = LossScaling(
     kind="dynamic",
@@ -143,29 +140,29 @@ def static_loss_scale(
 
 def with_loss_scaling(
   inner: optax.GradientTransformation,
-  spec: Any,
+  spec: LossScalingSpec,
   *,
   axis_name: Hashable | None = None,
   branch_on_cpu: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-  """Wraps `inner` with the loss scale that `spec` describes, as `Policy.loss_scaling` does.
+) -> optax.GradientTransformation:
+  """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself where there is none.
 
   Args:
     inner: any optax transform; it sees the unscaled gradients.
-    spec: an `mpjax.LossScaling`; the name of a preset (`grad_scaler`, `megatron`, `deepspeed`, `keras`,
-      `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields,
-      with `preset` to start from; `None` or `"none"`, for `inner` as it is.
+    spec: an `mpjax.LossScaling`; an `mpjax.Policy`, for its `loss_scaling`; the name of a preset
+      (`grad_scaler`, `megatron`, `deepspeed`, `keras`, `jmp`, `flax`) or `"dynamic"`; a number, for a static
+      scale; a mapping of `LossScaling`'s fields, with `preset` to start from; `None` or `"none"`.
     axis_name: as for `dynamic_loss_scale`.
     branch_on_cpu: skip by a branch where the program runs on a CPU, which is faster for gradients that come
       from half precision, and holds gradients and updates in memory. No other platform is given a branch,
-      and no code that names mapped axes.
+      and no code inside `shard_map`.
 
   Raises:
     ValueError: names the part that is wrong and the choices.
   """
   config = parse_loss_scaling(spec)
   if config is None:
-    return optax.with_extra_args_support(inner)
+    return inner
   return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
 
 
@@ -179,7 +176,6 @@ def _loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
-  at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: Any) -> LossScaleState:
     return first_state(config, inner.init(hide(params)))
@@ -187,15 +183,15 @@ def _loss_scale(
   def update(
     updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LossScaleState]:
-    _refuse_multi_steps(config, update)
-    gradients = hide(updates)
-    unscaled = unscale(gradients, state.scale)
-    # A scale of at least 1 makes nothing infinite when it is taken off; below, one look afterwards sees both.
-    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
+    unscaled = unscale(hide(updates), state.scale)
+    # Not `updates`: a scale below 1 can make a finite gradient infinite when it is taken off.
+    finite = all_finite(unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
-    extra_args = _unscale_repeats(hide_like(updates, extra_args), gradients, unscaled)
+    extra_args = hide_like(updates, extra_args)
+    if "grad" in extra_args:
+      extra_args["grad"] = unscale(extra_args["grad"], state.scale)
     step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
     if skip_nonfinite:
       new_updates, new_inner_state = apply_if(finite, step, state.inner_state, branch_on_cpu)
@@ -244,20 +240,11 @@ def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> Lo
   return state._replace(
     scale=scale,
     good_steps=good_steps,
-    skipped_steps=state.skipped_steps + ~finite,
+    skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
     consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
     grads_finite=finite,
     hysteresis_left=hysteresis_left,
   )
-
-
-def _unscale_repeats(extra_args: dict[str, Any], gradients: Any, unscaled: Any) -> dict[str, Any]:
-  """`extra_args`, where an array that is one of `gradients` becomes what that is in `unscaled`."""
-  pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(unscaled), strict=True)
-  known = {id(g): u for g, u in pairs if isinstance(g, (jax.Array, np.ndarray))}
-  seen = lambda arg: any(id(leaf) in known for leaf in jax.tree.leaves(arg))
-  replace = lambda leaf: known.get(id(leaf), leaf)
-  return {name: jax.tree.map(replace, arg) if seen(arg) else arg for name, arg in extra_args.items()}
 
 
 def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
@@ -268,22 +255,6 @@ def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
     )
   return map_parts(
     lambda new, _: new, lambda new, old: jnp.where(finite, new, old).astype(old.dtype), updates, params
-  )
-
-
-def _refuse_multi_steps(config: LossScaling, update: Any) -> None:
-  """Raises at trace time where a non-finite gradient has reached `optax.MultiSteps` before `update`."""
-  outer = _compat.multi_steps_outside(guard=update.__code__)
-  if outer is None or (config.kind == "static" and outer.may_skip):
-    return
-  reason = (
-    "drops non-finite micro-steps, so the loss scale would never back off"
-    if outer.may_skip
-    else "adds a non-finite gradient to its accumulator, which stays NaN from then on"
-  )
-  raise ValueError(
-    f"optax.MultiSteps stands outside the loss scale and {reason}: put it inside, as in "
-    "mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation())"
   )
 
 

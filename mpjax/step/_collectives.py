@@ -17,6 +17,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Int32, Shaped
 
 from mpjax._types import Array, Mesh, PyTree
+from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._overwritten import is_overwritten
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
@@ -113,7 +114,7 @@ def reduce(mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.
   def one(path: KeyPath, x: Array, spec: PartitionSpec) -> Array:
     if is_overwritten(path):
       return jax.lax.pmax(x, axes)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     asked = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     x = x.astype(dtype if asked else wide)
     axis = dimension_over(spec, "fsdp")
@@ -145,7 +146,7 @@ def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) ->
 
   def one(x: Shaped[Array, "devices ..."]) -> Shaped[Array, " ..."]:
     if jnp.issubdtype(x.dtype, jnp.inexact):
-      return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+      return x.mean(0, dtype=at_least_float32(x.dtype)).astype(x.dtype)
     return x[0] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else of_integers(x, axis=0)
 
   return jax.tree.map(one, stacked)

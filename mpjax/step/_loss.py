@@ -16,6 +16,7 @@ from mpjax._tree import cast_like
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting._autocast import autocast
 from mpjax.casting._nnx_modules import give_scopes
+from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import scale_loss
 from mpjax.policy import Policy
@@ -230,7 +231,7 @@ class StepLoss:
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
       return (grads, out.model_state, fp8_state), (out.loss, out.metrics)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), params)
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, rows)
     grads = map_parts(lambda g: g / n, lambda g: g, grads)

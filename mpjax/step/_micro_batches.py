@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
 from mpjax._types import Array
+from mpjax.dtypes import at_least_float32
 
 
 def split_batch(n: int, batch: PyTree) -> PyTree:
@@ -37,4 +38,4 @@ def over_micro_batches(x: Shaped[Array, "n ..."]) -> Shaped[Array, " ..."]:
   """Averages floating metrics over micro-batches in float32 or wider, and sums others."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     return x.sum(0)
-  return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32))
+  return x.mean(0, dtype=at_least_float32(x.dtype))

@@ -11,7 +11,7 @@ import optax
 
 from mpjax._types import PyTree
 from mpjax.loss_scale._overwritten import keep_from
-from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale
+from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale, refuse_multi_steps_outside
 from mpjax.loss_scale._transform import LossScaleState, static_loss_scale, with_loss_scaling
 from mpjax.policy import Policy, cast_floating
 
@@ -35,7 +35,9 @@ def apply_policy(
     wrapped = _in_dtype(wrapped, policy.optimizer_dtype)
   if policy.loss_scaling is not None:
     half = jnp.dtype(policy.compute_dtype).itemsize < 4
-    wrapped = with_loss_scaling(wrapped, policy.loss_scaling, branch_on_cpu=branch_on_cpu and half)
+    wrapped = optax.with_extra_args_support(
+      with_loss_scaling(wrapped, policy.loss_scaling, branch_on_cpu=branch_on_cpu and half)
+    )
   elif skip_nonfinite:
     wrapped = static_loss_scale(wrapped, 1.0)
   else:
@@ -43,6 +45,7 @@ def apply_policy(
 
   def init(params: PyTree) -> PyTree:
     state = wrapped.init(params)
+    refuse_multi_steps_outside(state)
     scales = find_loss_scales(state)
     if len(scales) > 1:
       raise ValueError(

@@ -219,10 +219,33 @@ def test_loss_scaling_from_any_description(spec, scale):
   assert float(mpjax.with_loss_scaling(optax.sgd(0.1), spec).init({}).scale) == scale
 
 
-@pytest.mark.parametrize("spec", [None, "none"])
+@pytest.mark.parametrize("spec", [None, "none", mpjax.get_policy("bf16")])
 def test_no_loss_scaling_is_the_transform_itself(spec):
-  tx = mpjax.with_loss_scaling(optax.sgd(0.1), spec)
-  assert tx.init({"w": jnp.ones(2)}) == optax.sgd(0.1).init({"w": jnp.ones(2)})
+  inner = optax.sgd(0.1)
+  assert mpjax.with_loss_scaling(inner, spec) is inner
+
+
+def test_the_loss_scaling_of_a_policy():
+  policy = mpjax.get_policy({"base": "fp16", "loss_scaling": {"init_scale": 32}})
+  assert float(mpjax.with_loss_scaling(optax.sgd(0.1), policy).init({}).scale) == 32
+
+
+@pytest.mark.parametrize("spec", [jnp.zeros(1000), [object()] * 100, jmp.get_policy("half")])
+def test_what_is_no_loss_scaling_is_shown_by_its_type_and_a_short_form(spec):
+  with pytest.raises(ValueError, match=f"loss_scaling={type(spec).__name__} ") as error:
+    mpjax.with_loss_scaling(optax.sgd(0.1), spec)
+  assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("growth_factor", 0.5), ("growth_interval", "often"), ("min_scale", 0), ("hysteresis", [1])],
+)
+def test_a_static_scale_does_not_look_at_what_it_does_not_use(field, value):
+  config = mpjax.LossScaling(kind="static", init_scale=0.5, **{field: value})
+  assert config == mpjax.LossScaling(kind="static", init_scale=0.5)
+  assert hash(config) == hash(mpjax.LossScaling(kind="static", init_scale=0.5))
+  assert float(mpjax.with_loss_scaling(optax.sgd(0.1), config).init({}).scale) == 0.5
 
 
 @pytest.mark.parametrize(

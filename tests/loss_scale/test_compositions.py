@@ -223,15 +223,18 @@ class TestMultiSteps:
     assert not mpjax.all_finite(state.acc_grads)
 
   @pytest.mark.parametrize("skip", [None, optax.skip_not_finite, lambda *a: optax.skip_not_finite(*a)])
-  @pytest.mark.parametrize("jit", [False, True])
-  def test_outside_it_is_refused_when_traced(self, skip, jit):
+  def test_outside_it_is_refused_by_whoever_sees_the_transform(self, skip):
     multi = optax.MultiSteps(optax.chain(SCALED(optax.sgd(1.0))), 2, should_skip_update_fn=skip)
-    tx = multi.gradient_transformation()
-    state = tx.init(PARAMS)
-    assert float(mpjax.get_loss_scale(state).scale) == 2.0**16
-    update = jax.jit(tx.update) if jit else tx.update
-    with pytest.raises(ValueError, match=r"MultiSteps stands outside.*put it inside"):
-      update(gradients(0), state, PARAMS)
+    tx = optax.masked(multi.gradient_transformation(), True)
+    assert float(mpjax.get_loss_scale(tx.init(PARAMS)).scale) == 2.0**16
+    message = r"MultiSteps stands outside.*put it inside.*accumulate="
+    with pytest.raises(ValueError, match=message):
+      mpjax.check_loss_scaling(tx, PARAMS)
+    step = mpjax.make_train_step(lambda params, batch: loss(params), tx, "fp32")
+    with pytest.raises(ValueError, match=message):
+      step.init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(step.tx.init, PARAMS)
 
   def test_a_guard_outside_protects_a_scale_further_in(self):
     inner = optax.MultiSteps(mpjax.static_loss_scale(optax.sgd(1.0), 8.0), 2).gradient_transformation()
@@ -264,23 +267,22 @@ def test_apply_if_finite_outside_hides_the_first_overflows():
   assert scales[0] == 2.0**16 > scales[-1]
 
 
-def test_gradients_as_an_extra_argument_are_unscaled_too():
-  seen = {}
-
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_argument_grad_is_unscaled_and_no_other(jit):
   def update(updates, state, params=None, *, value, grad, other):
-    seen.update(value=value, grad=grad, other=other)
-    return updates, state
+    return {"updates": updates, "value": value, "grad": grad, "other": other}, state
 
   tx = SCALED(optax.GradientTransformationExtraArgs(lambda params: (), update))
-  state, other = tx.init(PARAMS), jnp.ones(3)
-  grads = times(gradients(0), state.scale)
-  tx.update(grads, state, PARAMS, value=2.5, grad=grads, other=other)
-  close(seen["grad"], gradients(0))
+  state = tx.init(PARAMS)
+  grads, more = (times(gradients(i), state.scale) for i in range(2))
+  run = jax.jit(tx.update) if jit else tx.update
+  seen, _ = run(grads, state, PARAMS, value=2.5, grad=more, other=grads)
+  close(seen["updates"], gradients(0))
+  close(seen["grad"], gradients(1))
+  close(seen["other"], grads)
   assert seen["value"] == 2.5
-  assert seen["other"] is other
   on_host = jax.tree.map(np.asarray, grads)
-  tx.update(on_host, state, PARAMS, value=2.5, grad=on_host, other=other)
-  close(seen["grad"], gradients(0))
+  close(run(on_host, state, PARAMS, value=2.5, grad=on_host, other=0)[0]["grad"], gradients(0))
 
 
 def test_train_state_of_flax():

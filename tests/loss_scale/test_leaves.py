@@ -241,6 +241,21 @@ def test_a_step_is_skipped_if_its_unscaled_gradients_are_not_finite(init_scale, 
   assert bool(state.grads_finite) == expected
 
 
+@pytest.mark.parametrize("min_scale", [2.0**-20, 1.0])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_scale_below_1_hides_no_infinity_however_it_got_there(min_scale, jit):
+  # As backed off from above 1, or set by hand below the floor.
+  tx = mpjax.dynamic_loss_scale(optax.adam(1.0), min_scale=min_scale)
+  grads = jnp.asarray([1.0, 1e38], jnp.float32)
+  state = tx.init(grads)._replace(scale=jnp.float32(2.0**-10))
+  updates, new = (jax.jit(tx.update) if jit else tx.update)(grads, state)
+  assert not bool(new.grads_finite)
+  assert not np.asarray(updates).any()
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inner_state))
+  _, new = tx.update(jnp.ones(2), state)
+  assert bool(new.grads_finite)
+
+
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
 def test_with_a_scale_that_is_no_number_a_step_is_skipped(scale):
   tx = mpjax.dynamic_loss_scale(optax.adam(1.0))
