@@ -7,6 +7,7 @@ read; operations run in an order that keeps little alive.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -212,73 +213,74 @@ def _simulate(
   size: Callable[[GraphValue], int],
   root: Callable[[GraphValue], GraphValue],
 ) -> Peak:
-  last: dict[int, int] = {}
-  for i, step in enumerate(order):
-    for v in (*step.reads, *step.writes):
-      last[id(v)] = i
-  for v in results:
-    last[id(v)] = len(order)
+  """Runs through an order, with what it stores and frees, and returns its worst moment."""
+  last = _last_uses(order, results)
   outputs = {id(v) for v in results}
-  fixed = {id(v) for v in arguments}
-  # Results that take a donated argument's memory cost nothing more.
-  free_slots: dict[tuple, int] = {}
-  for v in reusable:
-    key = (v.shape, v.dtype)
-    free_slots[key] = free_slots.get(key, 0) + 1
-  in_place = set()
-  for v in results:
-    key = (v.shape, v.dtype)
-    if id(v) not in fixed and id(v) not in in_place and free_slots.get(key, 0):
-      free_slots[key] -= 1
-      in_place.add(id(v))
+  given = {id(v) for v in arguments} | _in_place(results, arguments, reusable)
+  read_backward = frozenset(id(v) for step in order if step.operation.phase == BACKWARD for v in step.reads)
+
+  def is_saved(v: GraphValue) -> bool:
+    return v.maker is not None and v.maker.phase == FORWARD and id(v) in read_backward
+
   live: dict[int, GraphValue] = {}
-  total = 0
+  total = saved_now = 0
   worst, worst_live = 0, list[GraphValue]()
   worst_at: StoredOperation | None = None
-  saved_worst, saved = 0, []
-  saved_now = 0
-  read_later: dict[int, bool] = {}
-  for step in order:
-    if step.operation.phase == BACKWARD:
-      for v in step.reads:
-        read_later[id(v)] = True
+  saved_worst, saved = 0, list[GraphValue]()
   for i, step in enumerate(order):
     dying = [v for v in {id(v): v for v in step.reads}.values() if last[id(v)] == i and id(v) in live]
-    reuse = 0
-    if not _heavy(step.operation) or has(step.operation.equation, Trait.IN_PLACE):
-      spare = [size(v) for v in dying]
-      for v in step.writes:
-        n = size(v)
-        if n in spare:
-          spare.remove(n)
-          reuse += n
     for v in step.writes:
-      if id(v) not in fixed and id(v) not in in_place and id(v) not in live:
+      if id(v) not in given and id(v) not in live:
         live[id(v)] = v
         total += size(v)
-        if step.operation.phase == FORWARD and read_later.get(id(v)):
-          saved_now += size(v)
-    if total - reuse + step.extra > worst:
-      worst, worst_live, worst_at = total - reuse + step.extra, list(live.values()), step
+        saved_now += size(v) if is_saved(v) else 0
+    now = total - _written_over(step, dying, size) + step.extra
+    if now > worst:
+      worst, worst_live, worst_at = now, list(live.values()), step
     if saved_now > saved_worst:
-      saved_worst = saved_now
-      saved = [v for v in live.values() if v.maker and v.maker.phase == FORWARD and read_later.get(id(v))]
+      saved_worst, saved = saved_now, [v for v in live.values() if is_saved(v)]
     for v in (*dying, *(v for v in step.writes if last[id(v)] == i)):
       if id(v) in live and id(v) not in outputs:
         del live[id(v)]
         total -= size(v)
-        if v.maker and v.maker.phase == FORWARD and read_later.get(id(v)):
-          saved_now -= size(v)
+        saved_now -= size(v) if is_saved(v) else 0
   return Peak(
     nbytes=worst,
     at=worst_at.operation if worst_at else None,
     live=worst_live,
     saved=saved,
     extra=worst_at.extra if worst_at else 0,
-    read_backward=frozenset(read_later),
+    read_backward=read_backward,
     size=size,
     order=order,
     root=root,
-    fresh=[v for v in results if id(v) not in fixed and id(v) not in in_place],
+    fresh=[v for v in results if id(v) not in given],
     inner=worst_at.inner if worst_at else None,
   )
+
+
+def _last_uses(order: Sequence[StoredOperation], results: list[GraphValue]) -> dict[int, int]:
+  """Returns the position of the last operation that reads or writes each value; the end for results."""
+  last = {id(v): i for i, step in enumerate(order) for v in (*step.reads, *step.writes)}
+  return last | {id(v): len(order) for v in results}
+
+
+def _in_place(results: list[GraphValue], arguments: list[GraphValue], reusable: list[GraphValue]) -> set[int]:
+  """Returns the results that take the memory of a donated argument of their shape and dtype."""
+  fixed = {id(v) for v in arguments}
+  free = collections.Counter((v.shape, v.dtype) for v in reusable)
+  found: set[int] = set()
+  for v in results:
+    if id(v) not in fixed and id(v) not in found and free[v.shape, v.dtype]:
+      free[v.shape, v.dtype] -= 1
+      found.add(id(v))
+  return found
+
+
+def _written_over(step: StoredOperation, dying: list[GraphValue], size: Callable[[GraphValue], int]) -> int:
+  """Returns the bytes that an operation writes over operands which are read for the last time."""
+  if _heavy(step.operation) and not has(step.operation.equation, Trait.IN_PLACE):
+    return 0
+  spare = collections.Counter(map(size, dying))
+  written = collections.Counter(map(size, step.writes))
+  return sum(n * count for n, count in (spare & written).items())
