@@ -7,13 +7,17 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core
 import numpy as np
 from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import ad, partial_eval
+from jax.extend.core import Literal, Var
+
+if TYPE_CHECKING:
+  from typing_extensions import TypeIs
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(
@@ -47,9 +51,9 @@ def is_array(leaf: Any) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
 
 
-def is_variable(atom: Any) -> bool:
-  """Whether a jaxpr's atom is a variable, and not a literal."""
-  return not isinstance(atom, jax.extend.core.Literal)
+def is_variable(atom: Var | Literal) -> TypeIs[Var]:
+  """Returns whether a jaxpr's atom is a variable, and not a literal."""
+  return not isinstance(atom, Literal)
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

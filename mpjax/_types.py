@@ -17,6 +17,7 @@ Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 DTypeLike: TypeAlias = jax.typing.DTypeLike
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Fp8State: TypeAlias = dict[str, Any]  # histories of delayed FP8 scaling, from `mpjax.init_fp8_state`
 LossFunction: TypeAlias = Callable[..., Any]
 # Whatever `mpjax.get_policy` takes.
 PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy | np.dtype | type[np.generic]
@@ -29,6 +30,7 @@ __all__ = [
   "Atom",
   "ClosedJaxpr",
   "DTypeLike",
+  "Fp8State",
   "Jaxpr",
   "JaxprEqn",
   "Literal",

@@ -1,254 +1,253 @@
-"""Carries out a plan: binds each equation again, in its dtype, with the casts that belong there."""
+"""Carries out a `CastPlan`: binds each equation again, in its dtype, with the casts that belong there.
+
+`execute` is the entry, also for code that wants to see values on their way (`Tap`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting import _fp8_products, _higher_order
-from mpjax.casting._decide import Mode, Node, Plan
-from mpjax.casting._fp8_products import Histories
-from mpjax.casting._islands import Island, read_dtype, saved_dtype, schedule
-from mpjax.casting._kinds import Held, Kind, castable
-from mpjax.fp8._dot_general import fp8_dot_general_p
+from mpjax._types import Array, Atom, Fp8State, Var
+from mpjax.casting import _fp8_products
+from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
+from mpjax.casting._higher_order import RULES
+from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, shape_of
+from mpjax.casting._side_inputs import SideInputs
+from mpjax.fp8._dot_general import as_product, fp8_dot_general_p
+from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._saved_operands import keep_in_fp8
-from mpjax.jaxpr import Trait, call_kind, has
+from mpjax.jaxpr import call_kind
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-  """Carries out plans.
+class Tap:
+  """A look at some values of a program while it is emitted.
 
   Attributes:
-    histories: under delayed FP8 scaling, scales by site and probes by number of the product; and the probes
-      of values that are looked at.
-    look: (value, probe) -> value, for those.
+    numbers: for a decision and the position of one of its results, the number of its probe.
+    probes: an array for each number; inside a loop whose steps are kept apart, with a row for each step.
+    look: (value, probe) -> the value that the program goes on with. It has to keep shape and dtype.
   """
 
-  histories: Histories = dataclasses.field(default_factory=Histories)
-  look: Callable[[Any, Any], Any] | None = None
+  numbers: Mapping[tuple[Node, int], int]
+  probes: Sequence[Array]
+  look: Callable[[Array, Array], Array]
 
-  def __call__(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a planned program, each in the dtype of `plan.outs`.
+
+def execute(
+  plan: CastPlan,
+  operands: Sequence[Array],
+  *,
+  fp8_state: Fp8State | None = None,
+  recipes: Mapping[str, Recipe] | None = None,
+  only_dots: bool = False,
+  tap: Tap | None = None,
+) -> list[Array]:
+  """Returns the results of a program, as decided.
+
+  Args:
+    plan: what is decided about it.
+    operands: its constants and arguments.
+    fp8_state: the histories of its products under delayed FP8 scaling.
+    recipes: the recipe of each of those, by site.
+    only_dots: whether the backward pass keeps the results of matrix products alone.
+    tap: what is looked at, if anything is. It changes nothing else.
+
+  Raises:
+    ValueError: for an `fp8_state` that is missing, or of another function.
+  """
+  products = [node.fp8 for node in plan.all_nodes() if node.fp8]
+  opened = _fp8_products.open_state_for(fp8_state, recipes or {}, products)
+  side = SideInputs(opened.scales, opened.amax_probes, dict(enumerate(tap.probes)) if tap else {})
+
+  def run(side: SideInputs, tie: Array | None, *operands: Array) -> list[Array]:
+    return _fp8_products.tie_to_state(tie, Emitter(side, tap)(plan, operands))
+
+  if only_dots:
+    run = jax.checkpoint(run, policy=as_product(jax.checkpoint_policies.dots_saveable))
+  return run(side, opened.tie, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitter:
+  """Carries out plans (`_cast_plan.Emit`).
+
+  Attributes:
+    side: what the program reads beside its inputs.
+    tap: what is looked at.
+  """
+
+  side: SideInputs
+  tap: Tap | None
+
+  def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, each held as `plan.outs` says.
 
     Args:
       plan: the plan.
       inputs: constants and arguments; float32 ones in the dtype in which the plan holds them.
     """
-    return _carry_out(plan, inputs, self)
+    values = _Environment(plan.held)
+    for variable, value in zip(plan.inputs, inputs, strict=True):
+      values.write(variable, value)
+    for unit, expired in zip(plan.units, _expired(plan), strict=True):
+      if isinstance(unit, Island):
+        self._emit_island(unit, values)
+      else:
+        self._emit(unit, values)
+      values.free(expired)
+    return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
 
-  def within(self, plans: Sequence[Plan]) -> Histories:
-    """The histories of the products in some plans, and the probes of what is looked at there."""
+  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
+    """Returns the side inputs of what is in some plans."""
     nodes = [node for plan in plans for node in plan.all_nodes()]
-    numbers = [n for node in nodes for n in node.watched.values()]
-    return self.histories.of([node.fp8 for node in nodes if node.fp8], numbers)
+    fp8 = [node.fp8 for node in nodes if node.fp8 is not None and node.fp8.site is not None]
+    numbers = self.tap.numbers if self.tap else {}
+    taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
+    return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
 
-  def replace(self, histories: Histories) -> Run:
-    """The same with other histories."""
-    return Run(histories, self.look)
+  def replace(self, side: SideInputs) -> Emitter:
+    """Returns the same with other side inputs."""
+    return Emitter(side, self.tap)
 
+  def _emit(self, node: Node, values: _Environment) -> None:
+    equation = node.equation
+    with _compat.at(equation):
+      operands = [
+        _before_cast(values, atom, node) if i in node.widened else values.read(atom, dtype)
+        for i, (atom, dtype) in enumerate(zip(equation.invars, node.reads, strict=True))
+      ]
+      if node.call is None:
+        out = self._bind(node, operands)
+    if node.call is not None:
+      out = RULES[call_kind(equation)].emit(node.call, operands, self)
+    for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
+      kept = as_held(value, node.outs[i]) if castable(variable.aval) else value
+      if self.tap is not None and (node, i) in self.tap.numbers:
+        kept = self.tap.look(kept, self.side.tap_probes[self.tap.numbers[node, i]])
+      values.write(variable, kept)
 
-def _carry_out(plan: Plan, inputs: Sequence[Any], run: Run) -> list[Any]:
-  values = Values(plan, run)
-  for variable, value in zip(plan.inputs, inputs, strict=True):
-    values.write(variable, value)
-  for unit in schedule(plan):
-    if isinstance(unit, Island):
-      _emit_island(unit, values)
+  def _bind(self, node: Node, operands: list[Array]) -> list[Array]:
+    if node.fp8 is not None:
+      return [
+        _fp8_products.emit(node.fp8, node.equation, operands, self.side, cast(np.dtype, node.result_dtype))
+      ]
+    if node.mode is Mode.EACH and node.equation.primitive is jax.lax.convert_element_type_p:
+      return [as_held(x, h) for x, h in zip(operands, node.outs, strict=True)]
+    changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
+    return _compat.bind(node.equation, operands, **changes)
+
+  def _emit_island(self, island: Island, values: _Environment) -> None:
+    operands = [values.read(v, dtype) for v, dtype in island.inputs]
+    if island.saved is not None:
+      out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
-      emit(unit, values)
-  return [values.output(atom, held) for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True)]
+      products = {
+        fp8_dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
+      }
+      save = lambda primitive, *_, **__: primitive in products
+      inside = lambda *arrays: self._inside(island, values, arrays)
+      out = jax.checkpoint(inside, policy=save if products else None)(*operands)
+    for (variable, _), value in zip(island.outputs, out, strict=True):
+      values.write(variable, value)
+
+  def _saving_in_fp8(
+    self, island: Island, values: _Environment, dtype: np.dtype, operands: Sequence[Array]
+  ) -> list[Array]:
+    """Returns the results of an island whose half-precision inputs are kept in FP8."""
+    n, arrays = len(operands), self.side.arrays
+
+    def inside(*xs: Array) -> list[Array]:
+      return self.replace(self.side.with_arrays(xs[n:]))._inside(island, values, xs[:n])
+
+    narrow = [
+      values.held[v].kind is Kind.HALF and x.ndim > 0
+      for (v, _), x in zip(island.inputs, operands, strict=True)
+    ]
+    return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
+
+  def _inside(self, island: Island, values: _Environment, arrays: Sequence[Array]) -> list[Array]:
+    """Returns the results of an island, from what it reads."""
+    local = _Environment(values.held)
+    for (variable, _), array in zip(island.inputs, arrays, strict=True):
+      local.write(variable, array)
+    for node in island.nodes:
+      self._emit(node, local)
+    return [local.read(v, dtype) for v, dtype in island.outputs]
 
 
-class Values:
-  """The arrays of a program that is being carried out; each in the dtypes it has been asked for."""
+class _Environment:
+  """The arrays of a program that is being emitted; each in the dtypes it has been asked for."""
 
-  def __init__(self, plan: Plan, run: Run):
-    self.plan = plan
-    self.run = run
-    self._arrays: dict[Any, dict[Any, Any]] = {}
+  def __init__(self, held: Mapping[Var, Held]):
+    self.held = held
+    self._arrays: dict[Var, dict[np.dtype | None, Array]] = {}
 
-  def write(self, variable: Any, value: Any) -> None:
+  def write(self, variable: Var, value: Array) -> None:
     """Keeps a value in the dtype it comes in, beside other copies of it."""
     if type(variable).__name__ != "DropVar":
       self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
 
-  def read(self, atom: Any, dtype: Any) -> Any:
-    """A value in a dtype; anything that is not float32 in the user's program comes as it is."""
+  def read(self, atom: Atom, dtype: np.dtype | None) -> Array:
+    """Returns a value in a dtype; anything that is not float32 in the user's program comes as it is."""
     if not _compat.is_variable(atom):
-      return atom.val if not castable(atom.aval) or atom.aval.dtype == dtype else _literal(atom.val, dtype)
+      keep = not castable(atom.aval) or dtype == FLOAT32
+      return cast(Array, atom.val if keep else np.asarray(atom.val).astype(dtype))
     copies = self._arrays[atom]
     if not castable(atom.aval):
       return next(iter(copies.values()))
     if dtype not in copies:
-      held = self.plan.held[atom]
+      held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
-      copies[dtype] = _narrow(source, dtype, held.wide)
+      copies[dtype] = _narrow(source, cast(np.dtype, dtype), held.wide)
     return copies[dtype]
 
-  def output(self, atom: Any, held: Held) -> Any:
-    """A result, which is an array also where the program returns a constant."""
+  def output(self, atom: Atom, held: Held) -> Array:
+    """Returns a result, which is an array also where the program returns a constant."""
     if _compat.is_variable(atom):
       return self.read(atom, held.dtype)
     value = np.asarray(atom.val)
-    array = jnp.asarray(value.item()) if atom.aval.weak_type else jnp.asarray(value)
+    array = jnp.asarray(value.item()) if getattr(atom.aval, "weak_type", False) else jnp.asarray(value)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
-  def copy(self, variables: Sequence[tuple[Any, Any]], arrays: Sequence[Any], run: Run) -> Values:
-    """The values of an island: what it reads, and nothing else."""
-    values = Values(self.plan, run)
-    for (variable, _), array in zip(variables, arrays, strict=True):
-      values.write(variable, array)
-    return values
+  def free(self, variables: Sequence[Var]) -> None:
+    """Forgets all copies of values that nothing reads any more."""
+    for variable in variables:
+      self._arrays.pop(variable, None)
 
 
-def emit(node: Node, values: Values) -> None:
-  """Carries out one equation."""
-  equation = node.equation
-  if node.mode is Mode.ENTER:
-    with _compat.at(equation):
-      operands = [values.read(a, h.dtype) for a, h in zip(equation.invars, node.call.ins, strict=True)]
-    out = _higher_order.RULES[call_kind(equation)].emit(node.call, operands, values.run)
-  elif node.fp8 is not None:
-    with _compat.at(equation):
-      out = [_quantised(node, values)]
-  else:
-    with _compat.at(equation):
-      out = _EMIT[node.mode](node, values)
-  for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):
-    kept = _higher_order.cast(value, node.outs[i]) if castable(variable.aval) else value
-    if i in node.watched and values.run.look is not None:
-      kept = values.run.look(kept, values.run.histories.watches[node.watched[i]])
-    values.write(variable, kept)
+def _expired(plan: CastPlan) -> list[list[Var]]:
+  """Returns, for each unit of a plan, the variables that nothing reads after it."""
+  read = {v for v in plan.jaxpr.outvars if _compat.is_variable(v)}
+  expired = []
+  for unit in reversed(plan.units):
+    nodes = unit.nodes if isinstance(unit, Island) else (unit,)
+    variables = {a for node in nodes for a in node.equation.invars if _compat.is_variable(a)}
+    expired.append(list(variables - read))
+    read |= variables
+  return expired[::-1]
 
 
-def _emit_as_written(node: Node, values: Values) -> list[Any]:
-  equation = node.equation
-  return _compat.bind(equation, [values.read(a, getattr(a.aval, "dtype", None)) for a in equation.invars])
+def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
+  """Returns an operand whose cast comes after its broadcast, so that its gradient is summed in float32."""
+  wide = values.read(atom, FLOAT32)
+  if node.equation.primitive is jax.lax.broadcast_in_dim_p:
+    return wide
+  return jax.lax.convert_element_type(
+    jnp.broadcast_to(wide, shape_of(node.equation.outvars[0])), cast(np.dtype, node.half)
+  )
 
 
-def _emit_half(node: Node, values: Values) -> list[Any]:
-  equation, half = node.equation, node.half
-  if _compat.bodies(equation):  # relu and its like: in float32 between casts that fuse away
-    return _emit_as_written(node, values)
-  if equation.primitive is jax.lax.broadcast_in_dim_p:
-    return [_broadcast(equation, values, half)]
-  shape, broadcasts = equation.outvars[0].aval.shape, has(equation, Trait.BROADCASTS)
-  operands = [_operand(a, shape, values, half, broadcasts) for a in equation.invars]
-  changes = {}
-  if equation.params.get("preferred_element_type") is not None:
-    changes["preferred_element_type"] = np.dtype(node.half)
-  if (
-    node.listed == "allow"
-    and values.plan.rules.accum_dtype is not None
-    and "preferred_element_type" in equation.params
-  ):
-    changes["preferred_element_type"] = values.plan.rules.accum_dtype
-  return _compat.bind(equation, operands, **changes)
-
-
-def _quantised(node: Node, values: Values) -> Any:
-  operands = [
-    values.read(a, read_dtype(values.plan, node, a)) if castable(a.aval) else values.read(a, None)
-    for a in node.equation.invars
-  ]
-  out_dtype = node.outs[0].dtype if node.mode is Mode.HALF else node.equation.outvars[0].aval.dtype
-  out_dtype = values.plan.rules.accum_dtype or out_dtype
-  return _fp8_products.emit(node.fp8, node.equation, operands, values.run.histories, out_dtype)
-
-
-def _operand(atom: Any, shape: tuple[int, ...], values: Values, half: Any, broadcasts: bool) -> Any:
-  """An operand in half precision, cast after its broadcast, so that its gradient is summed in float32."""
-  if broadcasts and _compat.is_variable(atom) and castable(atom.aval) and atom.aval.shape != shape:
-    wide = values.read(atom, jnp.float32)
-    return jax.lax.convert_element_type(jnp.broadcast_to(wide, shape), half)
-  return values.read(atom, half)
-
-
-def _broadcast(equation: Any, values: Values, half: Any) -> Any:
-  (operand,) = equation.invars[:1]
-  if operand.aval.size == equation.outvars[0].aval.size or not _compat.is_variable(operand):
-    return _compat.bind(equation, [values.read(a, half) for a in equation.invars])[0]
-  out = _compat.bind(equation, [values.read(a, a.aval.dtype) for a in equation.invars])[0]
-  return jax.lax.convert_element_type(out, half)
-
-
-def _emit_each(node: Node, values: Values) -> list[Any]:
-  equation = node.equation
-  operands = [values.read(a, values.plan.how(a).dtype) for a in equation.invars]
-  if equation.primitive is jax.lax.convert_element_type_p:
-    return [_higher_order.cast(x, h) for x, h in zip(operands, node.outs, strict=True)]
-  return _compat.bind(equation, operands)
-
-
-def _emit_cast(node: Node, values: Values) -> list[Any]:
-  (atom,) = node.equation.invars
-  operand = values.read(atom, values.plan.how(atom).dtype if castable(atom.aval) else atom.aval.dtype)
-  return _compat.bind(node.equation, [operand])
-
-
-def _emit_island(island: Island, values: Values) -> None:
-  inside = lambda *arrays: _inside(island, values, arrays, values.run)
-  operands = [values.read(v, dtype) for v, dtype in island.inputs]
-  dtype = saved_dtype(island, values.plan)
-  if dtype is not None:
-    _emit_saving(island, values, dtype, operands)
-    return
-  products = {
-    fp8_dot_general_p if node.fp8 else node.equation.primitive
-    for node in island.nodes
-    if node.listed == "allow"
-  }
-  save = lambda primitive, *_, **__: primitive in products
-  out = jax.checkpoint(inside, policy=save if products else None)(*operands)
-  for (variable, _), value in zip(island.outputs, out, strict=True):
-    values.write(variable, value)
-
-
-def _emit_saving(island: Island, values: Values, dtype: Any, operands: list[Any]) -> None:
-  """An island of which half-precision inputs are kept in FP8."""
-  n, histories = len(operands), values.run.histories
-  inside = lambda *xs: _inside(island, values, xs[:n], values.run.replace(histories.with_arrays(xs[n:])))
-  narrow = [
-    values.plan.held[v].kind is Kind.HALF and x.ndim > 0
-    for (v, _), x in zip(island.inputs, operands, strict=True)
-  ]
-  arrays = histories.arrays
-  out = keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
-  for (variable, _), value in zip(island.outputs, out, strict=True):
-    values.write(variable, value)
-
-
-def _inside(island: Island, values: Values, arrays: Sequence[Any], run: Run) -> list[Any]:
-  """The results of an island, from what it reads."""
-  local = values.copy(island.inputs, arrays, run)
-  for node in island.nodes:
-    emit(node, local)
-  return [local.read(v, dtype) for v, dtype in island.outputs]
-
-
-def _literal(value: Any, dtype: Any) -> Any:
-  return np.asarray(value).astype(dtype)
-
-
-def _narrow(x: Any, dtype: Any, wide: bool) -> Any:
-  if wide and np.dtype(dtype).itemsize < 4:
+def _narrow(x: Array, dtype: np.dtype, wide: bool) -> Array:
+  if wide and dtype.itemsize < 4:
     # A mask of -1e9 is as good at -65504, and -inf minus -inf is not a number.
     largest = float(jnp.finfo(dtype).max)
     x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
   return jax.lax.convert_element_type(x, dtype)
-
-
-_EMIT = {
-  Mode.HALF: _emit_half,
-  Mode.FULL: _emit_as_written,
-  Mode.KEEP: _emit_as_written,
-  Mode.EACH: _emit_each,
-  Mode.CAST: _emit_cast,
-}

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting._autocast import Traced, make_rules
-from mpjax.casting._decide import NOT_FP8, Mode, Node, Plan
+from mpjax._types import JaxprEqn, PolicyLike, Var
+from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
+from mpjax.casting._casting_rules import make_rules
+from mpjax.casting._decide import NOT_FP8
 from mpjax.casting._higher_order import LOOPS
-from mpjax.casting._islands import Island, read_dtype, schedule
-from mpjax.casting._kinds import castable
+from mpjax.casting._kinds import Kind, castable, dtype_of, shape_of
 from mpjax.casting._op_lists import OpLists
+from mpjax.casting._overrides import join
+from mpjax.casting._trace import Traced
 from mpjax.jaxpr import UNKNOWN, CallKind, call_kind, facts, flops
 from mpjax.policy import Policy, get_policy
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ExplainedOperation:
   """One operation of a program.
 
   Attributes:
@@ -55,18 +58,64 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExplainedIsland:
+  """A float32 island: computed again in the backward pass, from what is kept of it.
+
+  Attributes:
+    number: as `island` of its operations has it.
+    path: module path.
+    operations: names of the JAX primitives that are computed again.
+    kept_bytes: of what it reads, which the backward pass keeps in half precision; all repetitions.
+    recomputed_bytes: of the float32 results inside, which are not kept but computed again; all repetitions.
+    kept_in: `float8` where half-precision inputs are kept in FP8; else empty.
+    times: how often it runs.
+  """
+
+  number: int
+  path: str
+  operations: tuple[str, ...]
+  kept_bytes: int
+  recomputed_bytes: int
+  kept_in: str
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCarry:
+  """What a loop carries from step to step, if it is float32 in the user's program.
+
+  Attributes:
+    path: the loop's module path and `carry_0`, `carry_1`, ...: what an override for it has to match.
+    primitive: `scan` or `while`.
+    shape: of the carry.
+    dtype: that it is held in.
+    why: the reason for the dtype.
+  """
+
+  path: str
+  primitive: str
+  shape: tuple[int, ...]
+  dtype: str
+  why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
   """What autocast does to a program: `rows` as data, `str()` as a table by module.
 
   Attributes:
     policy: the policy.
     rows: one for each operation, in the order of the program.
+    islands: one for each float32 island, in the order of the program.
+    carries: one for each float32 carry of each loop, in the order of the program.
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
   """
 
   policy: Policy
-  rows: tuple[Row, ...]
+  rows: tuple[ExplainedOperation, ...]
+  islands: tuple[ExplainedIsland, ...] = ()
+  carries: tuple[ExplainedCarry, ...] = ()
   unknown: tuple[str, ...] = ()
 
   def matrix_flops(self) -> dict[str, int]:
@@ -78,8 +127,8 @@ class Explanation:
     return total
 
   def __str__(self) -> str:
-    parts = (self._summary(), self._modules(), self._not_fp8(), self._full(), self._unknown())
-    return "\n\n".join(filter(None, parts))
+    parts = [self._summary(), self._modules(), self._not_fp8(), self._full(), self._unknown()]
+    return "\n\n".join(filter(None, [*parts, self._islands(), self._carries()]))
 
   def _summary(self) -> str:
     flops = self.matrix_flops()
@@ -111,6 +160,22 @@ class Explanation:
   def _full(self) -> str:
     return _reasons("in float32", (row for row in self.rows if row.after == row.before == "float32"))
 
+  def _islands(self) -> str:
+    head = ("islands", "computed again", "kept", "recomputed")
+    lines = []
+    for island in self.islands:
+      kept = f"{_count(island.kept_bytes)}B" + (f" in {island.kept_in}" if island.kept_in else "")
+      names = _counted(island.operations, most=5)
+      lines.append((island.path or "(no module)", names, kept, f"{_count(island.recomputed_bytes)}B"))
+    return _table(head, lines) if lines else ""
+
+  def _carries(self) -> str:
+    lines = [
+      (carry.path, f"{carry.primitive} {carry.dtype}[{','.join(map(str, carry.shape))}]", carry.why)
+      for carry in self.carries
+    ]
+    return _table(("loop carries", "held in", "because"), lines) if lines else ""
+
   def _unknown(self) -> str:
     if not self.unknown:
       return ""
@@ -122,12 +187,12 @@ class Explanation:
 
 def explain(
   fun: Callable[..., Any],
-  policy: Any = "auto",
+  policy: PolicyLike = "auto",
   *,
   ops: OpLists | None = None,
-  overrides: Mapping[str, Any] | None = None,
+  overrides: Mapping[str, PolicyLike] | None = None,
 ) -> Callable[..., Explanation]:
-  """What would run where, were `fun` under `mpjax.autocast` with these arguments; nothing is computed.
+  """Says what would run where, were `fun` under `mpjax.autocast` with these arguments; nothing is computed.
 
   Args:
     fun: any function that `mpjax.autocast` takes.
@@ -149,111 +214,149 @@ def explain(
     rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
     plan = Traced(fun, args, kwargs).plan(rules, resolved)
     rules.check_all_matched()
-    unknown = {
-      node.equation.primitive.name
-      for node in plan.all_nodes()
-      if node.listed == "opaque" and facts(node.equation) is UNKNOWN
-    }
-    return Explanation(resolved, tuple(_rows(plan, 1, _Numbers())), tuple(sorted(unknown)))
+    found = _Explained()
+    _walk(plan, 1, found)
+    unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
+    return Explanation(
+      resolved, tuple(found.rows), tuple(found.islands), tuple(found.carries), tuple(sorted(unknown))
+    )
 
   return explained
 
 
-def _reasons(title: str, rows: Iterable[Row], prefix: str = "") -> str:
-  """Why something runs in its dtype, for reasons that start so: by module and reason."""
+def _reasons(title: str, rows: Iterable[ExplainedOperation], prefix: str = "") -> str:
+  """Returns why something runs in its dtype, for reasons that start so: by module and reason."""
   reasons: dict[tuple[str, str], list[str]] = {}
   for row in rows:
     if row.why.startswith(prefix):
       reasons.setdefault((row.path or "(no module)", row.why.removeprefix(prefix)), []).append(row.primitive)
   lines = []
   for (path, why), names in reasons.items():
-    counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
-    lines.append((path, ", ".join(counted), why))
+    lines.append((path, _counted(names), why))
   return _table((title, "operations", "because"), lines) if lines else ""
 
 
-class _Numbers:
-  """Numbers for islands, one count for a whole program."""
-
-  def __init__(self) -> None:
-    self.last = 0
-
-  def next(self) -> int:
-    self.last += 1
-    return self.last
+def _counted(names: Sequence[str], most: int | None = None) -> str:
+  """Returns names as text, each once with its count; no more than the first few of them."""
+  counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
+  return ", ".join(counted[:most] + ["..."] * (len(counted) > (most or len(counted))))
 
 
-def _rows(plan: Plan, times: int, numbers: _Numbers) -> Iterator[Row]:
-  island_of: dict[int, int] = {}
-  for unit in schedule(plan):
+@dataclasses.dataclass
+class _Explained:
+  """An explanation that is being put together."""
+
+  rows: list[ExplainedOperation] = dataclasses.field(default_factory=list)
+  islands: list[ExplainedIsland] = dataclasses.field(default_factory=list)
+  carries: list[ExplainedCarry] = dataclasses.field(default_factory=list)
+
+
+def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
+  """Adds what is decided in a program, and in its bodies, to an explanation."""
+  island_of: dict[Node, int] = {}
+  for unit in plan.units:
     if isinstance(unit, Island):
-      number = numbers.next()
-      island_of |= {id(node): number for node in unit.nodes}
-  made: set[tuple[Any, Any]] = set()
+      number = len(explanation.islands) + 1
+      explanation.islands.append(_island(unit, plan, number, times))
+      island_of |= dict.fromkeys(unit.nodes, number)
+  made: set[tuple[Var, np.dtype]] = set()
   for node in plan.nodes:
-    if node.mode is Mode.ENTER:
+    if node.call is not None:
+      explanation.carries += _carries(node, node.call)
       length = node.equation.params["length"] if call_kind(node.equation) is CallKind.SCAN else 1
       for inner in node.call.plans:
-        yield from _rows(inner, times * length, numbers)
-      continue
-    island = island_of.get(id(node))
-    casts = list(_casts(plan, node, made, island))
-    results = [v.aval for v in node.equation.outvars if hasattr(v.aval, "shape")]
-    runs_in = _runs_in(plan, node)
-    yield Row(
-      path=node.path,
-      primitive=_name(node.equation),
-      list=node.listed,
-      before=str(results[0].dtype) if results else "",
-      after=runs_in,
-      flops=flops(node.equation) * times,
-      bytes=times
-      * sum(
-        _bytes(aval, held.dtype if castable(aval) else aval.dtype)
-        for aval, held in zip(results, node.outs, strict=False)
-      ),
-      casts=len(casts),
-      cast_bytes=times * sum(_bytes(aval, dtype) for aval, dtype in casts),
-      island=island,
-      why=node.why,
-      times=times,
-    )
+        _walk(inner, times * length, explanation)
+    else:
+      explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
 
 
-def _casts(plan: Plan, node: Node, made: set[Any], island: int | None) -> Iterator[tuple[Any, Any]]:
-  """(aval, dtype) of the casts that an equation is the first to need; inside an island none is stored."""
-  for atom in node.equation.invars:
-    if not _compat.is_variable(atom) or not castable(atom.aval):
+def _row(
+  node: Node, plan: CastPlan, times: int, island: int | None, made: set[tuple[Var, np.dtype]]
+) -> ExplainedOperation:
+  casts = list(_casts(plan, node, made)) if island is None else []
+  results = [
+    (v, held) for v, held in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")
+  ]
+  return ExplainedOperation(
+    path=node.path,
+    primitive=_name(node.equation),
+    list=node.listed,
+    before=str(dtype_of(results[0][0])) if results else "",
+    after=_runs_in(node),
+    flops=flops(node.equation) * times,
+    bytes=times * sum(_bytes(v, held.dtype) for v, held in results),
+    casts=len(casts),
+    cast_bytes=times * sum(_bytes(variable, dtype) for variable, dtype in casts),
+    island=island,
+    why=node.why,
+    times=times,
+  )
+
+
+def _casts(plan: CastPlan, node: Node, made: set[tuple[Var, np.dtype]]) -> Iterator[tuple[Var, np.dtype]]:
+  """Yields (variable, dtype) of the casts that an equation is the first to need."""
+  for atom, dtype in zip(node.equation.invars, node.reads, strict=True):
+    if dtype is None or not _compat.is_variable(atom):
       continue
-    dtype = np.dtype(read_dtype(plan, node, atom))
-    if dtype != plan.held[atom].dtype and (atom, dtype) not in made and island is None:
+    if dtype != plan.held[atom].dtype and (atom, dtype) not in made:
       made.add((atom, dtype))
-      yield atom.aval, dtype
+      yield atom, dtype
 
 
-def _runs_in(plan: Plan, node: Node) -> str:
+def _island(island: Island, plan: CastPlan, number: int, times: int) -> ExplainedIsland:
+  """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
+  again = [node for node in island.nodes if node.listed != "allow"]
+  # What the products at its end read besides is kept with or without the island.
+  read = {a for node in again for a in node.equation.invars if _compat.is_variable(a)}
+  kept = 0
+  for variable, dtype in island.inputs:
+    narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF
+    kept += _bytes(variable, island.saved if narrow else dtype) if variable in read else 0
+  inside = sum(_bytes(v, dtype_of(v)) for node in again for v in node.equation.outvars)
+  return ExplainedIsland(
+    number=number,
+    path=island.nodes[0].path,
+    operations=tuple(_name(node.equation) for node in again),
+    kept_bytes=times * kept,
+    recomputed_bytes=times * inside,
+    kept_in="float8" if island.saved is not None else "",
+    times=times,
+  )
+
+
+def _carries(node: Node, call: Call) -> Iterator[ExplainedCarry]:
+  operands = node.equation.invars
+  is_scan = call_kind(node.equation) is CallKind.SCAN
+  first = _compat.scan_parts(node.equation).consts if is_scan else len(operands) - len(call.carry)
+  for i, carry in enumerate(call.carry):
+    atom = operands[first + i]
+    if castable(atom.aval):
+      dtype = carry.held.dtype.name
+      yield ExplainedCarry(join(node.path, f"carry_{i}"), node.name, shape_of(atom), dtype, carry.why)
+
+
+def _runs_in(node: Node) -> str:
   if node.fp8 is not None:
     return node.fp8.recipe.forward_dtype
   if node.mode is Mode.HALF:
     return np.dtype(node.half).name
-  avals = [v.aval for v in node.equation.outvars if hasattr(v.aval, "dtype")]
   if node.mode is Mode.EACH and node.outs:
     return str(node.outs[0].dtype)
-  return str(avals[0].dtype) if avals else ""
+  return next((str(dtype_of(v)) for v in node.equation.outvars if hasattr(v.aval, "dtype")), "")
 
 
-def _name(equation: Any) -> str:
+def _name(equation: JaxprEqn) -> str:
   name = equation.primitive.name
-  inner = equation.params.get("name") if call_kind(equation) not in LOOPS else None
+  inner = None if call_kind(equation) in LOOPS else equation.params.get("name")
   return f"{name}:{inner}" if isinstance(inner, str) else name
 
 
-def _bytes(aval: Any, dtype: Any) -> int:
-  return math.prod(aval.shape) * (np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 4)
+def _bytes(variable: Var, dtype: np.dtype | None) -> int:
+  return math.prod(shape_of(variable)) * (np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 4)
 
 
-def _by_module(rows: tuple[Row, ...]) -> list[tuple[str, list[Row]]]:
-  groups: dict[str, list[Row]] = {}
+def _by_module(rows: tuple[ExplainedOperation, ...]) -> list[tuple[str, list[ExplainedOperation]]]:
+  groups: dict[str, list[ExplainedOperation]] = {}
   for row in rows:
     groups.setdefault(row.path, []).append(row)
   return list(groups.items())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from mpjax.casting._kinds import is_float
-from mpjax.casting._product_roles import Product
+from mpjax._types import Array, Fp8State, JaxprEqn
+from mpjax.casting._kinds import is_float, shape_of
+from mpjax.casting._product_roles import ProductRole, Root
+from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe
 from mpjax.fp8._delayed import check_state, open_state
 from mpjax.fp8._dot_general import fp8_dot_general
@@ -28,68 +31,27 @@ from mpjax.fp8._hardware import fp8_units
 from mpjax.fp8._recipe import Recipe
 
 
-@dataclasses.dataclass
-class Fp8:
-  """A product that is quantised.
+@dataclasses.dataclass(frozen=True)
+class Fp8Product:
+  """How a quantised product is computed.
 
   Attributes:
-    recipe: how.
+    recipe: the formats and the scaling.
     gradients: which of its operands are gradients.
     windows: the convolution that it is, if it is one.
     native: as of `fp8_dot_general`.
     roots: what identifies its operands in the program.
-    site: under delayed scaling, what its history is kept under.
-    use: under delayed scaling, its number among the products of a program.
+    site: under delayed scaling, the name of its history.
+    number: under delayed scaling, its own among the products of a program.
   """
 
   recipe: Recipe
   gradients: tuple[bool, bool]
   windows: Windows | None
   native: bool | None
-  roots: tuple[Any, Any]
+  roots: tuple[Root | None, Root | None]
   site: str | None = None
-  use: int = 0
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Histories:
-  """What delayed scaling knows at a step, and the probes of values that are looked at.
-
-  Attributes:
-    scales: by site, float32[3] for lhs, rhs and gradient.
-    probes: by number of the product, float32[3].
-    watches: by number of the value, the probe that what is seen of it goes to (`_probes.py`); with a row for
-      each step of the loops that it is in, where those are kept apart.
-    tie: a probe that every result has, so that the state has a next value whatever the program does.
-  """
-
-  scales: dict[str, Any] = dataclasses.field(default_factory=dict)
-  probes: dict[int, Any] = dataclasses.field(default_factory=dict)
-  tie: Any = None
-  watches: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-  def of(self, products: Sequence[Fp8], watched: Sequence[int] = ()) -> Histories:
-    """Those of some products and values."""
-    sites = {fp8.site for fp8 in products}
-    numbers = {fp8.use for fp8 in products if fp8.site is not None}
-    return Histories(
-      {site: x for site, x in self.scales.items() if site in sites},
-      {number: x for number, x in self.probes.items() if number in numbers},
-      watches={number: self.watches[number] for number in watched},
-    )
-
-  @property
-  def arrays(self) -> list[Any]:
-    """All of it, in one order."""
-    return [*self.scales.values(), *self.probes.values(), *self.watches.values()]
-
-  def with_arrays(self, arrays: Sequence[Any]) -> Histories:
-    """The same with other arrays."""
-    given = iter(arrays)
-    scales = {site: next(given) for site in self.scales}
-    probes = {number: next(given) for number in self.probes}
-    return Histories(scales, probes, watches={number: next(given) for number in self.watches})
+  number: int = 0
 
 
 class Support(NamedTuple):
@@ -105,7 +67,7 @@ class Support(NamedTuple):
 
 
 def support(recipe: Recipe) -> Support:
-  """What the default backend's device does with a recipe."""
+  """Returns what the default backend's device does with a recipe."""
   has_units, lack = fp8_units(recipe)
   platform = jax.default_backend()
   if has_units:
@@ -117,12 +79,12 @@ def support(recipe: Recipe) -> Support:
 
 
 def works(recipe: Recipe) -> bool:
-  """Whether anything is quantised on this machine."""
+  """Returns whether anything is quantised on this machine."""
   return support(recipe).why_not is None
 
 
-def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
-  """Says so where a policy asks for FP8 that the device does not have."""
+def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
+  """Warns where a policy asks for FP8 that the device does not have."""
   for recipe in recipes:
     lack = support(recipe).why_not
     if lack is not None:
@@ -134,8 +96,8 @@ def warn_of(recipes: set[Recipe], compute_dtype: Any) -> None:
       )
 
 
-def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) -> str | None:
-  """Why a product is not FP8, whatever its sizes; `None` if it may be."""
+def barred(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
+  """Returns why a product is not FP8, whatever its sizes; `None` if it may be."""
   lack, excluded = support(recipe).why_not, recipe.excludes(path)
   if lack is not None:
     return f"{lack} (emulate: true quantises all the same)"
@@ -143,39 +105,44 @@ def barred(equation: Any, path: str, recipe: Recipe, product: Product | None) ->
     return excluded
   if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
     return f"there is no FP8 {equation.primitive.name}"
-  if product is None:
+  if role is None:
     return "it is inside a custom derivative rule, or recomputed in a backward pass"
-  if all(product.active) and not recipe.attention:
+  if all(role.active) and not recipe.attention:
     return "it multiplies two activations (fp8.attention)"
-  if product.first and not recipe.first_layer:
+  if role.first and not recipe.first_layer:
     return "it is in the first layer (fp8.first_layer)"
-  if product.last and not recipe.last_layer:
+  if role.last and not recipe.last_layer:
     return "it is in the last layer (fp8.last_layer)"
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return "a convolution whose windows overlap is no matrix product"
   return None
 
 
-def decide(equation: Any, recipe: Recipe, product: Product) -> Fp8 | str:
-  """A product that is not barred as FP8, or why its sizes are unfit."""
-  lhs, rhs = (a.aval.shape for a in equation.invars[:2])
+def decide(
+  equation: JaxprEqn, recipe: Recipe, role: ProductRole, site: str | None, number: int
+) -> Fp8Product | str:
+  """Returns how a product that is not barred is computed in FP8, or why its sizes are unfit."""
+  lhs, rhs = map(shape_of, equation.invars[:2])
   windows = windows_of(equation) if equation.primitive is jax.lax.conv_general_dilated_p else None
   if windows is None:
     sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
   else:
     sizes = conv_sizes(windows, lhs, rhs)
   why_not = unfit(sizes, recipe)
-  return why_not or Fp8(recipe, product.gradients, windows, support(recipe).native, product.roots)
+  native = support(recipe).native
+  return why_not or Fp8Product(recipe, role.gradients, windows, native, role.roots, site, number)
 
 
-def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out_dtype: Any) -> Any:
-  """The result of an FP8 product.
+def emit(
+  fp8: Fp8Product, equation: JaxprEqn, operands: Sequence[Array], side: SideInputs, out_dtype: np.dtype
+) -> Array:
+  """Returns the result of an FP8 product.
 
   Args:
     fp8: the decision.
     equation: the product in the user's program.
     operands: in any floating dtypes.
-    histories: of the product, under delayed scaling.
+    side: under delayed scaling, its scales and its probe.
     out_dtype: dtype of the result.
   """
   lhs, rhs = operands
@@ -185,12 +152,12 @@ def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out
     dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
   scales = probe = None
   recipe = fp8.recipe
-  if recipe.recipe == "delayed" and fp8.site not in histories.scales:
+  if recipe.recipe == "delayed" and fp8.site not in side.scales:
     recipe = recipe.without_histories()
   elif fp8.site is not None:
-    of_lhs, of_rhs, of_gradient = histories.scales[fp8.site]
+    of_lhs, of_rhs, of_gradient = side.scales[fp8.site]
     scales = (of_lhs, of_rhs, of_gradient)
-    probe = histories.probes[fp8.use]
+    probe = side.amax_probes[fp8.number]
     lhs, rhs = observe(lhs, probe, LHS), observe(rhs, probe, RHS)
   out = fp8_dot_general(
     lhs,
@@ -207,41 +174,60 @@ def emit(fp8: Fp8, equation: Any, operands: list[Any], histories: Histories, out
   return out if fp8.windows is None else conv_result(out, fp8.windows)
 
 
-def keep(histories: Histories, results: list[Any]) -> list[Any]:
-  """A program's results, tied to the state."""
-  if histories.tie is None:
+def tie_to_state(tie: Array | None, results: list[Array]) -> list[Array]:
+  """Returns a program's results, such that a state of delayed scaling always has a next value.
+
+  Args:
+    tie: the probe that `open_state` gives for this; `None` without a state.
+    results: of any dtypes.
+  """
+  if tie is None:
     return results
-  return [observe(x, histories.tie, NOTHING) if is_float(x) else x for x in results]
+  return [observe(x, tie, NOTHING) if is_float(jax.typeof(x)) else x for x in results]
 
 
-def number(products: Sequence[Fp8]) -> dict[str, list[int]]:
-  """Numbers the products under delayed scaling; those of each site."""
-  uses: dict[str, list[int]] = {}
-  for i, fp8 in enumerate(products):
-    if fp8.site is not None:
-      fp8.use = i
-      uses.setdefault(fp8.site, []).append(i)
-  return uses
+class Opened(NamedTuple):
+  """A state of delayed scaling, opened for one step.
+
+  Attributes:
+    scales: by site, float32[3] for lhs, rhs and gradient.
+    amax_probes: by number of the product, float32[3].
+    tie: float32[3], for `tie_to_state`; `None` without a state.
+  """
+
+  scales: dict[str, Array]
+  amax_probes: dict[int, Array]
+  tie: Array | None
 
 
-def open_histories(state: Any, recipes: dict[str, Recipe], uses: dict[str, list[int]]) -> Histories:
-  """What delayed scaling knows, from its state.
+def open_state_for(
+  state: Fp8State | None, recipes: Mapping[str, Recipe], products: Iterable[Fp8Product]
+) -> Opened:
+  """Returns what a program's products under delayed scaling read at a step.
+
+  Args:
+    state: of `mpjax.init_fp8_state`, or `None`.
+    recipes: the recipe of each site.
+    products: the FP8 products of the program.
 
   Raises:
     ValueError: if the program has products under delayed scaling and there is no state, or one of another
       function. A product that the state does not have is scaled by its own amax.
   """
-  recipes = {site: recipes[site] for site in uses}
-  if state is None and not recipes:
-    return Histories()
+  uses: dict[str, list[int]] = {}
+  for fp8 in products:
+    if fp8.site is not None:
+      uses.setdefault(fp8.site, []).append(fp8.number)
+  if state is None and not uses:
+    return Opened({}, {}, None)
   if state is None:
     raise ValueError(
       "fp8 recipe 'delayed' scales by the amaxes of earlier steps: pass them as mpjax.autocast(..., "
       "fp8_state=state), first from mpjax.init_fp8_state(function, policy)(*arguments); or use 'current'"
     )
-  check_state(state, {site: recipe.amax_history_len for site, recipe in recipes.items()})
+  check_state(state, {site: recipes[site].amax_history_len for site in uses})
   known = {site: numbers for site, numbers in uses.items() if site in state["amax"]}
-  return Histories(*open_state(state, {site: recipes[site] for site in known}, known))
+  return Opened(*open_state(state, {site: recipes[site] for site in known}, known))
 
 
 def _stacklevel() -> int:

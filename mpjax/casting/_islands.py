@@ -9,47 +9,124 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from mpjax import _compat
+from mpjax._types import Jaxpr, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._decide import Mode, Node, Plan
-from mpjax.casting._kinds import FLOAT32, Kind, castable, size
-from mpjax.jaxpr import Trait, has
+from mpjax.casting._cast_plan import Island, Mode, Node
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, dtype_of, initial, size
+from mpjax.casting._product_roles import ProductRoles
+from mpjax.jaxpr import CallKind, Trait, call_kind, has
 
 
-@dataclasses.dataclass
-class Island:
-  """A convex set of float32 equations.
+def pull_in(
+  nodes: Sequence[Node], held: dict[Var, Held], results: set[Var], full_outputs: bool
+) -> list[Node]:
+  """Moves into float32 what only float32 reads: the scale and the mask before a softmax, say.
 
-  Attributes:
-    nodes: in the order of the program.
-    inputs: (variable, dtype) that are read.
-    outputs: (variable, dtype) that are used outside.
-    kept: whether it is emitted as a checkpoint; otherwise equation by equation.
+  The island then takes what comes before it. Not so for a sum of two values of full size: the sum is the
+  smaller thing to save.
+
+  Args:
+    nodes: the decisions, in the order of the program.
+    held: how each variable is held; changed for what is moved.
+    results: the variables that the program returns.
+    full_outputs: whether those are read in float32.
+
+  Returns:
+    The decisions, some of them changed.
   """
+  makers = {v: node for node in nodes for v in node.equation.outvars}
+  users: dict[Var, list[Node]] = {}
+  changed = []
+  for node in reversed(nodes):
+    readers = [users.get(v, []) for v in node.equation.outvars]
+    if _only_float32_reads(node, readers, results, full_outputs) and not _better_saved(node, held, makers):
+      own = Held(Kind.ISLAND, FLOAT32)
+      outs = tuple(own if castable(v.aval) else initial(v.aval) for v in node.equation.outvars)
+      node = dataclasses.replace(
+        node, mode=Mode.FULL, listed="infer", why="only float32 reads it", outs=outs, call=None
+      )
+      held.update(zip(node.equation.outvars, outs, strict=True))
+    for atom in node.equation.invars:
+      if _compat.is_variable(atom):
+        users.setdefault(atom, []).append(node)
+    changed.append(node)
+  return changed[::-1]
 
-  nodes: list[Node]
-  inputs: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-  outputs: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-  kept: bool = False
+
+def _only_float32_reads(
+  node: Node, readers: Sequence[list[Node]], results: set[Var], full_outputs: bool
+) -> bool:
+  if node.mode not in (Mode.HALF, Mode.ENTER) or node.listed not in ("infer", "call"):
+    return False
+  if node.mode is Mode.ENTER and (call_kind(node.equation) is not CallKind.JIT or node.has_product()):
+    return False
+  returned = any(v in results for v in node.equation.outvars)
+  if (returned and not full_outputs) or not (returned or any(readers)):
+    return False
+  return all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs)
 
 
-def schedule(plan: Plan) -> list[Node | Island]:
-  """The plan's equations in an order in which they can be carried out, islands as one."""
-  nodes = plan.nodes
-  if not plan.rules.islands:
-    return list(nodes)
-  producer = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
-  reads = [
-    [producer[a] for a in node.equation.invars if _compat.is_variable(a) and a in producer] for node in nodes
+def _better_saved(node: Node, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> bool:
+  """Returns whether a result is the smaller thing to save, or costs a pass over memory to compute again."""
+  return has(node.equation, Trait.MOVES) or _sums(node, held, makers) or _shrinks(node, held)
+
+
+def _shrinks(node: Node, held: Mapping[Var, Held]) -> bool:
+  """Returns whether less comes out than goes in."""
+  return max(map(size, _halves(node, held)), default=0) > max(map(size, node.equation.outvars))
+
+
+def _sums(node: Node, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> bool:
+  """Returns whether a node adds, or chooses between, two values of full size."""
+  if not has(node.equation, Trait.CHOICE):
+    return False
+  largest = max(map(size, node.equation.invars))
+  return len({_source(a, held, makers) for a in _halves(node, held) if size(a) == largest}) > 1
+
+
+def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> Var:
+  """Returns the half value that this one is made of, element by element; itself, if it is made of several."""
+  node = makers.get(variable)
+  if node is None or node.mode is not Mode.HALF or node.listed != "infer" or has(node.equation, Trait.MOVES):
+    return variable
+  sources = {_source(a, held, makers) for a in _halves(node, held)}
+  return sources.pop() if len(sources) == 1 else variable
+
+
+def _halves(node: Node, held: Mapping[Var, Held]) -> list[Var]:
+  return [a for a in node.equation.invars if _compat.is_variable(a) and held[a].kind is Kind.HALF]
+
+
+def in_units(
+  nodes: Sequence[Node],
+  jaxpr: Jaxpr,
+  held: Mapping[Var, Held],
+  outs: Sequence[Held],
+  rules: CastingRules,
+  roles: ProductRoles | None,
+) -> tuple[Node | Island, ...]:
+  """Returns a program's decisions in an order in which they can be carried out, islands as one.
+
+  Args:
+    nodes: the decisions, in the order of the program.
+    jaxpr: the program.
+    held: how each variable is held.
+    outs: how each output is held.
+    rules: what decides.
+    roles: of the program's products, if some may be FP8.
+  """
+  if not rules.islands:
+    return tuple(nodes)
+  inside = [
+    _in_float32(node) and rules.cheap(node.equation) and rules.computes_again(node.path) for node in nodes
   ]
-  inside = [_in_float32(node) and plan.rules.cheap(node.equation) for node in nodes]
-  ends = [
-    _is_product(node) and any(inside[j] for j in before) for node, before in zip(nodes, reads, strict=True)
-  ]
-  islands = _group(plan, reads, inside, ends)
-  return _order(nodes, reads, islands)
+  return _Grouping(nodes, jaxpr, held, outs, inside).units(rules, roles)
 
 
 def _in_float32(node: Node) -> bool:
@@ -62,157 +139,171 @@ def _is_product(node: Node) -> bool:
   return node.listed == "allow" and node.mode is Mode.HALF
 
 
-def _group(plan: Plan, reads: list[list[int]], inside: list[bool], ends: list[bool]) -> list[Island]:
-  """Connected equations of one level, and the products that read them.
+class _Grouping:
+  """The nodes of one program while they are put into islands; `inside` says which may be in one."""
 
-  Whatever leaves an island raises the level, a product's result too, so that no path returns to one.
-  """
-  level = [0] * len(reads)
-  parent = list(range(len(reads)))
+  def __init__(
+    self,
+    nodes: Sequence[Node],
+    jaxpr: Jaxpr,
+    held: Mapping[Var, Held],
+    outs: Sequence[Held],
+    inside: list[bool],
+  ):
+    self.nodes = nodes
+    self.jaxpr = jaxpr
+    self.held = held
+    self.outs = outs
+    self.inside = inside
+    makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
+    self.reads = [[makers[a] for a in _variables(node) if a in makers] for node in nodes]
+    self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
+    for i, node in enumerate(nodes):
+      for a, dtype in zip(node.equation.invars, node.reads, strict=True):
+        if _compat.is_variable(a):
+          self.readers.setdefault(a, []).append((i, dtype))
 
-  def root(i: int) -> int:
-    while parent[i] != i:
-      parent[i] = parent[parent[i]]
-      i = parent[i]
-    return i
+  def units(self, rules: CastingRules, roles: ProductRoles | None) -> tuple[Node | Island, ...]:
+    islands = []
+    for members in self._groups():
+      island = self._island(members)
+      if self._pays(island):
+        saved = _saved_dtype(island, rules, roles)
+        islands.append((members, dataclasses.replace(island, saved=saved)))
+    return self._ordered(islands)
 
-  for i, before in enumerate(reads):
-    member = inside[i] or ends[i]
-    level[i] = max(
-      (level[j] + (member if not inside[j] else not member) + ends[j] for j in before), default=0
-    )
-    for j in before:
-      if member and inside[j] and level[i] == level[j]:
-        parent[root(i)] = root(j)
-  groups: dict[int, list[int]] = {}
-  for i in range(len(reads)):
-    if inside[i] or ends[i]:
-      groups.setdefault(root(i), []).append(i)
-  islands = []
-  readers: dict[Any, list[int]] = {}
-  for i, node in enumerate(plan.nodes):
-    for a in node.equation.invars:
-      if _compat.is_variable(a):
-        readers.setdefault(a, []).append(i)
-  for members in groups.values():
-    island = _island(plan, members, readers)
-    if island.kept:
-      islands.append(island)
-  return islands
+  def _groups(self) -> list[list[int]]:
+    """Returns connected equations of one level, and the products that read them.
 
+    Whatever leaves an island raises the level, a product's result too, so that no path returns to one.
+    """
+    inside, reads = self.inside, self.reads
+    ends = [
+      _is_product(node) and any(inside[j] for j in before)
+      for node, before in zip(self.nodes, reads, strict=True)
+    ]
+    level = [0] * len(reads)
+    parent = list(range(len(reads)))
 
-def _island(plan: Plan, members: list[int], readers: dict[Any, list[int]]) -> Island:
-  nodes = [plan.nodes[i] for i in members]
-  own = {v for node in nodes for v in node.equation.outvars}
-  inputs: dict[Any, Any] = {}
-  for node in nodes:
-    for a in node.equation.invars:
-      if _compat.is_variable(a) and a not in own:
-        inputs[a] = plan.held[a].dtype if castable(a.aval) else a.aval.dtype
-  outputs: dict[tuple[Any, Any], None] = {}
-  within = set(members)
-  for node in nodes:
-    for v in node.equation.outvars:
-      outside = [plan.nodes[i] for i in readers.get(v, ()) if i not in within]
-      if castable(v.aval):
-        for dtype in _read_as(plan, v, outside):
-          outputs[v, dtype] = None
-      elif outside or v in plan.jaxpr.outvars:
-        outputs[v, getattr(v.aval, "dtype", None)] = None
-  island = Island(nodes, list(inputs.items()), list(outputs))
-  # What the products at its end read besides is saved with or without the island.
-  read = {a for n in nodes if n.mode is Mode.FULL for a in n.equation.invars if _compat.is_variable(a)}
-  half = max((size(v) for v in read - own if plan.held[v].kind is Kind.HALF), default=0)
-  # Before the first product nothing is half yet: an embedding and the norm after it.
-  half = half or max(
-    (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
-  )
-  heavy = (n for n in nodes if n.mode is Mode.FULL and not has(n.equation, Trait.NO_RESIDUAL))
-  island.kept = half > 1 and any(2 * size(a) >= half for n in heavy for a in n.equation.invars)
-  return island
+    def root(i: int) -> int:
+      while parent[i] != i:
+        parent[i] = parent[parent[i]]
+        i = parent[i]
+      return i
 
+    for i, before in enumerate(reads):
+      member = inside[i] or ends[i]
+      level[i] = max(
+        (level[j] + (member if not inside[j] else not member) + ends[j] for j in before), default=0
+      )
+      for j in before:
+        if member and inside[j] and level[i] == level[j]:
+          parent[root(i)] = root(j)
+    groups: dict[int, list[int]] = {}
+    for i in range(len(reads)):
+      if inside[i] or ends[i]:
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())
 
-def _read_as(plan: Plan, v: Any, outside: list[Node]) -> list[Any]:
-  """The dtypes in which a float32 result is read outside its island: half alone, where anyone reads half."""
-  full = plan.held[v].dtype
-  if plan.held[v].kind is Kind.HALF:  # a product's result: who reads it in float32 widens it there
-    halves = []
-  else:
-    halves = [d for node in outside if (d := read_dtype(plan, node, v)) != full]
-  narrow = plan.held[v].kind in (Kind.ISLAND, Kind.FLEXIBLE) and bool(halves) and not plan.held[v].wide
-  wanted = dict.fromkeys(halves)
-  if len(halves) < len(outside) and not narrow:
-    wanted[full] = None
-  for atom, held in zip(plan.jaxpr.outvars, plan.outs, strict=True):
-    if atom is v:
+  def _island(self, members: list[int]) -> Island:
+    nodes = tuple(self.nodes[i] for i in members)
+    own = {v for node in nodes for v in node.equation.outvars}
+    inputs = {
+      a: self.held[a].dtype if castable(a.aval) else dtype_of(a)
+      for node in nodes
+      for a in _variables(node)
+      if a not in own
+    }
+    outputs: dict[tuple[Var, np.dtype], None] = {}
+    within = set(members)
+    for node in nodes:
+      for v in node.equation.outvars:
+        outside = [dtype for i, dtype in self.readers.get(v, ()) if i not in within]
+        if castable(v.aval):
+          outputs.update({(v, dtype): None for dtype in self._read_as(v, outside)})
+        elif outside or v in self.jaxpr.outvars:
+          outputs[v, dtype_of(v)] = None
+    return Island(nodes, tuple(inputs.items()), tuple(outputs))
+
+  def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
+    """Returns the dtypes in which a float32 result is read outside: half alone, where anyone reads half."""
+    held = self.held[v]
+    # A product's result: who reads it in float32 widens it there.
+    halves = [] if held.kind is Kind.HALF else [dtype for dtype in outside if dtype != held.dtype]
+    narrow = held.kind in (Kind.ISLAND, Kind.FLEXIBLE) and bool(halves) and not held.wide
+    wanted = dict.fromkeys(halves)
+    if len(halves) < len(outside) and not narrow:
       wanted[held.dtype] = None
-  return list(wanted)
+    for atom, out in zip(self.jaxpr.outvars, self.outs, strict=True):
+      if atom is v:
+        wanted[out.dtype] = None
+    return [dtype for dtype in wanted if dtype is not None]
+
+  def _pays(self, island: Island) -> bool:
+    """Returns whether more is saved by an island than it keeps."""
+    nodes = [node for node in island.nodes if node.mode is Mode.FULL]
+    own = {v for node in island.nodes for v in node.equation.outvars}
+    # What the products at its end read besides is saved with or without the island.
+    read = {a for node in nodes for a in _variables(node)}
+    half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
+    # Before the first product nothing is half yet: an embedding and the norm after it.
+    half = half or max(
+      (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
+    )
+    heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
+    return half > 1 and any(2 * size(a) >= half for node in heavy for a in node.equation.invars)
+
+  def _ordered(self, islands: Sequence[tuple[list[int], Island]]) -> tuple[Node | Island, ...]:
+    """Returns nodes and islands in an order as near to the program's as can be; effects stay in theirs."""
+    unit_of: dict[int, int] = {}
+    units: list[Node | Island] = []
+    for members, island in islands:
+      unit_of |= dict.fromkeys(members, len(units))
+      units.append(island)
+    for i, node in enumerate(self.nodes):
+      if i not in unit_of:
+        unit_of[i] = len(units)
+        units.append(node)
+    first = [math.inf] * len(units)
+    after: list[set[int]] = [set() for _ in units]
+    waits: list[set[int]] = [set() for _ in units]
+    effect = None
+    for i, node in enumerate(self.nodes):
+      unit = unit_of[i]
+      first[unit] = min(first[unit], i)
+      before = {unit_of[j] for j in self.reads[i]}
+      if node.equation.effects:
+        before |= set() if effect is None else {effect}
+        effect = unit
+      for other in before - {unit}:
+        waits[unit].add(other)
+        after[other].add(unit)
+    ready = [(first[u], u) for u in range(len(units)) if not waits[u]]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+      _, unit = heapq.heappop(ready)
+      ordered.append(units[unit])
+      for other in after[unit]:
+        waits[other].discard(unit)
+        if not waits[other]:
+          heapq.heappush(ready, (first[other], other))
+    return tuple(ordered)
 
 
-def read_dtype(plan: Plan, node: Node, atom: Any) -> Any:
-  """The dtype in which an equation reads a float32 value of the program."""
-  if node.fp8 is not None and plan.how(atom).kind is Kind.FLEXIBLE:
-    return FLOAT32  # master weights are rounded once
-  if node.mode is Mode.HALF and node.call is None and not _compat.bodies(node.equation):
-    return node.half
-  if node.mode is Mode.ENTER:
-    dtypes = [h.dtype for a, h in zip(node.equation.invars, node.call.ins, strict=True) if a is atom]
-    return dtypes[0]
-  if node.mode in (Mode.EACH, Mode.CAST):
-    return plan.how(atom).dtype
-  return atom.aval.dtype
+def _variables(node: Node) -> list[Var]:
+  return [a for a in node.equation.invars if _compat.is_variable(a)]
 
 
-def saved_dtype(island: Island, plan: Plan) -> Any:
-  """The FP8 format in which what an island reads is kept for the backward pass; `None`: in half precision.
+def _saved_dtype(island: Island, rules: CastingRules, roles: ProductRoles | None) -> np.dtype | None:
+  """Returns the FP8 format in which what an island reads is kept; `None`: in half precision.
 
   Not before the loss, nor where there is an exponential: a rounding error there is one of the exponent.
   """
-  recipe = plan.rules.overrides.recipe_at(island.nodes[0].path)
-  if (
-    recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe) or not plan.layers
-  ):
+  recipe = rules.overrides.recipe_at(island.nodes[0].path)
+  if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe) or not roles:
     return None
-  inside = plan.rules.primitives([node.equation for node in island.nodes])
+  inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)
-  followed = any(v in plan.layers.reaching for v, _ in island.outputs)
+  followed = any(v in roles.reaching for v, _ in island.outputs)
   return recipe.forward if followed and not exponential else None
-
-
-def _order(nodes: list[Node], reads: list[list[int]], islands: list[Island]) -> list[Node | Island]:
-  """A topological order of nodes and islands, as near to the program's as can be; effects stay in theirs."""
-  unit_of: dict[int, int] = {}
-  units: list[Node | Island] = []
-  position = {id(node): i for i, node in enumerate(nodes)}
-  for island in islands:
-    unit_of |= {position[id(node)]: len(units) for node in island.nodes}
-    units.append(island)
-  for i, node in enumerate(nodes):
-    if i not in unit_of:
-      unit_of[i] = len(units)
-      units.append(node)
-  first = [math.inf] * len(units)
-  after: list[set[int]] = [set() for _ in units]
-  waits: list[set[int]] = [set() for _ in units]
-  effect = None
-  for i, node in enumerate(nodes):
-    unit = unit_of[i]
-    first[unit] = min(first[unit], i)
-    before = {unit_of[j] for j in reads[i]}
-    if node.equation.effects:
-      before |= set() if effect is None else {effect}
-      effect = unit
-    for other in before - {unit}:
-      waits[unit].add(other)
-      after[other].add(unit)
-  ready = [(first[u], u) for u in range(len(units)) if not waits[u]]
-  heapq.heapify(ready)
-  ordered = []
-  while ready:
-    _, unit = heapq.heappop(ready)
-    ordered.append(units[unit])
-    for other in after[unit]:
-      waits[other].discard(unit)
-      if not waits[other]:
-        heapq.heappush(ready, (first[other], other))
-  return ordered

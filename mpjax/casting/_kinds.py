@@ -1,29 +1,32 @@
-"""How autocast holds a float32 value of the user's program, and what becomes of it where values meet."""
+"""The kinds of float32 value that autocast knows, and the table of what becomes of them where they meet."""
 
 from __future__ import annotations
 
 import enum
 import math
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
+
+from mpjax._types import Array, ArrayLike, Atom
 
 FLOAT32 = np.dtype("float32")
 
 
 class Kind(enum.Enum):
-  """What a value is to autocast."""
+  """What a value is to autocast; `KIND_RULES` says what each means."""
 
-  FIXED = "fixed"  # not float32 in the user's program: keeps its dtype
-  FLEXIBLE = (
-    "flexible"  # a parameter, an input, a literal, or computed from those alone: follows what it meets
-  )
-  HALF = "half"  # held in the compute dtype
-  ISLAND = "island"  # computed in float32 from half precision; half again where it meets that
-  STATISTIC = "statistic"  # what a reduction left: small, and keeps what it meets in float32
-  RUNNING = "running"  # a sum over the steps of a loop: keeps what it meets in float32
-  PINNED = "pinned"  # cast to float32 by the user: keeps what it meets in float32
+  FIXED = "fixed"
+  PINNED = "pinned"
+  RUNNING = "running"
+  STATISTIC = "statistic"
+  HALF = "half"
+  ISLAND = "island"
+  FLEXIBLE = "flexible"
 
 
 class Held(NamedTuple):
@@ -32,64 +35,223 @@ class Held(NamedTuple):
   Attributes:
     kind: see `Kind`.
     dtype: the dtype it is held in.
-    wide: whether it is known to hold values that the half dtype cannot (a mask of -1e9, an epsilon of 1e-8).
+    wide: True if it is known to hold values that the half dtype cannot (a mask of -1e9, an epsilon of 1e-8).
   """
 
   kind: Kind
-  dtype: Any
+  dtype: np.dtype
   wide: bool = False
 
 
-def castable(aval: Any) -> bool:
-  """Whether autocast may choose the dtype of a value: float32 arrays only, not references to one."""
+class Where(enum.Enum):
+  """The places where values meet: the columns of the table of kinds."""
+
+  FOLLOW = "operands of an operation that follows them"
+  FULL = "operands of an operation that runs in float32"
+  BRANCHES = "results of the branches of a `cond`"
+  CARRY = "a loop's carry, as it enters and as it leaves a step"
+
+
+class Condition(enum.Enum):
+  """What else is known where values meet, if a kind by itself does not decide."""
+
+  WIDE = "one of them has values that half precision has not"
+  SMALL = "they are statistics and parameters alone, and the result is no larger than the statistics"
+  SHRINKS = "the result is smaller than the operands, or they are statistics and parameters alone"
+  REMEMBERS = "the loop remembers many steps, or its module computes in float32"
+
+
+class Result(NamedTuple):
+  """What becomes of values that meet: `kind`, or `other` where the condition holds."""
+
+  kind: Kind
+  condition: Condition | None = None
+  other: Kind | None = None
+
+  def __str__(self) -> str:
+    if self.condition is None or self.other is None:
+      return self.kind.value
+    return f"{self.kind.value}; {self.other.value} where {self.condition.name.lower()}"
+
+
+class KindRule(NamedTuple):
+  """A row of the table: what becomes of values that meet, where this is the strongest kind among them.
+
+  Attributes:
+    kind: the kind.
+    means: what such a value is.
+    results: the kind of what comes out, for each place where values meet.
+    why: the reason, as `explain` prints it for an operation that follows its operands.
+  """
+
+  kind: Kind
+  means: str
+  results: dict[Where, Result]
+  why: str
+
+
+def _row(
+  kind: Kind, means: str, why: str, follow: Result, full: Result, branches: Result, carry: Result
+) -> KindRule:
+  places = (Where.FOLLOW, Where.FULL, Where.BRANCHES, Where.CARRY)
+  return KindRule(kind, means, dict(zip(places, (follow, full, branches, carry), strict=True)), why)
+
+
+_SAME = {kind: Result(kind) for kind in Kind}
+_ISLAND_OR_STATISTIC = Result(Kind.ISLAND, Condition.SHRINKS, Kind.STATISTIC)
+_HALF_UNLESS_WIDE = Result(Kind.HALF, Condition.WIDE, Kind.ISLAND)
+_HALF_UNLESS_MEMORY = Result(Kind.HALF, Condition.REMEMBERS, Kind.RUNNING)
+
+# The strongest kind first: the first row whose kind is among the values that meet decides.
+KIND_RULES = (
+  _row(
+    Kind.FIXED,
+    "no float32 in the program: an integer, float64, or half precision by the user's choice",
+    "it has a dtype of the user's own",
+    follow=_SAME[Kind.FIXED],
+    full=_SAME[Kind.FIXED],
+    branches=_SAME[Kind.FIXED],
+    carry=_SAME[Kind.FIXED],
+  ),
+  _row(
+    Kind.PINNED,
+    "cast to float32 by the user, or a gradient that has left its backward pass",
+    "an operand was cast to float32 by the user, or is a gradient",
+    follow=_SAME[Kind.PINNED],
+    full=Result(Kind.PINNED, Condition.SHRINKS, Kind.STATISTIC),
+    branches=_SAME[Kind.PINNED],
+    carry=_SAME[Kind.PINNED],
+  ),
+  _row(
+    Kind.RUNNING,
+    "the carry of a loop that remembers many steps, inside that loop",
+    "an operand is the memory of a loop's steps",
+    follow=_SAME[Kind.RUNNING],
+    full=_ISLAND_OR_STATISTIC,
+    branches=_SAME[Kind.RUNNING],
+    carry=_HALF_UNLESS_MEMORY,
+  ),
+  _row(
+    Kind.STATISTIC,
+    "what a reduction left: a sum, a mean, a maximum",
+    "an operand is a reduction's result",
+    follow=Result(Kind.ISLAND, Condition.SMALL, Kind.STATISTIC),
+    full=_ISLAND_OR_STATISTIC,
+    branches=_SAME[Kind.STATISTIC],
+    carry=_SAME[Kind.STATISTIC],
+  ),
+  _row(
+    Kind.HALF,
+    "a matrix product's result, and what follows from it",
+    "its operands are half precision",
+    follow=_HALF_UNLESS_WIDE,
+    full=_ISLAND_OR_STATISTIC,
+    branches=_HALF_UNLESS_WIDE,
+    carry=_HALF_UNLESS_MEMORY,
+  ),
+  _row(
+    Kind.ISLAND,
+    "computed in float32 from half precision; half precision again where it meets that",
+    "it is part of an island",
+    follow=_SAME[Kind.ISLAND],
+    full=_ISLAND_OR_STATISTIC,
+    branches=_SAME[Kind.ISLAND],
+    carry=_HALF_UNLESS_MEMORY,
+  ),
+  _row(
+    Kind.FLEXIBLE,
+    "a parameter, an input or a literal, or computed from those alone: follows what it meets",
+    "its operands come before any product",
+    follow=_SAME[Kind.FLEXIBLE],
+    full=_SAME[Kind.FLEXIBLE],
+    branches=_SAME[Kind.FLEXIBLE],
+    carry=_SAME[Kind.FLEXIBLE],
+  ),
+)
+
+
+def rule_of(kinds: Collection[Kind]) -> KindRule:
+  """Returns the row of the strongest of some kinds."""
+  return next(rule for rule in KIND_RULES if rule.kind in kinds)
+
+
+def meet(
+  held: Sequence[Held], where: Where, true: Collection[Condition] = (), half: np.dtype | None = None
+) -> Held:
+  """Returns how the result of values that meet is held, by the table of kinds.
+
+  Args:
+    held: how they are held; at least one.
+    where: where they meet.
+    true: what else is true of them; `Condition.WIDE` is found out here.
+    half: the dtype of a result in half precision; that of the first among them, if not given.
+  """
+  kinds = {h.kind for h in held}
+  wide = any(h.wide for h in held)
+  rule = rule_of(kinds)
+  usual, condition, other = rule.results[where]
+  holds = condition in true or (condition is Condition.WIDE and wide)
+  kind = other if other is not None and holds else usual
+  if kind is Kind.FIXED:
+    return held[0]._replace(wide=wide)
+  if kind is Kind.HALF:
+    return Held(kind, half or next(h.dtype for h in held if h.kind is Kind.HALF))
+  kept = where is not Where.FOLLOW or kind not in (Kind.PINNED, Kind.RUNNING)
+  return Held(kind, FLOAT32, wide and kept)
+
+
+def table_of_kinds() -> list[tuple[str, ...]]:
+  """Returns the table as text, the heading first: a kind, what it means, and the result of each meeting."""
+  head = ("kind", "what it is", *(where.value for where in Where))
+  rows = [
+    (rule.kind.value, rule.means, *(str(rule.results[where]) for where in Where)) for rule in KIND_RULES
+  ]
+  return [head, *rows]
+
+
+def castable(aval: AbstractValue) -> bool:
+  """Returns whether autocast may choose the dtype of a value: float32 arrays only, not references to one."""
   return getattr(aval, "dtype", None) == FLOAT32 and not hasattr(aval, "inner_aval")
 
 
-def size(atom: Any) -> int:
+def dtype_of(atom: Atom) -> np.dtype:
+  """Returns the dtype of a jaxpr's variable or literal; `None` for what has none, such as a token."""
+  return cast(np.dtype, getattr(atom.aval, "dtype", None))
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+  """Returns the shape of a jaxpr's variable or literal."""
+  return getattr(atom.aval, "shape", ())
+
+
+def size(atom: Atom) -> int:
   """Number of elements of a jaxpr's variable or literal; a symbolic dimension counts as a large one."""
-  return math.prod(d if isinstance(d, int) else 1024 for d in getattr(atom.aval, "shape", ()))
+  return math.prod(d if isinstance(d, int) else 1024 for d in shape_of(atom))
 
 
-def is_float(aval: Any) -> bool:
-  """Whether a value is an array of real floating numbers."""
+def is_float(aval: AbstractValue) -> bool:
+  """Returns whether a value is an array of real floating numbers."""
   dtype = getattr(aval, "dtype", None)
   return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def initial(aval: Any, value: Any = None, half: Any = None) -> Held:
-  """An input of a program, or a constant or literal whose value is known."""
-  dtype = getattr(aval, "dtype", None)
+def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype | None = None) -> Held:
+  """Returns how an input of a program is held, or a constant or literal whose value is known."""
   if not castable(aval):
-    return Held(Kind.FIXED, dtype)
-  return Held(Kind.FLEXIBLE, dtype, value is not None and half is not None and not fits(value, half))
+    return Held(Kind.FIXED, cast(np.dtype, getattr(aval, "dtype", None)))
+  return Held(Kind.FLEXIBLE, FLOAT32, value is not None and half is not None and not fits(value, half))
 
 
-def fits(value: Any, half: Any) -> bool:
-  """Whether numbers that are finite, or not zero, stay so in `half`."""
+def fits(value: ArrayLike, half: np.dtype) -> bool:
+  """Returns whether numbers that are finite, or not zero, stay so in `half`."""
   value = np.asarray(value)
   with np.errstate(over="ignore", under="ignore"):
-    cast = value.astype(half).astype(np.float32)
-  return bool(np.all((np.isfinite(cast) | ~np.isfinite(value)) & ((cast != 0) | (value == 0))))
+    rounded = value.astype(half).astype(np.float32)
+  return bool(np.all((np.isfinite(rounded) | ~np.isfinite(value)) & ((rounded != 0) | (value == 0))))
 
 
-def meet(helds: list[Held], shrank: bool) -> Held:
-  """What an operation that follows its inputs makes of them: where it runs, and what its result is.
-
-  Args:
-    helds: of its float32 operands, at least one.
-    shrank: whether the result is no larger than the largest statistic among them.
-  """
-  kinds = {held.kind for held in helds}
-  wide = any(held.wide for held in helds)
-  for kind in (Kind.PINNED, Kind.RUNNING):
-    if kind in kinds:
-      return Held(kind, FLOAT32)
-  if Kind.STATISTIC in kinds:
-    small = kinds <= {Kind.STATISTIC, Kind.FLEXIBLE}
-    return Held(Kind.STATISTIC if small and shrank else Kind.ISLAND, FLOAT32, wide)
-  if Kind.HALF in kinds:
-    dtype = next(held.dtype for held in helds if held.kind is Kind.HALF)
-    return Held(Kind.ISLAND, FLOAT32, True) if wide else Held(Kind.HALF, dtype)
-  if Kind.ISLAND in kinds:
-    return Held(Kind.ISLAND, FLOAT32, wide)
-  return Held(Kind.FLEXIBLE, FLOAT32, wide)
+def as_held(x: Array, held: Held) -> Array:
+  """Casts an array to the dtype that a value is held in."""
+  if held.kind is Kind.FIXED or x.dtype == held.dtype:
+    return x
+  return jax.lax.convert_element_type(x, held.dtype)

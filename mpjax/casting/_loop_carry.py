@@ -1,54 +1,108 @@
-"""The carry of a loop: one way in which it is held, from step to step."""
+"""The carry of a loop: one way in which it is held from step to step, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
+
+import numpy as np
 
 from mpjax import _compat
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable
+from mpjax._types import Atom, Var
+from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
+from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, castable, meet, rule_of
 from mpjax.jaxpr import Trait, has
 
 
-def settle(entering: list[Held], plan_with: Callable[[list[Held]], Any], offset: int, n: int) -> Any:
-  """The plan of a loop's body whose carry leaves as it enters."""
-  carry = entering
-  for _ in range(len(entering) + 3):  # a kind may move by one carry in each round
-    plan = plan_with(carry)
+def settle(
+  entering: Sequence[Held],
+  decide_with: Callable[[Sequence[Held]], CastPlan],
+  offset: int,
+  bodies: DecideBody,
+) -> tuple[CastPlan, tuple[LoopCarry, ...]]:
+  """Decides about a loop's body whose carry leaves as it enters.
+
+  Args:
+    entering: how the carry is held before the loop.
+    decide_with: decides about the body, given how the carry enters it.
+    offset: how many inputs of the body are before the carry.
+    bodies: what decides about the loop's bodies.
+
+  Returns:
+    The body's plan, and how each carry is held.
+  """
+  n = len(entering)
+  settings = [None if h.kind is Kind.FIXED else bodies.carry_setting(i) for i, h in enumerate(entering)]
+  carry = [_as_set(held, setting, bodies.half) for held, setting in zip(entering, settings, strict=True)]
+  for _ in range(n + 3):  # a kind may move by one carry in each round
+    plan = decide_with(carry)
     pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], strict=True)
-    halves = [_half_of_carry(plan, before, after, plan.inputs[:offset]) for before, after in pairs]
-    merged = [_carried(c, out, half) for c, out, half in zip(carry, plan.outs[:n], halves, strict=True)]
-    if merged == carry:
-      return plan, carry
-    carry = merged
-  pinned = [c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32) for c in carry]
-  return plan_with(pinned), pinned
+    flows = [_flow(plan, before, after, plan.inputs[:offset], bodies.half) for before, after in pairs]
+    merged = [
+      _merged(first, last, flow) if setting is None else LoopCarry(first, f"an override sets {setting}")
+      for first, last, flow, setting in zip(carry, plan.outs[:n], flows, settings, strict=True)
+    ]
+    if [one.held for one in merged] == carry:
+      return plan, tuple(merged)
+    carry = [one.held for one in merged]
+  why = "no other dtype is the same at each step"
+  pinned = [LoopCarry(c if c.kind is Kind.FIXED else Held(Kind.PINNED, FLOAT32), why) for c in carry]
+  return decide_with([one.held for one in pinned]), tuple(pinned)
 
 
-def after_loop(outs: list[Held]) -> list[Held]:
-  """What a loop leaves, seen from outside."""
-  return [h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs]
+def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
+  """Returns how what a loop leaves is held, seen from outside: a memory is only one inside."""
+  return tuple(h._replace(kind=Kind.ISLAND) if h.kind is Kind.RUNNING else h for h in outs)
 
 
-def _half_of_carry(plan: Any, before: Any, after: Any, constants: Sequence[Any]) -> Any:
-  """The half dtype that a loop's carry may be held in when `plan` is that of the loop's body, or `None`.
+class _Flow(NamedTuple):
+  """How a carry comes through a loop's body: the half dtype that it may be held in, or `None`, and why."""
+
+  half: np.dtype | None
+  why: str
+
+
+def _merged(first: Held, last: Held, flow: _Flow) -> LoopCarry:
+  """Returns the one way in which a carry is held, from how it enters and how it leaves the body."""
+  both = after_loop([first, last])  # what earlier rounds took for a memory, this one finds out again
+  wide = any(held.wide for held in both)
+  remembers = flow.half is None or wide
+  held = meet(both, Where.CARRY, [Condition.REMEMBERS] if remembers else [], flow.half)
+  if held.kind not in (Kind.HALF, Kind.RUNNING):
+    return LoopCarry(held, rule_of({held.kind}).means)
+  return LoopCarry(held, "it has values that half precision has not" if flow.half and wide else flow.why)
+
+
+def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:
+  """Returns how a carry is held, by the user's setting if there is one."""
+  if setting is None:
+    return held
+  if setting == "half" and half is not None:
+    return Held(Kind.HALF, half)
+  return Held(Kind.RUNNING, FLOAT32, held.wide)
+
+
+def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], half: np.dtype | None) -> _Flow:
+  """Returns how a carry comes through the body of its loop.
 
   One that comes to a matrix product in the body is an activation that passes through layers. One that is
   only added to is a sum; one that is multiplied on its way to the next step decays; one to which the same
   network adds at each step is a simulation's or a sampler's. All of these remember many steps.
 
   Args:
+    plan: of the body.
     before: the carry as it enters the body.
     after: the carry as it leaves.
     constants: inputs of the body that are the same at each step.
+    half: the compute dtype of the loop's module.
   """
   constant = set(constants)
   reached, multiplied = {before}, {before: False}
   product = layers = False
   for node in plan.nodes:
     equation = node.equation
-    if node.half is None and after in equation.outvars:  # a region in full precision
-      return None
+    if node.half is None and after in equation.outvars:
+      return _Flow(None, "it is computed in a region in float32")
     variables = [a for a in equation.invars if _compat.is_variable(a)]
     if all(a in constant for a in variables):
       constant.update(equation.outvars)
@@ -61,24 +115,14 @@ def _half_of_carry(plan: Any, before: Any, after: Any, constants: Sequence[Any])
     if past and node.listed == "infer":
       scales = any(past) or has(equation, Trait.SCALES)
       multiplied.update(dict.fromkeys(equation.outvars, scales))
-  remembers = after in multiplied and (multiplied[after] or not layers)
-  return plan.rules.overrides.half_at(plan.prefix) if product and not remembers else None
-
-
-def _carried(first: Held, last: Held, half: Any) -> Held:
-  """The one way in which a loop's carry is held, from how it enters and how it leaves the body.
-
-  Args:
-    first: how it enters.
-    last: how it leaves.
-    half: the half dtype that it may be held in, or `None` if it must not: what is only added to, or decays,
-      is a memory of many steps, and would stall in half precision.
-  """
-  kinds = {first.kind, last.kind}
-  wide = first.wide or last.wide
-  if Kind.FIXED in kinds or kinds == {Kind.FLEXIBLE}:
-    return first._replace(wide=wide)
-  for kind in (Kind.PINNED, Kind.STATISTIC):
-    if kind in kinds:
-      return Held(kind, FLOAT32, wide)
-  return Held(Kind.RUNNING, FLOAT32, wide) if half is None or wide else Held(Kind.HALF, half)
+  if half is None:
+    return _Flow(None, "its module's policy computes in float32")
+  if not product:
+    return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
+  if not _compat.is_variable(after) or after not in multiplied:
+    return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
+  if multiplied[after]:
+    return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
+  if not layers:
+    return _Flow(None, "each step adds what the same weights make of it: a memory of many steps")
+  return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax import _compat
-from mpjax.casting._autocast import Traced, carry_out, make_rules
-from mpjax.casting._decide import Node, Plan
-from mpjax.casting._kinds import castable, is_float, size
+from mpjax._types import Array, Atom, Fp8State, Var
+from mpjax.casting._cast_plan import CastPlan, Node
+from mpjax.casting._casting_rules import CastingRules, make_rules
+from mpjax.casting._emit import Tap, execute
+from mpjax.casting._kinds import castable, dtype_of, is_float, shape_of, size
+from mpjax.casting._trace import Traced
 from mpjax.jaxpr import CallKind, Trait, call_kind, has
 from mpjax.policy import Policy, get_policy, matmul_precision
 
@@ -45,7 +48,7 @@ class Point:
 
 
 def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
-  """Which values of a function `watched` looks at, in the order of the program.
+  """Finds which values of a function `watched` looks at, in the order of the program.
 
   Args:
     fun: the function.
@@ -57,7 +60,7 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
 
   def find(*args: Any, **kwargs: Any) -> list[Point]:
     traced = Traced(fun, args, kwargs)
-    return mark(_plan(traced, policy, "islands")[0])
+    return list(_points(_plan(traced, policy, "islands")[0]).values())
 
   return find
 
@@ -65,13 +68,13 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
 def watched(
   fun: Callable[..., Any],
   policy: Policy | None,
-  probes: Sequence[Any],
-  look: Callable[[Any, Any], Any],
+  probes: Sequence[Array],
+  look: Callable[[Array, Array], Array],
   *,
   recompute: str = "islands",
-  fp8_state: Any = None,
+  fp8_state: Fp8State | None = None,
 ) -> Callable[..., Any]:
-  """`mpjax.autocast(fun, policy)`, or `fun` as it is written, with `look` at each of its points.
+  """Returns `mpjax.autocast(fun, policy)`, or `fun` as it is written, with `look` at each of its points.
 
   Args:
     fun: the function.
@@ -89,10 +92,17 @@ def watched(
   def run(*args: Any, **kwargs: Any) -> Any:
     traced = Traced(fun, args, kwargs)
     plan, rules = _plan(traced, policy, recompute)
-    points = mark(plan)
+    points = _points(plan)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
-    results = carry_out(traced, plan, rules, recompute, fp8_state, dict(enumerate(probes)), look)
+    results = execute(
+      plan,
+      traced.operands,
+      fp8_state=fp8_state,
+      recipes=rules.sites.recipes,
+      only_dots=recompute == "dots",
+      tap=Tap({place: number for number, place in enumerate(points)}, probes, look),
+    )
     return traced.finish(results, policy)
 
   if policy is None:
@@ -105,36 +115,34 @@ def watched(
   return run_under
 
 
-def _plan(traced: Traced, policy: Policy | None, recompute: str) -> tuple[Plan, Any]:
+def _plan(traced: Traced, policy: Policy | None, recompute: str) -> tuple[CastPlan, CastingRules]:
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   rules = dataclasses.replace(rules, enter_all=True)
   return traced.plan(rules, policy or as_written), rules
 
 
-def mark(plan: Plan) -> list[Point]:
-  """Numbers the results that are looked at, in a plan's nodes; a description of each."""
-  points: list[Point] = []
-  seen: collections.Counter[tuple[str, str]] = collections.Counter()
-  _mark(plan, (), points, seen)
-  return points
+def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:
+  """Returns the results that are looked at, by decision and position, in the order of the program."""
+  return dict(_walk(plan, (), collections.Counter()))
 
 
-def _mark(plan: Plan, steps: tuple[int, ...] | None, points: list[Point], seen: Any) -> None:
+def _walk(
+  plan: CastPlan, steps: tuple[int, ...] | None, seen: collections.Counter[tuple[str, str]]
+) -> Iterator[tuple[tuple[Node, int], Point]]:
   chosen = _chosen(plan)
   for node in plan.nodes:
     if _is_entered(node):
-      for inner in node.call.plans:
-        _mark(inner, _steps_inside(node, steps), points, seen)
+      for inner in node.call.plans if node.call else ():
+        yield from _walk(inner, _steps_inside(node, steps), seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
-        node.watched[i] = len(points)
-        points.append(_point(node, i, steps or (), seen))
+        yield (node, i), _point(node, i, steps or (), seen)
 
 
 def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
-  """The loops that a body's values are kept apart by; `None` inside one that is too long for it."""
+  """Returns the loops that a body's values are kept apart by; `None` inside one that is too long for it."""
   if call_kind(node.equation) is not CallKind.SCAN or steps is None:
     return steps
   if not _has_own_weights(node):
@@ -147,10 +155,12 @@ def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] 
 
 
 def _has_own_weights(node: Node) -> bool:
-  """Whether the steps of a loop are layers: a product multiplies what each step is given by what is carried.
+  """Returns whether the steps of a loop are layers: each multiplies what is carried by what it is given.
 
   Where each multiplies by the same weights, steps are those of time.
   """
+  if node.call is None:
+    return False
   plan = node.call.plans[0]
   k, n, _ = _compat.scan_parts(node.equation)
   inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
@@ -166,19 +176,19 @@ def _has_own_weights(node: Node) -> bool:
   return False
 
 
-def _point(node: Node, i: int, steps: tuple[int, ...], seen: Any) -> Point:
+def _point(node: Node, i: int, steps: tuple[int, ...], seen: collections.Counter[tuple[str, str]]) -> Point:
   equation = node.equation
-  aval = equation.outvars[i].aval
+  variable = equation.outvars[i]
   operation = _compat.operation(equation)
   seen[node.path, operation] += 1
   count = seen[node.path, operation]
-  dtype = node.outs[i].dtype if castable(aval) else aval.dtype
+  dtype = node.outs[i].dtype if castable(variable.aval) else dtype_of(variable)
   return Point(
     node.path,
     operation if count == 1 else f"{operation} {count}",
     _compat.source_line(equation),
     dtype.name,
-    tuple(aval.shape),
+    shape_of(variable),
     steps,
   )
 
@@ -190,24 +200,24 @@ def _is_entered(node: Node) -> bool:
   return node.call is not None and looked_at and node.has_product()
 
 
-def _chosen(plan: Plan) -> set[Any]:
-  """The variables of one body that are looked at."""
+def _chosen(plan: CastPlan) -> set[Var]:
+  """Returns the variables of one body that are looked at."""
   maker = {v: node for node in plan.nodes for v in node.equation.outvars}
 
-  def origin(atom: Any) -> Any:
-    """What a view shows, in the same module."""
+  def origin(atom: Var) -> Var | None:
+    """Returns what a view shows, in the same module."""
     node = maker.get(atom)
     while node is not None and has(node.equation, Trait.SAME_WEIGHT) and node.call is None:
       source = node.equation.invars[0]
-      before = maker.get(source) if _compat.is_variable(source) else None
-      if before is None:
+      if not _compat.is_variable(source) or source not in maker:
         return None
+      before = maker[source]
       if before.path != node.path:
         break
       atom, node = source, before
     return atom
 
-  wanted: list[Any] = [v for v in plan.jaxpr.outvars if _compat.is_variable(v)]
+  wanted: list[Atom] = [v for v in plan.jaxpr.outvars if _compat.is_variable(v)]
   for node in plan.nodes:
     product = node.listed == "allow" or node.has_product()
     if product and not _is_entered(node):
@@ -224,5 +234,5 @@ def _chosen(plan: Plan) -> set[Any]:
 
 
 def _leaves(source: str, target: str) -> bool:
-  """Whether a value that one module makes and another reads has left the first."""
+  """Returns whether a value that one module makes and another reads has left the first."""
   return target != source and not target.startswith(f"{source}/") and bool(source)

@@ -7,22 +7,24 @@ backward one what comes before a product; both enter the bodies of higher-order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 
 from mpjax import _compat
-from mpjax.casting import _higher_order
-from mpjax.casting._casting_rules import Rules, live
-from mpjax.casting._kinds import is_float, size
-from mpjax.jaxpr import CallKind, Trait, call_kind, has
+from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
+from mpjax.casting._casting_rules import CastingRules, live
+from mpjax.casting._kinds import is_float, shape_of, size
+from mpjax.jaxpr import CallKind, Trait, alignment, call_kind, has
+
+Root: TypeAlias = tuple[Hashable, Hashable]  # what identifies a value behind reshapes and calls
 
 _NUMBERS = itertools.count()
 _STACKED = "stacked"  # what a scan collects of a value
 
 
-class Fact(NamedTuple):
+class Lineage(NamedTuple):
   """What is known of a value.
 
   Attributes:
@@ -34,18 +36,18 @@ class Fact(NamedTuple):
 
   active: bool
   varies: bool
-  root: Any
+  root: Root | None
   gradient: bool = False
 
-  def join(self, other: Fact) -> Fact:
-    """Either, as far as is known."""
+  def join(self, other: Lineage) -> Lineage:
+    """Returns what is known of a value that may be either."""
     root = other.root if self.root is None else self.root
-    return Fact(
+    return Lineage(
       self.active or other.active, self.varies or other.varies, root, self.gradient or other.gradient
     )
 
 
-class Product(NamedTuple):
+class ProductRole(NamedTuple):
   """What a matrix product is in its program.
 
   Attributes:
@@ -58,17 +60,17 @@ class Product(NamedTuple):
 
   active: tuple[bool, bool]
   gradients: tuple[bool, bool]
-  roots: tuple[Any, Any]
+  roots: tuple[Root | None, Root | None]
   size: int
   last: bool = False
 
   @property
   def first(self) -> bool:
-    """Whether no layer came before it."""
+    """True if no layer came before it."""
     return not any(self.active)
 
 
-class Layers:
+class ProductRoles:
   """The products of a jaxpr, as it is called here, and those of its bodies.
 
   Those of a backward pass inside the program are what the forward ones are that they come from.
@@ -79,18 +81,18 @@ class Layers:
     reaching: variables that a product comes after.
   """
 
-  def __init__(self, jaxpr: Any, facts: Sequence[Fact], rules: Rules, behind: bool = False):
+  def __init__(self, jaxpr: AnyJaxpr, facts: Sequence[Lineage], rules: CastingRules, behind: bool = False):
     self._jaxpr = _compat.open_jaxpr(jaxpr)
     self._rules = rules
     self._number = next(_NUMBERS)
     self._behind = behind
-    self.products: dict[int, Product] = {}
-    self.inner: dict[int, dict[int, Layers]] = {}
-    self.reaching: set[Any] = set()
-    self._facts: dict[Any, Fact] = {}
+    self.products: dict[int, ProductRole] = {}
+    self.inner: dict[int, dict[int, ProductRoles]] = {}
+    self.reaching: set[Var] = set()
+    self._facts: dict[Var, Lineage] = {}
     inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
     missing = len(inputs) - len(facts)
-    constants = [Fact(False, True, (id(v), "constant")) for v in inputs[:missing]]
+    constants = [Lineage(False, True, (id(v), "constant")) for v in inputs[:missing]]
     self._facts.update(zip(inputs, [*constants, *facts], strict=True))
     self._equations = live(self._jaxpr)
     for equation in self._equations:
@@ -98,24 +100,24 @@ class Layers:
     self.outs = [self._fact(v) for v in self._jaxpr.outvars]
 
   @classmethod
-  def of(cls, jaxpr: Any, rules: Rules) -> Layers:
-    """Of a whole program."""
+  def of(cls, jaxpr: AnyJaxpr, rules: CastingRules) -> ProductRoles:
+    """Returns the roles of the products of a whole program."""
     body = _compat.open_jaxpr(jaxpr)
-    layers = cls(body, [Fact(False, True, input_root(i)) for i in range(len(body.invars))], rules)
+    layers = cls(body, [Lineage(False, True, input_root(i)) for i in range(len(body.invars))], rules)
     layers.backward([False] * len(body.outvars))
     layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
     layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
     return layers
 
-  def _forward_products(self, behind: bool) -> Iterator[Product]:
-    """Products that are of no gradient; `behind`: also those that a backward pass computes again."""
+  def _forward_products(self, behind: bool) -> Iterator[ProductRole]:
+    """Yields products that are of no gradient; `behind`: also those that a backward pass computes again."""
     if behind or not self._behind:
       yield from (product for product in self.products.values() if not any(product.gradients))
     for bodies in self.inner.values():
       for layers in bodies.values():
         yield from layers._forward_products(behind)
 
-  def _inherit(self, readers: dict[Any, list[Product]], gradients: bool) -> None:
+  def _inherit(self, readers: Mapping[Root | None, list[ProductRole]], gradients: bool) -> None:
     """Gives products of a backward pass what is known of the forward ones that they come from.
 
     Args:
@@ -140,22 +142,22 @@ class Layers:
       for layers in bodies.values():
         layers._inherit(readers, gradients)
 
-  def _fact(self, atom: Any) -> Fact:
-    return self._facts[atom] if _compat.is_variable(atom) else Fact(False, False, None)
+  def _fact(self, atom: Atom) -> Lineage:
+    return self._facts[atom] if _compat.is_variable(atom) else Lineage(False, False, None)
 
-  def _forward(self, equation: Any) -> None:
+  def _forward(self, equation: JaxprEqn) -> None:
     facts = [self._fact(a) for a in equation.invars]
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
     gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
     constant = not any(map(_compat.is_variable, equation.invars))
     outs = [
-      Fact(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
+      Lineage(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
     ]
     if self._rules.list_of(equation.primitive.name, None) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
       lhs, rhs = facts[:2]
-      self.products[id(equation)] = Product(
+      self.products[id(equation)] = ProductRole(
         active=(lhs.active, rhs.active),
         gradients=(lhs.gradient, rhs.gradient),
         roots=(lhs.root, rhs.root),
@@ -169,11 +171,11 @@ class Layers:
       outs = [facts[0]]
     self._facts.update(zip(equation.outvars, outs, strict=True))
 
-  def _call(self, equation: Any, facts: list[Fact]) -> list[Fact] | None:
+  def _call(self, equation: JaxprEqn, facts: list[Lineage]) -> list[Lineage] | None:
     kind = call_kind(equation)
     n = len(equation.outvars)
-    bodies: dict[int, Layers] = {}
-    merged: list[Fact] | None = None
+    bodies: dict[int, ProductRoles] = {}
+    merged: list[Lineage] | None = None
     entering = list(facts)
     if kind is CallKind.SCAN:
       consts, carry, _ = _compat.scan_parts(equation)
@@ -186,8 +188,8 @@ class Layers:
     behind = self._behind or _compat.backward_depth(equation) > 0
     while True:  # until what goes round a loop is known
       bodies, merged = {}, None
-      for body, indices in _higher_order.alignment(equation):
-        layers = Layers(body, [entering[i] for i in indices], self._rules, behind)
+      for body, indices in alignment(equation):
+        layers = ProductRoles(body, [entering[i] for i in indices], self._rules, behind)
         bodies[id(_compat.open_jaxpr(body))] = layers
         if len(layers.outs) == n and not (kind is CallKind.WHILE and body is equation.params["cond_jaxpr"]):
           pairs = zip(merged or layers.outs, layers.outs, strict=True)
@@ -202,7 +204,7 @@ class Layers:
       return None
     if kind in (CallKind.SCAN, CallKind.WHILE):
       stacked = loops if kind is CallKind.SCAN else n
-      roots: list[Any] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
+      roots: list[Root] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
       roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
       merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
     return merged
@@ -227,7 +229,7 @@ class Layers:
       reaches.update(a for a in sources if _compat.is_variable(a))
     return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
 
-  def _backward_call(self, equation: Any, out: list[bool]) -> list[Any]:
+  def _backward_call(self, equation: JaxprEqn, out: list[bool]) -> list[Atom]:
     kind = call_kind(equation)
     found: set[int] = set()
     loops = 0
@@ -238,7 +240,7 @@ class Layers:
       first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(out)
     known = False
     while True:
-      for body, indices in _higher_order.alignment(equation):
+      for body, indices in alignment(equation):
         layers = self.inner[id(equation)].get(id(_compat.open_jaxpr(body)))
         if layers is None or len(layers.outs) != len(out):
           continue
@@ -253,28 +255,29 @@ class Layers:
     return [equation.invars[i] for i in found]
 
 
-def input_root(i: int) -> Any:
-  """What identifies an input of a whole program."""
+def input_root(i: int) -> Root:
+  """Returns what identifies an input of a whole program."""
   return (i, "input")
 
 
-def _readers(products: Iterable[Product]) -> dict[Any, list[Product]]:
-  """Products by what identifies their operands."""
-  readers: dict[Any, list[Product]] = {}
+def _readers(products: Iterable[ProductRole]) -> dict[Root | None, list[ProductRole]]:
+  """Returns products by what identifies their operands."""
+  readers: dict[Root | None, list[ProductRole]] = {}
   for product in products:
     for root in filter(None, product.roots):
       readers.setdefault(root, []).append(product)
   return readers
 
 
-def _row(root: Any) -> Any:
-  """What identifies a step's part of a value that a scan goes through."""
-  is_stacked = isinstance(root, tuple) and root[0] is _STACKED
-  return root[1] if is_stacked else (root, "row")
+def _row(root: Root | None) -> Root | None:
+  """Returns what identifies a step's part of a value that a scan goes through."""
+  if root is not None and root[0] is _STACKED:
+    return cast(Root | None, root[1])
+  return (root, "row")
 
 
-def is_layer(equation: Any, rules: Rules, of_matrices: bool = False) -> bool:
-  """Whether an equation is a convolution or a product, other than of two vectors.
+def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False) -> bool:
+  """Returns whether an equation is a convolution or a product, other than of two vectors.
 
   Args:
     equation: any equation.
@@ -287,5 +290,5 @@ def is_layer(equation: Any, rules: Rules, of_matrices: bool = False) -> bool:
     return True
   contracted, batch = equation.params["dimension_numbers"]
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
-  free = [len(a.aval.shape) > n for a, n in zip(equation.invars, used, strict=True)]
+  free = [len(shape_of(a)) > n for a, n in zip(equation.invars, used, strict=True)]
   return all(free) if of_matrices else any(free)

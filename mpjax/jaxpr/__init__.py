@@ -1,6 +1,7 @@
 """What is true of a jaxpr, whoever asks: primitives, scopes, bodies, walks."""
 
 from mpjax.jaxpr import _primitive_table as _primitive_table
+from mpjax.jaxpr._bodies import alignment
 from mpjax.jaxpr._flops import flops, taps
 from mpjax.jaxpr._primitives import (
   LISTS,
@@ -21,6 +22,7 @@ __all__ = [
   "CallKind",
   "PrimitiveFacts",
   "Trait",
+  "alignment",
   "call_kind",
   "facts",
   "flops",

@@ -13,7 +13,7 @@ from mpjax._lazy import nnx
 from mpjax._policy_text import brief, plain
 from mpjax._tree import named_leaves
 from mpjax._types import Array, Metrics, PyTree
-from mpjax.casting._autocast import make_rules
+from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.policy import Policy
 from mpjax.step._train_state import TrainState

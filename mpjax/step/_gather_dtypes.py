@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax.casting._higher_order import alignment
-from mpjax.jaxpr import Trait, call_kind, has
+from mpjax.jaxpr import Trait, alignment, call_kind, has
 
 
 def read_in(closed: Any, inputs: Sequence[int]) -> list[np.dtype | None]:

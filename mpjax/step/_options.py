@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpjax._lazy import nnx
-from mpjax.casting._autocast import require_recompute
+from mpjax.casting._casting_rules import require_recompute
 from mpjax.policy import Policy
 from mpjax.step._checks import require_honoured
 from mpjax.step._layout import Layout

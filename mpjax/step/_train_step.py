@@ -18,8 +18,8 @@ from jaxtyping import Float32
 from mpjax._lazy import nnx
 from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
-from mpjax.casting._autocast import init_fp8_state
 from mpjax.casting._explain import Explanation, explain
+from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale._finite import unscale

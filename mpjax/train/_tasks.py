@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax.casting._autocast import autocast, fp8_weights
+from mpjax.casting._autocast import autocast
+from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
 from mpjax.sharding import ShardingRule

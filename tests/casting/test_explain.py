@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpjax
 from tests.casting._conformance import normal
-from tests.casting._jaxprs import PRODUCTS, equations
+from tests.casting._jaxprs import PRODUCTS, equations, named
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))
@@ -303,3 +303,81 @@ def test_unknown_primitives_are_left_as_they_are_and_listed():
   listed = mpjax.explain(fun, "bf16", ops=ops.replace(infer=ops.infer | {"strange"}))(X)
   assert listed.unknown == ()
   assert mpjax.explain(lambda x: jax.lax.reduce_precision(x @ W, 8, 4), "bf16")(X).unknown == ()
+
+
+CARRIES = {  # (step, dtype, what the reason says)
+  "residual stream": (lambda c, x: (c + (c @ x.T) @ x, None), "bfloat16", "weights of its own"),
+  "sampler": (lambda c, x: (c + jnp.tanh(c @ W) @ W, None), "float32", "same weights"),
+  "layers": (lambda c, x: (jnp.tanh(c @ W), None), "bfloat16", "anew"),
+  "sum": (lambda c, x: (c + x @ W, None), "float32", "a sum"),
+  "decay": (lambda c, x: (0.9 * c + jnp.tanh(c @ W), None), "float32", "decays"),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_loops_carry_has_its_dtype_and_the_reason(name):
+  step, dtype, reason = CARRIES[name]
+
+  def fun(x):
+    with jax.named_scope("rnn"):
+      return jax.lax.scan(step, x, jnp.stack([x] * 3))[0]
+
+  explanation = explained(fun, X)
+  (carry,) = explanation.carries
+  assert (carry.path, carry.primitive, carry.shape, carry.dtype) == ("rnn/carry_0", "scan", X.shape, dtype)
+  assert reason in carry.why
+  assert carry.path in str(explanation)
+  assert reason in str(explanation)
+
+
+def test_what_is_no_float32_is_no_carry():
+  fun = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c @ W, x)
+  assert [carry.path for carry in explained(fun, X).carries] == ["carry_1"]
+
+
+def test_an_island_has_what_it_keeps_and_what_it_computes_again():
+  explanation = explained(network, W, X)
+  island = explanation.islands[0]
+  rows = [row for row in explanation.rows if row.island == island.number and row.list != "allow"]
+  assert island.path == "net/attention"
+  assert island.operations == tuple(row.primitive for row in rows)
+  assert island.kept_bytes == 2 * X.size  # the product's result, in half precision
+  assert island.recomputed_bytes >= 4 * X.size * 3  # the difference, the exponential and the quotient
+  assert "net/attention" in str(explanation).partition("computed again")[2]
+
+
+def rnn(x):
+  """A loop with a memory that decays, and activations that pass through layers."""
+
+  def step(carry, _):
+    memory, y = carry
+    return (0.9 * memory + jnp.tanh(memory @ W), jnp.tanh(y @ W)), None
+
+  with jax.named_scope("rnn"):
+    return jax.lax.scan(step, (x, x), None, length=3)[0]
+
+
+@pytest.mark.parametrize(
+  ("overrides", "dtypes"),
+  [
+    ({}, ["float32", "bfloat16"]),
+    ({"rnn": {"loop_carry": "float32"}}, ["float32", "float32"]),
+    ({"rnn": {"loop_carry": "half"}}, ["bfloat16", "bfloat16"]),
+    ({"rnn/carry_0": {"loop_carry": "half"}}, ["bfloat16", "bfloat16"]),
+    ({"carry_1": {"loop_carry": "float32"}}, ["float32", "float32"]),
+  ],
+)
+def test_overrides_set_how_a_loops_carry_is_held(overrides, dtypes):
+  explanation = explained(rnn, X, overrides=overrides)
+  assert [carry.dtype for carry in explanation.carries] == dtypes
+  (scan,) = named("scan", mpjax.autocast(rnn, "bf16", overrides=overrides), X)
+  assert [v.aval.dtype.name for v in scan.outvars] == dtypes
+  set_by_user = sum("an override" in carry.why for carry in explanation.carries)
+  assert set_by_user == (0 if not overrides else 2 if "rnn" in overrides else 1)
+
+
+def test_an_override_sets_what_a_module_computes_again():
+  overrides = {"net/attention": {"recompute": "nothing"}}
+  assert [island.path for island in explained(network, W, X, overrides=overrides).islands] == []
+  islands = explained(network, W, X, overrides={"head": {"recompute": "nothing"}}).islands
+  assert [island.path for island in islands] == ["net/attention"]

@@ -227,6 +227,19 @@ def test_branches_agree(name, policy):
   assert [*leaf_failures("gradient", gradient(cast), gradient(fun), 4 * TOLERANCE[policy])] == []
 
 
+def test_a_memory_in_one_branch_of_a_cond_is_not_rounded_at_each_step():
+  ones = jnp.full((4, 4), 0.25)
+
+  def total(x):
+    def step(c, i):
+      y = x @ ones  # half precision, and 1 everywhere
+      return jax.lax.cond(i >= 0, lambda c, y: c + y, lambda c, y: y, c, y), None
+
+    return jax.lax.scan(step, jnp.zeros(4), jnp.arange(600))[0]
+
+  np.testing.assert_array_equal(jit(BF16(total))(jnp.ones(4)), 600.0)  # bfloat16 stalls at 256
+
+
 # Foreign code keeps its dtypes and its order
 
 

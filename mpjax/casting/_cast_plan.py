@@ -1,0 +1,199 @@
+"""`CastPlan`: what autocast has decided about a program, frozen, whole before anything is emitted.
+
+`_decide.py` makes one, `_explain.py` prints it, `_emit.py` carries it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mpjax import _compat
+from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
+from mpjax.casting._fp8_products import Fp8Product
+from mpjax.casting._kinds import Held
+from mpjax.casting._side_inputs import SideInputs
+
+
+class Mode(enum.Enum):
+  """How an equation is carried out."""
+
+  HALF = "half"  # in the compute dtype
+  FULL = "full"  # in float32
+  KEEP = "keep"  # in the dtypes of the user's program
+  EACH = "each"  # every operand as it is held
+  CAST = "cast"  # the user's own cast
+  ENTER = "enter"  # its bodies are decided, too
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+  """One equation with what is decided about it.
+
+  Attributes:
+    equation: the equation of the user's program.
+    path: its module path.
+    listed: the list that decided: allow, deny, infer, opaque or call.
+    mode: how it is carried out.
+    half: the compute dtype of its module; `None` for float32.
+    why: the reason, in words.
+    outs: how each result is held.
+    reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
+    widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
+      summed in float32.
+    result_dtype: the dtype that a product is asked for; `None` for what the program says.
+    call: for `Mode.ENTER`, its bodies.
+    fp8: if it is an FP8 product, how.
+    site: under delayed FP8 scaling, the name of its history.
+  """
+
+  equation: JaxprEqn
+  path: str
+  listed: str
+  mode: Mode
+  half: np.dtype | None
+  why: str
+  outs: tuple[Held, ...]
+  call: Call | None = None
+  fp8: Fp8Product | None = None
+  site: str | None = None
+  reads: tuple[np.dtype | None, ...] = ()
+  widened: frozenset[int] = frozenset()
+  result_dtype: np.dtype | None = None
+
+  @property
+  def name(self) -> str:
+    """The name of its primitive."""
+    return self.equation.primitive.name
+
+  def has_product(self) -> bool:
+    """Returns whether a matrix product is in its bodies, at any depth."""
+    return self.call is not None and any(plan.has_product for plan in self.call.plans)
+
+
+class LoopCarry(NamedTuple):
+  """How one carry of a loop is held from step to step, and why."""
+
+  held: Held
+  why: str
+
+
+class DecideBody(Protocol):
+  """Decides about the bodies of one call; see `_decide.decide`."""
+
+  @property
+  def half(self) -> np.dtype | None:
+    """The compute dtype where the call is; `None` for float32."""
+
+  def __call__(
+    self,
+    jaxpr: AnyJaxpr,
+    held: Sequence[Held],
+    wanted: Sequence[np.dtype | None] = (),
+    *,
+    islands: bool = True,
+    tangents: int = 0,
+  ) -> CastPlan:
+    """Returns the plan of a body, given how its constants and inputs are held."""
+
+  def carry_setting(self, i: int) -> str | None:
+    """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+  """A higher-order equation whose bodies are decided.
+
+  Attributes:
+    equation: the equation.
+    ins: how its operands are held.
+    plans: of its bodies, in the order in which they stand in the equation's parameters.
+    outs: how its results are held.
+    decide_rule: decides about the program of a custom derivative or batching rule. There is none before JAX
+      differentiates or batches; each is decided whole before any of it is emitted.
+    carry: of a loop.
+  """
+
+  equation: JaxprEqn
+  ins: tuple[Held, ...]
+  plans: tuple[CastPlan, ...]
+  outs: tuple[Held, ...]
+  decide_rule: DecideBody
+  carry: tuple[LoopCarry, ...] = ()
+
+  def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
+    """Returns the i-th body as a function of its inputs, its constants put in."""
+    constants = _compat.constants(_compat.bodies(self.equation)[i])
+    return lambda *operands: emit(self.plans[i], [*constants, *operands])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Island:
+  """Float32 equations that are emitted as one checkpoint: the backward pass keeps what it reads.
+
+  Attributes:
+    nodes: a convex set of equations, in the order of the program.
+    inputs: (variable, dtype) of what it reads.
+    outputs: (variable, dtype) of what is used outside.
+    saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: as they are.
+  """
+
+  nodes: tuple[Node, ...]
+  inputs: tuple[tuple[Var, np.dtype], ...]
+  outputs: tuple[tuple[Var, np.dtype], ...]
+  saved: np.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CastPlan:
+  """A jaxpr with a decision about each of its equations.
+
+  Attributes:
+    jaxpr: the open jaxpr.
+    path: the module path that it is in.
+    inputs: its `constvars` and `invars`.
+    nodes: the decisions, for those equations whose results are used.
+    units: the same in the order in which they are emitted, islands as one.
+    held: how each variable is held.
+    outs: how each output is held.
+    depths: how deep in backward passes each output was made.
+    has_product: whether a matrix product is in it, at any depth.
+  """
+
+  jaxpr: Jaxpr
+  path: str
+  inputs: tuple[Var, ...]
+  nodes: tuple[Node, ...]
+  units: tuple[Node | Island, ...]
+  held: Mapping[Var, Held]
+  outs: tuple[Held, ...]
+  depths: tuple[int, ...]
+  has_product: bool
+
+  def all_nodes(self) -> Iterator[Node]:
+    """Yields the decisions, those in bodies too."""
+    for node in self.nodes:
+      yield node
+      for plan in node.call.plans if node.call else ():
+        yield from plan.all_nodes()
+
+
+class Emit(Protocol):
+  """Carries out plans; see `_emit.Emitter`."""
+
+  @property
+  def side(self) -> SideInputs:
+    """What the program reads beside its inputs."""
+
+  def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
+    """Returns the outputs of a program, each held as `plan.outs` says."""
+
+  def within(self, plans: Sequence[CastPlan]) -> SideInputs:
+    """Returns the side inputs of what is in some plans."""
+
+  def replace(self, side: SideInputs) -> Emit:
+    """Returns the same with other side inputs."""

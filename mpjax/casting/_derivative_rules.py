@@ -1,0 +1,167 @@
+"""Custom derivative and batching rules under autocast: kept, and run under the same lists.
+
+A rule is a program that exists only once JAX differentiates or batches. It is traced in the dtypes that it
+was written for, decided about as a whole, and emitted with the casts that belong there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.core import AbstractValue
+
+from mpjax import _compat
+from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
+from mpjax.casting._cast_plan import Call, CastPlan, Emit
+from mpjax.casting._kinds import Held, as_held, dtype_of, initial, shape_of
+
+
+def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+  """Emits a `custom_jvp_call` whose rule is the user's."""
+  body = call.body(emit)
+  rule = _compat.custom_jvp_rule(call.equation)
+  inputs = call.equation.invars
+  moving = [i for i, a in enumerate(inputs) if jnp.issubdtype(dtype_of(a), jnp.inexact)]
+
+  @jax.custom_jvp
+  def f(*primals: Array) -> tuple[Array, ...]:
+    return tuple(body(*primals))
+
+  @f.defjvp
+  def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    still = {i: tangents[i] for i in range(len(inputs)) if i not in moving}
+
+    def flat(*xs: Array) -> list[Array]:
+      of = dict(zip(moving, xs[len(inputs) :], strict=True)) | still
+      return rule(*xs[: len(inputs)], *(of[i] for i in range(len(inputs))))
+
+    like = [*(_struct(a.aval) for a in inputs), *(_struct(inputs[i].aval) for i in moving)]
+    held = [*call.ins, *(call.ins[i] for i in moving)]
+    values = [*primals, *(tangents[i] for i in moving)]
+    out = _emit_rule(call, emit, flat, like, held, values, tangents=len(moving))
+    n = len(call.outs)
+    return _as_results(call, out[:n]), _as_results(call, out[n:])
+
+  with _compat.at(call.equation):
+    return list(f(*operands))
+
+
+def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+  """Emits a `custom_vjp_call` whose rules are the user's."""
+  body = call.body(emit)
+  forward, backward = _compat.custom_vjp_rules(call.equation)
+  avals = [a.aval for a in call.equation.invars]
+  kept_types: list[AbstractValue] = []  # of the residuals: left by the forward rule for the backward rule
+  kept_held: list[Held] = []
+
+  @jax.custom_vjp
+  def f(*xs: Array) -> tuple[Array, ...]:
+    return tuple(body(*xs))
+
+  def f_forward(
+    *primals: jax.custom_derivatives.CustomVJPPrimal,
+  ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def flat(*xs: Array) -> list[Array]:
+      residuals, outs = forward(list(xs), [primal.perturbed for primal in primals])
+      kept_types[:] = [jax.typeof(r) for r in residuals]
+      return [*outs, *residuals]
+
+    closed, plan = _decide_rule(call, flat, list(map(_struct, avals)), call.ins)
+    out = emit(plan, [*_compat.constants(closed), *(primal.value for primal in primals)])
+    n = len(call.outs)
+    kept_held[:] = plan.outs[n:]
+    return _as_results(call, out[:n]), tuple(out[n:])
+
+  def f_backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
+    given: list[bool] = []
+
+    def flat(*xs: Array) -> list[Array]:
+      out = backward(list(xs[: len(residuals)]), list(xs[len(residuals) :]))
+      given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
+      return [x for x, is_given in zip(out, given, strict=True) if is_given]
+
+    results = [v.aval for v in call.equation.outvars]
+    like = [*map(_struct, kept_types), *map(_struct, results)]
+    values = [*residuals, *map(_instantiated, cotangents)]
+    out = iter(_emit_rule(call, emit, flat, like, [*kept_held, *call.outs], values))
+    return tuple(as_held(next(out), h) if here else None for h, here in zip(call.ins, given, strict=True))
+
+  # With these the rule is told truly which operands are differentiated: its constants are not.
+  f.defvjp(f_forward, f_backward, symbolic_zeros=True)
+  with _compat.at(call.equation):
+    return list(f(*operands))
+
+
+def emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
+  """Emits a `custom_vmap_call` whose rule is the user's."""
+  body = call.body(emit)
+  f = jax.custom_batching.custom_vmap(lambda *xs: tuple(body(*xs)))
+  parameters = call.equation.params
+
+  @f.def_vmap
+  def _(axis_size: int, in_batched: Sequence[bool], *xs: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    out_batched: list[bool] = []
+
+    def batched_struct(a: Atom, is_batched: bool) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((*([axis_size] * is_batched), *shape_of(a)), dtype_of(a))
+
+    def unflatten(leaves: Sequence[PyTree]) -> PyTree:
+      return jax.tree.unflatten(parameters["in_tree"], list(leaves))
+
+    def flat(*xs: Array) -> list[Array]:
+      out, batched = parameters["rule"](axis_size, unflatten(in_batched), *unflatten(xs))
+      out_batched[:] = jax.tree.leaves(batched)
+      return jax.tree.leaves(out)
+
+    like = [batched_struct(a, b) for a, b in zip(call.equation.invars, in_batched, strict=True)]
+    out = _emit_rule(call, emit, flat, like, call.ins, xs)
+    return _as_results(call, out), tuple(out_batched)
+
+  with _compat.at(call.equation):
+    return list(f(*operands))
+
+
+def _decide_rule(
+  call: Call,
+  flat: Callable[..., list[Array]],
+  like: Sequence[jax.ShapeDtypeStruct],
+  held: Sequence[Held],
+  tangents: int = 0,
+) -> tuple[ClosedJaxpr, CastPlan]:
+  """Returns a rule, traced in the dtypes that it was written for, and what is decided about it."""
+  closed = _compat.trace(flat, list(like))
+  constants = [initial(v.aval) for v in _compat.open_jaxpr(closed).constvars]
+  return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents)
+
+
+def _emit_rule(
+  call: Call,
+  emit: Emit,
+  flat: Callable[..., list[Array]],
+  like: Sequence[jax.ShapeDtypeStruct],
+  held: Sequence[Held],
+  operands: Sequence[Array],
+  tangents: int = 0,
+) -> list[Array]:
+  """Returns what a rule gives for operands that are held so.
+
+  The last `tangents` of them are tangents, in which the rule has to stay linear.
+  """
+  closed, plan = _decide_rule(call, flat, like, held, tangents)
+  return emit(plan, [*_compat.constants(closed), *operands])
+
+
+def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:
+  return tuple(as_held(x, h) for x, h in zip(out, call.outs, strict=True))
+
+
+def _instantiated(x: Array | jax.custom_derivatives.SymbolicZero) -> Array:
+  return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
+
+
+def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:
+  aval = cast(jax.core.ShapedArray, aval)
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

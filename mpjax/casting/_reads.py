@@ -1,0 +1,72 @@
+"""In which dtype a decided equation reads its operands, and which one it asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from mpjax import _compat
+from mpjax._types import Atom, JaxprEqn, Var
+from mpjax.casting._cast_plan import Mode, Node
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, dtype_of, initial, shape_of, size
+from mpjax.jaxpr import Trait, has
+
+
+def with_reads(node: Node, held: Mapping[Var, Held], accum_dtype: np.dtype | None) -> Node:
+  """Returns a decision with the dtypes that follow from it.
+
+  Args:
+    node: the decision, with its mode and its bodies.
+    held: how every variable of its program is held in the end.
+    accum_dtype: what matrix products accumulate in and return; `None` for the compute dtype.
+  """
+  equation = node.equation
+  reads = tuple(
+    _read_dtype(node, i, _how(atom, held)) if castable(atom.aval) else None
+    for i, atom in enumerate(equation.invars)
+  )
+  widened: frozenset[int] = frozenset()
+  result = None
+  if node.fp8 is not None:
+    own = node.outs[0].dtype if node.mode is Mode.HALF else dtype_of(equation.outvars[0])
+    result = accum_dtype or own
+  elif node.mode is Mode.HALF and not _compat.bodies(equation):
+    widened = _widened(equation)
+    if equation.params.get("preferred_element_type") is not None:
+      result = node.half
+    if node.listed == "allow" and "preferred_element_type" in equation.params:
+      result = accum_dtype or result
+  return dataclasses.replace(node, reads=reads, widened=widened, result_dtype=result)
+
+
+def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
+  if node.call is not None:
+    return node.call.ins[i].dtype
+  if node.fp8 is not None and held.kind is Kind.FLEXIBLE:
+    return FLOAT32  # master weights are rounded once
+  if node.mode is Mode.HALF and not _compat.bodies(node.equation):
+    return node.half
+  return held.dtype if node.mode in (Mode.EACH, Mode.CAST) else FLOAT32
+
+
+def _how(atom: Atom, held: Mapping[Var, Held]) -> Held:
+  return held[atom] if _compat.is_variable(atom) else initial(atom.aval)
+
+
+def _widened(equation: JaxprEqn) -> frozenset[int]:
+  """Returns the operands that are broadcast in an equation, and cast after that."""
+  result = equation.outvars[0]
+  if equation.primitive is jax.lax.broadcast_in_dim_p:
+    operand = equation.invars[0]
+    grows = _compat.is_variable(operand) and size(operand) != size(result)
+    return frozenset([0] if grows else [])
+  if not has(equation, Trait.BROADCASTS):
+    return frozenset()
+  return frozenset(
+    i
+    for i, a in enumerate(equation.invars)
+    if _compat.is_variable(a) and castable(a.aval) and shape_of(a) != shape_of(result)
+  )

@@ -1,0 +1,117 @@
+"""A call of a function, traced in the dtypes that it was written for; its value, from results in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import KeyPath
+
+from mpjax import _compat
+from mpjax._types import Array, PyTree
+from mpjax.casting._cast_plan import CastPlan
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._decide import decide
+from mpjax.casting._kinds import initial
+from mpjax.casting._nnx_modules import Modules, with_module_argument
+from mpjax.casting._overrides import OUTPUT
+from mpjax.casting._product_roles import ProductRoles
+from mpjax.policy import Policy
+
+_OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
+
+
+class Traced:
+  """A call of a function, traced in the dtypes that it was written for.
+
+  Attributes:
+    closed: its jaxpr.
+    operands: constants and arguments for it.
+    names: a tree path for each argument.
+  """
+
+  def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    fun, args = with_module_argument(fun, args)
+    self._modules = Modules(args, kwargs)
+    leaves = self._modules.leaves
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+
+    def flat(*arrays: Array) -> list[Array]:
+      merged = list(leaves)
+      for i, array in zip(dynamic, arrays, strict=True):
+        merged[i] = array
+      out, changed = self._modules.call(fun, merged)
+      leaves_out, self._structure = jax.tree.flatten(out)
+      for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
+        _check_output(path, leaf)
+      changes, self._changes = jax.tree.flatten(changed)
+      self._arrays = [i for i, leaf in enumerate(leaves_out) if hasattr(leaf, "dtype")]
+      self._out = [None if hasattr(leaf, "dtype") else leaf for leaf in leaves_out]
+      return [*(leaves_out[i] for i in self._arrays), *changes]
+
+    arguments = [leaves[i] for i in dynamic]
+    self.names = [self._modules.names[i] for i in dynamic]
+    self.closed = jax.make_jaxpr(flat)(*arguments)
+    self.operands = [*_compat.constants(self.closed), *arguments]
+
+  def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
+    """Returns what is decided about the program under these rules."""
+    body = _compat.open_jaxpr(self.closed)
+    constants = _compat.constants(self.closed)
+    half = rules.overrides.any_half
+    held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
+    held += [initial(v.aval) for v in body.invars]
+    roles = ProductRoles.of(self.closed, rules) if rules.overrides.recipes else None
+    return decide(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4, roles=roles)
+
+  def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
+    """Returns the function's value from the results of its program; puts mutated state where it belongs.
+
+    Without a policy its outputs keep their dtypes.
+    """
+    n = len(self._arrays)
+    own = [v.aval.dtype for v in _compat.open_jaxpr(self.closed).outvars]
+    out = list(self._out)
+    with jax.named_scope(OUTPUT):
+      for i, x, dtype in zip(self._arrays, results, own, strict=False):
+        out[i] = _as(x, policy.output_dtype if policy and dtype in _OUTPUTS else dtype)
+      changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
+    self._modules.update(jax.tree.unflatten(self._changes, changes))
+    return jax.tree.unflatten(self._structure, out)
+
+
+def to_output(tree: PyTree, policy: Policy) -> PyTree:
+  """Casts what a function returns to the policy's output dtype."""
+
+  def cast(x: Any) -> Any:
+    if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
+      return jax.lax.convert_element_type(x, policy.output_dtype)
+    return x
+
+  with jax.named_scope(OUTPUT):
+    return jax.tree.map(cast, tree)
+
+
+def _as(x: Array, dtype: np.dtype) -> Array:
+  return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
+
+
+def _check_output(path: KeyPath, leaf: Any) -> None:
+  if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+    raise TypeError(
+      f"the function under autocast returned {leaf!r} of type {type(leaf).__name__} at output"
+      f"{jax.tree_util.keystr(path)}: expected arrays or numbers in a pytree; take it out of the result"
+    )
+
+
+def _known(x: Any) -> np.ndarray | None:
+  """Returns the value of a small float32 constant that is known while tracing."""
+  if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") or x.size > 1 << 20 or x.dtype != np.float32:
+    return None
+  return np.asarray(x)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+  return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) and leaf.dtype != jax.dtypes.float0
