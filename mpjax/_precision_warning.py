@@ -17,14 +17,14 @@ class PrecisionWarning(UserWarning):
   """A policy is probably not the one that was meant: a bare dtype, which holds everything in it."""
 
 
-def bare_dtype_advice(spec: PolicyLike) -> str | None:
+def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | None:
   """Returns what to say of a policy that is a bare half-precision dtype; `None` of any other."""
   if isinstance(spec, str):
     text = spec.strip()
     bare = text not in presets() and (text == "half" or text in DTYPE_NAMES)
   else:
     bare = not isinstance(spec, (Mapping, jmp.Policy))
-  policy = get_policy(spec) if bare else None
+  policy = get_policy(spec, backend=backend) if bare else None
   if policy is None or policy.compute_dtype.itemsize != 2:
     return None
   name = policy.compute_dtype.name

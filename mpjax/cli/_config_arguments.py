@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
+
+from mpjax._precision_warning import bare_dtype_advice
+from mpjax._types import PolicyLike
 
 DEFAULT = "gpt_stdlib"
 _OVERRIDES = "dotted keys that override the file"
@@ -28,3 +32,10 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options
+
+
+def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
+  """Prints a line on stderr for a policy that is probably not the one that was meant: a bare dtype."""
+  advice = bare_dtype_advice(policy, backend)
+  if advice is not None:
+    print(f"warning: {advice}", file=sys.stderr)

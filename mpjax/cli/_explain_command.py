@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.train._config_file import load_config
 from mpjax.train._meshes import on_devices_here
@@ -23,7 +23,9 @@ def run(arguments: Sequence[str], prog: str) -> int:
   options = parse(parser, list(arguments))
 
   def explain() -> None:
-    setup = make_setup(on_devices_here(load_config(options.config, options.overrides)))
+    config = load_config(options.config, options.overrides)
+    warn_of_policy(config.policy)
+    setup = make_setup(on_devices_here(config))
     print(setup.explain())
     if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
       print("\nautocast: false in the policy: a run casts parameters and batch instead")

@@ -12,7 +12,7 @@ import rich.progress
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
@@ -71,6 +71,7 @@ def _numerics(options: argparse.Namespace) -> None:
   _check_outputs(options)
   path = find_config(path)
   config = load_config(path, overrides)
+  warn_of_policy(config.policy)
   console = rich.console.Console()
   if not console.is_terminal:  # a file has room for the whole table
     console = rich.console.Console(width=120)

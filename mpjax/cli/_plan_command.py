@@ -16,7 +16,7 @@ import rich.console
 import rich.progress
 
 from mpjax._text import bytes_text
-from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render import print_plans, save_picture
@@ -75,6 +75,8 @@ def _plan(options: argparse.Namespace) -> None:
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
   _check_files(options)
+  for policy in policies or [config.policy]:
+    warn_of_policy(policy, target.kind)
   planner = Planner(config, target)
   compile: bool | str = False if options.analytic else "auto"
   if not options.analytic and (lacks := missing(target)):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpjax.cli._config_arguments import add_config, parse
+from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import outcome_of
 from mpjax.train._config import Config
 from mpjax.train._config_file import load_config, read_waits
@@ -38,6 +38,9 @@ def run(arguments: Sequence[str], prog: str) -> int:
     return 2
 
   def load() -> Config:
-    return load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides)
+    if processes.process == 0:
+      warn_of_policy(config.policy)
+    return config
 
   return processes.end(lambda: train_together(load, processes), outcome_of)

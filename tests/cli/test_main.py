@@ -117,3 +117,13 @@ def test_the_wheel_alone_trains_from_any_folder(tmp_path):
   done = run("bench")
   assert done.returncode == 2
   assert "run it from a checkout of mpjax" in done.stderr
+
+
+@pytest.mark.parametrize(
+  ("policy", "meant"), [("bfloat16", "bf16"), ("float16", "fp16"), ("16-true", None), ("fp32", None)]
+)
+def test_a_bare_dtype_as_a_policy_is_one_line_on_stderr(policy, meant, capsys):
+  assert main(["plan", "gpt_stdlib", f"policy={policy}", "--analytic", "mesh.data=1"]) == 0
+  lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
+  assert len(lines) == (meant is not None)
+  assert all(line.startswith(f"warning: policy {policy!r}") and repr(meant) in line for line in lines)
