@@ -23,8 +23,8 @@ _WORD = re.compile(r"[\w.+-]+")
 _END = re.compile(r"\s*(?:,|$)")
 
 
-def plain(value: Any) -> Any:
-  """A field's value as data that YAML and JSON can hold."""
+def plain(value: object) -> Any:
+  """Returns a field's value as data that YAML and JSON can hold."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, LossScaling):
@@ -37,8 +37,8 @@ def plain(value: Any) -> Any:
   return value
 
 
-def brief(value: Any) -> Any:
-  """The same without what is the default: `dynamic`, 1024.0, `{"recipe": "delayed", "margin": 1}`."""
+def brief(value: object) -> Any:
+  """Returns the same without what is the default: `dynamic`, 1024.0, `{"recipe": "delayed", "margin": 1}`."""
   if isinstance(value, tuple):
     return {pattern: override.to_data() for pattern, override in value}
   if not isinstance(value, (LossScaling, Recipe)):
@@ -90,7 +90,7 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
   return text[start:end].strip(), end + 1
 
 
-def _write_value(value: Any) -> str:
+def _write_value(value: object) -> str:
   if isinstance(value, str) and _WORD.fullmatch(value) and _read_value(value, 0)[0] == value:
     return value
   return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._lazy import nnx
+from mpjax._types import DTypeLike
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ DTYPE_NAMES = {
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 
-def cast_floating(tree: T, dtype: Any) -> T:
+def cast_floating(tree: T, dtype: DTypeLike) -> T:
   """Casts the float16, bfloat16, float32 and float64 leaves of `tree` to `dtype`.
 
   Everything else passes through untouched: integers, booleans, PRNG keys, `None`, `float0`, complex,
@@ -46,12 +48,13 @@ def cast_floating(tree: T, dtype: Any) -> T:
     A tree of the same structure; leaves that have `dtype` already are the same objects.
   """
   dtype = np.dtype(dtype)
-  if isinstance(tree, nnx.Module):
+  nnx = sys.modules.get("flax.nnx")  # long to import, and not imported where nobody has a module of it
+  if nnx is not None and isinstance(tree, nnx.Module):
     # Through the graph, not as a pytree, so that shared variables remain shared.
     graphdef, state = nnx.split(tree)
     return nnx.merge(graphdef, cast_floating(state, dtype))
 
-  def cast(leaf: Any) -> Any:
+  def cast(leaf: object) -> object:
     # `None == np.dtype("float64")` holds in NumPy, so a leaf without a dtype is asked for first.
     if not hasattr(leaf, "dtype") or leaf.dtype not in _CASTABLE or leaf.dtype == dtype:
       return leaf
@@ -62,7 +65,7 @@ def cast_floating(tree: T, dtype: Any) -> T:
   return jax.tree.map(cast, tree)
 
 
-def at_least_float32(dtype: Any) -> np.dtype:
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
   """Returns `dtype` if it is floating or complex and no narrower than float32, else float32.
 
   Unlike `jnp.promote_types` it is the same under `jax_numpy_dtype_promotion=strict`.
@@ -71,8 +74,8 @@ def at_least_float32(dtype: Any) -> np.dtype:
   return np.dtype(dtype if wide else jnp.float32)
 
 
-def parse_dtype(value: Any, where: str, backend: str | None) -> np.dtype:
-  """The dtype that a name of `DTYPE_NAMES`, `half` or a dtype means; `where` goes into the error."""
+def parse_dtype(value: DTypeLike, where: str, backend: str | None) -> np.dtype:
+  """Returns the dtype that a name of `DTYPE_NAMES`, `half` or a dtype means; `where` goes into the error."""
   if value == "half":
     return np.dtype(jnp.bfloat16 if platform(backend) == "tpu" else jnp.float16)
   if isinstance(value, str):
@@ -86,13 +89,12 @@ def parse_dtype(value: Any, where: str, backend: str | None) -> np.dtype:
   return check_dtype(where, value)
 
 
-def check_dtype(field: str, value: Any) -> np.dtype:
-  """`value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other."""
-  try:
-    dtype = np.dtype(value)
-  except TypeError:
-    dtype = None
-  if value is None or dtype not in _CASTABLE:
+def check_dtype(field: str, value: DTypeLike | None) -> np.dtype:
+  """Returns `value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other."""
+  dtype: np.dtype | None = None
+  with contextlib.suppress(TypeError):
+    dtype = None if value is None else np.dtype(value)
+  if dtype is None or dtype not in _CASTABLE:
     hint = "; FP8 is asked for by the fp8 key or preset" if "float8" in str(value) else ""
     raise ValueError(
       f"{field}={value!r}: expected a floating dtype among {', '.join(d.name for d in _CASTABLE)}{hint}"
@@ -101,7 +103,7 @@ def check_dtype(field: str, value: Any) -> np.dtype:
 
 
 def platform(backend: str | None) -> str:
-  """`cpu`, `gpu` or `tpu` for a backend name; `None` asks JAX which backend runs."""
+  """Returns `cpu`, `gpu` or `tpu` for a backend name; `None` asks JAX which backend runs."""
   name = jax.default_backend() if backend is None else backend
   if name not in _PLATFORMS:
     raise ValueError(f"backend {name!r}: expected one of {', '.join(_PLATFORMS)}")
@@ -109,6 +111,6 @@ def platform(backend: str | None) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-  """The end of an error message: the nearest of `choices`, or nothing."""
+  """Returns the end of an error message: the nearest of `choices`, or nothing."""
   close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
   return f"; did you mean {close[0]!r}?" if close else ""

@@ -10,7 +10,7 @@ _FLAGS = re.compile(r"\(\?[aiLmsux]+\)")
 
 @functools.cache
 def component_regex(pattern: str) -> re.Pattern[str]:
-  """A compiled regex for `search`: `head` matches `GPT/head` and what lies under it, not `GPT/header`.
+  """Compiles a regex for `search`: `head` matches `GPT/head` and what lies under it, not `GPT/header`.
 
   Raises:
     ValueError: if the pattern is no regular expression.

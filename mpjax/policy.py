@@ -293,7 +293,7 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
   return values
 
 
-def _read_override(spec: Any, backend: str | None) -> Override:
+def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override:
   if isinstance(spec, Override):
     return spec
   if isinstance(spec, str) and "=" in spec:

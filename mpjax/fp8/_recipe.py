@@ -180,7 +180,7 @@ def _check_kind(kind: str, keys: Iterable[str]) -> None:
       raise ValueError(f"fp8 key {key!r} {why} recipe: {kind}")
 
 
-def _value(key: str, default: Any, value: Any) -> Any:
+def _value(key: str, default: object, value: Any) -> Any:
   choices: dict[str, Any] = {"recipe": RECIPES, "amax_compute": _AMAX_COMPUTE, "saved_activations": _SAVED}
   if key in choices:
     if value not in choices[key]:
@@ -209,7 +209,7 @@ def _value(key: str, default: Any, value: Any) -> Any:
   return _patterns(key, value)
 
 
-def _patterns(key: str, value: Any) -> tuple[str, ...]:
+def _patterns(key: str, value: object) -> tuple[str, ...]:
   patterns = (value,) if isinstance(value, str) else value
   if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
     raise ValueError(f"fp8.{key}={value!r}: expected a list of regular expressions on the module path")
