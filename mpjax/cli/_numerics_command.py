@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import rich.console
 import rich.progress
@@ -97,7 +96,13 @@ def _numerics(options: argparse.Namespace) -> None:
 
 
 def _inspect(
-  subject: Subject, name: str, steps: int, batches: int, keep: float, advise: bool, console: Any
+  subject: Subject,
+  name: str,
+  steps: int,
+  batches: int,
+  keep: float,
+  advise: bool,
+  console: rich.console.Console,
 ) -> NumericsReport:
   """Trains so many steps, then looks at so many batches."""
   columns = (
@@ -134,7 +139,9 @@ def _inspect(
       raise ConfigError(str(error)) from error
 
 
-def _write(report: NumericsReport, name: str, options: Any, console: Any) -> None:
+def _write(
+  report: NumericsReport, name: str, options: argparse.Namespace, console: rich.console.Console
+) -> None:
   policy = report.policy.label
   policy = policy if policy.isidentifier() else "custom"
   page = (
@@ -172,7 +179,7 @@ def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.conso
 
 
 def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport, out: pathlib.Path) -> None:
-  """The config with the advised policy, as a new file."""
+  """Writes the config with the advised policy as a new file."""
   assert report.advice is not None
   policy = dict(report.advice.policy)
   if get_policy(policy).fp8 is not None:  # delayed scaling is looked at without its histories
@@ -204,7 +211,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-  """What is for this command, and what is the config's own."""
+  """Returns the options of this command by key, and the config's own overrides."""
   own: dict[str, str] = {}
   rest = []
   for override in overrides:
@@ -234,5 +241,5 @@ def _share(text: str) -> float:
 
 
 def _say(console: rich.console.Console, text: str) -> None:
-  """A line as it is."""
+  """Prints a line as it is."""
   console.print(text, highlight=False, markup=False, soft_wrap=True)

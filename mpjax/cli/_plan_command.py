@@ -82,7 +82,7 @@ def _plan(options: argparse.Namespace) -> None:
   if not options.analytic and (lacks := missing(target)):
     console.print(lacks, highlight=False, markup=False, soft_wrap=True)
   memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
-  chosen: list[Any] = list(policies) or [None]
+  chosen: list[str | None] = [*policies] or [None]
   fits: list[Fit] = []
   if options.cheapest:
     plans = _compare(planner, chosen if policies else _possible(target), compile, console, _RECOMPUTE)
@@ -121,7 +121,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
-  """Policies, target, and what is the config's own."""
+  """Returns the policies, the target and the config's own overrides."""
   policies: list[str] = []
   target, rest = None, []
   for override in overrides:
@@ -161,7 +161,7 @@ def _memory(text: str | None, target: Target) -> int:
 
 
 def _possible(target: Target) -> list[str]:
-  """The presets that a target's units run."""
+  """Returns the presets that a target's matrix units run."""
   names = []
   for name in _CHOICES:
     if name == "fp8" and "float8" not in target.flops:
@@ -174,7 +174,7 @@ def _possible(target: Target) -> list[str]:
 
 def _compare(
   planner: Planner,
-  policies: Sequence[Any],
+  policies: Sequence[str | None],
   compile: bool | str,
   console: rich.console.Console,
   recompute: Sequence[str | None],
@@ -191,7 +191,7 @@ def _compare(
 
 def _fit(
   planner: Planner,
-  policy: Any,
+  policy: str | None,
   memory: int,
   compile: bool | str,
   console: rich.console.Console,
@@ -216,7 +216,7 @@ def _fit(
 def _progress(
   console: rich.console.Console, title: str, total: int | None
 ) -> Iterator[Callable[[str], None]]:
-  """A progress bar on a terminal; elsewhere nothing."""
+  """Shows a progress bar on a terminal; elsewhere nothing."""
   bar = rich.progress.Progress(
     rich.progress.TextColumn("[bold]{task.description}"),
     rich.progress.BarColumn(),

@@ -15,7 +15,7 @@ from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
 
 
-def _no_bool(value: Any) -> Any:
+def _no_bool(value: object) -> object:
   if isinstance(value, bool):
     raise ValueError(f"expected a number, not {value} (YAML reads on, off, yes and no as booleans)")
   return value
@@ -33,7 +33,7 @@ class _Section(pydantic.BaseModel):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def _require_mapping(cls, value: Any) -> Any:
+  def _require_mapping(cls, value: object) -> object:
     if not isinstance(value, (Mapping, cls)):
       keys = ", ".join(list(cls.model_fields)[:3])
       raise ValueError(f"expected a mapping of keys, such as {keys}")
@@ -153,7 +153,7 @@ class MeshConfig(_Section):
 
 
 def step_recompute(recompute: str) -> str:
-  """What `make_train_step` is to do for a choice of `train.recompute`: blocks are the model's."""
+  """Returns `make_train_step`'s `recompute` for `train.recompute`; the model recomputes blocks itself."""
   return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
 
 
@@ -225,17 +225,17 @@ class Config(_Section):
     return self
 
   def resolve_policy(self) -> Policy:
-    """The policy in force on this backend, with the values of `Policy.reason` for what was chosen."""
+    """Returns the policy on this backend; its `reason` says why `auto` chose it."""
     return get_policy(self.policy)
 
   def to_yaml(self) -> str:
-    """The config with every default and the whole policy written out."""
+    """Returns the config as YAML, with every default and the whole policy written out."""
     data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def parse_config(data: Any) -> Config:
-  """A `Config` from plain data, every check but those that need the device or the data made.
+def parse_config(data: object) -> Config:
+  """Returns a `Config` from plain data, checked but for what needs the devices or the data.
 
   Raises:
     ConfigError: as `load_config`.
@@ -252,7 +252,7 @@ def parse_config(data: Any) -> Config:
 
 
 def _describe(error: Mapping[str, Any], data: Any) -> str:
-  """One line for a pydantic error, without the union tags that it puts into the location."""
+  """Returns one line for a pydantic error, without the union tags that it puts into the location."""
   tags = ("gpt", "vit", "resnet")
   loc = [str(part) for i, part in enumerate(error["loc"]) if not (i == 1 and part in tags)]
   key = ".".join(loc)
@@ -275,7 +275,7 @@ def _describe(error: Mapping[str, Any], data: Any) -> str:
 
 
 def _nearest(loc: list[str], data: Any) -> str:
-  """` did you mean` among the keys of the section that `loc` is in."""
+  """Returns the keys of the section that `loc` is in, and the nearest of them."""
   sections: dict[str, type[pydantic.BaseModel]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,

@@ -124,7 +124,7 @@ def _require_shallow(path: pathlib.Path) -> None:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")
 
 
-def _require_plain(tree: Any) -> None:
+def _require_plain(tree: object) -> None:
   """Raises for values that are more than data, and for so many references that they could fill the memory."""
   found = 0
   for key, text in _strings(tree, ""):
@@ -140,7 +140,7 @@ def _require_plain(tree: Any) -> None:
     )
 
 
-def _strings(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+def _strings(tree: object, key: str) -> Iterator[tuple[str, str]]:
   if isinstance(tree, str):
     yield key, tree
   elif isinstance(tree, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,18 +56,18 @@ class Display:
     self.line(f"step {step}/{self._steps}  eval: {shown}")
 
   def line(self, text: str) -> None:
-    """One line, above the bar where there is one."""
+    """Prints one line, above the bar where there is one."""
     self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def header(console: rich.console.Console, rows: Mapping[str, Any]) -> None:
-  """What is about to run, before the first step."""
+  """Prints what is about to run, before the first step."""
   for name, value in rows.items():
     console.print(f"[bold]{name:>10}[/]  {rich.markup.escape(str(value))}", highlight=False, soft_wrap=True)
 
 
-def summary_table(console: rich.console.Console, summary: Mapping[str, Any], directory: Any) -> None:
-  """The end of a run: its figures, and where everything lies."""
+def summary_table(console: rich.console.Console, summary: Mapping[str, Any], directory: pathlib.Path) -> None:
+  """Prints the end of a run: its figures, and where everything lies."""
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
   table.add_column(style="bold")
   table.add_column(justify="right")
@@ -79,13 +80,15 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
   console.print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
 
 
-def finished_already(console: rich.console.Console, summary: Mapping[str, Any], directory: Any) -> None:
-  """The end of a run that was over before, once more."""
+def finished_already(
+  console: rich.console.Console, summary: Mapping[str, Any], directory: pathlib.Path
+) -> None:
+  """Prints the end of a run that had finished before."""
   console.print("this run has finished already; choose another out= for a new one", highlight=False)
   summary_table(console, summary, directory)
 
 
-def _number(value: Any) -> str:
+def _number(value: float | str | None) -> str:
   if value is None:
     return "unknown"
   return (
@@ -94,10 +97,10 @@ def _number(value: Any) -> str:
 
 
 def _power(scale: float) -> str:
-  """A power of two as such: 2^16 is read faster than 65536."""
+  """Returns a power of two as such: 2^16 is read faster than 65536."""
   mantissa, exponent = math.frexp(scale)
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
-def _size(value: Any) -> str:
+def _size(value: float | None) -> str:
   return "unknown" if value is None else f"{value / 1e6:,.1f} MB"

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import rich.console
 import yaml
+from grain import DatasetIterator
 
+from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._config import Config
 from mpjax.train._display import Display, finished_already, header, summary_table
@@ -23,7 +25,7 @@ from mpjax.train._export import save_safetensors
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, make_setup
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
-from mpjax.train.data import data_mismatch, describe
+from mpjax.train.data import Batch, data_mismatch, describe
 from mpjax.train.monitors import (
   Events,
   MetricsFile,
@@ -44,7 +46,7 @@ _LAG = 2
 class _Pending(NamedTuple):
   step: int
   metrics: dict[str, jax.Array]
-  batch: Any
+  batch: PyTree
 
 
 def run_training(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class TrainingRun:
     self._clock = time.perf_counter()
 
   def train(self) -> dict[str, Any]:
-    """The loop, from the last checkpoint to the end."""
+    """Trains from the last checkpoint to the end and returns the summary."""
     iterator = self.data.train(self.setup.rows)
     (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
     header(self.console, header_rows(self.setup, state, self.directory.path, start, self.processes.count))
@@ -165,8 +167,8 @@ class TrainingRun:
         "and permission to write"
       ) from error
 
-  def _next_batch(self, step: int, state: TrainState, iterator: Any, start: int) -> Any:
-    """This process's rows of the next batch; without them, the steps so far are saved if that can be."""
+  def _next_batch(self, step: int, state: TrainState, iterator: DatasetIterator, start: int) -> Batch:
+    """Returns this process's rows of the next batch; if they cannot be read, saves the steps so far."""
     self.processes.doing(f"the data of step {step}")
     try:
       return next(iterator)
@@ -186,7 +188,7 @@ class TrainingRun:
       return "no checkpoint was saved yet: the same command starts over"
     return f"the checkpoint of step {step} is in {self.directory.path}, and the same command resumes from it"
 
-  def _one_step(self, step: int, state: TrainState, rows: Any) -> TrainState:
+  def _one_step(self, step: int, state: TrainState, rows: Batch) -> TrainState:
     self.processes.doing(f"step {step}")
     batch = self.setup.place(rows)
     looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
@@ -200,8 +202,8 @@ class TrainingRun:
       self._write(self._fetch(self._pending.popleft()), {})
     return state
 
-  def _at_boundary(self, step: int, state: TrainState, iterator: Any, signum: int | None) -> None:
-    """Evaluation, checkpoints and interruption: what has to wait for every step so far.
+  def _at_boundary(self, step: int, state: TrainState, iterator: DatasetIterator, signum: int | None) -> None:
+    """Does what has to wait for every step so far: evaluation, checkpoints and interruption.
 
     All of it depends on the step, on metrics and on `signum` alone, which are the same in every process.
     """
@@ -239,13 +241,13 @@ class TrainingRun:
       raise Interrupted(signum, message)
 
   def _fetch_pending(self) -> list[dict[str, Any]]:
-    """The records of every step so far; waits for the last."""
+    """Returns the records of every step so far; waits for the last."""
     records = [self._fetch(pending) for pending in self._pending]
     self._pending.clear()
     return records
 
   def _fetch(self, pending: _Pending) -> dict[str, Any]:
-    """The record of a step; waits for it."""
+    """Returns the record of a step; waits for it."""
     self.processes.doing(f"step {pending.step}")
     values = {name: plain(value) for name, value in pending.metrics.items()}
     now = time.perf_counter()
@@ -280,7 +282,7 @@ class TrainingRun:
     self._display.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
-    """Whether the last `max_skips` steps were skipped, and the scale is as low as it gets."""
+    """Returns whether the last `max_skips` steps were skipped with the scale as low as it gets."""
     if record.get("consecutive_skips", 0) < self.config.train.max_skips:
       return False
     scaling = self.policy.loss_scaling
@@ -288,7 +290,7 @@ class TrainingRun:
       return True
     return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
 
-  def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: Any) -> None:
+  def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: DatasetIterator) -> None:
     """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
     for record in self._fetch_pending():
       self._write(record, {})
@@ -306,15 +308,15 @@ class TrainingRun:
       f"{self.directory.path} --hunt looks again, also with another policy"
     )
 
-  def _report(self, state: TrainState, batch: Any) -> str:
-    """What is not finite in a step, and where that began."""
+  def _report(self, state: TrainState, batch: PyTree) -> str:
+    """Returns what is not finite in a step, and where that began."""
     if self.processes.count > 1:  # operations are gone through one by one on this process's devices
       return "the run was one of several processes: the command below says which operation began it"
     report = nonfinite_report(self.setup.step, state, batch)
     return f"{report}\n{first_nonfinite(self.setup.step, state, batch)}"
 
   def evaluate(self, state: TrainState) -> dict[str, float]:
-    """Means over the evaluation batches.
+    """Returns the means over the evaluation batches.
 
     Raises:
       DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
@@ -328,7 +330,7 @@ class TrainingRun:
       self.processes.doing(f"batch {number} of the evaluation")
     return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
 
-  def _eval_batches(self) -> Iterator[Any]:
+  def _eval_batches(self) -> Iterator[Batch]:
     try:
       yield from self.data.eval(self.setup.rows)
     except Exception as error:  # of any kind, as in `_next_batch`
@@ -337,11 +339,11 @@ class TrainingRun:
       raise DataError(f"{message}; {kept} once the data is back") from error
 
   def _evaluate_batch(
-    self, params: Any, model_state: Any, fp8_state: Any, batch: Any
+    self, params: PyTree, model_state: PyTree, fp8_state: PyTree, batch: PyTree
   ) -> dict[str, jax.Array]:
     return self.task.evaluate(params, model_state, batch, self.policy, fp8_state)
 
-  def _resume(self, iterator: Any) -> tuple[TrainState, int]:
+  def _resume(self, iterator: DatasetIterator) -> tuple[TrainState, int]:
     self.processes.doing("the checkpoint to resume from")
     resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
     if resumed is None:
@@ -358,7 +360,7 @@ class TrainingRun:
     self._last = restored.loop["last"]
     return restored.state, resumed.step
 
-  def _save(self, step: int, state: TrainState, iterator: Any, eval_loss: float | None) -> None:
+  def _save(self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None) -> None:
     self.processes.doing(f"the checkpoint of step {step}")
     self._events.flush()
     loop = {"fingerprint": self.data.info.fingerprint, "last": self._last}

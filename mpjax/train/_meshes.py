@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from mpjax._types import PyTree
 from mpjax.sharding import AXES, BATCH_AXES
 from mpjax.train._config import Config, MeshConfig
 from mpjax.train._errors import ConfigError
@@ -16,7 +16,7 @@ from mpjax.train.data import Rows
 
 
 def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:
-  """Devices along each axis, the -1 filled in.
+  """Returns the devices along each axis, with the -1 filled in.
 
   Args:
     spec: the config's section.
@@ -40,7 +40,7 @@ def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> d
 
 
 def on_devices_here(config: Config) -> Config:
-  """The config, on one device if its mesh does not fit those that are here: to look at, not to train."""
+  """Returns the config, on one device if its mesh does not fit those here: to look at, not to train."""
   try:
     mesh_sizes(config.mesh, len(jax.devices()))
   except ConfigError:
@@ -49,7 +49,7 @@ def on_devices_here(config: Config) -> Config:
 
 
 def make_mesh(config: Config) -> Mesh:
-  """The mesh of a run, over all processes.
+  """Returns the mesh of a run, over all processes.
 
   Raises:
     ConfigError: for what does not fit the devices, the batch or, in several processes, all of them.
@@ -80,7 +80,7 @@ def _check_rows(config: Config, sizes: dict[str, int]) -> None:
 
 
 def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
-  """The rows of a global batch that this process's devices hold: a slice, or positions if there are gaps."""
+  """Returns the rows of a global batch that this process holds: a slice, or positions if there are gaps."""
   held = np.zeros(batch_size, bool)
   for index in sharding.addressable_devices_indices_map((batch_size,)).values():
     held[index] = True
@@ -89,14 +89,15 @@ def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
   return slice(start, stop) if stop - start == len(rows) else rows
 
 
-def place_rows(batch: Any, sharding: NamedSharding, rows: Rows, batch_size: int) -> Any:
-  """This process's rows as global arrays."""
+def place_rows(batch: PyTree, sharding: NamedSharding, rows: Rows, batch_size: int) -> PyTree:
+  """Returns this process's rows as global arrays."""
   if jax.process_count() == 1:
     return jax.device_put(batch, sharding)
   positions = np.arange(batch_size)[rows]
 
-  def one(local: Any) -> jax.Array:
-    def part(index: Any) -> Any:
+  def one(local: np.ndarray) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+      assert index is not None
       first, last, _ = index[0].indices(batch_size)
       start = int(np.searchsorted(positions, first))
       return local[start : start + last - first]

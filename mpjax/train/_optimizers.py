@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._types import PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.train._config import OptimizerConfig
 from mpjax.train._errors import ConfigError
@@ -35,7 +36,7 @@ OPTIMIZERS = (
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  """The optax chain of a config: clipping by global norm, then the optimiser on its schedule.
+  """Returns the optax chain of a config: clipping by global norm, then the optimiser on its schedule.
 
   Weight decay, where the optimiser has a mask for it, applies to matrices and kernels alone (leaves of
   two or more dimensions), not to biases and norms.
@@ -78,7 +79,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Learning rate by optimiser step: a linear warm-up, then constant, cosine or linear decay.
+  """Returns the learning rate by step: a linear warm-up, then constant, cosine or linear decay.
 
   The decay ends at step `steps`, at `final_fraction` of `learning_rate`; a run shorter than its warm-up
   ends within the ramp.
@@ -97,10 +98,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:
-  """A step on small parameters: an option of the wrong type shows here, not in the training step."""
+  """Returns a step on small parameters: an option of the wrong type shows here, not in a training step."""
   tx = optax.with_extra_args_support(optimizer)
   return lambda params: tx.update(params, tx.init(params), params, value=jnp.ones(()))
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: PyTree) -> PyTree:
   return jax.tree.map(lambda p: p.ndim > 1, params)

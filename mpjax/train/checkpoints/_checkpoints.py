@@ -90,7 +90,7 @@ class Checkpoints:
       raise CheckpointError(_not_opened(self._directory, reason(error))) from error
 
   def save(
-    self, step: int, state: TrainState, data: Any, loop: dict[str, Any], eval_loss: float | None
+    self, step: int, state: TrainState, data: object, loop: dict[str, Any], eval_loss: float | None
   ) -> None:
     """Starts writing a checkpoint; the arrays are copied before this returns.
 
@@ -119,20 +119,20 @@ class Checkpoints:
     self._writing = step
 
   def steps(self) -> list[int]:
-    """Steps of the complete checkpoints, in order."""
+    """Returns the steps of the complete checkpoints, in order."""
     return sorted(self._manager.all_steps())
 
   def latest(self) -> int | None:
-    """Step of the newest complete checkpoint."""
+    """Returns the step of the newest complete checkpoint."""
     return self._manager.latest_step()
 
   def best(self) -> int | None:
-    """Step of the checkpoint with the lowest eval loss, or of the newest where none has one."""
+    """Returns the step of the checkpoint with the lowest eval loss, or of the newest where none has one."""
     best = self._manager.best_step()
     return self.latest() if best is None else best
 
   def restore(self, step: int, like: TrainState) -> Restored:
-    """The checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
+    """Returns the checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
 
     The shardings, the mesh and the number of processes need not be those of the run that saved it.
 
@@ -148,7 +148,7 @@ class Checkpoints:
       ) from None
 
   def restore_latest(self, like: TrainState) -> Resumed | None:
-    """The newest checkpoint that is good, as `restore` gives it; `None` where there are none at all.
+    """Returns the newest good checkpoint, as `restore` gives it; `None` where there are none at all.
 
     Damaged ones that are newer are moved to `damaged/` beside the folder, unless it is only read.
 
@@ -216,7 +216,7 @@ class Checkpoints:
       ) from error
 
   def _read(self, step: int, like: TrainState) -> Restored:
-    """The checkpoint of a step, in every process or in none; raises `Damaged` if it is damaged."""
+    """Returns the checkpoint of a step, in every process or in none; raises `Damaged` if it is damaged."""
     metrics = self._manager.metrics(step)
     try:
       parts = reading.read(self._path(step), _to_tree(like), metrics, self._timeout_s)
@@ -271,8 +271,8 @@ class Checkpoints:
     self._manager.reload()
     return targets
 
-  def _told_by_first(self, value: Any) -> Any:
-    """A JSON value as the first process has it."""
+  def _told_by_first(self, value: object) -> Any:
+    """Returns a JSON value as the first process has it."""
     try:
       return json.loads(everyone(json.dumps(value), self._timeout_s)[0])
     except TimeoutError as error:
@@ -283,7 +283,7 @@ class _Manager(ocp.CheckpointManager):
   """Opens a folder whose metrics are damaged, too."""
 
   def metrics(self, step: int) -> Any:
-    """The metrics of a step; `None` where there are none that can be ranked."""
+    """Returns the metrics of a step; `None` where there are none that can be ranked."""
     try:
       metrics = super().metrics(step)
       return metrics if isinstance(metrics["eval_loss"], float) else None
@@ -296,13 +296,13 @@ def _not_opened(directory: pathlib.Path, problem: str) -> str:
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:
-  """The path, or the first of `path.1`, `path.2`, ... that does not exist yet."""
+  """Returns the path, or the first of `path.1`, `path.2`, ... that does not exist yet."""
   paths = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
   return next(path for path in paths if not path.exists())
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-  """The arrays of a state by field; without a state of FP8 scaling where there is none."""
+  """Returns the arrays of a state by field; without a state of FP8 scaling where there is none."""
   fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
   tree = {name: getattr(state, name) for name in fields}
   return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._types import ArrayLike, PyTree
 
-def tree_kinds(tree: Any) -> dict[str, str]:
-  """Dtype and shape of each leaf, by path: `{"params/w": "float32[8,4]"}`.
+
+def tree_kinds(tree: PyTree) -> dict[str, str]:
+  """Returns dtype and shape of each leaf, by path: `{"params/w": "float32[8,4]"}`.
 
   Args:
     tree: leaves are arrays, abstract arrays or Python scalars.
@@ -22,8 +24,8 @@ def tree_kinds(tree: Any) -> dict[str, str]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): _kind(leaf) for path, leaf in leaves}
 
 
-def tree_checksums(tree: Any) -> dict[str, str]:
-  """Checksum of each leaf, by path: `{"params/w": "9a3c01ff"}`.
+def tree_checksums(tree: PyTree) -> dict[str, str]:
+  """Returns the checksum of each leaf, by path: `{"params/w": "9a3c01ff"}`.
 
   Computed where the leaves are, in one pass over them; eight hexadecimal digits a leaf come to the host.
   A change within one element of up to 32 bits always shows, any other with a chance of 1 - 2^-32.
@@ -38,19 +40,19 @@ def tree_checksums(tree: Any) -> dict[str, str]:
   return {path: f"{int(value):08x}" for path, value in zip(paths, sums, strict=True)}
 
 
-def json_checksum(value: Any) -> str:
-  """SHA-256 of a JSON value's canonical text: of what it says, however it is written."""
+def json_checksum(value: object) -> str:
+  """Returns the SHA-256 of a JSON value's canonical text: of what it says, however it is written."""
   # Through JSON once: its keys are strings, and its tuples lists.
   text = json.dumps(json.loads(json.dumps(value)), sort_keys=True, separators=(",", ":"))
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _kind(leaf: Any) -> str:
-  array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+def _kind(leaf: ArrayLike | jax.ShapeDtypeStruct) -> str:
+  array = np.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
   return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _leaf_checksum(leaf: Any) -> jax.Array:
+def _leaf_checksum(leaf: ArrayLike) -> jax.Array:
   if not isinstance(leaf, jax.Array):
     array = np.asarray(leaf)
     if array.dtype.itemsize >= 8:  # JAX without x64 would round it
@@ -64,12 +66,12 @@ def _leaf_checksum(leaf: Any) -> jax.Array:
 
 @functools.cache
 def _compiled(result: jax.sharding.NamedSharding | None) -> Any:
-  """The checksum of one array as a program, whose result every process has."""
+  """Returns a program for the checksum of one array, whose result every process has."""
   return jax.jit(_checksum, out_shardings=result)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """The sum, modulo 2^32, of every word scrambled with its place; u32[]."""
+  """Returns the sum, modulo 2^32, of every word scrambled with its place; u32[]."""
   words = _words(x)
   place = jnp.zeros(words.shape, jnp.uint32)
   for axis, size in enumerate(words.shape):
@@ -82,7 +84,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """The bits of an array as unsigned words; 64-bit elements are two."""
+  """Returns the bits of an array as unsigned words; 64-bit elements are two."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -34,8 +34,8 @@ class Parts(NamedTuple):
   integrity: dict[str, Any] | None
 
 
-def sealed(state: dict[str, Any], data: Any, loop: dict[str, Any], metrics: dict[str, Any]) -> Parts:
-  """The parts of a checkpoint with their checksums, to be saved; what is not arrays as it is now."""
+def sealed(state: dict[str, Any], data: object, loop: dict[str, Any], metrics: dict[str, Any]) -> Parts:
+  """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays."""
   # Written by a thread, while the caller may go on to change its own.
   data, loop = copy.deepcopy((data, loop))
   integrity = {"kinds": tree_kinds(state), "state": tree_checksums(state)} | {
@@ -44,8 +44,8 @@ def sealed(state: dict[str, Any], data: Any, loop: dict[str, Any], metrics: dict
   return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
 
 
-def read(folder: pathlib.Path, like: dict[str, Any], metrics: Any, timeout_s: int) -> Parts:
-  """The parts of a checkpoint, as they were given to `sealed`; in every process, or in none.
+def read(folder: pathlib.Path, like: dict[str, Any], metrics: object, timeout_s: int) -> Parts:
+  """Reads the parts of a checkpoint, as they were given to `sealed`; in every process, or in none.
 
   Args:
     folder: the checkpoint.
@@ -78,8 +78,8 @@ def read(folder: pathlib.Path, like: dict[str, Any], metrics: Any, timeout_s: in
   return parts
 
 
-def _read(folder: pathlib.Path, like: dict[str, Any], metrics: Any) -> Parts:
-  """What this process reads, without the checksums of arrays, for which it needs the others."""
+def _read(folder: pathlib.Path, like: dict[str, Any], metrics: object) -> Parts:
+  """Reads in this process, without comparing checksums of arrays, for which it needs the others."""
   data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
   seal, integrity = loop.pop(_SEAL, None), None
   if seal is not None or (folder / "integrity").exists():

@@ -11,7 +11,7 @@ _LONGEST = 300
 
 
 def reason(error: BaseException) -> str:
-  """What went wrong: the operating system's words if they are among what the error came from, on one line."""
+  """Returns one line on what went wrong: the operating system's words if the error came from them."""
   chain: list[BaseException] = []
   link: BaseException | None = error
   while link is not None and link not in chain:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpjax.dtypes import did_you_mean
+from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
-from mpjax.train.data._dataset import Data, DataInfo, Rows, data_mismatch, describe
+from mpjax.train.data._dataset import Batch, Data, DataInfo, Rows, data_mismatch, describe
 from mpjax.train.data._huggingface import load_huggingface
 from mpjax.train.data._images import load_digits, load_npz
 from mpjax.train.data._text import load_stdlib, load_text
 
-__all__ = ["Data", "DataError", "DataInfo", "Rows", "data_mismatch", "describe", "load_data"]
+__all__ = ["Batch", "Data", "DataError", "DataInfo", "Rows", "data_mismatch", "describe", "load_data"]
 
 _LOADERS = {
   "stdlib": load_stdlib,
@@ -22,8 +21,8 @@ _LOADERS = {
 }
 
 
-def load_data(spec: Any, *, seed: int) -> Data:
-  """The dataset that a config's `data` section describes.
+def load_data(spec: DataConfig, *, seed: int) -> Data:
+  """Loads the dataset that a config's `data` section describes.
 
   Args:
     spec: the section: `kind`, `batch_size`, and what the kind needs.

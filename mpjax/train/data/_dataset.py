@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import grain
 import numpy as np
 
+from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
 
 Batch = dict[str, np.ndarray]
@@ -69,7 +69,7 @@ class Data:
   workers: int
 
   def train(self, rows: Rows = _ALL) -> grain.DatasetIterator:
-    """Batches without end, each epoch in another order; drops the rows that do not fill a batch.
+    """Yields batches without end, each epoch in another order; drops the rows that do not fill a batch.
 
     The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the very next batch.
     Neither it nor the order of rows depends on `rows`: indices are shuffled and batched, and then read.
@@ -85,26 +85,26 @@ class Data:
     return iter(batches.map(lambda batch: read(batch[rows])).to_iter_dataset(options))
 
   def eval(self, rows: Rows = _ALL) -> Iterator[Batch]:
-    """The same whole batches at every call; of each, `rows`."""
+    """Yields the same whole batches at every call; of each, `rows`."""
     for i in range(self.num_eval_batches):
       yield _read(self.eval_row, np.arange(i * self.batch_size, (i + 1) * self.batch_size)[rows])
 
   @property
   def num_eval_batches(self) -> int:
-    """Batches of an evaluation."""
+    """Returns the number of batches of an evaluation."""
     whole = self.info.eval_examples // self.batch_size
     return whole if self.eval_batches is None else min(whole, self.eval_batches)
 
 
 def data_mismatch(first: str, other: str, process: int) -> str | None:
-  """What is wrong between the fingerprints of process 0's data and of another's; `None` for nothing."""
+  """Returns what is wrong if process 0's data and another's have these fingerprints; `None` for nothing."""
   if first == other:
     return None
   return f"process {process} reads other data than process 0: give all of them the same files"
 
 
 def describe(error: Exception) -> str:
-  """What kept rows from being read, on one line: of the operating system's errors, file and reason."""
+  """Returns what kept rows from being read, on one line; for the operating system's, file and reason."""
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: {error.strerror}"
   return " ".join(f"{type(error).__name__}: {error}".split())
@@ -115,8 +115,14 @@ def _read(row: Callable[[int], Batch], indices: np.ndarray) -> Batch:
   return {name: np.stack([each[name] for each in read]) for name in read[0]}
 
 
-def make_data(info: DataInfo, train_row: Any, eval_row: Any, spec: Any, seed: int) -> Data:
-  """A `Data`, when both splits fill a batch.
+def make_data(
+  info: DataInfo,
+  train_row: Callable[[int], Batch],
+  eval_row: Callable[[int], Batch],
+  spec: DataConfig,
+  seed: int,
+) -> Data:
+  """Returns a `Data`, when both splits fill a batch.
 
   Raises:
     DataError: if one does not.

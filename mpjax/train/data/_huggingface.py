@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
 from mpjax.train.data._dataset import Data
 from mpjax.train.data._images import arrays_to_data, check_pair, split_arrays
 from mpjax.train.data._text import documents_to_data
 
 
-def load_huggingface(spec: Any, seed: int) -> Data:
-  """A dataset saved at `path`, or of the hub by `name`: text as bytes, or images with labels.
+def load_huggingface(spec: DataConfig, seed: int) -> Data:
+  """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, or images with labels.
 
   `path` wins where it is a folder, else `name`. Without `eval_split` a `valid_fraction` of the training
   split is held out.
@@ -29,7 +30,7 @@ def load_huggingface(spec: Any, seed: int) -> Data:
     raise DataError("data.kind=huggingface needs the datasets package: pip install datasets") from None
   saved = isinstance(spec.path, str) and pathlib.Path(spec.path).is_dir()
   source = spec.path if saved else spec.name or spec.path
-  if isinstance(spec.path, list) or not source:
+  if isinstance(source, list) or isinstance(spec.path, list) or not source:
     raise DataError("data.kind=huggingface: expected data.path (a saved dataset) or data.name (of the hub)")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
 from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
 
 
-def load_digits(spec: Any, seed: int) -> Data:
-  """1797 images of 8 x 8 in 10 classes; a fifth, the same ones always, is held out."""
+def load_digits(spec: DataConfig, seed: int) -> Data:
+  """Loads 1797 images of 8 x 8 in 10 classes; a fifth, the same ones always, is held out."""
   import sklearn.datasets
 
   digits = sklearn.datasets.load_digits()
@@ -22,8 +24,11 @@ def load_digits(spec: Any, seed: int) -> Data:
   return arrays_to_data(train, held_out, "scikit-learn handwritten digits", spec, seed)
 
 
-def load_npz(spec: Any, seed: int) -> Data:
-  """`images` [N, H, W] or [N, H, W, C] and `labels` [N]; with `eval_images` and `eval_labels`, or split."""
+def load_npz(spec: DataConfig, seed: int) -> Data:
+  """Loads `images` [N, H, W] or [N, H, W, C] and `labels` [N].
+
+  `eval_images` and `eval_labels` are held out; without them, a share of the rest.
+  """
   if not isinstance(spec.path, str):
     raise DataError(f"data.path={spec.path!r}: expected the path of an .npz file")
   try:
@@ -56,7 +61,7 @@ def arrays_to_data(
   train: tuple[np.ndarray, np.ndarray],
   held_out: tuple[np.ndarray, np.ndarray],
   title: str,
-  spec: Any,
+  spec: DataConfig,
   seed: int,
 ) -> Data:
   """Standardises images by the training split's mean and deviation."""
@@ -85,7 +90,7 @@ def arrays_to_data(
     f"{len(held_out[0])} held out, {classes} classes",
   )
 
-  def rows(split: tuple[np.ndarray, np.ndarray]) -> Any:
+  def rows(split: tuple[np.ndarray, np.ndarray]) -> Callable[[int], Batch]:
     def row(index: int) -> Batch:
       image = (split[0][index].astype(np.float32) - mean) / deviation
       return {"images": image.astype(np.float32).reshape(shape), "labels": split[1][index].astype(np.int32)}
@@ -96,7 +101,7 @@ def arrays_to_data(
 
 
 def split_arrays(images: np.ndarray, labels: np.ndarray, fraction: float) -> Any:
-  """(train, held out) by a permutation that is always the same."""
+  """Returns (train, held out), split by a permutation that is always the same."""
   order = np.random.default_rng(0).permutation(len(images))
   count = max(1, round(len(order) * fraction))
   take = lambda index: (images[index], labels[index])
@@ -104,7 +109,7 @@ def split_arrays(images: np.ndarray, labels: np.ndarray, fraction: float) -> Any
 
 
 def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[np.ndarray, np.ndarray]:
-  """Checked images and labels."""
+  """Returns images and labels that fit together."""
   for name in (f"{prefix}images", f"{prefix}labels"):
     if name not in arrays:
       raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")

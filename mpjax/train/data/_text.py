@@ -9,10 +9,10 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
 from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
 
@@ -20,8 +20,8 @@ _SEPARATOR = b"\0"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def load_stdlib(spec: Any, seed: int) -> Data:
-  """The `*.py` files of the running Python's standard library, split by file."""
+def load_stdlib(spec: DataConfig, seed: int) -> Data:
+  """Loads the `*.py` files of the running Python's standard library, split by file."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files = _walk(root, lambda name: name in _NOT_OURS)
   named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
@@ -29,8 +29,8 @@ def load_stdlib(spec: Any, seed: int) -> Data:
   return documents_to_data(documents, "Python standard library source", spec, seed)
 
 
-def load_text(spec: Any, seed: int) -> Data:
-  """A file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
+def load_text(spec: DataConfig, seed: int) -> Data:
+  """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   Of a folder or a glob, files are text when their first kilobyte has no zero byte; empty and hidden ones
   are left out. A file that several paths lead to is read once, so that it cannot be in both splits.
@@ -59,7 +59,7 @@ def load_text(spec: Any, seed: int) -> Data:
 
 
 def documents_to_data(
-  documents: dict[str, bytes], title: str, spec: Any, seed: int, held_out_prefix: str | None = None
+  documents: dict[str, bytes], title: str, spec: DataConfig, seed: int, held_out_prefix: str | None = None
 ) -> Data:
   """Splits documents and cuts each split into windows of bytes.
 
@@ -104,7 +104,7 @@ def documents_to_data(
 
 
 def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[str, bytes], dict[str, bytes]]:
-  """(train, held out): about `fraction` of the documents, chosen by a hash of the name, at least one each."""
+  """Returns (train, held out): about `fraction` held out, chosen by a hash of the name, at least one each."""
   order = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
   count = min(max(1, round(len(order) * fraction)), len(order) - 1)
   held_out = set(order[:count])
@@ -112,7 +112,7 @@ def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[st
   return part(False), part(True)
 
 
-def _windows(data: np.ndarray, seq_len: int) -> Any:
+def _windows(data: np.ndarray, seq_len: int) -> Callable[[int], Batch]:
   def row(index: int) -> Batch:
     start = index * seq_len
     return {"tokens": data[start : start + seq_len + 1].astype(np.int32)}
@@ -121,7 +121,7 @@ def _windows(data: np.ndarray, seq_len: int) -> Any:
 
 
 def _find(path: str) -> list[tuple[str, pathlib.Path]]:
-  """(name, file) of the files at a path, sorted by name."""
+  """Returns (name, file) of the files at a path, sorted by name."""
   root = pathlib.Path(path)
   if root.is_file():
     return [(root.name, root)]
@@ -139,7 +139,7 @@ def _find(path: str) -> list[tuple[str, pathlib.Path]]:
 
 
 def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
-  """Files below a folder; what `skip` says of a name holds for a file and for a whole folder."""
+  """Returns the files below a folder; `skip` is asked for the names of files and of whole folders."""
   found = []
   for folder, folders, files in os.walk(root):
     folders[:] = [name for name in folders if not skip(name)]
@@ -148,7 +148,7 @@ def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]
 
 
 def _read(file: pathlib.Path, only_text: bool = False) -> bytes:
-  """The content; with `only_text`, nothing of a file that is not text, which is not read to its end."""
+  """Returns the content; with `only_text`, nothing if it is not text, and does not read to its end then."""
   try:
     with file.open("rb") as stream:
       head = stream.read(1024)

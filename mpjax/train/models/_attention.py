@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 def attention(
   q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, implementation: str = "auto"
 ) -> jax.Array:
-  """`softmax(q k^T / sqrt(H)) v` for each head.
+  """Returns `softmax(q k^T / sqrt(H)) v` for each head.
 
   On the XLA path softmax and its gradient are float32, matrix products take operands in the inputs' dtype
   and accumulate in float32, and only `q`, `k` and `v` are kept for the backward pass, which computes the
@@ -89,7 +89,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _probabilities(q: jax.Array, k: jax.Array, causal: bool) -> jax.Array:
-  """Softmax of the scaled scores: [B, N, T, S], at least float32."""
+  """Returns the softmax of the scaled scores: [B, N, T, S], at least float32."""
   scores = q.shape[-1] ** -0.5 * _dot("BTNH,BSNH->BNTS", q, k)
   if causal:
     visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -98,5 +98,5 @@ def _probabilities(q: jax.Array, k: jax.Array, causal: bool) -> jax.Array:
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """A product with operands as they are and a result of at least float32."""
+  """Returns a product with operands as they are and a result of at least float32."""
   return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

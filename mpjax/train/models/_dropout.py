@@ -24,7 +24,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def split(key: jax.Array, n: int) -> list[jax.Array]:
-  """`n` keys for one, or `n` arrays of keys [B] for such an array."""
+  """Returns `n` keys for one, or `n` arrays of keys [B] for such an array."""
   if not _by_row(key):
     return list(jax.random.split(key, n))
   return list(jax.vmap(lambda key: jax.random.split(key, n), out_axes=1)(key))

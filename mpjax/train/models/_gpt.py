@@ -82,7 +82,7 @@ class GPT(nnx.Module):
     # Each block adds to the residual stream twice; this keeps its variance from growing with depth.
     residual_scale = (2 * layers) ** -0.5
     self.blocks = nnx.List(
-      Block(
+      GPTBlock(
         dim,
         heads,
         mlp_ratio * dim,
@@ -102,7 +102,7 @@ class GPT(nnx.Module):
     self.remat = remat
 
   def __call__(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
-    """Logits of each next token.
+    """Returns the logits of each next token.
 
     Args:
       tokens: integer [B, T], T at most `max_len`.
@@ -135,7 +135,7 @@ class GPT(nnx.Module):
     return x @ self.embed[...].T if self.head is None else self.head(x)
 
 
-class Block(nnx.Module):
+class GPTBlock(nnx.Module):
   """Attention and an MLP, each on a normed copy of the stream that it adds to."""
 
   def __init__(
@@ -163,14 +163,14 @@ class Block(nnx.Module):
     self.implementation = attention
 
   def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
+    """Returns the stream after the block: [B, T, D] -> [B, T, D]."""
     attention_key, mlp_key = (None, None) if key is None else split(key, 2)
     x += dropout(self.attend(self.attention_norm(x)), self.dropout, attention_key)
     hidden = jax.nn.gelu(self.up(self.mlp_norm(x)))  # [B, T, mlp_ratio * D]
     return x + dropout(self.down(hidden), self.dropout, mlp_key)
 
   def attend(self, x: jax.Array) -> jax.Array:
-    """Causal attention, [B, T, D] -> [B, T, D]."""
+    """Returns causal attention: [B, T, D] -> [B, T, D]."""
     batch, length, dim = x.shape
     split = (batch, length, self.heads, dim // self.heads)
     q, k, v = (y.reshape(split) for y in jnp.split(self.qkv(x), 3, axis=-1))  # [B, T, N, H]
@@ -188,7 +188,7 @@ class Norm(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(dim)) if kind == "layer" else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., D] -> [..., D]."""
+    """Returns the normed input: [..., D] -> [..., D]."""
     y = _float32(x)
     if self.bias is not None:
       y -= y.mean(-1, keepdims=True)
@@ -200,7 +200,7 @@ class Norm(nnx.Module):
 
 
 def rotate(x: jax.Array, base: float = 10000.0) -> jax.Array:
-  """Rotary positions (arXiv 2104.09864): the product of two rotated vectors knows only their distance.
+  """Rotates by position (arXiv 2104.09864): the product of two rotated vectors knows only their distance.
 
   Args:
     x: [B, T, N, H], H even; entry i makes a pair with entry i + H/2.

@@ -29,7 +29,7 @@ class ResNet(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-    """Class logits.
+    """Returns the class logits.
 
     Args:
       images: floating [B, H, W, C].
@@ -46,7 +46,7 @@ class ResNet(nn.Module):
       raise ValueError(f"images {list(images.shape)}: expected [B, H, W, C]")
     x = nn.Conv(self.width, (3, 3), use_bias=False, name="stem")(images)
     x = nn.relu(_batch_norm(train)(name="stem_norm")(x))
-    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+    block = nn.remat(ResidualBlock, static_argnums=(2,)) if self.remat else ResidualBlock
     for stage, blocks in enumerate(self.stages):
       for i in range(blocks):
         stride = 2 if stage > 0 and i == 0 else 1
@@ -54,7 +54,7 @@ class ResNet(nn.Module):
     return nn.Dense(self.num_classes, name="head")(x.mean((1, 2)))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
   """Two convolutions beside a shortcut, projected where the shape changes."""
 
   channels: int
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    """[B, H, W, C] -> [B, H / stride, W / stride, channels]."""
+    """Returns [B, H, W, C] -> [B, H / stride, W / stride, channels]."""
     conv = functools.partial(nn.Conv, self.channels, use_bias=False)
     norm = _batch_norm(train)
     y = nn.relu(norm(name="norm_0")(conv((3, 3), self.stride, name="conv_0")(x)))

@@ -37,7 +37,7 @@ class ViT(nn.Module):
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool, row_rngs: jax.Array | None = None) -> jax.Array:
-    """Class logits.
+    """Returns the class logits.
 
     Args:
       images: floating [B, H, W, C]; H and W as at initialisation.
@@ -61,14 +61,14 @@ class ViT(nn.Module):
     if train and self.dropout:
       keys[:] = split(self.make_rng("dropout") if row_rngs is None else row_rngs, self.layers + 1)
     x = dropout(x, self.dropout, keys[0])
-    block = nn.remat(Block) if self.remat else Block
+    block = nn.remat(ViTBlock) if self.remat else ViTBlock
     for i in range(self.layers):
       x = block(self.heads, self.mlp_ratio, self.dropout, self.attention, name=f"block_{i}")(x, keys[i + 1])
     x = nn.LayerNorm(name="norm")(x).mean(1)
     return nn.Dense(self.num_classes, name="head")(x)
 
 
-class Block(nn.Module):
+class ViTBlock(nn.Module):
   """Attention and an MLP, each on a normed copy of the stream that it adds to."""
 
   heads: int
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
+    """Returns the stream after the block: [B, T, D] -> [B, T, D]."""
     attention_key, mlp_key = (None, None) if key is None else split(key, 2)
     batch, length, dim = x.shape
     qkv = nn.Dense(3 * dim, use_bias=False, name="qkv")(nn.LayerNorm(name="attention_norm")(x))
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 def patches(images: jax.Array, patch: int) -> jax.Array:
-  """[B, H, W, C] -> [B, H W / patch^2, patch^2 C]."""
+  """Returns square patches as rows: [B, H, W, C] -> [B, H W / patch^2, patch^2 C]."""
   if images.ndim != 4 or images.shape[1] % patch or images.shape[2] % patch:
     raise ValueError(
       f"images {list(images.shape)}: expected [B, H, W, C] with H and W divisible by patch={patch}"

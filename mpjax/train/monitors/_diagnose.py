@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from mpjax._types import PyTree
 from mpjax.loss_scale._monitor import nonfinite_leaves
 from mpjax.loss_scale._state_access import get_loss_scale
 from mpjax.numerics import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 
 
-def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int = 8) -> str:
+def nonfinite_report(step: TrainStep, state: TrainState, batch: PyTree, limit: int = 8) -> str:
   """Recomputes the step's gradients and lists every non-finite tensor, inputs first.
 
   Args:
@@ -45,8 +44,8 @@ def nonfinite_report(step: TrainStep, state: TrainState, batch: Any, limit: int 
   return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
 
 
-def first_nonfinite(step: TrainStep, state: TrainState, batch: Any) -> str:
-  """The first operation that made NaN or infinity, in a line; what kept it from being found, in its place."""
+def first_nonfinite(step: TrainStep, state: TrainState, batch: PyTree) -> str:
+  """Returns a line on the first operation that made NaN or infinity, or on why it was not found."""
   try:
     return str(find_nonfinite(step, state, batch)).partition("\n")[0]
   except (RuntimeError, MemoryError) as error:  # JAX's own for a device without memory is a RuntimeError

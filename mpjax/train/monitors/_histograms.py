@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.numerics._instrumented_step import KEPT_IN, loss_points, make_pass
+from mpjax._types import PyTree
+from mpjax.numerics._instrumented_step import KEPT_IN, Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.step import TrainState, TrainStep
@@ -29,11 +30,11 @@ class Watcher:
     self._points: list[Any] = []
 
   def due(self, step: int) -> bool:
-    """Whether a step is looked at."""
+    """Returns whether a step is looked at."""
     return bool(self._every) and step % self._every == 0
 
-  def look(self, state: TrainState, batch: Any) -> Any:
-    """What is seen of a step, still on the devices: before the step takes the state's buffers."""
+  def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
+    """Returns what is seen of a step, still on the devices; to be called before the step takes the state."""
     if self._step.accumulate > 1:  # the first micro-batch: a backward pass is over one
       batch = first_of_batch(self._step.accumulate, batch)
     if self._pass is None:
@@ -42,7 +43,7 @@ class Watcher:
     scaler = find_scaler(state.opt_state)
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
-  def write(self, events: Events, step: int, looked: Any) -> None:
+  def write(self, events: Events, step: int, looked: tuple[Seen, jax.Array | float]) -> None:
     """Writes what was seen: a histogram of log2 of the magnitudes a tensor, and shares by kind."""
     seen, scale = jax.device_get(looked)
     name = self._step.policy.compute_dtype.name
@@ -67,7 +68,7 @@ class Watcher:
     for name, stay in zip(KEPT_IN, counts[1:], strict=True):
       events.add_scalar(f"numerics/updates lost in {name} weights", stay / (counts[0] or 1.0), step)
 
-  def _tensors(self, seen: Any) -> Iterator[tuple[str, str, Any]]:
+  def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
     for point, kept in zip(self._points, seen.watched, strict=True):
       for index in np.ndindex(*point.steps):
         path = "/".join((point.module, *map(str, index), point.name.replace(" ", "_")))
@@ -83,7 +84,7 @@ class Watcher:
 
 
 def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
-  """One over log2 of the magnitudes that are finite and not zero."""
+  """Writes one histogram, over log2 of the magnitudes that are finite and not zero."""
   _, counts = magnitudes.histogram
   there = [i for i, count in enumerate(counts) if count]
   if not there:

@@ -12,6 +12,7 @@ import numpy as np
 import pydantic
 import yaml
 
+from mpjax._types import ArrayLike
 from mpjax.train._config import Config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
@@ -49,11 +50,11 @@ class RunDirectory:
 
   @property
   def checkpoints(self) -> pathlib.Path:
-    """Where orbax writes."""
+    """Returns the folder where orbax writes."""
     return self.path / "checkpoints"
 
   def summary(self) -> dict[str, Any] | None:
-    """The `summary.json` of a finished run; `None` for a process that does not write in the directory."""
+    """Returns the `summary.json` of a finished run; `None` in a process that does not write there."""
     file = self.path / "summary.json"
     if self._lock is None or not file.exists():
       return None
@@ -109,16 +110,16 @@ class MetricsFile:
       self._file.close()
 
 
-def plain(value: Any) -> Any:
-  """A JSON value for an array scalar, exact for float32; non-finite floats become strings."""
+def plain(value: ArrayLike) -> Any:
+  """Returns a JSON value for an array scalar, exact for float32; non-finite floats become strings."""
   item = np.asarray(value).item()
   if isinstance(item, float) and not np.isfinite(item):
     return str(item)  # "nan", "inf", "-inf": JSON has no such numbers
   return item
 
 
-def differences(theirs: Any, ours: Any, there: str, here: str, key: str = "") -> list[str]:
-  """Where two configs, as plain data, differ in what a run computes.
+def differences(theirs: object, ours: object, there: str, here: str, key: str = "") -> list[str]:
+  """Returns where two configs, as plain data, differ in what a run computes.
 
   Args:
     theirs: a config, or a part of one.
@@ -138,8 +139,8 @@ def differences(theirs: Any, ours: Any, there: str, here: str, key: str = "") ->
   return found
 
 
-def config_mismatch(first: Any, other: Any, process: int) -> str | None:
-  """What is wrong between the configs of process 0 and of another one, as plain data; `None` for nothing."""
+def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
+  """Returns what is wrong between the configs of process 0 and of another one; `None` for nothing."""
   there, here = "in process 0", f"in process {process}"
   found = differences(first, other, there, here)
   for key in ("out", "numerics", "mesh"):  # a run may go on with others, but all processes with the same
@@ -176,8 +177,8 @@ def _require_same(path: pathlib.Path, text: str) -> None:
     )
 
 
-def _with_defaults(tree: Any) -> Any:
-  """A config of an earlier release with the keys that it did not have; as it is, if it is no config."""
+def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+  """Returns a config of an earlier release with the keys that it lacks; as it is, if it is no config."""
   try:
     config = Config.model_validate(tree)
     return config.model_dump(mode="json") | {"policy": config.resolve_policy().to_dict()}

@@ -13,7 +13,7 @@ _meetings = itertools.count()
 
 
 def everyone(text: str, timeout_s: float) -> list[str]:
-  """The texts of all processes, in their order: each process calls this, and gets the same.
+  """Returns the texts of all processes, in their order: each process calls this, and gets the same.
 
   They go through the coordination service: no device takes part, and there is a time-out.
 

@@ -39,7 +39,7 @@ class Interrupt:
 
 
 class Poll:
-  """Whether any process got a signal, so that all of them stop after the same step.
+  """Tells all processes of a signal that one of them got, so that they stop after the same step.
 
   Every process asks before each step, and reads the answer to the question before: that one has been
   given by the time a step is over, so nothing waits for it. One number crosses the devices.
@@ -59,13 +59,13 @@ class Poll:
       self._quiet = self._everywhere(0)
 
   def ask(self, signum: int | None) -> None:
-    """Before a step: says whether this process got a signal."""
+    """Tells the others, before a step, whether this process got a signal."""
     if self._several:
       word = self._quiet if signum is None else self._everywhere(signum)
       self._answers.append(self._latest(word))
 
   def answer(self, signum: int | None) -> int | None:
-    """After a step: the signal that any process said it got, one step ago; alone, its own, at once."""
+    """Returns, after a step, the signal that any process told of one step ago; alone, its own, at once."""
     if not self._several:
       return signum
     if len(self._answers) < 2:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mpjax import _compat
+from mpjax._types import PyTree
 from mpjax.train._config import DistributedConfig
 from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError
 from mpjax.train.multiprocess._agreement import everyone
@@ -65,7 +66,7 @@ class Processes:
 
   @property
   def first(self) -> bool:
-    """Whether this process writes files and speaks for all."""
+    """True if this process writes files and speaks for all."""
     return self.process == 0
 
   def __enter__(self) -> Processes:
@@ -119,8 +120,8 @@ class Processes:
       raise Agreed(verdict["problem"], verdict["status"])
     return done[0], verdict["told"]
 
-  def fetch(self, tree: Any) -> Any:
-    """Global arrays as NumPy arrays, whole, in every process."""
+  def fetch(self, tree: PyTree) -> PyTree:
+    """Returns global arrays as NumPy arrays, whole, in every process."""
     whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     gather = lambda x: np.asarray(x) if whole(x) else multihost_utils.process_allgather(x, tiled=True)
     return jax.tree.map(gather, tree)
@@ -162,7 +163,7 @@ class Processes:
     return status
 
   def are_together(self, error: BaseException) -> bool:
-    """Whether an error comes to all processes alike; otherwise the others are in the middle of something."""
+    """Returns whether an error comes to all processes alike; else the others still run."""
     return self.count == 1 or isinstance(error, TOGETHER)
 
   def _lost(self, reason: str) -> NoReturn:
@@ -205,7 +206,7 @@ class Processes:
         self._tell_and_exit(LOST, line)
 
   def _news(self) -> dict[str, Any]:
-    """`ended`: what a process that ended on its own account said; `asked`: one wants to know who is there."""
+    """Returns `ended`: what a process that ended by itself said; `asked`: one wants to know who is there."""
     if self._client is None:
       return {}
     try:
@@ -296,6 +297,6 @@ def _is_broken(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-  """What an error says, on one line."""
+  """Returns what an error says, on one line."""
   text = " ".join(str(error).split()) or type(error).__name__
   return text if len(text) <= 300 else f"{text[:300]}..."
