@@ -129,13 +129,12 @@ class TrainingRun:
     iterator = self.data.train(self.setup.rows)
     (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
     header(self.console, header_rows(self.setup, state, self.directory.path, start, self.processes.count))
-    rows, per_row = self.config.data.batch_size, self.task.units[1]
     first = self.processes.first
     self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
     self._events = Events(self.directory.path / "tensorboard", start, owner=first)
     self._poll = Poll(self.processes.count > 1)
     self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
-    self._items_per_step = rows * per_row
+    self._items_per_step = self.config.data.batch_size * self.task.units[1]
     try:
       with self._display, Interrupt() as interrupt:
         for step in range(start + 1, self.config.train.steps + 1):
@@ -144,10 +143,9 @@ class TrainingRun:
           state = self._one_step(step, state, batch)
           self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
     except BaseException:
-      with contextlib.suppress(OSError):  # of a full disk: told already
-        self._events.close()
-      with contextlib.suppress(OSError):
-        self._metrics_file.close()
+      for file in (self._events, self._metrics_file):
+        with contextlib.suppress(OSError):  # of a full disk: told already
+          file.close()
       raise
     self._events.close()
     self._metrics_file.close()
