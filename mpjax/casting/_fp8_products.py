@@ -55,7 +55,7 @@ class Fp8Product:
 
 
 class Support(NamedTuple):
-  """Whether products of a recipe are quantised on this machine, and what multiplies them.
+  """What becomes of products of a recipe on this machine.
 
   Attributes:
     why_not: why they are not, or `None`.
@@ -231,7 +231,7 @@ def open_state_for(
 
 
 def _stacklevel() -> int:
-  """The stack level of the caller's own code."""
+  """Returns the stack level of the caller's own code."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
     "mpjax",

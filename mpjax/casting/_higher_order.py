@@ -7,13 +7,13 @@ A rule keeps what the primitive promises: the name, shardings and donation of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, JaxprEqn
+from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn
 from mpjax.casting import _derivative_rules, _loop_carry
 from mpjax.casting._cast_plan import Call, DecideBody, Emit
 from mpjax.casting._kinds import Held, Where, as_held, initial, meet
@@ -23,6 +23,7 @@ from mpjax.jaxpr import CallKind
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
+_ScanRow = tuple[Sequence[Array], dict[int, Array], dict[int, Array]]  # xs, probes of amaxes and of taps
 Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that its only readers want, or None
 
 
@@ -104,9 +105,9 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
   probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
   apart = {number: probe for number, probe in side.tap_probes.items() if by_step(probe)}
 
-  def step(carry: Sequence[Array], xs: Any) -> tuple[list[Array], list[Array]]:
-    xs, probes, rows = xs
-    own = side._replace(amax_probes=probes, tap_probes={**side.tap_probes, **rows})
+  def step(carry: Sequence[Array], row: _ScanRow) -> tuple[list[Array], list[Array]]:
+    xs, probes, apart = row
+    own = side._replace(amax_probes=probes, tap_probes={**side.tap_probes, **apart})
     out = call.body(emit.replace(own))(*operands[:k], *carry, *xs)
     return _as_carry(call, out[:n]), out[n:]
 
@@ -158,7 +159,7 @@ def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
 
 
 def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  def branch(i: int) -> tuple[Any, list[Array]]:
+  def branch(i: int) -> tuple[Jaxpr, list[Array]]:
     body = call.body(emit, i)
 
     def same(*xs: Array) -> list[Array]:

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 
 from mpjax._lazy import nnx
+from mpjax._tree import path_text
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
@@ -29,7 +30,7 @@ _ACTIVE: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("mpjax
 def with_module_argument(
   fun: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """A module that is called, or a method bound to one, as a function with the module as first argument."""
+  """Returns a module that is called, or a method of one, as a function with the module as first argument."""
   if isinstance(fun, nnx.Module):
     return (lambda module, *args, **kwargs: module(*args, **kwargs)), (fun, *args)
   if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
@@ -55,16 +56,16 @@ class Modules:
     self._objects = tuple(everything[i] for i in self._positions)
     self._others = [leaf for leaf in everything if not _is_node(leaf)]
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)[0]
-    self.names = [_joined(path[1:]) for path, leaf in paths if not _is_node(leaf)]
+    self.names = [path_text(path[1:]) for path, leaf in paths if not _is_node(leaf)]
     self._graphdef, state = nnx.split(self._objects)
     pure = nnx.to_pure_dict(state)
     self._state, self._state_structure = jax.tree.flatten(pure)
-    self.names += [_joined(path) for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]]
+    self.names += [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(pure)[0]]
     self._template = state
     self.leaves = [*self._others, *self._state]
 
   def call(self, fun: Callable[..., Any], leaves: list[Any]) -> tuple[Any, dict[Any, Any]]:
-    """`fun` on copies of the objects with these leaves; its result, and what it changed of their state."""
+    """Calls `fun` on copies of the objects; returns its result, and what it changed of their state."""
     n = len(self._others)
     if not self._objects:
       args, kwargs = jax.tree.unflatten(self._structure, leaves)
@@ -87,10 +88,6 @@ class Modules:
     """Gives the caller's objects the state that a call changed."""
     if changed:
       nnx.update(self._objects, nnx.from_flat_state(changed))
-
-
-def _joined(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _value(variable: Any) -> Any:

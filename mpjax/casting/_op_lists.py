@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from mpjax._types import DTypeLike
 from mpjax.dtypes import did_you_mean
 from mpjax.jaxpr import rows
 
@@ -49,14 +49,14 @@ class OpLists:
 
   @classmethod
   def default(cls) -> OpLists:
-    """The lists of `mpjax/jaxpr/_primitive_table.py`, which gives the reason for each."""
+    """Returns the lists of `mpjax/jaxpr/_primitive_table.py`, which gives the reason for each."""
     lists: dict[str, set[str]] = {field: set() for field in _LISTS}
     for name, row in rows():
       lists["deny_float16" if row.float16 == "deny" else row.list].add(name)
     return cls(**{field: frozenset(names) for field, names in lists.items()})
 
   def replace(self, **lists: Iterable[str]) -> OpLists:
-    """A copy with some lists replaced; a name that is put on one list leaves the one where it was.
+    """Returns a copy with some lists replaced; a name that is put on one list leaves the one where it was.
 
     `ops.replace(deny=ops.deny | {"tanh"})` adds to a list. A name that is taken off its list goes to
     `infer`.
@@ -77,8 +77,8 @@ class OpLists:
     result["infer"] |= dropped
     return OpLists(**result)
 
-  def of(self, primitive: str, dtype: Any) -> str:
-    """The list that a primitive is on: allow, deny, infer, opaque or call.
+  def of(self, primitive: str, dtype: DTypeLike) -> str:
+    """Returns the list that a primitive is on: allow, deny, infer, opaque or call.
 
     Args:
       primitive: its name.
@@ -92,7 +92,7 @@ class OpLists:
     return "opaque"
 
 
-def _names(field: str, names: Any) -> Iterable[str]:
+def _names(field: str, names: Iterable[str]) -> Iterable[str]:
   if isinstance(names, str):
     raise ValueError(f"{field}={names!r}: expected a set of names of primitives, such as {{{names!r}}}")
   return names

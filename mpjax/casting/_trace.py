@@ -98,7 +98,7 @@ def _as(x: Array, dtype: np.dtype) -> Array:
   return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
 
 
-def _check_output(path: KeyPath, leaf: Any) -> None:
+def _check_output(path: KeyPath, leaf: object) -> None:
   if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
     raise TypeError(
       f"the function under autocast returned {leaf!r} of type {type(leaf).__name__} at output"
@@ -113,5 +113,5 @@ def _known(x: Any) -> np.ndarray | None:
   return np.asarray(x)
 
 
-def _is_dynamic(leaf: Any) -> bool:
+def _is_dynamic(leaf: object) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) and leaf.dtype != jax.dtypes.float0
