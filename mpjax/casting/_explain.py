@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpjax import _compat
+from mpjax._plain_text import bytes_text, table, with_prefix
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
@@ -134,13 +135,14 @@ class Explanation:
     flops = self.matrix_flops()
     whole = sum(flops.values()) or 1
     parts = [
-      f"{dtype} {_count(n)} ({n / whole:.0%})" for dtype, n in sorted(flops.items(), key=lambda x: -x[1])
+      f"{dtype} {with_prefix(n, 'FLOP')} ({n / whole:.0%})"
+      for dtype, n in sorted(flops.items(), key=lambda x: -x[1])
     ]
     islands = len({row.island for row in self.rows if row.island is not None})
     casts = sum(row.casts for row in self.rows)
     return (
       f"policy {self.policy.label}: {len(self.rows)} operations, {casts} casts "
-      f"({_count(sum(row.cast_bytes for row in self.rows))}B), {islands} float32 islands; "
+      f"({bytes_text(sum(row.cast_bytes for row in self.rows))}), {islands} float32 islands; "
       f"matrix FLOPs: {', '.join(parts) or 'none'}"
     )
 
@@ -153,8 +155,10 @@ class Explanation:
       full = sum(row.flops for row in rows if row.after == "float32")
       casts = sum(row.casts for row in rows)
       cells = [path or "(no module)", *map(count, ("allow", "deny", "infer", "opaque"))]
-      cells += [str(casts), _count(sum(row.cast_bytes for row in rows))] if casts else ["", ""]
-      lines.append((*cells, _count(flops) if flops else "", f"{full / flops:.0%}" if full else ""))
+      cells += [str(casts), bytes_text(sum(row.cast_bytes for row in rows))] if casts else ["", ""]
+      lines.append(
+        (*cells, with_prefix(flops, "FLOP") if flops else "", f"{full / flops:.0%}" if full else "")
+      )
     return _table(head, lines)
 
   def _full(self) -> str:
@@ -362,18 +366,7 @@ def _by_module(rows: tuple[ExplainedOperation, ...]) -> list[tuple[str, list[Exp
   return list(groups.items())
 
 
-def _count(n: float) -> str:
-  for unit in ("", "k", "M", "G", "T"):
-    if n < 1000 or unit == "T":
-      return f"{n:.3g}{unit}" if unit else str(int(n))
-    n /= 1000
-  return ""
-
-
 def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-  widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-  words = [all(not line[i][:1].isdigit() for line in lines) for i in range(len(head))]
-  align = lambda cell, i: cell.ljust(widths[i]) if words[i] or i == 0 else cell.rjust(widths[i])
-  return "\n".join(
-    "  ".join(align(cell, i) for i, cell in enumerate(line)).rstrip() for line in (head, *lines)
-  )
+  """Returns a table whose columns of words are flush left, and those of figures flush right."""
+  left = [i for i in range(len(head)) if i == 0 or all(not line[i][:1].isdigit() for line in lines)]
+  return "\n".join(line for row in table([head, *lines], left=left) for line in row)

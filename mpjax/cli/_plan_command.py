@@ -15,7 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing

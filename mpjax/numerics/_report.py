@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mpjax._text import power_of_two
+from mpjax._plain_text import power_of_two
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax._types import PolicyLike, PyTree
 from mpjax.planner._figures import Collective, Compiled, Memory, ProductGroup
 from mpjax.planner._results import Plan

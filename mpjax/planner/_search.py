@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.planner._results import Plan
 from mpjax.planner.compiled._compile import CompileError
 

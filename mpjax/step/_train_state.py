@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from mpjax._lazy import nnx
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax._types import Array, PyTree
 
 

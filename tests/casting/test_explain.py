@@ -207,7 +207,7 @@ def test_the_table_is_grouped_by_module():
   lines = text.splitlines()
   assert lines[0].startswith("policy bf16: ")
   assert f"{len(explanation.rows)} operations" in lines[0]
-  assert "bfloat16 1.02k (100%)" in str(explained(network, W, shape(16, 4)))
+  assert "bfloat16 1.02 kFLOP (100%)" in str(explained(network, W, shape(16, 4)))
   modules = [line.split()[0] for line in text.split("\n\n")[1].splitlines()]
   assert modules == ["module", "net/attention", "net/head"]
   assert "because" in text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.planner import CompileError, Floor, Memory, cheapest, largest_batch
 from tests.planner._plans import a_plan, a_product
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from mpjax._text import percent, power_of_two
+from mpjax._plain_text import percent, power_of_two
 from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpjax._text import percent, power_of_two, table
+from mpjax._plain_text import percent, power_of_two, table
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 

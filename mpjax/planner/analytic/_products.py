@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.planner._figures import ProductGroup, pattern
 from mpjax.planner._targets import Target

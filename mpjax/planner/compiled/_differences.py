@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.planner._figures import Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program

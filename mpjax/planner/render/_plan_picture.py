@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._text import bytes_text, fold, table, table_width, with_prefix
+from mpjax._plain_text import bytes_text, fold, table, table_width, with_prefix
 from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import io
 import pytest
 import rich.console
 
-from mpjax._text import bytes_text
+from mpjax._plain_text import bytes_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
 from mpjax.planner.render import NO_FIT, as_text, print_plans
 from tests.planner._plans import PARAMETERS, a_plan, the_head
