@@ -168,9 +168,9 @@ class Explanation:
     head = ("islands", "computed again", "kept", "recomputed")
     lines = []
     for island in self.islands:
-      kept = f"{_count(island.kept_bytes)}B" + (f" in {island.kept_in}" if island.kept_in else "")
+      kept = bytes_text(island.kept_bytes) + (f" in {island.kept_in}" if island.kept_in else "")
       names = _counted(island.operations, most=5)
-      lines.append((island.path or "(no module)", names, kept, f"{_count(island.recomputed_bytes)}B"))
+      lines.append((island.path or "(no module)", names, kept, bytes_text(island.recomputed_bytes)))
     return _table(head, lines) if lines else ""
 
   def _carries(self) -> str:
