@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._tree import named_leaves
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales
@@ -270,8 +271,7 @@ class Inspection:
     return tuple(reversed(found.values()))
 
   def _tensors(self) -> Iterator[Tensor]:
-    leaves = jax.tree_util.tree_flatten_with_path(self._state.params)[0]
-    parameters = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    parameters = dict(named_leaves(self._state.params))
     points = {name: point for one in self._programs.values() for name, point in one.points.items()}
     modules = [point.module for point in points.values()]
     order = {key: i for i, key in enumerate([*points, *parameters])}

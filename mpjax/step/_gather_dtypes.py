@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from mpjax import _compat
+from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.jaxpr import Trait, alignment, call_kind, has
 
 
-def read_in(closed: Any, inputs: Sequence[int]) -> list[np.dtype | None]:
-  """The dtype that each input of a program is cast to wherever it is read; `None` if there is no such dtype.
+def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
+  """Returns the one dtype in which a program reads each of its inputs; `None` if there are several.
 
   Args:
     closed: a jaxpr.
@@ -27,8 +27,8 @@ def _single(reads: set[np.dtype]) -> np.dtype | None:
   return next(iter(reads)) if len(reads) == 1 else None
 
 
-def _reads(body: Any, start: Any) -> set[np.dtype]:
-  """The dtypes in which a variable of a jaxpr is used."""
+def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
+  """Returns the dtypes in which a variable of a jaxpr is used."""
   values, found = {start}, set()
   for equation in body.eqns:
     read = [i for i, atom in enumerate(equation.invars) if _compat.is_variable(atom) and atom in values]
@@ -44,20 +44,26 @@ def _reads(body: Any, start: Any) -> set[np.dtype]:
     elif kind is not None and kind.is_plain:  # of a derivative rule the body is not the whole truth
       found |= _in_call(equation, read)
     else:
-      found.add(start.aval.dtype)
+      found.add(_dtype(start))
   if any(_compat.is_variable(atom) and atom in values for atom in body.outvars):
-    found.add(start.aval.dtype)
+    found.add(_dtype(start))
   return found
 
 
-def _in_call(equation: Any, read: Sequence[int]) -> set[np.dtype]:
+def _in_call(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
+  """Returns the dtypes in which the bodies of a call use some of its operands."""
   aligned = alignment(equation)
   found: set[np.dtype] = set()
   for i in read:
     bodies = [(body, operands.index(i)) for body, operands in aligned if i in operands]
     if not bodies:
-      return {equation.invars[i].aval.dtype}
+      return {_dtype(equation.invars[i])}
     for body, position in bodies:
       inner = _compat.open_jaxpr(body)
       found |= _reads(inner, inner.invars[position])
   return found
+
+
+def _dtype(atom: Atom) -> np.dtype:
+  dtype: np.dtype = atom.aval.dtype  # type: ignore[attr-defined]
+  return dtype

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,11 @@ import numpy as np
 import pydantic
 import safetensors
 import safetensors.flax
+from jax.tree_util import KeyPath
+from jaxtyping import Float
 
 from mpjax._tree import named_leaves, path_text
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.fp8._recipe import BLOCK, Recipe
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
@@ -48,12 +50,12 @@ class ExportedModel:
 
   config: Config
   policy: Policy
-  params: Any
-  model_state: Any
+  params: PyTree
+  model_state: PyTree
   task: Task
 
-  def logits(self, inputs: Any) -> jax.Array:
-    """Logits in `output_dtype`: [B, T] tokens -> [B, T, vocab], [B, H, W, C] images -> [B, classes]."""
+  def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
+    """Returns logits in `output_dtype`: [B, T, vocab] of tokens [B, T], [B, classes] of images."""
     # Autocast takes a program in the parameters' own dtype, and rounds each where it is used.
     params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params
     return jax.jit(self.task.logits, static_argnums=3)(params, self.model_state, inputs, self.policy)
@@ -63,8 +65,8 @@ def save_safetensors(
   path: str | pathlib.Path,
   config: Config,
   info: DataInfo,
-  params: Any,
-  model_state: Any,
+  params: PyTree,
+  model_state: PyTree,
   dtype: str | None = None,
 ) -> None:
   """Writes parameters in `dtype` and model state as it is, with what the loader needs as metadata.
@@ -107,7 +109,7 @@ def save_safetensors(
 
 
 def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
-  """The model in a file that `save_safetensors` wrote.
+  """Reads the model in a file that `save_safetensors` wrote.
 
   Raises:
     ConfigError: if the file is missing, was written by something else, or lacks a tensor of the model.
@@ -143,7 +145,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     raise ConfigError(f"{path}: {error}") from error
   like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
 
-  def read(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  def read(key: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = path_text(key)
     if name not in tensors or tensors[name].shape != leaf.shape:
       found = f"shape {tensors[name].shape}" if name in tensors else "nothing"
@@ -155,7 +157,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
 
 
 def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """The FP8 tensors of a file, times their scales, in float32."""
+  """Returns the FP8 tensors of a file, times their scales, in float32."""
   found = {}
   for name, stored in safetensors.deserialize(path.read_bytes()):
     if stored["dtype"] == "F8_E4M3":
@@ -169,9 +171,9 @@ def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax
 
 
 def _fp8_names(
-  config: Config, info: DataInfo, policy: Policy, params: Any, model_state: Any
+  config: Config, info: DataInfo, policy: Policy, params: PyTree, model_state: PyTree
 ) -> Iterable[str]:
-  """Names of the weights of FP8 products."""
+  """Returns the names of the weights of FP8 products."""
   recipe = policy.without_histories().fp8 or Recipe()
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
+from mpjax._types import PyTree
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep
 from mpjax.train._config import Config, ConfigError
@@ -29,18 +30,18 @@ class Subject:
     reference: the same in float32.
   """
 
-  def __init__(self, setup: Setup, state: TrainState, batches: Any):
+  def __init__(self, setup: Setup, state: TrainState, batches: Iterator[PyTree]):
     self._setup, self._batches = setup, batches
     self.step: TrainStep = setup.step
     self.state = state
     self.reference = _reference(setup)
 
-  def next_batch(self) -> Any:
-    """The next training batch, on the devices."""
+  def next_batch(self) -> PyTree:
+    """Returns the next training batch, on the devices."""
     return self.place(next(self._batches))
 
-  def place(self, batch: Any) -> Any:
-    """A host batch on the devices."""
+  def place(self, batch: PyTree) -> PyTree:
+    """Puts a host batch on the devices."""
     return self._setup.place(batch)
 
   def train(self) -> None:
@@ -50,7 +51,7 @@ class Subject:
 
 
 def open_subject(config: Config, checkpoint: str | None) -> Subject:
-  """A config's step with its first state, or with that of a checkpoint and the batches that come after it.
+  """Builds a config's step with its first state, or a checkpoint's and the batches that come after it.
 
   Args:
     config: its policy may be another one than that of the run.
@@ -96,7 +97,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
 
 
 def find_batch(checkpoint: str) -> pathlib.Path:
-  """The batch that a run saved when it stopped with non-finite gradients, the newest if there are several.
+  """Returns the newest batch that a run saved when it stopped with non-finite gradients.
 
   Raises:
     ConfigError: if there is none.
@@ -113,8 +114,8 @@ def find_batch(checkpoint: str) -> pathlib.Path:
   return files[-1]
 
 
-def load_batch(path: pathlib.Path, like: Any) -> Any:
-  """A batch from an npz file.
+def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Reads a batch from an npz file.
 
   Args:
     path: the file.
@@ -137,7 +138,7 @@ def load_batch(path: pathlib.Path, like: Any) -> Any:
 
 
 def _locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
-  """The run directory, and the step if one is named."""
+  """Returns the run directory, and the step if one is named."""
   path = pathlib.Path(checkpoint)
   if path.name.isdecimal() and path.parent.name == "checkpoints":
     run, step = path.parent.parent, int(path.name)

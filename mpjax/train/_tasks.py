@@ -1,15 +1,17 @@
-"""What is trained on what: a model, its loss and its evaluation, in one interface for nnx and linen."""
+"""Tasks: a model with its loss and its evaluation, in one interface for nnx and linen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import Float, Float32, Int, PRNGKeyArray
 
+from mpjax._types import Array, LossFunction, Metrics, PyTree
 from mpjax.casting._autocast import autocast
 from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import platform
@@ -19,7 +21,8 @@ from mpjax.train._config import Config, ConfigError, GPTConfig, ResNetConfig, Vi
 from mpjax.train.data import DataInfo
 from mpjax.train.models import GPT, ResNet, ViT, _model_sharding
 
-Metrics = dict[str, jax.Array]
+_Batch = dict[str, Array]
+_Inputs = Array | jax.ShapeDtypeStruct
 
 
 class Task(Protocol):
@@ -35,31 +38,31 @@ class Task(Protocol):
   sharding: ShardingRule
 
   @property
-  def loss_fn(self) -> Callable[..., Any]:
-    """See the class."""
+  def loss_fn(self) -> LossFunction:
+    """The loss function."""
 
-  def init(self, key: jax.Array) -> dict[str, Any]:
-    """Keyword arguments of `TrainStep.init`, but for `rng`."""
+  def init(self, key: PRNGKeyArray) -> dict[str, PyTree]:
+    """Makes keyword arguments of `TrainStep.init`: `params`, and `model_state` if there is one."""
 
   def logits(
-    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
-  ) -> jax.Array:
-    """Evaluation logits under the policy, in its `output_dtype`, from master weights.
+    self, params: PyTree, model_state: PyTree, inputs: Array, policy: Policy, fp8_state: PyTree = None
+  ) -> Float[Array, "*rows classes"]:
+    """Computes evaluation logits under the policy, in its `output_dtype`, from master weights.
 
     Delayed FP8 scaling takes its histories from `fp8_state`; without one, each tensor has its own scale.
     """
 
-  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
-    """Tree paths of the parameters that FP8 products read under the policy; inputs may be shapes."""
+  def fp8_weights(self, params: PyTree, model_state: PyTree, inputs: _Inputs, policy: Policy) -> set[str]:
+    """Returns tree paths of the parameters that FP8 products read under the policy; inputs may be shapes."""
 
   def evaluate(
-    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+    self, params: PyTree, model_state: PyTree, batch: _Batch, policy: Policy, fp8_state: PyTree = None
   ) -> Metrics:
-    """f32[] means over a batch: `eval_loss` and what a person asks for beside it."""
+    """Computes f32[] means over a batch: `eval_loss` and what a person asks for beside it."""
 
 
 def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
-  """The task of a config and a dataset, for this machine's backend or another.
+  """Makes the task of a config and a dataset, for this machine's backend or another.
 
   Raises:
     ConfigError: if the model does not take such data, or its sizes do not fit together.
@@ -111,18 +114,18 @@ class LanguageModel:
   def _make(self, key: jax.Array) -> GPT:
     return GPT(**self._arguments, rngs=nnx.Rngs(params=key))
 
-  def init(self, key: jax.Array) -> dict[str, Any]:
-    """A new model."""
+  def init(self, key: PRNGKeyArray) -> dict[str, PyTree]:
+    """Makes a new model."""
     return {"params": self._make(key)}
 
-  def loss_fn(self, model: GPT, batch: Any, row_rngs: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats a token."""
+  def loss_fn(self, model: GPT, batch: _Batch, row_rngs: PRNGKeyArray) -> Float[Array, ""]:
+    """Computes the mean cross entropy in nats a token."""
     logits = self._policy.cast_to_output(model(batch["tokens"][:, :-1], rng=row_rngs))
     return _cross_entropy(logits, batch["tokens"][:, 1:])
 
   def logits(
-    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
-  ) -> jax.Array:
+    self, params: PyTree, model_state: PyTree, inputs: Array, policy: Policy, fp8_state: PyTree = None
+  ) -> Float[Array, "*rows classes"]:
     """[B, T] tokens -> [B, T, vocab]."""
     run = lambda params, inputs: nnx.merge(self._graphdef, params, model_state)(inputs)
     if policy.autocast:  # the module as an argument, which gives its parts their paths
@@ -130,13 +133,13 @@ class LanguageModel:
       return _autocast(lambda model, inputs: model(inputs), policy, fp8_state)(model, inputs)
     return _cast_call(run, policy)(params, inputs)
 
-  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
+  def fp8_weights(self, params: PyTree, model_state: PyTree, inputs: _Inputs, policy: Policy) -> set[str]:
     """Paths such as `blocks/0/qkv/kernel`."""
     model = nnx.merge(self._graphdef, params, model_state)
     return _without_number(fp8_weights(lambda model, inputs: model(inputs), policy)(model, inputs))
 
   def evaluate(
-    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+    self, params: PyTree, model_state: PyTree, batch: _Batch, policy: Policy, fp8_state: PyTree = None
   ) -> Metrics:
     """`eval_loss` (nats a token), `eval_bits_per_byte`."""
     logits = self.logits(params, model_state, batch["tokens"][:, :-1], policy, fp8_state)
@@ -148,7 +151,7 @@ class ImageClassifier:
   """Classification with a `ViT` or a `ResNet` (linen)."""
 
   def __init__(self, config: ViTConfig | ResNetConfig, info: DataInfo, policy: Policy, remat: bool):
-    kinds: dict[str, Any] = {"vit": ViT, "resnet": ResNet}
+    kinds: dict[str, type[ViT] | type[ResNet]] = {"vit": ViT, "resnet": ResNet}
     self._module = kinds[config.kind](
       num_classes=info.num_classes, remat=remat, **config.model_dump(exclude={"kind"})
     )
@@ -161,16 +164,16 @@ class ImageClassifier:
     }[config.kind]
     self._by_row = isinstance(config, ViTConfig)
 
-  def init(self, key: jax.Array) -> dict[str, Any]:
-    """New parameters and statistics."""
+  def init(self, key: PRNGKeyArray) -> dict[str, PyTree]:
+    """Makes new parameters and statistics."""
     variables = self._module.init(key, jnp.zeros((1, *(self._image_shape or ()))), train=False)
     model_state = {name: tree for name, tree in variables.items() if name != "params"}
     return {"params": variables["params"], "model_state": model_state}
 
   def loss_fn(
-    self, params: Any, batch: Any, model_state: Any, row_rngs: jax.Array
-  ) -> tuple[jax.Array, Metrics, Any]:
-    """Mean cross entropy, with the accuracy of the batch."""
+    self, params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: PRNGKeyArray
+  ) -> tuple[Float[Array, ""], Metrics, PyTree]:
+    """Computes the mean cross entropy, with the accuracy of the batch."""
     logits, model_state = self._module.apply(
       {"params": params, **model_state},
       batch["images"],
@@ -186,20 +189,20 @@ class ImageClassifier:
     )
 
   def logits(
-    self, params: Any, model_state: Any, inputs: jax.Array, policy: Policy, fp8_state: Any = None
-  ) -> jax.Array:
+    self, params: PyTree, model_state: PyTree, inputs: Array, policy: Policy, fp8_state: PyTree = None
+  ) -> Float[Array, "*rows classes"]:
     """[B, H, W, C] images -> [B, classes]."""
     run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
     cast = _autocast(run, policy, fp8_state) if policy.autocast else _cast_call(run, policy)
     return cast(params, inputs)
 
-  def fp8_weights(self, params: Any, model_state: Any, inputs: Any, policy: Policy) -> set[str]:
+  def fp8_weights(self, params: PyTree, model_state: PyTree, inputs: _Inputs, policy: Policy) -> set[str]:
     """Paths such as `block0/up/kernel`."""
     run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
     return _without_number(fp8_weights(run, policy)(params, inputs))
 
   def evaluate(
-    self, params: Any, model_state: Any, batch: Any, policy: Policy, fp8_state: Any = None
+    self, params: PyTree, model_state: PyTree, batch: _Batch, policy: Policy, fp8_state: PyTree = None
   ) -> Metrics:
     """`eval_loss` (nats an image), `eval_accuracy`."""
     logits = self.logits(params, model_state, batch["images"], policy, fp8_state)
@@ -214,23 +217,25 @@ def _without_number(names: set[str]) -> set[str]:
   return {name.partition("/")[2] for name in names}
 
 
-def _autocast(run: Callable[..., jax.Array], policy: Policy, fp8_state: Any) -> Callable[..., jax.Array]:
+def _autocast(run: Callable[..., Array], policy: Policy, fp8_state: PyTree) -> Callable[..., Array]:
   return autocast(run, policy if fp8_state else policy.without_histories(), fp8_state=fp8_state or None)
 
 
-def _cast_call(run: Callable[..., jax.Array], policy: Policy) -> Callable[..., jax.Array]:
-  def cast(*args: Any) -> jax.Array:
+def _cast_call(run: Callable[..., Array], policy: Policy) -> Callable[..., Array]:
+  """Runs a function on arguments in the compute dtype, and casts its result to the output dtype."""
+
+  def cast(*args: PyTree) -> Array:
     with matmul_precision(policy):
       return policy.cast_to_output(run(*policy.cast_to_compute(args)))
 
   return cast
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _cross_entropy(logits: Float[Array, "*rows classes"], labels: Int[Array, "*rows"]) -> Float32[Array, ""]:
   # In float32 whatever the output dtype: log-sum-exp over many classes loses float16's last bits.
   losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
   return losses.mean()
 
 
-def _accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _accuracy(logits: Float[Array, "rows classes"], labels: Int[Array, " rows"]) -> Float32[Array, ""]:
   return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)

@@ -169,24 +169,6 @@ def test_rules_of_the_user_come_first():
   assert specs == {"in": P("tensor"), "hidden": P("fsdp", "tensor"), "out": P("fsdp"), "scale": P()}
 
 
-@pytest.mark.parametrize(
-  ("rules", "words"),
-  [
-    ({"nothing": ("fsdp",)}, ["'nothing' matches no parameter", "hidden"]),
-    ({"in": ("fsdp",)}, ["in[64, 64]", "each of its 2 dimensions"]),
-    ({"out": (None, "fsdp")}, ["out[128, 8]", "dimension of 8", "fsdp=16"]),
-    ({"in": ("data", None)}, ["'in'", "fsdp, tensor or null"]),
-    ({"in": ("fsdp", "fsdp")}, ["'in'", "twice"]),
-    ({"in(": ()}, ["'in('", "regular expression"]),
-  ],
-)
-def test_unfit_rules_are_named(rules, words):
-  abstract = jax.sharding.AbstractMesh((1, 16, 1), ("data", "fsdp", "tensor"))
-  with pytest.raises(ValueError) as error:
-    mpjax.make_train_step(plain, optax.adam(1e-2), "fp32", mesh=abstract, sharding=rules).init(weights())
-  assert all(word in str(error.value) for word in words), error.value
-
-
 def test_a_rule_may_be_a_function_of_path_and_shape():
   rule = lambda path, shape: ("fsdp", *(None,) * (len(shape) - 1)) if path == "scale" else None
   step = mpjax.make_train_step(plain, optax.sgd(1e-2), "fp32", mesh=mesh(fsdp=4), sharding=rule)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._tree import named_leaves
 from mpjax._types import ArrayLike, PyTree
 
 
@@ -20,8 +21,7 @@ def tree_kinds(tree: PyTree) -> dict[str, str]:
   Args:
     tree: leaves are arrays, abstract arrays or Python scalars.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): _kind(leaf) for path, leaf in leaves}
+  return {name: _kind(leaf) for name, leaf in named_leaves(tree)}
 
 
 def tree_checksums(tree: PyTree) -> dict[str, str]:
@@ -34,10 +34,9 @@ def tree_checksums(tree: PyTree) -> dict[str, str]:
     tree: leaves of any dtype (PRNG keys too), shape and sharding. Global arrays of a run of several
       processes are a collective: every process has to call this.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+  leaves = named_leaves(tree)
   sums = jax.device_get([_leaf_checksum(leaf) for _, leaf in leaves])
-  return {path: f"{int(value):08x}" for path, value in zip(paths, sums, strict=True)}
+  return {name: f"{int(value):08x}" for (name, _), value in zip(leaves, sums, strict=True)}
 
 
 def json_checksum(value: object) -> str:
