@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and how much of a compiler each needs."""
+"""Eight CPU devices for every test, how much of a compiler each needs, and which tests a quick run takes."""
 
 import os
 
@@ -6,14 +6,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import collections
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests._quick_compile import compile_quickly
 from tests.train._tiny_gpt import write_tiny_gpt
 
-# Plans are about programs as they are optimised, and the runs train for longer than they compile.
-OPTIMISED = ("planner", "test_plan_command.py", "test_run.py")
+CASES = 2  # of a parametrised test, in a quick run
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--quick",
+    action="store_true",
+    help=f"leave out slow and aot tests, and all but {CASES} cases of a parametrised test",
+  )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -26,18 +36,33 @@ def pytest_xdist_make_scheduler(config, log):
   return WorkStealingScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """The runs first, each of which takes long: at the end there is something short for either worker."""
   items.sort(key=lambda item: item.path.parent.name not in ("train", "cli"))
+  if config.option.quick:
+    keep = quick(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = [item for item in items if item in keep]
+
+
+def quick(items):
+  """Returns the tests of a quick run: of every parametrised test the first and the last cases."""
+  cases = collections.defaultdict(list)
+  for item in items:
+    if not (item.get_closest_marker("slow") or item.get_closest_marker("aot")):
+      cases[item.nodeid.partition("[")[0]].append(item)
+  last = CASES - CASES // 2
+  return {item for of_one in cases.values() for item in (*of_one[: CASES // 2], *of_one[-last:])}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compile_quickly(request):
   """Most programs run once: most of the time would be spent on making them fast."""
-  quickly = not {*request.path.parts} & {*OPTIMISED}
-  jax.config.update("jax_disable_most_optimizations", quickly)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  if request.node.get_closest_marker("optimised"):
+    yield
+    return
+  with compile_quickly():
+    yield
 
 
 @pytest.fixture(autouse=True, scope="module")

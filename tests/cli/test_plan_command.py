@@ -17,6 +17,7 @@ from mpjax.train._planning import Planner
 from mpjax.train._setup import make_setup
 from tests.train._tiny_gpt import write_tiny_gpt
 
+pytestmark = pytest.mark.optimised
 DIM, LAYERS, SEQUENCE, VOCABULARY = 32, 2, 16, 256
 MB = 10**6
 

@@ -37,6 +37,7 @@ from tests.planner._steps import (
   training,
 )
 
+pytestmark = pytest.mark.optimised
 PRESETS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "auto")
 
 # Steps of users, with their arguments and by hand: bytes of weights, of optimiser state, options.

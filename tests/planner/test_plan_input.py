@@ -13,6 +13,8 @@ from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from tests.planner._steps import BATCH, F32, PARAMS, S, mlp
 
+pytestmark = pytest.mark.optimised
+
 
 def returns_first(*args):
   return args[0]

@@ -31,6 +31,7 @@ from tests.planner._steps import (
   nbytes,
 )
 
+pytestmark = pytest.mark.optimised
 WEIGHTS, OPTIMIZER, OTHER = "master weights", "optimizer state", "other state"
 ADAM = optax.adam(1e-3)
 MOMENTS = 2 * 4 * SIZE + 4  # two of float32, and a count

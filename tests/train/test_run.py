@@ -16,6 +16,7 @@ import yaml
 from mpjax.cli import main
 from tests.train._tiny_gpt import write_tiny_gpt
 
+pytestmark = pytest.mark.optimised
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
 

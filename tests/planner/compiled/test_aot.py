@@ -10,7 +10,7 @@ import mpjax
 from mpjax.planner import ARGUMENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.optimised]
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 BLOCKS, ROWS, WIDTH, HIDDEN = 1, 32768, 512, 2048

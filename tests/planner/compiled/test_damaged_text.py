@@ -13,6 +13,7 @@ import mpjax
 from mpjax.planner import _plan as planning
 from mpjax.planner import compiled
 
+pytestmark = pytest.mark.optimised
 UNREADABLE = "the compiled program cannot be read"
 SEEDS = range(12)
 

@@ -9,6 +9,7 @@ from jax import lax
 from mpjax.planner.compiled import _hlo
 from mpjax.planner.compiled._hlo_memory import live_at_peak
 
+pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
 A = 32 * 32 * 4  # bytes of an f32[32,32]
 X = "f32[32,32]{1,0}"

@@ -14,6 +14,7 @@ from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo, _hlo_products
 
+pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
 HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}\n"
 

@@ -1,0 +1,53 @@
+"""How tests compile programs that run once: with as little work as XLA for CPU can be asked for."""
+
+import contextlib
+import functools
+
+import jax
+import pytest
+
+# XLA's newer code generators for CPU take more than twice as long to compile a small program.
+OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+
+
+@contextlib.contextmanager
+def compile_quickly():
+  """Compiles what is compiled inside without most optimisations."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  with pytest.MonkeyPatch.context() as patch:
+    if understood():
+      override_options(patch)
+    yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def environment():
+  """Returns the same for a process of its own, and eight devices."""
+  flags = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()] if understood() else []
+  flags.append("--xla_force_host_platform_device_count=8")
+  return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
+
+
+@functools.cache
+def understood():
+  """Returns whether this XLA knows the options; later ones do not."""
+  try:
+    jax.jit(lambda: 0, compiler_options=OPTIONS).lower().compile()
+  except jax.errors.JaxRuntimeError:
+    return False
+  return True
+
+
+def override_options(patch):
+  """Gives the options to every program: XLA reads its flags once a process, and JAX takes options by program."""
+  compiler = getattr(getattr(jax, "_src", None), "compiler", None)
+  make_options = getattr(compiler, "get_compile_options", None)
+  if make_options is None:  # a JAX that keeps this elsewhere: slower, and no less right
+    return
+
+  def options(*args, env_options_overrides=None, backend=None, **kwargs):
+    on_cpu = getattr(backend, "platform", None) == "cpu"
+    overrides = {**(OPTIONS if on_cpu else {}), **(env_options_overrides or {})}
+    return make_options(*args, env_options_overrides=overrides or None, backend=backend, **kwargs)
+
+  patch.setattr(compiler, "get_compile_options", options)
