@@ -21,10 +21,10 @@ def compile_quickly():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-def environment():
-  """Returns the same for a process of its own, and eight devices."""
+def environment(devices):
+  """Returns the variables that ask a process of its own, with so many devices, for the same."""
   flags = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()] if understood() else []
-  flags.append("--xla_force_host_platform_device_count=8")
+  flags.append(f"--xla_force_host_platform_device_count={devices}")
   return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
 
 

@@ -19,6 +19,7 @@ from mpjax.cli import main
 from mpjax.step import TrainState
 from mpjax.train.checkpoints import CheckpointError, Checkpoints
 from mpjax.train.checkpoints._checksums import tree_checksums
+from tests._quick_compile import environment as quick_environment
 from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -238,10 +239,7 @@ def test_a_state_comes_back_bitwise_on_other_meshes(tmp_path):
 
 def child(code, *arguments, devices=8):
   """Starts a process that runs `code`, in which it can import this file, and compiles what this one does."""
-  flags = f"--xla_force_host_platform_device_count={devices}"
-  quickly = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", **quickly}
-  env["PYTHONPATH"] = str(ROOT)
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **quick_environment(devices)}
   line = [sys.executable, "-c", code, *map(str, arguments)]
   return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -18,6 +18,7 @@ from mpjax.cli import main
 from mpjax.train._config import DataConfig
 from mpjax.train.data import load_data
 from mpjax.train.multiprocess import _start
+from tests._quick_compile import environment as quick_environment
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
@@ -37,8 +38,7 @@ class Group:
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
       coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = "--xla_force_host_platform_device_count=1"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **quick_environment(devices=1)}
     env |= {"PYTHONPATH": str(ROOT), **environment}
     self.processes = []
     for i in range(count):

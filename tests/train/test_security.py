@@ -17,6 +17,7 @@ import safetensors.numpy
 from mpjax.train import ConfigError, load_config, load_safetensors, parse_config
 from mpjax.train.data import DataError
 from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory
+from tests._quick_compile import environment as quick_environment
 from tests.train._datasets import IMAGES, LABELS, load
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -239,8 +240,8 @@ def audited(tmp_path_factory):
     "HOME": str(folder / "home"),
     "TMPDIR": str(folder / "tmp"),
     "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "PYTHONPATH": str(ROOT),
+    **quick_environment(devices=1),
   }
   done = subprocess.run(
     [sys.executable, "-c", AUDITED, json.dumps(runs), "text/model.safetensors"],
