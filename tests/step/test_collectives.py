@@ -167,6 +167,7 @@ def test_gradients_cross_once_in_reduce_dtype_and_parameters_as_they_are_read(ba
   assert not in_loops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_gpt_gathers_and_reduces_parameters_and_nothing_else(accumulate):
   step, args = a_step(

@@ -252,6 +252,7 @@ def fill(size):
 """
 
 
+@pytest.mark.slow
 def test_a_failed_write_is_told_at_the_next_save_and_leaves_the_last_good_one(folder):
   code = """
 from tests.train.test_checkpoint_faults import *
@@ -276,6 +277,7 @@ checkpoints.close()
   assert {path.name for path in folder.iterdir()} == {"2", "4"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path):
   code = """
 from mpjax.cli import main
@@ -301,6 +303,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
   assert json.loads((run / "summary.json").read_text())["steps"] == 8
 
 
+@pytest.mark.slow
 def test_several_processes_agree_on_the_newest_good_checkpoint(tmp_path):
   code = """
 import sys, pathlib, jax
@@ -352,6 +355,7 @@ checkpoints.close()
   assert resume(folder).step == 4
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written_end_a_run_in_one_line(tiny_gpt, tmp_path, monkeypatch):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # which is of no use then, and says so
   code = """

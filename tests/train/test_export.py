@@ -53,6 +53,7 @@ def run(request, tmp_path_factory):
   return folder / "run", inputs, np.asarray(expected), state
 
 
+@pytest.mark.slow
 def test_the_exported_model_gives_the_logits_of_the_evaluation(run):
   directory, inputs, expected, _ = run
   model = load_safetensors(directory / "model.safetensors")
@@ -143,6 +144,7 @@ train: {steps: 2, eval_every: 2, checkpoint_every: 2}
 FP8 = "policy={base: fp8, fp8: {emulate: true, min_dim: 16}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "vit"])
 def test_weights_of_fp8_products_are_stored_in_fp8_with_their_scale(kind, tiny_gpt, tmp_path):
   config, size = tmp_path / "vit.yaml", []

@@ -97,6 +97,7 @@ def kill():
   raise Killed
 
 
+@pytest.mark.slow
 def test_a_run_killed_and_interrupted_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, capsys):
   arguments, finished = uninterrupted
   out = tmp_path / "run"

@@ -71,6 +71,7 @@ def test_every_product_is_counted():
   assert product_dtypes(text) == {("convolution", "f16", "f16"): 1, ("dot_general", "f16", "f16"): 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLER)
 def test_saved_arrays_of_the_state_keep_their_dtypes(name):
   config = parse_config(

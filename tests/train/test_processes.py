@@ -97,6 +97,7 @@ def curve(directory):
   return [tuple(record.get(key) for key in keys) for record in records(directory)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(start, tiny_gpt, tmp_path):
   options = [OVERFLOWING, "mesh.data=2", "train.steps=150", "train.accumulate=2", "train.eval_every=50"]
   arguments = [*tiny_gpt, *options, "train.checkpoint_every=20"]
@@ -116,6 +117,7 @@ def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(star
   assert curve(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
   # One device a process, and so a mesh of another size each time.
@@ -159,6 +161,7 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
   np.testing.assert_allclose(*losses, rtol=1e-4)  # sums of eight, four, two and one parts
 
 
+@pytest.mark.slow
 def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_step(start, tmp_path):
   (tmp_path / "vit.yaml").write_text(VIT)
   out = tmp_path / "run"
@@ -184,6 +187,7 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
   assert records(out)[-1]["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, monkeypatch, capsys):
   from mpjax.train.data import Data
 
@@ -217,6 +221,7 @@ def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, mo
   assert curve(out) == curve(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_processes_of_different_configs_are_refused_together(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
   # The policy is "auto", which asks for the devices: those of all processes come up together or not at all.

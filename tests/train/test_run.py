@@ -57,6 +57,7 @@ def finished(tmp_path_factory):
   return arguments, folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_the_contract_names(finished):
   _, out = finished
   lines = records(out)
