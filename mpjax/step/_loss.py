@@ -235,8 +235,8 @@ class StepLoss:
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, rows)
     grads = map_parts(lambda g: g / n, lambda g: g, grads)
-    metrics = jax.tree.map(over_micro_batches, metrics)
-    return GradientPass(losses.mean(), metrics, grads, model_state, fp8_state)
+    loss, metrics = losses.mean(), jax.tree.map(over_micro_batches, metrics)
+    return GradientPass(loss, metrics, grads, model_state, fp8_state)
 
   def _split_keys(self, keys: Array) -> Array:
     """Returns keys for each micro-batch."""
