@@ -1,11 +1,19 @@
-"""The `autocast` transform: which operation of a JAX function runs in which dtype, and why."""
+"""The `autocast` transform: which operation of a JAX function runs in which dtype, and why.
+
+A call goes one way: `_trace.py` traces the function, `_decide.py` decides about all of it and returns a
+frozen `CastPlan`, `_explain.py` prints that, and `_emit.py` carries it out. Code of mpjax that looks at
+values on their way hands `_emit.execute` a `Tap`, as `_probes.py` does.
+"""
 
 from mpjax.casting._autocast import autocast, full_precision
-from mpjax.casting._explain import Explanation, explain
+from mpjax.casting._explain import ExplainedCarry, ExplainedIsland, ExplainedOperation, Explanation, explain
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._op_lists import OpLists
 
 __all__ = [
+  "ExplainedCarry",
+  "ExplainedIsland",
+  "ExplainedOperation",
   "Explanation",
   "OpLists",
   "autocast",
