@@ -73,7 +73,7 @@ def test_dtypes_shapes_lines_and_order_are_those_of_the_program():
   activations = report.of("activation")
   assert [(t.module, t.name) for t in activations] == ACTIVATIONS
   assert {t.shape for t in activations} == {(ROWS, WIDTH)}
-  assert {t.line.partition(":")[0] for t in activations} == {"inspected_by_hand.py"}
+  assert {t.line.partition(":")[0] for t in activations} == {"_by_hand.py"}
   assert [t.dtype for t in activations if t.name == "dot_general"] == ["float16"] * 2
   assert [t.kind for t in report.tensors] == sorted((t.kind for t in report.tensors), key=KINDS.index)
   assert {(t.module, t.name, t.dtype) for t in report.of("parameter")} == {
