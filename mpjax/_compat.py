@@ -1,23 +1,18 @@
-"""The one place that knows which JAX runs."""
+"""The one place for JAX that is private or differs by release; each function names what it waits for."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
-import numpy as np
 from jax._src import clusters, distributed, sharding_impls, source_info_util
-from jax._src.interpreters import ad, partial_eval
-from jax.extend.core import Literal, Var
+from jax._src.interpreters import partial_eval
 
-if TYPE_CHECKING:
-  from typing_extensions import TypeIs
+from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(
@@ -40,81 +35,83 @@ PRIMITIVES_OF_SOME_RELEASES = frozenset(
 
 
 def newer(name: str) -> jax.extend.core.Primitive | str:
-  """`jax.lax`'s primitive of a name, `log2_p`; in a JAX that has none yet, what it will be called: `log2`."""
+  """`jax.lax`'s primitive of a name, `log2_p`; in a JAX that has none yet, what it will be called: `log2`.
+
+  Waits for the release that has it as the oldest that is supported.
+  """
   return getattr(jax.lax, name, name.removesuffix("_p"))
 
 
-def is_array(leaf: Any) -> bool:
-  """Whether JAX can trace `leaf` as an array: not so for `float0`."""
-  if isinstance(leaf, (bool, int, float, complex)):
-    return True
-  return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
+def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
+  """The body of a `custom_jvp_call` or `custom_vjp_call` and its rules, as functions.
+
+  Waits for a public way to read a derivative rule off an equation; there is none.
+  """
+  return [fun.call_wrapped for fun in equation.primitive.get_bind_params(equation.params)["subfuns"]]
 
 
-def is_variable(atom: Var | Literal) -> TypeIs[Var]:
-  """Returns whether a jaxpr's atom is a variable, and not a literal."""
-  return not isinstance(atom, Literal)
+def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
+  """Which operand each residual of a `custom_vjp_call`'s forward rule is; `None` for one of its own.
+
+  Waits for the same as `functions_of`.
+  """
+  return equation.params["out_trees"]()[2]
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
-  """A jaxpr with `eqns`, whether it came closed over its constants or not."""
-  return getattr(jaxpr, "jaxpr", jaxpr)
+def function_name(jaxpr: AnyJaxpr) -> str:
+  """The name of the function that a jaxpr was traced from; empty if it has none.
+
+  Waits for a documented `jax.extend.core.DebugInfo`.
+  """
+  info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+  return str(getattr(info, "func_src_info", "")).partition(" at ")[0]
 
 
-def constants(jaxpr: Any) -> list[Any]:
-  """The constants that a jaxpr is closed over, in the order of its `constvars`."""
-  return list(getattr(jaxpr, "consts", ()))
+def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+  """The settings that an equation was traced under.
+
+  Waits for a public evaluator of single equations: `jax.core.eval_jaxpr` enters it by itself.
+  """
+  return equation.ctx.manager
 
 
-def bodies(equation: Any) -> list[Any]:
-  """The jaxprs among the parameters of a higher-order primitive's equation."""
-  found = []
-  for value in equation.params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-      if hasattr(open_jaxpr(item), "eqns"):
-        found.append(item)
-  return found
+def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int]]:
+  """File and line of each call on the way to an equation, JAX's own left out, innermost first.
+
+  Waits for more than the one frame that `jax.extend.source_info_util.summarize` gives.
+  """
+  for frame in source_info_util.user_frames(equation.source_info.traceback):
+    yield frame.file_name, frame.start_line
 
 
-def module_path(equation: Any) -> str:
-  """The scopes that an equation was traced in, without transformations and einsums: `GPT/h0/attn`."""
-  stack = equation.source_info.name_stack.stack
-  return "/".join(e.name for e in stack if type(e).__name__ == "Scope" and "->" not in e.name)
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+  """How many operands of a `scan` are constants, and how many carries.
+
+  Waits for JAX 0.12 as the oldest that is supported; earlier releases have `num_consts` and `num_carry`.
+  """
+  p = equation.params
+  if "num_consts" in p:
+    return p["num_consts"], p["num_carry"]
+  consts, carry = (len(part) for part in p["ft_in"].unpack()[:2])
+  return consts, carry
 
 
-def operation(equation: Any) -> str:
-  """The name of the function that a call is of, `softmax`; elsewhere the primitive's."""
-  name = equation.params.get("name")
-  if not name and "call_jaxpr" in equation.params:
-    info = getattr(open_jaxpr(equation.params["call_jaxpr"]), "debug_info", None)
-    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
-  return str(name) if name and str(name).isidentifier() else equation.primitive.name
+def bind(equation: JaxprEqn, operands: list[Any], **changes: Any) -> list[Any]:
+  """Applies an equation's primitive to other operands, in its context, with some parameters changed.
 
-
-def backward_depth(equation: Any) -> int:
-  """How many backward passes an equation is inside of, as its scopes tell."""
-  stack = equation.source_info.name_stack.stack
-  return sum(type(e).__name__ == "Transform" and e.name == "transpose" for e in stack)
-
-
-@contextlib.contextmanager
-def at(equation: Any) -> Iterator[None]:
-  """In which new equations bear an equation's source line, scope and context."""
-  info = equation.source_info
-  stack = source_info_util.current_name_stack() + info.name_stack
-  with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
-    yield
-
-
-def bind(equation: Any, operands: list[Any], **changes: Any) -> list[Any]:
-  """Applies an equation's primitive to other operands, with some parameters changed."""
+  Waits for a public `get_bind_params`, as `jax.extend.core.jaxpr_as_fun` is for whole jaxprs.
+  """
   parameters = equation.primitive.get_bind_params({**equation.params, **changes})
-  out = equation.primitive.bind(*operands, **parameters)
+  with context_of(equation):
+    out = equation.primitive.bind(*operands, **parameters)
   return list(out) if equation.primitive.multiple_results else [out]
 
 
-def bind_jit(equation: Any, operands: list[Any], extra: list[Any], closed: Any) -> list[Any]:
-  """A `jit` of another body, whose inputs are `operands` and then `extra`, of any sharding."""
+def bind_jit(equation: JaxprEqn, operands: list[Any], extra: list[Any], closed: ClosedJaxpr) -> list[Any]:
+  """A `jit` of another body, whose inputs are `operands` and then `extra`, of any sharding.
+
+  Waits for a public name of the unspecified sharding, which `jax.jit` takes as `None`.
+  """
   n = len(extra)
   p = equation.params
   more = {
@@ -125,55 +122,21 @@ def bind_jit(equation: Any, operands: list[Any], extra: list[Any], closed: Any) 
   return bind(equation, [*operands, *extra], jaxpr=closed, **(more if n else {}))
 
 
-def trace(fun: Callable[..., Any], operands: list[Any]) -> Any:
-  """The closed jaxpr of `fun` for operands of these types."""
-  return jax.make_jaxpr(fun)(*operands)
+def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, list[Array]]:
+  """A jaxpr without constants, and what to pass before `operands` in their place.
 
-
-def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Any, list[Any]]:
-  """A jaxpr without constants, and what to pass before `operands` in their place."""
-  closed = trace(fun, operands)
-  return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
-
-
-def joined_branches(traced: list[tuple[Any, list[Any]]], operands: list[Any]) -> tuple[Any, ...]:
-  """Branches that take one list of operands: the constants of all of them, in order, and then `operands`."""
-  counts = [len(own) for _, own in traced]
-  every = [c for _, own in traced for c in own]
-
-  def branch(i: int, jaxpr: Any) -> Any:
-    start = sum(counts[:i])
-
-    def run(*xs: Any) -> list[Any]:
-      return as_function(jaxpr)(*xs[start : start + counts[i]], *xs[len(every) :])
-
-    return trace(run, [*every, *operands]) if every else jax.extend.core.ClosedJaxpr(jaxpr, [])
-
-  return tuple(branch(i, jaxpr) for i, (jaxpr, _) in enumerate(traced))
-
-
-class ScanParts(NamedTuple):
-  """How many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
-
-  consts: int
-  carry: int
-  options: dict[str, Any]
-
-
-def scan_parts(equation: Any) -> ScanParts:
-  """The layout of a `scan`'s operands, which releases of JAX write down in two ways."""
-  p = equation.params
-  if "num_consts" in p:
-    consts, carry = p["num_consts"], p["num_carry"]
-  else:
-    consts, carry = (len(part) for part in p["ft_in"].unpack()[:2])
-  return ScanParts(consts, carry, {key: p[key] for key in ("length", "reverse", "unroll")})
+  Waits for `jax.closure_convert` that gives a jaxpr.
+  """
+  closed = jax.make_jaxpr(fun)(*operands)
+  return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
 def shard_map_like(
-  equation: Any, fun: Callable[..., Any], replicated: int = 0, split: int = 0
+  equation: JaxprEqn, fun: Callable[..., Any], replicated: int = 0, split: int = 0
 ) -> tuple[Callable[..., Any], int]:
   """`fun` under the same `shard_map` as an equation's, with more operands, and over how many devices.
+
+  Waits for documented parameters of the primitive.
 
   Args:
     equation: the equation.
@@ -193,54 +156,6 @@ def shard_map_like(
     check_vma=p["check_vma"],
   )
   return mapped, math.prod(p["mesh"].shape[axis] for axis in axes)
-
-
-def custom_jvp_rule(equation: Any) -> Callable[..., list[Any]]:
-  """The rule of a `custom_jvp_call`: (*primals, *tangents) to [*primals, *tangents]."""
-  _, rule = equation.primitive.get_bind_params(equation.params)["subfuns"]
-  return rule.call_wrapped
-
-
-def custom_vjp_rules(equation: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """The rules of a `custom_vjp_call`.
-
-  Returns:
-    forward: (operands, which of them are differentiated) to (residuals, outputs), two lists.
-    backward: (residuals, cotangents of the outputs) to the cotangents of the operands, `None` for zero.
-  """
-  _, forward, backward = equation.primitive.get_bind_params(equation.params)["subfuns"]
-
-  def run_forward(operands: list[Any], perturbed: list[bool]) -> tuple[list[Any], list[Any]]:
-    out = forward.call_wrapped(*(x for pair in zip(operands, perturbed, strict=True) for x in pair))
-    # Residuals that are operands are not returned a second time.
-    _, _, forwarded = equation.params["out_trees"]()
-    returned = iter(out)
-    residuals = [next(returned) if i is None else operands[i] for i in forwarded]
-    return residuals, list(returned)
-
-  def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-    out = backward.call_wrapped(*residuals, *cotangents)
-    out = out[0] if isinstance(out, tuple) else out  # later releases return logs beside
-    return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
-
-  return run_forward, run_backward
-
-
-def eval_jaxpr(closed: Any, at_definition: Callable[[Any, Any], Any]) -> list[Any]:
-  """Evaluates a closed jaxpr without arguments, each value replaced by what `at_definition` makes of it.
-
-  Args:
-    closed: what `jax.make_jaxpr(f)()` returns.
-    at_definition: (variable, value) -> value that every later equation reads.
-  """
-  environment = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-  read = lambda atom: environment[atom] if is_variable(atom) else atom.val
-  for equation in closed.jaxpr.eqns:
-    with at(equation):
-      out = bind(equation, [read(atom) for atom in equation.invars])
-    for variable, value in zip(equation.outvars, out, strict=True):
-      environment[variable] = at_definition(variable, value)
-  return [read(atom) for atom in closed.jaxpr.outvars]
 
 
 def vary_like(tree: Any, like: Any) -> Any:
@@ -279,81 +194,6 @@ def varying_axes_of_type(kind: Any) -> frozenset[str]:
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying
   return getattr(kind, "vma", frozenset())  # the name in earlier releases
-
-
-def closure_as_argument(
-  fun: Callable[..., Any], *args: Any
-) -> tuple[Callable[..., Any], list[Any], set[str]]:
-  """`fun` with the arrays that it closes over as its first argument, those, and the axes of collectives."""
-  closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-  structure: Any = jax.tree.structure(shapes)
-
-  def converted(constants: list[Any], *args: Any) -> Any:
-    run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, constants))
-    return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
-
-  return converted, list(closed.consts), _collective_axes(closed.jaxpr)
-
-
-def _collective_axes(jaxpr: Any) -> set[str]:
-  axes: set[str] = set()
-  for equation in jaxpr.eqns:
-    if equation.primitive.name in ("pvary", "pcast"):
-      continue  # a matter of types alone
-    for key in ("axes", "axis_name"):
-      names = equation.params.get(key, ())
-      axes |= {name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)}
-    for value in equation.params.values():
-      for item in value if isinstance(value, (tuple, list)) else (value,):
-        inner = getattr(item, "jaxpr", item)
-        axes |= _collective_axes(inner) if hasattr(inner, "eqns") else set()
-  return axes
-
-
-def transforms(equation: Any) -> list[str]:
-  """The transformations that an equation was traced under, outermost first: `transpose`, `jvp`."""
-  stack = equation.source_info.name_stack.stack
-  return [e.name for e in stack if type(e).__name__ == "Transform"]
-
-
-def scopes(equation: Any) -> list[list[str]]:
-  """The scopes that an equation was traced in, without einsums, in runs between its transformations."""
-  runs: list[list[str]] = [[]]
-  for e in equation.source_info.name_stack.stack:
-    if type(e).__name__ != "Scope":
-      runs.append([])
-    elif "->" not in e.name:
-      runs[-1] += e.name.split("/")
-  return [run for run in runs if run]
-
-
-def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
-  """A jaxpr without constants of its own, or closed over them, as a function of its inputs."""
-  closed = jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, [])
-  return jax.extend.core.jaxpr_as_fun(closed)
-
-
-# Code that a user's model goes through, and that is not the line that the user wrote.
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
-_OWN = pathlib.Path(__file__).parent
-
-
-@functools.cache
-def is_library(file: str) -> bool:
-  """Whether a file is of JAX, of a library over it or of this package, and not of the user's program."""
-  path = pathlib.Path(file)
-  if path.is_relative_to(_OWN):
-    return not path.is_relative_to(_OWN / "train")
-  parts = path.parts
-  return "site-packages" in parts and parts[parts.index("site-packages") + 1] in _LIBRARIES
-
-
-def source_line(equation: Any) -> str:
-  """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
-  for frame in source_info_util.user_frames(equation.source_info.traceback):
-    if not is_library(frame.file_name):
-      return f"{pathlib.Path(frame.file_name).name}:{frame.start_line}"
-  return ""
 
 
 class Coordination(NamedTuple):

@@ -14,8 +14,8 @@ from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import execute
 from mpjax.casting._fp8_products import warn_of
 from mpjax.casting._op_lists import OpLists
-from mpjax.casting._overrides import FULL_PRECISION
 from mpjax.casting._trace import Traced, to_output
+from mpjax.jaxpr import FULL_PRECISION
 from mpjax.policy import get_policy, matmul_precision
 
 

@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
+from mpjax.jaxpr import bodies_of, constants_of
 
 
 class Mode(enum.Enum):
@@ -127,7 +127,7 @@ class Call:
 
   def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
     """Returns the i-th body as a function of its inputs, its constants put in."""
-    constants = _compat.constants(_compat.bodies(self.equation)[i])
+    constants = constants_of(bodies_of(self.equation)[i])
     return lambda *operands: emit(self.plans[i], [*constants, *operands])
 
 

@@ -9,14 +9,13 @@ from collections.abc import Hashable, Iterable, Mapping
 import numpy as np
 from jax.extend.core import Primitive
 
-from mpjax import _compat
 from mpjax._policy_text import brief
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike, Var
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._recipe import Recipe
-from mpjax.jaxpr import Trait, alignment, call_kind, facts, has
+from mpjax.jaxpr import Trait, alignment, bodies_of, call_kind, facts, has, is_variable, open_jaxpr
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy
 
@@ -99,13 +98,13 @@ class CastingRules:
 
   def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
     """Returns the primitives in a jaxpr, at any depth; not those inside opaque ones."""
-    body = _compat.open_jaxpr(jaxpr)
+    body = open_jaxpr(jaxpr)
     if id(body) not in self._contents:
       found: set[Primitive] = set()
       for equation in body.eqns:
         found.add(equation.primitive)
         if self.list_of(equation.primitive.name, None) == "call":
-          found.update(*(self.contents(inner) for inner in _compat.bodies(equation)))
+          found.update(*(self.contents(inner) for inner in bodies_of(equation)))
       self._contents[id(body)] = (body, frozenset(found))
     return self._contents[id(body)][1]
 
@@ -114,12 +113,12 @@ class CastingRules:
     found = set()
     for equation in equations:
       found.add(equation.primitive)
-      found.update(*(self.contents(body) for body in _compat.bodies(equation)))
+      found.update(*(self.contents(body) for body in bodies_of(equation)))
     return found
 
   def inside(self, equation: JaxprEqn, half: np.dtype | None) -> set[str]:
     """Returns the lists of what is in an equation's bodies."""
-    return {self.list_of(p.name, half) for body in _compat.bodies(equation) for p in self.contents(body)}
+    return {self.list_of(p.name, half) for body in bodies_of(equation) for p in self.contents(body)}
 
   def cheap(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation may be computed again in the backward pass rather than saved."""
@@ -128,26 +127,26 @@ class CastingRules:
       kind = call_kind(equation)
       if kind is None or not kind.runs_once:
         return False
-      inside = set().union(*(self.contents(body) for body in _compat.bodies(equation)))
+      inside = set().union(*(self.contents(body) for body in bodies_of(equation)))
     plain = (p for p in inside if self.list_of(p.name, None) != "call")
     return all(facts(p).recompute for p in plain) and not equation.effects
 
   def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
     """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""
-    body = _compat.open_jaxpr(jaxpr)
+    body = open_jaxpr(jaxpr)
     if id(body) not in self._feeding:
       found: set[Var] = set()
       for equation in reversed(body.eqns):
         kind = self.list_of(equation.primitive.name, None)
         passes_on = has(equation, Trait.PASSES_ON)
         if kind == "allow" or (passes_on and any(v in found for v in equation.outvars)):
-          found.update(v for v in equation.invars if _compat.is_variable(v) and castable(v.aval))
+          found.update(v for v in equation.invars if is_variable(v) and castable(v.aval))
         elif kind == "call":
           for inner, indices in alignment(equation):
             within = self.feeding(inner)
-            pairs = zip(_compat.open_jaxpr(inner).invars, indices, strict=True)
+            pairs = zip(open_jaxpr(inner).invars, indices, strict=True)
             operands = (equation.invars[i] for v, i in pairs if v in within)
-            found.update(v for v in operands if _compat.is_variable(v) and castable(v.aval))
+            found.update(v for v in operands if is_variable(v) and castable(v.aval))
       self._feeding[id(body)] = (body, found)
     return self._feeding[id(body)][1]
 
@@ -181,14 +180,3 @@ def make_rules(
     )
   resolved = Overrides(policy, overrides)
   return CastingRules(ops or OpLists.default(), resolved, policy.accum_dtype, require_recompute(recompute))
-
-
-def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
-  """Returns the equations whose results or effects matter."""
-  needed = {v for v in jaxpr.outvars if _compat.is_variable(v)}
-  live = []
-  for equation in reversed(jaxpr.eqns):
-    if equation.effects or any(v in needed for v in equation.outvars):
-      live.append(equation)
-      needed.update(a for a in equation.invars if _compat.is_variable(a))
-  return live[::-1]

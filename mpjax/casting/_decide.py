@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from jax.core import AbstractValue
 
-from mpjax import _compat
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Call, CastPlan, Mode, Node
-from mpjax.casting._casting_rules import CastingRules, live
+from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import (
@@ -26,18 +25,32 @@ from mpjax.casting._kinds import (
   Kind,
   Where,
   castable,
-  dtype_of,
   initial,
   is_float,
   meet,
   rule_of,
-  shape_of,
   size,
 )
-from mpjax.casting._overrides import OUTPUT, join
 from mpjax.casting._product_roles import ProductRoles
 from mpjax.casting._reads import with_reads
-from mpjax.jaxpr import UNKNOWN, CallKind, Trait, call_kind, facts, has
+from mpjax.jaxpr import (
+  OUTPUT,
+  UNKNOWN,
+  CallKind,
+  Trait,
+  backward_depth,
+  call_kind,
+  dtype_of,
+  facts,
+  has,
+  inside,
+  is_variable,
+  live,
+  marked_path,
+  open_jaxpr,
+  operation_name,
+  shape_of,
+)
 
 NOT_FP8 = "not FP8: "  # how the reason of such a product begins
 
@@ -65,7 +78,7 @@ def decide(
     tangents: how many of its last inputs are tangents, in which it has to stay linear.
     roles: of its products, if some may be FP8.
   """
-  body = _Body(_compat.open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles)
+  body = _Body(open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles)
   return body.plan(wanted)
 
 
@@ -96,7 +109,7 @@ class _Body:
   def plan(self, wanted: Sequence[np.dtype | None]) -> CastPlan:
     """Decides about every equation in order, then about islands, and freezes it all."""
     nodes = [self._decide(equation) for equation in live(self.jaxpr)]
-    results = {v for v in self.jaxpr.outvars if _compat.is_variable(v)}
+    results = {v for v in self.jaxpr.outvars if is_variable(v)}
     nodes = pull_in(nodes, self.held, results, self.full_outputs)
     nodes = [with_reads(node, self.held, self.rules.accum_dtype) for node in nodes]
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars))
@@ -108,17 +121,17 @@ class _Body:
       units=in_units(nodes, self.jaxpr, self.held, outs, self.rules, self.roles),
       held=self.held,
       outs=outs,
-      depths=tuple(self._depth.get(v, 0) if _compat.is_variable(v) else 0 for v in self.jaxpr.outvars),
+      depths=tuple(self._depth.get(v, 0) if is_variable(v) else 0 for v in self.jaxpr.outvars),
       has_product=any(node.listed == "allow" or node.has_product() for node in nodes),
     )
 
   def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
     """Returns how a variable or literal is held."""
-    return self.held[atom] if _compat.is_variable(atom) else initial(atom.aval, atom.val, half)
+    return self.held[atom] if is_variable(atom) else initial(atom.aval, atom.val, half)
 
   def feeds_product(self, atom: Atom) -> bool:
     """Returns whether a matrix product reads this variable."""
-    return _compat.is_variable(atom) and atom in self._feeding
+    return is_variable(atom) and atom in self._feeding
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable meets others in an equation.
@@ -127,8 +140,8 @@ class _Body:
     backward pass is float32, as it is where parameters are cast by hand: an optimiser's sums would stall.
     """
     held = self.how(atom, half)
-    depth = self._depth.get(atom, 0) if _compat.is_variable(atom) else 0
-    if held.kind in (Kind.HALF, Kind.ISLAND) and depth > _compat.backward_depth(equation):
+    depth = self._depth.get(atom, 0) if is_variable(atom) else 0
+    if held.kind in (Kind.HALF, Kind.ISLAND) and depth > backward_depth(equation):
       return Held(Kind.PINNED, FLOAT32)
     if held.kind is Kind.ISLAND and half is not None and not held.wide and self.feeds_product(atom):
       return Held(Kind.HALF, half)
@@ -141,7 +154,7 @@ class _Body:
     return Held(Kind.HALF, narrow) if narrow is not None and computed and not held.wide else held
 
   def _decide(self, equation: JaxprEqn) -> Node:
-    path = join(self.path, _compat.module_path(equation))
+    path = inside(self.path, marked_path(equation))
     half = self.rules.overrides.half_at(path)
     listed = self.rules.list_of(equation.primitive.name, half)
     if listed == "call":
@@ -150,7 +163,7 @@ class _Body:
       node = self._decide_cast(equation, path, half)
     else:
       node = self._decide_plain(equation, path, half, listed)
-    if any(_compat.is_variable(a) and a in self._linear for a in equation.invars):
+    if any(is_variable(a) and a in self._linear for a in equation.invars):
       self._linear.update(equation.outvars)  # to clip what is wide would not be linear
       node = dataclasses.replace(node, outs=tuple(held._replace(wide=False) for held in node.outs))
     self.held.update(zip(equation.outvars, node.outs, strict=True))
@@ -252,9 +265,9 @@ class _Body:
     def node(listed: str, mode: Mode, why: str, outs: tuple[Held, ...], call: Call | None = None) -> Node:
       return Node(equation, path, listed, mode, half, why, outs, call)
 
-    inside = self.rules.inside(equation, half)
+    lists = self.rules.inside(equation, half)
     operands = [a for a in equation.invars if castable(a.aval)]
-    product, denied = "allow" in inside, "deny" in inside
+    product, denied = "allow" in lists, "deny" in lists
     if not product and not operands:
       return node("call", Mode.KEEP, "no matrix product inside", self._kept(equation))
     whole = half is None and not self.rules.enter_all and self.rules.overrides.uniform_below(path)
@@ -272,7 +285,7 @@ class _Body:
       outs = _outs(equation, Held(Kind.HALF, half))
       return node("infer", Mode.HALF, "its operands are half precision", outs)
     whole_why = "its module's policy computes in float32"
-    why = whole_why if whole else f"{_compat.operation(equation)} runs as one"
+    why = whole_why if whole else f"{operation_name(equation)} runs as one"
     return node("deny" if denied else "infer", Mode.FULL, why, self._computed(equation))
 
   def _kept(self, equation: JaxprEqn) -> tuple[Held, ...]:
@@ -287,7 +300,7 @@ class _Body:
     operands = [a for a in equation.invars if castable(a.aval)]
     held = [self.met(a, None, equation) for a in operands] or [Held(Kind.FLEXIBLE, FLOAT32)]
     largest = max(map(size, operands), default=0)
-    half = self.rules.overrides.half_at(join(self.path, _compat.module_path(equation)))
+    half = self.rules.overrides.half_at(inside(self.path, marked_path(equation)))
     wide = half == np.float16 and self._expands(equation)
     outs = []
     for v in equation.outvars:
@@ -301,7 +314,7 @@ class _Body:
     if equation.primitive not in (jax.lax.div_p, jax.lax.rsqrt_p):
       return has(equation, Trait.EXPANDS)
     divisor = equation.invars[-1]
-    if _compat.is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
+    if is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
       return self.how(divisor).kind is not Kind.STATISTIC
     return bool(abs(divisor.val) < 1)
 
@@ -330,12 +343,12 @@ class _Bodies:
     inner = None
     kind = call_kind(self.equation)
     if roles is not None and kind is not None and kind.is_plain:  # a derivative rule is a program of its own
-      inner = roles.inner.get(id(self.equation), {}).get(id(_compat.open_jaxpr(jaxpr)))
+      inner = roles.inner.get(id(self.equation), {}).get(id(open_jaxpr(jaxpr)))
     return decide(jaxpr, held, rules, path=self.path, wanted=wanted, tangents=tangents, roles=inner)
 
   def carry_setting(self, i: int) -> str | None:
     """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
-    return self.outside.rules.overrides.loop_carry_at(join(self.path, f"carry_{i}"))
+    return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
 
 
 def _followed(
@@ -358,7 +371,7 @@ def _small(held: Sequence[Held]) -> bool:
 
 def _depths(node: Node) -> list[int]:
   """Returns how deep in backward passes each result of an equation was made, in its body too."""
-  depths = [_compat.backward_depth(node.equation)] * len(node.outs)
+  depths = [backward_depth(node.equation)] * len(node.outs)
   for plan in node.call.plans if node.call else ():
     if len(plan.depths) == len(depths):
       depths = list(map(max, depths, plan.depths))

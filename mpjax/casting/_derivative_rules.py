@@ -13,16 +13,24 @@ import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
 
-from mpjax import _compat
 from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
 from mpjax.casting._cast_plan import Call, CastPlan, Emit
-from mpjax.casting._kinds import Held, as_held, dtype_of, initial, shape_of
+from mpjax.casting._kinds import Held, as_held, initial
+from mpjax.jaxpr import (
+  as_traced,
+  constants_of,
+  custom_jvp_rule,
+  custom_vjp_rules,
+  dtype_of,
+  open_jaxpr,
+  shape_of,
+)
 
 
 def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   """Emits a `custom_jvp_call` whose rule is the user's."""
   body = call.body(emit)
-  rule = _compat.custom_jvp_rule(call.equation)
+  rule = custom_jvp_rule(call.equation)
   inputs = call.equation.invars
   moving = [i for i, a in enumerate(inputs) if jnp.issubdtype(dtype_of(a), jnp.inexact)]
 
@@ -45,14 +53,14 @@ def emit_custom_jvp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     n = len(call.outs)
     return _as_results(call, out[:n]), _as_results(call, out[n:])
 
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     return list(f(*operands))
 
 
 def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   """Emits a `custom_vjp_call` whose rules are the user's."""
   body = call.body(emit)
-  forward, backward = _compat.custom_vjp_rules(call.equation)
+  forward, backward = custom_vjp_rules(call.equation)
   avals = [a.aval for a in call.equation.invars]
   kept_types: list[AbstractValue] = []  # of the residuals: left by the forward rule for the backward rule
   kept_held: list[Held] = []
@@ -70,7 +78,7 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
       return [*outs, *residuals]
 
     closed, plan = _decide_rule(call, flat, list(map(_struct, avals)), call.ins)
-    out = emit(plan, [*_compat.constants(closed), *(primal.value for primal in primals)])
+    out = emit(plan, [*constants_of(closed), *(primal.value for primal in primals)])
     n = len(call.outs)
     kept_held[:] = plan.outs[n:]
     return _as_results(call, out[:n]), tuple(out[n:])
@@ -91,7 +99,7 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
 
   # With these the rule is told truly which operands are differentiated: its constants are not.
   f.defvjp(f_forward, f_backward, symbolic_zeros=True)
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     return list(f(*operands))
 
 
@@ -120,7 +128,7 @@ def emit_custom_vmap(call: Call, operands: Sequence[Array], emit: Emit) -> list[
     out = _emit_rule(call, emit, flat, like, call.ins, xs)
     return _as_results(call, out), tuple(out_batched)
 
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     return list(f(*operands))
 
 
@@ -132,8 +140,8 @@ def _decide_rule(
   tangents: int = 0,
 ) -> tuple[ClosedJaxpr, CastPlan]:
   """Returns a rule, traced in the dtypes that it was written for, and what is decided about it."""
-  closed = _compat.trace(flat, list(like))
-  constants = [initial(v.aval) for v in _compat.open_jaxpr(closed).constvars]
+  closed = jax.make_jaxpr(flat)(*like)
+  constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
   return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents)
 
 
@@ -151,7 +159,7 @@ def _emit_rule(
   The last `tangents` of them are tangents, in which the rule has to stay linear.
   """
   closed, plan = _decide_rule(call, flat, like, held, tangents)
-  return emit(plan, [*_compat.constants(closed), *operands])
+  return emit(plan, [*constants_of(closed), *operands])
 
 
 def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:

@@ -12,18 +12,19 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import DropVar
 
 from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._higher_order import RULES
-from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, shape_of
+from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._dot_general import as_product, fp8_dot_general_p
 from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._saved_operands import keep_in_fp8
-from mpjax.jaxpr import call_kind
+from mpjax.jaxpr import as_traced, call_kind, is_variable, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Emitter:
 
   def _emit(self, node: Node, values: _Environment) -> None:
     equation = node.equation
-    with _compat.at(equation):
+    with as_traced(equation):
       operands = [
         _before_cast(values, atom, node) if i in node.widened else values.read(atom, dtype)
         for i, (atom, dtype) in enumerate(zip(equation.invars, node.reads, strict=True))
@@ -192,12 +193,12 @@ class _Environment:
 
   def write(self, variable: Var, value: Array) -> None:
     """Keeps a value in the dtype it comes in, beside other copies of it."""
-    if type(variable).__name__ != "DropVar":
+    if not isinstance(variable, DropVar):
       self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
 
   def read(self, atom: Atom, dtype: np.dtype | None) -> Array:
     """Returns a value in a dtype; anything that is not float32 in the user's program comes as it is."""
-    if not _compat.is_variable(atom):
+    if not is_variable(atom):
       keep = not castable(atom.aval) or dtype == FLOAT32
       return cast(Array, atom.val if keep else np.asarray(atom.val).astype(dtype))
     copies = self._arrays[atom]
@@ -211,7 +212,7 @@ class _Environment:
 
   def output(self, atom: Atom, held: Held) -> Array:
     """Returns a result, which is an array also where the program returns a constant."""
-    if _compat.is_variable(atom):
+    if is_variable(atom):
       return self.read(atom, held.dtype)
     value = np.asarray(atom.val)
     array = jnp.asarray(value.item()) if getattr(atom.aval, "weak_type", False) else jnp.asarray(value)
@@ -225,11 +226,11 @@ class _Environment:
 
 def _expired(plan: CastPlan) -> list[list[Var]]:
   """Returns, for each unit of a plan, the variables that nothing reads after it."""
-  read = {v for v in plan.jaxpr.outvars if _compat.is_variable(v)}
+  read = {v for v in plan.jaxpr.outvars if is_variable(v)}
   expired = []
   for unit in reversed(plan.units):
     nodes = unit.nodes if isinstance(unit, Island) else (unit,)
-    variables = {a for node in nodes for a in node.equation.invars if _compat.is_variable(a)}
+    variables = {a for node in nodes for a in node.equation.invars if is_variable(a)}
     expired.append(list(variables - read))
     read |= variables
   return expired[::-1]

@@ -10,18 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from mpjax import _compat
 from mpjax._plain_text import bytes_text, table, with_prefix
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._decide import NOT_FP8
 from mpjax.casting._higher_order import LOOPS
-from mpjax.casting._kinds import Kind, castable, dtype_of, shape_of
+from mpjax.casting._kinds import Kind, castable
 from mpjax.casting._op_lists import OpLists
-from mpjax.casting._overrides import join
 from mpjax.casting._trace import Traced
-from mpjax.jaxpr import UNKNOWN, CallKind, call_kind, facts, flops
+from mpjax.jaxpr import (
+  UNKNOWN,
+  CallKind,
+  call_kind,
+  dtype_of,
+  facts,
+  flops,
+  inside,
+  is_variable,
+  scan_parts,
+  shape_of,
+  times_run,
+  without_marks,
+)
 from mpjax.policy import Policy, get_policy
 
 
@@ -267,7 +278,7 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
   for node in plan.nodes:
     if node.call is not None:
       explanation.carries += _carries(node, node.call)
-      length = node.equation.params["length"] if call_kind(node.equation) is CallKind.SCAN else 1
+      length = times_run(node.equation)
       for inner in node.call.plans:
         _walk(inner, times * length, explanation)
     else:
@@ -282,7 +293,7 @@ def _row(
     (v, held) for v, held in zip(node.equation.outvars, node.outs, strict=True) if hasattr(v.aval, "shape")
   ]
   return ExplainedOperation(
-    path=node.path,
+    path=without_marks(node.path),
     primitive=_name(node.equation),
     list=node.listed,
     before=str(dtype_of(results[0][0])) if results else "",
@@ -300,7 +311,7 @@ def _row(
 def _casts(plan: CastPlan, node: Node, made: set[tuple[Var, np.dtype]]) -> Iterator[tuple[Var, np.dtype]]:
   """Yields (variable, dtype) of the casts that an equation is the first to need."""
   for atom, dtype in zip(node.equation.invars, node.reads, strict=True):
-    if dtype is None or not _compat.is_variable(atom):
+    if dtype is None or not is_variable(atom):
       continue
     if dtype != plan.held[atom].dtype and (atom, dtype) not in made:
       made.add((atom, dtype))
@@ -311,7 +322,7 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
   again = [node for node in island.nodes if node.listed != "allow"]
   # What the products at its end read besides is kept with or without the island.
-  read = {a for node in again for a in node.equation.invars if _compat.is_variable(a)}
+  read = {a for node in again for a in node.equation.invars if is_variable(a)}
   kept = 0
   for variable, dtype in island.inputs:
     narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF
@@ -331,12 +342,14 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
 def _carries(node: Node, call: Call) -> Iterator[ExplainedCarry]:
   operands = node.equation.invars
   is_scan = call_kind(node.equation) is CallKind.SCAN
-  first = _compat.scan_parts(node.equation).consts if is_scan else len(operands) - len(call.carry)
+  first = scan_parts(node.equation).consts if is_scan else len(operands) - len(call.carry)
   for i, carry in enumerate(call.carry):
     atom = operands[first + i]
     if castable(atom.aval):
       dtype = carry.held.dtype.name
-      yield ExplainedCarry(join(node.path, f"carry_{i}"), node.name, shape_of(atom), dtype, carry.why)
+      yield ExplainedCarry(
+        inside(without_marks(node.path), f"carry_{i}"), node.name, shape_of(atom), dtype, carry.why
+      )
 
 
 def _runs_in(node: Node) -> str:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mpjax._types import Array, Fp8State, JaxprEqn
-from mpjax.casting._kinds import is_float, shape_of
+from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe
@@ -29,6 +29,7 @@ from mpjax.fp8._eligibility import (
 )
 from mpjax.fp8._hardware import fp8_units
 from mpjax.fp8._recipe import Recipe
+from mpjax.jaxpr import shape_of
 
 
 @dataclasses.dataclass(frozen=True)

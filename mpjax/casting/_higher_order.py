@@ -19,7 +19,7 @@ from mpjax.casting._cast_plan import Call, DecideBody, Emit
 from mpjax.casting._kinds import Held, Where, as_held, initial, meet
 from mpjax.fp8._amax_probe import spread
 from mpjax.fp8._dot_general import as_product
-from mpjax.jaxpr import CallKind
+from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))
@@ -45,11 +45,11 @@ def by_step(probe: Array) -> bool:
 
 
 def _constants(jaxpr: AnyJaxpr) -> list[Held]:
-  return [initial(v.aval) for v in _compat.open_jaxpr(jaxpr).constvars]
+  return [initial(v.aval) for v in open_jaxpr(jaxpr).constvars]
 
 
 def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
-  (body,) = _compat.bodies(equation)[:1]
+  (body,) = bodies_of(equation)[:1]
   plan = bodies(body, [*_constants(body), *held], wanted)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
 
@@ -60,18 +60,18 @@ def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   def inside(*xs: Array) -> list[Array]:
     return call.body(emit.replace(side.with_arrays(xs[n:])))(*xs[:n])
 
-  closed = _compat.trace(inside, [*operands, *side.arrays])
-  with _compat.at(call.equation):
+  closed = jax.make_jaxpr(inside)(*operands, *side.arrays)
+  with as_traced(call.equation):
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
 
 def _emit_inline(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     return call.body(emit)(*operands)
 
 
 def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
-  (body,) = _compat.bodies(equation)[:1]
+  (body,) = bodies_of(equation)[:1]
   # Islands would be recomputed twice: once by this checkpoint and once by their own.
   plan = bodies(body, [*_constants(body), *held], wanted, islands=False)
   return Call(equation, tuple(held), (plan,), plan.outs, bodies)
@@ -82,13 +82,13 @@ def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
   policy = call.equation.params["policy"]
   if policy is not None and any(node.fp8 for plan in call.plans for node in plan.all_nodes()):
     policy = as_product(policy)
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)
 
 
 def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:
   body = equation.params["jaxpr"]
-  k, n, _ = _compat.scan_parts(equation)
+  k, n, _ = scan_parts(equation)
   consts = _constants(body)
   outs_wanted = [None] * n + list(wanted[n:])
   decide_with = lambda carry: bodies(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
@@ -99,7 +99,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
 
 
 def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
-  k, n, options = _compat.scan_parts(call.equation)
+  k, n, options = scan_parts(call.equation)
   side = emit.within(call.plans)
   # A probe for each step: what they see is merged by the largest, where a constant's would be added.
   probes = {number: spread(probe, options["length"]) for number, probe in side.amax_probes.items()}
@@ -111,7 +111,7 @@ def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
     out = call.body(emit.replace(own))(*operands[:k], *carry, *xs)
     return _as_carry(call, out[:n]), out[n:]
 
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     carry, ys = jax.lax.scan(step, list(operands[k : k + n]), (operands[k + n :], probes, apart), **options)
   return [*carry, *ys]
 
@@ -146,7 +146,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
   def step(carry: Sequence[Array]) -> list[Array]:
     return _as_carry(call, body(*operands[first : first + second], *carry))
 
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     go_on = lambda carry: condition(*operands[:first], *carry)[0]
     return jax.lax.while_loop(go_on, step, list(operands[first + second :]))
 
@@ -169,8 +169,8 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
 
   traced = [branch(i) for i in range(len(call.plans))]
   consts = [c for _, own in traced for c in own]
-  branches = _compat.joined_branches(traced, list(operands[1:]))
-  with _compat.at(call.equation):
+  branches = joined_branches(traced, list(operands[1:]))
+  with as_traced(call.equation):
     return _compat.bind(call.equation, [operands[0], *consts, *operands[1:]], branches=branches)
 
 
@@ -182,7 +182,7 @@ def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     own = [*xs[n : n + len(scales)], *(probe[0] for probe in xs[n + len(scales) :])]
     return tuple(call.body(emit.replace(side.with_arrays(own)))(*xs[:n]))
 
-  with _compat.at(call.equation):
+  with as_traced(call.equation):
     mapped, devices = _compat.shard_map_like(call.equation, inside, len(scales), len(probes))
     # A probe for each device: what they see is merged by the largest.
     return list(mapped(*operands, *scales, *(spread(probe, devices) for probe in probes)))

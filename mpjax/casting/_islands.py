@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import Jaxpr, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, dtype_of, initial, size
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.jaxpr import CallKind, Trait, call_kind, has
+from mpjax.jaxpr import CallKind, Trait, call_kind, dtype_of, has, is_variable
 
 
 def pull_in(
@@ -53,7 +52,7 @@ def pull_in(
       )
       held.update(zip(node.equation.outvars, outs, strict=True))
     for atom in node.equation.invars:
-      if _compat.is_variable(atom):
+      if is_variable(atom):
         users.setdefault(atom, []).append(node)
     changed.append(node)
   return changed[::-1]
@@ -100,7 +99,7 @@ def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Node])
 
 
 def _halves(node: Node, held: Mapping[Var, Held]) -> list[Var]:
-  return [a for a in node.equation.invars if _compat.is_variable(a) and held[a].kind is Kind.HALF]
+  return [a for a in node.equation.invars if is_variable(a) and held[a].kind is Kind.HALF]
 
 
 def in_units(
@@ -160,7 +159,7 @@ class _Grouping:
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
     for i, node in enumerate(nodes):
       for a, dtype in zip(node.equation.invars, node.reads, strict=True):
-        if _compat.is_variable(a):
+        if is_variable(a):
           self.readers.setdefault(a, []).append((i, dtype))
 
   def units(self, rules: CastingRules, roles: ProductRoles | None) -> tuple[Node | Island, ...]:
@@ -292,7 +291,7 @@ class _Grouping:
 
 
 def _variables(node: Node) -> list[Var]:
-  return [a for a in node.equation.invars if _compat.is_variable(a)]
+  return [a for a in node.equation.invars if is_variable(a)]
 
 
 def _saved_dtype(island: Island, rules: CastingRules, roles: ProductRoles | None) -> np.dtype | None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import AbstractValue
 
 from mpjax._types import Array, ArrayLike, Atom
+from mpjax.jaxpr import shape_of
 
 FLOAT32 = np.dtype("float32")
 
@@ -212,16 +213,6 @@ def table_of_kinds() -> list[tuple[str, ...]]:
 def castable(aval: AbstractValue) -> bool:
   """Returns whether autocast may choose the dtype of a value: float32 arrays only, not references to one."""
   return getattr(aval, "dtype", None) == FLOAT32 and not hasattr(aval, "inner_aval")
-
-
-def dtype_of(atom: Atom) -> np.dtype:
-  """Returns the dtype of a jaxpr's variable or literal; `None` for what has none, such as a token."""
-  return cast(np.dtype, getattr(atom.aval, "dtype", None))
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-  """Returns the shape of a jaxpr's variable or literal."""
-  return getattr(atom.aval, "shape", ())
 
 
 def size(atom: Atom) -> int:

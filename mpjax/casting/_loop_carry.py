@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import Atom, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
 from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, castable, meet, rule_of
-from mpjax.jaxpr import Trait, has
+from mpjax.jaxpr import Trait, has, is_variable
 
 
 def settle(
@@ -103,7 +102,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], ha
     equation = node.equation
     if node.half is None and after in equation.outvars:
       return _Flow(None, "it is computed in a region in float32")
-    variables = [a for a in equation.invars if _compat.is_variable(a)]
+    variables = [a for a in equation.invars if is_variable(a)]
     if all(a in constant for a in variables):
       constant.update(equation.outvars)
     if any(a in reached for a in variables):
@@ -119,7 +118,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], ha
     return _Flow(None, "its module's policy computes in float32")
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
-  if not _compat.is_variable(after) or after not in multiplied:
+  if not is_variable(after) or after not in multiplied:
     return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
   if multiplied[after]:
     return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")

@@ -11,17 +11,9 @@ import numpy as np
 
 from mpjax._override import Override
 from mpjax.fp8._recipe import Recipe
+from mpjax.jaxpr import FULL_PRECISION
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, parse_overrides
-
-# Scopes with which autocast marks a program for autocasts outside it.
-FULL_PRECISION = "full_precision"
-OUTPUT = "autocast_output"
-
-
-def join(prefix: str, path: str) -> str:
-  """Returns a path inside another."""
-  return f"{prefix}/{path}" if prefix and path else prefix or path
 
 
 class Overrides:

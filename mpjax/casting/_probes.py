@@ -12,14 +12,26 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting._cast_plan import CastPlan, Node
 from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
-from mpjax.casting._kinds import castable, dtype_of, is_float, shape_of, size
+from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._trace import Traced
-from mpjax.jaxpr import CallKind, Trait, call_kind, has
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  call_kind,
+  dtype_of,
+  has,
+  is_variable,
+  operation_name,
+  scan_parts,
+  shape_of,
+  source_line,
+  times_run,
+  without_marks,
+)
 from mpjax.policy import Policy, get_policy, matmul_precision
 
 # Steps of a longer loop, or of time, are seen together.
@@ -147,7 +159,7 @@ def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] 
     return steps
   if not _has_own_weights(node):
     return None
-  length = node.equation.params["length"]
+  length = times_run(node.equation)
   total = length
   for n in steps:
     total *= n
@@ -162,11 +174,11 @@ def _has_own_weights(node: Node) -> bool:
   if node.call is None:
     return False
   plan = node.call.plans[0]
-  k, n, _ = _compat.scan_parts(node.equation)
+  k, n, _ = scan_parts(node.equation)
   inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
   constant, given = {*plan.inputs[: len(plan.inputs) - len(inner)], *inner[:k]}, set(inner[k + n :])
   for one in plan.nodes:
-    operands = [a for a in one.equation.invars if _compat.is_variable(a)]
+    operands = [a for a in one.equation.invars if is_variable(a)]
     if one.listed == "allow" or one.has_product():
       if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
         return True
@@ -179,14 +191,14 @@ def _has_own_weights(node: Node) -> bool:
 def _point(node: Node, i: int, steps: tuple[int, ...], seen: collections.Counter[tuple[str, str]]) -> Point:
   equation = node.equation
   variable = equation.outvars[i]
-  operation = _compat.operation(equation)
+  operation = operation_name(equation)
   seen[node.path, operation] += 1
   count = seen[node.path, operation]
   dtype = node.outs[i].dtype if castable(variable.aval) else dtype_of(variable)
   return Point(
-    node.path,
+    without_marks(node.path),
     operation if count == 1 else f"{operation} {count}",
-    _compat.source_line(equation),
+    source_line(equation),
     dtype.name,
     shape_of(variable),
     steps,
@@ -209,7 +221,7 @@ def _chosen(plan: CastPlan) -> set[Var]:
     node = maker.get(atom)
     while node is not None and has(node.equation, Trait.SAME_WEIGHT) and node.call is None:
       source = node.equation.invars[0]
-      if not _compat.is_variable(source) or source not in maker:
+      if not is_variable(source) or source not in maker:
         return None
       before = maker[source]
       if before.path != node.path:
@@ -217,7 +229,7 @@ def _chosen(plan: CastPlan) -> set[Var]:
       atom, node = source, before
     return atom
 
-  wanted: list[Atom] = [v for v in plan.jaxpr.outvars if _compat.is_variable(v)]
+  wanted: list[Atom] = [v for v in plan.jaxpr.outvars if is_variable(v)]
   for node in plan.nodes:
     product = node.listed == "allow" or node.has_product()
     if product and not _is_entered(node):
@@ -225,11 +237,9 @@ def _chosen(plan: CastPlan) -> set[Var]:
       wanted += node.equation.invars
     else:
       wanted += [
-        a
-        for a in node.equation.invars
-        if _compat.is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
+        a for a in node.equation.invars if is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
       ]
-  origins = {origin(a) for a in wanted if _compat.is_variable(a)}
+  origins = {origin(a) for a in wanted if is_variable(a)}
   return {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
 
 

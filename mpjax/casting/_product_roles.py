@@ -12,11 +12,23 @@ from typing import NamedTuple, TypeAlias, cast
 
 import jax
 
-from mpjax import _compat
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
-from mpjax.casting._casting_rules import CastingRules, live
-from mpjax.casting._kinds import is_float, shape_of, size
-from mpjax.jaxpr import CallKind, Trait, alignment, call_kind, has
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._kinds import is_float, size
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  alignment,
+  backward_depth,
+  call_kind,
+  has,
+  is_variable,
+  live,
+  open_jaxpr,
+  scan_parts,
+  shape_of,
+  while_parts,
+)
 
 Root: TypeAlias = tuple[Hashable, Hashable]  # what identifies a value behind reshapes and calls
 
@@ -82,7 +94,7 @@ class ProductRoles:
   """
 
   def __init__(self, jaxpr: AnyJaxpr, facts: Sequence[Lineage], rules: CastingRules, behind: bool = False):
-    self._jaxpr = _compat.open_jaxpr(jaxpr)
+    self._jaxpr = open_jaxpr(jaxpr)
     self._rules = rules
     self._number = next(_NUMBERS)
     self._behind = behind
@@ -102,7 +114,7 @@ class ProductRoles:
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules) -> ProductRoles:
     """Returns the roles of the products of a whole program."""
-    body = _compat.open_jaxpr(jaxpr)
+    body = open_jaxpr(jaxpr)
     layers = cls(body, [Lineage(False, True, input_root(i)) for i in range(len(body.invars))], rules)
     layers.backward([False] * len(body.outvars))
     layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
@@ -143,13 +155,13 @@ class ProductRoles:
         layers._inherit(readers, gradients)
 
   def _fact(self, atom: Atom) -> Lineage:
-    return self._facts[atom] if _compat.is_variable(atom) else Lineage(False, False, None)
+    return self._facts[atom] if is_variable(atom) else Lineage(False, False, None)
 
   def _forward(self, equation: JaxprEqn) -> None:
     facts = [self._fact(a) for a in equation.invars]
     active, varies = any(f.active for f in facts), any(f.varies for f in facts)
-    gradient = any(f.gradient for f in facts) or _compat.backward_depth(equation) > 0
-    constant = not any(map(_compat.is_variable, equation.invars))
+    gradient = any(f.gradient for f in facts) or backward_depth(equation) > 0
+    constant = not any(map(is_variable, equation.invars))
     outs = [
       Lineage(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
     ]
@@ -178,20 +190,20 @@ class ProductRoles:
     merged: list[Lineage] | None = None
     entering = list(facts)
     if kind is CallKind.SCAN:
-      consts, carry, _ = _compat.scan_parts(equation)
+      consts, carry, _ = scan_parts(equation)
       entering[consts + carry :] = [f._replace(root=_row(f.root)) for f in entering[consts + carry :]]
       first, loops = consts, carry
     elif kind is CallKind.WHILE:
-      first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], n
+      first, loops = sum(while_parts(equation)[2:]), n
     else:
       first, loops = 0, 0
-    behind = self._behind or _compat.backward_depth(equation) > 0
+    behind = self._behind or backward_depth(equation) > 0
     while True:  # until what goes round a loop is known
       bodies, merged = {}, None
       for body, indices in alignment(equation):
         layers = ProductRoles(body, [entering[i] for i in indices], self._rules, behind)
-        bodies[id(_compat.open_jaxpr(body))] = layers
-        if len(layers.outs) == n and not (kind is CallKind.WHILE and body is equation.params["cond_jaxpr"]):
+        bodies[id(open_jaxpr(body))] = layers
+        if len(layers.outs) == n and not (kind is CallKind.WHILE and body is while_parts(equation).condition):
           pairs = zip(merged or layers.outs, layers.outs, strict=True)
           merged = [a.join(b) for a, b in pairs]
       before = entering[first : first + loops]
@@ -211,10 +223,10 @@ class ProductRoles:
 
   def backward(self, reached: Sequence[bool]) -> list[bool]:
     """Marks the last products, given which outputs reach one; returns which inputs do."""
-    reaches = {v for v, is_reached in zip(self._jaxpr.outvars, reached, strict=True) if is_reached}
-    self.reaching = reaches = {v for v in reaches if _compat.is_variable(v)}
+    pairs = zip(self._jaxpr.outvars, reached, strict=True)
+    self.reaching = reaches = {v for v, is_reached in pairs if is_reached and is_variable(v)}
     for equation in reversed(self._equations):
-      if _compat.backward_depth(equation):
+      if backward_depth(equation):
         continue
       # What becomes an integer (argmax) carries no value on.
       out = [v in reaches and is_float(v.aval) for v in equation.outvars]
@@ -226,7 +238,7 @@ class ProductRoles:
         self.products[id(equation)] = product._replace(last=not any(out))
         if is_layer(equation, self._rules, of_matrices=True):
           sources = list(equation.invars)
-      reaches.update(a for a in sources if _compat.is_variable(a))
+      reaches.update(a for a in sources if is_variable(a))
     return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
 
   def _backward_call(self, equation: JaxprEqn, out: list[bool]) -> list[Atom]:
@@ -234,14 +246,14 @@ class ProductRoles:
     found: set[int] = set()
     loops = 0
     if kind is CallKind.SCAN:
-      consts, loops, _ = _compat.scan_parts(equation)
+      consts, loops, _ = scan_parts(equation)
       first = consts
     elif kind is CallKind.WHILE:
-      first, loops = equation.params["cond_nconsts"] + equation.params["body_nconsts"], len(out)
+      first, loops = sum(while_parts(equation)[2:]), len(out)
     known = False
     while True:
       for body, indices in alignment(equation):
-        layers = self.inner[id(equation)].get(id(_compat.open_jaxpr(body)))
+        layers = self.inner[id(equation)].get(id(open_jaxpr(body)))
         if layers is None or len(layers.outs) != len(out):
           continue
         known = True

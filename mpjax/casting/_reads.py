@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import Mode, Node
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, dtype_of, initial, shape_of, size
-from mpjax.jaxpr import Trait, has
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
+from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, is_variable, shape_of
 
 
 def with_reads(node: Node, held: Mapping[Var, Held], accum_dtype: np.dtype | None) -> Node:
@@ -33,7 +32,7 @@ def with_reads(node: Node, held: Mapping[Var, Held], accum_dtype: np.dtype | Non
   if node.fp8 is not None:
     own = node.outs[0].dtype if node.mode is Mode.HALF else dtype_of(equation.outvars[0])
     result = accum_dtype or own
-  elif node.mode is Mode.HALF and not _compat.bodies(equation):
+  elif node.mode is Mode.HALF and not bodies_of(equation):
     widened = _widened(equation)
     if equation.params.get("preferred_element_type") is not None:
       result = node.half
@@ -47,13 +46,13 @@ def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
     return node.call.ins[i].dtype
   if node.fp8 is not None and held.kind is Kind.FLEXIBLE:
     return FLOAT32  # master weights are rounded once
-  if node.mode is Mode.HALF and not _compat.bodies(node.equation):
+  if node.mode is Mode.HALF and not bodies_of(node.equation):
     return node.half
   return held.dtype if node.mode in (Mode.EACH, Mode.CAST) else FLOAT32
 
 
 def _how(atom: Atom, held: Mapping[Var, Held]) -> Held:
-  return held[atom] if _compat.is_variable(atom) else initial(atom.aval)
+  return held[atom] if is_variable(atom) else initial(atom.aval)
 
 
 def _widened(equation: JaxprEqn) -> frozenset[int]:
@@ -61,12 +60,12 @@ def _widened(equation: JaxprEqn) -> frozenset[int]:
   result = equation.outvars[0]
   if equation.primitive is jax.lax.broadcast_in_dim_p:
     operand = equation.invars[0]
-    grows = _compat.is_variable(operand) and size(operand) != size(result)
+    grows = is_variable(operand) and size(operand) != size(result)
     return frozenset([0] if grows else [])
   if not has(equation, Trait.BROADCASTS):
     return frozenset()
   return frozenset(
     i
     for i, a in enumerate(equation.invars)
-    if _compat.is_variable(a) and castable(a.aval) and shape_of(a) != shape_of(result)
+    if is_variable(a) and castable(a.aval) and shape_of(a) != shape_of(result)
   )

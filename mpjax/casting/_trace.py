@@ -9,15 +9,14 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from mpjax import _compat
 from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
 from mpjax.casting._kinds import initial
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._overrides import OUTPUT
 from mpjax.casting._product_roles import ProductRoles
+from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy
 
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
@@ -54,12 +53,12 @@ class Traced:
     arguments = [leaves[i] for i in dynamic]
     self.names = [self._modules.names[i] for i in dynamic]
     self.closed = jax.make_jaxpr(flat)(*arguments)
-    self.operands = [*_compat.constants(self.closed), *arguments]
+    self.operands = [*constants_of(self.closed), *arguments]
 
   def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
     """Returns what is decided about the program under these rules."""
-    body = _compat.open_jaxpr(self.closed)
-    constants = _compat.constants(self.closed)
+    body = open_jaxpr(self.closed)
+    constants = constants_of(self.closed)
     half = rules.overrides.any_half
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
     held += [initial(v.aval) for v in body.invars]
@@ -72,7 +71,7 @@ class Traced:
     Without a policy its outputs keep their dtypes.
     """
     n = len(self._arrays)
-    own = [v.aval.dtype for v in _compat.open_jaxpr(self.closed).outvars]
+    own = [dtype_of(v) for v in open_jaxpr(self.closed).outvars]
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):

@@ -1,24 +1,132 @@
-"""The bodies of higher-order equations, and which operand each of their inputs is."""
+"""The bodies of higher-order equations, and which operand each input of a body is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, JaxprEqn
+from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr._primitives import CallKind, call_kind
+
+if TYPE_CHECKING:
+  from typing_extensions import TypeIs
+
+
+def is_variable(atom: Atom) -> TypeIs[Var]:
+  """Returns whether a jaxpr's atom is a variable, and not a literal."""
+  return not isinstance(atom, Literal)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+  """The shape of a variable or literal; () for a token, say, which has none."""
+  return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_of(atom: Atom) -> Any:
+  """The dtype of a variable or literal, NumPy's or an extended one; `None` for a token, say."""
+  return getattr(atom.aval, "dtype", None)
+
+
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
+  """A jaxpr with `eqns`, whether it came closed over its constants or not."""
+  return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def constants_of(jaxpr: AnyJaxpr) -> list[Any]:
+  """The constants that a jaxpr is closed over, in the order of its `constvars`."""
+  return list(jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else []
+
+
+def bodies_of(equation: JaxprEqn) -> list[AnyJaxpr]:
+  """The jaxprs among the parameters of an equation."""
+  found = []
+  for value in equation.params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if isinstance(item, (Jaxpr, ClosedJaxpr)):
+        found.append(item)
+  return found
 
 
 def alignment(equation: JaxprEqn) -> list[tuple[AnyJaxpr, list[int]]]:
-  """Returns each body of a higher-order equation, with the operand that each of its inputs is."""
-  kind, parameters = call_kind(equation), equation.params
-  n = len(equation.invars)
+  """Each body of a higher-order equation, with the operand that each of its inputs is."""
+  kind, n = call_kind(equation), len(equation.invars)
   if kind is CallKind.WHILE:
-    first, second = parameters["cond_nconsts"], parameters["body_nconsts"]
+    condition, body, first, second = while_parts(equation)
     rest = list(range(first + second, n))
-    return [
-      (parameters["cond_jaxpr"], [*range(first), *rest]),
-      (parameters["body_jaxpr"], [*range(first, first + second), *rest]),
-    ]
+    return [(condition, [*range(first), *rest]), (body, [*range(first, first + second), *rest])]
   if kind is CallKind.COND:
-    return [(branch, list(range(1, n))) for branch in parameters["branches"]]
-  found = _compat.bodies(equation)[:1]
-  return [(body, list(range(n))) for body in found if len(_compat.open_jaxpr(body).invars) == n]
+    return [(branch, list(range(1, n))) for branch in equation.params["branches"]]
+  found = bodies_of(equation)[:1]
+  return [(body, list(range(n))) for body in found if len(open_jaxpr(body).invars) == n]
+
+
+def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
+  """A jaxpr without constants of its own, or closed over them, as a function of its inputs."""
+  return jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, []))
+
+
+class ScanParts(NamedTuple):
+  """How many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
+
+  consts: int
+  carry: int
+  options: dict[str, Any]
+
+
+def scan_parts(equation: JaxprEqn) -> ScanParts:
+  """The layout of a `scan`'s operands."""
+  options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+  return ScanParts(*_compat.scan_counts(equation), options)
+
+
+class WhileParts(NamedTuple):
+  """The bodies of a `while`, and how many operands are constants of each; the others are the carry."""
+
+  condition: ClosedJaxpr
+  body: ClosedJaxpr
+  condition_consts: int
+  body_consts: int
+
+
+def while_parts(equation: JaxprEqn) -> WhileParts:
+  """The layout of a `while`'s operands."""
+  p = equation.params
+  return WhileParts(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def times_run(equation: JaxprEqn) -> int:
+  """How often a call runs its body: the length of a `scan`; 1 for a `while`, which does not say."""
+  return equation.params["length"] if call_kind(equation) is CallKind.SCAN else 1
+
+
+def default_branch(equation: JaxprEqn) -> ClosedJaxpr | None:
+  """The branch of a choice by platform that other platforms take; `None` for any other equation."""
+  platforms = equation.params.get("branches_platforms")
+  if not platforms:
+    return None
+  return equation.params["branches"][platforms.index(None) if None in platforms else -1]
+
+
+def is_recomputed(equation: JaxprEqn) -> bool:
+  """Returns whether an equation is a rematerialised region in a backward pass, which a barrier fences off."""
+  return bool(equation.params.get("prevent_cse") and equation.params.get("differentiated"))
+
+
+def joined_branches(traced: list[tuple[Jaxpr, list[Any]]], operands: list[Any]) -> tuple[ClosedJaxpr, ...]:
+  """Branches that take one list of operands: the constants of all of them, in order, and then `operands`."""
+  counts = [len(own) for _, own in traced]
+  every = [c for _, own in traced for c in own]
+
+  def branch(i: int, jaxpr: Jaxpr) -> ClosedJaxpr:
+    start = sum(counts[:i])
+
+    def run(*xs: Any) -> list[Any]:
+      return as_function(jaxpr)(*xs[start : start + counts[i]], *xs[len(every) :])
+
+    return jax.make_jaxpr(run)(*every, *operands) if every else ClosedJaxpr(jaxpr, [])
+
+  return tuple(branch(i, jaxpr) for i, (jaxpr, _) in enumerate(traced))

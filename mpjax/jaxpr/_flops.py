@@ -8,7 +8,8 @@ import math
 import jax
 import numpy as np
 
-from mpjax._types import Atom, JaxprEqn
+from mpjax._types import JaxprEqn
+from mpjax.jaxpr._bodies import shape_of
 from mpjax.jaxpr._primitives import Trait, has
 
 
@@ -70,8 +71,3 @@ def _convolution(equation: JaxprEqn) -> int:
     for i in range(len(out) - 2)
   )
   return 2 * out[spec.out_spec[0]] * out[spec.out_spec[1]] * kernel[spec.rhs_spec[1]] * met
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-  """The shape of a variable or literal; () for a token, say, which has none."""
-  return tuple(getattr(atom.aval, "shape", ()))

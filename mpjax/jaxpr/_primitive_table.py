@@ -81,19 +81,13 @@ decide(
 decide(
   "deny",
   "a special function: its series and rational fits are made for float32",
-  lax.bessel_i0e_p,
-  lax.bessel_i1e_p,
-  lax.polygamma_p,
-  lax.zeta_p,
+  of(T.NONE, lax.bessel_i0e_p, lax.bessel_i1e_p, lax.polygamma_p, lax.zeta_p),
   of(T.ELEMENTWISE | T.COSTLY, lax.digamma_p, lax.erf_inv_p, lax.lgamma_p),
 )
 decide(
   "deny",
   "a special function: iterates until it converges to float32",
-  lax.igamma_p,
-  lax.igamma_grad_a_p,
-  lax.igammac_p,
-  lax.regularized_incomplete_beta_p,
+  of(T.NONE, lax.igamma_p, lax.igamma_grad_a_p, lax.igammac_p, lax.regularized_incomplete_beta_p),
   recompute=False,
 )
 decide(
@@ -143,24 +137,10 @@ decide(
 decide(
   "deny",
   "linear algebra: conditioning needs float32, and kernels take nothing less",
-  linalg.ormqr_p,
-  linalg.symmetric_product_p,
-  linalg.tridiagonal_p,
-  linalg.tridiagonal_solve_p,
-  of(
-    T.READS_STORED,
-    linalg.cholesky_p,
-    linalg.cholesky_update_p,
-    linalg.eig_p,
-    linalg.eigh_p,
-    linalg.hessenberg_p,
-    linalg.householder_product_p,
-    linalg.lu_p,
-    linalg.qr_p,
-    linalg.schur_p,
-    linalg.svd_p,
-    linalg.triangular_solve_p,
-  ),
+  of(T.NONE, linalg.ormqr_p, linalg.symmetric_product_p, linalg.tridiagonal_p, linalg.tridiagonal_solve_p),
+  of(T.READS_STORED, linalg.cholesky_p, linalg.cholesky_update_p, linalg.eig_p, linalg.eigh_p),
+  of(T.READS_STORED, linalg.hessenberg_p, linalg.householder_product_p, linalg.lu_p, linalg.qr_p),
+  of(T.READS_STORED, linalg.schur_p, linalg.svd_p, linalg.triangular_solve_p),
   recompute=False,
 )
 decide(
@@ -204,15 +184,8 @@ decide(
 decide(
   "infer",
   "compares: its result is boolean",
-  lax.eq_p,
-  lax.eq_to_p,
-  lax.ge_p,
-  lax.gt_p,
-  lax.le_p,
-  lax.le_to_p,
-  lax.lt_p,
-  lax.lt_to_p,
-  lax.ne_p,
+  of(T.NONE, lax.eq_p, lax.eq_to_p, lax.ge_p, lax.gt_p, lax.le_p, lax.le_to_p, lax.lt_p, lax.lt_to_p),
+  of(T.NONE, lax.ne_p),
 )
 decide(
   "infer",
@@ -261,12 +234,8 @@ decide(
   lax.stage_p,
   "relayout shard_alike xla_metadata_value",
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON, "layout_constraint"),
-  of(
-    T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL,
-    primitives.name_p,
-    lax.sharding_constraint_p,
-    lax.stop_gradient_p,
-  ),
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, primitives.name_p, lax.sharding_constraint_p),
+  of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.stop_gradient_p),
   of(T.ALIAS | T.EACH, lax.optimization_barrier_p),
   of(T.EACH, "tie"),
 )
@@ -291,34 +260,22 @@ decide(
 decide(
   "infer",
   "marks how a value varies over devices and leaves it as it is",
-  "preduced reduced_vary_cast vary_unreduced_cast",
-  of(T.ALIAS | T.EACH, "pvary"),
+  of(T.MARKS_AXES, "preduced reduced_vary_cast vary_unreduced_cast"),
+  of(T.MARKS_AXES | T.ALIAS | T.EACH, "pvary"),
 )
 decide(
   "infer",
   "integers and booleans only: no floating operand",
-  lax.and_p,
-  lax.axis_index_p,
-  lax.clz_p,
-  linalg.lu_pivots_to_permutation_p,
-  lax.mulhi_p,
-  lax.not_p,
-  lax.or_p,
-  lax.population_count_p,
-  lax.shift_left_p,
-  lax.shift_right_arithmetic_p,
-  lax.shift_right_logical_p,
-  lax.xor_p,
+  of(T.NONE, lax.and_p, lax.axis_index_p, lax.clz_p, linalg.lu_pivots_to_permutation_p, lax.mulhi_p),
+  of(T.NONE, lax.not_p, lax.or_p, lax.population_count_p, lax.shift_left_p, lax.shift_right_arithmetic_p),
+  of(T.NONE, lax.shift_right_logical_p, lax.xor_p),
   "dim_as_value dimension_size platform_index",
   of(T.STORES_RESULT, lax.reduce_and_p, lax.reduce_or_p, lax.reduce_xor_p),
 )
 decide(
   "opaque",
   "complex numbers have no half precision",
-  lax.complex_p,
-  lax.conj_p,
-  lax.imag_p,
-  lax.real_p,
+  of(T.NONE, lax.complex_p, lax.conj_p, lax.imag_p, lax.real_p),
   recompute=False,
 )
 decide(
@@ -333,12 +290,8 @@ decide("opaque", "an extended dtype with its own representation", "from_edtype t
 decide(
   "opaque",
   "random numbers: the same key must give the same values",
-  primitives.random_fold_in_p,
-  primitives.random_gamma_p,
-  primitives.random_seed_p,
-  primitives.random_split_p,
-  lax.rng_uniform_p,
-  primitives.threefry2x32_p,
+  of(T.NONE, primitives.random_fold_in_p, primitives.random_gamma_p, primitives.random_seed_p),
+  of(T.NONE, primitives.random_split_p, lax.rng_uniform_p, primitives.threefry2x32_p),
   "random_clone random_unwrap random_wrap",
   of(T.READS_STORED, primitives.random_bits_p, lax.rng_bit_generator_p),
   recompute=False,

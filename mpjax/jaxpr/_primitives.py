@@ -26,6 +26,7 @@ class Trait(enum.Flag):
   CAST = enum.auto()  # the operand's elements, rounded
   MOVES = enum.auto()  # results lie elsewhere in memory, so that a cast before it is not free
   EACH = enum.auto()  # each operand has a result of its own
+  MARKS_AXES = enum.auto()  # says over which axes of a mesh a value varies: a matter of types alone
 
   # Of arithmetic.
   ELEMENTWISE = enum.auto()  # an element of the result depends on the operands' elements in its place

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax.dtypes import cast_floating
+from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale import _layerwise_vjp
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._presets import HIGHEST, number
@@ -303,7 +304,7 @@ class LayerwiseLossScale:
 
 def _without_closure(fun: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
   """`fun` with the arrays that it closes over as its first argument, and these: they have gradients too."""
-  run, constants, axes = _compat.closure_as_argument(fun, *arguments)
+  run, constants, axes = closure_as_argument(fun, *arguments)
   out = jax.eval_shape(run, constants, *arguments)
   if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f"a function between start and finish has to return one floating array, not {out}")

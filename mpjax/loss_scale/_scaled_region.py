@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax import _compat
 from mpjax.dtypes import at_least_float32
+from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._layerwise_vjp import divide
 
@@ -55,7 +55,7 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
           "would be unscaled in that dtype and underflow; pass it in float32 and cast it inside"
         )
     wide = lambda params, inputs: jax.tree.map(_widen, fun(params, *inputs))
-    run, closure, _ = _compat.closure_as_argument(wide, params, inputs)
+    run, closure, _ = closure_as_argument(wide, params, inputs)
     return _call(run, params, (closure, inputs), jnp.asarray(scale, jnp.float32))
 
   return region

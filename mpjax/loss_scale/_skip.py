@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Bool, PyTree
 
-from mpjax import _compat
-from mpjax._types import ClosedJaxpr, Var
+from mpjax._types import ClosedJaxpr, JaxprEqn, Var
+from mpjax.jaxpr import as_function, bind_again, interpret, is_variable
 
 State = TypeVar("State")
 
@@ -49,8 +50,8 @@ def apply_if(
     with contextlib.suppress(Exception):
       return _select_where_defined(finite, update, old_state, branch_on_cpu)
   updates, new_state = update()
-  select = lambda new, old: jnp.where(finite, new, old) if _compat.is_array(new) else new
-  zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _compat.is_array(u) else u), updates)
+  select = lambda new, old: jnp.where(finite, new, old) if _is_array(new) else new
+  zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _is_array(u) else u), updates)
   return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
 
 
@@ -69,8 +70,8 @@ def _select_where_defined(
   def arrays() -> list[Array]:
     updates, new_state = update()
     leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
-    others[:] = [structure, [None if _compat.is_array(leaf) else leaf for leaf in leaves]]
-    return [leaf for leaf in leaves if _compat.is_array(leaf)]
+    others[:] = [structure, [None if _is_array(leaf) else leaf for leaf in leaves]]
+    return [leaf for leaf in leaves if _is_array(leaf)]
 
   program = jax.make_jaxpr(arrays)()
   structure, rest = others
@@ -82,7 +83,7 @@ def _select_where_defined(
   if branch_on_cpu and _may_branch(program):
     zeros = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.jaxpr.outvars[:cut]]
     skipped = lambda: [*zeros(), *old_arrays]
-    by_branch = lambda: jax.lax.cond(finite, _compat.as_function(program), skipped)
+    by_branch = lambda: jax.lax.cond(finite, as_function(program), skipped)
     values = jax.lax.platform_dependent(cpu=by_branch, default=by_selects)
   else:
     values = by_selects()
@@ -102,16 +103,17 @@ def _by_selects(
   selected: dict[Var, Array] = {}
   for atom, old in zip(state_atoms, old_arrays, strict=True):
     # Not what `update` passes through; and of a value that it keeps twice only the first.
-    if _compat.is_variable(atom) and atom not in passed_through:
+    if is_variable(atom) and atom not in passed_through:
       selected.setdefault(atom, old)
 
-  def at_definition(variable: Var, value: Array) -> Array:
-    return jnp.where(finite, value, selected[variable]) if variable in selected else value
+  def select_at_definition(equation: JaxprEqn, operands: list[Array]) -> list[Array]:
+    made = zip(equation.outvars, bind_again(equation, operands), strict=True)
+    return [jnp.where(finite, value, selected[v]) if v in selected else value for v, value in made]
 
-  values = _compat.eval_jaxpr(program, at_definition)
+  values = interpret(program, (), select_at_definition)
   zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
   kept = [
-    value if _compat.is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
+    value if is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
     for atom, value, old in zip(state_atoms, values[cut:], old_arrays, strict=True)
   ]
   return [*zeroed, *kept]
@@ -140,3 +142,10 @@ def keep_dtypes(new_state: State, old_state: State) -> State:
     return new if same else jnp.asarray(new).astype(old.dtype)
 
   return jax.tree.map(cast, new_state, old_state)
+
+
+def _is_array(leaf: object) -> bool:
+  """Returns whether JAX can trace `leaf` as an array: not so for `float0`."""
+  if isinstance(leaf, (bool, int, float, complex)):
+    return True
+  return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0

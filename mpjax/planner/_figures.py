@@ -20,7 +20,6 @@ TRANSIENT_PARTS = (
 )
 
 # Phases of a program: of its derivative, or neither.
-FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
 
 def pattern(path: str) -> str:

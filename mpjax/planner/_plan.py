@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax import _compat
 from mpjax._plain_text import bytes_text
 from mpjax._types import PolicyLike, PyTree
+from mpjax.jaxpr import constants_of
 from mpjax.planner._figures import Collective, Compiled, Memory, ProductGroup
 from mpjax.planner._results import Plan
 from mpjax.planner._targets import Target, get_target
@@ -154,7 +154,7 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
     and not any(p.dtype.startswith("float8") for p in products)
   ):
     notes.append("no product is FP8: mpjax.explain says why each is not")
-  held = sum(getattr(constant, "nbytes", 0) for constant in _compat.constants(traced.jaxpr))
+  held = sum(getattr(constant, "nbytes", 0) for constant in constants_of(traced.jaxpr))
   if held > _WORTH_A_NOTE:
     notes.append(
       f"the step closes over {bytes_text(held)} of arrays, which no part counts: pass them as arguments"

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax import _compat
 from mpjax._lazy import nnx
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
+from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._fp8_on_target import policy_on_target
 from mpjax.planner._targets import Target
@@ -223,7 +223,7 @@ def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.T
     where = [
       f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
       for frame in traceback.extract_tb(error.__traceback__)
-      if not _compat.is_library(frame.filename)
+      if not is_library(frame.filename)
     ]
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = lines[0] if lines else ""

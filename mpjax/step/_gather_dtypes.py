@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mpjax import _compat
-from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr import Trait, alignment, call_kind, has
+from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
+from mpjax.jaxpr import Trait, alignment, call_kind, dtype_of, has, is_variable, open_jaxpr
 
 
 def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
@@ -19,7 +18,7 @@ def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
     closed: a jaxpr.
     inputs: positions among its inputs.
   """
-  body = _compat.open_jaxpr(closed)
+  body = open_jaxpr(closed)
   return [_single(_reads(body, body.invars[i])) for i in inputs]
 
 
@@ -31,7 +30,7 @@ def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
   """Returns the dtypes in which a variable of a jaxpr is used."""
   values, found = {start}, set()
   for equation in body.eqns:
-    read = [i for i, atom in enumerate(equation.invars) if _compat.is_variable(atom) and atom in values]
+    read = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom in values]
     if not read:
       continue
     kind = call_kind(equation)
@@ -44,9 +43,9 @@ def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
     elif kind is not None and kind.is_plain:  # of a derivative rule the body is not the whole truth
       found |= _in_call(equation, read)
     else:
-      found.add(_dtype(start))
-  if any(_compat.is_variable(atom) and atom in values for atom in body.outvars):
-    found.add(_dtype(start))
+      found.add(dtype_of(start))
+  if any(is_variable(atom) and atom in values for atom in body.outvars):
+    found.add(dtype_of(start))
   return found
 
 
@@ -57,13 +56,8 @@ def _in_call(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
   for i in read:
     bodies = [(body, operands.index(i)) for body, operands in aligned if i in operands]
     if not bodies:
-      return {_dtype(equation.invars[i])}
+      return {dtype_of(equation.invars[i])}
     for body, position in bodies:
-      inner = _compat.open_jaxpr(body)
+      inner = open_jaxpr(body)
       found |= _reads(inner, inner.invars[position])
   return found
-
-
-def _dtype(atom: Atom) -> np.dtype:
-  dtype: np.dtype = atom.aval.dtype  # type: ignore[attr-defined]
-  return dtype

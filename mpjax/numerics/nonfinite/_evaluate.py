@@ -16,7 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax.jaxpr import CallKind, Trait, call_kind, has
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  as_function,
+  bodies_of,
+  call_kind,
+  constants_of,
+  has,
+  is_variable,
+  open_jaxpr,
+  scan_parts,
+  while_parts,
+)
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.numerics.nonfinite._origins import (
@@ -102,14 +114,14 @@ class Evaluation:
 
   def _body(self, jaxpr: Any, values: list[BlamedArray], place: Place) -> list[BlamedArray]:
     """Evaluates a jaxpr; takes the values out of the list, so that they are freed after their last use."""
-    open_jaxpr = _compat.open_jaxpr(jaxpr)
-    constants = [BlamedArray(c) for c in _compat.constants(jaxpr)]
-    environment = dict(zip(open_jaxpr.constvars, constants, strict=True))
-    schedule = self._schedule(open_jaxpr, place.of_loss)
-    arguments = zip(open_jaxpr.invars, values, strict=True)
+    body = open_jaxpr(jaxpr)
+    constants = [BlamedArray(c) for c in constants_of(jaxpr)]
+    environment = dict(zip(body.constvars, constants, strict=True))
+    schedule = self._schedule(body, place.of_loss)
+    arguments = zip(body.invars, values, strict=True)
     environment |= ((variable, value) for variable, value in arguments if variable in schedule.read)
     values.clear()
-    for variable, value in zip(open_jaxpr.constvars, constants, strict=True):
+    for variable, value in zip(body.constvars, constants, strict=True):
       if not is_finite(value.array):
         blame = frozenset({self._constant(value.array, None, place)})
         environment[variable] = value._replace(blame=blame)
@@ -124,10 +136,10 @@ class Evaluation:
         if variable in schedule.read:
           environment[variable] = value
       del operands
-    return [self._read(environment, atom, None, place) for atom in open_jaxpr.outvars]
+    return [self._read(environment, atom, None, place) for atom in body.outvars]
 
   def _read(self, environment: dict[Any, BlamedArray], atom: Any, equation: Any, place: Place) -> BlamedArray:
-    if _compat.is_variable(atom):
+    if is_variable(atom):
       return environment[atom]
     if not is_inexact(atom.val) or np.isfinite(np.asarray(atom.val, np.complex64)).all():
       return BlamedArray(atom.val, constant=True)
@@ -211,7 +223,7 @@ class Evaluation:
     return False
 
   def _call(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
-    return self._body(_compat.bodies(equation)[0], operands, place)
+    return self._body(bodies_of(equation)[0], operands, place)
 
   def _cond(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     branches = equation.params["branches"]
@@ -223,11 +235,11 @@ class Evaluation:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
-    parts = _compat.scan_parts(equation)
+    parts = scan_parts(equation)
     length, reverse = parts.options["length"], parts.options["reverse"]
     own = self._accumulate > 1 and not place.iterations and not place.module and length == self._accumulate
     body = equation.params["jaxpr"]
-    of_loss = of_loss_inside(_compat.open_jaxpr(body), place.of_loss, parts.consts, parts.carry)
+    of_loss = of_loss_inside(open_jaxpr(body), place.of_loss, parts.consts, parts.carry)
     constants, xs = operands[: parts.consts], operands[parts.consts + parts.carry :]
     turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
     carry = operands[parts.consts : parts.consts + parts.carry]
@@ -245,12 +257,11 @@ class Evaluation:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
-    p = equation.params
-    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    body = p["body_jaxpr"]
+    condition, body, n, m = while_parts(equation)
+    m += n
     of_loss = (any(place.of_loss),) * len(arrays)
     turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
-    goes_on = jax.jit(_compat.as_function(p["cond_jaxpr"]))
+    goes_on = jax.jit(as_function(condition))
     carry, i = operands[m:], 0
     while i < _MOST_TURNS and goes_on(*(x.array for x in [*operands[:n], *carry]))[0]:
       carry = turns.turn(equation, [*operands[n:m], *carry], i, None)
@@ -280,7 +291,7 @@ class _Turns:
     self._evaluation = evaluation
     self._body = body
     self._place = place
-    self._compiled = jax.jit(_compat.as_function(body))
+    self._compiled = jax.jit(as_function(body))
     self._left = _MOST_TAKEN_APART
 
   def turn(
@@ -311,10 +322,9 @@ class _Turns:
 
 
 def _bind(equation: Any, operands: list[Any]) -> list[Any]:
-  with equation.ctx.manager:
-    if call_kind(equation) is CallKind.SHARD_MAP:
-      return jax.jit(lambda *operands: _compat.bind(equation, list(operands)))(*operands)
-    return _compat.bind(equation, operands)
+  if call_kind(equation) is CallKind.SHARD_MAP:
+    return jax.jit(lambda *operands: _compat.bind(equation, list(operands)))(*operands)
+  return _compat.bind(equation, operands)
 
 
 def _origin(equation: Any, operands: list[Any], array: Any, place: Place, whole: bool = False) -> Origin:

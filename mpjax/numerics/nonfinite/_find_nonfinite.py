@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.tree_util import KeyPath
 
+from mpjax._compat import newer
 from mpjax._types import PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale._monitor import NonFinite
@@ -216,7 +218,7 @@ def _cause(report: NonfiniteReport, full: bool = False) -> str:
     largest = [f"{operand.largest:.3g}" for operand in origin.operands]
     text += f"; the largest {'operand is' if len(largest) == 1 else 'operands are'} {' and '.join(largest)}"
     text += f" ({' and '.join(dict.fromkeys(operand.dtype for operand in origin.operands))}{scaled})"
-  if origin.overflowed and origin.primitive != "convert_element_type":
+  if origin.overflowed and origin.primitive != lax.convert_element_type_p.name:
     text += f", and the result would reach {origin.float32_largest:.3g}"
   return text
 
@@ -227,30 +229,31 @@ def _where(origin: Origin) -> str:
 
 
 _DIVIDE = {
-  "div": "divided by zero",
-  "log": "took the logarithm of zero",
-  "log2": "took the logarithm of zero",
-  "rsqrt": "took the reciprocal of zero",
-  "reciprocal": "took the reciprocal of zero",
-  "pow": "raised zero to a negative power",
-  "integer_pow": "raised zero to a negative power",
+  lax.div_p.name: "divided by zero",
+  lax.log_p.name: "took the logarithm of zero",
+  str(newer("log2_p")): "took the logarithm of zero",
+  lax.rsqrt_p.name: "took the reciprocal of zero",
+  lax.pow_p.name: "raised zero to a negative power",
+  lax.integer_pow_p.name: "raised zero to a negative power",
 }
 
 
 # NaN of finite operands, by what they are.
 _OUTSIDE = {
-  "sqrt": "took the root of a negative number",
-  "rsqrt": "took the root of a negative number",
-  "log": "took the logarithm of a negative number",
-  "log1p": "took the logarithm of a negative number",
-  "gather": "read at an index out of range, which JAX fills with NaN",
+  lax.sqrt_p.name: "took the root of a negative number",
+  lax.rsqrt_p.name: "took the root of a negative number",
+  lax.log_p.name: "took the logarithm of a negative number",
+  lax.log1p_p.name: "took the logarithm of a negative number",
+  lax.gather_p.name: "read at an index out of range, which JAX fills with NaN",
 }
 
 
 def _at_zero(origin: Origin) -> bool:
   operands = origin.operands
   return (
-    origin.primitive in _DIVIDE and bool(operands) and operands[origin.primitive == "div" and -1].zeros > 0
+    origin.primitive in _DIVIDE
+    and bool(operands)
+    and operands[origin.primitive == lax.div_p.name and -1].zeros > 0
   )
 
 
@@ -341,7 +344,7 @@ def _advice(report: NonfiniteReport) -> list[str]:
     options.append(f"rows that are not masked everywhere, or a large finite number for -inf{at}")
   elif _at_zero(origin):
     options.append(f"an operand that is kept away from zero{at}: with an epsilon, or by jnp.where before it")
-  elif origin.primitive == "gather":
+  elif origin.primitive == lax.gather_p.name:
     options.append(f"the data: indices from 0 up to the size of the table{at}")
   elif origin.primitive in _OUTSIDE:
     options.append(f"an operand that is kept in range{at}: by jnp.maximum, or by jnp.where before it")

@@ -160,8 +160,7 @@ def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | N
   if "precision" in equation.params:
     changes["precision"] = None  # algorithms are named after the dtypes that they take
   wide = [jnp.asarray(x).astype(jnp.float32) if is_inexact(x) else x for x in operands]
-  with equation.ctx.manager:
-    (out,) = _compat.bind(equation, wide, **changes)
+  (out,) = _compat.bind(equation, wide, **changes)
   floating = [x for x in wide if is_inexact(x)]
   if of_places(equation, floating, out.shape):
     out = jnp.where(explained(floating), 0, out)

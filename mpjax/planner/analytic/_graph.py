@@ -14,10 +14,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax import _compat
-from mpjax.jaxpr import CallKind, call_kind, flops
+from mpjax.jaxpr import (
+  BACKWARD,
+  OTHER,
+  CallKind,
+  bodies_of,
+  call_kind,
+  default_branch,
+  flops,
+  inside,
+  is_recomputed,
+  is_variable,
+  module_path,
+  open_jaxpr,
+  phase_of,
+  source_line,
+  times_run,
+)
 from mpjax.planner._array_bytes import itemsize
-from mpjax.planner._figures import BACKWARD, FORWARD, OTHER
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -105,7 +119,7 @@ class Graph:
 
 def make_graph(closed: Any) -> Graph:
   """The graph of a closed jaxpr."""
-  jaxpr = _compat.open_jaxpr(closed)
+  jaxpr = open_jaxpr(closed)
   return _Builder().graph(jaxpr, _Context(OTHER, "", "", 0))
 
 
@@ -148,12 +162,11 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
 def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Any:
   """What is equal for operations that compute the same; `None` for one that must stay as it is."""
   equation = operation.equation
-  if operation.bodies or equation.effects or _compat.bodies(equation):
+  if operation.bodies or equation.effects or bodies_of(equation):
     return None
   given = iter(operands)
   atoms = [
-    id(next(given)) if _compat.is_variable(atom) else (str(atom.val), str(atom.aval))
-    for atom in equation.invars
+    id(next(given)) if is_variable(atom) else (str(atom.val), str(atom.aval)) for atom in equation.invars
   ]
   parameters = tuple((name, _hashable(value)) for name, value in sorted(equation.params.items()))
   return operation.name, region, tuple(atoms), parameters
@@ -191,8 +204,8 @@ class _Builder:
       environment[variable] = _value(variable.aval)
     operations: list[GraphOperation] = []
     self._run(jaxpr, environment, context, operations)
-    results = [environment[v] for v in jaxpr.outvars if _compat.is_variable(v)]
-    literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not _compat.is_variable(v)]
+    results = [environment[v] for v in jaxpr.outvars if is_variable(v)]
+    literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not is_variable(v)]
     return Graph(arguments, results, _needed(operations, results), sum(literals))
 
   def _run(
@@ -200,7 +213,7 @@ class _Builder:
   ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
-      if equation.params.get("prevent_cse") and equation.params.get("differentiated"):
+      if is_recomputed(equation):
         self._regions += 1
         here = dataclasses.replace(here, region=self._regions)
       if call_kind(equation) is CallKind.SHARD_MAP:
@@ -210,20 +223,20 @@ class _Builder:
         out.append(self._operation(equation, environment, here))
         continue
       inner: dict[Any, GraphValue] = {}
-      opened = _compat.open_jaxpr(body)
+      opened = open_jaxpr(body)
       for variable in opened.constvars:
         inner[variable] = _value(variable.aval)
       # Of a choice by platform the first operand is the choice.
       operands = equation.invars[len(equation.invars) - len(opened.invars) :]
       for variable, atom in zip(opened.invars, operands, strict=True):
-        inner[variable] = environment[atom] if _compat.is_variable(atom) else _value(variable.aval)
+        inner[variable] = environment[atom] if is_variable(atom) else _value(variable.aval)
       self._run(opened, inner, here, out)
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
-        environment[variable] = inner[atom] if _compat.is_variable(atom) else _value(variable.aval)
+        environment[variable] = inner[atom] if is_variable(atom) else _value(variable.aval)
 
   def _operation(self, equation: Any, environment: dict[Any, GraphValue], here: _Context) -> GraphOperation:
     kind = call_kind(equation)
-    operands = [environment[atom] for atom in equation.invars if _compat.is_variable(atom)]
+    operands = [environment[atom] for atom in equation.invars if is_variable(atom)]
     results = []
     for variable in equation.outvars:
       environment[variable] = _value(variable.aval)
@@ -231,8 +244,8 @@ class _Builder:
       results.append(environment[variable])
     bodies = []
     if kind is not None and kind.is_control_flow:
-      bodies = [self.graph(_compat.open_jaxpr(body), here) for body in _compat.bodies(equation)]
-    times = equation.params.get("length", 1) if kind is CallKind.SCAN else 1
+      bodies = [self.graph(open_jaxpr(body), here) for body in bodies_of(equation)]
+    times = times_run(equation)
     if not here.path or not here.source:
       # What a transformation put in bears no name: it belongs to what it reads.
       makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
@@ -265,32 +278,24 @@ def _value(aval: Any) -> GraphValue:
 
 def _call(equation: Any) -> Any:
   """The jaxpr that an equation is a plain call of, or `None`; of a choice by platform, the default one."""
-  platforms = equation.params.get("branches_platforms")
-  if platforms:
-    return _compat.bodies(equation)[platforms.index(None) if None in platforms else -1]
+  branch = default_branch(equation)
+  if branch is not None:
+    return branch
   kind = call_kind(equation)
   if kind is None or kind.is_control_flow:
     return None
-  bodies = _compat.bodies(equation)
-  if len(bodies) != 1 or len(_compat.open_jaxpr(bodies[0]).invars) != len(equation.invars):
+  bodies = bodies_of(equation)
+  if len(bodies) != 1 or len(open_jaxpr(bodies[0]).invars) != len(equation.invars):
     return None
-  return bodies[0] if len(_compat.open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
+  return bodies[0] if len(open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
 
 
 def _at(equation: Any, context: _Context) -> _Context:
-  transforms = _compat.transforms(equation)
-  phase = BACKWARD if "transpose" in transforms else FORWARD if "jvp" in transforms else OTHER
+  phase = phase_of(equation)
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
     phase = context.phase
-  path = _compat.module_path(equation)
-  path = "/".join(part for part in path.split("/") if part not in _MARKS)
-  joined = path if not context.path or path.startswith(context.path) else f"{context.path}/{path}".rstrip("/")
-  return _Context(
-    phase, joined, _compat.source_line(equation) or context.source, context.region, context.local
-  )
-
-
-_MARKS = frozenset({"rematted_computation", "checkpoint", "autocast_output"})
+  path = inside(context.path, module_path(equation))
+  return _Context(phase, path, source_line(equation) or context.source, context.region, context.local)
 
 
 def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from mpjax.fp8._dot_general import fp8_dot_general_p
-from mpjax.jaxpr import Trait, has
-from mpjax.planner.analytic._graph import BACKWARD, OTHER, Graph, GraphValue
+from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
+from mpjax.planner.analytic._graph import Graph, GraphValue
 from mpjax.planner.analytic._liveness import Peak
 
 Shape = tuple[int, ...]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from mpjax.fp8._dot_general import fp8_dot_general_p
-from mpjax.jaxpr import Trait, has
-from mpjax.planner.analytic._graph import BACKWARD, FORWARD, Graph, GraphOperation, GraphValue
+from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
+from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 
-from mpjax.planner.analytic._graph import BACKWARD, GraphOperation, GraphValue
+from mpjax.jaxpr import BACKWARD
+from mpjax.planner.analytic._graph import GraphOperation, GraphValue
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ import collections
 import functools
 import math
 
-from mpjax.planner._figures import BACKWARD, FORWARD, Memory, Saved, pattern
+from mpjax.jaxpr import BACKWARD, FORWARD
+from mpjax.planner._figures import Memory, Saved, pattern
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_locations import module_path, operation_of, phase_of, source_of
 from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak

@@ -1,0 +1,171 @@
+"""Where in the user's program an equation was traced: module path, phase of the derivative, source line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import re
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from jax.extend import source_info_util
+
+from mpjax import _compat
+from mpjax._types import JaxprEqn
+
+FORWARD, BACKWARD, OTHER = "forward", "backward", ""
+
+# Scopes with which mpjax marks a program, for an autocast outside.
+FULL_PRECISION = "full_precision"
+OUTPUT = "autocast_output"
+_OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT})
+# Scopes that are no modules. The names of einsums, `ij,jk->ik`, are none either.
+MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
+
+_TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
+_CALLS = ("jit", "pjit")
+
+# Code that a user's model goes through, and that is not the line that the user wrote.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
+_OWN = pathlib.Path(__file__).parents[1]
+
+
+class Scopes(NamedTuple):
+  """A name stack of JAX, taken apart.
+
+  Attributes:
+    transforms: the transformations, outermost first: `transpose`, `jvp`.
+    runs: the scopes, a new run where a transformation begins.
+  """
+
+  transforms: tuple[str, ...]
+  runs: tuple[tuple[str, ...], ...]
+
+  def path(self, leave_out: Container[str] = MARKS) -> str:
+    """The scopes in one path, `GPT/h0/attn`, once where a transformation has repeated them."""
+    flat: list[str] = []
+    starts = []
+    for run in self.runs:
+      starts.append(len(flat))
+      flat += [s for s in run if s not in leave_out and "->" not in s]
+    first = 0
+    for i in range(1, len(flat)):
+      n = i - first
+      transformed = any(i <= start < i + n for start in starts)  # else it is a module in one of its name
+      if transformed and flat[i : i + n] == flat[first:i]:
+        first = i
+    return "/".join(flat[first:])
+
+  @property
+  def phase(self) -> str:
+    """FORWARD or BACKWARD pass of a derivative, or OTHER."""
+    if "transpose" in self.transforms:
+      return BACKWARD
+    return FORWARD if "jvp" in self.transforms else OTHER
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def parse_scopes(text: str) -> Scopes:
+  """Takes apart a name stack, `transpose(jvp(GPT))/h0`, as JAX prints it and a compiled program bears it."""
+  transforms: list[str] = []
+  runs: list[list[str]] = [[]]
+  for part in split_scopes(text):
+    found = _TRANSFORMED.match(part)
+    if found is None:
+      runs[-1] += [part] if part else []
+      continue
+    runs.append([])
+    while found is not None:
+      kind, part = found.groups()
+      if kind in _CALLS:
+        part = ""
+      else:
+        transforms.append(kind)
+      found = _TRANSFORMED.match(part)
+    runs[-1] += part.split("/") if part else []
+  return Scopes(tuple(transforms), tuple(map(tuple, runs)))
+
+
+def split_scopes(text: str) -> list[str]:
+  """The parts of a name stack, which may have slashes inside of parentheses."""
+  parts, depth, current = [], 0, ""
+  for letter in text:
+    depth += (letter == "(") - (letter == ")")
+    if letter == "/" and depth == 0:
+      parts.append(current)
+      current = ""
+    else:
+      current += letter
+  return [*parts, current]
+
+
+def _scopes(equation: JaxprEqn) -> Scopes:
+  return parse_scopes(str(equation.source_info.name_stack))
+
+
+def module_path(equation: JaxprEqn) -> str:
+  """The modules that an equation was traced in: `GPT/h0/attn`."""
+  return _scopes(equation).path()
+
+
+def marked_path(equation: JaxprEqn) -> str:
+  """`module_path` with the marks that mpjax has put there among the modules."""
+  return _scopes(equation).path(MARKS - _OWN_MARKS)
+
+
+def without_marks(path: str) -> str:
+  """A marked path as a module path."""
+  return "/".join(part for part in path.split("/") if part not in MARKS)
+
+
+def inside(outer: str, path: str) -> str:
+  """The path of an equation in a body, from that of the call; a body may have been traced with both."""
+  if not outer or path == outer or path.startswith(f"{outer}/"):
+    return path
+  return f"{outer}/{path}" if path else outer
+
+
+def backward_depth(equation: JaxprEqn) -> int:
+  """How many backward passes an equation is inside of."""
+  return _scopes(equation).transforms.count("transpose")
+
+
+def phase_of(equation: JaxprEqn) -> str:
+  """FORWARD or BACKWARD pass of a derivative, or OTHER, as far as the equation itself tells."""
+  return _scopes(equation).phase
+
+
+def operation_name(equation: JaxprEqn) -> str:
+  """The name of the function that a call is of, `softmax`; elsewhere the primitive's."""
+  name = equation.params.get("name")
+  if not name and "call_jaxpr" in equation.params:
+    name = _compat.function_name(equation.params["call_jaxpr"])
+  return str(name) if name and str(name).isidentifier() else equation.primitive.name
+
+
+@contextlib.contextmanager
+def as_traced(equation: JaxprEqn) -> Iterator[None]:
+  """Gives new equations an equation's source line, scope and context."""
+  info = equation.source_info
+  stack = source_info_util.current_name_stack() + info.name_stack
+  with source_info_util.user_context(info.traceback, name_stack=stack), _compat.context_of(equation):
+    yield
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+  """Returns whether a file is of JAX, of a library over it or of this package, and not the user's."""
+  path = pathlib.Path(file)
+  if path.is_relative_to(_OWN):
+    return not path.is_relative_to(_OWN / "train")
+  parts = path.parts
+  return "site-packages" in parts and parts[parts.index("site-packages") + 1] in _LIBRARIES
+
+
+def source_line(equation: JaxprEqn) -> str:
+  """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
+  for file, line in _compat.user_frames(equation):
+    if not is_library(file):
+      return f"{pathlib.Path(file).name}:{line}"
+  return ""
