@@ -176,6 +176,7 @@ def _loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
+  at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: Any) -> LossScaleState:
     return first_state(config, inner.init(hide(params)))
@@ -183,9 +184,11 @@ def _loss_scale(
   def update(
     updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LossScaleState]:
-    unscaled = unscale(hide(updates), state.scale)
-    # Not `updates`: a scale below 1 can make a finite gradient infinite when it is taken off.
-    finite = all_finite(unscaled)
+    gradients = hide(updates)
+    unscaled = unscale(gradients, state.scale)
+    # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient once
+    # more to look at it afterwards. A scale that was set below the bounds by hand is no scale of this transform.
+    finite = all_finite(gradients) & (state.scale >= 1) if at_least_one else all_finite(unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 

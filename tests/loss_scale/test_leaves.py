@@ -253,7 +253,9 @@ def test_a_scale_below_1_hides_no_infinity_however_it_got_there(min_scale, jit):
   assert not np.asarray(updates).any()
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inner_state))
   _, new = tx.update(jnp.ones(2), state)
-  assert bool(new.grads_finite)
+  # A scale below the floor is none of the transform's: the step is skipped, and the scale is the floor again.
+  assert bool(new.grads_finite) == (min_scale < 1)
+  assert float(new.scale) == (2.0**-10 if min_scale < 1 else 1.0)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
