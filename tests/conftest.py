@@ -9,6 +9,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import collections
 
 import jax
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -16,6 +17,17 @@ from tests._quick_compile import compile_quickly
 from tests.train._tiny_gpt import write_tiny_gpt
 
 CASES = 2  # of a parametrised test, in a quick run
+
+# Modules whose annotations, shapes and dtypes of arrays among them, are checked at every call in CI. Those that
+# answer a wrong type by an error of their own are not here: their tests ask for it.
+CHECKED = (
+  "mpjax.formats",
+  *(
+    f"mpjax.loss_scale.{name}" for name in ("_check", "_convert", "_finite", "_overwritten", "_state_access")
+  ),
+)
+if os.environ.get("MPJAX_TYPECHECK"):
+  jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 
 def pytest_addoption(parser):

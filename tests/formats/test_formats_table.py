@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import mpjax
 from mpjax.formats import FORMATS, MATRIX_UNITS, describe, format_table, print_formats
 
+pytestmark = pytest.mark.optimised
 TARGETS = pathlib.Path(mpjax.__file__).parent / "formats" / "devices"
 WIDE = ("float64", "float32")
 ENUMERABLE = [name for name in FORMATS if name not in (*WIDE, "tensorfloat32")]
