@@ -44,6 +44,7 @@ def run(config, tmp_path, monkeypatch, capsys):
   return run
 
 
+@pytest.mark.slow
 def test_a_config_is_inspected_after_some_steps(run, tmp_path):
   report, out = run("policy=fp16", "steps=3", "batches=2")
   assert (report["policy"], report["step"], report["batches"], report["rows"]) == ("fp16", 3, 2, 16)
@@ -62,12 +63,14 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
   assert "GPT/blocks/0/qkv" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tmp_path):
   report, _ = run("--no-advice", "--pictures", "pictures", config=trained)
   assert (report["step"], report["policy"], report["title"]) == (8, "fp16", "run")
   assert (tmp_path / "pictures" / "histogram_activation_gradients.png").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_asked_about_another_policy_and_left_alone(run, trained, config):
   before = sorted(str(p) for p in trained.rglob("*"))
   report, _ = run("policy=bf16", f"checkpoint={trained / 'checkpoints' / '4'}", "--no-advice")
@@ -75,6 +78,7 @@ def test_a_checkpoint_is_asked_about_another_policy_and_left_alone(run, trained,
   assert sorted(str(p) for p in trained.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_path):
   report, out = run(SCALED_TOO_FAR, "steps=1", "batches=1", "--apply", "advised.yaml")
   assert any(f["severity"] == "problem" for f in report["findings"])
@@ -88,6 +92,7 @@ def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_pa
   assert skipped == {"asked": 6, "advised": 0}
 
 
+@pytest.mark.slow
 def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained, tmp_path):
   assert main(["train", config, "policy=fp16", "train.steps=8", f"out={tmp_path / 'run'}"]) == 0
   lines = lambda out: (out / "metrics.jsonl").read_text().splitlines()

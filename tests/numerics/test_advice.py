@@ -14,6 +14,9 @@ import mpjax
 from mpjax.policy import Override
 from tests.numerics._planted_models import chain, planted
 
+# A model that is float16 throughout is one of the cases.
+pytestmark = pytest.mark.filterwarnings("ignore:policy 'float16' means float16 for everything")
+
 RATE = 8e-4
 FAULTS = {
   "overflow": {"big": 1e4},
