@@ -17,6 +17,12 @@ from tests.fp8._programs import D, W, X, fp8, loss, mlp, weights
 from tests.fp8._reference import normal, relative
 
 
+def test_the_warning_names_the_users_line():
+  with pytest.warns(UserWarning, match="no FP8 units") as said:
+    mpjax.autocast(loss, "fp8")(weights(*[128] * 4), normal(128, 128))
+  assert said[0].filename == __file__
+
+
 @pytest.mark.parametrize(
   "policy", ["fp8", {"base": "fp8", "fp8": {"recipe": "block", "min_dim": 16}}], ids=str
 )
@@ -27,7 +33,6 @@ def test_without_units_fp8_is_bfloat16_and_says_so(policy):
   ) as said:
     out = jit(jax.value_and_grad(mpjax.autocast(loss, policy)))(w, x)
   assert len(said) == 1
-  assert said[0].filename == __file__
   half = jit(jax.value_and_grad(mpjax.autocast(loss, "bf16")))(w, x)
   jax.tree.map(np.testing.assert_array_equal, out, half)
   rows = [row for row in mpjax.explain(loss, policy)(w, x).rows if row.flops]
