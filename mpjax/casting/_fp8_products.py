@@ -34,7 +34,11 @@ from mpjax.jaxpr import shape_of
 
 # A warning of `warn_of` names the user's line: before Python 3.12 only where JAX does not stand in between.
 _AT_THE_USER: dict[str, Any] = (
-  {"skip_file_prefixes": tuple(str(pathlib.Path(m.__file__).parent) for m in (jax, sys.modules["mpjax"]))}
+  {
+    "skip_file_prefixes": tuple(
+      str(pathlib.Path(str(m.__file__)).parent) for m in (jax, sys.modules["mpjax"])
+    )
+  }
   if sys.version_info >= (3, 12)
   else {"stacklevel": 3}
 )
