@@ -8,7 +8,7 @@ taken.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
+from mpjax._types import Array
 from mpjax.fp8._scaling import amax_of
 from mpjax.jaxpr import PrimitiveFacts, register
 
@@ -44,7 +45,9 @@ observe_linear_p = Primitive("fp8_observe_linear")
 spread_p = Primitive("fp8_spread")
 
 
-def _observe_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
+def _observe_jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
+) -> tuple[Array, Array | ad.Zero]:
   (x, probe), (dx, d_probe) = primals, tangents
   out = observe_p.bind(x, probe, slot=slot, lead=lead)
   if isinstance(d_probe, ad.Zero):
@@ -54,7 +57,9 @@ def _observe_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
   return out, observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=lead)
 
 
-def _linear_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
+def _linear_jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, slot: int, lead: int
+) -> tuple[Array, Array | ad.Zero]:
   dx, d_probe, amax = primals
   ddx, dd_probe = tangents[:2]
   bind = functools.partial(observe_linear_p.bind, slot=slot, lead=lead)
@@ -64,7 +69,15 @@ def _linear_jvp(primals: Any, tangents: Any, *, slot: int, lead: int) -> Any:
   return out, bind(ad.instantiate_zeros(ddx), dd_probe, amax)
 
 
-def _linear_transpose(ct: Any, dx: Any, d_probe: Any, amax: Any, *, slot: int, lead: int) -> list[Any]:
+def _linear_transpose(
+  ct: Array | ad.Zero,
+  dx: Array | ad.UndefinedPrimal,
+  d_probe: Array | ad.UndefinedPrimal,
+  amax: Array,
+  *,
+  slot: int,
+  lead: int,
+) -> list[Array | ad.Zero | None]:
   of_dx = ct if ad.is_undefined_primal(dx) else None
   of_probe = None
   if ad.is_undefined_primal(d_probe):
@@ -76,7 +89,9 @@ def _linear_transpose(ct: Any, dx: Any, d_probe: Any, amax: Any, *, slot: int, l
   return [of_dx, of_probe, None]
 
 
-def _observe_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
+def _observe_batch(
+  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
+) -> tuple[Array, int | None]:
   x, probe = operands
   x_axis, probe_axis = axes
   if probe_axis is None and not lead:
@@ -86,7 +101,9 @@ def _observe_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
   return observe_p.bind(x, probe, slot=slot, lead=lead + 1), 0
 
 
-def _linear_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
+def _linear_batch(
+  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
+) -> tuple[Array, int | None]:
   dx, d_probe, amax = operands
   dx_axis, probe_axis, amax_axis = axes
   if probe_axis is None and not lead:
@@ -97,7 +114,7 @@ def _linear_batch(operands: Any, axes: Any, *, slot: int, lead: int) -> Any:
   return observe_linear_p.bind(*operands, slot=slot, lead=lead + 1), 0
 
 
-def _size(operands: Any, axes: Any) -> int:
+def _size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
   return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
 
@@ -105,7 +122,7 @@ def _front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
   return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 
-def _spread_batch(operands: Any, axes: Any, *, n: int) -> Any:
+def _spread_batch(operands: Sequence[Array], axes: Sequence[int], *, n: int) -> tuple[Array, int]:
   return spread_p.bind(operands[0], n=n), axes[0] + 1
 
 

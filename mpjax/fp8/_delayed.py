@@ -7,19 +7,22 @@ user, puts its gradient in its place, and leaves it alone on a step that is skip
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._types import Array, Fp8State
 from mpjax.fp8._amax_probe import spread
 from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._scaling import scale_of
 
+_Histories: TypeAlias = dict[str, dict[str, Array]]  # by product, then by operand
+_Opened: TypeAlias = tuple[dict[str, Array], dict[str, Array], Array]  # scales and probes by product, the tie
 OPERANDS = ("lhs", "rhs", "gradient")
 
 
-def empty_state(lengths: dict[str, int]) -> dict[str, Any]:
+def empty_state(lengths: dict[str, int]) -> Fp8State:
   """Histories of zeros, which stand for a scale of 1.
 
   Args:
@@ -36,7 +39,7 @@ def empty_state(lengths: dict[str, int]) -> dict[str, Any]:
   return {"amax": histories, "uses": jnp.ones([], jnp.float32)}
 
 
-def check_state(state: Any, lengths: dict[str, int]) -> None:
+def check_state(state: Fp8State, lengths: dict[str, int]) -> None:
   """Raises `ValueError` if a state is of another function or policy than these products.
 
   One that lacks some of them is none of another function: batches of other sizes have other FP8 products.
@@ -61,7 +64,7 @@ def check_state(state: Any, lengths: dict[str, int]) -> None:
         )
 
 
-def grow_gradients(state: Any, factor: jax.Array) -> Any:
+def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
   """A state (`{}` for none) whose gradients are about to be larger by a factor, float32[]."""
   if not state:
     return state
@@ -69,7 +72,9 @@ def grow_gradients(state: Any, factor: jax.Array) -> Any:
   return state | {"amax": grown}
 
 
-def open_state(state: Any, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]) -> Any:
+def open_state(
+  state: Fp8State, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]
+) -> tuple[dict[str, Array], dict[int, Array], Array]:
   """Scales for this step, and a probe for each product.
 
   Args:
@@ -91,17 +96,17 @@ def open_state(state: Any, recipes: dict[str, Recipe], uses: Mapping[str, Iterab
   return scales, by_number, tie
 
 
-def _open(state: Any, recipes: dict[str, Recipe]) -> Any:
+def _open(state: Fp8State, recipes: dict[str, Recipe]) -> _Opened:
   @jax.custom_vjp
-  def open_histories(state: Any) -> Any:
+  def open_histories(state: Fp8State) -> _Opened:
     normal = _normalised(state)
     scales = {site: _scales(normal[site], recipe) for site, recipe in recipes.items()}
     return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}, jnp.zeros([3], jnp.float32)
 
-  def forward(state: Any) -> Any:
+  def forward(state: Fp8State) -> tuple[_Opened, Fp8State]:
     return open_histories(state), state
 
-  def backward(state: Any, cotangents: Any) -> Any:
+  def backward(state: Fp8State, cotangents: _Opened) -> tuple[Fp8State]:
     _, amaxes, _ = cotangents
     normal = _normalised(state)
     new = dict(normal)  # what was not used, as it is
@@ -113,7 +118,7 @@ def _open(state: Any, recipes: dict[str, Recipe]) -> Any:
   return open_histories(state)
 
 
-def _normalised(state: Any) -> Any:
+def _normalised(state: Fp8State) -> _Histories:
   uses = jnp.maximum(state["uses"], 1)
   return jax.tree.map(lambda h: h.at[1:].divide(uses), state["amax"])
 

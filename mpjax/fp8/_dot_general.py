@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax.fp8._recipe import BLOCK, Recipe, parse_recipe
+from mpjax._types import DTypeLike
+from mpjax.fp8._recipe import BLOCK, Recipe, RecipeLike, parse_recipe
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
 
@@ -61,11 +64,11 @@ class Spec:
 def fp8_dot_general(
   lhs: jax.Array,
   rhs: jax.Array,
-  dimension_numbers: Any,
-  recipe: Recipe | Any = "current",
+  dimension_numbers: jax.lax.DotDimensionNumbers,
+  recipe: RecipeLike = "current",
   *,
   scales: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-  out_dtype: Any = None,
+  out_dtype: DTypeLike | None = None,
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
 ) -> jax.Array:
@@ -144,7 +147,9 @@ def _eager(*operands: Array, dimension_numbers: Dims, spec: Spec) -> Array:
     return _compiled(*operands, dimension_numbers=dimension_numbers, spec=spec)
 
 
-def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) -> Any:
+def _abstract(
+  lhs: ShapedArray, rhs: ShapedArray, *_: ShapedArray, dimension_numbers: Dims, spec: Spec
+) -> ShapedArray:
   contracted = math.prod(lhs.shape[i] for i in dimension_numbers[0][0])
   if spec.block and contracted % BLOCK:
     raise ValueError(
@@ -164,7 +169,12 @@ def _abstract(lhs: Any, rhs: Any, *_: Any, dimension_numbers: Dims, spec: Spec) 
 
 
 def _compute(
-  lhs: jax.Array, rhs: jax.Array, *scales: jax.Array, dimension_numbers: Dims, spec: Spec, units: Any
+  lhs: jax.Array,
+  rhs: jax.Array,
+  *scales: jax.Array,
+  dimension_numbers: Dims,
+  spec: Spec,
+  units: DTypeLike | None,
 ) -> jax.Array:
   """The product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
   if spec.native is not None:
@@ -190,7 +200,7 @@ def _compute(
 
 
 def quantised(
-  x: jax.Array, scale: jax.Array, dtype: Any, given: bool, spec: Spec
+  x: jax.Array, scale: jax.Array, dtype: np.dtype, given: bool, spec: Spec
 ) -> tuple[jax.Array, jax.Array]:
   """An operand in FP8, which it may be already, and its scale."""
   if x.dtype == dtype:
@@ -200,8 +210,10 @@ def quantised(
   return quantise(x, scale, dtype), scale
 
 
-def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: Any) -> jax.Array:
-  def rows(x: jax.Array, side: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _compute_blocks(
+  lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: DTypeLike | None
+) -> jax.Array:
+  def rows(x: jax.Array, side: int, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """[*batch, *free, contracted], and its scales."""
     contract, batch = dims[0][side], dims[1][side]
     x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
@@ -228,17 +240,17 @@ def _compute_blocks(lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, unit
   return out.astype(spec.out_dtype)
 
 
-def _times_units(x: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+def _times_units(x: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
   """What block-scaled numbers stand for; bfloat16 holds them but at the ends of its range."""
   blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
   return blocks.reshape(x.shape).astype(dtype)
 
 
 @functools.lru_cache(maxsize=128)
-def as_product(policy: Any) -> Any:
+def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
   """A policy of `jax.checkpoint` that takes FP8 products for what they are: matrix products."""
 
-  def asked(primitive: Any, *args: Any, **params: Any) -> Any:
+  def asked(primitive: Primitive, *args: object, **params: object) -> object:
     return policy(jax.lax.dot_general_p if primitive is fp8_dot_general_p else primitive, *args, **params)
 
   return asked
@@ -250,7 +262,9 @@ def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
   return [i for i in range(ndim) if i not in used]
 
 
-def _jvp(primals: Any, tangents: Any, *, dimension_numbers: Dims, spec: Spec) -> Any:
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
+) -> tuple[Array, Array | ad.Zero]:
   lhs, rhs, *scales = primals
   d_lhs, d_rhs = tangents[:2]
   if spec.saved:
@@ -272,7 +286,9 @@ def _jvp(primals: Any, tangents: Any, *, dimension_numbers: Dims, spec: Spec) ->
   return out, tangent
 
 
-def _saved(lhs: Any, rhs: Any, scales: list[Any], spec: Spec) -> tuple[Any, Any, list[Any], Spec]:
+def _saved(
+  lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec
+) -> tuple[Array, Array, list[Array], Spec]:
   """The operands in FP8, so that what differentiation keeps of them is that."""
   lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
   rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
@@ -291,31 +307,31 @@ def not_differentiable(x: jax.Array) -> jax.Array:
 
 
 @not_differentiable.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
   raise NotImplementedError(
     "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
     "saved_activations: compute"
   )
 
 
-def _transpose(ct: Any, lhs: Any, rhs: Any, *scales: Any, dimension_numbers: Dims, spec: Spec) -> list[Any]:
+def _transpose(
+  ct: Array | ad.Zero,
+  lhs: Array | ad.UndefinedPrimal,
+  rhs: Array | ad.UndefinedPrimal,
+  *scales: Array,
+  dimension_numbers: Dims,
+  spec: Spec,
+) -> list[Array | None]:
   nothing = [None] * len(scales)
   if isinstance(ct, ad.Zero):
     return [None, None, *nothing]
-  of_lhs = ad.is_undefined_primal(lhs)
-  dims, permutation = _transposed(
-    lhs.aval.ndim if of_lhs else lhs.ndim,
-    rhs.ndim if of_lhs else rhs.aval.ndim,
-    dimension_numbers,
-    of_lhs,
-  )
+  of_lhs = isinstance(lhs, ad.UndefinedPrimal)
+  lhs_ndim, rhs_ndim = (x.aval.ndim if isinstance(x, ad.UndefinedPrimal) else x.ndim for x in (lhs, rhs))
+  dims, permutation = _transposed(lhs_ndim, rhs_ndim, dimension_numbers, of_lhs)
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
-  if of_lhs:
-    operands, order = (ct, rhs), (2, 1)
-    formats = (spec.gradient_dtype, spec.rhs_dtype)
-  else:
-    operands, order = (lhs, ct), (0, 2)
-    formats = (spec.lhs_dtype, spec.gradient_dtype)
+  operands = (ct, rhs) if of_lhs else (lhs, ct)
+  order = (2, 1) if of_lhs else (0, 2)
+  formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
   first, second = order
   like = (lhs if of_lhs else rhs).aval
   backward = dataclasses.replace(
@@ -352,7 +368,9 @@ def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple
   return new, tuple(int(i) for i in np.argsort(layout))
 
 
-def _batch(operands: Any, axes: Any, *, dimension_numbers: Dims, spec: Spec) -> tuple[jax.Array, int]:
+def _batch(
+  operands: Sequence[Array], axes: Sequence[int | None], *, dimension_numbers: Dims, spec: Spec
+) -> tuple[jax.Array, int]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
   size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -380,7 +398,7 @@ def _batch(operands: Any, axes: Any, *, dimension_numbers: Dims, spec: Spec) -> 
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
 
 
-def _lower(units: Any) -> Any:
+def _lower(units: DTypeLike | None) -> Callable[..., Any]:
   return mlir.lower_fun(functools.partial(_compute, units=units), multiple_results=False)
 
 

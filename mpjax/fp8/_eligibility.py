@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mpjax._types import JaxprEqn
 from mpjax.fp8._recipe import Recipe
 
 
@@ -18,7 +19,9 @@ class Sizes(NamedTuple):
   n: int | None
 
 
-def sizes_of(lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: Any) -> Sizes:
+def sizes_of(
+  lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
+) -> Sizes:
   """The sizes of a `dot_general`, its dimensions folded."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   fold = lambda shape, dims: (
@@ -70,7 +73,7 @@ class Windows(NamedTuple):
   out: tuple[int, ...]
 
 
-def windows_of(equation: Any) -> Windows | None:
+def windows_of(equation: JaxprEqn) -> Windows | None:
   """A `conv_general_dilated` as a product of windows, where they do not overlap; `None` for others."""
   p = equation.params
   spec = p["dimension_numbers"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 
@@ -12,7 +11,7 @@ from mpjax.fp8._recipe import Recipe
 _NO_BLOCKS = "multiplies no blocks of 32 with a scale each (MXFP8): that starts with compute capability 10.0"
 
 
-def fp8_units(recipe: Recipe, device: Any = None) -> tuple[bool, str]:
+def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, str]:
   """Whether a device has units for a recipe's products, and if not, what it lacks.
 
   NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper) on and MXFP8 from 10.0 (Blackwell); AMD

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.fp8._dot_general import not_differentiable
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 
 
-def keep_in_fp8(fun: Callable[..., Any], which: Sequence[bool], dtype: Any) -> Callable[..., Any]:
+def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeLike) -> Callable[..., PyTree]:
   """`fun`, of which the backward pass computes the inside again, from operands that were kept in FP8.
 
   The value is that of `fun`; the gradient is that at the rounded operands.
@@ -27,15 +27,15 @@ def keep_in_fp8(fun: Callable[..., Any], which: Sequence[bool], dtype: Any) -> C
   """
 
   @jax.custom_vjp
-  def kept(*operands: Any) -> Any:
+  def kept(*operands: Array) -> PyTree:
     return fun(*operands)
 
-  def forward(*operands: Any) -> Any:
+  def forward(*operands: Array) -> tuple[PyTree, list[PyTree]]:
     return fun(*operands), [
       _narrow(x, dtype) if narrow else x for x, narrow in zip(operands, which, strict=True)
     ]
 
-  def backward(saved: Any, cotangents: Any) -> Any:
+  def backward(saved: list[PyTree], cotangents: PyTree) -> tuple[PyTree, ...]:
     # Or a compiler might widen early, and keep what was to be saved.
     kept, cotangents = jax.lax.optimization_barrier(
       ([x for x, narrow in zip(saved, which, strict=True) if narrow], cotangents)
@@ -48,7 +48,7 @@ def keep_in_fp8(fun: Callable[..., Any], which: Sequence[bool], dtype: Any) -> C
   return kept
 
 
-def _narrow(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _narrow(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
   scale = scale_of(amax_of(x), dtype)
   return not_differentiable(quantise(x, scale, dtype)), scale, jnp.zeros([0], x.dtype)
 

@@ -7,11 +7,11 @@ saturate); what was not finite becomes NaN, for the loss scaler to see.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mpjax._types import DTypeLike
 
 # Reciprocals stay normal numbers, which no device flushes to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -23,7 +23,7 @@ def amax_of(x: jax.Array, lead: int = 0) -> jax.Array:
   return jnp.max(jnp.abs(x), axis=tuple(range(lead, x.ndim)), initial=0).astype(jnp.float32)
 
 
-def scale_of(amax: jax.Array, dtype: Any, margin: int = 0, pow2: bool = False) -> jax.Array:
+def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, pow2: bool = False) -> jax.Array:
   """The scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
 
   Args:
@@ -44,7 +44,7 @@ def scale_of(amax: jax.Array, dtype: Any, margin: int = 0, pow2: bool = False) -
   return scale
 
 
-def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
   """`x * scale` in FP8, saturated; NaN where x is not finite.
 
   Args:
@@ -59,7 +59,7 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
 
 
-def quantise_blocks(x: jax.Array, axis: int, block: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantise_blocks(x: jax.Array, axis: int, block: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   """MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
 
   The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import TrackSkipsState
 from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
 from mpjax.loss_scale._state_access import all_loss_scales, refuse_multi_steps_outside
 from mpjax.loss_scale._transform import LossScaleState
 
+_State: TypeAlias = LossScaleState | TrackSkipsState
+_Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 # Far apart: a clip outside may sit at any size. The made-up gradients are in float32, which holds both.
 _SCALES = (2.0**-12, 2.0**40)
 _WAY_OUT = (
@@ -23,7 +27,7 @@ _WAY_OUT = (
 )
 
 
-def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> None:
+def check_loss_scaling(tx: optax.GradientTransformation, params: PyTree, **extra_args: object) -> None:
   """Tries `tx` on made-up gradients, and raises if its loss scale does not do its work.
 
   Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
@@ -50,7 +54,7 @@ def check_loss_scaling(tx: optax.GradientTransformation, params: Any, **extra_ar
   _check_skips(update, first, gradients[0], alone)
 
 
-def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:
+def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> None:
   results = []
   for scale in _SCALES:
     state, outputs = first, []
@@ -69,7 +73,7 @@ def _check_scales(update: Any, first: Any, gradients: list[Any]) -> None:
       )
 
 
-def _check_overwritten(handed_in: Any, updates: Any) -> None:
+def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
   for path, (value, update) in _leaves(handed_in, updates):
     if COLLECTION in path and not np.array_equal(value, update):
       raise ValueError(
@@ -78,7 +82,7 @@ def _check_overwritten(handed_in: Any, updates: Any) -> None:
       )
 
 
-def _check_skips(update: Any, first: Any, grads: Any, alone: bool) -> None:
+def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
   """One warm-up step, then for every leaf a step in which that leaf is not finite."""
   scale = _SCALES[1]
   grads = _scaled(grads, scale)
@@ -98,7 +102,7 @@ def _check_skips(update: Any, first: Any, grads: Any, alone: bool) -> None:
         _check_state(where, _without_scale(new), before)
 
 
-def _check_updates(where: str, bad: int, updates: Any, alone: bool) -> None:
+def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
   for i, (path, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
     if not is_inexact(out) or is_overwritten(path):
       continue
@@ -109,7 +113,7 @@ def _check_updates(where: str, bad: int, updates: Any, alone: bool) -> None:
       )
 
 
-def _check_state(where: str, new: Any, old: Any) -> None:
+def _check_state(where: str, new: PyTree, old: PyTree) -> None:
   for path, (new_leaf, old_leaf) in _leaves(new, old):
     if new_leaf.tobytes() != old_leaf.tobytes():
       raise ValueError(
@@ -118,12 +122,12 @@ def _check_state(where: str, new: Any, old: Any) -> None:
       )
 
 
-def _gradients(params: Any, seed: int, size: float) -> Any:
+def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
   """Normal gradients of norm about `size`, in float32 where they can be; zeros for what is not inexact."""
   rng = np.random.default_rng(seed)
   count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
 
-  def leaf(p: Any) -> Any:
+  def leaf(p: ArrayLike) -> Array | np.ndarray:
     if not is_inexact(p):
       return np.zeros(np.shape(p), jax.dtypes.float0)
     dtype = jnp.asarray(p).dtype
@@ -134,24 +138,26 @@ def _gradients(params: Any, seed: int, size: float) -> Any:
   return jax.tree.map(leaf, params)
 
 
-def _scaled(grads: Any, scale: float) -> Any:
+def _scaled(grads: PyTree, scale: float) -> PyTree:
   return jax.tree_util.tree_map_with_path(
     lambda path, g: g * scale if is_inexact(g) and not is_overwritten(path) else g, grads
   )
 
 
-def _with_scale(state: Any, scale: float) -> Any:
+def _with_scale(state: PyTree, scale: float) -> PyTree:
   """`state` with every loss scale in it set to `scale`."""
   return _map_states(state, lambda s: s._replace(scale=jnp.asarray(scale, jnp.float32)))
 
 
-def _without_scale(state: Any) -> Any:
+def _without_scale(state: PyTree) -> PyTree:
   """`state` with what its loss scales, and records of them, wrap in their place."""
   return _map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
 
 
-def _map_states(tree: Any, change: Any, kinds: Any = LossScaleState) -> Any:
-  def one(leaf: Any) -> Any:
+def _map_states(
+  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type[_State], ...] = (LossScaleState,)
+) -> PyTree:
+  def one(leaf: PyTree) -> PyTree:
     if not isinstance(leaf, kinds):
       return leaf
     return change(leaf._replace(inner_state=_map_states(leaf.inner_state, change, kinds)))
@@ -159,10 +165,10 @@ def _map_states(tree: Any, change: Any, kinds: Any = LossScaleState) -> Any:
   return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
-def _leaves(a: Any, b: Any) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
   """Path and both values of every leaf of two trees of one structure, keys as their data."""
 
-  def value(x: Any) -> np.ndarray:
+  def value(x: PyTree) -> np.ndarray:
     if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
       x = jax.random.key_data(x)
     return np.asarray(x)

@@ -10,10 +10,12 @@ import jmp
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
+from mpjax._types import PyTree
 from mpjax.loss_scale._presets import (
   HIGHEST,
   LOWEST,
   LossScaling,
+  LossScalingSpec,
   number,
   parse_loss_scaling,
   positive_integer,
@@ -26,9 +28,9 @@ _TARGETS = ("jmp", "flax", "torch")
 
 
 def import_loss_scale(
-  source: Any,
+  source: object,
   inner: optax.GradientTransformation,
-  inner_state: Any,
+  inner_state: PyTree,
   *,
   axis_name: Hashable | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, LossScaleState]:
@@ -55,7 +57,9 @@ def import_loss_scale(
   return tx, first_state(config, inner_state)._replace(good_steps=jnp.asarray(good_steps, jnp.int32))
 
 
-def export_loss_scale(opt_state: Any, to: str, *, scaling: Any, path: str | None = None) -> Any:
+def export_loss_scale(
+  opt_state: PyTree, to: str, *, scaling: LossScalingSpec, path: str | None = None
+) -> jmp.LossScale | DynamicScale | dict[str, float]:
   """The loss scale in `opt_state` as another library's object. What that has no bound for is dropped.
 
   Args:
@@ -108,7 +112,7 @@ def export_loss_scale(opt_state: Any, to: str, *, scaling: Any, path: str | None
   )
 
 
-def _describe(source: Any) -> tuple[LossScaling, int]:
+def _describe(source: object) -> tuple[LossScaling, int]:
   """The rules of `source`, with its scale as the first, and its count of finite steps."""
   if isinstance(source, jmp.DynamicLossScale):
     factor = number("factor", source.factor)
@@ -163,7 +167,7 @@ def _describe_torch(source: Mapping[str, Any]) -> tuple[LossScaling, int]:
   return config, int(tracker)
 
 
-def _dynamic(scale: Any, *, min_scale: float, **rules: Any) -> LossScaling:
+def _dynamic(scale: object, *, min_scale: float, **rules: Any) -> LossScaling:
   try:
     scale = number("scale", scale)
     # A scale below the source's own floor (set by hand, say) stays where it is.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, PyTree
+
+from mpjax._types import ArrayLike
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ def unscale(tree: T, scale: Float32[Array, ""]) -> T:
   """
   inverse = 1.0 / scale
 
-  def leaf(g: Any) -> Any:
+  def leaf(g: ArrayLike) -> ArrayLike:
     if not is_inexact(g):
       return g
     g = jnp.asarray(g)
@@ -53,7 +55,7 @@ def unscale(tree: T, scale: Float32[Array, ""]) -> T:
   return jax.tree.map(leaf, tree)
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: object) -> bool:
   """Returns whether `leaf` is a floating or complex array, or a Python number of such a kind."""
   dtype = getattr(leaf, "dtype", None)
   if dtype is None:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
+from mpjax._types import Array, ArrayLike, DTypeLike, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale import _layerwise_vjp
@@ -141,7 +142,7 @@ class LayerwiseLossScale:
         f"init_scale={self.init_scale!r}: expected a positive number up to max_scale={self.max_scale!r}"
       )
 
-  def start(self, x: Any, dtype: Any = None) -> Scaled:
+  def start(self, x: ArrayLike, dtype: DTypeLike | None = None) -> Scaled:
     """`x` as the first activation; the gradient with respect to `x` comes out unscaled.
 
     Args:
@@ -163,11 +164,11 @@ class LayerwiseLossScale:
 
   def layer(
     self,
-    fun: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
+    fun: Callable[[PyTree, Array], Array],
+    params: PyTree,
     h: Scaled,
     *,
-    kernel: Callable[[Any], jax.Array] | None = None,
+    kernel: Callable[[PyTree], Array] | None = None,
     fan_in: int | None = None,
     scale: jax.Array | None = None,
   ) -> Scaled:
@@ -302,7 +303,7 @@ class LayerwiseLossScale:
     return jnp.where(usable, _layerwise_vjp.power_of_two(scale), 1.0)
 
 
-def _without_closure(fun: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
+def _without_closure(fun: Callable[..., Any], *arguments: PyTree) -> tuple[Callable[..., Array], list[Array]]:
   """`fun` with the arrays that it closes over as its first argument, and these: they have gradients too."""
   run, constants, axes = closure_as_argument(fun, *arguments)
   out = jax.eval_shape(run, constants, *arguments)
@@ -316,13 +317,13 @@ def _without_closure(fun: Callable[..., Any], *arguments: Any) -> tuple[Callable
   return run, constants
 
 
-def _spend(h: Any) -> tuple[jax.Array, jax.Array]:
+def _spend(h: object) -> tuple[jax.Array, jax.Array]:
   if not isinstance(h, Scaled):
     raise TypeError(f"expected an activation from scaling.start(x), got {type(h).__name__}")
   return h.spend()
 
 
-def _check_master_weights(params: Any) -> None:
+def _check_master_weights(params: PyTree) -> None:
   for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
@@ -332,7 +333,7 @@ def _check_master_weights(params: Any) -> None:
       )
 
 
-def _only_kernel(params: Any) -> Callable[[Any], jax.Array] | None:
+def _only_kernel(params: PyTree) -> Callable[[PyTree], Array] | None:
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   found = [i for i, (_, leaf) in enumerate(leaves) if jnp.ndim(leaf) >= 2 and is_inexact(leaf)]
   if len(found) > 1:

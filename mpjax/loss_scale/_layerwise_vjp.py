@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax import _compat
+from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale._finite import is_inexact
 
@@ -24,29 +26,39 @@ class Layer(NamedTuple):
   run: Callable[..., jax.Array]
   enter: Callable[[jax.Array, jax.Array], jax.Array]
   measure: Callable[..., jax.Array]
-  kernel: Callable[[Any], jax.Array] | None = None
+  kernel: Callable[[PyTree], jax.Array] | None = None
   fan_in: int | None = None
   reuses: bool = False
 
 
 def layer(
-  static: Layer, learnt: tuple[Any, Any], values: tuple[jax.Array, ...], token: jax.Array, scale: jax.Array
+  static: Layer,
+  learnt: tuple[PyTree, PyTree],
+  values: tuple[jax.Array, ...],
+  token: jax.Array,
+  scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Output and token of `static.run(*learnt, *values)`, with the backward pass of the paper."""
   run = lambda learnt, values: static.run(*learnt, *values)
   dtype = max((value.dtype for value in values), key=lambda dtype: jnp.finfo(dtype).minexp)
 
   @jax.custom_vjp
-  def call(learnt: Any, values: Any, token: jax.Array, scale: jax.Array) -> Any:
+  def call(
+    learnt: PyTree, values: tuple[Array, ...], token: jax.Array, scale: jax.Array
+  ) -> tuple[Array, Array]:
     out = run(learnt, values)
     return out, tie(token, out)
 
-  def forward(learnt: Any, values: Any, token: jax.Array, scale: jax.Array) -> Any:
+  def forward(
+    learnt: PyTree, values: tuple[Array, ...], token: jax.Array, scale: jax.Array
+  ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     out, backward = jax.vjp(run, learnt, values)
     largest = _largest(values) if jax.tree.leaves(learnt) else None
     return (out, tie(token, out)), (backward, learnt, largest, scale)
 
-  def backward(residuals: Any, cotangents: Any) -> Any:
+  def backward(
+    residuals: tuple[Any, ...], cotangents: tuple[Array, Array]
+  ) -> tuple[PyTree, PyTree, Array, Array]:
     vjp, learnt, largest, scale = residuals
     g, token = cotangents
     passed = _sole(token)
@@ -75,7 +87,7 @@ def _largest(values: tuple[jax.Array, ...]) -> jax.Array:
   return functools.reduce(jnp.maximum, tops, _compat.vary_like(jnp.full([], 64.0, jnp.float32), values[0]))
 
 
-def _fit_sums(g: jax.Array, largest: jax.Array, learnt: Any) -> jax.Array:
+def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
   """A power of two up to 1, with which no sum that makes the gradient of a parameter leaves `g`'s dtype.
 
   These are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
@@ -102,13 +114,13 @@ def _unshared(x: jax.Array, g: jax.Array) -> jax.Array:
   return jnp.full_like(x, jnp.nan)
 
 
-def divide(tree: Any, scale: jax.Array) -> Any:
+def divide(tree: PyTree, scale: jax.Array) -> PyTree:
   """`tree` over `scale`, in the dtypes of `tree`; what is no gradient as it is.
 
   NaN where a gradient in half precision becomes too small for its dtype: what is learnt has to be in float32.
   """
 
-  def leaf(g: Any) -> Any:
+  def leaf(g: Array) -> Array:
     if not is_inexact(g):
       return g
     wide = at_least_float32(g.dtype)
@@ -121,12 +133,14 @@ def divide(tree: Any, scale: jax.Array) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def start(dtype: Any, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def start(dtype: np.dtype, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
   """`x` in `dtype`, whose gradient is unscaled in float32."""
   return x.astype(dtype), token
 
 
-def _start_backward(dtype: Any, like: jax.Array, cotangents: Any) -> tuple[jax.Array, jax.Array]:
+def _start_backward(
+  dtype: np.dtype, like: jax.Array, cotangents: tuple[Array, Array]
+) -> tuple[jax.Array, jax.Array]:
   g, token = cotangents
   wide = at_least_float32(like.dtype)
   return divide(g.astype(wide), _sole(token)).astype(like.dtype), jnp.zeros_like(token)
@@ -167,7 +181,7 @@ def fork(n: int, value: jax.Array, token: jax.Array) -> list[tuple[jax.Array, ja
   return [(value, token)] * n
 
 
-def _fork_backward(n: int, _: None, cotangents: Any) -> tuple[jax.Array, jax.Array]:
+def _fork_backward(n: int, _: None, cotangents: list[tuple[Array, Array]]) -> tuple[jax.Array, jax.Array]:
   gradients = jnp.stack([g for g, _ in cotangents])  # [n, ...]
   tokens = jnp.stack([token for _, token in cotangents])  # f32[n, 2]
   used = tokens[:, 1] > 0
@@ -210,7 +224,7 @@ def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
   return (g.astype(wide) * scale.astype(wide)).astype(g.dtype)
 
 
-def has_wide_range(dtype: Any) -> bool:
+def has_wide_range(dtype: DTypeLike) -> bool:
   """Whether `dtype` has the range of float32, in which nothing of a gradient is lost."""
   return jnp.finfo(dtype).minexp < -100
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from mpjax import _compat
+from mpjax._types import ArrayLike, Metrics, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._presets import positive_integer
@@ -67,16 +68,16 @@ class TrackSkipsState(NamedTuple):
       NaN, +inf, -inf at that step, and all elements.
   """
 
-  inner_state: Any
+  inner_state: PyTree
   step: jax.Array
   scales: jax.Array
   finite: jax.Array
   skipped_at: jax.Array
   skipped_scale: jax.Array
-  counts: Any
+  counts: PyTree
 
 
-def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
+def loss_scale_metrics(opt_state: PyTree) -> Metrics:
   """The loss scale and its counters, ready for a logger; usable inside `jit`.
 
   Args:
@@ -97,7 +98,7 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
   return metrics
 
 
-def nonfinite_leaves(tree: Any) -> dict[str, NonFinite]:
+def nonfinite_leaves(tree: PyTree) -> dict[str, NonFinite]:
   """The leaves of `tree` that hold NaN or infinity, by path; computed now, and read back to the host.
 
   Args:
@@ -129,7 +130,7 @@ def track_skips(
   history = positive_integer("history", history)
   tx = optax.with_extra_args_support(tx)
 
-  def init(params: Any) -> TrackSkipsState:
+  def init(params: PyTree) -> TrackSkipsState:
     inner_state = tx.init(params)
     get_loss_scale(inner_state)
     return TrackSkipsState(
@@ -143,13 +144,13 @@ def track_skips(
     )
 
   def update(
-    updates: Any, state: TrackSkipsState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, TrackSkipsState]:
+    updates: PyTree, state: TrackSkipsState, params: PyTree = None, **extra_args: object
+  ) -> tuple[PyTree, TrackSkipsState]:
     new_updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
     finite = get_loss_scale(inner_state).grads_finite
     scale = get_loss_scale(state.inner_state).scale
 
-    def count() -> Any:
+    def count() -> PyTree:
       gradients = hide(updates)
       axes = _compat.varying_axes(gradients)
       reduce = lambda leaf, n: _sum_over(axis_name if not axes else tuple(_compat.varying_axes(leaf)), n)
@@ -170,7 +171,7 @@ def track_skips(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def skip_report(opt_state: Any) -> SkipReport | None:
+def skip_report(opt_state: PyTree) -> SkipReport | None:
   """Why the last skipped step was skipped, from the record of `track_skips`; `None` if none was.
 
   Raises:
@@ -182,7 +183,7 @@ def skip_report(opt_state: Any) -> SkipReport | None:
   return SkipReport(int(state.skipped_at), float(state.skipped_scale), _rows(state.counts))
 
 
-def scale_history(opt_state: Any) -> dict[str, np.ndarray]:
+def scale_history(opt_state: PyTree) -> dict[str, np.ndarray]:
   """The last steps of `track_skips`' record, oldest first.
 
   Returns:
@@ -202,7 +203,7 @@ def scale_history(opt_state: Any) -> dict[str, np.ndarray]:
   }
 
 
-def _record(opt_state: Any) -> TrackSkipsState:
+def _record(opt_state: PyTree) -> TrackSkipsState:
   found = find_states(opt_state, TrackSkipsState)
   if len(found) != 1:
     raise ValueError(
@@ -218,7 +219,7 @@ def _record(opt_state: Any) -> TrackSkipsState:
   return record
 
 
-def _in_structure_of(old: Any, counts: Any) -> Any:
+def _in_structure_of(old: PyTree, counts: PyTree) -> PyTree:
   """`counts` with zeros for leaves that have no gradient."""
   is_none = lambda x: x is None
   new = jax.tree_util.tree_flatten_with_path(counts, is_leaf=is_none)[0]
@@ -228,14 +229,14 @@ def _in_structure_of(old: Any, counts: Any) -> Any:
   )
 
 
-def _sum_over(axis_name: Any, counts: jax.Array) -> jax.Array:
+def _sum_over(axis_name: Hashable | None, counts: jax.Array) -> jax.Array:
   return jax.lax.psum(counts, axis_name) if axis_name else counts
 
 
-def _count(tree: Any) -> Any:
+def _count(tree: PyTree) -> PyTree:
   """i32[4] for every leaf: elements that are NaN, +inf, -inf, and all."""
 
-  def leaf(x: Any) -> jax.Array:
+  def leaf(x: ArrayLike) -> jax.Array:
     size = jnp.asarray(min(np.size(x), 2**31 - 1), jnp.int32)
     if not is_inexact(x):
       return jnp.stack([jnp.zeros([], jnp.int32)] * 3 + [size])
@@ -248,7 +249,7 @@ def _count(tree: Any) -> Any:
   return jax.tree.map(leaf, tree)
 
 
-def _rows(counts: Any) -> dict[str, NonFinite]:
+def _rows(counts: PyTree) -> dict[str, NonFinite]:
   rows = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(jax.device_get(counts))[0]:
     row = NonFinite(*(int(n) for n in leaf))

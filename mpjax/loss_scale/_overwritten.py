@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath, PyTreeDef
+
+from mpjax._types import PyTree
 
 T = TypeVar("T")
 
 COLLECTION = "_overwrite_with_gradient"
 
 
-def apply_updates(params: T, updates: Any) -> T:
+def apply_updates(params: T, updates: PyTree) -> T:
   """`optax.apply_updates`, where a leaf under `_overwrite_with_gradient` becomes its update.
 
   Args:
@@ -38,14 +41,16 @@ def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformati
   """`inner` without the leaves that are overwritten: their updates are what was handed in for them."""
   inner = optax.with_extra_args_support(inner)
 
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+  ) -> tuple[PyTree, PyTree]:
     hidden, state = inner.update(hide(updates), state, hide(params), **hide_like(updates, extra_args))
     return show(updates, hidden, updates), state
 
   return optax.GradientTransformationExtraArgs(lambda params: inner.init(hide(params)), update)
 
 
-def has_overwritten(tree: Any) -> bool:
+def has_overwritten(tree: PyTree) -> bool:
   """Whether any leaf of `tree` is overwritten rather than differentiated."""
   return any(is_overwritten(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
@@ -57,28 +62,28 @@ def hide(tree: T) -> T:
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
 
 
-def hide_like(updates: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+def hide_like(updates: PyTree, extra_args: dict[str, object]) -> dict[str, object]:
   """`extra_args`, where trees of the structure of `updates` are hidden as they are."""
   if not has_overwritten(updates):
     return extra_args
-  structure: Any = jax.tree.structure(updates)
+  structure: PyTreeDef = jax.tree.structure(updates)
   return {k: hide(arg) if jax.tree.structure(arg) == structure else arg for k, arg in extra_args.items()}
 
 
-def show(like: Any, hidden: T, values: Any) -> T:
+def show(like: PyTree, hidden: T, values: PyTree) -> T:
   """`hidden` with its masked leaves taken from `values`; `like` is a whole tree of the same structure."""
   if not has_overwritten(like):
     return hidden
   return map_parts(lambda _, kept, __: kept, lambda _, __, value: value, like, hidden, values)
 
 
-def map_parts(of_gradients: Callable[..., Any], of_overwritten: Callable[..., Any], *trees: Any) -> Any:
+def map_parts(of_gradients: Callable[..., Any], of_overwritten: Callable[..., Any], *trees: PyTree) -> PyTree:
   """`jax.tree.map` with one function for what is differentiated and one for what is overwritten."""
   return jax.tree_util.tree_map_with_path(
     lambda path, *leaves: (of_overwritten if is_overwritten(path) else of_gradients)(*leaves), *trees
   )
 
 
-def is_overwritten(path: Any) -> bool:
+def is_overwritten(path: KeyPath) -> bool:
   """Whether a leaf at this key path is overwritten rather than differentiated."""
   return any(getattr(key, "key", getattr(key, "name", None)) == COLLECTION for key in path)

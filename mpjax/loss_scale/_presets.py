@@ -185,13 +185,13 @@ def is_power_of_two(value: float) -> bool:
   return math.frexp(value)[0] == 0.5
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
   """`value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
 
   Raises:
     ValueError: names `name`, if it is not one.
   """
-  if hasattr(value, "item") and np.size(value) == 1:
+  if hasattr(value, "item") and getattr(value, "size", 1) == 1:
     value = value.item()
   if isinstance(value, str):
     with contextlib.suppress(ValueError):
@@ -201,7 +201,7 @@ def number(name: str, value: Any) -> float:
   return float(value)
 
 
-def positive_integer(name: str, value: Any) -> int:
+def positive_integer(name: str, value: object) -> int:
   """`value` as an integer from 1 to what int32 holds.
 
   Raises:
@@ -219,5 +219,5 @@ def _short(value: object) -> str:
   return repr(value) if plain else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-def _yaml_hint(value: Any) -> str:
+def _yaml_hint(value: object) -> str:
   return " (YAML reads on, off, yes and no as booleans: quote the word)" if isinstance(value, bool) else ""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale._finite import is_inexact
@@ -47,7 +48,7 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
   """
 
   @functools.wraps(fun)
-  def region(params: Any, *inputs: Any) -> Any:
+  def region(params: PyTree, *inputs: PyTree) -> PyTree:
     for path, leaf in jax.tree_util.tree_flatten_with_path(inputs)[0]:
       if is_inexact(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32:
         raise ValueError(
@@ -61,20 +62,22 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
   return region
 
 
-def _call(run: Callable[..., Any], params: Any, inputs: tuple[Any, Any], scale: jax.Array) -> Any:
+def _call(run: Callable[..., Any], params: PyTree, inputs: tuple[PyTree, PyTree], scale: jax.Array) -> PyTree:
   @jax.custom_vjp
-  def call(params: Any, inputs: Any, scale: jax.Array) -> Any:
+  def call(params: PyTree, inputs: PyTree, scale: jax.Array) -> PyTree:
     return apply(params, inputs)
 
-  def apply(params: Any, inputs: Any) -> Any:
+  def apply(params: PyTree, inputs: PyTree) -> PyTree:
     closure, rest = inputs
     return run(closure, params, rest)
 
-  def forward(params: Any, inputs: Any, scale: jax.Array) -> Any:
+  def forward(
+    params: PyTree, inputs: PyTree, scale: jax.Array
+  ) -> tuple[PyTree, tuple[Callable[..., Any], Array]]:
     out, backward = jax.vjp(apply, params, inputs)
     return out, (backward, scale)
 
-  def backward(residuals: Any, g: Any) -> Any:
+  def backward(residuals: tuple[Callable[..., Any], Array], g: PyTree) -> tuple[PyTree, PyTree, Array]:
     vjp, scale = residuals
     times = lambda factor, tree: jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
     of_params, of_inputs = vjp(times(scale, g))
@@ -84,7 +87,7 @@ def _call(run: Callable[..., Any], params: Any, inputs: tuple[Any, Any], scale: 
   return call(params, inputs, scale)
 
 
-def _widen(x: Any) -> Any:
+def _widen(x: ArrayLike) -> ArrayLike:
   if not is_inexact(x):
     return x
   x = jnp.asarray(x)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._types import PyTree
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
 from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, parse_loss_scaling
@@ -35,7 +36,7 @@ class LossScaleState(NamedTuple):
   skipped_steps: jax.Array
   consecutive_skips: jax.Array
   grads_finite: jax.Array
-  inner_state: Any
+  inner_state: PyTree
   hysteresis_left: jax.Array
 
 
@@ -178,12 +179,12 @@ def _loss_scale(
   config = _keep_power_of_two(config)
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
-  def init(params: Any) -> LossScaleState:
+  def init(params: PyTree) -> LossScaleState:
     return first_state(config, inner.init(hide(params)))
 
   def update(
-    updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, LossScaleState]:
+    updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
+  ) -> tuple[PyTree, LossScaleState]:
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
     # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
@@ -209,7 +210,7 @@ def _loss_scale(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def first_state(config: LossScaling, inner_state: Any) -> LossScaleState:
+def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
   """The state before the first step; no two of its leaves share a buffer, so that it can be donated."""
   zero = lambda: jnp.zeros([], jnp.int32)
   return LossScaleState(
@@ -250,7 +251,7 @@ def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> Lo
   )
 
 
-def _overwrite(updates: Any, params: Any, finite: jax.Array) -> Any:
+def _overwrite(updates: PyTree, params: PyTree, finite: jax.Array) -> PyTree:
   if params is None:
     raise ValueError(
       "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
