@@ -11,8 +11,9 @@ import jax
 import jax.extend.core
 from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import partial_eval
+from jax.core import AbstractValue, ShapedArray
 
-from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn
+from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
 
 # Those of some supported releases of JAX alone, among the primitives that mpjax knows.
 PRIMITIVES_OF_SOME_RELEASES = frozenset(
@@ -158,18 +159,18 @@ def shard_map_like(
   return mapped, math.prod(p["mesh"].shape[axis] for axis in axes)
 
 
-def vary_like(tree: Any, like: Any) -> Any:
+def vary_like(tree: PyTree, like: PyTree) -> PyTree:
   """`tree` marked as varying over the `shard_map` axes that `like` varies over; elsewhere as it is."""
   axes = varying_axes(like)
 
-  def leaf(x: Any) -> Any:
+  def leaf(x: Array) -> Array:
     missing = axes - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
   return jax.tree.map(leaf, tree) if axes else tree
 
 
-def permuted_sharding(aval: Any, permutation: Sequence[int]) -> Any:
+def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> Any:
   """The sharding of what becomes a value of this type by a transpose; `None` without explicit axes."""
   if not is_explicit(aval):
     return None
@@ -178,18 +179,18 @@ def permuted_sharding(aval: Any, permutation: Sequence[int]) -> Any:
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
 
 
-def is_explicit(aval: Any) -> bool:
+def is_explicit(aval: AbstractValue) -> bool:
   """Whether a value's type says how it lies over a mesh."""
   sharding = getattr(aval, "sharding", None)
   return bool(sharding is not None and getattr(sharding.mesh, "explicit_axes", ()))
 
 
-def varying_axes(tree: Any) -> frozenset[str]:
+def varying_axes(tree: PyTree) -> frozenset[str]:
   """The `shard_map` axes that a leaf of `tree` is known to vary over: none where that is not tracked."""
   return frozenset().union(*(varying_axes_of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
-def varying_axes_of_type(kind: Any) -> frozenset[str]:
+def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
   """The `shard_map` axes that values of a type vary over."""
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from mpjax._types import Array
+
 
 def path_text(path: KeyPath) -> str:
   """Returns a key path as rules, reports and files have it: `blocks/0/qkv/kernel`; `""` for a bare leaf."""
@@ -29,7 +31,7 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     like: a tree of the same structure; where a leaf has no dtype, the one of `tree` stays as it is.
   """
 
-  def cast(leaf: Any, other: Any) -> Any:
+  def cast(leaf: Array, other: Array) -> Array:
     same = not hasattr(other, "dtype") or jnp.asarray(leaf).dtype == other.dtype
     return leaf if same else jnp.asarray(leaf).astype(other.dtype)
 

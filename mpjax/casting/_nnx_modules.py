@@ -90,7 +90,7 @@ class Modules:
       nnx.update(self._objects, nnx.from_flat_state(changed))
 
 
-def _value(variable: Any) -> Any:
+def _value(variable: object) -> Any:
   return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 

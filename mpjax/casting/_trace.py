@@ -84,7 +84,7 @@ class Traced:
 def to_output(tree: PyTree, policy: Policy) -> PyTree:
   """Casts what a function returns to the policy's output dtype."""
 
-  def cast(x: Any) -> Any:
+  def cast(x: Array) -> Array:
     if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
       return jax.lax.convert_element_type(x, policy.output_dtype)
     return x
@@ -105,7 +105,7 @@ def _check_output(path: KeyPath, leaf: object) -> None:
     )
 
 
-def _known(x: Any) -> np.ndarray | None:
+def _known(x: Array) -> np.ndarray | None:
   """Returns the value of a small float32 constant that is known while tracing."""
   if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") or x.size > 1 << 20 or x.dtype != np.float32:
     return None

@@ -380,9 +380,10 @@ def _batch(
     lhs, rhs = front(lhs, lhs_axis), front(rhs, rhs_axis)
     scales = [front(scale, axis) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
-  moved = lambda dims, axis, skip=False: (
-    tuple(dims) if axis is None or skip else tuple(i + (i >= axis) for i in dims)
-  )
+
+  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
+
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
   rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
@@ -391,7 +392,7 @@ def _batch(
   elif lhs_axis is not None:
     free = free_dims(lhs.ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
     out_axis = len(lhs_batch) + free.index(lhs_axis)
-  else:
+  elif rhs_axis is not None:
     free = free_dims(rhs.ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
     out_axis = lhs.ndim - len(lhs_contract) + free.index(rhs_axis)
   dims = ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))

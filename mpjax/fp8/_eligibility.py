@@ -9,6 +9,7 @@ import jax
 
 from mpjax._types import JaxprEqn
 from mpjax.fp8._recipe import Recipe
+from mpjax.jaxpr import shape_of
 
 
 class Sizes(NamedTuple):
@@ -77,8 +78,8 @@ def windows_of(equation: JaxprEqn) -> Windows | None:
   """A `conv_general_dilated` as a product of windows, where they do not overlap; `None` for others."""
   p = equation.params
   spec = p["dimension_numbers"]
-  lhs, rhs = (a.aval.shape for a in equation.invars)
-  out = equation.outvars[0].aval.shape
+  lhs, rhs = map(shape_of, equation.invars)
+  out = shape_of(equation.outvars[0])
   kernel = tuple(rhs[i] for i in spec.rhs_spec[2:])
   plain = (
     all(isinstance(size, int) for size in (*lhs, *rhs))

@@ -82,7 +82,7 @@ class Magnitudes:
   count: float
 
   @staticmethod
-  def of(summary: Summary, kept: Any) -> Magnitudes:
+  def of(summary: Summary, kept: Sequence[float] | np.ndarray) -> Magnitudes:
     """Returns the magnitudes from what a `Summary` kept."""
     n = len(summary.edges)
     values = np.asarray(kept[: n + 1], np.float64)

@@ -134,7 +134,7 @@ def _argument(
   name: str,
   argument: PyTree,
   path: tuple[Any, ...],
-  leaf: Any,
+  leaf: jax.Array | jax.ShapeDtypeStruct,
   chosen: str | None,
   donated: bool,
   like_slot: bool,
@@ -226,5 +226,5 @@ def _child(node: Any, entry: Any) -> Any:
   return None
 
 
-def _floating(leaf: Any) -> bool:
+def _floating(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
   return jax.dtypes.issubdtype(leaf.dtype, np.inexact)

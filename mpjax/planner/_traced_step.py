@@ -146,7 +146,7 @@ def _is_nnx(x: object) -> bool:
   return isinstance(x, (nnx.Module, nnx.Optimizer))
 
 
-def _abstract_leaf(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+def _abstract_leaf(path: jax.tree_util.KeyPath, x: object) -> jax.ShapeDtypeStruct:
   if _is_nnx(x):
     raise ValueError(
       f"an nnx.{'Module' if isinstance(x, nnx.Module) else 'Optimizer'} in an argument of the step: pass a "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -26,7 +25,7 @@ def batch_axes() -> tuple[str, ...]:
   return tuple(name for name in BATCH_AXES if types.get(name) == AxisType.Manual)
 
 
-def check_mesh(mesh: Any) -> Mesh:
+def check_mesh(mesh: object) -> Mesh:
   """Returns the mesh as a training step takes it: with axes that the compiler divides by itself.
 
   Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -66,7 +64,7 @@ def require_differentiable(params: PyTree) -> None:
       )
 
 
-def require_state(state: Any, batch: Any) -> None:
+def require_state(state: object, batch: PyTree) -> None:
   """Raises `TypeError` for the first argument of a step that is no `TrainState`."""
   if isinstance(state, TrainState):
     return
@@ -83,7 +81,7 @@ def require_state(state: Any, batch: Any) -> None:
   )
 
 
-def require_in_place(model: Any, optimizer: Any, tx: optax.GradientTransformation) -> None:
+def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:
   """Raises for what is no module with an optimizer of a step's `tx`: `TypeError` or `ValueError`."""
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
@@ -137,7 +135,7 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
     )
 
 
-def unpack(out: Any, takes_state: bool) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
+def unpack(out: PyTree, takes_state: bool) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
   """Returns loss, metrics and model state (or `None`) from what a loss function returned.
 
   Raises:

@@ -66,7 +66,7 @@ def _in_dtype(
   def init(params: PyTree) -> PyTree:
     return inner.init(cast_floating(params, dtype))
 
-  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
     return inner.update(cast_floating(updates, dtype), state, cast_floating(params, dtype), **extra)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -76,7 +76,7 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
   """Keeps `tx` from leaves that are overwritten, unless a loss scale of its own does that."""
   kept = keep_from(tx)
 
-  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+  def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
     return (kept if find_scaler(state) is None else tx).update(updates, state, params, **extra)
 
   return optax.GradientTransformationExtraArgs(kept.init, update)

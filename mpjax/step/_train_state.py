@@ -75,7 +75,7 @@ class TrainState:
     return f"TrainState({'; '.join(shown)})"
 
 
-def _number_text(x: Any) -> str:
+def _number_text(x: object) -> str:
   """A number on the host or a device; of anything else its type."""
   if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
     return type(x).__name__

@@ -7,7 +7,7 @@ function is the user's, and so is the model: a parameter tree, linen variables o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import jax
@@ -242,7 +242,7 @@ class TrainStep:
     require_state(*args)
     return self._run(self.jitted, *args)
 
-  def _run(self, jitted: Any, state: TrainState, batch: PyTree) -> Any:
+  def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
     try:
       return jitted(state, batch)
     except (RuntimeError, ValueError) as error:
@@ -391,7 +391,7 @@ class TrainStep:
 def _owned(tree: PyTree) -> PyTree:
   """Copies a tree, since donation needs buffers that nobody else holds; without weak types, as steps do."""
 
-  def copy(x: Any) -> Array:
+  def copy(x: Array) -> Array:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return jnp.copy(x) if is_key else jnp.array(x, dtype=x.dtype)
 

@@ -251,7 +251,7 @@ def parse_config(data: object) -> Config:
   return config
 
 
-def _describe(error: Mapping[str, Any], data: Any) -> str:
+def _describe(error: Mapping[str, Any], data: object) -> str:
   """Returns one line for a pydantic error, without the union tags that it puts into the location."""
   tags = ("gpt", "vit", "resnet")
   loc = [str(part) for i, part in enumerate(error["loc"]) if not (i == 1 and part in tags)]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
+from mpjax._types import AnyJaxpr, Array, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -55,7 +56,7 @@ _FINITE: Blame = frozenset()
 class BlamedArray(NamedTuple):
   """An array, the numbers of the sources of what is non-finite in it, whether only literals went into it."""
 
-  array: Any
+  array: Array
   blame: Blame = _FINITE
   constant: bool = False
 
@@ -87,10 +88,11 @@ class Evaluation:
   def __init__(self, accumulate: int = 1):
     self.sources: list[Source] = []
     self._accumulate = accumulate
-    self._constants: dict[int, tuple[Any, int]] = {}
-    self._schedules: dict[Any, tuple[Any, Schedule]] = {}
+    # The keys are by id; the objects are kept, so that no other comes to have it.
+    self._constants: dict[int, tuple[Literal | Array, int]] = {}
+    self._schedules: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, Schedule]] = {}
 
-  def run(self, closed: Any, inputs: Sequence[tuple[str, Any, bool]]) -> list[BlamedArray]:
+  def run(self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]]) -> list[BlamedArray]:
     """The results of a program, of which the first is the loss.
 
     Args:
@@ -101,7 +103,7 @@ class Evaluation:
     of_loss = [i == 0 for i in range(len(closed.jaxpr.outvars))]
     return self._body(closed, values, Place(of_loss=tuple(of_loss)))
 
-  def _input(self, name: str, array: Any, may_mask: bool) -> BlamedArray:
+  def _input(self, name: str, array: Array, may_mask: bool) -> BlamedArray:
     if is_finite(array):
       return BlamedArray(array)
     counts = count(array)
@@ -112,7 +114,7 @@ class Evaluation:
     self.sources.append(source)
     return len(self.sources) - 1
 
-  def _body(self, jaxpr: Any, values: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _body(self, jaxpr: AnyJaxpr, values: list[BlamedArray], place: Place) -> list[BlamedArray]:
     """Evaluates a jaxpr; takes the values out of the list, so that they are freed after their last use."""
     body = open_jaxpr(jaxpr)
     constants = [BlamedArray(c) for c in constants_of(jaxpr)]
@@ -138,33 +140,35 @@ class Evaluation:
       del operands
     return [self._read(environment, atom, None, place) for atom in body.outvars]
 
-  def _read(self, environment: dict[Any, BlamedArray], atom: Any, equation: Any, place: Place) -> BlamedArray:
+  def _read(
+    self, environment: dict[Var, BlamedArray], atom: Atom, equation: JaxprEqn | None, place: Place
+  ) -> BlamedArray:
     if is_variable(atom):
       return environment[atom]
     if not is_inexact(atom.val) or np.isfinite(np.asarray(atom.val, np.complex64)).all():
       return BlamedArray(atom.val, constant=True)
     return BlamedArray(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
 
-  def _constant(self, what: Any, equation: Any, place: Place) -> int:
+  def _constant(self, what: Literal | Array, equation: JaxprEqn | None, place: Place) -> int:
     """The number of an infinity that the program itself holds."""
     if id(what) not in self._constants:
-      array = getattr(what, "val", what)
+      array = what.val if isinstance(what, Literal) else what
       origin = dataclasses.replace(_origin(equation, [], array, place), constant=True)
       self._constants[id(what)] = what, self._add(Source(origin, meant=True))
     return self._constants[id(what)][1]
 
-  def _schedule(self, jaxpr: Any, of_loss: tuple[bool, ...]) -> Schedule:
+  def _schedule(self, jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> Schedule:
     key = id(jaxpr), of_loss
     if key not in self._schedules:
       self._schedules[key] = jaxpr, make_schedule(jaxpr, of_loss)
     return self._schedules[key][1]
 
-  def _operation(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _operation(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
     return self._judged(equation, operands, arrays, place)
 
   def _judged(
-    self, equation: Any, operands: list[BlamedArray], arrays: list[Any], place: Place
+    self, equation: JaxprEqn, operands: list[BlamedArray], arrays: list[Array], place: Place
   ) -> list[BlamedArray]:
     """The results of an operation, with what is to blame for them."""
     constant = all(x.constant for x in operands)
@@ -186,9 +190,9 @@ class Evaluation:
 
   def _new(
     self,
-    equation: Any,
+    equation: JaxprEqn,
     operands: list[BlamedArray],
-    array: Any,
+    array: Array,
     place: Place,
     constant: bool,
     whole: bool = False,
@@ -205,7 +209,7 @@ class Evaluation:
       return blame
     return frozenset(sorted(blame, key=lambda i: (self.sources[i].meant, i))[:_MOST_BLAMED])
 
-  def _is_new(self, equation: Any, operands: list[BlamedArray], array: Any, blame: Blame) -> bool:
+  def _is_new(self, equation: JaxprEqn, operands: list[BlamedArray], array: Array, blame: Blame) -> bool:
     """Whether the operands do not explain a non-finite result."""
     if not blame:
       return True
@@ -222,15 +226,15 @@ class Evaluation:
       return not all(is_finite(x) for x in _bind(equation, finite))
     return False
 
-  def _call(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _call(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     return self._body(bodies_of(equation)[0], operands, place)
 
-  def _cond(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _cond(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     branches = equation.params["branches"]
     index = min(max(int(operands[0].array), 0), len(branches) - 1)
     return self._body(branches[index], operands[1:], place)
 
-  def _scan(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _scan(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     """A loop, whole; turn by turn where that gives something non-finite."""
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
@@ -253,7 +257,7 @@ class Evaluation:
     blames[: parts.carry] = [value.blame for value in carry]
     return self._looped(equation, operands, arrays, blames, place)
 
-  def _while(self, equation: Any, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
+  def _while(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
@@ -269,7 +273,12 @@ class Evaluation:
     return self._looped(equation, operands, arrays, [x.blame for x in carry], place)
 
   def _looped(
-    self, equation: Any, operands: list[BlamedArray], arrays: list[Any], blames: list[Blame], place: Place
+    self,
+    equation: JaxprEqn,
+    operands: list[BlamedArray],
+    arrays: list[Array],
+    blames: list[Blame],
+    place: Place,
   ) -> list[BlamedArray]:
     """The results of a loop; it is blamed itself for what none of its turns explains."""
     new: Blame = _FINITE
@@ -287,7 +296,7 @@ class Evaluation:
 class _Turns:
   """The turns of a loop: each compiled, and taken apart where its results are non-finite."""
 
-  def __init__(self, evaluation: Evaluation, body: Any, place: Place):
+  def __init__(self, evaluation: Evaluation, body: AnyJaxpr, place: Place):
     self._evaluation = evaluation
     self._body = body
     self._place = place
@@ -295,7 +304,12 @@ class _Turns:
     self._left = _MOST_TAKEN_APART
 
   def turn(
-    self, equation: Any, operands: list[BlamedArray], i: int, length: int | None, micro_batch: bool = False
+    self,
+    equation: JaxprEqn,
+    operands: list[BlamedArray],
+    i: int,
+    length: int | None,
+    micro_batch: bool = False,
   ) -> list[BlamedArray]:
     """The results of one turn."""
     evaluation = self._evaluation
@@ -321,13 +335,15 @@ class _Turns:
     return apart
 
 
-def _bind(equation: Any, operands: list[Any]) -> list[Any]:
+def _bind(equation: JaxprEqn, operands: list[Array]) -> list[Array]:
   if call_kind(equation) is CallKind.SHARD_MAP:
     return jax.jit(lambda *operands: _compat.bind(equation, list(operands)))(*operands)
   return _compat.bind(equation, operands)
 
 
-def _origin(equation: Any, operands: list[Any], array: Any, place: Place, whole: bool = False) -> Origin:
+def _origin(
+  equation: JaxprEqn | None, operands: list[Array], array: Array, place: Place, whole: bool = False
+) -> Origin:
   floating = [x for x in operands if is_inexact(x)]
   wide = (
     None if equation is None or whole or not operands else float32_largest(equation, operands, array.dtype)
@@ -357,11 +373,14 @@ def _row_of(x: BlamedArray, i: int) -> BlamedArray:
   return BlamedArray(row, x.blame if x.blame and not is_finite(row) else _FINITE, x.constant)
 
 
-def _without_infinities(x: Any) -> Any:
+def _without_infinities(x: Array) -> Array:
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _rule(kind: CallKind | None) -> Callable[[Evaluation, Any, list[BlamedArray], Place], list[BlamedArray]]:
+_Rule: TypeAlias = Callable[[Evaluation, JaxprEqn, list[BlamedArray], Place], list[BlamedArray]]
+
+
+def _rule(kind: CallKind | None) -> _Rule:
   """How an equation is evaluated, by which kind of call it is."""
   if kind is CallKind.COND:
     return Evaluation._cond

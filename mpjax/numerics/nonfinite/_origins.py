@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
+from mpjax._types import Array, JaxprEqn
 from mpjax.jaxpr import Trait, facts, has
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
@@ -130,25 +131,25 @@ def made_here(out: jax.Array, operands: list[jax.Array]) -> jax.Array:
   return (~jnp.isfinite(_readable(out)) & ~explained(operands)).any()
 
 
-def is_finite(x: Any) -> bool:
+def is_finite(x: Array) -> bool:
   """Whether all of an array is finite, read back now; one that is not of a floating dtype is."""
   return not is_inexact(x) or bool(_is_finite(x))
 
 
-def count(x: Any) -> NonFinite:
+def count(x: Array) -> NonFinite:
   """How many elements of a floating array are NaN, +inf and -inf."""
   nan, posinf, neginf, *_ = map(int, jax.device_get(_counts(x))[:4])
   return NonFinite(nan, posinf, neginf, np.size(x))
 
 
-def describe(x: Any) -> Operand:
+def describe(x: Array) -> Operand:
   """An operand, from its array."""
   nan, posinf, neginf, zeros, largest = jax.device_get(_counts(x))
   counts = NonFinite(int(nan), int(posinf), int(neginf), np.size(x))
   return Operand(jnp.result_type(x).name, np.shape(x), float(largest), int(zeros), counts)
 
 
-def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | None:
+def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) -> float | None:
   """See `Origin`: the operation computed once more, where that is a matter of casting its operands."""
   arithmetic = has(equation, Trait.ELEMENTWISE | Trait.ACCUMULATES)
   if not arithmetic or facts(equation).list == "opaque" or jnp.finfo(dtype).bits >= 32:
@@ -167,6 +168,6 @@ def float32_largest(equation: Any, operands: list[Any], dtype: Any) -> float | N
   return describe(out).largest if is_finite(out) else np.inf
 
 
-def of_places(equation: Any, operands: list[Any], shape: tuple[int, ...]) -> bool:
+def of_places(equation: JaxprEqn, operands: list[Array], shape: tuple[int, ...]) -> bool:
   """Whether each element of a result depends on the elements in its place, and on scalars, alone."""
   return has(equation, Trait.ELEMENTWISE) and all(np.shape(x) in ((), shape) for x in operands)

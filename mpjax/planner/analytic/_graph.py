@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import AbstractValue
 
+from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax.jaxpr import (
   BACKWARD,
   OTHER,
@@ -84,7 +86,7 @@ class GraphOperation:
   source: str
   flops: int
   region: int
-  equation: Any
+  equation: JaxprEqn
   local: bool
   bodies: list[Graph]
   times: int
@@ -117,7 +119,7 @@ class Graph:
     return sum(operation.flops * times for operation, times in self.every_operation(least=least))
 
 
-def make_graph(closed: Any) -> Graph:
+def make_graph(closed: AnyJaxpr) -> Graph:
   """The graph of a closed jaxpr."""
   jaxpr = open_jaxpr(closed)
   return _Builder().graph(jaxpr, _Context(OTHER, "", "", 0))
@@ -132,7 +134,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
       compiler does that takes no notice of barriers.
   """
   same: dict[int, GraphValue] = {}
-  made: dict[Any, GraphOperation] = {}
+  made: dict[Hashable, GraphOperation] = {}
 
   def now(value: GraphValue) -> GraphValue:
     return same.get(id(value), value)
@@ -159,7 +161,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
   return Graph(graph.arguments, results, _needed(operations, results), graph.literal_bytes)
 
 
-def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Any:
+def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Hashable:
   """What is equal for operations that compute the same; `None` for one that must stay as it is."""
   equation = operation.equation
   if operation.bodies or equation.effects or bodies_of(equation):
@@ -172,7 +174,7 @@ def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> 
   return operation.name, region, tuple(atoms), parameters
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> Hashable:
   try:
     hash(value)
   except TypeError:
@@ -193,8 +195,8 @@ class _Builder:
   def __init__(self) -> None:
     self._regions = 0
 
-  def graph(self, jaxpr: Any, context: _Context) -> Graph:
-    environment: dict[Any, GraphValue] = {}
+  def graph(self, jaxpr: Jaxpr, context: _Context) -> Graph:
+    environment: dict[Var, GraphValue] = {}
     arguments = []
     for i, variable in enumerate(jaxpr.invars):
       environment[variable] = _value(variable.aval)
@@ -209,7 +211,7 @@ class _Builder:
     return Graph(arguments, results, _needed(operations, results), sum(literals))
 
   def _run(
-    self, jaxpr: Any, environment: dict[Any, GraphValue], context: _Context, out: list[GraphOperation]
+    self, jaxpr: Jaxpr, environment: dict[Var, GraphValue], context: _Context, out: list[GraphOperation]
   ) -> None:
     for equation in jaxpr.eqns:
       here = _at(equation, context)
@@ -222,7 +224,7 @@ class _Builder:
       if body is None:
         out.append(self._operation(equation, environment, here))
         continue
-      inner: dict[Any, GraphValue] = {}
+      inner: dict[Var, GraphValue] = {}
       opened = open_jaxpr(body)
       for variable in opened.constvars:
         inner[variable] = _value(variable.aval)
@@ -234,7 +236,9 @@ class _Builder:
       for variable, atom in zip(equation.outvars, opened.outvars, strict=True):
         environment[variable] = inner[atom] if is_variable(atom) else _value(variable.aval)
 
-  def _operation(self, equation: Any, environment: dict[Any, GraphValue], here: _Context) -> GraphOperation:
+  def _operation(
+    self, equation: JaxprEqn, environment: dict[Var, GraphValue], here: _Context
+  ) -> GraphOperation:
     kind = call_kind(equation)
     operands = [environment[atom] for atom in equation.invars if is_variable(atom)]
     results = []
@@ -272,11 +276,11 @@ class _Builder:
     return operation
 
 
-def _value(aval: Any) -> GraphValue:
+def _value(aval: AbstractValue) -> GraphValue:
   return GraphValue(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(np.float32)))
 
 
-def _call(equation: Any) -> Any:
+def _call(equation: JaxprEqn) -> AnyJaxpr | None:
   """The jaxpr that an equation is a plain call of, or `None`; of a choice by platform, the default one."""
   branch = default_branch(equation)
   if branch is not None:
@@ -290,7 +294,7 @@ def _call(equation: Any) -> Any:
   return bodies[0] if len(open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
 
 
-def _at(equation: Any, context: _Context) -> _Context:
+def _at(equation: JaxprEqn, context: _Context) -> _Context:
   phase = phase_of(equation)
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
     phase = context.phase

@@ -12,7 +12,9 @@ import numpy as np
 
 from mpjax import formats
 from mpjax._plain_text import bytes_text
+from mpjax._types import JaxprEqn
 from mpjax.fp8._dot_general import fp8_dot_general_p
+from mpjax.jaxpr import dtype_of, shape_of
 from mpjax.planner._figures import ProductGroup, pattern
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -54,8 +56,8 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
   for operation, _ in graph.every_operation():
     if not operation.flops:
       continue
-    dtype = dtype_of(operation, target)
-    sizes, needed = shape_of(operation), padded(operation, target)
+    dtype = unit_dtype(operation, target)
+    sizes, needed = product_sizes(operation), padded(operation, target)
     if not formats.runs_on(target.matrix_units, dtype):
       continue
     for operand in operation.operands[:2]:
@@ -77,14 +79,14 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
   return list(advice.values())
 
 
-def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
+def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
   """Returns M, N, K of one product [M, K] x [K, N]; for a convolution, of the product that computes it."""
   equation = operation.equation
-  out = equation.outvars[0].aval.shape
+  out = shape_of(equation.outvars[0])
   if equation.primitive is jax.lax.conv_general_dilated_p:
     spec = equation.params["dimension_numbers"]
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
-    kernel = equation.invars[1].aval.shape
+    kernel = shape_of(equation.invars[1])
     features = out[spec.out_spec[1]]
     n = features // groups
     return math.prod(out) // max(1, features), n, math.prod(kernel) // max(1, kernel[spec.rhs_spec[0]])
@@ -92,7 +94,7 @@ def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
     m, n = out[0], out[-1]
     return m, n, operation.flops // max(1, 2 * m * n)
   (contracted, rhs_contracted), (batch, rhs_batch) = equation.params["dimension_numbers"]
-  lhs, rhs = (atom.aval.shape for atom in equation.invars[:2])
+  lhs, rhs = map(shape_of, equation.invars[:2])
   m = math.prod(d for i, d in enumerate(lhs) if i not in {*contracted, *batch})
   n = math.prod(d for i, d in enumerate(rhs) if i not in {*rhs_contracted, *rhs_batch})
   return m, n, math.prod(lhs[i] for i in contracted)
@@ -100,24 +102,24 @@ def shape_of(operation: GraphOperation) -> tuple[int, int, int]:
 
 def padded(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
   """Returns the next M, N, K at which the target's units run the product at full rate."""
-  return formats.padded(target.matrix_units, dtype_of(operation, target), *shape_of(operation))
+  return formats.padded(target.matrix_units, unit_dtype(operation, target), *product_sizes(operation))
 
 
-def dtype_of(operation: GraphOperation, target: Target) -> str:
+def unit_dtype(operation: GraphOperation, target: Target) -> str:
   """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU by default."""
   equation = operation.equation
   if equation.primitive is fp8_dot_general_p:
     spec = equation.params["spec"]
     kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
-  dtypes = [jnp.dtype(atom.aval.dtype) for atom in equation.invars[:2]]
+  dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
   if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
     return "tensorfloat32"
   return dtype.name
 
 
-def precision_of(equation: Any) -> str:
+def precision_of(equation: JaxprEqn) -> str:
   """Returns `HIGH` or `HIGHEST` where a product asks for it; empty for the device's default."""
   asked = equation.params.get("precision")
   if asked is None:
@@ -132,8 +134,8 @@ def precision_of(equation: Any) -> str:
 
 
 def _product(operation: GraphOperation, target: Target) -> ProductGroup:
-  sizes = shape_of(operation)
-  dtype = dtype_of(operation, target)
+  sizes = product_sizes(operation)
+  dtype = unit_dtype(operation, target)
   wanted = formats.padded(target.matrix_units, dtype, *sizes)
   fits = formats.eligible(target.matrix_units, dtype, *sizes)
   one = 2 * math.prod(sizes)

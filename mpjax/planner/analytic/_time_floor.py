@@ -10,7 +10,7 @@ from mpjax.planner._figures import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._memory import device_sizes
-from mpjax.planner.analytic._products import dtype_of, precision_of
+from mpjax.planner.analytic._products import precision_of, unit_dtype
 
 # How many bfloat16 passes a TPU makes for a float32 product of a precision.
 _PASSES = {"HIGH": 3, "HIGHEST": 6}
@@ -62,7 +62,7 @@ def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
 
 def _rate(operation: GraphOperation, target: Target) -> float:
   """Returns the published peak, in FLOP/s, for the dtype that a target multiplies in."""
-  dtype = dtype_of(operation, target)
+  dtype = unit_dtype(operation, target)
   if target.kind == "tpu" and dtype == "float32":
     return target.flops["bfloat16"] / _PASSES.get(precision_of(operation.equation), 1)
   name = "float8" if dtype.startswith("float8") else dtype
