@@ -44,7 +44,7 @@ def newer(name: str) -> jax.extend.core.Primitive | str:
 
 
 def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
-  """The body of a `custom_jvp_call` or `custom_vjp_call` and its rules, as functions.
+  """Returns the body of a `custom_jvp_call` or `custom_vjp_call` and its rules, as functions.
 
   Waits for a public way to read a derivative rule off an equation; there is none.
   """
@@ -52,7 +52,7 @@ def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
 
 
 def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
-  """Which operand each residual of a `custom_vjp_call`'s forward rule is; `None` for one of its own.
+  """Returns which operand each residual of a `custom_vjp_call`'s forward rule is; `None` for one of its own.
 
   Waits for the same as `functions_of`.
   """
@@ -60,7 +60,7 @@ def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:
-  """The name of the function that a jaxpr was traced from; empty if it has none.
+  """Returns the name of the function that a jaxpr was traced from; empty if it has none.
 
   Waits for a documented `jax.extend.core.DebugInfo`.
   """
@@ -69,7 +69,7 @@ def function_name(jaxpr: AnyJaxpr) -> str:
 
 
 def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-  """The settings that an equation was traced under.
+  """Returns the settings that an equation was traced under.
 
   Waits for a public evaluator of single equations: `jax.core.eval_jaxpr` enters it by itself.
   """
@@ -77,7 +77,7 @@ def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int]]:
-  """File and line of each call on the way to an equation, JAX's own left out, innermost first.
+  """Yields file and line of each call on the way to an equation, JAX's own left out, innermost first.
 
   Waits for more than the one frame that `jax.extend.source_info_util.summarize` gives.
   """
@@ -86,7 +86,7 @@ def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int]]:
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-  """How many operands of a `scan` are constants, and how many carries.
+  """Returns how many operands of a `scan` are constants, and how many carries.
 
   Waits for JAX 0.12 as the oldest that is supported; earlier releases have `num_consts` and `num_carry`.
   """
@@ -109,7 +109,7 @@ def bind(equation: JaxprEqn, operands: list[Any], **changes: Any) -> list[Any]:
 
 
 def bind_jit(equation: JaxprEqn, operands: list[Any], extra: list[Any], closed: ClosedJaxpr) -> list[Any]:
-  """A `jit` of another body, whose inputs are `operands` and then `extra`, of any sharding.
+  """Applies a `jit` of another body, whose inputs are `operands` and then `extra`, of any sharding.
 
   Waits for a public name of the unspecified sharding, which `jax.jit` takes as `None`.
   """
@@ -124,7 +124,7 @@ def bind_jit(equation: JaxprEqn, operands: list[Any], extra: list[Any], closed: 
 
 
 def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, list[Array]]:
-  """A jaxpr without constants, and what to pass before `operands` in their place.
+  """Traces a function; returns a jaxpr without constants, and what to pass before `operands` in their place.
 
   Waits for `jax.closure_convert` that gives a jaxpr.
   """
@@ -135,7 +135,7 @@ def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, lis
 def shard_map_like(
   equation: JaxprEqn, fun: Callable[..., Any], replicated: int = 0, split: int = 0
 ) -> tuple[Callable[..., Any], int]:
-  """`fun` under the same `shard_map` as an equation's, with more operands, and over how many devices.
+  """Returns `fun` under the same `shard_map` as an equation's, with more operands, and the number of devices.
 
   Waits for documented parameters of the primitive.
 
@@ -160,7 +160,7 @@ def shard_map_like(
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:
-  """`tree` marked as varying over the `shard_map` axes that `like` varies over; elsewhere as it is."""
+  """Marks a tree as varying over the `shard_map` axes that `like` varies over, if there are any."""
   axes = varying_axes(like)
 
   def leaf(x: Array) -> Array:
@@ -171,7 +171,7 @@ def vary_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> Any:
-  """The sharding of what becomes a value of this type by a transpose; `None` without explicit axes."""
+  """Returns the sharding of a value of this type after a transpose; `None` without explicit axes."""
   if not is_explicit(aval):
     return None
   sharding = aval.sharding
@@ -180,18 +180,18 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> Any:
 
 
 def is_explicit(aval: AbstractValue) -> bool:
-  """Whether a value's type says how it lies over a mesh."""
+  """Returns whether a value's type says how it lies over a mesh."""
   sharding = getattr(aval, "sharding", None)
   return bool(sharding is not None and getattr(sharding.mesh, "explicit_axes", ()))
 
 
 def varying_axes(tree: PyTree) -> frozenset[str]:
-  """The `shard_map` axes that a leaf of `tree` is known to vary over: none where that is not tracked."""
+  """Returns the `shard_map` axes that a leaf of `tree` is known to vary over."""
   return frozenset().union(*(varying_axes_of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
-  """The `shard_map` axes that values of a type vary over."""
+  """Returns the `shard_map` axes that values of a type vary over."""
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying
   return getattr(kind, "vma", frozenset())  # the name in earlier releases

@@ -17,7 +17,7 @@ CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing"
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """What a policy changes for the modules whose path a pattern matches; `None` leaves it as it is.
+  """Changes of a policy for the modules whose path a pattern matches; `None` leaves a field as it is.
 
   Attributes:
     compute_dtype: float32, bfloat16 or float16, for matrix products and what follows them.

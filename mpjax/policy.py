@@ -142,7 +142,7 @@ class Policy(jmp.Policy):
     return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
 
   def _others(self) -> dict[str, Any]:
-    """What differs from the defaults beside the three dtypes, as little plain data as says it."""
+    """Returns what differs from the defaults beside the three dtypes, as plain data, as little as will do."""
     usual = dict(zip(_FIELDS, Policy(*[_FLOAT32] * 3)._key(), strict=True))
     changed = (key for key, value in zip(_FIELDS, self._key(), strict=True) if value != usual[key])
     return {key: brief(getattr(self, key)) for key in changed if key not in _SHORT.values()}

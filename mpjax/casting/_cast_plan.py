@@ -20,7 +20,7 @@ from mpjax.jaxpr import bodies_of, constants_of
 
 
 class Mode(enum.Enum):
-  """How an equation is carried out."""
+  """The ways in which an equation is carried out."""
 
   HALF = "half"  # in the compute dtype
   FULL = "full"  # in float32
@@ -76,7 +76,7 @@ class Node:
 
 
 class LoopCarry(NamedTuple):
-  """How one carry of a loop is held from step to step, and why."""
+  """The dtype in which one carry of a loop is held from step to step, and the reason."""
 
   held: Held
   why: str
@@ -187,7 +187,7 @@ class Emit(Protocol):
 
   @property
   def side(self) -> SideInputs:
-    """What the program reads beside its inputs."""
+    """Returns what the program reads beside its inputs."""
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
     """Returns the outputs of a program, each held as `plan.outs` says."""

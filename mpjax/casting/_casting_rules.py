@@ -1,4 +1,4 @@
-"""What autocast decides by, with what it has found out about jaxprs so far."""
+"""The rules that autocast decides by, and a memory of what it has found out about jaxprs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sites:
 
 @dataclasses.dataclass
 class CastingRules:
-  """What autocast decides by.
+  """The rules that autocast decides by.
 
   Attributes:
     ops: the lists.

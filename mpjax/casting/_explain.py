@@ -94,7 +94,7 @@ class ExplainedIsland:
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCarry:
-  """What a loop carries from step to step, if it is float32 in the user's program.
+  """A carry of a loop that is float32 in the user's program, and the dtype it is held in.
 
   Attributes:
     path: the loop's module path and `carry_0`, `carry_1`, ...: what an override for it has to match.
@@ -113,7 +113,7 @@ class ExplainedCarry:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """What autocast does to a program: `rows` as data, `str()` as a table by module.
+  """The decisions of autocast for a program: `rows` as data, `str()` as a table by module.
 
   Attributes:
     policy: the policy.

@@ -1,4 +1,4 @@
-"""Which matrix products under autocast are FP8, why others are not, and how one is carried out."""
+"""FP8 matrix products under autocast: which products they are, why others are not, and their emission."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _AT_THE_USER: dict[str, Any] = (
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Product:
-  """How a quantised product is computed.
+  """The decision for one quantised product.
 
   Attributes:
     recipe: the formats and the scaling.
@@ -68,10 +68,10 @@ class Fp8Product:
 
 
 class Support(NamedTuple):
-  """What becomes of products of a recipe on this machine.
+  """The support of this machine for a recipe: whether its products are quantised, and in which units.
 
   Attributes:
-    why_not: why they are not, or `None`.
+    why_not: the reason why they are not; `None` if they are.
     native: as of `fp8_dot_general`.
   """
 

@@ -28,7 +28,7 @@ Wanted = Sequence[np.dtype | None]  # for each result, the half dtype that its o
 
 
 class Rule(NamedTuple):
-  """What to do with a kind of call.
+  """The rule for a kind of call: how it is decided and emitted.
 
   Attributes:
     decide: (equation, how its operands are held, wanted, what decides about its bodies) -> Call.

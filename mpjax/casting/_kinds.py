@@ -19,7 +19,7 @@ FLOAT32 = np.dtype("float32")
 
 
 class Kind(enum.Enum):
-  """What a value is to autocast; `KIND_RULES` says what each means."""
+  """The kinds of value that autocast tells apart; `KIND_RULES` says what each means."""
 
   FIXED = "fixed"
   PINNED = "pinned"
@@ -54,7 +54,7 @@ class Where(enum.Enum):
 
 
 class Condition(enum.Enum):
-  """What else is known where values meet, if a kind by itself does not decide."""
+  """A further condition where values meet, if their kinds alone do not decide."""
 
   WIDE = "one of them has values that half precision has not"
   SMALL = "they are statistics and parameters alone, and the result is no larger than the statistics"
@@ -63,7 +63,7 @@ class Condition(enum.Enum):
 
 
 class Result(NamedTuple):
-  """What becomes of values that meet: `kind`, or `other` where the condition holds."""
+  """The result of values that meet: `kind`, or `other` where the condition holds."""
 
   kind: Kind
   condition: Condition | None = None

@@ -55,7 +55,7 @@ def after_loop(outs: Sequence[Held]) -> tuple[Held, ...]:
 
 
 class _Flow(NamedTuple):
-  """How a carry comes through a loop's body: the half dtype that it may be held in, or `None`, and why."""
+  """A carry's way through a loop's body: the half dtype that it may be held in, or `None`, and the reason."""
 
   half: np.dtype | None
   why: str

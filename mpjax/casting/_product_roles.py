@@ -1,4 +1,4 @@
-"""What the matrix products of a program are to each other: first, last, of a weight or of two activations.
+"""Roles of a program's matrix products: the first, the last, of a weight, of two activations.
 
 A forward pass over the program finds what comes after a layer (a product, or a lookup in a table), and a
 backward one what comes before a product; both enter the bodies of higher-order primitives, call by call.
@@ -37,7 +37,7 @@ _STACKED = "stacked"  # what a scan collects of a value
 
 
 class Lineage(NamedTuple):
-  """What is known of a value.
+  """The facts about a value that the role of a product follows from.
 
   Attributes:
     active: whether a layer came before it.
@@ -60,7 +60,7 @@ class Lineage(NamedTuple):
 
 
 class ProductRole(NamedTuple):
-  """What a matrix product is in its program.
+  """The role of a matrix product in its program.
 
   Attributes:
     active: which of its operands come after a layer.

@@ -1,4 +1,4 @@
-"""In which dtype a decided equation reads its operands, and which one it asks for."""
+"""The dtypes in which a decided equation reads its operands, and the one that it asks for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from mpjax._types import Array
 
 
 class SideInputs(NamedTuple):
-  """What an emitted program reads beside its inputs: for delayed FP8 scaling, and for values that are tapped.
+  """Inputs that an emitted program reads beside its own: delayed FP8 scaling's, and probes of tapped values.
 
   Attributes:
     scales: by the name of an FP8 product's history, float32[3] for lhs, rhs and gradient.

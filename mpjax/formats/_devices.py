@@ -11,14 +11,14 @@ import yaml
 
 
 class TpuData(TypedDict):
-  """How a TPU's compiler calls slices of a device: the generation, and the smallest slice."""
+  """Names that a TPU's compiler has for slices of a device: the generation, and the smallest slice."""
 
   topology: str
   default: str
 
 
 class DeviceData(TypedDict):
-  """What the file of a device says.
+  """The contents of a device's file.
 
   Attributes:
     device: what it is, in words.

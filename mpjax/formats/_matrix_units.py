@@ -1,4 +1,4 @@
-"""Which shapes of product run at the full rate of a device's matrix units."""
+"""Matrix units of devices, and the shapes of product that run on them at the full rate."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class NumberFormat:
 
   @property
   def on_overflow(self) -> str:
-    """What a number too large for the format becomes: `infinity`, `NaN`, or `max` where there is neither."""
+    """Returns what a number too large for the format becomes: `infinity`, `NaN`, or `max` without either."""
     return "infinity" if self.has_inf else "NaN" if math.isfinite(self.overflow_edge) else "max"
 
   @property

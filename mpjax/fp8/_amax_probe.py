@@ -25,7 +25,7 @@ LHS, RHS, GRADIENT, NOTHING = range(4)
 
 
 def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
-  """`x` itself, whose amax (or that of its gradient, for the slot GRADIENT) becomes the probe's cotangent.
+  """Returns `x`; its amax, or that of its gradient for the slot GRADIENT, becomes the probe's cotangent.
 
   Args:
     x: floating.
@@ -36,7 +36,7 @@ def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
 
 
 def spread(probe: jax.Array, n: int) -> jax.Array:
-  """A probe for each of n uses, [n, *probe.shape]; its cotangent is the largest of theirs."""
+  """Returns a probe for each of n uses, [n, *probe.shape]; their largest cotangent is the probe's."""
   return spread_p.bind(probe, n=n)
 
 

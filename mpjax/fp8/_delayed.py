@@ -23,7 +23,7 @@ OPERANDS = ("lhs", "rhs", "gradient")
 
 
 def empty_state(lengths: dict[str, int]) -> Fp8State:
-  """Histories of zeros, which stand for a scale of 1.
+  """Returns histories of zeros, which stand for a scale of 1.
 
   Args:
     lengths: the length of the history of each product.
@@ -65,7 +65,7 @@ def check_state(state: Fp8State, lengths: dict[str, int]) -> None:
 
 
 def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
-  """A state (`{}` for none) whose gradients are about to be larger by a factor, float32[]."""
+  """Returns a state for gradients that are about to be larger by a factor, float32[]; `{}` for `{}`."""
   if not state:
     return state
   grown = {site: h | {"gradient": h["gradient"] * factor} for site, h in state["amax"].items()}
@@ -75,7 +75,7 @@ def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
 def open_state(
   state: Fp8State, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]
 ) -> tuple[dict[str, Array], dict[int, Array], Array]:
-  """Scales for this step, and a probe for each product.
+  """Returns the scales for this step, and a probe for each product.
 
   Args:
     state: as of `empty_state`.
@@ -135,5 +135,5 @@ def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
 
 
 def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
-  """A history a step later; an amax that is not finite is not remembered."""
+  """Returns a history a step later; an amax that is not finite is not remembered."""
   return jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])

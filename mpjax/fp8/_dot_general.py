@@ -32,7 +32,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """How one product is carried out.
+  """The formats, scales and units of one product.
 
   Attributes:
     lhs_dtype: format of the left operand.
@@ -72,7 +72,7 @@ def fp8_dot_general(
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
 ) -> jax.Array:
-  """`jax.lax.dot_general` with FP8 operands, float32 accumulation, and FP8 in both backward products.
+  """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, and so both backward products.
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
   `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-31
@@ -176,7 +176,7 @@ def _compute(
   spec: Spec,
   units: DTypeLike | None,
 ) -> jax.Array:
-  """The product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
+  """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
   if spec.native is not None:
     units = None if spec.native else units or jnp.bfloat16
   elif spec.block:  # by the platform alone nobody knows whether it has units for blocks
@@ -202,7 +202,7 @@ def _compute(
 def quantised(
   x: jax.Array, scale: jax.Array, dtype: np.dtype, given: bool, spec: Spec
 ) -> tuple[jax.Array, jax.Array]:
-  """An operand in FP8, which it may be already, and its scale."""
+  """Returns an operand in FP8, which it may be already, and its scale."""
   if x.dtype == dtype:
     return x, scale
   if not given:
@@ -214,7 +214,7 @@ def _compute_blocks(
   lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: DTypeLike | None
 ) -> jax.Array:
   def rows(x: jax.Array, side: int, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """[*batch, *free, contracted], and its scales."""
+    """Returns [*batch, *free, contracted] in FP8, and its scales."""
     contract, batch = dims[0][side], dims[1][side]
     x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
     kept = x.shape[: x.ndim - len(contract)]
@@ -241,14 +241,14 @@ def _compute_blocks(
 
 
 def _times_units(x: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """What block-scaled numbers stand for; bfloat16 holds them but at the ends of its range."""
+  """Multiplies blocks by their scales; bfloat16 holds the results but at the ends of its range."""
   blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
   return blocks.reshape(x.shape).astype(dtype)
 
 
 @functools.lru_cache(maxsize=128)
 def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
-  """A policy of `jax.checkpoint` that takes FP8 products for what they are: matrix products."""
+  """Returns a policy of `jax.checkpoint` that decides for FP8 products as for matrix products."""
 
   def asked(primitive: Primitive, *args: object, **params: object) -> object:
     return policy(jax.lax.dot_general_p if primitive is fp8_dot_general_p else primitive, *args, **params)
@@ -257,7 +257,7 @@ def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
-  """The dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
+  """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
   used = {*dims[0][side], *dims[1][side]}
   return [i for i in range(ndim) if i not in used]
 
@@ -289,7 +289,7 @@ def _jvp(
 def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec
 ) -> tuple[Array, Array, list[Array], Spec]:
-  """The operands in FP8, so that what differentiation keeps of them is that."""
+  """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
   lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
   rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
   return (
@@ -302,7 +302,7 @@ def _saved(
 
 @jax.custom_jvp
 def not_differentiable(x: jax.Array) -> jax.Array:
-  """`x`, which was kept for a backward pass in too few bits to be differentiated in its turn."""
+  """Returns `x`, which was kept for a backward pass in too few bits to be differentiated once more."""
   return x
 
 
@@ -350,7 +350,7 @@ def _transpose(
 
 
 def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple[Dims, tuple[int, ...]]:
-  """The product that gives an operand's gradient, and the permutation that puts it into its layout."""
+  """Returns the product that gives an operand's gradient, and the permutation into the operand's layout."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
   n = len(lhs_batch)
   lhs_free, rhs_free = free_dims(lhs_ndim, dims, 0), free_dims(rhs_ndim, dims, 1)

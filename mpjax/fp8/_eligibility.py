@@ -1,4 +1,4 @@
-"""Which products are worth FP8, by shape, and convolutions that are products."""
+"""Rules by shape: which products are worth FP8, and which convolutions are products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 def sizes_of(
   lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
 ) -> Sizes:
-  """The sizes of a `dot_general`, its dimensions folded."""
+  """Returns the sizes of a `dot_general`, its dimensions folded."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   fold = lambda shape, dims: (
     math.prod(shape[i] for i in dims) if all(isinstance(shape[i], int) for i in dims) else None
@@ -37,7 +37,7 @@ def sizes_of(
 
 
 def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
-  """Why a product of these sizes is not quantised, or `None`.
+  """Returns why a product of these sizes is not quantised; `None` if it is.
 
   All three dimensions count: each is contracted in one of the forward and the two backward products.
   """
@@ -75,7 +75,7 @@ class Windows(NamedTuple):
 
 
 def windows_of(equation: JaxprEqn) -> Windows | None:
-  """A `conv_general_dilated` as a product of windows, where they do not overlap; `None` for others."""
+  """Returns the windows of a `conv_general_dilated` if they do not overlap; `None` if they do."""
   p = equation.params
   spec = p["dimension_numbers"]
   lhs, rhs = map(shape_of, equation.invars)
@@ -95,14 +95,14 @@ def windows_of(equation: JaxprEqn) -> Windows | None:
 
 
 def conv_sizes(windows: Windows, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Sizes:
-  """The sizes of such a convolution's product."""
+  """Returns the sizes of such a convolution's product."""
   rows = lhs_shape[windows.lhs_spec[0]] * math.prod(windows.out)
   depth = lhs_shape[windows.lhs_spec[1]] * math.prod(windows.kernel)
   return Sizes(rows, depth, rhs_shape[windows.rhs_spec[0]])
 
 
 def conv_operands(lhs: jax.Array, rhs: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
-  """The operands of such a convolution as [batch, *out, depth] and [depth, channels]."""
+  """Returns the operands of such a convolution as [batch, *out, depth] and [depth, channels]."""
   n = len(windows.out)
   x = lhs.transpose(
     windows.lhs_spec[0], *windows.lhs_spec[2:], windows.lhs_spec[1]
@@ -121,7 +121,7 @@ def conv_operands(lhs: jax.Array, rhs: jax.Array, windows: Windows) -> tuple[jax
 
 
 def conv_result(out: jax.Array, windows: Windows) -> jax.Array:
-  """[batch, *out, channels] in the layout of the convolution's result."""
+  """Transposes [batch, *out, channels] to the layout of the convolution's result."""
   n = len(windows.out)
   layout = (windows.out_spec[0], *windows.out_spec[2:], windows.out_spec[1])
   permutation = [layout.index(i) for i in range(n + 2)]

@@ -1,4 +1,4 @@
-"""What a function keeps for its backward pass, in FP8: a byte an element, and a scale for each tensor."""
+"""Operands saved for a backward pass in FP8: a byte an element, and a scale for each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.fp8._scaling import amax_of, quantise, scale_of
 
 
 def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeLike) -> Callable[..., PyTree]:
-  """`fun`, of which the backward pass computes the inside again, from operands that were kept in FP8.
+  """Returns `fun` with a backward pass that computes it again, from operands that were kept in FP8.
 
   The value is that of `fun`; the gradient is that at the rounded operands.
 

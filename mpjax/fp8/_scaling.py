@@ -19,12 +19,12 @@ _E8M0_BIAS = 127
 
 
 def amax_of(x: jax.Array, lead: int = 0) -> jax.Array:
-  """The largest magnitude: f32[] of any x, or f32[*x.shape[:lead]]; NaN or infinity if x holds one."""
+  """Returns the largest magnitude: f32[], or f32[*x.shape[:lead]]; NaN or infinity if x holds one."""
   return jnp.max(jnp.abs(x), axis=tuple(range(lead, x.ndim)), initial=0).astype(jnp.float32)
 
 
 def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, pow2: bool = False) -> jax.Array:
-  """The scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
+  """Returns the scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
 
   Args:
     amax: float32; 0 or not finite (nothing is known) gives 1.
@@ -45,7 +45,7 @@ def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, pow2: bool = Fa
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """`x * scale` in FP8, saturated; NaN where x is not finite.
+  """Returns `x * scale` in FP8, saturated; NaN where x is not finite.
 
   Args:
     x: of any floating dtype and shape.
@@ -60,7 +60,7 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def quantise_blocks(x: jax.Array, axis: int, block: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
+  """Quantises to MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
 
   The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the
   OCP Microscaling specification 1.0, section 6.3, rounds down instead).

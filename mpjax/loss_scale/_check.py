@@ -19,8 +19,9 @@ from mpjax.loss_scale._transform import LossScaleState
 
 _State: TypeAlias = LossScaleState | TrackSkipsState
 _Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-# Far apart: a clip outside may sit at any size. The made-up gradients are in float32, which holds both.
-_SCALES = (2.0**-12, 2.0**40)
+# Far apart: a clip outside may sit at any size. None is below 1, the least that a transform need take. The
+# made-up gradients are in float32, which holds them at both.
+_SCALES = (1.0, 2.0**40)
 _WAY_OUT = (
   "the loss scale belongs outermost, as in "
   "mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
@@ -83,7 +84,7 @@ def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
 
 
 def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
-  """One warm-up step, then for every leaf a step in which that leaf is not finite."""
+  """Takes a warm-up step, then for every leaf a step in which that leaf is not finite."""
   scale = _SCALES[1]
   grads = _scaled(grads, scale)
   _, state = update(grads, _with_scale(first, scale))
@@ -123,7 +124,7 @@ def _check_state(where: str, new: PyTree, old: PyTree) -> None:
 
 
 def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
-  """Normal gradients of norm about `size`, in float32 where they can be; zeros for what is not inexact."""
+  """Draws normal gradients of norm about `size`, in float32 or wider; zeros for what is not inexact."""
   rng = np.random.default_rng(seed)
   count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
 
@@ -145,12 +146,12 @@ def _scaled(grads: PyTree, scale: float) -> PyTree:
 
 
 def _with_scale(state: PyTree, scale: float) -> PyTree:
-  """`state` with every loss scale in it set to `scale`."""
+  """Returns `state` with every loss scale in it set to `scale`."""
   return _map_states(state, lambda s: s._replace(scale=jnp.asarray(scale, jnp.float32)))
 
 
 def _without_scale(state: PyTree) -> PyTree:
-  """`state` with what its loss scales, and records of them, wrap in their place."""
+  """Returns `state` with each loss scale, and each record of one, replaced by the state that it wraps."""
   return _map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
 
 
@@ -166,7 +167,7 @@ def _map_states(
 
 
 def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-  """Path and both values of every leaf of two trees of one structure, keys as their data."""
+  """Returns path and both values of every leaf of two trees of one structure, keys as their data."""
 
   def value(x: PyTree) -> np.ndarray:
     if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):

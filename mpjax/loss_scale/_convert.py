@@ -34,7 +34,7 @@ def import_loss_scale(
   *,
   axis_name: Hashable | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, LossScaleState]:
-  """The transform and the state that go on where another library's loss scale stopped.
+  """Returns the transform and the state that go on where another library's loss scale stopped.
 
   Args:
     source: a `jmp` loss scale, a `flax.training.dynamic_scale.DynamicScale`, or the `state_dict()` of a
@@ -60,7 +60,7 @@ def import_loss_scale(
 def export_loss_scale(
   opt_state: PyTree, to: str, *, scaling: LossScalingSpec, path: str | None = None
 ) -> jmp.LossScale | DynamicScale | dict[str, float]:
-  """The loss scale in `opt_state` as another library's object. What that has no bound for is dropped.
+  """Returns the loss scale in `opt_state` as another library's object. Bounds that it lacks are dropped.
 
   Args:
     opt_state: what `mpjax.get_loss_scale` takes; concrete, not traced.
@@ -113,7 +113,7 @@ def export_loss_scale(
 
 
 def _describe(source: object) -> tuple[LossScaling, int]:
-  """The rules of `source`, with its scale as the first, and its count of finite steps."""
+  """Returns the rules of `source`, with its scale as the first, and its count of finite steps."""
   if isinstance(source, jmp.DynamicLossScale):
     factor = number("factor", source.factor)
     return _dynamic(

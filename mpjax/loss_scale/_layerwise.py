@@ -45,7 +45,7 @@ class Scaled:
     self._spent = False
 
   def spend(self) -> tuple[jax.Array, jax.Array]:
-    """Value and token, once: two gradients, each with a scale of its own, cannot simply be added.
+    """Returns value and token, once: two gradients, each with a scale of its own, cannot simply be added.
 
     Raises:
       ValueError: the second time, or if this is a stack of activations.
@@ -63,12 +63,12 @@ class Scaled:
     return self.value, self.token
 
   def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array], None]:
-    """The two arrays."""
+    """Returns the two arrays."""
     return (self.value, self.token), None
 
   @classmethod
   def tree_unflatten(cls, _: None, children: tuple[jax.Array, jax.Array]) -> Scaled:
-    """From the two arrays."""
+    """Makes an activation of the two arrays."""
     return cls(*children)
 
 
@@ -79,7 +79,7 @@ def layerwise_loss_scale(
   max_layer_scale: float = 2.0**10,
   max_scale: float = 2.0**100,
 ) -> LayerwiseLossScale:
-  """Layer-wise adaptive loss scaling for a model in plain JAX, without trial and error.
+  """Scales the gradients of a model in plain JAX layer by layer, without trial and error.
 
   The gradients that come out are those of the loss: nothing is scaled before and unscaled after. What can
   still overflow (an activation, the inside of a function given to `apply`) is for
@@ -120,7 +120,7 @@ def layerwise_loss_scale(
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseLossScale:
-  """What `layerwise_loss_scale` returns; its attributes are that function's arguments."""
+  """Layer-wise loss scaling, from `layerwise_loss_scale`; the attributes are that function's arguments."""
 
   underflow: float
   init_scale: float | None
@@ -143,7 +143,7 @@ class LayerwiseLossScale:
       )
 
   def start(self, x: ArrayLike, dtype: DTypeLike | None = None) -> Scaled:
-    """`x` as the first activation; the gradient with respect to `x` comes out unscaled.
+    """Returns `x` as the first activation; the gradient with respect to `x` comes out unscaled.
 
     Args:
       x: floating array; in float32, if its own gradient matters, since it is divided in that dtype.
@@ -172,7 +172,7 @@ class LayerwiseLossScale:
     fan_in: int | None = None,
     scale: jax.Array | None = None,
   ) -> Scaled:
-    """`fun(params, h)`, which rescales the gradient on its way back and unscales that of `params`.
+    """Applies `fun(params, h)`; rescales the gradient on its way back, and unscales that of `params`.
 
     `fun` should be the matrix product or convolution and its bias; activation functions go to `apply`. A
     layer without a kernel, such as a norm with its gain, passes the scale on as it came. Arrays that `fun`
@@ -214,7 +214,7 @@ class LayerwiseLossScale:
     return Scaled(*_layerwise_vjp.layer(static, (constants, params), (value,), token, scale))
 
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
-    """`fun` of one or more activations: activation functions, sums, attention, dropout.
+    """Applies `fun` to one or more activations: activation functions, sums, attention, dropout.
 
     What `fun` closes over gets its gradient unscaled too (in float32; NaN, if in half precision it would be
     lost). An activation that is used twice has to be `fork`ed first: its two gradients carry scales of their
@@ -235,7 +235,7 @@ class LayerwiseLossScale:
     )
 
   def fork(self, h: Scaled, n: int = 2) -> tuple[Scaled, ...]:
-    """`n` copies of an activation, whose gradients are brought to one scale before they are added.
+    """Returns `n` copies of an activation, whose gradients are brought to one scale before they are added.
 
     The scale is the largest of theirs at which none overflows, and, if there is none, the smallest of them
     halved as often as it takes.
@@ -245,11 +245,11 @@ class LayerwiseLossScale:
     return tuple(Scaled(*copy) for copy in _layerwise_vjp.fork(n, *_spend(h)))
 
   def finish(self, h: Scaled) -> jax.Array:
-    """The activation in float32 or wider, for the loss; the gradient that comes back gets `init_scale`."""
+    """Returns the activation in float32 or wider, for the loss; its gradient gets `init_scale`."""
     return _layerwise_vjp.finish(self.enter, *_spend(h))
 
   def enter(self, g: jax.Array, passed: jax.Array) -> jax.Array:
-    """The scale of a gradient in float32 or wider where it enters half precision: see `init_scale`.
+    """Returns the scale of a gradient in float32 or wider where it enters half precision: see `init_scale`.
 
     Args:
       g: the gradient, with `passed` in it.
@@ -271,7 +271,7 @@ class LayerwiseLossScale:
   def measure(
     self, g: jax.Array, kernel: jax.Array, passed: jax.Array, fan_in: int | None = None
   ) -> jax.Array:
-    """The scale of a layer, from the statistics of its gradient and weights (arXiv 1910.12385).
+    """Returns the scale of a layer, from the statistics of its gradient and weights (arXiv 1910.12385).
 
     Args:
       g: gradient of the layer's output in the dtype of the layer, with `passed` in it.
@@ -304,7 +304,7 @@ class LayerwiseLossScale:
 
 
 def _without_closure(fun: Callable[..., Any], *arguments: PyTree) -> tuple[Callable[..., Array], list[Array]]:
-  """`fun` with the arrays that it closes over as its first argument, and these: they have gradients too."""
+  """Returns `fun` with the arrays that it closes over as its first argument, and these arrays."""
   run, constants, axes = closure_as_argument(fun, *arguments)
   out = jax.eval_shape(run, constants, *arguments)
   if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):

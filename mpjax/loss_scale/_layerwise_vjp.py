@@ -21,7 +21,7 @@ from mpjax.loss_scale._finite import is_inexact
 
 
 class Layer(NamedTuple):
-  """What is static in a layer; `run` takes what it closed over, the parameters and the activations."""
+  """The static part of a layer; `run` takes what it closed over, the parameters and the activations."""
 
   run: Callable[..., jax.Array]
   enter: Callable[[jax.Array, jax.Array], jax.Array]
@@ -38,7 +38,7 @@ def layer(
   token: jax.Array,
   scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Output and token of `static.run(*learnt, *values)`, with the backward pass of the paper."""
+  """Returns output and token of `static.run(*learnt, *values)`, with the backward pass of the paper."""
   run = lambda learnt, values: static.run(*learnt, *values)
   dtype = max((value.dtype for value in values), key=lambda dtype: jnp.finfo(dtype).minexp)
 
@@ -82,13 +82,13 @@ def layer(
 
 
 def _largest(values: tuple[jax.Array, ...]) -> jax.Array:
-  """f32[]; the largest magnitude, at least 64: what a norm makes of a small activation."""
+  """Returns the largest magnitude, f32[], at least 64: a norm can make that of a small activation."""
   tops = [jnp.abs(v).max().astype(jnp.float32) for v in values if v.size]
   return functools.reduce(jnp.maximum, tops, _compat.vary_like(jnp.full([], 64.0, jnp.float32), values[0]))
 
 
 def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
-  """A power of two up to 1, with which no sum that makes the gradient of a parameter leaves `g`'s dtype.
+  """Returns a power of two up to 1, with which no sum for the gradient of a parameter leaves `g`'s dtype.
 
   These are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
   input over all axes but the last, over all but that of a vector, or over all for a single number.
@@ -108,14 +108,14 @@ def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
 
 
 def _unshared(x: jax.Array, g: jax.Array) -> jax.Array:
-  """`g`, or NaN where `x` is one for all shards, so that gradients of several scales were added up in `g`."""
+  """Returns `g`, or NaN where all shards share `x`, so that `g` is a sum of gradients of several scales."""
   if g.dtype == jax.dtypes.float0 or not _compat.varying_axes(g) - _compat.varying_axes(x):
     return g
   return jnp.full_like(x, jnp.nan)
 
 
 def divide(tree: PyTree, scale: jax.Array) -> PyTree:
-  """`tree` over `scale`, in the dtypes of `tree`; what is no gradient as it is.
+  """Divides `tree` by `scale`, in the dtypes of `tree`; leaves that are no gradients stay as they are.
 
   NaN where a gradient in half precision becomes too small for its dtype: what is learnt has to be in float32.
   """
@@ -134,7 +134,7 @@ def divide(tree: PyTree, scale: jax.Array) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def start(dtype: np.dtype, x: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """`x` in `dtype`, whose gradient is unscaled in float32."""
+  """Casts `x` to `dtype`; its gradient is unscaled in float32."""
   return x.astype(dtype), token
 
 
@@ -153,7 +153,7 @@ start.defvjp(lambda dtype, x, token: ((x.astype(dtype), token), x.ravel()[:0]), 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def finish(enter: Callable[..., jax.Array], value: jax.Array, token: jax.Array) -> jax.Array:
-  """`value` in float32, whose gradient is scaled in that dtype before it is cast to that of `value`."""
+  """Casts `value` to float32; its gradient is scaled in float32 before it is cast back."""
   return value.astype(at_least_float32(value.dtype))
 
 
@@ -177,7 +177,7 @@ finish.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fork(n: int, value: jax.Array, token: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-  """`n` times the same, whose gradients are brought to one scale and added."""
+  """Returns the same `n` times; their gradients are brought to one scale and added."""
   return [(value, token)] * n
 
 
@@ -207,28 +207,28 @@ fork.defvjp(lambda n, value, token: ([(value, token)] * n, None), _fork_backward
 
 
 def tie(token: jax.Array, like: jax.Array) -> jax.Array:
-  """`token`, batched under `vmap` and varying under `shard_map` where `like` is."""
+  """Returns `token`, batched under `vmap` and varying under `shard_map` where `like` is."""
   return jnp.where(True, token, jax.lax.stop_gradient(like).sum().astype(token.dtype))
 
 
 def _sole(token: jax.Array) -> jax.Array:
-  """The scale of a token that came by one path; 1 for none, NaN for several."""
+  """Returns the scale of a token that came by one path; 1 for none, NaN for several."""
   scale, paths = token
   known = jnp.where(paths == 1, scale, jnp.where(paths == 0, 1.0, 0.0))
   return known / (paths <= 1).astype(known.dtype)  # 0 / 0 for several; no NaN otherwise, for jax_debug_nans
 
 
 def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """`g` times a scale that may not fit in `g`'s dtype."""
+  """Multiplies `g` by a scale that may not fit in `g`'s dtype."""
   wide = at_least_float32(g.dtype)
   return (g.astype(wide) * scale.astype(wide)).astype(g.dtype)
 
 
 def has_wide_range(dtype: DTypeLike) -> bool:
-  """Whether `dtype` has the range of float32, in which nothing of a gradient is lost."""
+  """Returns whether `dtype` has the range of float32, in which no part of a gradient is lost."""
   return jnp.finfo(dtype).minexp < -100
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-  """The greatest power of two that is not above `x`."""
+  """Returns the greatest power of two that is not above `x`."""
   return jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1)

@@ -1,4 +1,4 @@
-"""What a loss scale did: metrics, scale history, and which leaves made a step be skipped."""
+"""Records of a loss scale: metrics, the history of the scale, and the leaves that made a step be skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite")
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-  """How many elements of an array are NaN, +inf and -inf, of how many."""
+  """Counts of the elements of an array that are NaN, +inf and -inf, and of all elements."""
 
   nan: int
   posinf: int
@@ -37,7 +37,7 @@ class NonFinite:
 
 @dataclasses.dataclass(frozen=True)
 class SkipReport:
-  """Why the last skipped step was skipped.
+  """The reason why the last skipped step was skipped.
 
   Attributes:
     step: updates before it.
@@ -78,7 +78,7 @@ class TrackSkipsState(NamedTuple):
 
 
 def loss_scale_metrics(opt_state: PyTree) -> Metrics:
-  """The loss scale and its counters, ready for a logger; usable inside `jit`.
+  """Returns the loss scale and its counters, ready for a logger; usable inside `jit`.
 
   Args:
     opt_state: what `mpjax.get_loss_scale` takes; with several loss scales in it the names carry the path.
@@ -99,7 +99,7 @@ def loss_scale_metrics(opt_state: PyTree) -> Metrics:
 
 
 def nonfinite_leaves(tree: PyTree) -> dict[str, NonFinite]:
-  """The leaves of `tree` that hold NaN or infinity, by path; computed now, and read back to the host.
+  """Returns the leaves of `tree` that hold NaN or infinity, by path; computed now, and read back to the host.
 
   Args:
     tree: any pytree, such as gradients; leaves that are not inexact are passed over.
@@ -172,7 +172,7 @@ def track_skips(
 
 
 def skip_report(opt_state: PyTree) -> SkipReport | None:
-  """Why the last skipped step was skipped, from the record of `track_skips`; `None` if none was.
+  """Returns why the last skipped step was skipped, from the record of `track_skips`; `None` if none was.
 
   Raises:
     ValueError: if `opt_state` holds no record, or several.
@@ -184,7 +184,7 @@ def skip_report(opt_state: PyTree) -> SkipReport | None:
 
 
 def scale_history(opt_state: PyTree) -> dict[str, np.ndarray]:
-  """The last steps of `track_skips`' record, oldest first.
+  """Returns the last steps of `track_skips`' record, oldest first.
 
   Returns:
     Arrays of one length: `step` int, `loss_scale` float32 (what each loss was multiplied by) and
@@ -220,7 +220,7 @@ def _record(opt_state: PyTree) -> TrackSkipsState:
 
 
 def _in_structure_of(old: PyTree, counts: PyTree) -> PyTree:
-  """`counts` with zeros for leaves that have no gradient."""
+  """Returns `counts` with zeros for leaves that have no gradient."""
   is_none = lambda x: x is None
   new = jax.tree_util.tree_flatten_with_path(counts, is_leaf=is_none)[0]
   found = {jax.tree_util.keystr(path): leaf for path, leaf in new if leaf is not None}
@@ -234,7 +234,7 @@ def _sum_over(axis_name: Hashable | None, counts: jax.Array) -> jax.Array:
 
 
 def _count(tree: PyTree) -> PyTree:
-  """i32[4] for every leaf: elements that are NaN, +inf, -inf, and all."""
+  """Counts the elements of every leaf that are NaN, +inf, -inf, and all: i32[4]."""
 
   def leaf(x: ArrayLike) -> jax.Array:
     size = jnp.asarray(min(np.size(x), 2**31 - 1), jnp.int32)

@@ -22,7 +22,7 @@ COLLECTION = "_overwrite_with_gradient"
 
 
 def apply_updates(params: T, updates: PyTree) -> T:
-  """`optax.apply_updates`, where a leaf under `_overwrite_with_gradient` becomes its update.
+  """Applies updates like `optax.apply_updates`; a leaf under `_overwrite_with_gradient` becomes its update.
 
   Args:
     params: tree of parameters.
@@ -38,7 +38,7 @@ def apply_updates(params: T, updates: PyTree) -> T:
 
 
 def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """`inner` without the leaves that are overwritten: their updates are what was handed in for them."""
+  """Keeps leaves that are overwritten from `inner`: their updates are what was handed in for them."""
   inner = optax.with_extra_args_support(inner)
 
   def update(
@@ -51,19 +51,19 @@ def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def has_overwritten(tree: PyTree) -> bool:
-  """Whether any leaf of `tree` is overwritten rather than differentiated."""
+  """Returns whether any leaf of `tree` is overwritten rather than differentiated."""
   return any(is_overwritten(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
 def hide(tree: T) -> T:
-  """`tree` with `optax.MaskedNode` in place of the leaves that are overwritten."""
+  """Returns `tree` with `optax.MaskedNode` in place of the leaves that are overwritten."""
   if not has_overwritten(tree):
     return tree
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
 
 
 def hide_like(updates: PyTree, extra_args: dict[str, object]) -> dict[str, object]:
-  """`extra_args`, where trees of the structure of `updates` are hidden as they are."""
+  """Hides leaves in those of `extra_args` that have the structure of `updates`."""
   if not has_overwritten(updates):
     return extra_args
   structure: PyTreeDef = jax.tree.structure(updates)
@@ -71,19 +71,19 @@ def hide_like(updates: PyTree, extra_args: dict[str, object]) -> dict[str, objec
 
 
 def show(like: PyTree, hidden: T, values: PyTree) -> T:
-  """`hidden` with its masked leaves taken from `values`; `like` is a whole tree of the same structure."""
+  """Takes the masked leaves of `hidden` from `values`; `like` is a whole tree of the same structure."""
   if not has_overwritten(like):
     return hidden
   return map_parts(lambda _, kept, __: kept, lambda _, __, value: value, like, hidden, values)
 
 
 def map_parts(of_gradients: Callable[..., Any], of_overwritten: Callable[..., Any], *trees: PyTree) -> PyTree:
-  """`jax.tree.map` with one function for what is differentiated and one for what is overwritten."""
+  """Maps trees by one function for leaves that are differentiated and one for those that are overwritten."""
   return jax.tree_util.tree_map_with_path(
     lambda path, *leaves: (of_overwritten if is_overwritten(path) else of_gradients)(*leaves), *trees
   )
 
 
 def is_overwritten(path: KeyPath) -> bool:
-  """Whether a leaf at this key path is overwritten rather than differentiated."""
+  """Returns whether a leaf at this key path is overwritten rather than differentiated."""
   return any(getattr(key, "key", getattr(key, "name", None)) == COLLECTION for key in path)

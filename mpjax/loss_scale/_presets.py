@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-  """How the loss is scaled: the validated arguments of `mpjax.dynamic_loss_scale`.
+  """Rules of a loss scale: the validated arguments of `mpjax.dynamic_loss_scale`.
 
   A scale or factor that is not a power of two is allowed, and makes unscaling round every gradient.
 
@@ -69,7 +69,7 @@ class LossScaling:
 
   @classmethod
   def preset(cls, name: str, **changes: Any) -> LossScaling:
-    """Another library's rules by name, with some fields changed.
+    """Returns another library's rules by name, with some fields changed.
 
     | preset | first scale | grows on finite step | patience | bounds |
     |---|---|---|---|---|
@@ -181,12 +181,12 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
 
 
 def is_power_of_two(value: float) -> bool:
-  """Whether `value` is a positive power of two."""
+  """Returns whether `value` is a positive power of two."""
   return math.frexp(value)[0] == 0.5
 
 
 def number(name: str, value: object) -> float:
-  """`value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
+  """Returns `value` as a finite float; YAML 1.1 reads `1e-4` as a string and `on` as a boolean.
 
   Raises:
     ValueError: names `name`, if it is not one.
@@ -202,7 +202,7 @@ def number(name: str, value: object) -> float:
 
 
 def positive_integer(name: str, value: object) -> int:
-  """`value` as an integer from 1 to what int32 holds.
+  """Returns `value` as an integer from 1 to the largest of int32.
 
   Raises:
     ValueError: names `name`, if it is not one.

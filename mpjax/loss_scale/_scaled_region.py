@@ -17,7 +17,7 @@ from mpjax.loss_scale._layerwise_vjp import divide
 
 
 def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., Any]:
-  """`fun`, inside which gradients carry a loss scale of their own.
+  """Returns `fun`, inside which gradients carry a loss scale of their own.
 
   For a scale per parameter group: one loss, and `optax.partition` with a loss scale in each group. The
   gradient that enters from the output is multiplied by `scale`, the one that leaves to `inputs` is divided by

@@ -97,7 +97,7 @@ def _select_where_defined(
 def _by_selects(
   program: ClosedJaxpr, finite: Bool[Array, ""], cut: int, old_arrays: list[Array]
 ) -> list[Array]:
-  """The outputs of `program`, whose first `cut` are updates and whose others are the new state."""
+  """Returns the outputs of `program`: the first `cut` are updates, the others the state, both selected."""
   state_atoms = program.jaxpr.outvars[cut:]
   passed_through = set(program.jaxpr.constvars)
   selected: dict[Var, Array] = {}
@@ -145,7 +145,7 @@ def keep_dtypes(new_state: State, old_state: State) -> State:
 
 
 def _is_array(leaf: object) -> bool:
-  """Returns whether JAX can trace `leaf` as an array: not so for `float0`."""
+  """Returns whether JAX can trace `leaf` as an array; it cannot for `float0`."""
   if isinstance(leaf, (bool, int, float, complex)):
     return True
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0

@@ -211,7 +211,7 @@ def _loss_scale(
 
 
 def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
-  """The state before the first step; no two of its leaves share a buffer, so that it can be donated."""
+  """Returns the first state; no two of its leaves share a buffer, so that it can be donated."""
   zero = lambda: jnp.zeros([], jnp.int32)
   return LossScaleState(
     scale=jnp.asarray(config.init_scale, jnp.float32),
@@ -225,7 +225,7 @@ def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
 
 
 def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-  """The state's scale and counters after a step that was `finite` or not."""
+  """Returns the state's scale and counters after a step that was `finite` or not."""
   scale, hysteresis_left = state.scale, state.hysteresis_left
   good_steps = jnp.where(finite, state.good_steps + 1, 0)
   if config.kind == "dynamic":

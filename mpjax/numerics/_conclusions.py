@@ -1,4 +1,4 @@
-"""What an inspection concludes: findings, and a policy to use instead with what it changes."""
+"""Conclusions of an inspection: findings, a policy to use instead, and the effect of that policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """What the advice changes, as it was measured.
+  """The measured effect of the advice.
 
   Attributes:
     what: the figure.

@@ -31,7 +31,7 @@ ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[
 
 
 class Seen(NamedTuple):
-  """What a pass keeps; float32 on the device.
+  """The results that a pass keeps; float32 on the device.
 
   Attributes:
     loss: [], unscaled.

@@ -1,4 +1,4 @@
-"""What an inspection found, as data, as text, as JSON and as a page."""
+"""The report of an inspection, as data, as text, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 @dataclasses.dataclass(frozen=True)
 class NumericsReport:
-  """What `mpjax.inspect_numerics` returns; `str()` of it is a text.
+  """The report that `mpjax.inspect_numerics` returns; `str()` of it is a text.
 
   Attributes:
     title: what was inspected.

@@ -1,4 +1,4 @@
-"""What is kept of an array: how many of its values lie above each of some magnitudes, and a sketch of it.
+"""Summaries of arrays: how many values lie above each of some magnitudes, and a sketch of them.
 
 Both add up: over the steps of a loop, over micro-batches, over the uses of one value. So they can leave a
 differentiated program as cotangents, which are added on their way.
@@ -28,7 +28,7 @@ _BLOCK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """What to keep of an array.
+  """The numbers to keep of an array.
 
   Attributes:
     edges: float32 bit patterns of positive numbers, ascending: how many magnitudes are at least so large is

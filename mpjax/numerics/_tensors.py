@@ -1,4 +1,4 @@
-"""What is known of one tensor after an inspection: its magnitudes, and its error against float32."""
+"""One tensor after an inspection: its magnitudes, and its error against float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_half(dtype: str) -> bool:
 
 
 class Shares(NamedTuple):
-  """What becomes of a tensor's values in a format, as fractions of all of them.
+  """Fractions of a tensor's values that underflow, become subnormal or overflow in a format.
 
   Attributes:
     underflow: not zero, and rounded to zero.
@@ -69,7 +69,7 @@ def _edges(name: str, scale: float) -> tuple[float, float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes:
-  """How large the values of a tensor are.
+  """Magnitudes of the values of a tensor.
 
   Attributes:
     edges: float32 bit patterns, ascending.
@@ -110,7 +110,7 @@ class Magnitudes:
 
   @property
   def histogram(self) -> tuple[float, list[float]]:
-    """How many finite ones that are not zero lie below the first of `BINS`, and in each of them."""
+    """Counts the finite values that are not zero below the first of `BINS`, and in each of them."""
     above = [self.at_least(2.0**e) for e in BINS]
     ends = [*above[1:], self.inf + self.nan]
     return self.above[0] - above[0], [max(a - b, 0.0) for a, b in zip(above, ends, strict=True)]
@@ -272,7 +272,7 @@ def share_lost(tensors: Sequence[Tensor], name: str, scale: float | None = 1.0) 
 
 @dataclasses.dataclass
 class Distance:
-  """How far one array is from another, over several batches, from their sketches."""
+  """The distance of one array from another, over several batches, from their sketches."""
 
   squared: float = 0.0
   of_first: float = 0.0

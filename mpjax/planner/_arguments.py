@@ -1,4 +1,4 @@
-"""Which part of memory each argument of a step is: weights, optimiser state by slot, batch."""
+"""Arguments of a step by the part of memory that they are: weights, optimiser state by slot, batch."""
 
 from __future__ import annotations
 

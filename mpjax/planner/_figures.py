@@ -1,4 +1,4 @@
-"""What a plan says, as data: memory by part, matrix products, collectives, and a floor for the time."""
+"""A plan as data: memory by part, matrix products, collectives, and a floor for the time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What the target's own compiler says; bytes on one device.
+  """The figures of the target's own compiler; bytes on one device.
 
   Attributes:
     arguments, outputs, aliases, temporaries: of its memory analysis.
@@ -166,7 +166,7 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-  """What one step costs on one target, as data.
+  """The cost of one step on one target, as data.
 
   Attributes:
     label: what it is called in a comparison; a policy's name.

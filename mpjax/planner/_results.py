@@ -10,7 +10,7 @@ from mpjax.planner.render._plan_text import as_text
 
 @dataclasses.dataclass(frozen=True)
 class Plan(PlanFigures):
-  """What one step costs on one target, as `mpjax.plan` returns it; `str()` of it are tables.
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it are tables.
 
   The attributes are those of `PlanFigures`.
   """

@@ -1,4 +1,4 @@
-"""Where each array of a training state lies on a mesh: rules on the paths of parameters."""
+"""Rules on the paths of parameters that say where each array of a training state lies on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step refuses: policies, parameters, states, batches and loss functions that do not fit."""
+"""Refusals of a training step: policies, parameters, states, batches and loss functions that do not fit."""
 
 from __future__ import annotations
 

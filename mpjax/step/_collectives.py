@@ -1,4 +1,4 @@
-"""What crosses the devices of a mesh in a training step: parameters gathered, gradients reduced.
+"""Collectives of a training step on a mesh: parameters gathered, gradients reduced.
 
 Each is one program over all axes of the mesh with explicit collectives, so that their dtypes are what the
 policy says: left to itself, the compiler reduces a gradient in the dtype of the product that it comes from,

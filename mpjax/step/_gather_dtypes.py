@@ -1,4 +1,4 @@
-"""Which parameters a program reads in a narrower dtype alone: those can cross devices in it."""
+"""Parameters that a program reads in a narrower dtype alone: they can cross devices in it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from mpjax.step._train_state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the state and the batches of a training step lie on a mesh.
+  """The places of a training step's state and batches on a mesh.
 
   Attributes:
     mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
@@ -42,7 +42,7 @@ class Layout:
 
   @property
   def batch_sharding(self) -> NamedSharding:
-    """Where a batch lies: its rows over the devices."""
+    """Returns where a batch lies: its rows over the devices."""
     return NamedSharding(self.mesh, batch_spec(self.mesh))
 
   def specs(self, params: PyTree) -> PyTree[PartitionSpec]:

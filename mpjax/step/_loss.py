@@ -30,7 +30,7 @@ _KEYWORDS = ("rng", "row_rngs", "model_state")
 
 
 class LossOutput(NamedTuple):
-  """What a loss function gives beside the scaled loss that is differentiated.
+  """The outputs of a loss function beside the scaled loss that is differentiated.
 
   Attributes:
     loss: f32[], unscaled; rounded to the policy's output dtype.
@@ -44,7 +44,7 @@ class LossOutput(NamedTuple):
 
 
 class GradientPass(NamedTuple):
-  """What a pass forward and backward over rows of a batch gives.
+  """The outputs of a pass forward and backward over rows of a batch.
 
   Attributes:
     loss: f32[], unscaled; the mean over the rows.
@@ -97,7 +97,7 @@ class StepLoss:
 
   @functools.cached_property
   def keywords(self) -> tuple[str, ...]:
-    """Which of `rng`, `row_rngs` and `model_state` the loss function takes."""
+    """Returns which of `rng`, `row_rngs` and `model_state` the loss function takes."""
     names = inspect.signature(self.fun).parameters
     return tuple(name for name in _KEYWORDS if name in names)
 

@@ -13,7 +13,7 @@ from mpjax.step._layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-  """How a training step runs; `make_train_step` says what each option means.
+  """The options of a training step; `make_train_step` says what each means.
 
   Attributes:
     policy: the policy in force.

@@ -348,7 +348,7 @@ class TrainStep:
     return metrics
 
   def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    """What is jitted."""
+    """Takes a training step; this is what is jitted."""
     loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
     metrics["loss"] = loss

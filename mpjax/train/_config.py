@@ -88,7 +88,7 @@ _DATA_KEYS = {
 
 
 class DataConfig(_Section):
-  """Where batches come from; `mpjax.train.data` says what each kind reads."""
+  """The source of batches; `mpjax.train.data` says what each kind reads."""
 
   kind: Literal["stdlib", "text", "digits", "npz", "huggingface"]
   batch_size: Positive = 16
@@ -182,7 +182,7 @@ class TrainConfig(_Section):
 
 
 class NumericsConfig(_Section):
-  """What a run shows of its numbers in TensorBoard; 0 for nothing."""
+  """Steps between two summaries of a run's numbers in TensorBoard; 0 for none."""
 
   every: Natural = 0
 
@@ -191,7 +191,7 @@ Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
 
 
 class DistributedConfig(_Section):
-  """How long to wait, in seconds, before a run is ended; no matter for what it computes.
+  """Seconds to wait before a run is ended; they do not change what it computes.
 
   `start_timeout_s`: for all processes to come. `heartbeat_timeout_s`: for a sign of life of each.
   `hang_timeout_s`: for the end of a step (compiling is part of the first), an evaluation or a checkpoint.

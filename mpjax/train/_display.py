@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, lines elsewhere, and tables."""
+"""The display of a run: a progress bar on a terminal, lines elsewhere, and tables."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Interrupted(Exception):
 
 
 class Agreed(Exception):
-  """What at least one process met, raised in all of them: one line, and the exit status."""
+  """An error that at least one process met, raised in all of them: one line, and the exit status."""
 
   def __init__(self, message: str, exit_status: int):
     super().__init__(message)

@@ -22,7 +22,7 @@ _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 
 
 class Subject:
-  """What is looked at.
+  """A training step and its state, to be inspected.
 
   Attributes:
     step: the training step, under the config's policy.

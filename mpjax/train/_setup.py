@@ -1,4 +1,4 @@
-"""What a config builds: data, task, training step and first state, placed on the devices."""
+"""Builds what a config asks for: data, task, training step and first state, placed on the devices."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Setup:
 
   @property
   def info(self) -> DataInfo:
-    """What the data looks like."""
+    """Returns the facts about the data."""
     return self.data.info
 
   @property
   def layout(self) -> Layout:
-    """Where state and batches lie."""
+    """Returns where state and batches lie."""
     assert self.step.layout is not None
     return self.step.layout
 

@@ -1,4 +1,4 @@
-"""What stands out in a report, and the policy that mends it."""
+"""Findings in a report, and the policy that mends them."""
 
 from mpjax.numerics.advice._advice import advice_for
 

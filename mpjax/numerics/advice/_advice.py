@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
   @property
   def identity(self) -> Any:
-    """What a later change has to share to take this one's place."""
+    """Returns what a later change has to share to take this one's place."""
     return (self.key, self.value[0]) if self.key == "overrides" else self.key
 
   def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What stands out in an inspection: overflows, lost gradients and updates, errors, each with its module."""
+"""Findings of an inspection: overflows, lost gradients and updates, errors, each with its module."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class BlamedArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where non-finite values come from: an operation, or an input of the program.
+  """A source of non-finite values: an operation, or an input of the program.
 
   Attributes:
     origin: the operation; `None` for an input.
@@ -93,7 +93,7 @@ class Evaluation:
     self._schedules: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, Schedule]] = {}
 
   def run(self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]]) -> list[BlamedArray]:
-    """The results of a program, of which the first is the loss.
+    """Evaluates a program, whose first result is the loss.
 
     Args:
       closed: a closed jaxpr.
@@ -150,7 +150,7 @@ class Evaluation:
     return BlamedArray(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
 
   def _constant(self, what: Literal | Array, equation: JaxprEqn | None, place: Place) -> int:
-    """The number of an infinity that the program itself holds."""
+    """Returns the number of the source for an infinity that the program itself holds."""
     if id(what) not in self._constants:
       array = what.val if isinstance(what, Literal) else what
       origin = dataclasses.replace(_origin(equation, [], array, place), constant=True)
@@ -170,7 +170,7 @@ class Evaluation:
   def _judged(
     self, equation: JaxprEqn, operands: list[BlamedArray], arrays: list[Array], place: Place
   ) -> list[BlamedArray]:
-    """The results of an operation, with what is to blame for them."""
+    """Returns the results of an operation, with what is to blame for them."""
     constant = all(x.constant for x in operands)
     each = has(equation, Trait.EACH) and len(operands) == len(arrays)
     inherited = frozenset().union(*(x.blame for x in operands))
@@ -210,7 +210,7 @@ class Evaluation:
     return frozenset(sorted(blame, key=lambda i: (self.sources[i].meant, i))[:_MOST_BLAMED])
 
   def _is_new(self, equation: JaxprEqn, operands: list[BlamedArray], array: Array, blame: Blame) -> bool:
-    """Whether the operands do not explain a non-finite result."""
+    """Returns whether the operands do not explain a non-finite result."""
     if not blame:
       return True
     if len(self.sources) >= _MOST_ORIGINS:
@@ -235,7 +235,7 @@ class Evaluation:
     return self._body(branches[index], operands[1:], place)
 
   def _scan(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
-    """A loop, whole; turn by turn where that gives something non-finite."""
+    """Evaluates a loop whole, and turn by turn where that gives a non-finite result."""
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
@@ -280,7 +280,7 @@ class Evaluation:
     blames: list[Blame],
     place: Place,
   ) -> list[BlamedArray]:
-    """The results of a loop; it is blamed itself for what none of its turns explains."""
+    """Returns the results of a loop; it is blamed itself for what none of its turns explains."""
     new: Blame = _FINITE
     values = []
     for array, blame in zip(arrays, blames, strict=True):
@@ -311,7 +311,7 @@ class _Turns:
     length: int | None,
     micro_batch: bool = False,
   ) -> list[BlamedArray]:
-    """The results of one turn."""
+    """Evaluates one turn."""
     evaluation = self._evaluation
     arrays = self._compiled(*(x.array for x in operands))
     finite = [is_finite(array) for array in arrays]
@@ -381,7 +381,7 @@ _Rule: TypeAlias = Callable[[Evaluation, JaxprEqn, list[BlamedArray], Place], li
 
 
 def _rule(kind: CallKind | None) -> _Rule:
-  """How an equation is evaluated, by which kind of call it is."""
+  """Returns the method that evaluates an equation of a kind of call."""
   if kind is CallKind.COND:
     return Evaluation._cond
   if kind is CallKind.SCAN:

@@ -27,7 +27,7 @@ _MOST_OTHERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteReport:
-  """What `find_nonfinite` found; `str()` is a few plain lines, the verdict first.
+  """The report of `find_nonfinite`; `str()` is a few plain lines, the verdict first.
 
   Attributes:
     origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
@@ -67,7 +67,7 @@ class NonfiniteReport:
 
   @property
   def largest_scale(self) -> float | None:
-    """The largest power of two as loss scale at which the origin's result fits; `None` if it isn't scaled.
+    """Returns the largest power of two as loss scale at which the origin's result fits; `None` for no scale.
 
     An operation of the backward pass that overflows is taken to be proportional to the scaled gradient.
     """

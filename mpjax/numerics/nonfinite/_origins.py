@@ -1,4 +1,4 @@
-"""Where a non-finite value came from: the operation that made it, its operands, and the loops around it."""
+"""Origins of non-finite values: the operation that made one, its operands, and the loops around it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Origin:
 
   @property
   def overflowed(self) -> bool:
-    """Whether the result is out of the range of its dtype, and finite in float32."""
+    """Returns whether the result is out of the range of its dtype, and finite in float32."""
     return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
 
 
@@ -120,37 +120,37 @@ def _readable(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def explained(operands: list[jax.Array]) -> jax.Array:
-  """Where any of some operands is non-finite; they are of one shape, or scalars."""
+  """Returns where any of some operands is non-finite; they are of one shape, or scalars."""
   bad = [~jnp.isfinite(_readable(x)) for x in operands]
   return functools.reduce(operator.or_, bad)
 
 
 @jax.jit
 def made_here(out: jax.Array, operands: list[jax.Array]) -> jax.Array:
-  """Whether a result is non-finite somewhere where no operand is; operands of its shape, or scalars."""
+  """Returns whether a result is non-finite where no operand is; operands are of its shape, or scalars."""
   return (~jnp.isfinite(_readable(out)) & ~explained(operands)).any()
 
 
 def is_finite(x: Array) -> bool:
-  """Whether all of an array is finite, read back now; one that is not of a floating dtype is."""
+  """Returns whether all of an array is finite, read back now; True for a dtype that is not floating."""
   return not is_inexact(x) or bool(_is_finite(x))
 
 
 def count(x: Array) -> NonFinite:
-  """How many elements of a floating array are NaN, +inf and -inf."""
+  """Counts the elements of a floating array that are NaN, +inf and -inf."""
   nan, posinf, neginf, *_ = map(int, jax.device_get(_counts(x))[:4])
   return NonFinite(nan, posinf, neginf, np.size(x))
 
 
 def describe(x: Array) -> Operand:
-  """An operand, from its array."""
+  """Describes an operand, from its array."""
   nan, posinf, neginf, zeros, largest = jax.device_get(_counts(x))
   counts = NonFinite(int(nan), int(posinf), int(neginf), np.size(x))
   return Operand(jnp.result_type(x).name, np.shape(x), float(largest), int(zeros), counts)
 
 
 def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) -> float | None:
-  """See `Origin`: the operation computed once more, where that is a matter of casting its operands."""
+  """Returns the largest magnitude of an operation done again in float32; `None` if casts do not suffice."""
   arithmetic = has(equation, Trait.ELEMENTWISE | Trait.ACCUMULATES)
   if not arithmetic or facts(equation).list == "opaque" or jnp.finfo(dtype).bits >= 32:
     return None
@@ -169,5 +169,5 @@ def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) 
 
 
 def of_places(equation: JaxprEqn, operands: list[Array], shape: tuple[int, ...]) -> bool:
-  """Whether each element of a result depends on the elements in its place, and on scalars, alone."""
+  """Returns whether each element of a result depends on the elements in its place, and on scalars, alone."""
   return has(equation, Trait.ELEMENTWISE) and all(np.shape(x) in ((), shape) for x in operands)

@@ -1,4 +1,4 @@
-"""Where an equation is in a program, which equations count, and when a value is read for the last time."""
+"""Places of equations in a program, the equations that count, and the last read of each value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.numerics.nonfinite._origins import Iteration
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where in the program an equation is.
+  """The place of an equation in the program.
 
   Attributes:
     of_loss: which of its results the loss depends on.
@@ -26,7 +26,7 @@ class Place:
   of_loss: tuple[bool, ...] = ()
 
   def at(self, equation: JaxprEqn, of_loss: Sequence[bool]) -> Place:
-    """The place of an equation in a body that is here."""
+    """Returns the place of an equation in a body that is here."""
     return Place(
       inside(self.module, module_path(equation)),
       source_line(equation) or self.line,
@@ -36,12 +36,12 @@ class Place:
     )
 
   def turn(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
-    """The same in one turn of the loop that is here."""
+    """Returns the same place in one turn of the loop that is here."""
     return dataclasses.replace(self, iterations=(*self.iterations, Iteration(index, length, micro_batch)))
 
 
 class Schedule(NamedTuple):
-  """What of a jaxpr is computed.
+  """The equations of a jaxpr that are computed.
 
   Attributes:
     equations: those that a result depends on.
@@ -57,14 +57,14 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> Schedule:
-  """What to compute of a jaxpr, of whose results the loss depends on some."""
+  """Returns what to compute of a jaxpr; `of_loss` says on which of its results the loss depends."""
   read = needed(jaxpr)
   equations = [equation for equation in jaxpr.eqns if not read.isdisjoint(equation.outvars)]
   return Schedule(equations, last_reads(equations, jaxpr.outvars), read, needed(jaxpr, of_loss))
 
 
 def of_loss_inside(jaxpr: Jaxpr, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
-  """Which results of a `scan`'s body the loss depends on, through later turns too."""
+  """Returns which results of a `scan`'s body the loss depends on, through later turns too."""
   flags = of_loss
   while True:
     of_body = needed(jaxpr, flags)

@@ -162,7 +162,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
 
 
 def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Hashable:
-  """What is equal for operations that compute the same; `None` for one that must stay as it is."""
+  """Returns what is equal for operations that compute the same; `None` for one that must stay as it is."""
   equation = operation.equation
   if operation.bodies or equation.effects or bodies_of(equation):
     return None

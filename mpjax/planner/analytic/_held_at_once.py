@@ -1,4 +1,4 @@
-"""What weights, their copies, gradients and optimiser state would take if all were there at once."""
+"""The memory of weights, their copies, gradients and optimiser state, if all were there at once."""
 
 from __future__ import annotations
 

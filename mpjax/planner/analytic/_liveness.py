@@ -1,4 +1,4 @@
-"""Which values of a program are stored, for how long, and how much that is at the worst moment.
+"""Live values of a program: which are stored, for how long, and how much that is at the worst moment.
 
 A small model of what XLA does: elementwise operations are computed where they are read, and never stored
 unless a matrix product, a loop or the caller needs them in memory; every value is freed after its last
@@ -22,7 +22,7 @@ from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, gre
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-  """How a platform's compiler departs from the model.
+  """The traits in which a platform's compiler departs from the model.
 
   Attributes:
     casts_into_products: a product reads what is cast for it, rather than a stored copy of it.
@@ -79,7 +79,7 @@ def peak(
 
 
 class _Storage:
-  """Which values are stored, and the stored ones that each operation reads."""
+  """The values that are stored, and the stored ones that each operation reads."""
 
   def __init__(self, graph: Graph, traits: Traits):
     self._graph = graph

@@ -1,4 +1,4 @@
-"""What a target's own compiler says of a program: totals, and what its text tells of parts and products."""
+"""A program as a target's own compiler has it: totals, and what its text tells of parts and products."""
 
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
 from mpjax.planner.compiled._hlo import HloModule, parse

@@ -1,4 +1,4 @@
-"""Why the compiler's memory is not the analytic plan's, in sentences."""
+"""Sentences that say why the compiler's memory differs from the analytic plan's."""
 
 from __future__ import annotations
 

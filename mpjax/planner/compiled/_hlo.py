@@ -70,7 +70,7 @@ class HloInstruction:
 
   @property
   def op_name(self) -> str:
-    """Where it is from in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
+    """Returns where it is from in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
     found = _OP_NAME.search(self.rest)
     return found[1].split(";")[0] if found else ""
 
@@ -82,7 +82,7 @@ class HloInstruction:
 
   @property
   def trip_count(self) -> int | None:
-    """How often a loop runs its body; `None` where the compiler does not say, and 1 for all else."""
+    """Returns how often a loop runs its body; `None` where the compiler does not say, and 1 for all else."""
     if self.op != "while":
       return 1
     found = _TRIP_COUNT.search(self.rest)

@@ -1,4 +1,4 @@
-"""What a compiled program keeps in memory when that is most, by the schedule that the compiler chose."""
+"""The memory of a compiled program at its peak, by the schedule that the compiler chose."""
 
 from __future__ import annotations
 

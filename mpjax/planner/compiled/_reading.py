@@ -19,7 +19,7 @@ _NEAR = 0.02
 
 
 class Reading(NamedTuple):
-  """What a compiled program tells.
+  """The figures that are read from a compiled program.
 
   Attributes:
     compiled: totals, and parts and kernels where its text could be read.

@@ -23,7 +23,7 @@ from mpjax.train.multiprocess import everyone
 
 
 class Restored(NamedTuple):
-  """What a checkpoint gives back: the state, the data iterator's state, and the loop's own numbers."""
+  """The contents of a checkpoint: the state, the data iterator's state, and the loop's own numbers."""
 
   state: TrainState
   data: Any

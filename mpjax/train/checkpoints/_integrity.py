@@ -26,7 +26,7 @@ class OtherState(Exception):
 
 
 class Parts(NamedTuple):
-  """What a checkpoint is made of; `integrity` is `None` in one of a release that saved no checksums."""
+  """The parts of a checkpoint; `integrity` is `None` in one of a release that saved no checksums."""
 
   state: dict[str, Any]
   data: Any

@@ -1,4 +1,4 @@
-"""What orbax raises, in a few words."""
+"""Errors of orbax, in a few words."""
 
 from __future__ import annotations
 

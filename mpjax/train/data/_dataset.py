@@ -21,7 +21,7 @@ _ALL = slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class DataInfo:
-  """What a dataset looks like.
+  """Facts about a dataset: its kind, sizes and fingerprint.
 
   Attributes:
     kind: `"tokens"` or `"images"`.

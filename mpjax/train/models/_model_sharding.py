@@ -1,4 +1,4 @@
-"""How the parameters of the built-in models are divided over a mesh, by what their dimensions are."""
+"""Rules that divide the parameters of the built-in models over a mesh, by what their dimensions are."""
 
 from __future__ import annotations
 

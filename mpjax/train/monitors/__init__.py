@@ -1,4 +1,4 @@
-"""What a run reports of itself: files, TensorBoard, histograms, diagnosis."""
+"""Monitors of a run: files, TensorBoard, histograms, diagnosis."""
 
 from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
 from mpjax.train.monitors._events import Events

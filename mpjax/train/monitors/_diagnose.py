@@ -1,4 +1,4 @@
-"""Why a run cannot go on: which tensors of a batch's step are not finite, and what to try."""
+"""Diagnosis of a run that cannot go on: which tensors of a step are not finite, and what to try."""
 
 from __future__ import annotations
 

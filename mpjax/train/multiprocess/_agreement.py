@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, so that all of them do the same."""
+"""Agreement among the processes of a run, so that all of them do the same."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mpjax.train.multiprocess._processes import LOST, Processes, one_line
 
 
 class Flags(NamedTuple):
-  """How a command line says which process of which run this is; all `None` for what the environment says."""
+  """Options of a command line that say which process of which run this is; `None` for the environment's."""
 
   coordinator: str | None = None
   processes: int | None = None
