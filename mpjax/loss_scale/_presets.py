@@ -137,7 +137,7 @@ class HasLossScaling(Protocol):
   loss_scaling: LossScaling | None
 
 
-LossScalingSpec: TypeAlias = LossScaling | HasLossScaling | Mapping[str, Any] | str | float | None
+LossScalingSpec: TypeAlias = LossScaling | HasLossScaling | Mapping[str, Any] | str | int | float | None
 
 
 def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
