@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -52,7 +53,10 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     prog: how the command was called, as its help shows it.
   """
   try:
-    status: int = importlib.import_module(f"mpjax.cli._{name}_command").run(arguments, prog)
+    command = importlib.import_module(f"mpjax.cli._{name}_command")
+    for library in ("absl", "asyncio"):  # orbax logs what it raises, and a command tells that in one line
+      logging.getLogger(library).setLevel(logging.CRITICAL)
+    status: int = command.run(arguments, prog)
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):

@@ -23,8 +23,6 @@ from tests._quick_compile import environment as quick_environment
 from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Orbax drops coroutines and closed loops of the reads that were under way when another one failed.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 DTYPES = ["float32", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"]
 
 
@@ -111,6 +109,8 @@ def swap_halves(path):
   path.write_bytes(data[len(data) // 2 :] + data[: len(data) // 2])
 
 
+# Orbax drops the reads that are under way when another one fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [truncate, flip, swap_halves, pathlib.Path.unlink])
 def test_damage_to_any_file_is_noticed_or_does_no_harm(saved, tmp_path, damage):
   noticed = set()
@@ -257,8 +257,9 @@ def test_a_failed_write_is_told_at_the_next_save_and_leaves_the_last_good_one(fo
   code = """
 from tests.train.test_checkpoint_faults import *
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]))
-fill(5000)
-checkpoints.save(6, make_state(6), {}, {}, None)
+fill(3 * 2**20)
+many = {str(i): jax.random.normal(jax.random.key(i), (64, 1024)) for i in range(32)}
+checkpoints.save(6, make_state(6).replace(params=many), {}, {}, None)
 try:
   checkpoints.save(8, make_state(8), {}, {}, None)
 except CheckpointError as error:
@@ -272,16 +273,40 @@ checkpoints.close()
     f"the checkpoint of step 6 cannot be written in {folder}: File too large; that of step 4 "
   )
   assert out.count("\n") == 1
+  assert "Event loop is closed" not in err  # no write was left when one failed
   assert {path.name for path in folder.iterdir() if path.name.isdecimal()} == {"2", "4"}
   assert resume(folder).step == 4
   assert {path.name for path in folder.iterdir()} == {"2", "4"}
 
 
 @pytest.mark.slow
-def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path):
+def test_on_a_full_disk_no_write_is_begun(folder):
   code = """
+from tests.train.test_checkpoint_faults import *
+checkpoints = Checkpoints(pathlib.Path(sys.argv[1]))
+fill(5000)
+try:
+  checkpoints.save(6, make_state(6), {}, {}, None)
+except CheckpointError as error:
+  print(error)
+checkpoints.close()
+"""
+  process = child(FULL + code, folder)
+  out, err = process.communicate(timeout=120)
+  assert (process.returncode, err) == (0, "")
+  assert out.startswith(f"the checkpoint of step 6 cannot be written in {folder}: File too large; ")
+  assert resume(folder).step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noticed", ["before orbax writes", "while it writes"])
+def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, noticed):
+  code = f"""
 from mpjax.cli import main
-from mpjax.train.checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints, _checkpoints
+_checkpoints._A_LITTLE *= {noticed == "before orbax writes"}
+"""
+  code += """
 save = Checkpoints.save
 def full_at_the_end(self, step, *arguments):
   if step == 8:
@@ -295,9 +320,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
   process = child(FULL + code, *arguments)
   _, err = process.communicate(timeout=240)
   assert process.returncode == 4, err
-  line = err.splitlines()[-1]  # orbax logs the error, too
-  assert line.startswith("error: the checkpoint of step 8 cannot be written in ")
-  assert "File too large; that of step 4 is whole" in line
+  assert err.startswith("error: the checkpoint of step 8 cannot be written in ")
+  assert "File too large; that of step 4 is whole" in err
+  assert err.count("\n") == 1
   assert not (run / "summary.json").exists()
   assert main(["train", *arguments]) == 0
   assert json.loads((run / "summary.json").read_text())["steps"] == 8

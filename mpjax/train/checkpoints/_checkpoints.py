@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints import _integrity as reading
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
+
+# What must be writable before orbax begins: more than all that it writes besides the arrays.
+_A_LITTLE = 2**20
 
 
 class Restored(NamedTuple):
@@ -85,7 +89,7 @@ class Checkpoints:
     )
     self._prepare()
     try:
-      self._manager = _Manager(self._directory, options=options)
+      self._manager = _Manager(self._directory, options=options, handler_registry=self._handlers())
     except Exception as error:  # of any kind: orbax says nothing of it
       raise CheckpointError(_not_opened(self._directory, reason(error))) from error
 
@@ -105,6 +109,7 @@ class Checkpoints:
     metrics = {"eval_loss": ranked}
     parts = reading.sealed(_to_tree(state), data, loop, metrics)
     with self._explained(step):
+      _write_a_little(self._directory)
       self._manager.save(
         step,
         args=ocp.args.Composite(
@@ -229,6 +234,16 @@ class Checkpoints:
       raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
     return Restored(like.replace(**parts.state), parts.data, parts.loop)
 
+  def _handlers(self) -> ocp.handlers.CheckpointHandlerRegistry:
+    """Returns how arrays are written: in one transaction, so that a full disk meets one write, not many."""
+    state = ocp.StandardCheckpointHandler(
+      save_concurrent_gb=None, multiprocessing_options=self._multiprocessing
+    )
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    handlers.add("state", ocp.args.StandardSave, state)
+    handlers.add("state", ocp.args.StandardRestore, state)
+    return handlers
+
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
 
@@ -293,6 +308,14 @@ class _Manager(ocp.CheckpointManager):
 
 def _not_opened(directory: pathlib.Path, problem: str) -> str:
   return f"{directory} cannot be opened for checkpoints: {problem}; no checkpoint was changed"
+
+
+def _write_a_little(directory: pathlib.Path) -> None:
+  """Raises the `OSError` of a directory that cannot be written: orbax would drop writes that it has begun."""
+  with tempfile.TemporaryFile(dir=directory) as file:
+    file.write(bytes(_A_LITTLE))
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:
