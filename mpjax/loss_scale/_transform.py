@@ -188,8 +188,8 @@ def _loss_scale(
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
     # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
-    # once more to look at it afterwards. A scale that was set below the floor by hand is none of this one's.
-    finite = all_finite(gradients) & (state.scale >= 1) if at_least_one else all_finite(unscaled)
+    # once more to look at it afterwards; below 1, the look afterwards sees both kinds of infinity.
+    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
     if axis_name is not None:
       finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
 
