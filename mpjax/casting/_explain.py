@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -161,11 +162,11 @@ class Explanation:
     head = ("module", "allow", "deny", "infer", "opaque", "casts", "cast bytes", "FLOPs", "of it float32")
     lines = []
     for path, rows in _by_module(self.rows):
-      count = lambda name, rows=rows: str(sum(row.list == name for row in rows) or "")
+      lists = collections.Counter(row.list for row in rows)
       flops = sum(row.flops for row in rows)
       full = sum(row.flops for row in rows if row.after == "float32")
       casts = sum(row.casts for row in rows)
-      cells = [path or "(no module)", *map(count, ("allow", "deny", "infer", "opaque"))]
+      cells = [path or "(no module)", *(str(lists[name] or "") for name in head[1:5])]
       cells += [str(casts), bytes_text(sum(row.cast_bytes for row in rows))] if casts else ["", ""]
       lines.append(
         (*cells, with_prefix(flops, "FLOP") if flops else "", f"{full / flops:.0%}" if full else "")

@@ -96,8 +96,8 @@ def _observe_batch(
   x_axis, probe_axis = axes
   if probe_axis is None and not lead:
     return observe_p.bind(x, probe, slot=slot, lead=0), x_axis
-  size = _size(operands, axes)
-  x, probe = _front(x, x_axis, size), _front(probe, probe_axis, size)
+  size = batch_size(operands, axes)
+  x, probe = to_front(x, x_axis, size), to_front(probe, probe_axis, size)
   return observe_p.bind(x, probe, slot=slot, lead=lead + 1), 0
 
 
@@ -109,16 +109,18 @@ def _linear_batch(
   if probe_axis is None and not lead:
     amax = amax if amax_axis is None else amax.max(amax_axis)
     return observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=0), dx_axis
-  size = _size(operands, axes)
-  operands = [_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+  size = batch_size(operands, axes)
+  operands = [to_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
   return observe_linear_p.bind(*operands, slot=slot, lead=lead + 1), 0
 
 
-def _size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
+def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
+  """Returns the size of the axis that `vmap` maps operands over."""
   return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
 
-def _front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+def to_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+  """Moves the axis that `vmap` maps over to the front, or repeats an operand that has none."""
   return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 

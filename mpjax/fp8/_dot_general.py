@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
 from mpjax._types import DTypeLike
+from mpjax.fp8._amax_probe import batch_size, to_front
 from mpjax.fp8._recipe import BLOCK, Recipe, RecipeLike, parse_recipe
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
@@ -373,12 +374,11 @@ def _batch(
 ) -> tuple[jax.Array, int]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
-  size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-  front = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+  size = batch_size(operands, axes)
   ranked = any(scale.ndim for scale in scales)
   if ranked or any(axis is not None for axis in scale_axes):  # each member has its scales
-    lhs, rhs = front(lhs, lhs_axis), front(rhs, rhs_axis)
-    scales = [front(scale, axis) for scale, axis in zip(scales, scale_axes, strict=True)]
+    lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
+    scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
 
   def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:

@@ -25,14 +25,14 @@ def sizes_of(
 ) -> Sizes:
   """Returns the sizes of a `dot_general`, its dimensions folded."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-  fold = lambda shape, dims: (
-    math.prod(shape[i] for i in dims) if all(isinstance(shape[i], int) for i in dims) else None
-  )
-  rest = lambda shape, *used: [i for i in range(len(shape)) if not any(i in dims for dims in used)]
+
+  def folded(sizes: list[Any]) -> int | None:
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
   return Sizes(
-    fold(lhs_shape, rest(lhs_shape, lhs_contract, lhs_batch)),
-    fold(lhs_shape, lhs_contract),
-    fold(rhs_shape, rest(rhs_shape, rhs_contract, rhs_batch)),
+    folded([size for i, size in enumerate(lhs_shape) if i not in (*lhs_contract, *lhs_batch)]),
+    folded([lhs_shape[i] for i in lhs_contract]),
+    folded([size for i, size in enumerate(rhs_shape) if i not in (*rhs_contract, *rhs_batch)]),
   )
 
 

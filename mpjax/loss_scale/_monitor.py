@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from mpjax import _compat
-from mpjax._types import ArrayLike, Metrics, PyTree
+from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._presets import positive_integer
@@ -152,9 +152,13 @@ def track_skips(
 
     def count() -> PyTree:
       gradients = hide(updates)
-      axes = _compat.varying_axes(gradients)
-      reduce = lambda leaf, n: _sum_over(axis_name if not axes else tuple(_compat.varying_axes(leaf)), n)
-      counts = jax.tree.map(reduce, gradients, _count(gradients))
+      tracked = bool(_compat.varying_axes(gradients))
+
+      def summed(leaf: Array, n: Array) -> Array:
+        axes = tuple(_compat.varying_axes(leaf)) if tracked else axis_name
+        return jax.lax.psum(n, axes) if axes else n
+
+      counts = jax.tree.map(summed, gradients, _count(gradients))
       return _in_structure_of(state.counts, show(updates, counts, state.counts))
 
     slot = state.step % history
@@ -227,10 +231,6 @@ def _in_structure_of(old: PyTree, counts: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(
     lambda path, zero: found.get(jax.tree_util.keystr(path), jnp.zeros_like(zero)), old
   )
-
-
-def _sum_over(axis_name: Hashable | None, counts: jax.Array) -> jax.Array:
-  return jax.lax.psum(counts, axis_name) if axis_name else counts
 
 
 def _count(tree: PyTree) -> PyTree:

@@ -55,7 +55,10 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
           f"input {jax.tree_util.keystr(path)} of a scaled region is {jnp.result_type(leaf)}: its gradient "
           "would be unscaled in that dtype and underflow; pass it in float32 and cast it inside"
         )
-    wide = lambda params, inputs: jax.tree.map(_widen, fun(params, *inputs))
+
+    def wide(params: PyTree, inputs: PyTree) -> PyTree:
+      return jax.tree.map(_widen, fun(params, *inputs))
+
     run, closure, _ = closure_as_argument(wide, params, inputs)
     return _call(run, params, (closure, inputs), jnp.asarray(scale, jnp.float32))
 
@@ -79,8 +82,7 @@ def _call(run: Callable[..., Any], params: PyTree, inputs: tuple[PyTree, PyTree]
 
   def backward(residuals: tuple[Callable[..., Any], Array], g: PyTree) -> tuple[PyTree, PyTree, Array]:
     vjp, scale = residuals
-    times = lambda factor, tree: jax.tree.map(lambda x: x * factor if is_inexact(x) else x, tree)
-    of_params, of_inputs = vjp(times(scale, g))
+    of_params, of_inputs = vjp(jax.tree.map(lambda x: x * scale if is_inexact(x) else x, g))
     return of_params, divide(of_inputs, scale), jnp.zeros_like(scale)
 
   call.defvjp(forward, backward)

@@ -192,14 +192,16 @@ class ImageClassifier:
     self, params: PyTree, model_state: PyTree, inputs: Array, policy: Policy, fp8_state: PyTree = None
   ) -> Float[Array, "*rows classes"]:
     """[B, H, W, C] images -> [B, classes]."""
-    run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
+    run = self._forward(model_state)
     cast = _autocast(run, policy, fp8_state) if policy.autocast else _cast_call(run, policy)
     return cast(params, inputs)
 
   def fp8_weights(self, params: PyTree, model_state: PyTree, inputs: _Inputs, policy: Policy) -> set[str]:
     """Paths such as `block0/up/kernel`."""
-    run = lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
-    return _without_number(fp8_weights(run, policy)(params, inputs))
+    return _without_number(fp8_weights(self._forward(model_state), policy)(params, inputs))
+
+  def _forward(self, model_state: PyTree) -> Callable[[PyTree, Array], Array]:
+    return lambda params, inputs: self._module.apply({"params": params, **model_state}, inputs, train=False)
 
   def evaluate(
     self, params: PyTree, model_state: PyTree, batch: _Batch, policy: Policy, fp8_state: PyTree = None

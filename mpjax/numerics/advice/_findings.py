@@ -275,9 +275,11 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
   moved = [t for t in report.of("update") if t.lost and t.magnitudes.above[0]]
   if worst or not moved:
     return
-  mean = lambda name: float(
-    np.average([t.lost[name] for t in moved if t.lost], weights=[t.magnitudes.count for t in moved])
-  )
+  counts = [t.magnitudes.count for t in moved]
+
+  def mean(name: str) -> float:
+    return float(np.average([t.lost[name] for t in moved if t.lost], weights=counts))
+
   dtypes = sorted({t.dtype for t in moved})
   yield Finding(
     "lost updates",

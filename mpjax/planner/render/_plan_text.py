@@ -180,16 +180,10 @@ def _activations(plan: PlanFigures) -> _PlanSection | None:
   if not saved:
     return None
   columns = _columns("module line operation dtype shape count bytes")
-  cells = lambda s: [
-    s.path,
-    s.source,
-    s.operation,
-    s.dtype,
-    _by(s.shape),
-    str(s.count),
-    bytes_text(s.nbytes),
+  rows = [
+    _Row([s.path, s.source, s.operation, s.dtype, _by(s.shape), str(s.count), bytes_text(s.nbytes)])
+    for s in saved[:_MOST_ACTIVATIONS]
   ]
-  rows = [_Row(cells(s)) for s in saved[:_MOST_ACTIVATIONS]]
   line = f"All activations that are saved, at the worst moment: {bytes_text(plan.memory.saved_bytes)}."
   return _PlanSection("Largest saved activations", columns, [rows], [line])
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mpjax import _compat
-from mpjax._types import PyTree
+from mpjax._types import Array, PyTree
 from mpjax.train._config import DistributedConfig
 from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError
 from mpjax.train.multiprocess._agreement import everyone
@@ -122,8 +122,11 @@ class Processes:
 
   def fetch(self, tree: PyTree) -> PyTree:
     """Returns global arrays as NumPy arrays, whole, in every process."""
-    whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-    gather = lambda x: np.asarray(x) if whole(x) else multihost_utils.process_allgather(x, tiled=True)
+
+    def gather(x: Array | np.ndarray) -> np.ndarray:
+      whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+      return np.asarray(x) if whole else multihost_utils.process_allgather(x, tiled=True)
+
     return jax.tree.map(gather, tree)
 
   def end(self, run: Callable[[], object], outcome: Callable[[BaseException], tuple[int, str] | None]) -> int:
