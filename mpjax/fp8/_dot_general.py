@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from mpjax import _compat
 from mpjax._types import DTypeLike
 from mpjax.fp8._amax_probe import batch_size, to_front
 from mpjax.fp8._recipe import BLOCK, Recipe, RecipeLike, parse_recipe
+from mpjax.fp8._saved_operands import not_differentiable
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
 
@@ -63,16 +64,16 @@ class Spec:
 
 
 def fp8_dot_general(
-  lhs: jax.Array,
-  rhs: jax.Array,
+  lhs: Array,
+  rhs: Array,
   dimension_numbers: jax.lax.DotDimensionNumbers,
   recipe: RecipeLike = "current",
   *,
-  scales: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+  scales: tuple[Array, Array, Array] | None = None,
   out_dtype: DTypeLike | None = None,
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
-) -> jax.Array:
+) -> Array:
   """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, and so both backward products.
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
@@ -170,13 +171,13 @@ def _abstract(
 
 
 def _compute(
-  lhs: jax.Array,
-  rhs: jax.Array,
-  *scales: jax.Array,
+  lhs: Array,
+  rhs: Array,
+  *scales: Array,
   dimension_numbers: Dims,
   spec: Spec,
   units: DTypeLike | None,
-) -> jax.Array:
+) -> Array:
   """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
   if spec.native is not None:
     units = None if spec.native else units or jnp.bfloat16
@@ -200,9 +201,7 @@ def _compute(
   return (out * unit.reshape(unit.shape + (1,) * (out.ndim - unit.ndim))).astype(spec.out_dtype)
 
 
-def quantised(
-  x: jax.Array, scale: jax.Array, dtype: np.dtype, given: bool, spec: Spec
-) -> tuple[jax.Array, jax.Array]:
+def quantised(x: Array, scale: Array, dtype: np.dtype, given: bool, spec: Spec) -> tuple[Array, Array]:
   """Returns an operand in FP8, which it may be already, and its scale."""
   if x.dtype == dtype:
     return x, scale
@@ -211,10 +210,8 @@ def quantised(
   return quantise(x, scale, dtype), scale
 
 
-def _compute_blocks(
-  lhs: jax.Array, rhs: jax.Array, dims: Dims, spec: Spec, units: DTypeLike | None
-) -> jax.Array:
-  def rows(x: jax.Array, side: int, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+def _compute_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DTypeLike | None) -> Array:
+  def rows(x: Array, side: int, dtype: np.dtype) -> tuple[Array, Array]:
     """Returns [*batch, *free, contracted] in FP8, and its scales."""
     contract, batch = dims[0][side], dims[1][side]
     x = x.transpose(*batch, *free_dims(x.ndim, dims, side), *contract)
@@ -241,7 +238,7 @@ def _compute_blocks(
   return out.astype(spec.out_dtype)
 
 
-def _times_units(x: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
   """Multiplies blocks by their scales; bfloat16 holds the results but at the ends of its range."""
   blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
   return blocks.reshape(x.shape).astype(dtype)
@@ -301,20 +298,6 @@ def _saved(
   )
 
 
-@jax.custom_jvp
-def not_differentiable(x: jax.Array) -> jax.Array:
-  """Returns `x`, which was kept for a backward pass in too few bits to be differentiated once more."""
-  return x
-
-
-@not_differentiable.defjvp
-def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
-  raise NotImplementedError(
-    "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
-    "saved_activations: compute"
-  )
-
-
 def _transpose(
   ct: Array | ad.Zero,
   lhs: Array | ad.UndefinedPrimal,
@@ -371,7 +354,7 @@ def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple
 
 def _batch(
   operands: Sequence[Array], axes: Sequence[int | None], *, dimension_numbers: Dims, spec: Spec
-) -> tuple[jax.Array, int]:
+) -> tuple[Array, int]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
   size = batch_size(operands, axes)

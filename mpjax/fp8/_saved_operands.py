@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._types import Array, DTypeLike, PyTree
-from mpjax.fp8._dot_general import not_differentiable
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 
 
@@ -46,6 +46,20 @@ def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeL
 
   kept.defvjp(forward, backward)
   return kept
+
+
+@jax.custom_jvp
+def not_differentiable(x: jax.Array) -> jax.Array:
+  """Returns `x`, which was kept for a backward pass in too few bits to be differentiated once more."""
+  return x
+
+
+@not_differentiable.defjvp
+def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
+  raise NotImplementedError(
+    "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
+    "saved_activations: compute"
+  )
 
 
 def _narrow(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""What is true of a jaxpr, whoever asks: primitives, scopes, bodies, walks, derivative rules."""
+"""Facts about jaxprs, the same for whoever asks: primitives, scopes, bodies, walks, derivative rules."""
 
 from mpjax.jaxpr import _primitive_table as _primitive_table
 from mpjax.jaxpr._bodies import (

@@ -70,7 +70,7 @@ def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
 
 
 class ScanParts(NamedTuple):
-  """How many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
+  """The number of a `scan`'s operands that are constants and carries, and its options for `jax.lax.scan`."""
 
   consts: int
   carry: int
@@ -99,7 +99,7 @@ def while_parts(equation: JaxprEqn) -> WhileParts:
 
 
 def times_run(equation: JaxprEqn) -> int:
-  """How often a call runs its body: the length of a `scan`; 1 for a `while`, which does not say."""
+  """Returns how often a call runs its body: the length of a `scan`; 1 for a `while`, which does not say."""
   return equation.params["length"] if call_kind(equation) is CallKind.SCAN else 1
 
 

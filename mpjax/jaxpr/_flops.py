@@ -36,7 +36,7 @@ def flops(equation: JaxprEqn) -> int:
 def taps(
   inputs: int, results: int, size: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-  """How many (result, tap) pairs of a convolution along one dimension meet an input.
+  """Counts the (result, tap) pairs of a convolution along one dimension that meet an input.
 
   The others meet padding, or a gap that dilation put between inputs, and need no arithmetic.
 

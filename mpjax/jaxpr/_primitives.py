@@ -1,4 +1,4 @@
-"""What mpjax knows of a primitive: autocast's decision, what it does with its operands, which call it is.
+"""Facts about primitives: autocast's decision, what one does with its operands, which call it is.
 
 `_primitive_table.py` holds the facts, one row a primitive. Everything else asks here.
 """
@@ -15,7 +15,7 @@ LISTS = ("allow", "deny", "infer", "opaque", "call")
 
 
 class Trait(enum.Flag):
-  """What a primitive does with its operands."""
+  """Traits of a primitive: what it does with its operands."""
 
   NONE = 0
 
@@ -51,7 +51,7 @@ class Trait(enum.Flag):
 
 
 class CallKind(enum.Enum):
-  """Which kind of call a higher-order primitive is. A primitive that is none holds no body, or hides it."""
+  """The kinds of call that a higher-order primitive may be. One that is none holds no body, or hides it."""
 
   JIT = "jit"
   INLINE = "inline"  # nothing but its body
@@ -151,5 +151,5 @@ def has(what: JaxprEqn | Primitive, traits: Trait) -> bool:
 
 
 def call_kind(equation: JaxprEqn) -> CallKind | None:
-  """Which kind of call an equation is; `None` if it is not entered."""
+  """Returns which kind of call an equation is; `None` if it is not entered."""
   return facts(equation).call

@@ -1,4 +1,4 @@
-"""Where in the user's program an equation was traced: module path, phase of the derivative, source line."""
+"""Places of equations in the user's program: module path, phase of the derivative, source line."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def inside(outer: str, path: str) -> str:
 
 
 def backward_depth(equation: JaxprEqn) -> int:
-  """How many backward passes an equation is inside of."""
+  """Returns how many backward passes an equation is inside of."""
   return _scopes(equation).transforms.count("transpose")
 
 
