@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,16 @@ def newer(name: str) -> jax.extend.core.Primitive | str:
   Waits for the release that has it as the oldest that is supported.
   """
   return getattr(jax.lax, name, name.removesuffix("_p"))
+
+
+@functools.cache
+def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
+  """Returns whether a primitive is one of JAX's own: whether a module of JAX holds it.
+
+  Waits for public names of the primitives that mpjax knows by a string.
+  """
+  modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "jax"]
+  return any(value is primitive for module in modules for value in list(vars(module).values()))
 
 
 def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:

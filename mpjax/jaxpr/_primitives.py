@@ -9,7 +9,10 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Primitive
+
+from mpjax._compat import defined_by_jax
 
 LISTS = ("allow", "deny", "infer", "opaque", "call")
 
@@ -21,7 +24,7 @@ class Trait(enum.Flag):
 
   # Of values that come out as they went in.
   ALIAS = enum.auto()  # each result is an operand's bytes, under another type, shape or order
-  SAME_WEIGHT = enum.auto()  # the result is all of its operand: a weight is the same weight behind it
+  SAME_WEIGHT = enum.auto()  # the result is all of its operand: a transposed weight is still that weight
   PASSES_ON = enum.auto()  # the result is made of its operands' elements, which reach a product as they are
   CAST = enum.auto()  # the operand's elements, rounded
   MOVES = enum.auto()  # results lie elsewhere in memory, so that a cast before it is not free
@@ -39,9 +42,7 @@ class Trait(enum.Flag):
 
   # Of what the backward pass keeps.
   CHOICE = enum.auto()  # a sum or a choice: its gradient needs no operand, so that its result is what to save
-  NO_RESIDUAL = (
-    enum.auto()
-  )  # its gradient needs neither operand nor result: nothing to save, or compute again
+  NO_RESIDUAL = enum.auto()  # its gradient needs neither operand nor result: nothing is saved for it
 
   # Of what a compiler stores.
   COSTLY = enum.auto()  # dear enough that it is stored for several readers, rather than computed by each
@@ -51,7 +52,7 @@ class Trait(enum.Flag):
 
 
 class CallKind(enum.Enum):
-  """The kinds of call that a higher-order primitive may be. One that is none holds no body, or hides it."""
+  """The kinds of higher-order primitives whose bodies mpjax looks into."""
 
   JIT = "jit"
   INLINE = "inline"  # nothing but its body
@@ -95,7 +96,7 @@ class PrimitiveFacts:
       (follows its operands), `opaque` (keeps the dtypes of the user's program) or `call` (a higher-order
       primitive, whose body is entered).
     reason: why it is on that list.
-    float16: the list in float16 where it differs; bfloat16 has float32's range and float16 has not.
+    float16: `deny` for one of `infer` that is denied in float16, which has not float32's range; else empty.
     recompute: whether the backward pass may compute it a second time rather than save it.
     traits: what it does with its operands.
     call: which kind of call it is; `None` for one that is not entered.
@@ -108,41 +109,62 @@ class PrimitiveFacts:
   traits: Trait = Trait.NONE
   call: CallKind | None = None
 
+  def __post_init__(self) -> None:
+    if self.list not in LISTS:
+      raise ValueError(f"unknown list {self.list!r}: expected one of {', '.join(LISTS)}")
+    if self.float16 not in ("", "deny") or (self.float16 and self.list != "infer"):
+      raise ValueError(
+        f"float16={self.float16!r} with list={self.list!r}: expected 'deny' beside 'infer', or nothing"
+      )
+    if self.list == "call" and self.call is None:
+      raise ValueError("list='call' without call: expected a CallKind, which says how its body is entered")
+
+  def list_in(self, dtype: np.dtype | None) -> str:
+    """Returns the list where `dtype` is the compute dtype."""
+    return self.float16 if self.float16 and dtype == np.float16 else self.list
+
 
 # The rule for a primitive that is in no row, such as one that a later JAX adds or a library defines.
 UNKNOWN = PrimitiveFacts("opaque", "mpjax does not know it, and leaves it as it is", recompute=False)
 
-# By the primitive itself. By its name where not every supported JAX has a public name for it.
-_ROWS: dict[Primitive | str, PrimitiveFacts] = {}
+# By name. The primitive itself is beside it where JAX, or whoever defines it, has a public name for it.
+_ROWS: dict[str, tuple[Primitive | None, PrimitiveFacts]] = {}
 
 
 def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
   """Adds a primitive to the table.
 
   Args:
-    primitive: the primitive; its name only where JAX has no public one for it.
+    primitive: the primitive; its name only where it is JAX's and JAX has no public one for it.
     row: what is known of it.
 
   Raises:
-    ValueError: if it has another row, or the list does not exist.
+    ValueError: if there is another row for it, or for another primitive of its name.
   """
-  if _ROWS.get(primitive, row) != row:
-    raise ValueError(f"{primitive}: it has another row in the table of primitives already")
-  if row.list not in LISTS:
-    raise ValueError(f"{primitive}: unknown list {row.list!r}: expected one of {', '.join(LISTS)}")
-  _ROWS[primitive] = row
+  name = str(primitive)
+  itself = primitive if isinstance(primitive, Primitive) else None
+  known, known_row = _ROWS.get(name, (itself, row))
+  if itself not in (known, None):
+    raise ValueError(
+      f"{name}: the table has a row for another primitive of this name, on {known_row.list!r}; "
+      "give yours a name of its own, since mpjax.OpLists names primitives by it"
+    )
+  if known_row != row:
+    raise ValueError(f"{name}: the table has another row for it already, on {known_row.list!r}")
+  _ROWS[name] = known, row
 
 
 def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
   """The table: name and facts of each primitive."""
-  for key, row in _ROWS.items():
-    yield str(key), row
+  for name, (_, row) in _ROWS.items():
+    yield name, row
 
 
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
-  """The row of a primitive, or of an equation's; `UNKNOWN` if it has none."""
+  """The row of a primitive, or of an equation's; `UNKNOWN` if it has none, whatever its name."""
   primitive = what.primitive if isinstance(what, JaxprEqn) else what
-  return _ROWS.get(primitive) or _ROWS.get(primitive.name) or UNKNOWN
+  known, row = _ROWS.get(primitive.name, (primitive, UNKNOWN))
+  return row if known is primitive or (known is None and defined_by_jax(primitive)) else UNKNOWN
 
 
 def has(what: JaxprEqn | Primitive, traits: Trait) -> bool:

@@ -240,9 +240,41 @@ def test_a_primitive_of_a_library_is_opaque_until_it_is_registered():
     with pytest.raises(ValueError, match="another row"):
       register(mine, PrimitiveFacts("deny", "sums"))
   finally:
-    _primitives._ROWS.pop(mine)
-  with pytest.raises(ValueError, match="unknown list 'half': expected one of allow"):
-    register(mine, PrimitiveFacts("half", ""))
+    _primitives._ROWS.pop(mine.name)
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"list": "half"}, "unknown list 'half': expected one of allow"),
+    ({"list": "infer", "float16": "nonsense"}, "float16='nonsense' with list='infer': expected 'deny'"),
+    ({"list": "opaque", "float16": "deny"}, "float16='deny' with list='opaque'"),
+    ({"list": "call"}, "list='call' without call: expected a CallKind"),
+  ],
+)
+def test_a_row_that_nothing_can_act_on_is_refused(row, message):
+  with pytest.raises(ValueError, match=message):
+    PrimitiveFacts(reason="of a test", **row)
+
+
+@pytest.mark.parametrize("name", ["tanh", "pin"])
+def test_a_library_registers_no_primitive_under_a_name_of_the_table(name):
+  for row in (PrimitiveFacts("infer", "element-wise"), TABLE[name]):
+    with pytest.raises(ValueError, match=f"{name}: the table has a row for another primitive of this name"):
+      register(jax.extend.core.Primitive(name), row)
+  assert facts(jax.lax.tanh_p).list == "deny"
+  mpjax.OpLists.default()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_primitive_of_a_library_has_no_row_by_its_name(name):
+  assert facts(jax.extend.core.Primitive(name)) is UNKNOWN
+
+
+def test_a_row_by_name_is_of_the_primitive_that_jax_has():
+  of_keys = primitives_in(lambda x: jax.random.key_data(jax.random.key(0)))
+  assert "random_unwrap" in {primitive.name for primitive in of_keys}
+  assert UNKNOWN not in map(facts, of_keys)
 
 
 def test_every_counterpart_belongs_to_a_row_and_names_its_list():
