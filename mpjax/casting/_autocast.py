@@ -99,14 +99,8 @@ def autocast(
           return to_output(fun(*args, **kwargs), resolved)
       traced = Traced(fun, args, kwargs)
       plan = traced.plan(rules, resolved)
-      rules.check_all_matched()
-      results = execute(
-        plan,
-        traced.operands,
-        fp8_state=fp8_state,
-        recipes=rules.sites.recipes,
-        only_dots=recompute == "dots",
-      )
+      rules.check_all_matched(plan.fp8_paths())
+      results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
       return traced.finish(results, resolved)
 
   return wrapped

@@ -16,6 +16,7 @@ from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
+from mpjax.fp8 import Recipe
 from mpjax.jaxpr import bodies_of, constants_of
 
 
@@ -48,6 +49,7 @@ class Node:
     result_dtype: the dtype that a product is asked for; `None` for what the program says.
     call: for `Mode.ENTER`, its bodies.
     fp8: if it is an FP8 product, how.
+    recipe: of a product, the FP8 recipe that decided whether it is one; `None` for none.
     site: under delayed FP8 scaling, the name of its history.
   """
 
@@ -60,6 +62,7 @@ class Node:
   outs: tuple[Held, ...]
   call: Call | None = None
   fp8: Fp8Product | None = None
+  recipe: Recipe | None = None
   site: str | None = None
   reads: tuple[np.dtype | None, ...] = ()
   widened: frozenset[int] = frozenset()
@@ -180,6 +183,14 @@ class CastPlan:
       yield node
       for plan in node.call.plans if node.call else ():
         yield from plan.all_nodes()
+
+  def fp8_paths(self) -> set[str]:
+    """Returns the module paths of the products that an FP8 recipe decided on."""
+    return {node.path for node in self.all_nodes() if node.recipe is not None}
+
+  def fp8_sites(self) -> dict[str, Recipe]:
+    """Returns the recipe of each history of delayed FP8 scaling, by its name."""
+    return {n.site: n.recipe for n in self.all_nodes() if n.site is not None and n.recipe is not None}
 
 
 class Emit(Protocol):

@@ -1,11 +1,13 @@
 """Decides about a program: the dtype that each equation runs in, the dtype each value is held in, and why.
 
-`decide` reads a jaxpr and returns a frozen `CastPlan`. Nothing is decided after it.
+`decide` reads a jaxpr and returns a frozen `CastPlan`. Only custom derivative and batching rules
+are decided after it: they are no programs before JAX differentiates or batches (`Call.decide_rule`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Sequence
 
 import jax
@@ -31,7 +33,7 @@ from mpjax.casting._kinds import (
   rule_of,
   size,
 )
-from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._product_roles import ProductRoles, is_layer, states_precision
 from mpjax.casting._reads import with_reads
 from mpjax.jaxpr import (
   OUTPUT,
@@ -49,10 +51,7 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   operation_name,
-  shape_of,
 )
-
-NOT_FP8 = "not FP8: "  # how the reason of such a product begins
 
 
 def decide(
@@ -65,6 +64,7 @@ def decide(
   full_outputs: bool = False,
   tangents: int = 0,
   roles: ProductRoles | None = None,
+  sites: _fp8_products.Sites | None = None,
 ) -> CastPlan:
   """Returns what autocast does to a program.
 
@@ -77,8 +77,10 @@ def decide(
     full_outputs: whether what it returns is read in float32.
     tangents: how many of its last inputs are tangents, in which it has to stay linear.
     roles: of its products, if some may be FP8.
+    sites: the names that products outside it have taken, if it is a body.
   """
-  body = _Body(open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles)
+  sites = sites or _fp8_products.Sites()
+  body = _Body(open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles, sites)
   return body.plan(wanted)
 
 
@@ -94,6 +96,7 @@ class _Body:
     full_outputs: bool,
     tangents: int,
     roles: ProductRoles | None,
+    sites: _fp8_products.Sites,
   ):
     self.jaxpr = jaxpr
     self.inputs = (*jaxpr.constvars, *jaxpr.invars)
@@ -101,6 +104,7 @@ class _Body:
     self.path = path
     self.full_outputs = full_outputs
     self.roles = roles
+    self.sites = sites
     self.held: dict[Var, Held] = dict(zip(self.inputs, held, strict=True))
     self._feeding = rules.feeding(jaxpr)
     self._depth: dict[Var, int] = {}
@@ -119,7 +123,7 @@ class _Body:
       inputs=self.inputs,
       nodes=tuple(nodes),
       units=in_units(nodes, self.jaxpr, self.held, outs, self.rules, self.roles),
-      held=self.held,
+      held=types.MappingProxyType(dict(self.held)),
       outs=outs,
       depths=tuple(self._depth.get(v, 0) if is_variable(v) else 0 for v in self.jaxpr.outvars),
       has_product=any(node.listed == "allow" or node.has_product() for node in nodes),
@@ -156,7 +160,7 @@ class _Body:
   def _decide(self, equation: JaxprEqn) -> Node:
     path = inside(self.path, marked_path(equation))
     half = self.rules.overrides.half_at(path)
-    listed = self.rules.list_of(equation.primitive.name, half)
+    listed = self.rules.list_of(equation.primitive, half)
     if listed == "call":
       node = self._decide_call(equation, path, half)
     elif equation.primitive is jax.lax.convert_element_type_p:
@@ -182,7 +186,7 @@ class _Body:
     if any(_of_its_own(a.aval) for a in asked):
       kept = node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
       by_hand = listed == "allow" and half is not None and all(dtype_of(a) == half for a in asked)
-      return self._quantised(kept) if by_hand and not _pinned_precision(equation) else kept
+      return self._quantised(kept) if by_hand and not states_precision(equation) else kept
     if listed == "opaque":
       return node(Mode.KEEP, _reason(equation, UNKNOWN.reason), self._kept(equation))
     if not operands:
@@ -210,11 +214,11 @@ class _Body:
     def full(why: str, listed: str = "allow") -> Node:
       return Node(equation, path, listed, Mode.FULL, half, why, self._computed(equation))
 
-    if _contracts_all(equation):
+    if not is_layer(equation, self.rules):
       return full("a sum of products, on no matrix unit: it overflows like a sum", "deny")
     if half is None:
       return full("its module's policy computes in float32")
-    if _pinned_precision(equation):
+    if states_precision(equation):
       return full("the user asks for this precision")
     outs = _outs(equation, Held(Kind.HALF, half))
     return self._quantised(Node(equation, path, "allow", Mode.HALF, half, _reason(equation, ""), outs))
@@ -224,23 +228,9 @@ class _Body:
     recipe = self.rules.overrides.recipe_at(node.path)
     if recipe is None:
       return node
-    self.rules.products.add(node.path)
     role = self.roles.products.get(id(node.equation)) if self.roles else None
-    why_not = _fp8_products.barred(node.equation, node.path, recipe, role)
-    if why_not is not None or role is None:
-      return dataclasses.replace(node, why=f"{NOT_FP8}{why_not}")
-    site = None
-    # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
-    if recipe.recipe == "delayed" and not any(role.gradients):
-      side = int(not role.active[1])  # which operand the weight is
-      weight = id(node.equation) if all(role.active) else (role.roots[side], side)
-      # Also where the sizes are unfit: those of another batch may not be.
-      site = self.rules.sites.name(node.path, weight, recipe)
-    fp8 = _fp8_products.decide(node.equation, recipe, role, site, self.rules.sites.next_number())
-    if isinstance(fp8, str):
-      return dataclasses.replace(node, why=f"{NOT_FP8}{fp8}", site=site)
-    why = f"an FP8 product ({recipe.recipe} scaling)"
-    return dataclasses.replace(node, why=why, site=site, fp8=fp8)
+    decision = _fp8_products.decide(node.equation, node.path, recipe, role, self.sites)
+    return dataclasses.replace(node, **decision._asdict())
 
   def _decide_cast(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Node:
     (source,), (result,) = equation.invars, equation.outvars
@@ -337,14 +327,16 @@ class _Bodies:
     islands: bool = True,
     tangents: int = 0,
   ) -> CastPlan:
-    rules, roles = self.outside.rules, self.outside.roles
+    rules, roles, sites = self.outside.rules, self.outside.roles, self.outside.sites
     if rules.islands and not islands:
       rules = dataclasses.replace(rules, islands=False)
     inner = None
     kind = call_kind(self.equation)
     if roles is not None and kind is not None and kind.is_plain:  # a derivative rule is a program of its own
       inner = roles.inner.get(id(self.equation), {}).get(id(open_jaxpr(jaxpr)))
-    return decide(jaxpr, held, rules, path=self.path, wanted=wanted, tangents=tangents, roles=inner)
+    return decide(
+      jaxpr, held, rules, path=self.path, wanted=wanted, tangents=tangents, roles=inner, sites=sites
+    )
 
   def carry_setting(self, i: int) -> str | None:
     """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
@@ -382,30 +374,10 @@ def _outs(equation: JaxprEqn, held: Held) -> tuple[Held, ...]:
   return tuple(held if castable(v.aval) else initial(v.aval) for v in equation.outvars)
 
 
-def _contracts_all(equation: JaxprEqn) -> bool:
-  """Returns whether a `dot_general` has no dimensions but batch ones: a vector times a vector."""
-  if equation.primitive is not jax.lax.dot_general_p:
-    return False
-  contracted, batch = equation.params["dimension_numbers"]
-  used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
-  return used == [len(shape_of(a)) for a in equation.invars]
-
-
 def _of_its_own(aval: AbstractValue) -> bool:
   """Returns whether a value is in a floating dtype that the user chose."""
   dtype = getattr(aval, "dtype", None)
   return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
-
-
-def _pinned_precision(equation: JaxprEqn) -> bool:
-  """Returns whether a product states its precision, or an algorithm, which names its operands' dtypes."""
-  precision = equation.params.get("precision")
-  if precision is None:
-    return False
-  if isinstance(precision, tuple):
-    ambient = getattr(jax.config, "jax_default_matmul_precision", None)
-    return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
-  return True
 
 
 def _reason(equation: JaxprEqn, otherwise: str) -> str:

@@ -22,7 +22,6 @@ from mpjax.casting._higher_order import RULES
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._dot_general import as_product, fp8_dot_general_p
-from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import as_traced, call_kind, is_variable, shape_of
 
@@ -47,7 +46,6 @@ def execute(
   operands: Sequence[Array],
   *,
   fp8_state: Fp8State | None = None,
-  recipes: Mapping[str, Recipe] | None = None,
   only_dots: bool = False,
   tap: Tap | None = None,
 ) -> list[Array]:
@@ -57,7 +55,6 @@ def execute(
     plan: what is decided about it.
     operands: its constants and arguments.
     fp8_state: the histories of its products under delayed FP8 scaling.
-    recipes: the recipe of each of those, by site.
     only_dots: whether the backward pass keeps the results of matrix products alone.
     tap: what is looked at, if anything is. It changes nothing else.
 
@@ -65,7 +62,7 @@ def execute(
     ValueError: for an `fp8_state` that is missing, or of another function.
   """
   products = [node.fp8 for node in plan.all_nodes() if node.fp8]
-  opened = _fp8_products.open_state_for(fp8_state, recipes or {}, products)
+  opened = _fp8_products.open_state_for(fp8_state, plan.fp8_sites(), products)
   side = SideInputs(opened.scales, opened.amax_probes, dict(enumerate(tap.probes)) if tap else {})
 
   def run(side: SideInputs, tie: Array | None, *operands: Array) -> list[Array]:

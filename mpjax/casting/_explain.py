@@ -15,7 +15,7 @@ from mpjax._plain_text import bytes_text, table, with_prefix
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._decide import NOT_FP8
+from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._kinds import Kind, castable
 from mpjax.casting._op_lists import OpLists
@@ -229,7 +229,7 @@ def explain(
     resolved = get_policy(policy)
     rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
     plan = Traced(fun, args, kwargs).plan(rules, resolved)
-    rules.check_all_matched()
+    rules.check_all_matched(plan.fp8_paths())
     found = _Explained()
     _walk(plan, 1, found)
     unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}

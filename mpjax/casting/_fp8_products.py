@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,9 +45,12 @@ _AT_THE_USER: dict[str, Any] = (
 )
 
 
+NOT_FP8 = "not FP8: "  # how the reason of such a product begins
+
+
 @dataclasses.dataclass(frozen=True)
 class Fp8Product:
-  """The decision for one quantised product.
+  """One quantised product.
 
   Attributes:
     recipe: the formats and the scaling.
@@ -65,6 +69,43 @@ class Fp8Product:
   roots: tuple[Root | None, Root | None]
   site: str | None = None
   number: int = 0
+
+
+class Fp8Decision(NamedTuple):
+  """The decision about one product of a module with a recipe.
+
+  Attributes:
+    why: the reason, in words.
+    fp8: the quantised product; `None` if it stays in half precision.
+    site: under delayed scaling, the name of its history, which it has in half precision, too.
+    recipe: that decided.
+  """
+
+  why: str
+  fp8: Fp8Product | None
+  site: str | None
+  recipe: Recipe
+
+
+class Sites:
+  """Names for histories of delayed scaling: the module path, and a number where it has several weights."""
+
+  def __init__(self) -> None:
+    self._numbers = itertools.count()
+    self._names: dict[tuple[str, Hashable], str] = {}
+    self._weights: dict[str, int] = {}
+
+  def name(self, path: str, weight: Hashable) -> str:
+    """Returns the name for a product with a weight (what identifies it), in a module."""
+    if (path, weight) not in self._names:
+      i = self._weights.get(path, 0)
+      self._weights[path] = i + 1
+      self._names[path, weight] = f"{path}:{i}" if i else path or ":0"
+    return self._names[path, weight]
+
+  def next_number(self) -> int:
+    """Returns a number for a product, in the order in which they are decided about."""
+    return next(self._numbers)
 
 
 class Support(NamedTuple):
@@ -109,7 +150,43 @@ def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
       )
 
 
-def barred(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
+def decide(
+  equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None, sites: Sites
+) -> Fp8Decision:
+  """Decides whether a product that would run in half precision is an FP8 one.
+
+  Args:
+    equation: the product.
+    path: its module path.
+    recipe: of its module.
+    role: in its program; `None` inside a custom derivative rule.
+    sites: where delayed scaling's histories have their names from.
+  """
+  why_not = _ineligible_reason(equation, path, recipe, role)
+  if why_not is not None or role is None:
+    return Fp8Decision(f"{NOT_FP8}{why_not}", None, None, recipe)
+  site = None
+  # Nothing remembers the gradients of a backward pass inside the program: they have their own scale.
+  if recipe.recipe == "delayed" and not any(role.gradients):
+    side = int(not role.active[1])  # which operand the weight is
+    weight = id(equation) if all(role.active) else (role.roots[side], side)
+    # Also where the sizes are unfit: those of another batch may not be.
+    site = sites.name(path, weight)
+  number = sites.next_number()
+  lhs, rhs = map(shape_of, equation.invars[:2])
+  windows = windows_of(equation) if equation.primitive is jax.lax.conv_general_dilated_p else None
+  if windows is None:
+    sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
+  else:
+    sizes = conv_sizes(windows, lhs, rhs)
+  why_not = unfit(sizes, recipe)
+  if why_not:
+    return Fp8Decision(f"{NOT_FP8}{why_not}", None, site, recipe)
+  fp8 = Fp8Product(recipe, role.gradients, windows, support(recipe).native, role.roots, site, number)
+  return Fp8Decision(f"an FP8 product ({recipe.recipe} scaling)", fp8, site, recipe)
+
+
+def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | None) -> str | None:
   """Returns why a product is not FP8, whatever its sizes; `None` if it may be."""
   lack, excluded = support(recipe).why_not, recipe.excludes(path)
   if lack is not None:
@@ -129,21 +206,6 @@ def barred(equation: JaxprEqn, path: str, recipe: Recipe, role: ProductRole | No
   if equation.primitive is jax.lax.conv_general_dilated_p and windows_of(equation) is None:
     return "a convolution whose windows overlap is no matrix product"
   return None
-
-
-def decide(
-  equation: JaxprEqn, recipe: Recipe, role: ProductRole, site: str | None, number: int
-) -> Fp8Product | str:
-  """Returns how a product that is not barred is computed in FP8, or why its sizes are unfit."""
-  lhs, rhs = map(shape_of, equation.invars[:2])
-  windows = windows_of(equation) if equation.primitive is jax.lax.conv_general_dilated_p else None
-  if windows is None:
-    sizes = sizes_of(lhs, rhs, equation.params["dimension_numbers"])
-  else:
-    sizes = conv_sizes(windows, lhs, rhs)
-  why_not = unfit(sizes, recipe)
-  native = support(recipe).native
-  return why_not or Fp8Product(recipe, role.gradients, windows, native, role.roots, site, number)
 
 
 def emit(

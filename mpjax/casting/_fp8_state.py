@@ -56,9 +56,8 @@ def init_fp8_state(
       return empty_state({})
     with matmul_precision(resolved):
       plan = Traced(fun, args, kwargs).plan(rules, resolved)
-    rules.check_all_matched()
-    sites = {node.site for node in plan.all_nodes() if node.site is not None}
-    return empty_state({site: rules.sites.recipes[site].amax_history_len for site in sorted(sites)})
+    rules.check_all_matched(plan.fp8_paths())
+    return empty_state({site: recipe.amax_history_len for site, recipe in sorted(plan.fp8_sites().items())})
 
   return init
 
@@ -80,7 +79,7 @@ def fp8_weights(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., se
     rules = make_rules(resolved, None, None)
     traced = Traced(fun, args, kwargs)
     plan = traced.plan(rules, resolved)
-    rules.check_all_matched()
+    rules.check_all_matched(plan.fp8_paths())
     found = {root for node in plan.all_nodes() if node.fp8 for root in node.fp8.roots}
     return {name for i, name in enumerate(traced.names) if input_root(i) in found}
 

@@ -11,8 +11,6 @@ from mpjax._types import DTypeLike
 from mpjax.dtypes import did_you_mean
 from mpjax.jaxpr import rows
 
-_LISTS = ("allow", "deny", "deny_float16", "infer", "opaque", "call")
-
 
 @dataclasses.dataclass(frozen=True)
 class OpLists:
@@ -37,7 +35,7 @@ class OpLists:
 
   def __post_init__(self) -> None:
     seen: dict[str, str] = {}
-    for field in _LISTS:
+    for field in _FIELDS:
       names = getattr(self, field)
       if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{field}={names!r}: expected names of primitives, such as {{'dot_general'}}")
@@ -50,7 +48,7 @@ class OpLists:
   @classmethod
   def default(cls) -> OpLists:
     """Returns the lists of `mpjax/jaxpr/_primitive_table.py`, which gives the reason for each."""
-    lists: dict[str, set[str]] = {field: set() for field in _LISTS}
+    lists: dict[str, set[str]] = {field: set() for field in _FIELDS}
     for name, row in rows():
       lists["deny_float16" if row.float16 == "deny" else row.list].add(name)
     return cls(**{field: frozenset(names) for field, names in lists.items()})
@@ -65,14 +63,14 @@ class OpLists:
       ValueError: if a list or a name does not exist, or a name is given to two lists.
     """
     for field in lists:
-      if field not in _LISTS:
+      if field not in _FIELDS:
         raise ValueError(
-          f"unknown list {field!r}: expected one of {', '.join(_LISTS)}" + did_you_mean(field, _LISTS)
+          f"unknown list {field!r}: expected one of {', '.join(_FIELDS)}" + did_you_mean(field, _FIELDS)
         )
     new = {field: frozenset(_names(field, names)) for field, names in lists.items()}
-    known = frozenset().union(*(getattr(self, field) for field in _LISTS))
+    known = frozenset().union(*(getattr(self, field) for field in _FIELDS))
     given: frozenset[str] = frozenset().union(*new.values())
-    result = {field: new.get(field, getattr(self, field) - given) for field in _LISTS}
+    result = {field: new.get(field, getattr(self, field) - given) for field in _FIELDS}
     dropped = known - frozenset().union(*result.values())
     result["infer"] |= dropped
     return OpLists(**result)
@@ -90,6 +88,15 @@ class OpLists:
     if primitive in self.deny_float16:
       return "deny" if np.dtype(dtype) == np.float16 else "infer"
     return "opaque"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(OpLists))
+
+
+def changed(ops: OpLists) -> frozenset[str]:
+  """Returns the names of primitives that are not where the default lists have them."""
+  default = OpLists.default()
+  return frozenset().union(*(getattr(ops, field) ^ getattr(default, field) for field in _FIELDS))
 
 
 def _names(field: str, names: Iterable[str]) -> Iterable[str]:

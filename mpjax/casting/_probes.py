@@ -14,7 +14,7 @@ from typing import Any
 
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting._cast_plan import CastPlan, Node
-from mpjax.casting._casting_rules import CastingRules, make_rules
+from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import Tap, execute
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._trace import Traced
@@ -72,7 +72,7 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
 
   def find(*args: Any, **kwargs: Any) -> list[Point]:
     traced = Traced(fun, args, kwargs)
-    return list(_points(_plan(traced, policy, "islands")[0]).values())
+    return list(_points(_plan(traced, policy, "islands")).values())
 
   return find
 
@@ -103,7 +103,7 @@ def watched(
 
   def run(*args: Any, **kwargs: Any) -> Any:
     traced = Traced(fun, args, kwargs)
-    plan, rules = _plan(traced, policy, recompute)
+    plan = _plan(traced, policy, recompute)
     points = _points(plan)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
@@ -111,7 +111,6 @@ def watched(
       plan,
       traced.operands,
       fp8_state=fp8_state,
-      recipes=rules.sites.recipes,
       only_dots=recompute == "dots",
       tap=Tap({place: number for number, place in enumerate(points)}, probes, look),
     )
@@ -127,11 +126,11 @@ def watched(
   return run_under
 
 
-def _plan(traced: Traced, policy: Policy | None, recompute: str) -> tuple[CastPlan, CastingRules]:
+def _plan(traced: Traced, policy: Policy | None, recompute: str) -> CastPlan:
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   rules = dataclasses.replace(rules, enter_all=True)
-  return traced.plan(rules, policy or as_written), rules
+  return traced.plan(rules, policy or as_written)
 
 
 def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:

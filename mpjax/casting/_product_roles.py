@@ -165,7 +165,7 @@ class ProductRoles:
     outs = [
       Lineage(active, varies, None if constant else (self._number, id(v)), gradient) for v in equation.outvars
     ]
-    if self._rules.list_of(equation.primitive.name, None) == "call":
+    if self._rules.list_of(equation.primitive) == "call":
       outs = self._call(equation, facts) or outs
     elif is_layer(equation, self._rules):
       lhs, rhs = facts[:2]
@@ -296,7 +296,7 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
     rules: what decides.
     of_matrices: nor of a matrix and a vector, of which power iterations are made.
   """
-  if rules.list_of(equation.primitive.name, None) != "allow":
+  if rules.list_of(equation.primitive) != "allow":
     return False
   if equation.primitive is not jax.lax.dot_general_p:
     return True
@@ -304,3 +304,14 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
   free = [len(shape_of(a)) > n for a, n in zip(equation.invars, used, strict=True)]
   return all(free) if of_matrices else any(free)
+
+
+def states_precision(equation: JaxprEqn) -> bool:
+  """Returns whether a product states its precision, or an algorithm, which names its operands' dtypes."""
+  precision = equation.params.get("precision")
+  if precision is None:
+    return False
+  if isinstance(precision, tuple):
+    ambient = getattr(jax.config, "jax_default_matmul_precision", None)
+    return jax.lax.Precision.HIGHEST in precision and str(ambient) not in ("highest", "float32")
+  return True

@@ -305,6 +305,19 @@ def test_unknown_primitives_are_left_as_they_are_and_listed():
   assert mpjax.explain(lambda x: jax.lax.reduce_precision(x @ W, 8, 4), "bf16")(X).unknown == ()
 
 
+def test_a_librarys_primitive_with_a_name_of_jax_is_unknown_until_the_user_lists_it():
+  mine = jax.extend.core.Primitive("tanh")
+  mine.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+  fun = lambda x: jnp.tanh(mine.bind(x @ W)) @ W
+  explained = mpjax.explain(fun, "bf16")(X)
+  assert explained.unknown == ("tanh",)
+  assert [row.list for row in explained.rows if row.primitive == "tanh"] == ["opaque", "deny"]
+  ops = mpjax.OpLists.default()
+  listed = mpjax.explain(fun, "bf16", ops=ops.replace(infer=ops.infer | {"tanh"}))(X)
+  assert [row.list for row in listed.rows if row.primitive == "tanh"] == ["infer", "infer"]
+  assert listed.unknown == ()
+
+
 CARRIES = {  # (step, dtype, what the reason says)
   "residual stream": (lambda c, x: (c + (c @ x.T) @ x, None), "bfloat16", "weights of its own"),
   "sampler": (lambda c, x: (c + jnp.tanh(c @ W) @ W, None), "float32", "same weights"),
