@@ -33,7 +33,7 @@ def percent(share: float) -> str:
   return f"{100 * share:.3g}%" if share >= 1e-4 else f"{100 * share:.1g}%"
 
 
-def power_of_two(number: float) -> str:
+def power_of_two_text(number: float) -> str:
   """Returns `2^16` for a power of two, and other numbers as they are."""
   exponent = math.log2(number) if number > 0 else math.nan
   return f"2^{int(exponent)}" if exponent.is_integer() else f"{number:g}"

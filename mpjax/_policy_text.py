@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.fp8._recipe import Recipe
-from mpjax.loss_scale._presets import LossScaling
+from mpjax.fp8 import Recipe
+from mpjax.loss_scale import LossScaling
 
 _WORD = re.compile(r"[\w.+-]+")
 _END = re.compile(r"\s*(?:,|$)")

@@ -19,8 +19,10 @@ from mpjax._override import CHOICES, Override, require_possible
 from mpjax._policy_text import brief, plain, read_text, write_text
 from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
-from mpjax.fp8._recipe import Recipe, parse_recipe
-from mpjax.loss_scale._presets import LossScaling, parse_loss_scaling
+from mpjax.fp8 import Recipe
+from mpjax.fp8._recipe import parse_recipe
+from mpjax.loss_scale import LossScaling
+from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 

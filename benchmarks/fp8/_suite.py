@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
 from benchmarks.loss_scale._suite import described
-from mpjax.planner.compiled import KernelProduct, _hlo, by_dtypes, kernel_products
+from mpjax.planner.compiled import KernelProduct, by_dtypes, kernel_products, parse
 from mpjax.train.models import GPT
 
 RECIPES = ("current", "delayed")
@@ -68,7 +68,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)
   arguments = jax.tree.map(put, (params, tokens, *state))
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
-  found = kernel_products(_hlo.parse(compiled.as_text() or ""))
+  found = kernel_products(parse(compiled.as_text() or ""))
   rows = mpjax.explain(loss, policy)(model, tokens).rows
   eligible = [row.flops for row in rows if row.flops and row.after.startswith("float8")]
   return {

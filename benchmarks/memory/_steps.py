@@ -13,9 +13,7 @@ from benchmarks._worker import serve
 from mpjax.planner import CompileError, Plan, Target, get_target, plan, policy_on_target
 from mpjax.policy import get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.train import load_config
-from mpjax.train._optimizers import make_optimizer
-from mpjax.train._tasks import make_task
+from mpjax.train import load_config, make_optimizer, make_task
 from mpjax.train.data import DataInfo
 from mpjax.train.monitors import peak_memory
 

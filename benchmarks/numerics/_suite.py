@@ -22,18 +22,9 @@ from flax import nnx
 
 import mpjax
 from benchmarks._record import origin, write
-from mpjax.numerics._batches import most_pieces
-from mpjax.numerics._instrumented_step import (
-  loss_points,
-  make_pass,
-  plain_loss,
-  reference_state,
-  reference_step,
-)
-from mpjax.numerics._tensors import full_summary
+from mpjax.numerics import inspection_programs
 from mpjax.planner import get_target
-from mpjax.train import load_config
-from mpjax.train._setup import make_setup
+from mpjax.train import load_config, make_setup
 from mpjax.train.models import GPT
 from mpjax.train.monitors import Watcher
 
@@ -58,16 +49,11 @@ def memory(policy: str, target: str) -> dict[str, Any]:
   peak = lambda run, state: mpjax.plan(run, (state, batch), target=target, compile=True).peak
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   training = peak(step, state)
-  summary = full_summary(2.0**16)
-  pieces = most_pieces(batch)
-  part = {"tokens": jax.ShapeDtypeStruct((BATCH // pieces, SHAPE["max_len"] + 1), jnp.int32)}
-  mine = make_pass(step, loss_points(step, state, part), summary, updates=True, pieces=pieces)
-  reference, wide = reference_step(step), reference_state(state)
-  points = loss_points(reference, wide, part)
-  theirs = make_pass(reference, points, summary, save_memory=True, pieces=pieces)
-  inspection = {"policy": peak(mine, state), "float32": peak(theirs, wide) + size(state.opt_state)}
-  # Whether the loss is the mean of that of the pieces is looked up in float32, without gradients.
-  inspection["check"] = peak(jax.jit(plain_loss(reference)), wide) + size(state.opt_state)
+  inspection = {}
+  for name, (program, its_state) in inspection_programs(step, state, batch).items():
+    # In float32 there is no optimiser in the state, and the step's own stays in memory.
+    beside = 0 if name == "policy" else size(state.opt_state)
+    inspection[name] = peak(program, its_state) + beside
   row = {"policy": policy, "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "step": training}
   row |= {f"{name} pass": peak for name, peak in inspection.items()}
   row["ratio"] = max(inspection.values()) / training

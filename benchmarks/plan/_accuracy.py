@@ -28,12 +28,9 @@ import jax
 import numpy as np
 
 from benchmarks._record import origin, write
-from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing
-from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner.analytic._memory import table_bytes
-from mpjax.train import load_config
-from mpjax.train._planning import Planner
-from mpjax.train._setup import make_setup
+from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing, tiled_bytes
+from mpjax.planner.analytic import table_bytes
+from mpjax.train import Planner, load_config, make_setup
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 LEAST_EXPLAINED = 0.90

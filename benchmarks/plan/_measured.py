@@ -26,9 +26,7 @@ import numpy as np
 from benchmarks._record import origin, write
 from benchmarks._worker import Worker, serve
 from mpjax.planner import get_target, missing, target_names
-from mpjax.train import Config, load_config
-from mpjax.train._planning import Planner
-from mpjax.train._setup import make_setup
+from mpjax.train import Config, Planner, load_config, make_setup
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS, SECONDS, MOST_ERROR = 3, 900, 0.05

@@ -32,12 +32,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
-from mpjax.train.models._axes import gpt_axes
 
 import mpjax
 from benchmarks._record import origin, write
 from mpjax.planner import Collective, CompileError, get_target, missing
-from mpjax.train.models import GPT
+from mpjax.train.models import GPT, gpt_sharding
 
 SLICES = {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 FSDP = 8  # chips of a group, with `both`
@@ -75,7 +74,7 @@ def a_step(policy: Any, sizes: dict[str, int], batch: int) -> tuple[Any, tuple[A
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   # On one chip nothing crosses, in no dtype.
-  placed = {"mesh": mesh, "sharding": gpt_axes} if chips > 1 else {}
+  placed = {"mesh": mesh, "sharding": gpt_sharding} if chips > 1 else {}
   if chips == 1:
     resolved = mpjax.get_policy({**resolved.to_dict(), "reduce_dtype": None}, backend="tpu")
   step = mpjax.make_train_step(loss, tx, resolved, **placed)

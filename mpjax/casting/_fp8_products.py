@@ -17,9 +17,9 @@ from mpjax._types import Array, Fp8State, JaxprEqn
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._side_inputs import SideInputs
+from mpjax.fp8 import Recipe, fp8_dot_general
 from mpjax.fp8._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe
 from mpjax.fp8._delayed import check_state, open_state
-from mpjax.fp8._dot_general import fp8_dot_general
 from mpjax.fp8._eligibility import (
   Windows,
   conv_operands,
@@ -30,7 +30,6 @@ from mpjax.fp8._eligibility import (
   windows_of,
 )
 from mpjax.fp8._hardware import fp8_units
-from mpjax.fp8._recipe import Recipe
 from mpjax.jaxpr import shape_of
 
 # A warning of `warn_of` names the user's line: before Python 3.12 only where JAX does not stand in between.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._override import Override
-from mpjax.fp8._recipe import Recipe
+from mpjax.fp8 import Recipe
 from mpjax.jaxpr import FULL_PRECISION
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, parse_overrides

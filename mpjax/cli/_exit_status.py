@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from mpjax.train._errors import Interrupted, exit_status
+from mpjax.train import Interrupted
+from mpjax.train._errors import exit_status
 
 
 def guarded(run: Callable[[], object]) -> int:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
-from mpjax.train._config_file import load_config
+from mpjax.train import load_config, make_setup
 from mpjax.train._meshes import on_devices_here
-from mpjax.train._setup import make_setup
 
 
 def run(arguments: Sequence[str], prog: str) -> int:

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from mpjax.cli._exit_status import guarded
-from mpjax.train._errors import ConfigError
-from mpjax.train._export import export_run
+from mpjax.train import ConfigError, export_run
 
 
 def run(arguments: Sequence[str], prog: str) -> int:

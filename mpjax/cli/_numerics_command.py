@@ -15,9 +15,8 @@ from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
-from mpjax.train._config import Config
-from mpjax.train._config_file import find_config, load_config, read_tree
-from mpjax.train._errors import ConfigError
+from mpjax.train import Config, ConfigError, load_config
+from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
 
 _STEPS = 10

@@ -21,10 +21,8 @@ from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render import print_plans, save_picture
 from mpjax.policy import get_policy
+from mpjax.train import ConfigError, Planner, load_config
 from mpjax.train._config import DEFAULT_RECOMPUTE
-from mpjax.train._config_file import load_config
-from mpjax.train._errors import ConfigError
-from mpjax.train._planning import Planner
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import outcome_of
-from mpjax.train._config import Config
-from mpjax.train._config_file import load_config, read_waits
-from mpjax.train._errors import ConfigError
+from mpjax.train import Config, ConfigError, load_config
+from mpjax.train._config_file import read_waits
 from mpjax.train._loop import train_together
 from mpjax.train.multiprocess import Flags, start
 

@@ -2,9 +2,10 @@
 
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._inspection import inspect_numerics
+from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
-from mpjax.numerics.render._report_terminal import print_report
+from mpjax.numerics.render import print_report
 
 __all__ = [
   "Advice",
@@ -15,5 +16,6 @@ __all__ = [
   "Origin",
   "find_nonfinite",
   "inspect_numerics",
+  "inspection_programs",
   "print_report",
 ]

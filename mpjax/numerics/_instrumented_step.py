@@ -16,10 +16,12 @@ from mpjax._types import Array, PyTree
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
+from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._summary import Summary, look
+from mpjax.numerics._tensors import full_summary
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
-from mpjax.step._micro_batches import split_batch
+from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._optimizer import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
@@ -180,6 +182,27 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
   except (TypeError, ValueError):  # a leaf that only looks like rows
     return False
   return math.isclose(*there, rel_tol=1e-4)
+
+
+def inspection_programs(
+  step: TrainStep, state: TrainState, batch: PyTree
+) -> dict[str, tuple[Callable[[TrainState, PyTree], Any], TrainState]]:
+  """Returns the programs that an inspection of updates runs, each with the state that it takes.
+
+  They are `policy` and `float32`, the two passes in as many pieces of the batch as can be, and `check`, the
+  loss that shows whether pieces give the mean. Nothing is computed; shapes will do for states and batches.
+  """
+  summary, pieces = full_summary(2.0**16), most_pieces(batch)
+  part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
+  mine = make_pass(step, loss_points(step, state, part), summary, updates=True, pieces=pieces)
+  reference, wide = reference_step(step), reference_state(state)
+  points = loss_points(reference, wide, part)
+  theirs = make_pass(reference, points, summary, save_memory=True, pieces=pieces)
+  return {
+    "policy": (mine, state),
+    "float32": (theirs, wide),
+    "check": (jax.jit(plain_loss(reference)), wide),
+  }
 
 
 def _loss(

@@ -10,14 +10,12 @@ from typing import Any
 
 import jax
 
-from mpjax._plain_text import power_of_two
+from mpjax._plain_text import power_of_two_text
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, share_lost
-from mpjax.numerics.render._report_html import plain_data, save_html
-from mpjax.numerics.render._report_picture import save_pictures
-from mpjax.numerics.render._report_text import advice_lines, summary_lines
+from mpjax.numerics.render import advice_lines, plain_data, save_html, save_pictures, summary_lines
 from mpjax.policy import Policy
 
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
@@ -86,7 +84,7 @@ class NumericsReport:
     against = "" if self.reference_loss is None else f" (float32: {self.reference_loss:.6g})"
     return [
       f"{title}: policy {self.policy.label}, {batches} ({self.rows} rows), step {self.step}",
-      f"loss {self.loss:.6g}{against}, loss scale {power_of_two(self.loss_scale)}",
+      f"loss {self.loss:.6g}{against}, loss scale {power_of_two_text(self.loss_scale)}",
     ]
 
   def with_advice(self, found: tuple[tuple[Finding, ...], Advice]) -> NumericsReport:

@@ -1,6 +1,9 @@
 """`plan`: what a policy costs on a device, from the traced program and from the device's own compiler."""
 
-from mpjax.planner._figures import (
+from mpjax.planner._array_bytes import tiled_bytes
+from mpjax.planner._fp8_on_target import policy_on_target
+from mpjax.planner._plan import Plan, plan
+from mpjax.planner._results import (
   ARGUMENT_PARTS,
   TRANSIENT_PARTS,
   Collective,
@@ -11,9 +14,6 @@ from mpjax.planner._figures import (
   ProductGroup,
   Saved,
 )
-from mpjax.planner._fp8_on_target import policy_on_target
-from mpjax.planner._plan import plan
-from mpjax.planner._results import Plan
 from mpjax.planner._search import Fit, cheapest, largest_batch
 from mpjax.planner._targets import Target, get_target, target_names
 from mpjax.planner.compiled import CompileError, missing
@@ -39,4 +39,5 @@ __all__ = [
   "plan",
   "policy_on_target",
   "target_names",
+  "tiled_bytes",
 ]

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._tree import path_text
 from mpjax._types import PyTree
 from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
-from mpjax.planner._figures import ARGUMENT_PARTS
+from mpjax.planner._results import ARGUMENT_PARTS
 from mpjax.step import TrainState
 
 _FIELDS = {
@@ -156,7 +157,7 @@ def _argument(
   local = sharding.shard_shape(tuple(leaf.shape)) if sharding is not None else tuple(leaf.shape)
   return Argument(
     part=part,
-    path=f"{i}/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"),
+    path=f"{i}/{path_text(path)}".rstrip("/"),
     slot=slot if part == "optimizer state" else "",
     nbytes=int(math.prod(local) * itemsize(leaf.dtype)),
     whole=int(math.prod(leaf.shape) * itemsize(leaf.dtype)),

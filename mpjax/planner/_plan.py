@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,7 @@ import numpy as np
 from mpjax._plain_text import bytes_text
 from mpjax._types import PolicyLike, PyTree
 from mpjax.jaxpr import constants_of
-from mpjax.planner._figures import Collective, Compiled, Memory, ProductGroup
-from mpjax.planner._results import Plan
+from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup
 from mpjax.planner._targets import Target, get_target
 from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
@@ -25,9 +25,21 @@ from mpjax.planner.analytic import (
   time_floor,
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
+from mpjax.planner.render import as_text
 
 _WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(PlanFigures):
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it are tables.
+
+  The attributes are those of `PlanFigures`.
+  """
+
+  def __str__(self) -> str:
+    return as_text([self])
 
 
 def plan(

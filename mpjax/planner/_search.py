@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._plain_text import bytes_text
-from mpjax.planner._results import Plan
-from mpjax.planner.compiled._compile import CompileError
+from mpjax.planner._plan import Plan
+from mpjax.planner.compiled import CompileError
 
 # A plan of a batch: `plan_of(batch, compile)`, compile as `mpjax.plan` takes it.
 PlanOf = Callable[[int, Any], Plan]

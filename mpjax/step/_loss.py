@@ -17,8 +17,8 @@ from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting._autocast import autocast
 from mpjax.casting._nnx_modules import give_scopes
 from mpjax.dtypes import at_least_float32
+from mpjax.loss_scale import scale_loss
 from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._state_access import scale_loss
 from mpjax.policy import Policy
 from mpjax.step._checks import unpack
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from mpjax._types import PyTree
+from mpjax.loss_scale import LossScaleState, get_loss_scale, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._overwritten import keep_from
-from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale, refuse_multi_steps_outside
-from mpjax.loss_scale._transform import LossScaleState, static_loss_scale, with_loss_scaling
+from mpjax.loss_scale._state_access import find_loss_scales, refuse_multi_steps_outside
 from mpjax.policy import Policy, cast_floating
 
 

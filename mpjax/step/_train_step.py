@@ -18,13 +18,12 @@ from jaxtyping import Float32
 from mpjax._lazy import nnx
 from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
-from mpjax.casting._explain import Explanation, explain
-from mpjax.casting._fp8_state import init_fp8_state
+from mpjax.casting import Explanation, explain, init_fp8_state
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
+from mpjax.loss_scale import apply_updates, get_loss_scale
 from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import apply_updates, hide, show
-from mpjax.loss_scale._state_access import get_loss_scale
+from mpjax.loss_scale._overwritten import hide, show
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (

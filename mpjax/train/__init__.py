@@ -14,6 +14,10 @@ if TYPE_CHECKING:
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
   from mpjax.train._loop import run_training
+  from mpjax.train._optimizers import make_optimizer
+  from mpjax.train._planning import Planner
+  from mpjax.train._setup import make_setup
+  from mpjax.train._tasks import make_task
 
 __all__ = [
   "CheckpointError",
@@ -22,10 +26,14 @@ __all__ = [
   "DataError",
   "ExportedModel",
   "Interrupted",
+  "Planner",
   "Stuck",
   "export_run",
   "load_config",
   "load_safetensors",
+  "make_optimizer",
+  "make_setup",
+  "make_task",
   "parse_config",
   "run_training",
   "save_safetensors",
@@ -37,6 +45,10 @@ _MODULES = {
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
   "_loop": ("run_training",),
+  "_optimizers": ("make_optimizer",),
+  "_planning": ("Planner",),
+  "_setup": ("make_setup",),
+  "_tasks": ("make_task",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -22,14 +22,15 @@ from jaxtyping import Float
 
 from mpjax._tree import named_leaves, path_text
 from mpjax._types import Array, ArrayLike, PyTree
-from mpjax.fp8._recipe import BLOCK, Recipe
+from mpjax.fp8 import Recipe
+from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, cast_floating, get_policy
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._setup import build_step, init_state, make_setup
 from mpjax.train._tasks import Task, make_task
-from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import DataInfo
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")

@@ -16,7 +16,7 @@ from mpjax.train._config import Config, ConfigError
 from mpjax.train._config_file import load_config
 from mpjax.train._meshes import on_devices_here
 from mpjax.train._setup import Setup, build_step, make_setup
-from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.checkpoints import Checkpoints
 
 _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 

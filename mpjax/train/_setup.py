@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpjax._types import Mesh, PyTree
-from mpjax.casting._explain import Explanation
+from mpjax.casting import Explanation
 from mpjax.policy import Policy
 from mpjax.sharding import ShardingRules
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
@@ -17,8 +17,7 @@ from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer
 from mpjax.train._tasks import Task, make_task
-from mpjax.train.data import Data, DataInfo, load_data
-from mpjax.train.data._dataset import Rows
+from mpjax.train.data import Data, DataInfo, Rows, load_data
 
 
 @dataclasses.dataclass(frozen=True)

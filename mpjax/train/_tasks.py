@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Float, Float32, Int, PRNGKeyArray
 
 from mpjax._types import Array, LossFunction, Metrics, PyTree
-from mpjax.casting._autocast import autocast
+from mpjax.casting import autocast
 from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision

@@ -12,9 +12,7 @@ from mpjax._plain_text import bytes_text
 from mpjax.cli import _plan_command, main
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers
-from mpjax.train import ConfigError, load_config
-from mpjax.train._planning import Planner
-from mpjax.train._setup import make_setup
+from mpjax.train import ConfigError, Planner, load_config, make_setup
 from tests.train._tiny_gpt import write_tiny_gpt
 
 pytestmark = pytest.mark.optimised

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.fp8._dot_general import fp8_dot_general
+from mpjax.fp8 import fp8_dot_general
 from tests.fp8._reference import (
   AMD,
   E4M3,

@@ -14,8 +14,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from mpjax.numerics.render._report_html import save_html
-from mpjax.numerics.render._report_picture import save_pictures
+from mpjax.numerics.render import save_html, save_pictures
 from tests.numerics._reports import KINDS, a_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.planner import get_target
-from mpjax.planner._array_bytes import tiled_bytes
+from mpjax.planner import get_target, tiled_bytes
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo
 

@@ -12,8 +12,7 @@ from flax.training import train_state
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.planner import ARGUMENT_PARTS, get_target
-from mpjax.planner._array_bytes import tiled_bytes
+from mpjax.planner import ARGUMENT_PARTS, get_target, tiled_bytes
 from mpjax.planner.compiled import _compile as compilers
 from tests.planner._steps import (
   BATCH,

@@ -15,8 +15,7 @@ import mpjax
 from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo
-from mpjax.train.models import GPT
-from mpjax.train.models._model_sharding import gpt_sharding
+from mpjax.train.models import GPT, gpt_sharding
 
 # Parts are whole tiles of a TPU, whose compiler pads others.
 WORDS, DIM, HIDDEN, ROWS = 512, 128, 512, 32

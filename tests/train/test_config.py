@@ -5,8 +5,8 @@ import pathlib
 import pytest
 import yaml
 
-from mpjax.train import ConfigError, load_config, parse_config
-from mpjax.train._optimizers import OPTIMIZERS, make_optimizer, make_schedule
+from mpjax.train import ConfigError, load_config, make_optimizer, parse_config
+from mpjax.train._optimizers import OPTIMIZERS, make_schedule
 
 ROOT = pathlib.Path(__file__).parents[2]
 MINIMAL = {"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}}

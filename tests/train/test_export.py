@@ -11,8 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from mpjax.cli import main
-from mpjax.train import ConfigError, load_config, load_safetensors, save_safetensors
-from mpjax.train._setup import make_setup
+from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
 from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
 

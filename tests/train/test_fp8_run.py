@@ -10,8 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mpjax.cli import main
 from mpjax.step import TrainStep
-from mpjax.train import load_config
-from mpjax.train._setup import make_setup
+from mpjax.train import load_config, make_setup
 from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
 

@@ -11,9 +11,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.train import load_config, parse_config
-from mpjax.train._setup import make_setup
-from mpjax.train._tasks import make_task
+from mpjax.train import load_config, make_setup, make_task, parse_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = {

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from mpjax.train import ConfigError, load_config, load_safetensors, parse_config
 from mpjax.train.data import DataError
-from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory
+from mpjax.train.monitors import MetricsFile, RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._datasets import IMAGES, LABELS, load
 from tests.train._tiny_gpt import write_tiny_gpt

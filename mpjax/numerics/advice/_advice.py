@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._plain_text import percent, power_of_two
+from mpjax._plain_text import percent, power_of_two_text
 from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
@@ -42,7 +42,7 @@ class Change(NamedTuple):
     if self.key == "overrides":
       return f"overrides: {self.value[0]}: {self.value[1]}"
     if self.key == "loss_scaling":
-      return f"loss_scaling: {self.value['kind']}, init_scale {power_of_two(self.value['init_scale'])}"
+      return f"loss_scaling: {self.value['kind']}, init_scale {power_of_two_text(self.value['init_scale'])}"
     return f"{self.key}: {self.value}".replace("True", "true")
 
 
@@ -125,7 +125,7 @@ def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Cha
     return []
   lost = lambda scale: percent(report.lost("activation gradient", "float16", scale))
   why = f"keeps {percent(report.keep)} of the gradients" if low else "is the largest that overflows nothing"
-  buys = f"{power_of_two(high)} {why}: float16 loses {lost(now)} of them at {power_of_two(now)}, "
+  buys = f"{power_of_two_text(high)} {why}: float16 loses {lost(now)} of them at {power_of_two_text(now)}, "
   buys += f"{lost(high)} there"
   return [Change("loss_scaling", {"kind": "dynamic", "init_scale": high}, buys)]
 

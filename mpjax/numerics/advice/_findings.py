@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from mpjax._plain_text import percent, power_of_two
+from mpjax._plain_text import percent, power_of_two_text
 from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding
@@ -207,9 +207,9 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   dynamic = scaling is not None and scaling.kind == "dynamic"
   largest = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
   for t in [largest] if high else over:
-    text = f"{_name(t)}: its gradient times the loss scale of {power_of_two(scale)} overflows {over[t]}"
+    text = f"{_name(t)}: its gradient times the loss scale of {power_of_two_text(scale)} overflows {over[t]}"
     if dynamic and high:
-      text += f"; the scale will fall towards {power_of_two(high)}, and each fall costs a step"
+      text += f"; the scale will fall towards {power_of_two_text(high)}, and each fall costs a step"
     severity = "note" if dynamic and high else "problem"
     yield Finding("gradient overflow", severity, t.module, text)
 
@@ -225,7 +225,7 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
       "problem",
       t.module,
       f"{_name(t)}: {t.dtype} loses {percent(lost)} of its gradient's values at loss scale "
-      f"{power_of_two(report.loss_scale)}{error}",
+      f"{power_of_two_text(report.loss_scale)}{error}",
     )
   kinds = [t for t in report.of("activation gradient") if t.magnitudes.range is not None]
   # A run in float16 alone has no record of what it lost, and no range is right for what is not finite.
@@ -239,13 +239,12 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
   keep = percent(report.keep)
   text = f"float16 loses {percent(at_one)} of the activations' gradients at loss scale 1"
   if report.loss_scale != 1:
-    text += f", {percent(now)} at {power_of_two(report.loss_scale)}"
+    text += f", {percent(now)} at {power_of_two_text(report.loss_scale)}"
   if low and high:
-    text += (
-      f"; loss scales from {power_of_two(low)} to {power_of_two(high)} keep {keep} of them and overflow none"
-    )
+    scales = f"{power_of_two_text(low)} to {power_of_two_text(high)}"
+    text += f"; loss scales from {scales} keep {keep} of them and overflow none"
   elif high:
-    text += f"; none keeps {keep} of them: the largest that does not overflow is {power_of_two(high)}"
+    text += f"; none keeps {keep} of them: the largest that does not overflow is {power_of_two_text(high)}"
   else:
     text += "; every loss scale from 1 on overflows"
   yield Finding("range", "note", "", text)

@@ -41,14 +41,14 @@ from mpjax.numerics.nonfinite._origins import (
   made_here,
   of_places,
 )
-from mpjax.numerics.nonfinite._places import Place, Schedule, make_schedule, of_loss_inside
+from mpjax.numerics.nonfinite._places import EvaluationOrder, Place, evaluation_order, of_loss_inside
 
 # Enough to tell independent failures apart; of a model that has diverged everywhere, thousands are no news.
 _MOST_ORIGINS = 64
 _MOST_BLAMED = 24
-# Turns of one loop that are taken apart although what goes into them is non-finite already.
+# Iterations of one loop that are taken apart although what goes into them is non-finite already.
 _MOST_TAKEN_APART = 16
-_MOST_TURNS = 10_000
+_MOST_ITERATIONS = 10_000
 Blame = frozenset[int]
 _FINITE: Blame = frozenset()
 
@@ -90,7 +90,7 @@ class Evaluation:
     self._accumulate = accumulate
     # The keys are by id; the objects are kept, so that no other comes to have it.
     self._constants: dict[int, tuple[Literal | Array, int]] = {}
-    self._schedules: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, Schedule]] = {}
+    self._orders: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, EvaluationOrder]] = {}
 
   def run(self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]]) -> list[BlamedArray]:
     """Evaluates a program, whose first result is the loss.
@@ -119,23 +119,23 @@ class Evaluation:
     body = open_jaxpr(jaxpr)
     constants = [BlamedArray(c) for c in constants_of(jaxpr)]
     environment = dict(zip(body.constvars, constants, strict=True))
-    schedule = self._schedule(body, place.of_loss)
+    order = self._order(body, place.of_loss)
     arguments = zip(body.invars, values, strict=True)
-    environment |= ((variable, value) for variable, value in arguments if variable in schedule.read)
+    environment |= ((variable, value) for variable, value in arguments if variable in order.read)
     values.clear()
     for variable, value in zip(body.constvars, constants, strict=True):
       if not is_finite(value.array):
         blame = frozenset({self._constant(value.array, None, place)})
         environment[variable] = value._replace(blame=blame)
     constants.clear()
-    for equation, last in zip(schedule.equations, schedule.last, strict=True):
-      here = place.at(equation, [v in schedule.of_loss for v in equation.outvars])
+    for equation, last in zip(order.equations, order.last, strict=True):
+      here = place.at(equation, [v in order.of_loss for v in equation.outvars])
       operands = [self._read(environment, atom, equation, here) for atom in equation.invars]
       for variable in last:
         environment.pop(variable, None)
-      rule = _rule(call_kind(equation))
+      rule = _RULES[call_kind(equation)]
       for variable, value in zip(equation.outvars, rule(self, equation, operands, here), strict=True):
-        if variable in schedule.read:
+        if variable in order.read:
           environment[variable] = value
       del operands
     return [self._read(environment, atom, None, place) for atom in body.outvars]
@@ -157,11 +157,11 @@ class Evaluation:
       self._constants[id(what)] = what, self._add(Source(origin, meant=True))
     return self._constants[id(what)][1]
 
-  def _schedule(self, jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> Schedule:
+  def _order(self, jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
     key = id(jaxpr), of_loss
-    if key not in self._schedules:
-      self._schedules[key] = jaxpr, make_schedule(jaxpr, of_loss)
-    return self._schedules[key][1]
+    if key not in self._orders:
+      self._orders[key] = jaxpr, evaluation_order(jaxpr, of_loss)
+    return self._orders[key][1]
 
   def _operation(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
@@ -235,7 +235,7 @@ class Evaluation:
     return self._body(branches[index], operands[1:], place)
 
   def _scan(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
-    """Evaluates a loop whole, and turn by turn where that gives a non-finite result."""
+    """Evaluates a loop whole, and iteration by iteration where that gives a non-finite result."""
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
@@ -245,12 +245,12 @@ class Evaluation:
     body = equation.params["jaxpr"]
     of_loss = of_loss_inside(open_jaxpr(body), place.of_loss, parts.consts, parts.carry)
     constants, xs = operands[: parts.consts], operands[parts.consts + parts.carry :]
-    turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
+    iterations = _Iterations(self, body, dataclasses.replace(place, of_loss=of_loss))
     carry = operands[parts.consts : parts.consts + parts.carry]
     blames = [_FINITE] * len(arrays)
     for i in reversed(range(length)) if reverse else range(length):
       rows = [_row_of(x, i) for x in xs]
-      out = turns.turn(equation, [*constants, *carry, *rows], i, length, own)
+      out = iterations.evaluate(equation, [*constants, *carry, *rows], i, length, own)
       carry = out[: parts.carry]
       for j, value in enumerate(out[parts.carry :], parts.carry):
         blames[j] |= value.blame
@@ -264,11 +264,11 @@ class Evaluation:
     condition, body, n, m = while_parts(equation)
     m += n
     of_loss = (any(place.of_loss),) * len(arrays)
-    turns = _Turns(self, body, dataclasses.replace(place, of_loss=of_loss))
+    iterations = _Iterations(self, body, dataclasses.replace(place, of_loss=of_loss))
     goes_on = jax.jit(as_function(condition))
     carry, i = operands[m:], 0
-    while i < _MOST_TURNS and goes_on(*(x.array for x in [*operands[:n], *carry]))[0]:
-      carry = turns.turn(equation, [*operands[n:m], *carry], i, None)
+    while i < _MOST_ITERATIONS and goes_on(*(x.array for x in [*operands[:n], *carry]))[0]:
+      carry = iterations.evaluate(equation, [*operands[n:m], *carry], i, None)
       i += 1
     return self._looped(equation, operands, arrays, [x.blame for x in carry], place)
 
@@ -280,7 +280,7 @@ class Evaluation:
     blames: list[Blame],
     place: Place,
   ) -> list[BlamedArray]:
-    """Returns the results of a loop; it is blamed itself for what none of its turns explains."""
+    """Returns the results of a loop; it is blamed itself for what none of its iterations explains."""
     new: Blame = _FINITE
     values = []
     for array, blame in zip(arrays, blames, strict=True):
@@ -293,8 +293,8 @@ class Evaluation:
     return values
 
 
-class _Turns:
-  """The turns of a loop: each compiled, and taken apart where its results are non-finite."""
+class _Iterations:
+  """The iterations of a loop: each compiled, and taken apart where its results are non-finite."""
 
   def __init__(self, evaluation: Evaluation, body: AnyJaxpr, place: Place):
     self._evaluation = evaluation
@@ -303,7 +303,7 @@ class _Turns:
     self._compiled = jax.jit(as_function(body))
     self._left = _MOST_TAKEN_APART
 
-  def turn(
+  def evaluate(
     self,
     equation: JaxprEqn,
     operands: list[BlamedArray],
@@ -311,7 +311,7 @@ class _Turns:
     length: int | None,
     micro_batch: bool = False,
   ) -> list[BlamedArray]:
-    """Evaluates one turn."""
+    """Evaluates one iteration."""
     evaluation = self._evaluation
     arrays = self._compiled(*(x.array for x in operands))
     finite = [is_finite(array) for array in arrays]
@@ -323,7 +323,7 @@ class _Turns:
         blame = evaluation._shortened(inherited)
         return [BlamedArray(x, _FINITE if ok else blame) for x, ok in zip(arrays, finite, strict=True)]
       self._left -= 1
-    place = self._place.turn(i, length, micro_batch)
+    place = self._place.in_iteration(i, length, micro_batch)
     apart = evaluation._body(self._body, list(operands), place)
     new: Blame = _FINITE
     for j, (array, ok) in enumerate(zip(arrays, finite, strict=True)):
@@ -380,12 +380,11 @@ def _without_infinities(x: Array) -> Array:
 _Rule: TypeAlias = Callable[[Evaluation, JaxprEqn, list[BlamedArray], Place], list[BlamedArray]]
 
 
-def _rule(kind: CallKind | None) -> _Rule:
-  """Returns the method that evaluates an equation of a kind of call."""
-  if kind is CallKind.COND:
-    return Evaluation._cond
-  if kind is CallKind.SCAN:
-    return Evaluation._scan
-  if kind is CallKind.WHILE:
-    return Evaluation._while
-  return Evaluation._call if kind is not None and kind.runs_once else Evaluation._operation
+# How an equation is evaluated, by its kind of call; a kind that runs its body elsewhere is one operation.
+_RULES: dict[CallKind | None, _Rule] = dict.fromkeys((None, *CallKind), Evaluation._operation)
+_RULES |= {kind: Evaluation._call for kind in CallKind if kind.runs_once}
+_RULES |= {
+  CallKind.COND: Evaluation._cond,
+  CallKind.SCAN: Evaluation._scan,
+  CallKind.WHILE: Evaluation._while,
+}

@@ -15,9 +15,10 @@ from jax.tree_util import KeyPath
 from mpjax._compat import newer
 from mpjax._types import PyTree
 from mpjax.dtypes import cast_floating
+from mpjax.loss_scale import get_loss_scale
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.loss_scale._overwritten import map_parts
-from mpjax.loss_scale._state_access import find_loss_scales, get_loss_scale
+from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
 from mpjax.step import TrainState, TrainStep
@@ -268,7 +269,7 @@ def _what(origin: Origin) -> str:
     value = "NaN" if origin.nonfinite.nan else "an infinity"
     return f"takes in {value} that the program itself holds, {where}"
   if origin.whole:
-    return f"gave non-finite values as a whole, though no turn of it does by itself, {where}"
+    return f"gave non-finite values as a whole, though no iteration of it does by itself, {where}"
   if origin.overflowed:
     return f"overflowed in {origin.dtype}, {where}"
   if _from_infinities(origin):

@@ -39,7 +39,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-  """One turn of a loop.
+  """One iteration of a loop.
 
   Attributes:
     index: which, from 0; of a `scan` the row of what it scans over, also where it runs backwards.
@@ -53,7 +53,7 @@ class Iteration:
 
   def __str__(self) -> str:
     if self.length is None:
-      return f"turn {self.index + 1} of a while loop"
+      return f"iteration {self.index + 1} of a while loop"
     kind = "micro-batch" if self.micro_batch else "iteration"
     return f"{kind} {self.index + 1} of {self.length}"
 

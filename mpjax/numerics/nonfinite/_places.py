@@ -35,13 +35,13 @@ class Place:
       tuple(of_loss),
     )
 
-  def turn(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
-    """Returns the same place in one turn of the loop that is here."""
+  def in_iteration(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
+    """Returns the same place in one iteration of the loop that is here."""
     return dataclasses.replace(self, iterations=(*self.iterations, Iteration(index, length, micro_batch)))
 
 
-class Schedule(NamedTuple):
-  """The equations of a jaxpr that are computed.
+class EvaluationOrder(NamedTuple):
+  """The equations of a jaxpr that are computed, in order.
 
   Attributes:
     equations: those that a result depends on.
@@ -56,15 +56,15 @@ class Schedule(NamedTuple):
   of_loss: set[Var]
 
 
-def make_schedule(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> Schedule:
+def evaluation_order(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
   """Returns what to compute of a jaxpr; `of_loss` says on which of its results the loss depends."""
   read = needed(jaxpr)
   equations = [equation for equation in jaxpr.eqns if not read.isdisjoint(equation.outvars)]
-  return Schedule(equations, last_reads(equations, jaxpr.outvars), read, needed(jaxpr, of_loss))
+  return EvaluationOrder(equations, last_reads(equations, jaxpr.outvars), read, needed(jaxpr, of_loss))
 
 
 def of_loss_inside(jaxpr: Jaxpr, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
-  """Returns which results of a `scan`'s body the loss depends on, through later turns too."""
+  """Returns which results of a `scan`'s body the loss depends on, also through later iterations."""
   flags = of_loss
   while True:
     of_body = needed(jaxpr, flags)

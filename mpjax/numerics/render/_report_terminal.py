@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import INTEREST
 from mpjax.numerics.render._report_text import advice_lines, summary_rows
 
 if TYPE_CHECKING:
   import rich.console
+
+  from mpjax.numerics._report import NumericsReport
 
 
 def print_report(report: NumericsReport, console: rich.console.Console, limit: int = 12) -> None:

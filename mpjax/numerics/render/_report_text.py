@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpjax._plain_text import percent, power_of_two, table
+from mpjax._plain_text import percent, power_of_two_text, table
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
@@ -28,7 +28,7 @@ def summary_rows(
       continue
     scales = {1.0, loss_scale} if kind in GRADIENTS else {1.0}
     for scale in sorted(scales):
-      title = f"{kind}s" if scale == 1 else f"  times {power_of_two(scale)}"
+      title = f"{kind}s" if scale == 1 else f"  times {power_of_two_text(scale)}"
       count = sum(t.magnitudes.count for t in of_kind)
       zero = sum(t.magnitudes.zero for t in of_kind) / count
       errors = [t.error for t in of_kind if t.error is not None]

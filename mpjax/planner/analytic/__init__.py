@@ -1,7 +1,7 @@
 """Memory, products and a floor for the time of a program, from its jaxpr alone."""
 
 from mpjax.planner.analytic._graph import Graph, make_graph
-from mpjax.planner.analytic._memory import analytic_memory
+from mpjax.planner.analytic._memory import analytic_memory, table_bytes
 from mpjax.planner.analytic._products import list_products, padding_advice, serving_dtype
 from mpjax.planner.analytic._time_floor import time_floor
 
@@ -12,5 +12,6 @@ __all__ = [
   "make_graph",
   "padding_advice",
   "serving_dtype",
+  "table_bytes",
   "time_floor",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mpjax.jaxpr import BACKWARD, FORWARD
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner._figures import Memory, Saved, pattern
+from mpjax.planner._results import Memory, Saved, pattern
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once

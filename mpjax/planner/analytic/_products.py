@@ -15,7 +15,7 @@ from mpjax._plain_text import bytes_text
 from mpjax._types import JaxprEqn
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import dtype_of, shape_of
-from mpjax.planner._figures import ProductGroup, pattern
+from mpjax.planner._results import ProductGroup, pattern
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
@@ -57,7 +57,7 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
     if not operation.flops:
       continue
     dtype = unit_dtype(operation, target)
-    sizes, needed = product_sizes(operation), padded(operation, target)
+    sizes, needed = product_sizes(operation), padded_sizes(operation, target)
     if not formats.runs_on(target.matrix_units, dtype):
       continue
     for operand in operation.operands[:2]:
@@ -100,7 +100,7 @@ def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
   return m, n, math.prod(lhs[i] for i in contracted)
 
 
-def padded(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
+def padded_sizes(operation: GraphOperation, target: Target) -> tuple[int, int, int]:
   """Returns the next M, N, K at which the target's units run the product at full rate."""
   return formats.padded(target.matrix_units, unit_dtype(operation, target), *product_sizes(operation))
 

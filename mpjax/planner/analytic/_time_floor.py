@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpjax import formats
 from mpjax.planner._arguments import Argument
-from mpjax.planner._figures import ARGUMENT_PARTS, Collective, Floor, Memory
+from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._memory import device_sizes

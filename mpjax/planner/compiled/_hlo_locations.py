@@ -9,12 +9,12 @@ from mpjax.planner.compiled._hlo import HloInstruction, HloModule
 _NOT_MODULES = MARKS | {"call_exported", "while", "body", "cond", "closed_call", "remat2"}
 
 
-def phase_of(op_name: str) -> str:
+def phase_of_name(op_name: str) -> str:
   """Returns FORWARD or BACKWARD for the passes of a derivative, else OTHER."""
   return parse_scopes(op_name).phase
 
 
-def module_path(op_name: str) -> str:
+def path_of_name(op_name: str) -> str:
   """Returns `GPT/blocks/5/down` for `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
   return parse_scopes("/".join(split_scopes(op_name)[:-1])).path(_NOT_MODULES)
 

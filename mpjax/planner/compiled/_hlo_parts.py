@@ -7,16 +7,16 @@ import functools
 import math
 
 from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner._figures import Memory, Saved, pattern
+from mpjax.planner._results import Memory, Saved, pattern
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
-from mpjax.planner.compiled._hlo_locations import module_path, operation_of, phase_of, source_of
+from mpjax.planner.compiled._hlo_locations import operation_of, path_of_name, phase_of_name, source_of
 from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak
 
 LISTED = 20
 _PRODUCTS = frozenset({"dot", "convolution", "custom-call", "fusion"})
 
 
-def divide(
+def divide_memory(
   module: HloModule,
   arguments: dict[str, int],
   optimizer: dict[str, int],
@@ -74,7 +74,7 @@ class _Names:
     """Returns the instruction, or the nearest one above it that has a module's name."""
     at = instruction
     for _ in range(8):
-      if module_path(at.op_name):
+      if path_of_name(at.op_name):
         return at
       above = self._by_name.get(at.operands[0]) if at.operands else None
       if above is None or above.op == "parameter":
@@ -84,7 +84,7 @@ class _Names:
 
   def phase(self, instruction: HloInstruction) -> str:
     """Returns the phase of an instruction in the derivative."""
-    return phase_of(instruction.op_name or self.named(instruction).op_name)
+    return phase_of_name(instruction.op_name or self.named(instruction).op_name)
 
   def reads_arguments_only(self, instruction: HloInstruction) -> bool:
     """Returns whether all that it reads are arguments of the program, perhaps as views of them."""
@@ -103,7 +103,7 @@ class _Names:
     entry = self.module.computations[self.module.entry]
     last, backward = -1, False
     for i, instruction in enumerate(entry.values()):
-      phase = phase_of(instruction.op_name)
+      phase = phase_of_name(instruction.op_name)
       backward |= phase == BACKWARD
       if phase == FORWARD and instruction.op in _PRODUCTS:
         last = i
@@ -155,7 +155,7 @@ def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Sa
     named = names.named(buffer.maker)
     shape = buffer.maker.shapes[buffer.index]
     key = (
-      pattern(module_path(named.op_name)),
+      pattern(path_of_name(named.op_name)),
       source_of(names.module, named),
       operation_of(named.op_name),
       numpy_name(shape.dtype),

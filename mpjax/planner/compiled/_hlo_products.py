@@ -13,10 +13,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from mpjax.jaxpr._flops import taps
-from mpjax.planner._figures import Collective
+from mpjax.jaxpr import taps
+from mpjax.planner._results import Collective
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, numpy_name
-from mpjax.planner.compiled._hlo_locations import module_path
+from mpjax.planner.compiled._hlo_locations import path_of_name
 
 _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
 _COLLECTIVES = (
@@ -111,7 +111,7 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
         row = total.setdefault((op, shape.dtype), [0, 0])
         row[0] += shape.nbytes * times
         row[1] += times
-        sources[op, shape.dtype][module_path(instruction.op_name)] += shape.nbytes * times
+        sources[op, shape.dtype][path_of_name(instruction.op_name)] += shape.nbytes * times
   return tuple(
     Collective(
       op,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax.planner._arguments import Argument, argument_parts
-from mpjax.planner._figures import Collective, Compiled, Memory
+from mpjax.planner._results import Collective, Compiled, Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program
 from mpjax.planner.compiled._differences import differences
 from mpjax.planner.compiled._hlo import HloModule, parse
-from mpjax.planner.compiled._hlo_parts import divide
+from mpjax.planner.compiled._hlo_parts import divide_memory
 from mpjax.planner.compiled._hlo_products import by_dtypes, collectives, kernel_products
 
 # Of the arguments' bytes, how far the program's text may be from what its compiler says.
@@ -62,7 +62,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   module = parse(program.text)
   _check(module, program)
   named, slots = argument_parts(arguments, target.kind)
-  memory, explained = divide(
+  memory, explained = divide_memory(
     module,
     named,
     slots,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax._plain_text import bytes_text
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
+from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

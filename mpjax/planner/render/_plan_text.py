@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpjax._plain_text import bytes_text, fold, table, table_width, with_prefix
-from mpjax.planner._figures import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
+from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
 
 if TYPE_CHECKING:
   import rich.console

@@ -1,7 +1,8 @@
 """Models that follow the dtype of their parameters and inputs: no dtype arguments anywhere."""
 
 from mpjax.train.models._gpt import GPT
+from mpjax.train.models._model_sharding import gpt_sharding, resnet_sharding, vit_sharding
 from mpjax.train.models._resnet import ResNet
 from mpjax.train.models._vit import ViT
 
-__all__ = ["GPT", "ResNet", "ViT"]
+__all__ = ["GPT", "ResNet", "ViT", "gpt_sharding", "resnet_sharding", "vit_sharding"]

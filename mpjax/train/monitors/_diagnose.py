@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpjax._types import PyTree
-from mpjax.loss_scale._monitor import nonfinite_leaves
-from mpjax.loss_scale._state_access import get_loss_scale
+from mpjax.loss_scale import get_loss_scale, nonfinite_leaves
 from mpjax.numerics import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 

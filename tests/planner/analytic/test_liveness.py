@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner.analytic._graph import make_graph, merged
+from mpjax.planner.analytic import make_graph
+from mpjax.planner.analytic._graph import merged
 from mpjax.planner.analytic._liveness import TRAITS, Traits, peak
 
 F32, BF16 = jnp.float32, jnp.bfloat16

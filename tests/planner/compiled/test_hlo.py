@@ -231,8 +231,8 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "modules", "phase", "operation"), NAMES)
 def test_what_a_name_says(name, modules, phase, operation):
-  assert _hlo_locations.module_path(name) == modules
-  assert _hlo_locations.phase_of(name) == phase
+  assert _hlo_locations.path_of_name(name) == modules
+  assert _hlo_locations.phase_of_name(name) == phase
   assert _hlo_locations.operation_of(name) == operation
 
 

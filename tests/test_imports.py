@@ -1,0 +1,49 @@
+"""Imports among the packages: from a package where it has the name, and every suite's."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import benchmarks.__main__
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = [file for top in ("mpjax", "tests", "benchmarks", "scripts") for file in (ROOT / top).rglob("*.py")]
+# A type checker may take these two for modules of the same name that an installed, older mpjax has.
+KEPT = {
+  "mpjax/__init__.py: mpjax.planner._plan.plan",
+  "mpjax/step/_loss.py: mpjax.casting._autocast.autocast",
+}
+
+
+def imports(file):
+  """(package, module, name) of what a file imports from a private module of another package."""
+  here = ".".join(file.relative_to(ROOT).parent.parts)
+  for node in ast.walk(ast.parse(file.read_text())):
+    module = getattr(node, "module", None) or ""
+    if not isinstance(node, ast.ImportFrom) or not module.startswith("mpjax.") or "._" not in module:
+      continue
+    package = module.partition("._")[0]
+    if here != package and not here.startswith(package + "."):
+      yield from ((package, module, alias.name) for alias in node.names)
+
+
+def test_what_a_package_exports_is_imported_from_it():
+  found = {
+    f"{file.relative_to(ROOT)}: {module}.{name}"
+    for file in FILES
+    for package, module, name in imports(file)
+    if name in importlib.import_module(package).__all__
+  }
+  assert found <= KEPT, f"import these from the package: {sorted(found - KEPT)}"
+
+
+@pytest.mark.parametrize("suite", benchmarks.__main__.SUITES)
+def test_every_suite_of_the_benchmarks_can_be_imported(suite):
+  _, module = benchmarks.__main__.SUITES[suite]
+  code = f"import benchmarks.{module} as suite; suite.run, suite.add_arguments"
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
