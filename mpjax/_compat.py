@@ -14,6 +14,7 @@ import jax.extend.core
 from jax._src import clusters, distributed, sharding_impls, source_info_util
 from jax._src.interpreters import partial_eval
 from jax.core import AbstractValue, ShapedArray
+from jax.sharding import NamedSharding
 
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
 
@@ -182,7 +183,7 @@ def vary_like(tree: PyTree, like: PyTree) -> PyTree:
   return jax.tree.map(leaf, tree) if axes else tree
 
 
-def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> Any:
+def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSharding | None:
   """Returns the sharding of a value of this type after a transpose; `None` without explicit axes."""
   if not is_explicit(aval):
     return None

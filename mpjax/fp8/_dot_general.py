@@ -60,7 +60,7 @@ class Spec:
   saved: bool = False
   given: tuple[bool, bool, bool] = (False, False, False)
   native: bool | None = None
-  out_sharding: Any = None
+  out_sharding: jax.sharding.NamedSharding | None = None
 
 
 def fp8_dot_general(

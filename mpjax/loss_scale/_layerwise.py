@@ -265,7 +265,7 @@ class LayerwiseLossScale:
     top = jnp.abs(g).max().astype(jnp.float32)
     usable = jnp.isfinite(top) & (top > 0)
     return jnp.where(
-      usable, jnp.minimum(0.5 / _layerwise_vjp.power_of_two(top), self.max_scale / passed), 1.0
+      usable, jnp.minimum(0.5 / _layerwise_vjp.floor_power_of_two(top), self.max_scale / passed), 1.0
     )
 
   def measure(
@@ -300,7 +300,7 @@ class LayerwiseLossScale:
     scale = jnp.minimum(scale, largest / top)
     scale = jnp.minimum(jnp.minimum(scale, self.max_scale / passed), self.max_layer_scale)
     usable = jnp.isfinite(top) & (sigma > 0)
-    return jnp.where(usable, _layerwise_vjp.power_of_two(scale), 1.0)
+    return jnp.where(usable, _layerwise_vjp.floor_power_of_two(scale), 1.0)
 
 
 def _without_closure(fun: Callable[..., Any], *arguments: PyTree) -> tuple[Callable[..., Array], list[Array]]:

@@ -104,7 +104,7 @@ def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
     others = [tuple(other for other in range(g.ndim) if other != axis) for axis in kept]
     top = functools.reduce(jnp.maximum, [magnitudes.sum(axes).max() for axes in others])
   bound = float(jnp.finfo(g.dtype).max) / (top * largest)
-  return jnp.where(bound < 1, power_of_two(bound), 1.0)
+  return jnp.where(bound < 1, floor_power_of_two(bound), 1.0)
 
 
 def _unshared(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -229,6 +229,6 @@ def has_wide_range(dtype: DTypeLike) -> bool:
   return jnp.finfo(dtype).minexp < -100
 
 
-def power_of_two(x: jax.Array) -> jax.Array:
+def floor_power_of_two(x: jax.Array) -> jax.Array:
   """Returns the greatest power of two that is not above `x`."""
   return jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1)

@@ -172,7 +172,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
   """
   loss = plain_loss(step)
 
-  def parts(state: TrainState, batch: PyTree) -> Any:
+  def parts(state: TrainState, batch: PyTree) -> Array:
     split = split_batch(pieces, batch)
     return jax.lax.map(lambda piece: loss(state, piece), split).mean()
 
@@ -215,14 +215,16 @@ def _loss(
   return scaled, out.loss
 
 
-def _updates(step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, summary: Summary) -> Any:
+def _updates(
+  step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, summary: Summary
+) -> dict[str, tuple[Array, Array]]:
   grads = cast_like(grads, state.params)
   updates, _ = step.tx.update(grads, state.opt_state, state.params, value=loss)
   weights = dict(_leaves(hide(state.params)))
   return {path: _update(summary, weights[path], update) for path, update in _leaves(hide(updates))}
 
 
-def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Any, Any]:
+def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Array, Array]:
   w, u = weight.astype(jnp.float32), update.astype(jnp.float32)
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
@@ -233,7 +235,7 @@ def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Any
   return summary(ratio), jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts])
 
 
-def _rounded(x: jax.Array, name: str) -> Any:
+def _rounded(x: jax.Array, name: str) -> Array:
   """Rounds `x` to the precision of a format, in arithmetic that no compiler takes for a pair of casts."""
   info = jnp.finfo(name)
   rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))

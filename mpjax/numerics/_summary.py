@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) ->
   height = _BLOCK // width
   n = rows.shape[0] // height
 
-  def body(i: jax.Array, total: tuple[jax.Array, ...]) -> Any:
+  def body(i: jax.Array, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     piece = jax.lax.dynamic_slice_in_dim(rows, i * height, height)
     more = look_at(piece, jnp.uint32(i) * np.uint32(height * width))
     return jax.tree.map(jnp.add, total, more)

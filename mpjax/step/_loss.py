@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +224,9 @@ class StepLoss:
 
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
 
-    def body(carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]) -> Any:
+    def body(
+      carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]
+    ) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[Array, Metrics]]:
       grads, model_state, fp8_state = carry
       out = micro_step(model_state, *xs)
       grads = map_parts(lambda total, g: total + g.astype(total.dtype), jnp.maximum, grads, out.grads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def value_and_grad_on_mesh(
     mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
     return run(params, rest.replace(model_state=mine), batch, _keys(loss, key, batch, index)), mine
 
-  def everywhere(run: _OfRows, params: PyTree) -> Any:
+  def everywhere(run: _OfRows, params: PyTree) -> tuple[PyTree, PyTree]:
     return _collectives.on_each(mesh, functools.partial(each, run), (params, rest, state.step_key), batch)
 
   dtypes = _gather_dtypes(functools.partial(everywhere, loss.forward), params, specs)

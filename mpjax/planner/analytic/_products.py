@@ -182,7 +182,7 @@ def _weight(value: GraphValue) -> GraphValue | None:
   return None
 
 
-def serving_dtype(products: tuple[ProductGroup, ...]) -> Any:
+def serving_dtype(products: tuple[ProductGroup, ...]) -> np.dtype:
   """Returns the dtype that most of the FLOPs are in, which weights would be served in."""
   total: dict[str, int] = {}
   for product in products:

@@ -297,7 +297,7 @@ class Checkpoints:
 class _Manager(ocp.CheckpointManager):
   """Opens a folder whose metrics are damaged, too."""
 
-  def metrics(self, step: int) -> Any:
+  def metrics(self, step: int) -> dict[str, float] | None:
     """Returns the metrics of a step; `None` where there are none that can be ranked."""
     try:
       metrics = super().metrics(step)

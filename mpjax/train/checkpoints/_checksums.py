@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def _leaf_checksum(leaf: ArrayLike) -> jax.Array:
 
 
 @functools.cache
-def _compiled(result: jax.sharding.NamedSharding | None) -> Any:
+def _compiled(result: jax.sharding.NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
   """Returns a program for the checksum of one array, whose result every process has."""
   return jax.jit(_checksum, out_shardings=result)
 

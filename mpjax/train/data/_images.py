@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -100,7 +99,9 @@ def arrays_to_data(
   return make_data(info, rows(train), rows(held_out), spec, seed)
 
 
-def split_arrays(images: np.ndarray, labels: np.ndarray, fraction: float) -> Any:
+def split_arrays(
+  images: np.ndarray, labels: np.ndarray, fraction: float
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
   """Returns (train, held out), split by a permutation that is always the same."""
   order = np.random.default_rng(0).permutation(len(images))
   count = max(1, round(len(order) * fraction))
