@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mpjax._precision_warning import PrecisionWarning
 from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, init_fp8_state
+from mpjax.dtypes import cast_floating
 from mpjax.fp8 import fp8_dot_general
 from mpjax.loss_scale import (
   LossScaleState,
@@ -28,7 +29,7 @@ from mpjax.loss_scale import (
   track_skips,
   with_loss_scaling,
 )
-from mpjax.policy import Policy, cast_floating, get_policy
+from mpjax.policy import Policy, get_policy
 from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 

@@ -45,8 +45,8 @@ class Override:
       if getattr(self, key) not in (None, *choices):
         raise ValueError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(choices)}")
 
-  def to_data(self) -> str | dict[str, Any]:
-    """Returns the override as plain data: the name of a dtype, `fp8`, or a mapping."""
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the override as plain data, which a policy's `overrides` take back."""
     out: dict[str, Any] = {key: getattr(self, key) for key in CHOICES if getattr(self, key) is not None}
     if self.fp8:
       out["base"] = "fp8"
@@ -54,8 +54,13 @@ class Override:
       out["fp8"] = None
     if self.compute_dtype is not None and not (self.fp8 and self.compute_dtype == jnp.bfloat16):
       out["compute_dtype"] = self.compute_dtype.name
-    alone = out.keys() in ({"base"}, {"compute_dtype"})
-    return next(iter(out.values())) if alone else out
+    return out
+
+  def shorthand(self) -> str | dict[str, Any]:
+    """Returns the same in short: the name of a dtype or `fp8`, where it says no more."""
+    values = self.to_dict()
+    alone = values.keys() in ({"base"}, {"compute_dtype"})
+    return next(iter(values.values())) if alone else values
 
 
 def require_possible(values: Mapping[str, Any], compute_dtype: np.dtype | None) -> None:

@@ -8,7 +8,6 @@ With the keys `params`, `compute` and `output` alone it is a string of `jmp`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -16,39 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.fp8 import Recipe
-from mpjax.loss_scale import LossScaling
-
 _WORD = re.compile(r"[\w.+-]+")
 _END = re.compile(r"\s*(?:,|$)")
 
 
-def plain(value: object) -> Any:
-  """Returns a field's value as data that YAML and JSON can hold."""
+def plain(value: Any) -> Any:
+  """Returns a field's value as data that YAML and JSON can hold: by its `to_dict`, where it has one."""
   if isinstance(value, np.dtype):
     return value.name
-  if isinstance(value, LossScaling):
-    return dataclasses.asdict(value)
-  if isinstance(value, Recipe):
-    return value.to_dict()
   if isinstance(value, tuple):
-    # A list: the first match wins, and writers of YAML sort the keys of a mapping.
-    return [[pattern, override.to_data()] for pattern, override in value]
-  return value
+    # Pairs: the first match wins, and writers of YAML sort the keys of a mapping.
+    return [[pattern, brief(override)] for pattern, override in value]
+  return value.to_dict() if hasattr(value, "to_dict") else value
 
 
-def brief(value: object) -> Any:
-  """Returns the same without what is the default: `dynamic`, 1024.0, `{"recipe": "delayed", "margin": 1}`."""
+def brief(value: Any) -> Any:
+  """Returns the same in short, by its `shorthand`: `dynamic`, `{"recipe": "delayed", "margin": 1}`."""
   if isinstance(value, tuple):
-    return {pattern: override.to_data() for pattern, override in value}
-  if not isinstance(value, (LossScaling, Recipe)):
-    return plain(value)
-  kind = "kind" if isinstance(value, LossScaling) else "recipe"
-  whole, usual = plain(value), plain(type(value)(getattr(value, kind)))
-  changed = {key: entry for key, entry in whole.items() if entry != usual[key]}
-  if whole[kind] == "static" and changed.keys() <= {"init_scale"}:
-    return whole["init_scale"]
-  return {kind: whole[kind], **changed} if changed else whole[kind]
+    return {pattern: brief(override) for pattern, override in value}
+  return value.shorthand() if hasattr(value, "shorthand") else plain(value)
 
 
 def read_text(text: str) -> dict[str, Any]:

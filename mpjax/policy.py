@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from mpjax.loss_scale import LossScaling
 from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
+
+__all__ = ["Override", "Policy", "get_policy", "matmul_precision", "parse_overrides"]
 
 T = TypeVar("T")
 
@@ -107,11 +110,11 @@ class Policy(jmp.Policy):
 
   def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
     """Returns the same policy with another `output_dtype`."""
-    return dataclasses.replace(self, output_dtype=output_dtype)  # type: ignore[call-arg]
+    return _changed(self, {"output_dtype": output_dtype})
 
   def without_histories(self) -> Policy:
     """Returns the policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
-    return self if self.fp8 is None else dataclasses.replace(self, fp8=self.fp8.without_histories())
+    return self if self.fp8 is None else _changed(self, {"fp8": self.fp8.without_histories()})
 
   def same_dtypes(self, other: jmp.Policy) -> bool:
     """Returns whether a `jmp.Policy` or `Policy` has the same param, compute and output dtypes."""
@@ -119,9 +122,16 @@ class Policy(jmp.Policy):
 
   @property
   def label(self) -> str:
-    """A short name for tables: its own, that of the preset it equals, or its dtypes and what else it sets."""
-    same = (name for name in presets() if name != "auto" and get_policy(name) == self)
-    return self.name or next(same, None) or self._dtypes() + "".join(f",{key}=..." for key in self._others())
+    """A short name for tables: its own, or a preset's or the three dtypes and the fewest changes of that."""
+    if self.name is not None:
+      return self.name
+    alike = {name: p for name, p in _preset_policies().items() if p.compute_dtype == self.compute_dtype}
+    labels = {name: self._changes(preset) for name, preset in alike.items()} | {
+      self._dtypes(): self._others()
+    }
+    start = min(labels, key=lambda name: len(labels[name]))
+    changes = {key: "..." if isinstance(value, dict) else value for key, value in labels[start].items()}
+    return ",".join([start, *(write_text({key: value}) for key, value in changes.items())])
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the whole policy as plain data that YAML can hold, which `get_policy` takes back."""
@@ -144,10 +154,14 @@ class Policy(jmp.Policy):
     return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
 
   def _others(self) -> dict[str, Any]:
-    """Returns what differs from the defaults beside the three dtypes, as plain data, as little as will do."""
-    usual = dict(zip(_FIELDS, Policy(*[_FLOAT32] * 3)._key(), strict=True))
-    changed = (key for key, value in zip(_FIELDS, self._key(), strict=True) if value != usual[key])
-    return {key: brief(getattr(self, key)) for key in changed if key not in _SHORT.values()}
+    """Returns the fields beside the three dtypes that are not at their defaults, as plain data, in short."""
+    changes = self._changes(Policy(*[_FLOAT32] * 3))
+    return {key: value for key, value in changes.items() if key not in _SHORT.values()}
+
+  def _changes(self, base: Policy) -> dict[str, Any]:
+    """Returns the fields that differ from those of another policy, as plain data, in short."""
+    fields = zip(_FIELDS, self._key(), base._key(), strict=True)
+    return {key: brief(getattr(self, key)) for key, own, other in fields if own != other}
 
   def _key(self) -> tuple[Any, ...]:
     # By name, since np.dtype("float64") == None.
@@ -270,14 +284,26 @@ def _from_mapping(spec: Mapping[str, Any], backend: str | None) -> Policy:
     return Policy(**values)
   if values.get("fp8") in _NO_CHANGE:
     del values["fp8"]
-  return dataclasses.replace(get_policy(base, backend=backend), **values)
+  return _changed(get_policy(base, backend=backend), values)
+
+
+def _changed(policy: Policy, values: Mapping[str, Any]) -> Policy:
+  """Returns a policy with other values of fields, without its name; the same one if nothing differs."""
+  changed: Policy = dataclasses.replace(policy, **values, name=None, reason=None)
+  return policy if changed == policy else changed
+
+
+@functools.cache
+def _preset_policies() -> Mapping[str, Policy]:
+  """Returns the policies of the presets, by name; without `auto`, which is one of the others."""
+  return {name: get_policy(name) for name in presets() if name != "auto"}
 
 
 _NO_CHANGE: tuple[Any, ...] = ({}, [], ())  # of an `fp8` mapping: the base's stays; null takes it away
 
 
 def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] = ()) -> dict[str, Any]:
-  """A mapping under the fields' own names, its dtypes parsed."""
+  """Returns a mapping under the fields' own names, its dtypes parsed."""
   values: dict[str, Any] = {}
   for key, value in spec.items():
     field = _SHORT.get(key, key)
@@ -304,7 +330,7 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
     return _override_from_mapping(spec, backend)
   policy = get_policy(spec, backend=backend)
   others = policy._others()
-  if any(policy == get_policy(name) for name in presets() if name != "auto"):
+  if policy in _preset_policies().values():
     for key in ("loss_scaling", "autocast", "fp8"):  # a preset's belong to the run that it is the policy of
       others.pop(key, None)
   if others or not policy.same_dtypes(Policy(*[policy.compute_dtype] * 3)):  # more than a dtype

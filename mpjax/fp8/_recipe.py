@@ -126,6 +126,12 @@ class Recipe:
     values = {name: getattr(self, name) for name in used}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
+  def shorthand(self) -> str | dict[str, Any]:
+    """Returns the same in short: the name of the recipe, and what differs from its defaults."""
+    usual = Recipe(self.recipe).to_dict()
+    changed = {key: value for key, value in self.to_dict().items() if value != usual[key]}
+    return {"recipe": self.recipe, **changed} if changed else self.recipe
+
   def excludes(self, path: str) -> str | None:
     """Returns the reason why products at a module path are not quantised; `None` if they may be."""
     for pattern in self.exclude:

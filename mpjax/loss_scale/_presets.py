@@ -93,6 +93,18 @@ class LossScaling:
       )
     return cls(**{**PRESETS[name], **changes})
 
+  def to_dict(self) -> dict[str, Any]:
+    """Returns all fields as plain data, which a policy's `loss_scaling` takes back."""
+    return dataclasses.asdict(self)
+
+  def shorthand(self) -> str | float | dict[str, Any]:
+    """Returns the same in short: a static scale's number, else what differs from `dynamic`."""
+    if self.kind == "static":
+      return self.init_scale
+    usual = LossScaling().to_dict()
+    changed = {key: value for key, value in self.to_dict().items() if value != usual[key]}
+    return {"kind": self.kind, **changed} if changed else self.kind
+
   def __post_init__(self) -> None:
     if self.kind not in ("dynamic", "static"):
       raise ValueError(f"loss scaling kind {self.kind!r}: expected 'dynamic' or 'static'")

@@ -1,4 +1,4 @@
-"""Meshes of a training step: the names of their axes, and which of them divide the batch."""
+"""The axes of a mesh: their names, and which of them divide the batch."""
 
 from __future__ import annotations
 

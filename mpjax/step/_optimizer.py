@@ -10,13 +10,14 @@ import numpy as np
 import optax
 
 from mpjax._types import PyTree
+from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import LossScaleState, get_loss_scale, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._overwritten import keep_from
 from mpjax.loss_scale._state_access import find_loss_scales, refuse_multi_steps_outside
-from mpjax.policy import Policy, cast_floating
+from mpjax.policy import Policy
 
 
-def apply_policy(
+def with_policy_scaling(
   tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool, branch_on_cpu: bool = False
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it.

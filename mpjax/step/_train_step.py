@@ -38,7 +38,7 @@ from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import adopt_opt_state, apply_policy, find_scaler
+from mpjax.step._optimizer import adopt_opt_state, find_scaler, with_policy_scaling
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 
@@ -144,7 +144,7 @@ class TrainStep:
     self.options = options
     self.policy = options.policy
     self.layout = options.layout
-    self.tx = apply_policy(tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None)
+    self.tx = with_policy_scaling(tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None)
     self.loss = StepLoss(loss_fn, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
@@ -253,10 +253,10 @@ class TrainStep:
     return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=get_policy(policy)))
 
   def without_mesh(self) -> TrainStep:
-    """Returns the same step as one program over the whole batch, in which nothing is divided by itself."""
+    """Returns the same step without a mesh: one program over the whole batch."""
     if self.layout is None:
       return self
-    policy = dataclasses.replace(self.policy, reduce_dtype=None)
+    policy = get_policy({"base": self.policy, "reduce_dtype": None})
     return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=None))
 
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:

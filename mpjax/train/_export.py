@@ -22,10 +22,11 @@ from jaxtyping import Float
 
 from mpjax._tree import named_leaves, path_text
 from mpjax._types import Array, ArrayLike, PyTree
+from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.policy import Policy, cast_floating, get_policy
+from mpjax.policy import Policy, get_policy
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._setup import build_step, init_state, make_setup

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax._types import Mesh, PyTree
 from mpjax.casting import Explanation
-from mpjax.policy import Policy
+from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
@@ -126,7 +126,7 @@ def build_step(
   step = make_train_step(
     task.loss_fn,
     optimizer,
-    policy if mesh is not None else dataclasses.replace(policy, reduce_dtype=None),
+    policy if mesh is not None else get_policy({"base": policy, "reduce_dtype": None}),
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),

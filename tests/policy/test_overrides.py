@@ -57,7 +57,7 @@ def read(spec):
 def test_what_an_override_means(spec, expected):
   override = read(spec)
   assert override == expected
-  assert read(override.to_data()) == override
+  assert read(override.to_dict()) == override
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from mpjax.policy import cast_floating
+from mpjax.dtypes import cast_floating
 from mpjax.train.models import GPT, ResNet, ViT
 from mpjax.train.models._gpt import dropout, rotate
 from mpjax.train.models._vit import patches

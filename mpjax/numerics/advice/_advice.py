@@ -12,7 +12,8 @@ from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
-from mpjax.policy import Policy, get_policy, presets
+from mpjax.policies import presets
+from mpjax.policy import Policy, get_policy
 
 Trial = Callable[[Policy], NumericsReport]
 _ROUNDS = 5

@@ -321,6 +321,48 @@ def test_a_label_is_short():
   assert policy.label == "params=float32,compute=float16,output=float16,loss_scaling=...,overrides=..."
 
 
+@pytest.mark.parametrize(
+  ("spec", "label"),
+  [
+    ({"base": "auto", "compute_dtype": "float32"}, "fp32,autocast=true"),
+    ({"base": "bf16", "overrides": {"head": "fp32"}}, "bf16,overrides=..."),
+    ({"base": "fp16", "loss_scaling": None}, "fp16,loss_scaling=null"),
+    ({"base": "fp16", "loss_scaling": 8}, "fp16,loss_scaling=8.0"),
+    ({"base": {"base": "fp8", "fp8": "delayed"}}, "bf16,fp8=delayed"),
+    ("base=bf16,c=f16", "fp16,loss_scaling=null"),
+  ],
+)
+def test_a_changed_base_lends_neither_its_name_nor_its_reason(spec, label):
+  policy = mpjax.get_policy(spec, backend="cpu")
+  assert (policy.name, policy.reason, policy.label) == (None, None, label)
+
+
+@pytest.mark.parametrize(
+  "nothing",
+  [{}, {"overrides": {}}, {"compute_dtype": "bfloat16"}, {"fp8": {}}, {"loss_scaling": "none"}],
+)
+def test_a_mapping_that_changes_nothing_keeps_name_and_reason(nothing):
+  base, policy = (mpjax.get_policy({"base": "auto"} | more, backend="cpu") for more in ({}, nothing))
+  assert (policy.name, policy.label, policy.reason) == (base.name, base.label, base.reason)
+  assert base.reason.startswith("auto on cpu: bf16, ")
+
+
+def test_other_dtypes_take_the_name_away():
+  policy = mpjax.get_policy("bf16")
+  assert policy.with_output_dtype("float32") is policy
+  assert policy.with_output_dtype("bfloat16").label == "bf16,output_dtype=bfloat16"
+
+
+def test_static_scales_are_equal_whatever_stands_in_the_fields_that_they_do_not_use():
+  plain, other = (
+    mpjax.get_policy({"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 8} | more})
+    for more in ({}, {"growth_interval": 7, "max_scale": 2.0, "hysteresis": 3})
+  )
+  assert plain == other
+  assert hash(plain) == hash(other)
+  assert str(plain) == str(other)
+
+
 def test_an_error_about_a_policy_does_not_print_the_whole_of_what_was_given():
   with pytest.raises(ValueError) as error:
     mpjax.get_policy([list(range(10_000))])
