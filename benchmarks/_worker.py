@@ -116,7 +116,7 @@ class Worker:
     streams = [self._process.stdin, self._errors]
     if not self._listener.is_alive():  # what it has started itself may hold the other end
       streams.append(self._process.stdout)
-    for stream in streams:
+    for stream in filter(None, streams):
       with contextlib.suppress(OSError):
         stream.close()
 

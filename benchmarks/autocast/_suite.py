@@ -118,7 +118,8 @@ def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str])
     for i in range(rounds):
       for name in random.Random(i).sample(names, len(names)):
         seconds[name].append(first_gradient(VARIANTS[name](task, dtype), params, batch))
-    rows = report["models"][model] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    report["models"][model] = rows
     print(f"{f'{model}, {dtype}':30}" + "".join(f"{phase + ' s':>12}{'ratio':>8}" for phase in PHASES))
     for name in names:
       row = rows[name] = {}

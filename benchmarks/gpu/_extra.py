@@ -80,10 +80,12 @@ def largest_batch(
   until: float,
 ) -> None:
   """The largest batch that each row trains with: doubled from the model's own, and one step between."""
-  tables = report["largest_batch"] = {}
+  tables: dict[str, dict[str, Any]] = {}
+  report["largest_batch"] = tables
   for title, model in models.items():
     for name in model["rows"]:
-      row = tables.setdefault(title, {})[name] = {"batch": None, "units_per_s": None, "tried": {}}
+      row: dict[str, Any] = {"batch": None, "units_per_s": None, "tried": {}}
+      tables.setdefault(title, {})[name] = row
       batch = step = model["batch"]
       while batch and time.monotonic() < until:
         answer = _one_round(start(model | {"batch": batch}, name), until)

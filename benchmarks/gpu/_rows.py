@@ -47,8 +47,9 @@ _VIT = (
   "fp8, current",
   "bf16, fused attention",
   "torch, fp16",
+  "tf32",
+  "fp8, delayed",
 )
-_VIT += ("tf32", "fp8, delayed")
 # FP8 is for products, and a ResNet has convolutions.
 _RESNET = (*_HALF, "fp32", "fp16", "torch, fp16", "tf32")
 
@@ -150,4 +151,5 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
       f"{text!r}: expected one of {'; '.join(ROWS)}; or NAME=YAML with a base ({', '.join(BASES)})"
     )
   peaks = {"fp8": "fp8, current"}
-  return name, {"policy": given, "peak": ROWS[peaks.get(given["base"], given["base"])]["peak"]}
+  base = str(given["base"])
+  return name, {"policy": given, "peak": ROWS[peaks.get(base, base)]["peak"]}

@@ -12,6 +12,7 @@ then the losses after training.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -142,9 +143,9 @@ def run(options: argparse.Namespace) -> int:
     f"largest error of a layer's gradient with layer-wise scales: {max(table['layerwise']['errors']):.1%}\n"
   )
 
-  in_half = lambda params, x, y: plain_loss(params, x, y, jnp.float16)
-  runs = {"float32": train(lambda *args: plain_loss(*args, jnp.float32), options.steps)}
-  runs["layer-wise"] = train(lambda *args: layerwise_loss(*args, jnp.float16), options.steps)
+  in_half = functools.partial(plain_loss, dtype=jnp.float16)
+  runs = {"float32": train(functools.partial(plain_loss, dtype=jnp.float32), options.steps)}
+  runs["layer-wise"] = train(functools.partial(layerwise_loss, dtype=jnp.float16), options.steps)
   runs |= {f"2^{k}": train(in_half, options.steps, 2.0**k) for k in TRAINED}
   print(f"{'':12}{'eval loss':>10}{'noiseless':>11}{'skipped':>9}{'against float32':>17}")
   for name, run in runs.items():
@@ -154,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
   write(report, options.json)
   if options.plot:
     plot(table, options.plot)
+  return 0
 
 
 def plot(table: dict[str, Any], path: str) -> None:

@@ -28,7 +28,7 @@ from mpjax.train import load_config, make_setup
 from mpjax.train.models import GPT
 from mpjax.train.monitors import Watcher
 
-SHAPE = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
+SHAPE: dict[str, Any] = {"vocab_size": 50304, "max_len": 1024, "dim": 768, "layers": 12, "heads": 12}
 COMMAND = "numerics"
 BATCH, EVERY, ROUNDS = 8, 500, 7
 POLICIES = ("bf16", "fp16")
@@ -83,7 +83,7 @@ def cost_in_time(config: str, policy: str) -> dict[str, Any]:
   for _ in range(ROUNDS):
     steps.append(timed(step))
     looks.append(timed(lambda: watcher.look(state, batch)))
-  row = {"config": config, "policy": policy, "step_s": statistics.median(steps)}
+  row: dict[str, Any] = {"config": config, "policy": policy, "step_s": statistics.median(steps)}
   row |= {"look_s": statistics.median(looks), "first_step_s": compiling[0], "first_look_s": compiling[1]}
   row["share"] = row["look_s"] / (EVERY * row["step_s"])
   print(row, flush=True)

@@ -140,7 +140,7 @@ def mlp(
   return model, weights
 
 
-NETWORKS = {"transformer": transformer, "vit": vit, "mlp": mlp}
+NETWORKS: dict[str, Callable[..., tuple[Any, Any]]] = {"transformer": transformer, "vit": vit, "mlp": mlp}
 
 
 class Positions(keras.layers.Layer):

@@ -168,7 +168,7 @@ def normals(seed: int, count: int) -> Callable[..., jax.Array]:
   return lambda *shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
 
 
-KINDS = {"transformer": transformer, "vit": vit, "mlp": mlp}
+KINDS: dict[str, Callable[..., tuple[Any, Any, Any]]] = {"transformer": transformer, "vit": vit, "mlp": mlp}
 
 # Trained here.
 SMALL = {

@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   for name, model in (SMALL if target.is_here else LARGE).items():
     if options.model and name not in options.model:
       continue
-    rows = report["models"][name] = {"title": model.title, "bound": model.bound, "dtypes": {}}
+    rows: dict[str, Any] = {"title": model.title, "bound": model.bound, "dtypes": {}}
+    report["models"][name] = rows
     for dtype in dtypes:
       if target.is_here:
         found = measure(model, dtype, options.rounds, options.compile_rounds if name in TRACED else 0)
@@ -108,7 +109,8 @@ def measure(model: Model, dtype: str, rounds: int, compile_rounds: int) -> dict[
   phases: dict[str, list[dict[str, float]]] = {name: [] for name in names}
   for i in range(compile_rounds):
     for name in shuffled(names, i):
-      phases[name].append(first_step(lambda name=name: variants(model, dtype)[name], params, batch))
+      made = functools.partial(lambda name: variants(model, dtype)[name], name)
+      phases[name].append(first_step(made, params, batch))
   rows: dict[str, dict[str, Any]] = {}
   runs = {}
   for name, (start, step) in variants(model, dtype).items():

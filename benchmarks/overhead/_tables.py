@@ -160,7 +160,8 @@ def memory(report: dict[str, Any]) -> list[str]:
   """Temporaries of mpjax's steps in half precision beside the hand-written bfloat16 one's, to two digits."""
   lines = []
   for name, model in report["models"].items():
-    base = next(iter(model["dtypes"].get("bfloat16", {}).values()), {}).get("temp_bytes")
+    in_bfloat16: dict[str, dict[str, Any]] = model["dtypes"].get("bfloat16", {})
+    base = next((row.get("temp_bytes") for row in in_bfloat16.values()), None)
     ratios = {
       f"{dtype}, {variant}": row["temp_bytes"] / base
       for dtype in ("bfloat16", "float16")

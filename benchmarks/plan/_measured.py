@@ -95,8 +95,9 @@ def ask(name: str, target: str | None) -> dict[str, Any]:
 
 def described_here() -> str | None:
   """The described target that this machine's GPU is, if its packages are installed."""
-  data = get_target("here").data
-  name = next((n for n in target_names()[1:] if data and get_target(n).data == data), None)
+  published = lambda target: (target.memory, target.bandwidth, target.flops, target.cuda)
+  here = published(get_target("here"))
+  name = next((name for name in target_names()[1:] if published(get_target(name)) == here), None)
   return name if name and not missing(get_target(name)) else None
 
 

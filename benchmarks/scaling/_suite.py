@@ -41,7 +41,7 @@ from mpjax.train.models import GPT, gpt_sharding
 SLICES = {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 FSDP = 8  # chips of a group, with `both`
 SEQ, VOCAB = 1024, 50304
-MODEL = {"vocab_size": VOCAB, "max_len": SEQ, "dim": 768, "layers": 12, "heads": 12}
+MODEL: dict[str, Any] = {"vocab_size": VOCAB, "max_len": SEQ, "dim": 768, "layers": 12, "heads": 12}
 POLICIES: dict[str, Any] = {
   "fp32": "fp32",
   "bf16": "bf16",
@@ -74,17 +74,18 @@ def a_step(policy: Any, sizes: dict[str, int], batch: int) -> tuple[Any, tuple[A
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   # On one chip nothing crosses, in no dtype.
-  placed = {"mesh": mesh, "sharding": gpt_sharding} if chips > 1 else {}
+  placed: dict[str, Any] = {"mesh": mesh, "sharding": gpt_sharding} if chips > 1 else {}
   if chips == 1:
     resolved = mpjax.get_policy({**resolved.to_dict(), "reduce_dtype": None}, backend="tpu")
   step = mpjax.make_train_step(loss, tx, resolved, **placed)
   state = jax.eval_shape(lambda: step.init(GPT(**MODEL, rngs=nnx.Rngs(0))))
   rows = {"tokens": jax.ShapeDtypeStruct((batch * chips, SEQ + 1), jnp.int32)}
-  if step.layout is None:
+  layout = step.layout
+  if layout is None:
     return step, (state, rows)
   put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  state = jax.tree.map(put, state, step.layout.shardings(state))
-  return step, (state, jax.tree.map(lambda x: put(x, step.layout.batch_sharding), rows))
+  state = jax.tree.map(put, state, layout.shardings(state))
+  return step, (state, jax.tree.map(lambda x: put(x, layout.batch_sharding), rows))
 
 
 def sent(found: Collective, sizes: dict[str, int]) -> float:

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.numerics import inspection_programs
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
 from tests.numerics._by_hand import (
@@ -29,6 +30,22 @@ def test_without_an_optimiser_nothing_is_said_of_updates():
   report = mpjax.inspect_numerics(loss_fn, params_of(), batch_of(), "bf16", advise=False)
   assert not report.of("update")
   assert not [f for f in report.findings if f.kind == "lost updates"]
+
+
+def test_the_programs_of_an_inspection_leave_the_state_and_agree_on_the_loss():
+  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16")
+  state, batch = step.init(params_of()), batch_of()
+  programs = inspection_programs(step, state, batch)
+  assert list(programs) == ["policy", "float32", "check"]
+  (policy, own), (float32, wide), (check, same) = programs.values()
+  assert own is state
+  assert wide is same
+  assert not wide.opt_state
+  seen, reference = policy(own, batch), float32(wide, batch)
+  assert seen.updates
+  assert not reference.updates
+  np.testing.assert_allclose(reference.loss, check(wide, batch), rtol=1e-6)
+  np.testing.assert_allclose(seen.loss, reference.loss, rtol=0.02)
 
 
 DEEP = 4

@@ -1,0 +1,28 @@
+"""Suites that need a device or its compiler, as far as they go without."""
+
+import types
+
+import jax
+import pytest
+
+from benchmarks.plan import _measured
+from benchmarks.scaling import _suite as scaling
+
+
+def test_scaling_divides_parameters_over_fsdp(monkeypatch):
+  small = {"vocab_size": 64, "max_len": scaling.SEQ, "dim": 32, "layers": 1, "heads": 2}
+  monkeypatch.setattr(scaling, "MODEL", small)
+  _, (state, rows) = scaling.a_step("bf16", {"data": 1, "fsdp": 8}, batch=1)
+  specs = {tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params)}
+  assert any("fsdp" in spec for spec in specs)
+  assert rows["tokens"].sharding.spec
+
+
+@pytest.mark.parametrize(("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA L40S", None)])
+def test_a_gpu_is_found_among_the_described_ones(kind, name, monkeypatch):
+  device = types.SimpleNamespace(
+    platform="gpu", device_kind=kind, memory_stats=lambda: {"bytes_limit": 2**37}
+  )
+  monkeypatch.setattr(jax, "local_devices", lambda: [device])
+  monkeypatch.setattr(_measured, "missing", lambda target: "")
+  assert _measured.described_here() == name
