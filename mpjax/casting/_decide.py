@@ -51,6 +51,7 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   operation_name,
+  variables_of,
 )
 
 
@@ -112,8 +113,8 @@ class _Body:
 
   def plan(self, wanted: Sequence[np.dtype | None]) -> CastPlan:
     """Decides about every equation in order, then about islands, and freezes it all."""
-    nodes = [self._decide(equation) for equation in live(self.jaxpr)]
-    results = {v for v in self.jaxpr.outvars if is_variable(v)}
+    nodes = [self._decide(equation) for equation in live(self.jaxpr).equations]
+    results = set(variables_of(self.jaxpr.outvars))
     nodes = pull_in(nodes, self.held, results, self.full_outputs)
     nodes = [with_reads(node, self.held, self.rules.accum_dtype) for node in nodes]
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars))

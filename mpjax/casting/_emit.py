@@ -23,7 +23,7 @@ from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._dot_general import as_product, fp8_dot_general_p
 from mpjax.fp8._saved_operands import keep_in_fp8
-from mpjax.jaxpr import as_traced, call_kind, is_variable, shape_of
+from mpjax.jaxpr import as_traced, call_kind, is_variable, last_reads, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,14 +223,8 @@ class _Environment:
 
 def _expired(plan: CastPlan) -> list[list[Var]]:
   """Returns, for each unit of a plan, the variables that nothing reads after it."""
-  read = {v for v in plan.jaxpr.outvars if is_variable(v)}
-  expired = []
-  for unit in reversed(plan.units):
-    nodes = unit.nodes if isinstance(unit, Island) else (unit,)
-    variables = {a for node in nodes for a in node.equation.invars if is_variable(a)}
-    expired.append(list(variables - read))
-    read |= variables
-  return expired[::-1]
+  groups = [unit.nodes if isinstance(unit, Island) else (unit,) for unit in plan.units]
+  return last_reads([[a for n in nodes for a in n.equation.invars] for nodes in groups], plan.jaxpr.outvars)
 
 
 def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:

@@ -32,6 +32,7 @@ from mpjax.jaxpr import (
   scan_parts,
   shape_of,
   times_run,
+  variables_of,
   without_marks,
 )
 from mpjax.policy import Policy, get_policy
@@ -323,7 +324,7 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   """Returns what an island costs: what it keeps for the backward pass, and what that computes again."""
   again = [node for node in island.nodes if node.listed != "allow"]
   # What the products at its end read besides is kept with or without the island.
-  read = {a for node in again for a in node.equation.invars if is_variable(a)}
+  read = {v for node in again for v in variables_of(node.equation.invars)}
   kept = 0
   for variable, dtype in island.inputs:
     narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF

@@ -19,7 +19,7 @@ from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.jaxpr import CallKind, Trait, call_kind, dtype_of, has, is_variable
+from mpjax.jaxpr import CallKind, Trait, call_kind, dtype_of, has, is_variable, variables_of
 
 
 def pull_in(
@@ -155,7 +155,7 @@ class _Grouping:
     self.outs = outs
     self.inside = inside
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
-    self.reads = [[makers[a] for a in _variables(node) if a in makers] for node in nodes]
+    self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
     for i, node in enumerate(nodes):
       for a, dtype in zip(node.equation.invars, node.reads, strict=True):
@@ -210,7 +210,7 @@ class _Grouping:
     inputs = {
       a: self.held[a].dtype if castable(a.aval) else dtype_of(a)
       for node in nodes
-      for a in _variables(node)
+      for a in variables_of(node.equation.invars)
       if a not in own
     }
     outputs: dict[tuple[Var, np.dtype], None] = {}
@@ -243,7 +243,7 @@ class _Grouping:
     nodes = [node for node in island.nodes if node.mode is Mode.FULL]
     own = {v for node in island.nodes for v in node.equation.outvars}
     # What the products at its end read besides is saved with or without the island.
-    read = {a for node in nodes for a in _variables(node)}
+    read = {a for node in nodes for a in variables_of(node.equation.invars)}
     half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
     # Before the first product nothing is half yet: an embedding and the norm after it.
     half = half or max(
@@ -288,10 +288,6 @@ class _Grouping:
         if not waits[other]:
           heapq.heappush(ready, (first[other], other))
     return tuple(ordered)
-
-
-def _variables(node: Node) -> list[Var]:
-  return [a for a in node.equation.invars if is_variable(a)]
 
 
 def _saved_dtype(island: Island, rules: CastingRules, roles: ProductRoles | None) -> np.dtype | None:

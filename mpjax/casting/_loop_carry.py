@@ -10,7 +10,7 @@ import numpy as np
 from mpjax._types import Atom, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
 from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, castable, meet, rule_of
-from mpjax.jaxpr import Trait, has, is_variable
+from mpjax.jaxpr import Trait, has, is_variable, variables_of
 
 
 def settle(
@@ -102,7 +102,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], ha
     equation = node.equation
     if node.half is None and after in equation.outvars:
       return _Flow(None, "it is computed in a region in float32")
-    variables = [a for a in equation.invars if is_variable(a)]
+    variables = variables_of(equation.invars)
     if all(a in constant for a in variables):
       constant.update(equation.outvars)
     if any(a in reached for a in variables):

@@ -30,6 +30,7 @@ from mpjax.jaxpr import (
   shape_of,
   source_line,
   times_run,
+  variables_of,
   without_marks,
 )
 from mpjax.policy import Policy, get_policy, matmul_precision
@@ -177,7 +178,7 @@ def _has_own_weights(node: Node) -> bool:
   inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
   constant, given = {*plan.inputs[: len(plan.inputs) - len(inner)], *inner[:k]}, set(inner[k + n :])
   for one in plan.nodes:
-    operands = [a for a in one.equation.invars if is_variable(a)]
+    operands = variables_of(one.equation.invars)
     if one.listed == "allow" or one.has_product():
       if any(a in given for a in operands) and not any(a in constant and is_float(a.aval) for a in operands):
         return True
@@ -228,7 +229,7 @@ def _chosen(plan: CastPlan) -> set[Var]:
       atom, node = source, before
     return atom
 
-  wanted: list[Atom] = [v for v in plan.jaxpr.outvars if is_variable(v)]
+  wanted: list[Atom] = [*variables_of(plan.jaxpr.outvars)]
   for node in plan.nodes:
     product = node.listed == "allow" or node.has_product()
     if product and not _is_entered(node):
@@ -238,7 +239,7 @@ def _chosen(plan: CastPlan) -> set[Var]:
       wanted += [
         a for a in node.equation.invars if is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
       ]
-  origins = {origin(a) for a in wanted if is_variable(a)}
+  origins = set(map(origin, variables_of(wanted)))
   return {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
 
 

@@ -27,6 +27,7 @@ from mpjax.jaxpr import (
   open_jaxpr,
   scan_parts,
   shape_of,
+  variables_of,
   while_parts,
 )
 
@@ -106,7 +107,7 @@ class ProductRoles:
     missing = len(inputs) - len(facts)
     constants = [Lineage(False, True, (id(v), "constant")) for v in inputs[:missing]]
     self._facts.update(zip(inputs, [*constants, *facts], strict=True))
-    self._equations = live(self._jaxpr)
+    self._equations = live(self._jaxpr).equations
     for equation in self._equations:
       self._forward(equation)
     self.outs = [self._fact(v) for v in self._jaxpr.outvars]
@@ -238,7 +239,7 @@ class ProductRoles:
         self.products[id(equation)] = product._replace(last=not any(out))
         if is_layer(equation, self._rules, of_matrices=True):
           sources = list(equation.invars)
-      reaches.update(a for a in sources if is_variable(a))
+      reaches.update(variables_of(sources))
     return [v in reaches for v in [*self._jaxpr.constvars, *self._jaxpr.invars]]
 
   def _backward_call(self, equation: JaxprEqn, out: list[bool]) -> list[Atom]:

@@ -17,6 +17,7 @@ from mpjax.jaxpr._bodies import (
   scan_parts,
   shape_of,
   times_run,
+  variables_of,
   while_parts,
 )
 from mpjax.jaxpr._derivatives import custom_jvp_rule, custom_vjp_rules
@@ -53,7 +54,7 @@ from mpjax.jaxpr._scopes import (
   split_scopes,
   without_marks,
 )
-from mpjax.jaxpr._walk import bind_again, closure_as_argument, interpret, last_reads, live, needed
+from mpjax.jaxpr._walk import bind_again, closure_as_argument, interpret, last_reads, live
 
 __all__ = [
   "BACKWARD",
@@ -95,7 +96,6 @@ __all__ = [
   "live",
   "marked_path",
   "module_path",
-  "needed",
   "open_jaxpr",
   "operation_name",
   "parse_scopes",
@@ -108,6 +108,7 @@ __all__ = [
   "split_scopes",
   "taps",
   "times_run",
+  "variables_of",
   "while_parts",
   "without_marks",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 def is_variable(atom: Atom) -> TypeIs[Var]:
   """Returns whether a jaxpr's atom is a variable, and not a literal."""
   return not isinstance(atom, Literal)
+
+
+def variables_of(atoms: Iterable[Atom]) -> list[Var]:
+  """The variables among atoms, in their order."""
+  return [atom for atom in atoms if is_variable(atom)]
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

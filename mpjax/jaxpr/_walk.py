@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from mpjax import _compat
 from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from mpjax.jaxpr._bodies import as_function, bodies_of, is_variable, open_jaxpr
+from mpjax.jaxpr._bodies import as_function, bodies_of, open_jaxpr, variables_of
 from mpjax.jaxpr._primitives import Trait, has
 from mpjax.jaxpr._scopes import as_traced
 
 
-def needed(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None) -> set[Var]:
-  """The variables that the outputs depend on, or some of them, those outputs themselves included."""
+class Live(NamedTuple):
+  """The part of a jaxpr that matters.
+
+  Attributes:
+    equations: in the order of the program.
+    variables: those that are read, by the outputs or by these equations.
+  """
+
+  equations: list[JaxprEqn]
+  variables: set[Var]
+
+
+def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool = True) -> Live:
+  """What of a jaxpr its outputs need.
+
+  Args:
+    jaxpr: an open jaxpr.
+    outputs: which of its outputs; all by default.
+    effects: also keep equations that have an effect, and what they need.
+  """
   chosen = outputs if outputs is not None else [True] * len(jaxpr.outvars)
-  found = {v for v, flag in zip(jaxpr.outvars, chosen, strict=True) if flag and is_variable(v)}
-  for equation in reversed(jaxpr.eqns):
-    if not found.isdisjoint(equation.outvars):
-      found.update(v for v in equation.invars if is_variable(v))
-  return found
-
-
-def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
-  """The equations whose results or effects matter."""
-  read = {v for v in jaxpr.outvars if is_variable(v)}
+  read = set(variables_of(v for v, flag in zip(jaxpr.outvars, chosen, strict=True) if flag))
   kept = []
   for equation in reversed(jaxpr.eqns):
-    if equation.effects or not read.isdisjoint(equation.outvars):
+    if (effects and equation.effects) or not read.isdisjoint(equation.outvars):
       kept.append(equation)
-      read.update(a for a in equation.invars if is_variable(a))
-  return kept[::-1]
+      read.update(variables_of(equation.invars))
+  return Live(kept[::-1], read)
 
 
-def last_reads(equations: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[list[Var]]:
-  """For each equation, the variables that neither a later one nor the results read."""
-  read = {v for v in results if is_variable(v)}
+def last_reads(steps: Sequence[Iterable[Atom]], results: Iterable[Atom]) -> list[list[Var]]:
+  """For each step, given as what it reads, the variables that neither a later one nor the results read."""
+  read = set(variables_of(results))
   last = []
-  for equation in reversed(equations):
-    operands = {v for v in equation.invars if is_variable(v)}
+  for step in reversed(steps):
+    operands = set(variables_of(step))
     last.append(list(operands - read))
     read |= operands
   return last[::-1]
@@ -69,7 +78,8 @@ def interpret(
   def read(atom: Atom) -> Any:
     return atom.val if isinstance(atom, Literal) else environment[atom]
 
-  for equation, last in zip(jaxpr.eqns, last_reads(jaxpr.eqns, jaxpr.outvars), strict=True):
+  expired = last_reads([equation.invars for equation in jaxpr.eqns], jaxpr.outvars)
+  for equation, last in zip(jaxpr.eqns, expired, strict=True):
     operands = [read(atom) for atom in equation.invars]
     for variable in last:
       del environment[variable]

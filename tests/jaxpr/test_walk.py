@@ -15,7 +15,6 @@ from mpjax.jaxpr import (
   last_reads,
   live,
   module_path,
-  needed,
   open_jaxpr,
   scan_parts,
 )
@@ -38,23 +37,24 @@ def two(x, y):
 
 
 def test_what_nothing_reads_is_not_live_and_effects_are():
-  assert names(live(traced(two, X, X).jaxpr)) == ["sin", "mul", "exp"]
+  assert names(live(traced(two, X, X).jaxpr).equations) == ["sin", "mul", "exp"]
   printing = traced(lambda x: (jax.debug.print("{}", x), jnp.sin(x))[1], X)
-  assert len(live(printing.jaxpr)) == len(printing.jaxpr.eqns) > 1
+  assert len(live(printing.jaxpr).equations) == len(printing.jaxpr.eqns) > 1
+  assert names(live(printing.jaxpr, effects=False).equations) == ["sin"]
 
 
 def test_what_some_outputs_need():
   jaxpr = traced(two, X, X).jaxpr
   x, y = jaxpr.invars
-  assert {x, y} <= needed(jaxpr)
-  assert x in needed(jaxpr, [True, False])
-  assert y not in needed(jaxpr, [True, False])
-  assert needed(jaxpr, [False, False]) == set()
+  assert {x, y} <= live(jaxpr).variables
+  assert x in live(jaxpr, [True, False]).variables
+  assert y not in live(jaxpr, [True, False]).variables
+  assert live(jaxpr, [False, False]) == ([], set())
 
 
 def test_each_variable_is_read_last_once_and_results_never():
   jaxpr = traced(lambda x: (jnp.sin(x) + x, x * 2.0), X).jaxpr
-  last = last_reads(jaxpr.eqns, jaxpr.outvars)
+  last = last_reads([equation.invars for equation in jaxpr.eqns], jaxpr.outvars)
   flat = [v for variables in last for v in variables]
   assert len(flat) == len(set(flat))
   assert not set(flat) & {v for v in jaxpr.outvars if is_variable(v)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr import BACKWARD, inside, last_reads, module_path, needed, phase_of, source_line
+from mpjax.jaxpr import BACKWARD, inside, last_reads, live, module_path, phase_of, source_line
 from mpjax.numerics.nonfinite._origins import Iteration
 
 
@@ -58,16 +58,16 @@ class EvaluationOrder(NamedTuple):
 
 def evaluation_order(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
   """Returns what to compute of a jaxpr; `of_loss` says on which of its results the loss depends."""
-  read = needed(jaxpr)
-  equations = [equation for equation in jaxpr.eqns if not read.isdisjoint(equation.outvars)]
-  return EvaluationOrder(equations, last_reads(equations, jaxpr.outvars), read, needed(jaxpr, of_loss))
+  equations, read = live(jaxpr, effects=False)
+  last = last_reads([equation.invars for equation in equations], jaxpr.outvars)
+  return EvaluationOrder(equations, last, read, live(jaxpr, of_loss, effects=False).variables)
 
 
 def of_loss_inside(jaxpr: Jaxpr, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
   """Returns which results of a `scan`'s body the loss depends on, also through later iterations."""
   flags = of_loss
   while True:
-    of_body = needed(jaxpr, flags)
+    of_body = live(jaxpr, flags, effects=False).variables
     inputs = [v in of_body for v in jaxpr.invars[consts : consts + carry]]
     more = (*(a or b for a, b in zip(flags, inputs, strict=False)), *flags[carry:])
     if more == flags:

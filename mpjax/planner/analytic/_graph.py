@@ -32,6 +32,7 @@ from mpjax.jaxpr import (
   phase_of,
   source_line,
   times_run,
+  variables_of,
 )
 from mpjax.planner._array_bytes import itemsize
 
@@ -206,7 +207,7 @@ class _Builder:
       environment[variable] = _value(variable.aval)
     operations: list[GraphOperation] = []
     self._run(jaxpr, environment, context, operations)
-    results = [environment[v] for v in jaxpr.outvars if is_variable(v)]
+    results = [environment[v] for v in variables_of(jaxpr.outvars)]
     literals = [_value(v.aval).nbytes for v in jaxpr.outvars if not is_variable(v)]
     return Graph(arguments, results, _needed(operations, results), sum(literals))
 
@@ -240,7 +241,7 @@ class _Builder:
     self, equation: JaxprEqn, environment: dict[Var, GraphValue], here: _Context
   ) -> GraphOperation:
     kind = call_kind(equation)
-    operands = [environment[atom] for atom in equation.invars if is_variable(atom)]
+    operands = [environment[v] for v in variables_of(equation.invars)]
     results = []
     for variable in equation.outvars:
       environment[variable] = _value(variable.aval)
