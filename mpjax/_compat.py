@@ -18,25 +18,6 @@ from jax.sharding import NamedSharding
 
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
 
-# Those of some supported releases of JAX alone, among the primitives that mpjax knows.
-PRIMITIVES_OF_SOME_RELEASES = frozenset(
-  [
-    "dot_product_attention_bwd_wrapper",
-    "dot_product_attention_fp8_bwd_wrapper",
-    "dot_product_attention_fp8_fwd_wrapper",
-    "dot_product_attention_fwd_wrapper",
-    "log2",
-    "one_minus_square",
-    "polynomial",
-    "reduced_vary_cast",
-    "relayout",
-    "shard_alike",
-    "unreduced_pmax",
-    "unreduced_pmin",
-    "vary_unreduced_cast",
-  ]
-)
-
 
 def newer(name: str) -> jax.extend.core.Primitive | str:
   """`jax.lax`'s primitive of a name, `log2_p`; in a JAX that has none yet, what it will be called: `log2`.
@@ -70,6 +51,22 @@ def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
   Waits for the same as `functions_of`.
   """
   return equation.params["out_trees"]()[2]
+
+
+def cotangents_of(out: Any) -> Sequence[Any]:
+  """Returns the cotangents among what the backward rule of a `custom_vjp_call` returns.
+
+  Waits for JAX 0.12 as the oldest that is supported, where logs are beside them.
+  """
+  return out[0] if isinstance(out, tuple) else out
+
+
+def dot_general_type(lhs: ShapedArray, rhs: ShapedArray, **parameters: Any) -> ShapedArray:
+  """Returns the type of a `dot_general`, with its sharding and the axes that it varies over.
+
+  Waits for a public way to a result's type from operands' types, inside a primitive's own rule.
+  """
+  return jax.lax.dot_general_p.abstract_eval(lhs, rhs, **parameters)[0]
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:
@@ -173,7 +170,10 @@ def shard_map_like(
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:
-  """Marks a tree as varying over the `shard_map` axes that `like` varies over, if there are any."""
+  """Marks a tree as varying over the `shard_map` axes that `like` varies over, if there are any.
+
+  Waits for the same as `varying_axes_of_type`.
+  """
   axes = varying_axes(like)
 
   def leaf(x: Array) -> Array:
@@ -184,7 +184,10 @@ def vary_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSharding | None:
-  """Returns the sharding of a value of this type after a transpose; `None` without explicit axes."""
+  """Returns the sharding of a value of this type after a transpose; `None` without explicit axes.
+
+  Waits for the same as `is_explicit`; `jax.lax.transpose` gives it for arrays alone.
+  """
   if not is_explicit(aval):
     return None
   sharding = aval.sharding
@@ -193,21 +196,30 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSha
 
 
 def is_explicit(aval: AbstractValue) -> bool:
-  """Returns whether a value's type says how it lies over a mesh."""
+  """Returns whether a value's type says how it lies over a mesh.
+
+  Waits for a documented `sharding` of `jax.core.ShapedArray`.
+  """
   sharding = getattr(aval, "sharding", None)
   return bool(sharding is not None and getattr(sharding.mesh, "explicit_axes", ()))
 
 
 def varying_axes(tree: PyTree) -> frozenset[str]:
-  """Returns the `shard_map` axes that a leaf of `tree` is known to vary over."""
+  """Returns the `shard_map` axes that a leaf of `tree` is known to vary over.
+
+  Waits for the same as `varying_axes_of_type`.
+  """
   return frozenset().union(*(varying_axes_of_type(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
-  """Returns the `shard_map` axes that values of a type vary over."""
+  """Returns the `shard_map` axes that values of a type vary over.
+
+  Waits for a release with `manual_axis_type` as the oldest that is supported; earlier ones have `vma`.
+  """
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying
-  return getattr(kind, "vma", frozenset())  # the name in earlier releases
+  return getattr(kind, "vma", frozenset())
 
 
 class Coordination(NamedTuple):

@@ -79,7 +79,7 @@ class Node:
 
 
 class LoopCarry(NamedTuple):
-  """The dtype in which one carry of a loop is held from step to step, and the reason."""
+  """How one carry of a loop is held, the same at every step, and the reason."""
 
   held: Held
   why: str

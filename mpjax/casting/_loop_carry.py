@@ -1,4 +1,4 @@
-"""The carry of a loop: one way in which it is held from step to step, and why."""
+"""The carry of a loop: the one dtype that it has at every step, and why."""
 
 from __future__ import annotations
 

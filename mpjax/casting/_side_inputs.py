@@ -1,4 +1,4 @@
-"""Arrays that travel with a program beside its own inputs, through every body that needs them."""
+"""Inputs of an emitted program that the user's program has not; bodies that read them are handed them too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mpjax._types import Array
 
 
 class SideInputs(NamedTuple):
-  """Inputs that an emitted program reads beside its own: delayed FP8 scaling's, and probes of tapped values.
+  """The scales and probes of delayed FP8 scaling, and the probes of tapped values.
 
   Attributes:
-    scales: by the name of an FP8 product's history, float32[3] for lhs, rhs and gradient.
-    amax_probes: by number of the FP8 product, float32[3], whose cotangents are the amaxes.
-    tap_probes: by number of the tapped value, the array that its tap is handed; with a row for each step of
-      the loops that it is in, where those are kept apart.
+    scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
+    amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
+    tap_probes: the array that a tap is handed, by number of the tapped value. In a loop whose steps are kept
+      apart it has a row for each step.
   """
 
   scales: dict[str, Array]

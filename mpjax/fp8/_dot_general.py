@@ -159,7 +159,7 @@ def _abstract(
       f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
     )
   # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
-  aval, _ = jax.lax.dot_general_p.abstract_eval(
+  return _compat.dot_general_type(
     lhs.update(dtype=spec.out_dtype, weak_type=False),
     rhs.update(dtype=spec.out_dtype, weak_type=False),
     dimension_numbers=dimension_numbers,
@@ -167,7 +167,6 @@ def _abstract(
     preferred_element_type=spec.out_dtype,
     out_sharding=spec.out_sharding,
   )
-  return aval
 
 
 def _compute(

@@ -35,8 +35,7 @@ def custom_vjp_rules(equation: JaxprEqn) -> tuple[Callable[..., Any], Callable[.
     return residuals, list(returned)
 
   def run_backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-    out = backward(*residuals, *cotangents)
-    out = out[0] if isinstance(out, tuple) else out  # later releases return logs beside
+    out = _compat.cotangents_of(backward(*residuals, *cotangents))
     return [None if isinstance(x, (ad.Zero, jax.custom_derivatives.SymbolicZero)) else x for x in out]
 
   return run_forward, run_backward
