@@ -228,6 +228,7 @@ class Coordination(NamedTuple):
   client: Any
   process: int
   processes: int
+  address: str | None
 
 
 def coordination() -> Coordination:
@@ -236,7 +237,7 @@ def coordination() -> Coordination:
   Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would touch devices.
   """
   state = distributed.global_state
-  return Coordination(state.client, state.process_id, state.num_processes)
+  return Coordination(state.client, state.process_id, state.num_processes, state.coordinator_address)
 
 
 def cluster_kinds() -> list[type[clusters.ClusterEnv]]:

@@ -1,5 +1,6 @@
 """`scripts/train.py` in several processes on this machine: as one process trains, and through what ends one."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 
 import grain
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 from mpjax.cli import main
 from mpjax.train._config import DataConfig
 from mpjax.train.data import load_data
-from mpjax.train.multiprocess import _start
+from mpjax.train.multiprocess import _first, _start
 from tests._quick_compile import environment as quick_environment
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,19 +140,17 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
     statuses, _, errors = run.end()
     assert time.monotonic() - killed_at < 60  # two heartbeats, and a machine that is busy
     assert curve(out)[: len(before)] == before
-    # Who notices by itself says so; JAX's runtime aborts those that have lost the coordinator, or that still
-    # wait when heartbeats are missed.
+    # Who notices by itself says so; JAX's runtime aborts those that do not before it does.
     lost, aborted = 5, -signal.SIGABRT
     survivors = set(range(count)) - {killed}
     assert statuses[killed] == -signal.SIGKILL
-    assert {statuses[i] for i in survivors} <= ({aborted} if killed == 0 else {lost, aborted}), errors
+    assert {statuses[i] for i in survivors} <= {lost, aborted}, errors
     for i in survivors:
       if statuses[i] == lost:
-        assert re.match(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", errors[i])
-        assert re.search(
-          r"the checkpoint of step \d+0 in \S+ is intact; start all processes again", errors[i]
-        )
-        assert errors[i].count("\n") == 1
+        *native, line = errors[i].splitlines()
+        assert not native or killed == 0  # JAX's runtime logs what it meets at the coordinator's port
+        assert re.match(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", line)
+        assert re.search(r"the checkpoint of step \d+0 in \S+ is intact; start all processes again", line)
   run = start(1, arguments)
   statuses, shown, errors = run.end()
   assert statuses == [0], errors
@@ -256,6 +256,27 @@ with Processes(DistributedConfig(hang_timeout_s=0.5)) as processes:
   assert run.returncode == 5
   assert "waited for step 3 for more than distributed.hang_timeout_s=0.5 seconds" in run.stderr
   assert f"the checkpoint of step 40 in {tmp_path} is intact" in run.stderr
+
+
+def test_the_others_see_process_0_end_and_no_other_end_of_a_connection(monkeypatch):
+  class Client:
+    values: typing.ClassVar = {}
+
+    def key_value_set(self, key, value):
+      self.values[key] = value
+
+    def blocking_key_value_get(self, key, milliseconds):
+      return self.values[key]
+
+  monkeypatch.setattr(_first._compat, "coordination", lambda: (Client(), 1, 2, "127.0.0.1:1"))
+  held = _first.hold_open()
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    seen = pool.submit(_first.wait_for_its_end)
+    held.accept()[0].close()
+    with held, held.accept()[0]:  # there again
+      assert not seen.done()
+    assert seen.result(timeout=60) is True
+  assert _first.wait_for_its_end() is False  # it was never there
 
 
 def test_processes_that_do_not_all_come_end_in_bounded_time(start, tiny_gpt, tmp_path):

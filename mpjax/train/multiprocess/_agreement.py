@@ -24,7 +24,7 @@ def everyone(text: str, timeout_s: float) -> list[str]:
   Raises:
     TimeoutError: if another process did not come.
   """
-  client, process, count = _compat.coordination()
+  client, process, count, _ = _compat.coordination()
   if client is None:
     return [text]
   key, milliseconds = f"mpjax/everyone/{next(_meetings)}", max(1, round(timeout_s * 1000))

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from mpjax._types import Array, PyTree
 from mpjax.train._config import DistributedConfig
 from mpjax.train._errors import MENDABLE, TOGETHER, Agreed, CheckpointError
 from mpjax.train.multiprocess._agreement import everyone
+from mpjax.train.multiprocess._first import hold_open, wait_for_its_end
 
 T = TypeVar("T")
 
@@ -30,6 +32,7 @@ LOST = 5
 
 # Where the processes leave word for each other, in the key-value store of the coordination service.
 _NEWS, _HERE = "mpjax/news", "mpjax/here"
+_GONE = "{} gone without a word (killed, or the machine lost)"
 # What the runtimes of CPUs, GPUs and the coordination service say when there is no other end any more.
 _BROKEN = re.compile(
   r"gloo|nccl|connection (closed|reset|refused)|socket closed|unavailable|deadline_exceeded|deadline exceeded"
@@ -62,7 +65,8 @@ class Processes:
     self._doing, self._since = "the start", time.monotonic()
     self._closed = threading.Event()
     self._watch: threading.Thread | None = None
-    self._client, self.process, self.count = _compat.coordination()
+    self._client, self.process, self.count, _ = _compat.coordination()
+    self._held: socket.socket | None = None
 
   @property
   def first(self) -> bool:
@@ -75,6 +79,11 @@ class Processes:
       return self
     self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
     self._watch.start()
+    # Only a run that ends with the processes: in others process 0 may be done before the rest.
+    if self._started and self.first:
+      self._held = hold_open()
+    elif self._started:
+      threading.Thread(target=self._watch_first, daemon=True, name="watch over process 0").start()
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -171,7 +180,9 @@ class Processes:
 
   def _lost(self, reason: str) -> NoReturn:
     """Exits because another process died; `reason` is how that showed, where nobody knows which one did."""
-    reason = self._who_is_gone() or reason
+    self._lost_to(self._who_is_gone() or reason)
+
+  def _lost_to(self, reason: str) -> NoReturn:
     self._exit(LOST, f"error: {reason}, while this one waited for {self._doing}: {self._resume()}")
 
   def _resume(self) -> str:
@@ -208,6 +219,11 @@ class Processes:
         )
         self._tell_and_exit(LOST, line)
 
+  def _watch_first(self) -> None:
+    """Ends the process when process 0 has ended without a word."""
+    if wait_for_its_end() and not self._closed.is_set():
+      self._lost_to(_GONE.format("process 0 is"))
+
   def _news(self) -> dict[str, Any]:
     """Returns `ended`: what a process that ended by itself said; `asked`: one wants to know who is there."""
     if self._client is None:
@@ -239,7 +255,7 @@ class Processes:
       gone = sorted(set(range(self.count)) - here)
       if gone:
         who = f"process {gone[0]} is" if len(gone) == 1 else f"processes {', '.join(map(str, gone))} are"
-        return f"{who} gone without a word (killed, or the machine lost)"
+        return _GONE.format(who)
     return None
 
   def _tell_and_exit(self, status: int, line: str) -> NoReturn:
@@ -275,6 +291,8 @@ class Processes:
     """Leaves the service when all are there: none is to see another one go and take it for lost."""
     if self._started:  # else whoever has started it ends it
       jax.distributed.shutdown()
+    if self._held is not None:
+      self._held.close()
 
 
 def _verdict(told_by: list[dict[str, Any]], check: Callable[[Any, Any, int], str | None]) -> dict[str, Any]:
