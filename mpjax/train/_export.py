@@ -184,7 +184,7 @@ def _fp8_names(
   names = task.fp8_weights(params, model_state, _example(info, rows), fp8)
   if not names:
     raise ConfigError(
-      f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (scripts/explain.py "
+      f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (mpjax explain "
       "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
     )
   return [f"params/{name}" for name in names]

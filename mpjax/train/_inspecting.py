@@ -1,4 +1,4 @@
-"""A config's training step with trained parameters and real batches, to look at: `scripts/numerics.py`."""
+"""A config's training step with trained parameters and real batches, to look at: `mpjax numerics`."""
 
 from __future__ import annotations
 

@@ -166,9 +166,8 @@ def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(config, tmp_pat
 def test_explain_says_which_products_are_fp8(config, capsys, recipe):
   assert main(["explain", *config, POLICIES[recipe]]) == 0
   text = capsys.readouterr().out
-  assert (
-    "float8_e4m3fn 50.33 MFLOP (84%)" in text
-  )  # four products, 8 x 16 rows, of 128 x (384 + 128 + 512 + 512)
+  # Four products, 8 x 16 rows, of 128 x (384 + 128 + 512 + 512).
+  assert "float8_e4m3fn 50.33 MFLOP (84%)" in text
   section = text[text.index("not in FP8") : text.index("in float32  ")]
   assert "last layer (fp8.last_layer)" in section
   assert "GPT/blocks/0 " in section

@@ -147,10 +147,12 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
     assert {statuses[i] for i in survivors} <= {lost, aborted}, errors
     for i in survivors:
       if statuses[i] == lost:
-        *native, line = errors[i].splitlines()
-        assert not native or killed == 0  # JAX's runtime logs what it meets at the coordinator's port
-        assert re.match(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", line)
-        assert re.search(r"the checkpoint of step \d+0 in \S+ is intact; start all processes again", line)
+        assert re.search(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", errors[i])
+        assert re.search(
+          r"the checkpoint of step \d+0 in \S+ is intact; start all processes again", errors[i]
+        )
+        # JAX's runtime logs what it meets at the coordinator's port.
+        assert errors[i].count("\n") == 1 or killed == 0
   run = start(1, arguments)
   statuses, shown, errors = run.end()
   assert statuses == [0], errors
