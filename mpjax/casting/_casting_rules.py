@@ -13,14 +13,14 @@ from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike, Var
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
-from mpjax.jaxpr import Trait, alignment, bodies_of, call_kind, facts, has, is_variable, open_jaxpr
+from mpjax.jaxpr import Trait, alignment, bodies_of, call_kind, facts, has, open_jaxpr, variables_of
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy
 
 RECOMPUTE = ("islands", "dots", "nothing")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CastingRules:
   """The rules that autocast decides by, and what they have found out about jaxprs.
 
@@ -41,8 +41,8 @@ class CastingRules:
   recompute: str = "islands"
   islands: bool = True
   enter_all: bool = False
-  _contents: dict[int, tuple[Jaxpr, frozenset[Primitive]]] = dataclasses.field(default_factory=dict)
-  _feeding: dict[int, tuple[Jaxpr, set[Var]]] = dataclasses.field(default_factory=dict)
+  _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
+  _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on where `half` is the compute dtype.
@@ -78,14 +78,14 @@ class CastingRules:
   def contents(self, jaxpr: AnyJaxpr) -> frozenset[Primitive]:
     """Returns the primitives in a jaxpr, at any depth; not those inside opaque ones."""
     body = open_jaxpr(jaxpr)
-    if id(body) not in self._contents:
+    if body not in self._contents:
       found: set[Primitive] = set()
       for equation in body.eqns:
         found.add(equation.primitive)
         if self.list_of(equation.primitive) == "call":
           found.update(*(self.contents(inner) for inner in bodies_of(equation)))
-      self._contents[id(body)] = (body, frozenset(found))
-    return self._contents[id(body)][1]
+      self._contents[body] = frozenset(found)
+    return self._contents[body]
 
   def primitives(self, equations: Iterable[JaxprEqn]) -> set[Primitive]:
     """Returns the primitives of equations, those in their bodies too."""
@@ -99,7 +99,7 @@ class CastingRules:
     """Returns the lists of what is in an equation's bodies."""
     return {self.list_of(p, half) for body in bodies_of(equation) for p in self.contents(body)}
 
-  def cheap(self, equation: JaxprEqn) -> bool:
+  def may_recompute(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation may be computed again in the backward pass rather than saved."""
     inside = {equation.primitive}
     if self.list_of(equation.primitive) == "call":
@@ -113,21 +113,21 @@ class CastingRules:
   def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
     """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""
     body = open_jaxpr(jaxpr)
-    if id(body) not in self._feeding:
+    if body not in self._feeding:
       found: set[Var] = set()
       for equation in reversed(body.eqns):
         kind = self.list_of(equation.primitive)
         passes_on = has(equation, Trait.PASSES_ON)
         if kind == "allow" or (passes_on and any(v in found for v in equation.outvars)):
-          found.update(v for v in equation.invars if is_variable(v) and castable(v.aval))
+          found.update(v for v in variables_of(equation.invars) if castable(v.aval))
         elif kind == "call":
           for inner, indices in alignment(equation):
             within = self.feeding(inner)
             pairs = zip(open_jaxpr(inner).invars, indices, strict=True)
             operands = (equation.invars[i] for v, i in pairs if v in within)
-            found.update(v for v in operands if is_variable(v) and castable(v.aval))
-      self._feeding[id(body)] = (body, found)
-    return self._feeding[id(body)][1]
+            found.update(v for v in variables_of(operands) if castable(v.aval))
+      self._feeding[body] = found
+    return self._feeding[body]
 
 
 def require_recompute(recompute: str) -> str:

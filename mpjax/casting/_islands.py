@@ -123,7 +123,8 @@ def in_units(
   if not rules.islands:
     return tuple(nodes)
   inside = [
-    _in_float32(node) and rules.cheap(node.equation) and rules.computes_again(node.path) for node in nodes
+    _in_float32(node) and rules.may_recompute(node.equation) and rules.computes_again(node.path)
+    for node in nodes
   ]
   return _Grouping(nodes, jaxpr, held, outs, inside).units(rules, roles)
 
