@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from mpjax import _compat
+from mpjax._tree import path_text
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, show
@@ -254,5 +255,5 @@ def _rows(counts: PyTree) -> dict[str, NonFinite]:
   for path, leaf in jax.tree_util.tree_flatten_with_path(jax.device_get(counts))[0]:
     row = NonFinite(*(int(n) for n in leaf))
     if row.nan or row.posinf or row.neginf:
-      rows[jax.tree_util.keystr(path, simple=True, separator="/") or "value"] = row
+      rows[path_text(path) or "value"] = row
   return rows

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Bool, PyTree
 
+from mpjax._tree import cast_like
 from mpjax._types import ClosedJaxpr, JaxprEqn, Var
 from mpjax.jaxpr import as_function, bind_again, interpret, is_variable
 
@@ -27,12 +27,12 @@ def apply_if(
   """Returns `update()` where `finite`, else zero updates and `old_state`.
 
   Inside `jit` the values of the new state are selected where `update` defines them, since that takes less
-  memory (see `_select_where_defined`). Whatever goes wrong there, and outside `jit`, all is selected at the
-  end, which gives the same numbers.
+  memory (see `_select_where_defined`). Outside `jit`, and for an `update` that cannot be traced by itself,
+  all is selected at the end, which gives the same numbers.
 
   Args:
     finite: bool[]; batched under `vmap`.
-    update: makes updates and state; called again if the first way fails.
+    update: makes updates and state; called again if it cannot be traced by itself.
     old_state: the state to keep on a skip.
     branch_on_cpu: skip by a branch in a program for a CPU, where that does the same. XLA for accelerators
       fuses selects, and no branch, with the optimiser. XLA for CPU reads a half-precision gradient,
@@ -45,18 +45,47 @@ def apply_if(
   Raises:
     ValueError: if `update` changes the structure of the state.
   """
-  if isinstance(finite, jax.core.Tracer):
-    # An error of `update` itself is raised again below, from where it arose.
-    with contextlib.suppress(Exception):
-      return _select_where_defined(finite, update, old_state, branch_on_cpu)
+  traced = _trace(update, old_state) if isinstance(finite, jax.core.Tracer) else None
+  if traced is not None:
+    return _select_where_defined(finite, traced, old_state, branch_on_cpu)
   updates, new_state = update()
   select = lambda new, old: jnp.where(finite, new, old) if _is_array(new) else new
   zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _is_array(u) else u), updates)
   return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
 
 
+class _Traced(NamedTuple):
+  """The program of an update.
+
+  Attributes:
+    program: gives the arrays among the leaves of updates and new state.
+    structure: of the two.
+    others: all leaves, with `None` for the arrays.
+  """
+
+  program: ClosedJaxpr
+  structure: PyTreeDef
+  others: list[object]
+
+
+def _trace(update: Callable[[], tuple[PyTree, State]], old_state: State) -> _Traced | None:
+  """Returns the program of `update`; `None` if that looks at a value, as `bool` of an array does."""
+  rest: list[Any] = []
+
+  def arrays() -> list[Array]:
+    updates, new_state = update()
+    leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
+    rest[:] = [structure, [None if _is_array(leaf) else leaf for leaf in leaves]]
+    return [leaf for leaf in leaves if _is_array(leaf)]
+
+  try:
+    return _Traced(jax.make_jaxpr(arrays)(), *rest)
+  except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+    return None
+
+
 def _select_where_defined(
-  finite: Bool[Array, ""], update: Callable[[], tuple[PyTree, State]], old_state: State, branch_on_cpu: bool
+  finite: Bool[Array, ""], traced: _Traced, old_state: State, branch_on_cpu: bool
 ) -> tuple[PyTree, State]:
   """Does what `apply_if` does, on the program of `update`.
 
@@ -65,18 +94,9 @@ def _select_where_defined(
   is replaced by the selected one as soon as it is there, and the updates read that. On a finite step the two
   are the same; on a skipped step the updates are thrown away.
   """
-  others: list[PyTree] = []
-
-  def arrays() -> list[Array]:
-    updates, new_state = update()
-    leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
-    others[:] = [structure, [None if _is_array(leaf) else leaf for leaf in leaves]]
-    return [leaf for leaf in leaves if _is_array(leaf)]
-
-  program = jax.make_jaxpr(arrays)()
-  structure, rest = others
+  program, structure, others = traced
   old_leaves = jax.tree.leaves(old_state)
-  of_state = zip(rest[len(rest) - len(old_leaves) :], old_leaves, strict=True)
+  of_state = zip(others[len(others) - len(old_leaves) :], old_leaves, strict=True)
   old_arrays = [old for other, old in of_state if other is None]
   cut = len(program.jaxpr.outvars) - len(old_arrays)
   by_selects = lambda: _by_selects(program, finite, cut, old_arrays)
@@ -89,7 +109,7 @@ def _select_where_defined(
     values = by_selects()
   remaining = iter(values)
   updates, state = jax.tree.unflatten(
-    structure, [next(remaining) if other is None else other for other in rest]
+    structure, [next(remaining) if other is None else other for other in others]
   )
   return updates, state
 
@@ -136,12 +156,8 @@ def keep_dtypes(new_state: State, old_state: State) -> State:
       f"the wrapped transform changed the structure of its state from {old_structure} "
       f"to {jax.tree.structure(new_state)}"
     )
-
-  def cast(new: Array, old: Array) -> Array:
-    same = not hasattr(old, "dtype") or jnp.asarray(new).dtype == old.dtype
-    return new if same else jnp.asarray(new).astype(old.dtype)
-
-  return jax.tree.map(cast, new_state, old_state)
+  kept: State = cast_like(new_state, old_state)
+  return kept
 
 
 def _is_array(leaf: object) -> bool:

@@ -37,7 +37,7 @@ class Layout:
 
   @property
   def shards(self) -> int:
-    """Into how many parts the devices divide a batch."""
+    """The number of parts that the devices divide a batch into."""
     return batch_shards(self.mesh)
 
   @property

@@ -101,5 +101,5 @@ def _fold(x: Shaped[Array, "*shape"], index: Int32[Array, ""]) -> Shaped[Array, 
 
 
 def _unfold(new: Array, folded: Array, old: Array) -> Array:
-  """A key that was folded for each device, and came back as it was, is the one for all again."""
+  """Returns the key for all devices in place of one that was folded for each and came back unchanged."""
   return jnp.where(new == folded, old, new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new

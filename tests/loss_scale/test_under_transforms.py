@@ -307,6 +307,33 @@ def test_a_changed_structure_of_the_state_is_named():
     tx.update(jnp.ones(()), tx.init(None))
 
 
+def test_an_update_that_looks_at_a_value_is_skipped_all_the_same():
+  def update(grads, count, params=None):
+    count = count + 1
+    return (
+      grads if count > 0 else -grads
+    ), count  # `bool` of an array: the program of this alone has no value
+
+  tx = mpjax.static_loss_scale(optax.GradientTransformation(lambda p: jnp.zeros([], int), update), 2.0)
+  state = tx.init(None)
+  updates, new_state = jax.vmap(lambda grads: tx.update(grads, state))(jnp.asarray([4.0, jnp.nan, 6.0]))
+  np.testing.assert_array_equal(updates, [2, 0, 3])
+  np.testing.assert_array_equal(new_state.inner_state, [1, 0, 1])
+
+
+def test_an_error_of_the_wrapped_transform_is_raised_as_it_is():
+  calls = []
+
+  def update(grads, state, params=None):
+    calls.append(grads)
+    raise NotImplementedError("no update")
+
+  tx = mpjax.static_loss_scale(optax.GradientTransformation(lambda p: (), update), 1.0)
+  with pytest.raises(NotImplementedError, match="no update"):
+    jax.jit(tx.update)(jnp.ones(()), tx.init(None))
+  assert len(calls) == 1  # it is not taken for an update that cannot be traced, and tried another way
+
+
 def test_collectives_inside_the_wrapped_transform():
   mean = optax.stateless(lambda grads, params: jax.tree.map(lambda g: jax.lax.pmean(g, "d"), grads))
   tx = mpjax.dynamic_loss_scale(optax.chain(mean, optax.trace(0.9)), init_scale=2.0, axis_name="d")
