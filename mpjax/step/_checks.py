@@ -57,6 +57,8 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
 def require_differentiable(params: PyTree) -> None:
   """Raises `ValueError` for a parameter that has no gradient."""
   for name, leaf in named_leaves(params):
+    if not hasattr(leaf, "dtype"):
+      raise ValueError(f"parameter {name!r} is a {type(leaf).__name__}: expected an array")
     if not is_inexact(leaf):
       raise ValueError(
         f"parameter {name!r} is {jnp.result_type(leaf)} and cannot be trained: put it into model_state, or "
@@ -64,10 +66,23 @@ def require_differentiable(params: PyTree) -> None:
       )
 
 
+def require_makings(loss_fn: object, tx: object) -> None:
+  """Raises `TypeError` for what is no loss function, or no optax transform."""
+  is_transform = hasattr(tx, "init") and hasattr(tx, "update")
+  if hasattr(loss_fn, "update") and hasattr(loss_fn, "init") and callable(tx):
+    raise TypeError("the arguments are swapped: call make_train_step(loss_fn, tx, policy)")
+  if not callable(loss_fn) or not is_transform:
+    name, value = ("tx", tx) if callable(loss_fn) else ("loss_fn", loss_fn)
+    expected = "an optax transform" if name == "tx" else "a function (params, batch) -> loss"
+    raise TypeError(f"{name} is a {type(value).__name__}: expected {expected}")
+
+
 def require_state(state: object, batch: PyTree) -> None:
-  """Raises `TypeError` for the first argument of a step that is no `TrainState`."""
-  if isinstance(state, TrainState):
+  """Raises `TypeError` for the first argument of a step that is no `TrainState`, or a second that is one."""
+  if isinstance(state, TrainState) and not isinstance(batch, TrainState):
     return
+  if isinstance(state, TrainState):
+    raise TypeError("a TrainState in place of a batch: call step(state, batch)")
   if isinstance(batch, TrainState):
     raise TypeError("the arguments of the step are swapped: call step(state, batch)")
   if isinstance(state, nnx.Module):
@@ -103,18 +118,20 @@ def require_param_dtype(params: PyTree, policy: Policy) -> None:
     )
 
 
-def raise_if_donated(state: TrainState, error: Exception) -> None:
-  """Raises `ValueError` in place of JAX's error where the buffers of a state are gone."""
-  gone = [name for name, x in named_leaves(state) if isinstance(x, jax.Array) and _is_deleted(x)]
-  if gone:
+def require_kept(state: TrainState) -> None:
+  """Raises `ValueError` for a state whose buffers an earlier step has taken.
+
+  One leaf is asked, before JAX is: it would say so too, but end the process on a mesh of CPU devices.
+  """
+  if (
+    isinstance(state.step, jax.Array)
+    and not isinstance(state.step, jax.core.Tracer)
+    and state.step.is_deleted()
+  ):
     raise ValueError(
-      f"{gone[0]} of this TrainState is deleted: a step gives the buffers of the state it takes to the one "
-      "it returns, so go on with that one, or keep the old ones by make_train_step(..., donate=False)"
-    ) from error
-
-
-def _is_deleted(x: jax.Array) -> bool:
-  return not isinstance(x, jax.core.Tracer) and x.is_deleted()
+      "this TrainState is deleted: a step gives the buffers of the state it takes to the one it returns, so go "
+      "on with that one, or keep the old ones by make_train_step(..., donate=False)"
+    )
 
 
 def require_given(keywords: tuple[str, ...], name: str, value: object, call: str) -> None:
@@ -146,6 +163,8 @@ def unpack(out: PyTree, takes_state: bool) -> tuple[Float[Array, ""], Metrics, P
   if len(parts) not in ((3,) if takes_state else (1, 2)):
     raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
   loss, metrics, model_state = (*parts, {}, None)[:3] if len(parts) == 1 else (*parts, None)[:3]
+  if not hasattr(loss, "dtype") and not isinstance(loss, (int, float)):
+    raise ValueError(f"loss_fn returned a loss of type {type(loss).__name__}: expected {expected}")
   loss = jnp.asarray(loss)
   if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
     raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")

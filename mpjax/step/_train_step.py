@@ -27,10 +27,11 @@ from mpjax.loss_scale._overwritten import hide, show
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
-  raise_if_donated,
   require_differentiable,
   require_given,
   require_in_place,
+  require_kept,
+  require_makings,
   require_param_dtype,
   require_state,
 )
@@ -139,6 +140,7 @@ class TrainStep:
   """
 
   def __init__(self, loss_fn: LossFunction, tx: optax.GradientTransformation, options: StepOptions):
+    require_makings(loss_fn, tx)
     self.fun = loss_fn
     self.inner_tx = tx
     self.options = options
@@ -233,7 +235,7 @@ class TrainStep:
       return self.update_in_place(*args, rng=rng)
     if len(args) != 2:
       raise TypeError(
-        f"{len(args)} arguments: expected step(state, batch), or step(model, optimizer, batch) with an "
+        f"{len(args)} argument(s): expected step(state, batch), or step(model, optimizer, batch) with an "
         "nnx.Module and an nnx.Optimizer"
       )
     if rng is not None:
@@ -242,11 +244,8 @@ class TrainStep:
     return self._run(self.jitted, *args)
 
   def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
-    try:
-      return jitted(state, batch)
-    except (RuntimeError, ValueError) as error:
-      raise_if_donated(state, error)
-      raise
+    require_kept(state)
+    return jitted(state, batch)
 
   def with_policy(self, policy: PolicyLike) -> TrainStep:
     """Returns the same step under another policy; states of both are alike if optimisers and scales are."""

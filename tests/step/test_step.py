@@ -339,9 +339,13 @@ def scaled_sgd():
     (lambda: in_place("fp32", lambda step: step.tx, rng=jax.random.key(0)), ["does not take 'rng'"]),
     (
       lambda: used_twice(lambda step, state: step(state, BATCH)),
-      ["step of this TrainState is deleted", "donate=False"],
+      ["this TrainState is deleted", "donate=False"],
     ),
     (lambda: used_twice(lambda step, state: step.gradients(state, BATCH)), ["deleted", "the one it returns"]),
+    (lambda: used_twice(lambda step, state: step(state, BATCH), mesh=8), ["this TrainState is deleted"]),
+    (lambda: run(lambda params, batch: None), ["loss of type NoneType"]),
+    (lambda: run(lambda params, batch: [loss_fn(params, batch), {}]), ["loss of type list"]),
+    (lambda: STEP.init({"w": 1.0}), ["parameter 'w' is a float", "an array"]),
   ],
 )
 def test_misuse_is_named(act, words):
@@ -366,8 +370,9 @@ def nnx_dropout(model, batch, rng):
   return nnx_loss(model, batch | {"x": batch["x"] * keep})
 
 
-def used_twice(again):
-  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32")
+def used_twice(again, mesh=1):
+  mesh = jax.make_mesh((mesh,), ("data",)) if mesh > 1 else None
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32", mesh=mesh)
   state = step.init(PARAMS)
   step(state, BATCH)
   again(step, state)
@@ -379,6 +384,7 @@ STEP = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32")
 @pytest.mark.parametrize(
   ("act", "words"),
   [
+    (lambda state: STEP(state, state), ["a TrainState in place of a batch"]),
     (lambda state: STEP(PARAMS, BATCH), ["dict in place of a TrainState", "step.init(params)"]),
     (lambda state: STEP(BATCH, state), ["swapped", "step(state, batch)"]),
     (lambda state: STEP.gradients(BATCH, state), ["swapped", "step(state, batch)"]),
@@ -387,7 +393,7 @@ STEP = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32")
       lambda state: STEP(Model(nnx.Rngs(0)), BATCH),
       ["nnx.Module in place of a TrainState", "step.init(model)", "optimizer"],
     ),
-    (lambda state: STEP(state), ["1 arguments", "step(state, batch)"]),
+    (lambda state: STEP(state), ["1 argument(s)", "step(state, batch)"]),
     (lambda state: STEP(state, BATCH, rng=jax.random.key(0)), ["step.init(..., rng=...)"]),
     (lambda state: STEP(state, optax.sgd(0.1), BATCH), ["TrainState", "nnx.Module", "step(state, batch)"]),
   ],
@@ -396,6 +402,19 @@ def test_arguments_that_are_none_of_a_step_are_named(act, words):
   with pytest.raises(TypeError) as error:
     act(STEP.init(PARAMS))
   assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+  ("loss", "tx", "word"),
+  [
+    (optax.sgd(0.1), loss_fn, "swapped"),
+    (loss_fn, 3, "tx is a int: expected an optax transform"),
+    (3, optax.sgd(0.1), "loss_fn is a int: expected a function"),
+  ],
+)
+def test_what_a_step_cannot_be_made_of_is_named(loss, tx, word):
+  with pytest.raises(TypeError, match=word):
+    mpjax.make_train_step(loss, tx, "fp32")
 
 
 def test_an_error_of_the_loss_is_not_taken_for_a_deleted_state():
