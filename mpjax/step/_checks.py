@@ -123,14 +123,11 @@ def require_kept(state: TrainState) -> None:
 
   One leaf is asked, before JAX is: it would say so too, but end the process on a mesh of CPU devices.
   """
-  if (
-    isinstance(state.step, jax.Array)
-    and not isinstance(state.step, jax.core.Tracer)
-    and state.step.is_deleted()
-  ):
+  leaf = state.step
+  if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
     raise ValueError(
-      "this TrainState is deleted: a step gives the buffers of the state it takes to the one it returns, so go "
-      "on with that one, or keep the old ones by make_train_step(..., donate=False)"
+      "this TrainState is deleted: a step gives the buffers of the state it takes to the one it returns, so "
+      "go on with that one, or keep the old ones by make_train_step(..., donate=False)"
     )
 
 
