@@ -14,7 +14,7 @@ from mpjax.step._micro_batches import split_batch
 
 
 def listed(batches: PyTree) -> Iterable[Any]:
-  """Returns the batches, of which a single one may have been given: a tree of arrays that is no list."""
+  """Returns the batches; a tree of arrays that is no list is a single one."""
   if isinstance(batches, (list, Iterator)):
     return batches
   is_leaf = jax.tree_util.all_leaves([batches])

@@ -261,7 +261,7 @@ class Inspection:
     )
 
   def _narrow_reference(self) -> tuple[str, ...]:
-    """Returns where the float32 run computes in less, by the model's own casts."""
+    """Returns the modules in which the model's own casts make the float32 run compute in half precision."""
     wide = [p for one in self._programs.values() for p in one.wide_points.values()]
     found = {
       p.module: f"{p.module or 'the function'} ({p.line}) in {p.dtype}"

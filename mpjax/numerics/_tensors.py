@@ -61,7 +61,7 @@ def binades() -> Summary:
 
 
 def _edges(name: str, scale: float) -> tuple[float, float, float]:
-  """Magnitudes from which a number, times a scale, is not rounded to zero; is normal; overflows."""
+  """Returns the magnitudes from which a number times a scale is not rounded to zero, is normal, overflows."""
   known = FORMATS[name]
   above_zero = np.nextafter(known.underflow_edge / scale, math.inf)
   return float(above_zero), known.normal_edge / scale, known.overflow_edge / scale

@@ -54,7 +54,13 @@ _FINITE: Blame = frozenset()
 
 
 class BlamedArray(NamedTuple):
-  """An array, the numbers of the sources of what is non-finite in it, whether only literals went into it."""
+  """An array of the program, and where what is non-finite in it comes from.
+
+  Attributes:
+    array: its value.
+    blame: indices into `Evaluation.sources`; none for a finite array.
+    constant: whether only literals went into it.
+  """
 
   array: Array
   blame: Blame = _FINITE

@@ -188,7 +188,7 @@ def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
 
 
 def _places(origins: list[Origin]) -> list[Origin]:
-  """Returns the first origin at each place of the user's program, where its derivative fails, too."""
+  """Returns the first origin of each module and line: where an operation fails, its derivative often does."""
   found: dict[Any, Origin] = {}
   for origin in origins:
     found.setdefault((origin.module, origin.line or origin.primitive), origin)

@@ -57,7 +57,7 @@ class EvaluationOrder(NamedTuple):
 
 
 def evaluation_order(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
-  """Returns what to compute of a jaxpr; `of_loss` says on which of its results the loss depends."""
+  """Returns the equations to compute of a jaxpr; `of_loss` flags the results that the loss depends on."""
   equations, read = live(jaxpr, effects=False)
   last = last_reads([equation.invars for equation in equations], jaxpr.outvars)
   return EvaluationOrder(equations, last, read, live(jaxpr, of_loss, effects=False).variables)

@@ -56,7 +56,7 @@ class GraphValue:
 
   @property
   def nbytes(self) -> int:
-    """Bytes without padding."""
+    """Returns the bytes without padding."""
     return int(math.prod(self.shape) * itemsize(self.dtype))
 
 
@@ -103,7 +103,7 @@ class Graph:
   literal_bytes: int = 0  # of results that are no value of the program, but a constant
 
   def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[GraphOperation, int]]:
-    """All operations with how often each runs, those in loops too.
+    """Yields all operations with how often each runs, those in loops too.
 
     Of a conditional's branches, the one with the most FLOPs, or the `least`.
     """
@@ -116,18 +116,18 @@ class Graph:
         yield from body.every_operation(times * operation.times, least=least)
 
   def flops(self, *, least: bool = False) -> int:
-    """FLOPs of all products."""
+    """Returns the FLOPs of all products."""
     return sum(operation.flops * times for operation, times in self.every_operation(least=least))
 
 
 def make_graph(closed: AnyJaxpr) -> Graph:
-  """The graph of a closed jaxpr."""
+  """Returns the graph of a closed jaxpr."""
   jaxpr = open_jaxpr(closed)
   return _Builder().graph(jaxpr, _Context(OTHER, "", "", 0))
 
 
 def merged(graph: Graph, *, through_regions: bool) -> Graph:
-  """The graph with operations that compute the same thing once.
+  """Returns the graph with operations that compute the same thing once.
 
   Args:
     graph: of the program.
@@ -282,7 +282,7 @@ def _value(aval: AbstractValue) -> GraphValue:
 
 
 def _call(equation: JaxprEqn) -> AnyJaxpr | None:
-  """The jaxpr that an equation is a plain call of, or `None`; of a choice by platform, the default one."""
+  """Returns the jaxpr that an equation just calls, or `None`; of a choice by platform, the default one."""
   branch = default_branch(equation)
   if branch is not None:
     return branch
@@ -304,7 +304,7 @@ def _at(equation: JaxprEqn, context: _Context) -> _Context:
 
 
 def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:
-  """Operations that a result depends on, or that do something."""
+  """Returns the operations that a result depends on, or that have an effect."""
   live = {id(value) for value in results}
   kept = []
   for operation in reversed(operations):

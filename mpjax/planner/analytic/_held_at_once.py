@@ -20,7 +20,7 @@ def held_at_once(
 ) -> dict[str, int]:
   """Returns the bytes of all copies of weights made for products, and of all gradients that the update reads.
 
-  Each weight has one of either, however often it is copied again or its gradient is a sum.
+  A weight that is copied several times counts once, and so does a gradient that is a sum of several.
 
   Args:
     graph: of the step.

@@ -188,7 +188,7 @@ def _export(
 
 
 def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
-  """Names, sizes and types of the axes of the mesh that arguments lie on; none for one device."""
+  """Returns names, sizes and types of the axes of the mesh that arguments lie on; none for one device."""
   meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
   if not meshes:
     return []
@@ -215,7 +215,7 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
 
 
 def _flags(target: Target) -> tuple[str, ...]:
-  """XLA's flags to try: with no GPU to tune products on, Triton's are not always possible."""
+  """Returns XLA's flags to try: with no GPU to tune products on, Triton's are not always possible."""
   if target.kind != "gpu":
     return ("",)
   base = "--xla_gpu_autotune_level=0"

@@ -177,7 +177,7 @@ def shapes(text: str) -> list[HloShape]:
 
 
 def numpy_name(dtype: str) -> str:
-  """NumPy's name of a dtype: `float32` for `f32`."""
+  """Returns NumPy's name of a dtype: `float32` for `f32`."""
   if dtype == "pred":
     return "bool"
   found = _PLAIN_DTYPE.fullmatch(dtype)
@@ -187,7 +187,7 @@ def numpy_name(dtype: str) -> str:
 
 
 def bits(dtype: str) -> int:
-  """Bits of an element in memory."""
+  """Returns the bits of an element in memory."""
   found = _BITS.search(dtype)
   return 8 if dtype == "pred" else int(found[1]) if found else 0
 

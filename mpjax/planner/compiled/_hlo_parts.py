@@ -64,7 +64,7 @@ def divide_memory(
 
 
 class _Names:
-  """Phases, modules and lines, for instructions without names from what they read."""
+  """Phases and modules of instructions; one without a name takes those of what it reads."""
 
   def __init__(self, module: HloModule):
     self.module = module
@@ -98,8 +98,8 @@ class _Names:
     return bool(instruction.operands)
 
   @functools.cached_property
-  def turn(self) -> int:
-    """Position of the last product of the forward pass in the schedule; -1 without a backward pass."""
+  def forward_end(self) -> int:
+    """Returns the position of the last product of the forward pass; -1 without a backward pass."""
     entry = self.module.computations[self.module.entry]
     last, backward = -1, False
     for i, instruction in enumerate(entry.values()):
@@ -114,10 +114,12 @@ class _Names:
     """Returns the position of each instruction of the main computation."""
     return {name: i for i, name in enumerate(self.module.computations[self.module.entry])}
 
-  def spans_turn(self, buffer: Buffer) -> bool:
+  def crosses_forward_end(self, buffer: Buffer) -> bool:
     """Returns whether a buffer is written before the forward pass ends, and read after."""
-    made = self.positions.get(buffer.maker.name, self.turn)
-    return made < self.turn and any(self.positions.get(r.name, -1) > self.turn for r in buffer.readers)
+    made = self.positions.get(buffer.maker.name, self.forward_end)
+    return made < self.forward_end and any(
+      self.positions.get(r.name, -1) > self.forward_end for r in buffer.readers
+    )
 
 
 def _all(live: Live) -> list[Buffer]:
@@ -139,11 +141,11 @@ def _part(buffer: Buffer, names: _Names, weights: set[tuple[int, ...]]) -> str:
       return "gradients"
   if phase == FORWARD and any(names.phase(reader) == BACKWARD for reader in buffer.readers):
     return "activations"
-  return "activations" if names.spans_turn(buffer) else "temporaries"
+  return "activations" if names.crosses_forward_end(buffer) else "temporaries"
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns a shape by which an array is known again in any order of its dimensions."""
+  """Returns a shape sorted and without ones: the same for an array in any order of its dimensions."""
   return tuple(sorted(d for d in shape if d != 1))
 
 

@@ -83,7 +83,7 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
 
 
 def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
-  """FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
+  """Returns FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
   table: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"flops": 0, "products": 0})
   for product in sorted(found, key=lambda product: -product.flops):
     row = table[f"{product.kernel}: {' x '.join(product.dtypes)}"]

@@ -58,7 +58,7 @@ def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | No
 
 
 class _Column(NamedTuple):
-  """`folds`: its cells may run over several lines."""
+  """A column of a table; the cells of one that `folds` may run over several lines."""
 
   heading: str
   right: bool = False
@@ -276,7 +276,7 @@ def _each(
 
 
 def _columns(headings: str) -> list[_Column]:
-  """Columns of these headings, a word each."""
+  """Returns columns with these headings, a word each."""
   return [_Column(name, right=name in _FIGURES, folds=name in _PROSE) for name in headings.split()]
 
 
