@@ -32,7 +32,7 @@ from mpjax.fp8._eligibility import (
 from mpjax.fp8._hardware import fp8_units
 from mpjax.jaxpr import shape_of
 
-# A warning of `warn_of` names the user's line: before Python 3.12 only where JAX does not stand in between.
+# A warning of `warn_of` names the user's line, and before Python 3.12, where that takes the stack, its own.
 _AT_THE_USER: dict[str, Any] = (
   {
     "skip_file_prefixes": tuple(
@@ -40,7 +40,7 @@ _AT_THE_USER: dict[str, Any] = (
     )
   }
   if sys.version_info >= (3, 12)
-  else {"stacklevel": 3}
+  else {"stacklevel": 1}
 )
 
 

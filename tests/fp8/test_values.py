@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 
 import jax
@@ -17,6 +18,7 @@ from tests.fp8._programs import D, W, X, fp8, loss, mlp, weights
 from tests.fp8._reference import normal, relative
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs skip_file_prefixes of warnings")
 def test_the_warning_names_the_users_line():
   with pytest.warns(UserWarning, match="no FP8 units") as said:
     mpjax.autocast(loss, "fp8")(weights(*[128] * 4), normal(128, 128))

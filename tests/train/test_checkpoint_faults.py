@@ -273,7 +273,6 @@ checkpoints.close()
     f"the checkpoint of step 6 cannot be written in {folder}: File too large; that of step 4 "
   )
   assert out.count("\n") == 1
-  assert "Event loop is closed" not in err  # no write was left when one failed
   assert {path.name for path in folder.iterdir() if path.name.isdecimal()} == {"2", "4"}
   assert resume(folder).step == 4
   assert {path.name for path in folder.iterdir()} == {"2", "4"}
