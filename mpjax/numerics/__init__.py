@@ -5,7 +5,7 @@ from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
-from mpjax.numerics.render import print_report
+from mpjax.numerics.render._report_terminal import print_report
 
 __all__ = [
   "Advice",

@@ -2,13 +2,11 @@
 
 from mpjax.numerics.render._report_html import plain_data, save_html
 from mpjax.numerics.render._report_picture import save_pictures
-from mpjax.numerics.render._report_terminal import print_report
 from mpjax.numerics.render._report_text import advice_lines, summary_lines
 
 __all__ = [
   "advice_lines",
   "plain_data",
-  "print_report",
   "save_html",
   "save_pictures",
   "summary_lines",
