@@ -5,7 +5,7 @@ pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such
 3.11 or later with pip, and nothing else.
 
 `test` runs the checks, the whole suite, and then what touches JAX's internals on the newest JAX that a newer
-Python on this machine can install. `test --quick` runs some of every file in about 2 minutes; any other
+Python on this machine can install. `test --quick` runs some of every file; any other
 arguments are pytest's.
 """
 
