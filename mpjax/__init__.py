@@ -37,8 +37,7 @@ if TYPE_CHECKING:
   from mpjax import formats as formats
   from mpjax import train as train
   from mpjax.numerics import NonfiniteReport, NumericsReport, find_nonfinite, inspect_numerics
-  from mpjax.planner import Plan, cheapest, largest_batch
-  from mpjax.planner._plan import plan
+  from mpjax.planner import Plan, cheapest, largest_batch, plan
 
 __all__ = [
   "LossScaleState",

@@ -12,11 +12,6 @@ import benchmarks.__main__
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [file for top in ("mpjax", "tests", "benchmarks", "scripts") for file in (ROOT / top).rglob("*.py")]
-# A type checker may take these two for modules of the same name that an installed, older mpjax has.
-KEPT = {
-  "mpjax/__init__.py: mpjax.planner._plan.plan",
-  "mpjax/step/_loss.py: mpjax.casting._autocast.autocast",
-}
 
 
 def imports(file):
@@ -38,7 +33,7 @@ def test_what_a_package_exports_is_imported_from_it():
     for package, module, name in imports(file)
     if name in importlib.import_module(package).__all__
   }
-  assert found <= KEPT, f"import these from the package: {sorted(found - KEPT)}"
+  assert not found, f"import these from the package: {sorted(found)}"
 
 
 @pytest.mark.parametrize("suite", benchmarks.__main__.SUITES)

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from mpjax._lazy import nnx
 from mpjax._tree import cast_like
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
-from mpjax.casting._autocast import autocast
+from mpjax.casting import autocast
 from mpjax.casting._nnx_modules import give_scopes
 from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale import scale_loss
