@@ -11,7 +11,6 @@ import collections
 import jax
 import jaxtyping
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from tests._quick_compile import compile_quickly
 from tests.train._tiny_gpt import write_tiny_gpt
@@ -84,23 +83,20 @@ def _clear_caches():
   jax.clear_caches()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_runs_once(request, tmp_path_factory):
-  """Runs of one config, resumed or in a process of their own, are one program: compiled once a session."""
-  if request.path.parent.name not in ("train", "cli"):
-    yield
-    return
+@pytest.fixture(autouse=True, scope="session")
+def _compile_once(tmp_path_factory):
+  """A program is compiled once a session, whichever test, worker or process of its own is the first to need it."""
   folder = tmp_path_factory.getbasetemp()
   folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
-  patch = pytest.MonkeyPatch()
-  patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
-  patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-  jax.config.update("jax_compilation_cache_dir", str(folder))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-  compilation_cache.reset_cache()
-  patch.undo()
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in {
+      "jax_compilation_cache_dir": str(folder),
+      "jax_persistent_cache_min_compile_time_secs": 0.0,
+      "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+      patch.setenv(name.upper(), str(value))
+      jax.config.update(name, value)
+    yield
 
 
 @pytest.fixture

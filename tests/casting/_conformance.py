@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from tests import _quick_compile as quick
+from tests.casting._jaxprs import walk
 
 Function = Callable[..., Any]
 # About ten unit roundoffs.
@@ -22,11 +24,7 @@ OPTIONS = {
   "xla_allow_excess_precision": False,
   # A quarter of the time to compile.
   "xla_backend_optimization_level": 0,
-  **(
-    {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-    if jax.__version_info__ < (0, 11)
-    else {}
-  ),
+  **({**quick.OPTIONS, "xla_cpu_parallel_codegen_split_count": 1} if quick.understood() else {}),
 }
 
 
@@ -60,22 +58,42 @@ def case(fun: Function, *args: Any, **options: Any) -> Case:
 
 def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:
   """Fails with a line for each leaf and policy that breaks a promise."""
-  plain = lowered(case, lambda fun: fun)
-  want = run(plain, case.args)
-  text = plain.as_text()
-  lines = [*identity_failures(case, text, want)]
+  functions = {"plain": program(case, lambda fun: fun)}
   for policy in policies:
-    try:
-      cast = lowered(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
-      got = run(cast, case.args)
-    except Exception as error:
-      error.add_note(f"raised under policy {policy}")
-      raise
-    lines += [f"{policy}: {line}" for line in failures(case, TOLERANCE[policy], got, want)]
-    half = {"bf16": "xbf16>", "fp16": "xf16>"}[policy]
-    if has_products(text) and half not in cast.as_text():
+    functions[policy] = program(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
+  # One program for all of them, since most of the time goes into compiling.
+  traced, jaxprs = trace_together(functions, case.args)
+  results = run(traced, case.args)
+  want = results["plain"]
+  lines = [*identity_failures(case, jaxprs["plain"], want)]
+  for policy in policies:
+    lines += [f"{policy}: {line}" for line in failures(case, TOLERANCE[policy], results[policy], want)]
+    half = {"bf16": jnp.bfloat16, "fp16": np.float16}[policy]
+    if any(getattr(v.aval, "dtype", None) == half for e in walk(jaxprs[policy]) for v in e.outvars):
+      continue
+    if has_products(jax.jit(functions["plain"]).lower(floating(case.args), case.args).as_text()):
       lines.append(f"{policy}: nothing runs in half precision")
   assert not lines, "\n" + "\n".join(lines)
+
+
+def trace_together(
+  functions: dict[str, Function], args: tuple[Any, ...]
+) -> tuple[jax.stages.Traced, dict[str, Any]]:
+  """One program that calls all of the functions, and the jaxpr of each."""
+
+  def all_of_them(floating: dict[str, Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    out = {}
+    for name, fun in functions.items():
+      try:
+        out[name] = fun(floating, args)
+      except Exception as error:
+        error.add_note(f"raised under {name}")
+        raise
+    return out
+
+  traced = jax.jit(all_of_them, compiler_options=OPTIONS).trace(floating(args), args)
+  calls = [e for e in traced.jaxpr.eqns if e.primitive.name == "jit"]
+  return traced, dict(zip(functions, (call.params["jaxpr"].jaxpr for call in calls), strict=True))
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -117,7 +135,7 @@ def product(x: Any) -> Any:
 
 
 def program(case: Case, cast: Callable[[Function], Function]) -> Function:
-  """The outputs, and the gradients of their random projection, as one jitted function of the floating args."""
+  """The outputs, and the gradients of their random projection, as one function of the floating args."""
   fun = case.build(cast)
 
   def value(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[jax.Array, Any]:
@@ -125,22 +143,17 @@ def program(case: Case, cast: Callable[[Function], Function]) -> Function:
     return sum((jnp.sum(leaf * along) for leaf, along in projections(out)), jnp.float32(0)), out
 
   if not case.grad:
-    return jax.jit(lambda floating, args: (value(floating, args)[1], {}), compiler_options=OPTIONS)
+    return jax.jit(lambda floating, args: (value(floating, args)[1], {}))
 
   def both(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
     (_, out), grads = jax.value_and_grad(value, has_aux=True)(floating, args)
     return out, grads
 
-  return jax.jit(both, compiler_options=OPTIONS)
+  return jax.jit(both)
 
 
-def lowered(case: Case, cast: Callable[[Function], Function]) -> jax.stages.Lowered:
-  """`program` traced and lowered once, for its text and for `run`."""
-  return program(case, cast).lower(floating(case.args), case.args)
-
-
-def run(lowered: jax.stages.Lowered, args: tuple[Any, ...]) -> tuple[Any, Any]:
-  return lowered.compile()(floating(args), args)
+def run(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Any:
+  return traced.lower().compile()(floating(args), args)
 
 
 def floating(args: Any) -> dict[str, Any]:
@@ -171,12 +184,12 @@ def has_products(text: str) -> bool:
   return any("HIGHEST" not in line for line in products)
 
 
-def identity_failures(case: Case, text: str, want: Any) -> Iterator[str]:
+def identity_failures(case: Case, plain: Any, want: Any) -> Iterator[str]:
   """Where the fp32 policy changes a bit; nowhere, if the program is the same text."""
-  cast = lowered(case, lambda fun: mpjax.autocast(fun, "fp32"))
-  if cast.as_text() == text:
+  traced, jaxprs = trace_together({"fp32": program(case, lambda fun: mpjax.autocast(fun, "fp32"))}, case.args)
+  if str(jaxprs["fp32"]) == str(plain):
     return
-  got = run(cast, case.args)
+  got = run(traced, case.args)["fp32"]
   if jax.tree.structure(got) != jax.tree.structure(want):
     yield f"fp32: tree {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
     return

@@ -22,7 +22,7 @@ def jit(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def equations(fun: Callable[..., Any], *args: Any) -> list[Any]:
   """The equations of `fun(*args)`, those of bodies after the equation that they belong to."""
-  return list(_walk(jax.make_jaxpr(fun)(*args).jaxpr))
+  return list(walk(jax.make_jaxpr(fun)(*args).jaxpr))
 
 
 def bodies(equation: Any) -> list[Any]:
@@ -56,8 +56,9 @@ def lowered_products(fun: Callable[..., Any], *args: Any) -> collections.Counter
   return collections.Counter(" ".join(t.rsplit("x")[-1] for t in pair) for pair in operands)
 
 
-def _walk(jaxpr: Any) -> Iterator[Any]:
+def walk(jaxpr: Any) -> Iterator[Any]:
+  """Yields the equations of a jaxpr, those of bodies after the equation that they belong to."""
   for equation in jaxpr.eqns:
     yield equation
     for body in bodies(equation):
-      yield from _walk(body)
+      yield from walk(body)

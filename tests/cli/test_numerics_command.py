@@ -16,8 +16,8 @@ SCALED_TOO_FAR = "policy={base: fp16, loss_scaling: {kind: static, init_scale: 1
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-  """The path of a small config."""
-  [path] = write_tiny_gpt(tmp_path_factory.mktemp("numerics"))
+  """The path of a small config; an inspection compiles the model many times over."""
+  [path] = write_tiny_gpt(tmp_path_factory.mktemp("numerics"), layers=1)
   return path
 
 
@@ -55,7 +55,7 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
     "weight gradient",
     "update",
   }
-  assert {"GPT/blocks/0/qkv", "GPT/blocks/1/down"} <= {t["module"] for t in report["tensors"]}
+  assert {"GPT/blocks/0/qkv", "GPT/blocks/0/down"} <= {t["module"] for t in report["tensors"]}
   assert all(t["error"] < 0.05 for t in report["tensors"] if t["error"] is not None)
   assert report["advice"]["unchanged"]
   assert "base: fp16" in out

@@ -3,7 +3,7 @@
 import pathlib
 
 
-def write_tiny_gpt(folder: pathlib.Path) -> list[str]:
+def write_tiny_gpt(folder: pathlib.Path, layers: int = 2) -> list[str]:
   """Arguments of `scripts/train.py` for a GPT that trains in a second, without `out`."""
   corpus = folder / "corpus"
   corpus.mkdir()
@@ -14,7 +14,7 @@ def write_tiny_gpt(folder: pathlib.Path) -> list[str]:
   config.write_text(
     f"""
 seed: 3
-model: {{kind: gpt, dim: 32, layers: 2, heads: 2, dropout: 0.1}}
+model: {{kind: gpt, dim: 32, layers: {layers}, heads: 2, dropout: 0.1}}
 data: {{kind: text, path: {corpus}, seq_len: 16, batch_size: 8, valid_fraction: 0.2, eval_batches: 2}}
 optimizer: {{learning_rate: 1e-2, warmup_steps: 2, clip_norm: 1.0}}
 mesh: {{data: 1}}

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from mpjax.cli import main
+from tests._quick_compile import environment as quick_environment
 from tests.train._tiny_gpt import write_tiny_gpt
 
-pytestmark = pytest.mark.optimised
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
 
@@ -34,7 +34,7 @@ def curve(directory):
 
 
 def command(arguments, **environment):
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", **quick_environment(devices=1), **environment}
   line = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
   return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -141,16 +141,15 @@ def test_a_directory_with_other_things_in_it_is_refused(tiny_gpt, tmp_path, caps
 INTERRUPTED = [
   OVERFLOWING,
   "train.accumulate=2",
-  "train.steps=300",
+  "train.steps=150",
   "train.eval_every=50",
   "train.checkpoint_every=10",
 ]
 SIGNALS = [
   (signal.SIGKILL, 3),  # before the first checkpoint
-  (signal.SIGKILL, 37),
-  (signal.SIGTERM, 80),
-  (signal.SIGINT, 130),
-  (signal.SIGKILL, 190),
+  (signal.SIGTERM, 37),
+  (signal.SIGKILL, 80),
+  (signal.SIGINT, 110),
 ]
 
 
