@@ -53,6 +53,7 @@ class Program:
     text: its optimised HLO.
     seconds: that compiling took.
     accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 if it has none.
+    flops: of all its arithmetic, by the same, with the body of a loop once.
   """
 
   arguments: int
@@ -63,6 +64,7 @@ class Program:
   text: str
   seconds: float
   accessed: float = 0.0
+  flops: float = 0.0
 
   @property
   def peak(self) -> int:
@@ -124,6 +126,7 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
   memory = compiled.memory_analysis()
   if memory is None:
     raise CompileError("the compiler has no memory analysis")
+  costs = compiled.cost_analysis() or {}
   return {
     "arguments": memory.argument_size_in_bytes,
     "outputs": memory.output_size_in_bytes,
@@ -132,7 +135,8 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
     "live": _live(memory),
     "text": _text(compiled),
     "seconds": seconds,
-    "accessed": (compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
+    "accessed": costs.get("bytes accessed", 0.0),
+    "flops": costs.get("flops", 0.0),
   }
 
 

@@ -1,0 +1,27 @@
+"""Programs that compilers of several releases made, kept as text, with what those compilers say of them."""
+
+import functools
+import json
+import lzma
+import pathlib
+
+from mpjax.planner.compiled import Program
+from tests.planner.compiled.programs._steps import CROSSINGS, STEPS, Step
+
+__all__ = ["CROSSINGS", "STEPS", "VERSIONS", "Step", "kept"]
+
+_FOLDER = pathlib.Path(__file__).parent
+VERSIONS = sorted(file.stem for file in _FOLDER.glob("*.json"))
+
+
+def kept(version, name, target="here"):
+  """Returns the program that the compiler of a target made of a function, with the JAX of a version."""
+  figures, texts = _all(version)
+  key = f"{name} {target}"
+  return Program(**figures[key], text=texts[key])
+
+
+@functools.cache
+def _all(version):
+  figures = json.loads((_FOLDER / f"{version}.json").read_text())
+  return figures, json.loads(lzma.decompress((_FOLDER / f"{version}.texts.xz").read_bytes()))
