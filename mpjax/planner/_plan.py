@@ -130,7 +130,7 @@ def _by_the_compiler(
       raise
     return None, (), (f"the compiler failed{', out of memory' if error.out_of_memory else ''}: {error}",)
   reading = read_program(program, traced.arguments, analytic, device)
-  return reading.compiled, reading.collectives, (reading.note,) if reading.note else ()
+  return reading.compiled, reading.collectives, reading.notes
 
 
 def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:

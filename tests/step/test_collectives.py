@@ -82,16 +82,17 @@ def crossing(text):
   everywhere, in_loops, chains = collections.Counter(), collections.Counter(), set()
   for name, times, callers in module.repetitions():
     loops = tuple(caller.name for caller in callers if caller.op == "while")
-    for instruction in module.computations[name].values():
+    scope = module.computations[name]
+    for instruction in scope.values():
       found = re.fullmatch(rf"({OPERATIONS})(-start)?", instruction.op)
       chain = re.search(r'chain_id="\d+"', instruction.rest)
       if not found or (chain and (chain[0], loops) in chains):
         continue
       chains.add((chain and chain[0], loops))
-      shapes = instruction.shapes
-      if found[2] and found[1] != "all-reduce":  # an asynchronous one returns its operands, too
-        shapes = shapes[len(instruction.operands) :]
-      for shape in shapes:
+      # What an asynchronous one begins with names its operands, too.
+      ends = [i for i in scope.values() if i.op == f"{found[1]}-done" and instruction.name in i.operands]
+      (end,) = ends if found[2] else (instruction,)
+      for shape in end.shapes:
         for counter in (everywhere, in_loops) if loops else (everywhere,):
           counter[found[1], shape.dtype] += times * math.prod(shape.dims)
   return everywhere, in_loops

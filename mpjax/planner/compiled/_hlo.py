@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
-  r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(?:\{([^}]*)\}|%([\w.\-]+))"
+  r"\b(?:calls|to_apply|body|condition|(?:true|false)_computation|(?:branch|called)_computations)="
+  r"(?:\{([^}]*)\}|%([\w.\-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -117,14 +118,24 @@ class HloModule:
       yield name, times, callers
       scope = self.computations[name]
       for instruction in scope.values():
-        runs = instruction.trip_count
-        if runs is None:
-          runs = _trips(self.computations, scope, instruction) or 1
+        if instruction.op in ("async-update", "async-done"):  # which name what their start runs
+          continue
+        runs = self._runs(scope, instruction) or 1
         for called in instruction.called:
           if called in self.computations:
             yield from visit(called, times * runs, [*callers, instruction])
 
     yield from visit(self.entry, 1, [])
+
+  def loops_of_unknown_length(self) -> list[HloInstruction]:
+    """Returns the loops of which nothing says how often they run."""
+    scopes = self.computations.values()
+    return [i for scope in scopes for i in scope.values() if self._runs(scope, i) is None]
+
+  def _runs(self, scope: Mapping[str, HloInstruction], instruction: HloInstruction) -> int | None:
+    """Returns how often an instruction runs what it calls."""
+    runs = instruction.trip_count
+    return _trips(self.computations, scope, instruction) if runs is None else runs
 
   def parameters(self) -> list[HloShape]:
     """Returns the arguments of the program, in order."""
@@ -162,6 +173,23 @@ def parse(text: str) -> HloModule:
     raise ValueError("no ENTRY computation: expected the text of an HLO module, as compiled.as_text() gives")
   head = text[: text.find("\n")]
   return HloModule(computations, entry, _aliases(head), _frames(text))
+
+
+def done_of(start: HloInstruction, scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
+  """Returns the instruction that waits for an asynchronous operation; its type is what that produces.
+
+  Args:
+    start: begins it, `all-gather-start`.
+    scope: the instructions of its computation.
+  """
+  begun = {start.name}
+  for instruction in scope.values():
+    if begun.intersection(instruction.operands):
+      if instruction.op.endswith("-done"):
+        return instruction
+      if instruction.op in ("async-update", "copy", "optimization-barrier"):
+        begun.add(instruction.name)
+  return None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,33 +6,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of
+from mpjax.planner.compiled._hlo_opcodes import ELEMENTWISE, VIEWS
 
-_VIEWS = frozenset(
-  {"bitcast", "get-tuple-element", "tuple", "optimization-barrier", "after-all", "add-dependency"}
-)
-_ALIASING = frozenset({"while", "dynamic-update-slice", "scatter"})
-_SHARING = frozenset({"fusion", "add", "multiply", "convert", "select", "subtract", "copy", "call"})
-_ELEMENTWISE = frozenset(
-  {
-    *(
-      "abs",
-      "add",
-      "and",
-      "bitcast",
-      "bitcast-convert",
-      "cbrt",
-      "ceil",
-      "clamp",
-      "compare",
-      "convert",
-      "copy",
-    ),
-    *("cosine", "divide", "erf", "exponential", "exponential-minus-one", "floor", "is-finite", "log"),
-    *("log-plus-one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power"),
-    *("reduce-precision", "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "sign"),
-    *("sine", "sqrt", "subtract", "tan", "tanh", "tuple", "xor"),
-  }
+_ALIASING = frozenset({"dynamic-update-slice", "scatter"})
+_SHARING = frozenset(
+  {"fusion", "add", "multiply", "convert", "select", "subtract", "copy", "all-reduce", "all-reduce-start"}
 )
 _NO_MEMORY = frozenset({"parameter", "constant", "partition-id", "replica-id"})
 
@@ -44,14 +23,19 @@ class Buffer:
   Attributes:
     maker: the instruction that writes it.
     index: which part of its result it is.
-    nbytes: its size.
+    shape: of what is in it.
     readers: instructions that read it.
   """
 
   maker: HloInstruction
   index: int
-  nbytes: int
+  shape: HloShape
   readers: list[HloInstruction]
+
+  @property
+  def nbytes(self) -> int:
+    """Returns its size."""
+    return self.shape.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +71,7 @@ class _LiveRanges:
     parts = _buffers(instructions, self._module)
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
-      if instruction.op in _VIEWS:
+      if instruction.op in VIEWS:
         continue
       for operand in instruction.operands:
         for buffer in parts.get(operand, ()):
@@ -96,17 +80,20 @@ class _LiveRanges:
             buffer.readers.append(instruction)
     root = next(i for i in instructions if i.is_root)
     free = {id(buffer) for buffer in parts[root.name] if buffer is not None}
+    position = {instruction.name: i for i, instruction in enumerate(instructions)}
+    made = {b for found in parts.values() for b in found if b is not None and id(b) not in free}
     slots = self._slots(name, instructions, parts, root)
+    elsewhere = _in_slots([(b, position[b.maker.name], last.get(id(b))) for b in made], slots)
     live: dict[int, Buffer] = {}
     total = 0
     worst = Live(0, [], None, None)
     for i, instruction in enumerate(instructions):
-      if instruction.op in _VIEWS or instruction.op in _NO_MEMORY:
+      if instruction.op in VIEWS or instruction.op in _NO_MEMORY:
         continue
       own = [b for b in parts[instruction.name] if b is not None and b.maker is instruction]
       dying = [b for b in live.values() if last.get(id(b), -1) == i]
       for buffer in own:
-        if id(buffer) in free or _in_slot(buffer, i, last.get(id(buffer), i), slots):
+        if id(buffer) in free or id(buffer) in elsewhere:
           continue
         over = self._written_over(instruction, buffer, parts, [b for b in dying if id(b) in live])
         if over is not None:
@@ -154,7 +141,7 @@ class _LiveRanges:
           return False
         reached.add(instruction.name)
       elif reached.intersection(instruction.operands):
-        if instruction.op not in _ELEMENTWISE:
+        if instruction.op not in ELEMENTWISE | {"bitcast", "tuple"}:
           return False
         reached.add(instruction.name)
     root = next(i for i in body.values() if i.is_root)
@@ -182,7 +169,7 @@ class _LiveRanges:
         origin[instruction.name] = {instruction.name}
       elif instruction.op == "get-tuple-element" and instruction.operands[0] in carried:
         origin[instruction.name] = {f"{instruction.operands[0]}#{_index(instruction)}"}
-      elif instruction.op in _VIEWS:
+      elif instruction.op in VIEWS:
         origin[instruction.name] = below
       for name in below:
         last_read[name] = i
@@ -193,7 +180,7 @@ class _LiveRanges:
         continue
       before = arguments.get(self._module.aliases.get(k, -1), "") if main else f"{arguments.get(0)}#{k}"
       start = last_read.get(before, 0)
-      slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0)))
+      slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0), []))
     return slots
 
   def _called(self, instruction: HloInstruction) -> Live | None:
@@ -210,11 +197,20 @@ class _LiveRanges:
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-  """Memory of a result in which nothing lies between two positions of the schedule."""
+  """Memory of a result in which nothing else lies between two positions of the schedule."""
 
   nbytes: int
   start: int
   end: int
+  taken: list[tuple[int, int]]  # first and last position of what was put there
+
+  def fits(self, nbytes: int, made: int, last: int) -> bool:
+    return (
+      nbytes <= self.nbytes
+      and self.start < made
+      and last < self.end
+      and all(last < first or end < made for first, end in self.taken)
+    )
 
 
 def _index(instruction: HloInstruction) -> int:
@@ -222,67 +218,86 @@ def _index(instruction: HloInstruction) -> int:
   return int(instruction.rest.partition("index=")[2].split(",")[0])
 
 
-def _in_slot(buffer: Buffer, made: int, last: int, slots: list[_Slot]) -> bool:
-  """Puts a buffer into the smallest slot that holds it all its life, if there is one."""
-  fitting = [s for s in slots if s.nbytes >= buffer.nbytes and s.start < made and last < s.end]
-  if not fitting:
-    return False
-  min(fitting, key=lambda slot: slot.nbytes).start = last
-  return True
+def _in_slots(buffers: list[tuple[Buffer, int, int | None]], slots: list[_Slot]) -> set[int]:
+  """Puts buffers into slots that hold them all their life, the largest first as a compiler does.
+
+  Args:
+    buffers: with the positions where each is written and read for the last time.
+    slots: in which there is room.
+
+  Returns:
+    The identities of those for which there was one.
+  """
+  found = set()
+  for buffer, made, read in sorted(buffers, key=lambda item: (-item[0].nbytes, item[1], item[0].index)):
+    last = made if read is None else read
+    fitting = [slot for slot in slots if slot.fits(buffer.nbytes, made, last)]
+    if fitting:
+      min(fitting, key=lambda slot: slot.nbytes).taken.append((made, last))
+      found.add(id(buffer))
+  return found
 
 
-def _updated_in_place(fusion: HloInstruction, module: HloModule) -> dict[int, int]:
-  """Returns which results of a fusion are an operand of it with a slice written anew: result to operand."""
-  body = module.computations.get(fusion.called[0], {}) if fusion.called else {}
+def _handed_on(caller: HloInstruction, module: HloModule) -> dict[int, tuple[int, int]]:
+  """Returns which results of a fusion or call are in an operand's memory: result to (operand, part of it).
+
+  Those are what a call returns as it came, and in both what has only slices of it written anew.
+  """
+  body = module.computations.get(caller.called[0], {}) if caller.called else {}
   root = next((i for i in body.values() if i.is_root), None)
-  if root is None:
+  if root is None or caller.op not in ("fusion", "call"):
     return {}
-  found = {}
-  for k, name in enumerate(root.operands if root.op == "tuple" else [root.name]):
-    at = body.get(name)
-    while at is not None and at.op in ("bitcast", "dynamic-update-slice") and at.operands:
-      if at.op == "dynamic-update-slice":
-        found[k] = -1
-      at = body.get(at.operands[0])
-    if k in found and at is not None and at.op == "parameter":
-      found[k] = int(at.rest[: at.rest.index(")")])
-  return {k: operand for k, operand in found.items() if operand >= 0}
+  origins: dict[str, list[tuple[int, int, bool] | None]] = {}  # parameter, part, whether written anew
+  for instruction in body.values():
+    above = [origins[name] for name in instruction.operands if name in origins]
+    first = list(above[0]) if above else []
+    if instruction.op == "parameter":
+      number = int(instruction.rest[: instruction.rest.index(")")])
+      found: list[tuple[int, int, bool] | None] = [(number, k, False) for k in range(len(instruction.shapes))]
+    elif instruction.op == "get-tuple-element":
+      found = [first[_index(instruction)]] if _index(instruction) < len(first) else [None]
+    elif instruction.op == "tuple":
+      found = [part for operand in above for part in operand]
+    elif instruction.op in ("bitcast", "while"):
+      found = first
+    elif instruction.op == "dynamic-update-slice":
+      found = [part and (part[0], part[1], True) for part in first]
+    else:
+      found = [None] * len(instruction.shapes)
+    origins[instruction.name] = found
+  results = enumerate(origins[root.name])
+  return {k: found[:2] for k, found in results if found and (found[2] or caller.op == "call")}
 
 
 def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str, list[Buffer | None]]:
   """Returns each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
   parts: dict[str, list[Buffer | None]] = {}
+  scope = {instruction.name: instruction for instruction in instructions}
   for instruction in instructions:
-    own: list[Buffer | None] = [
-      Buffer(instruction, k, shape.nbytes, []) if shape.space == 0 else None
-      for k, shape in enumerate(instruction.shapes)
-    ]
+    own = _new(instruction, instruction.shapes)
     operands = [parts.get(name, [None]) for name in instruction.operands]
     if instruction.op in _NO_MEMORY:
       own = [None] * len(own)
-    elif instruction.op == "copy-start":
-      own[1] = operands[0][0]
-    elif instruction.op.endswith("-start"):
-      sources = [part for operand in operands for part in operand]
-      own[: len(sources)] = sources if len(own) > len(sources) else own
-    elif instruction.op == "copy-done":
-      own = operands[0][:1]
-    elif instruction.op.endswith("-done"):
-      own = _written(operands[0], instruction, own)
+    elif instruction.op.endswith("-start") and (done := done_of(instruction, scope)) is not None:
+      own = _started(instruction, done, operands)
+    elif instruction.op.endswith("-done") and operands:
+      own = operands[0][len(operands[0]) - len(own) :]
     elif instruction.op == "get-tuple-element":
       index = _index(instruction)
       own = [operands[0][index] if index < len(operands[0]) else None]
     elif instruction.op == "tuple":
       own = [part for operand in operands for part in operand]
-    elif instruction.op in _VIEWS:
+    elif instruction.op in VIEWS:
       own = list(operands[0]) if operands else own
+    elif instruction.op == "while" and operands and len(operands[0]) == len(own):
+      own = list(operands[0])  # its state stays where it was, in an argument's memory too
     elif instruction.op in _ALIASING and operands:
       source = operands[0]
       own = [s if s is not None else o for s, o in zip(source, own, strict=False)] + own[len(source) :]
     else:
-      for k, operand in _updated_in_place(instruction, module).items() if instruction.op == "fusion" else ():
-        if operand < len(operands) and len(operands[operand]) == 1:
-          own[k] = operands[operand][0]
+      for k, (operand, index) in _handed_on(instruction, module).items():
+        if operand < len(operands) and index < len(operands[operand]) and k < len(own):
+          own[k] = operands[operand][index]
       for k, operand in _aliased_operands(instruction):
         if operand < len(operands) and k < len(own) and operands[operand]:
           own[k] = operands[operand][0]
@@ -290,19 +305,28 @@ def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str,
   return parts
 
 
-def _written(
-  started: list[Buffer | None], done: HloInstruction, own: list[Buffer | None]
+def _new(maker: HloInstruction, shapes: list[HloShape]) -> list[Buffer | None]:
+  """Returns memory for arrays; `None` for those on the chip."""
+  return [Buffer(maker, k, shape, []) if shape.space == 0 else None for k, shape in enumerate(shapes)]
+
+
+def _started(
+  start: HloInstruction, done: HloInstruction, operands: list[list[Buffer | None]]
 ) -> list[Buffer | None]:
-  """Returns the parts that an asynchronous operation wrote, of all that its start returned."""
-  mine = [part for part in started if part is not None and part.maker.op.endswith("-start")]
-  wanted = [part.nbytes if part is not None else None for part in own]
-  found: list[Buffer | None] = []
-  for nbytes in wanted:
-    match = next((part for part in mine if part.nbytes == nbytes), None)
-    if match is not None:
-      mine.remove(match)
-    found.append(match)
-  return found
+  """Returns what an asynchronous operation reads until it is done, and then what it writes.
+
+  Forms of the start's own type differ from release to release and from operation to operation; what its end
+  returns is what was written.
+  """
+  read = [part for operand in operands for part in operand]
+  written = _new(start, done.shapes)
+  aliased = list(_aliased_operands(start))
+  for _, operand in aliased:  # the results come after the operands, or are alone
+    if operand < len(read) and operand < len(written):
+      written[operand] = read[operand]
+  if start.op == "all-reduce-start" and not aliased:
+    read = []  # it is written over its operand where that is read for the last time
+  return read + written
 
 
 def _aliased_operands(instruction: HloInstruction) -> Iterator[tuple[int, int]]:

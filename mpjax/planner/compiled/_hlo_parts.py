@@ -129,7 +129,7 @@ def _all(live: Live) -> list[Buffer]:
 
 def _part(buffer: Buffer, names: _Names, weights: set[tuple[int, ...]]) -> str:
   maker = buffer.maker
-  shape = maker.shapes[buffer.index] if buffer.index < len(maker.shapes) else maker.shapes[0]
+  shape = buffer.shape
   if maker.op == "custom-call" and shape.dtype in ("s8", "u8") and len(shape.dims) == 1 and buffer.index:
     return "workspace"
   like_weight = _without_ones(shape.dims) in weights
@@ -155,7 +155,7 @@ def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Sa
     if _part(buffer, names, weights) != "activations":
       continue
     named = names.named(buffer.maker)
-    shape = buffer.maker.shapes[buffer.index]
+    shape = buffer.shape
     key = (
       pattern(path_of_name(named.op_name)),
       source_of(names.module, named),

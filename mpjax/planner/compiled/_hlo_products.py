@@ -11,22 +11,15 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mpjax.jaxpr import taps
 from mpjax.planner._results import Collective
-from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, numpy_name
+from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of, numpy_name
 from mpjax.planner.compiled._hlo_locations import path_of_name
+from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
 
 _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
-_COLLECTIVES = (
-  "all-reduce",
-  "all-gather",
-  "reduce-scatter",
-  "all-to-all",
-  "collective-permute",
-  "ragged-all-to-all",
-)
 # A TPU's fusions that compute while something moves each repeat the collective; those of one are one chain.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _PLAIN = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
@@ -82,6 +75,12 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
   return found
 
 
+def matrix_flops(instruction: HloInstruction, scope: Mapping[str, HloInstruction]) -> int:
+  """Returns the FLOPs of a product or convolution, once."""
+  found = _product(instruction, scope, 1, "")
+  return found.flops if found is not None else 0
+
+
 def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
   """Returns FLOPs and number of products by `kernel: dtypes`, the most FLOPs first."""
   table: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"flops": 0, "products": 0})
@@ -96,22 +95,13 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
   """Returns what crosses devices in one step: the bytes of the results on each, by operation and dtype."""
   total: dict[tuple[str, str], list[int]] = {}
   sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
-  chains = set()
-  for name, times, callers in module.repetitions():
-    for instruction in module.computations[name].values():
-      op = instruction.op.removesuffix("-start")
-      if op not in _COLLECTIVES:
-        continue
-      if chain := _CHAIN.search(instruction.rest):
-        key = (chain[1], *(caller.name for caller in callers if caller.op == "while"))
-        if key in chains:
-          continue
-        chains.add(key)
-      for shape in _moved(instruction):
-        row = total.setdefault((op, shape.dtype), [0, 0])
-        row[0] += shape.nbytes * times
-        row[1] += times
-        sources[op, shape.dtype][path_of_name(instruction.op_name)] += shape.nbytes * times
+  for instruction, times, moved in _crossings(module):
+    op = instruction.op.removesuffix("-start")
+    for shape in moved or ():
+      row = total.setdefault((op, shape.dtype), [0, 0])
+      row[0] += shape.nbytes * times
+      row[1] += times
+      sources[op, shape.dtype][path_of_name(instruction.op_name)] += shape.nbytes * times
   return tuple(
     Collective(
       op,
@@ -124,12 +114,26 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
   )
 
 
-def _moved(instruction: HloInstruction) -> Iterator[HloShape]:
-  """Yields what a collective produces; an asynchronous one also returns its operands, and counters."""
-  if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
-    yield from (shape for shape in instruction.shapes[len(instruction.operands) :] if shape.dims)
-  else:
-    yield from instruction.shapes
+def unplaced_collectives(module: HloModule) -> tuple[str, ...]:
+  """Returns the names of collectives that begin and never end, whose bytes are not known."""
+  return tuple(instruction.name for instruction, _, moved in _crossings(module) if moved is None)
+
+
+def _crossings(module: HloModule) -> Iterator[tuple[HloInstruction, int, list[HloShape] | None]]:
+  """Yields each collective once, with how often it runs and what it produces; `None` if that is not known."""
+  chains = set()
+  for name, times, callers in module.repetitions():
+    scope = module.computations[name]
+    for instruction in scope.values():
+      if instruction.op.removesuffix("-start") not in COLLECTIVES:
+        continue
+      if chain := _CHAIN.search(instruction.rest):
+        key = (chain[1], *(caller.name for caller in callers if caller.op == "while"))
+        if key in chains:
+          continue
+        chains.add(key)
+      end = done_of(instruction, scope) if instruction.op.endswith("-start") else instruction
+      yield instruction, times, end.shapes if end is not None else None
 
 
 def _repetitions(module: HloModule) -> tuple[collections.Counter[str], dict[str, str]]:
@@ -146,13 +150,13 @@ def _repetitions(module: HloModule) -> tuple[collections.Counter[str], dict[str,
 
 
 def _product(
-  instruction: HloInstruction, scope: dict[str, HloInstruction], times: int, kernel: str
+  instruction: HloInstruction, scope: Mapping[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
   text = instruction.rest
   if instruction.op == "convolution":
     return _convolution(instruction, scope, times, kernel)
   if instruction.op == "dot":
-    contracted, batch = _integers("lhs_contracting_dims", text), _integers("lhs_batch_dims", text)
+    contracted, batch = integers("lhs_contracting_dims", text), integers("lhs_batch_dims", text)
   elif instruction.op == "custom-call" and "__cublas$" in text:
     config, _ = json.JSONDecoder().raw_decode(text, text.index("backend_config=") + len("backend_config="))
     dims = config["gemm_backend_config"]["dot_dimension_numbers"]
@@ -170,7 +174,7 @@ def _product(
 
 
 def _convolution(
-  instruction: HloInstruction, scope: dict[str, HloInstruction], times: int, kernel: str
+  instruction: HloInstruction, scope: Mapping[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
   """Returns a convolution; on TPUs also every plain product, as one with a window of one."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
@@ -206,6 +210,7 @@ def _windows(text: str, rank: int) -> list[dict[str, int]]:
   return windows
 
 
-def _integers(name: str, text: str) -> list[int]:
+def integers(name: str, text: str) -> list[int]:
+  """Returns the numbers of an attribute, `lhs_batch_dims={0,1}`."""
   match = re.search(rf"\b{name}=\{{([\d,]*)\}}", text)
   return [int(i) for i in match[1].split(",") if i] if match else []

@@ -62,6 +62,7 @@ def test_a_counter_says_how_often_its_loop_runs(changes, runs):
   module = program(**changes)
   times = {name: n for name, n, _ in module.repetitions()}
   assert times["body"] == runs
+  assert bool(module.loops_of_unknown_length()) == (runs == 1)
   (found,) = _hlo_products.collectives(module)
   assert (found.nbytes, found.count) == (runs * TILE, runs)
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
 from mpjax.planner.compiled import _hlo, _hlo_products
+from tests.planner.compiled.programs import CROSSINGS, STEPS, VERSIONS, kept
 
 pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -49,6 +49,14 @@ COLLECTIVES = [
     [("all-reduce", "float32", 32, 1)],
   ),
   (
+    [
+      "%s = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), replica_groups=mesh['data'=4] {'data'}",
+      "%d = f32[8]{0} all-reduce-done(%s)",
+    ],
+    [("all-reduce", "float32", 32, 1)],
+  ),
+  (["%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p)", "%d = f32[32]{0} negate(%s)"], []),
+  (
     ["%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p)", "%d = f32[32]{0} all-gather-done(%s)"],
     [("all-gather", "float32", 128, 1)],
   ),
@@ -83,6 +91,21 @@ COLLECTIVES = [
 def test_bytes_that_cross_devices(lines, want):
   found = collectives_of(*lines)
   assert [(c.operation, c.dtype, c.nbytes, c.count) for c in found] == want
+
+
+@pytest.mark.parametrize("repeated", ["", ", calls=%async"])
+def test_what_any_asynchronous_operation_runs_counts_once(repeated):
+  inner = "%q = f32[8]{0} parameter(0)\n  ROOT %g = f32[32]{0} all-gather(%q), dimensions={0}"
+  main = (
+    "  %p = f32[8]{0} parameter(0)\n"
+    "  %s = ((f32[8]{0}), f32[32]{0}, u32[]) async-start(%p), calls=%async\n"
+    f"  %u = ((f32[8]{{0}}), f32[32]{{0}}, u32[]) async-update(%s){repeated}\n"
+    f"  ROOT %d = f32[32]{{0}} async-done(%u){repeated}\n"
+  )
+  computation = f"%async (q: f32[8]) -> f32[32] {{\n  {inner}\n}}\n"
+  module = _hlo.parse(f"{HEAD}{computation}ENTRY %e (p: f32[8]) -> f32[32] {{\n{main}}}\n")
+  (found,) = _hlo_products.collectives(module)
+  assert (found.operation, found.nbytes, found.count) == ("all-gather", 128, 1)
 
 
 def test_collectives_of_a_loop_count_each_time_and_add_up():
@@ -246,31 +269,25 @@ def test_flops_of_programs_for_described_devices(target):
     assert {product.kernel for product in products} == {"dot"}
 
 
-@pytest.mark.aot
+def bytes_of(program):
+  found = _hlo_products.collectives(_hlo.parse(program.text))
+  return {(c.operation, c.dtype): (c.nbytes, c.count) for c in found}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
-def test_collectives_of_programs_for_described_devices(target):
-  mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
-  spec = PartitionSpec("data")
-  each = [  # of [4096, 128] on a device: what is done with it, dtype, what that moves
-    (lambda x: lax.psum(x, "data"), f32, "all-reduce", 1),
-    (lambda x: lax.psum_scatter(x, "data", tiled=True), f32, "reduce-scatter", 1 / 4),
-    (lambda x: lax.all_gather(x, "data", tiled=True), bf16, "all-gather", 4),
-    (lambda x: lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)]), bf16, "collective-permute", 1),
-    (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), f32, "all-to-all", 1),
-  ]
-
-  def local(*given):
-    # Small results that depend on all of what crosses.
-    moved = [move(x * 2) for (move, *_), x in zip(each, given, strict=True)]
-    return [jnp.sum(jnp.tanh(x), axis=0, keepdims=True) for x in moved]
-
-  sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-  place = NamedSharding(mesh, spec)
-  args = [jax.ShapeDtypeStruct((4 * 4096, 128), dtype, sharding=place) for _, dtype, *_ in each]
-  module, _ = compile_for(target, sharded, *args)
-  found = {(c.operation, c.dtype): (c.nbytes, c.count) for c in _hlo_products.collectives(module)}
+def test_every_collective_is_its_bytes_in_the_forms_of_each_release(version, target):
   want = {
     (operation, jnp.dtype(dtype).name): (int(share * 4096 * 128 * jnp.dtype(dtype).itemsize), 1)
-    for _, dtype, operation, share in each
+    for _, dtype, operation, share in CROSSINGS
   }
-  assert found == want
+  assert bytes_of(kept(version, "crossing", target)) == want
+
+
+@pytest.mark.parametrize(("name", "target"), [(name, t) for name in ("data", "fsdp") for t in STEPS[name][1]])
+def test_a_step_crosses_as_much_on_each_release(name, target):
+  one, *others = (bytes_of(kept(version, name, target)) for version in VERSIONS)
+  weights = 2 * 512 * 2048
+  assert all(other == one for other in others)
+  whole = one["all-reduce", "bfloat16"] if name == "data" else one["all-gather", "bfloat16"]
+  assert whole[0] == 2 * weights
