@@ -6,8 +6,9 @@ import functools
 import jax
 import pytest
 
-# XLA's newer code generators for CPU take more than twice as long to compile a small program.
-OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+# XLA's newer code generators for CPU take more than twice as long to compile a small program, and a third of what
+# is left goes into dividing it among threads.
+OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ OPTIONS = {
   "xla_allow_excess_precision": False,
   # A quarter of the time to compile.
   "xla_backend_optimization_level": 0,
-  **({**quick.OPTIONS, "xla_cpu_parallel_codegen_split_count": 1} if quick.understood() else {}),
+  **(quick.OPTIONS if quick.understood() else {}),
 }
 
 
