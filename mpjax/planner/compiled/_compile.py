@@ -24,6 +24,8 @@ import jax.export
 
 from mpjax._types import Array, PyTree
 from mpjax.planner._targets import Target
+from mpjax.planner.compiled import _worker
+from mpjax.planner.compiled._worker import figures
 
 _TIMEOUT = 3600
 # One package of each extra, by the name that Python imports.
@@ -117,50 +119,13 @@ def compile_step(
     return _compile_apart(_exported(jitted, leaves, target), request, target, pathlib.Path(folder))
 
 
-def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
-  """Returns a `Program`'s fields from what JAX compiled.
-
-  Raises:
-    CompileError: if the compiler gives no figures for the memory.
-  """
-  memory = compiled.memory_analysis()
-  if memory is None:
-    raise CompileError("the compiler has no memory analysis")
-  costs = compiled.cost_analysis() or {}
-  return {
-    "arguments": memory.argument_size_in_bytes,
-    "outputs": memory.output_size_in_bytes,
-    "aliases": memory.alias_size_in_bytes,
-    "temporaries": memory.temp_size_in_bytes,
-    "live": _live(memory),
-    "text": _text(compiled),
-    "seconds": seconds,
-    "accessed": costs.get("bytes accessed", 0.0),
-    "flops": costs.get("flops", 0.0),
-  }
-
-
-def _text(compiled: jax.stages.Compiled) -> str:
-  """Returns the optimised HLO; nothing where a runtime keeps it to itself."""
-  try:
-    return compiled.as_text() or ""
-  except (NotImplementedError, jax.errors.JaxRuntimeError):
-    return ""
-
-
-def _live(memory: Any) -> int:
-  # Of the CPU's compiler the figure leaves temporaries out.
-  live = getattr(memory, "peak_memory_in_bytes", 0) - memory.argument_size_in_bytes
-  return live if live > memory.temp_size_in_bytes // 4 else 0
-
-
 def _compile_here(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Program:
   start = time.perf_counter()
   try:
     compiled = jitted.lower(*args).compile()
-  except jax.errors.JaxRuntimeError as error:
+    return Program(**figures(compiled, time.perf_counter() - start))
+  except RuntimeError as error:
     raise CompileError(_first_lines(str(error)), _is_memory(str(error))) from error
-  return Program(**figures(compiled, time.perf_counter() - start))
 
 
 def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -> bytes:
@@ -227,17 +192,15 @@ def _flags(target: Target) -> tuple[str, ...]:
 
 
 def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
-  root = str(pathlib.Path(__file__).parents[2])
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",  # with it the plug-ins are compilers, and look for no device
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
   }
-  # -P: nothing is imported from whatever folder this happens to run in.
-  command = [sys.executable, "-P", "-m", "mpjax.planner.compiled._worker", str(folder)]
+  # As a file, which imports JAX alone; -P: and nothing from whatever folder this happens to run in.
+  command = [sys.executable, "-P", _worker.__file__, str(folder)]
   process = subprocess.Popen(
     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )

@@ -1,6 +1,6 @@
-"""Compiles one exported program for a described device: `python -m mpjax.planner.compiled._worker FOLDER`.
+"""Compiles one exported program for a described device: `python _worker.py FOLDER`, without mpjax.
 
-FOLDER has `program` and `request.json`; `result.json` and `program.hlo` are written there. `compile.py` sets
+FOLDER has `program` and `request.json`; `result.json` and `program.hlo` are written there. `_compile.py` sets
 the environment.
 """
 
@@ -17,8 +17,6 @@ import jax.export
 from jax.experimental import topologies
 from jax.sharding import AxisType
 
-from mpjax.planner.compiled._compile import figures
-
 
 def main(folder: pathlib.Path) -> None:
   """Compiles the program in a folder and writes the result there."""
@@ -30,6 +28,43 @@ def main(folder: pathlib.Path) -> None:
   text = result.pop("text", "")
   (folder / "program.hlo").write_text(text)
   (folder / "result.json").write_text(json.dumps(result))
+
+
+def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
+  """Returns the fields of a `Program` from what JAX compiled.
+
+  Raises:
+    RuntimeError: if the compiler gives no figures for the memory.
+  """
+  memory = compiled.memory_analysis()
+  if memory is None:
+    raise RuntimeError("the compiler has no memory analysis")
+  costs = compiled.cost_analysis() or {}
+  return {
+    "arguments": memory.argument_size_in_bytes,
+    "outputs": memory.output_size_in_bytes,
+    "aliases": memory.alias_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "live": _live(memory),
+    "text": _text(compiled),
+    "seconds": seconds,
+    "accessed": costs.get("bytes accessed", 0.0),
+    "flops": costs.get("flops", 0.0),
+  }
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+  """Returns the optimised HLO; nothing where a runtime keeps it to itself."""
+  try:
+    return compiled.as_text() or ""
+  except (NotImplementedError, jax.errors.JaxRuntimeError):
+    return ""
+
+
+def _live(memory: Any) -> int:
+  # Of the CPU's compiler the figure leaves temporaries out.
+  live = getattr(memory, "peak_memory_in_bytes", 0) - memory.argument_size_in_bytes
+  return live if live > memory.temp_size_in_bytes // 4 else 0
 
 
 def _compile(folder: pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
