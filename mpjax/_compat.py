@@ -27,6 +27,14 @@ def newer(name: str) -> jax.extend.core.Primitive | str:
   return getattr(jax.lax, name, name.removesuffix("_p"))
 
 
+def has_newer_xla() -> bool:
+  """Returns whether compilers are those of JAX 0.12 or later, which store less than their predecessors.
+
+  Waits for JAX 0.12 as the oldest that is supported.
+  """
+  return jax.__version_info__ >= (0, 12)
+
+
 @functools.cache
 def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
   """Returns whether a primitive is one of JAX's own: whether a module of JAX holds it.

@@ -36,7 +36,7 @@ class Target:
     flops: published dense peaks in FLOP/s by dtype.
     interconnect: bytes/s from one device to the others; 0 if there is none.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
-    workspace: bytes that the compiler sets aside for a call of a matrix library.
+    workspace: the most bytes that the compiler sets aside for a call of a matrix library.
     on_chip: bytes of memory on the chip in which the compiler keeps values, rather than in the device's.
     topology: what `jax.experimental.topologies` takes; empty for this machine.
     compute_capability: of a described GPU, (major, minor); (0, 0) for others.

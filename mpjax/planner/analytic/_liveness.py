@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
+from mpjax import _compat
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -27,6 +28,7 @@ class Traits:
   Attributes:
     casts_into_products: a product reads what is cast for it, rather than a stored copy of it.
     half_as_float32: it computes in float32 what is traced in half precision, and keeps that.
+    merges_through_barriers: it computes once what a rematerialised region was to compute again.
     half_operands: float32 values that only products of default precision read are stored in half of it.
     keeps_residuals: of what the backward pass reads it stores the value itself, rather than one from which
       that is cheap to compute.
@@ -35,16 +37,23 @@ class Traits:
 
   casts_into_products: bool = False
   half_as_float32: bool = False
+  merges_through_barriers: bool = False
   half_operands: bool = False
   keeps_residuals: bool = False
   keeps_expensive: bool = True
 
 
-TRAITS = {
-  "cpu": Traits(half_as_float32=True, keeps_residuals=True),
+_TRAITS = {
+  "cpu": Traits(keeps_residuals=True),
   "gpu": Traits(),
   "tpu": Traits(casts_into_products=True, half_operands=True),
 }
+_OLDER_CPU = Traits(half_as_float32=True, merges_through_barriers=True, keeps_residuals=True)
+
+
+def traits_of(kind: str) -> Traits:
+  """Returns the traits of a platform's compiler."""
+  return _OLDER_CPU if kind == "cpu" and not _compat.has_newer_xla() else _TRAITS[kind]
 
 
 def peak(

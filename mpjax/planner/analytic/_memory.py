@@ -6,16 +6,18 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from mpjax.jaxpr import BACKWARD, FORWARD
+from mpjax import _compat
+from mpjax.jaxpr import BACKWARD, FORWARD, CallKind, Trait, call_kind, has, scan_parts
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._results import Memory, Saved, pattern
 from mpjax.planner._targets import Target
-from mpjax.planner.analytic._graph import Graph, GraphValue, merged
+from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
-from mpjax.planner.analytic._liveness import TRAITS, Peak, peak
+from mpjax.planner.analytic._liveness import Peak, peak, traits_of
 
 LISTED = 20
+_WORKSPACE = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +65,10 @@ def analytic_memory(
     results: how many leaves the step returns.
   """
   sizes = device_sizes(arguments, target.kind)
-  program = merged(graph, through_regions=target.kind == "cpu")
+  traits = traits_of(target.kind)
+  program = merged(graph, through_regions=traits.merges_through_barriers)
   reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
-  worst = peak(program, TRAITS[target.kind], size=sizes.of, reusable=reusable)
+  worst = peak(program, traits, size=sizes.of, reusable=reusable)
   weights = {a.shape for a in arguments if a.part == "master weights"}
   results_in = {id(v) for v in program.results}
   transient: collections.Counter[str] = collections.Counter()
@@ -77,7 +80,7 @@ def analytic_memory(
   known = sum(transient.values())
   transient["temporaries"] += max(0, worst.nbytes - known)
   transient["temporaries"] -= min(transient["temporaries"], max(0, known - worst.nbytes))
-  transient["workspace"] += target.workspace if any(o.flops for o, _ in program.every_operation()) else 0
+  transient["workspace"] += _workspace(program, target)
   transient["outputs"] += (
     table_bytes(results, target.kind)
     + program.literal_bytes
@@ -132,6 +135,38 @@ def _part(value: GraphValue, weights: set[tuple[int, ...]], worst: Peak, results
   if maker.phase == FORWARD and id(value) in worst.read_backward:
     return "activations"
   return "temporaries"
+
+
+def _workspace(graph: Graph, target: Target) -> int:
+  """Returns the bytes that products work in: of a newer XLA all only for slices of a loop's stack."""
+  operations = [operation for operation, _ in graph.every_operation()]
+  if not any(operation.flops for operation in operations):
+    return 0
+  if _compat.has_newer_xla() and not any(_multiplies_slices(operation) for operation in operations):
+    return min(target.workspace, _WORKSPACE)
+  return target.workspace
+
+
+def _multiplies_slices(loop: GraphOperation) -> bool:
+  """Returns whether a product of a scan takes what it scans over, or makes what it stacks, as it is."""
+  if call_kind(loop.equation) is not CallKind.SCAN:
+    return False
+  (body,), parts = loop.bodies, scan_parts(loop.equation)
+  whole = {id(value) for value in body.arguments[: parts.consts + parts.carry]}
+  products = [operation for operation in body.operations if operation.flops]
+  read = [_viewed(value) for operation in products for value in operation.operands]
+  stacked = [_viewed(value) for value in body.results[parts.carry :]]
+  made = {id(value) for operation in products for value in operation.results}
+  return any(value.argument is not None and id(value) not in whole for value in read) or any(
+    id(value) in made for value in stacked
+  )
+
+
+def _viewed(value: GraphValue) -> GraphValue:
+  """Returns what a value is a view of."""
+  while value.maker is not None and has(value.maker.equation, Trait.ALIAS):
+    value = value.maker.operands[0]
+  return value
 
 
 def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: DeviceSizes) -> int:

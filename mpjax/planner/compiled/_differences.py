@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpjax import _compat
 from mpjax._plain_text import bytes_text
 from mpjax.planner._results import Memory
 from mpjax.planner._targets import Target
@@ -10,14 +11,16 @@ from mpjax.planner.compiled._compile import Program
 # Below this share of the peak a difference is not worth a sentence.
 _WORTH = 0.01
 
-_REASONS = {
+_OLDER_REASONS = {
   (
     "cpu",
     "activations",
   ): "XLA on a CPU computes half precision in float32 and keeps that, and merges what is "
   "recomputed with what was computed before",
-  ("cpu", "temporaries"): "XLA on a CPU fuses less than on an accelerator",
   ("cpu", "compute copies"): "XLA on a CPU keeps float32 copies of half-precision operands",
+}
+_REASONS = ({} if _compat.has_newer_xla() else _OLDER_REASONS) | {
+  ("cpu", "temporaries"): "XLA on a CPU fuses less than on an accelerator",
   ("gpu", "activations"): "fusions decide which values are stored and which are computed again",
   ("gpu", "compute copies"): "convolutions read their weights in another layout, of which there is a copy",
   (
