@@ -25,6 +25,7 @@ SUITES = {
   "loss_scale": ("what a loss scale costs in a compiled program", "loss_scale._suite"),
   "fp8": ("which matrix products are FP8 GEMMs when compiled for an H200", "fp8._suite"),
   "layerwise": ("a deep float16 network that only layer-wise scales train", "layerwise._suite"),
+  "gradients": ("how exact each gradient is in bfloat16, jitted and not", "gradients._suite"),
   "numerics": ("what an inspection of the numbers costs", "numerics._suite"),
   "plan": ("the analytic plan of memory beside a compiler's", "plan._accuracy"),
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),

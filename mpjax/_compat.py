@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 from jax._src import clusters, distributed, sharding_impls, source_info_util
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import batching, partial_eval
 from jax.core import AbstractValue, ShapedArray
 from jax.sharding import NamedSharding
 
@@ -201,6 +201,14 @@ def permuted_sharding(aval: ShapedArray, permutation: Sequence[int]) -> NamedSha
   sharding = aval.sharding
   spec = dict(zip(permutation, sharding.spec, strict=True))
   return sharding.update(spec=jax.sharding.PartitionSpec(*(spec[i] for i in range(len(permutation)))))
+
+
+def batched_sharding(sharding: NamedSharding | None, axis_data: Any, axis: int) -> NamedSharding | None:
+  """Returns the sharding of a result after `vmap` has added an axis; `None` without explicit axes.
+
+  Waits for a documented `axis_data` of batching rules.
+  """
+  return None if sharding is None else batching.get_sharding_for_vmap(axis_data, sharding, axis)
 
 
 def is_explicit(aval: AbstractValue) -> bool:

@@ -18,10 +18,10 @@ from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
+from mpjax.casting._half_products import as_half_product, as_product
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable
 from mpjax.casting._side_inputs import SideInputs
-from mpjax.fp8._dot_general import as_product, fp8_dot_general_p
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import as_traced, call_kind, is_variable, last_reads, shape_of
 
@@ -140,7 +140,7 @@ class Emitter:
     if node.mode is Mode.EACH and node.equation.primitive is jax.lax.convert_element_type_p:
       return [as_held(x, h) for x, h in zip(operands, node.outs, strict=True)]
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
-    return _compat.bind(node.equation, operands, **changes)
+    return _compat.bind(as_half_product(node.equation, operands), operands, **changes)
 
   def _emit_island(self, island: Island, values: _Environment) -> None:
     operands = [values.read(v, dtype) for v, dtype in island.inputs]
@@ -148,9 +148,9 @@ class Emitter:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
       products = {
-        fp8_dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
+        jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       }
-      save = lambda primitive, *_, **__: primitive in products
+      save = as_product(lambda primitive, *_, **__: primitive in products)
       inside = lambda *arrays: self._inside(island, values, arrays)
       out = jax.checkpoint(inside, policy=save if products else None)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):

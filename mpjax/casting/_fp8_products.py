@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from mpjax._types import Array, Fp8State, JaxprEqn
+from mpjax.casting._half_products import half_dot_general_p
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._side_inputs import SideInputs
@@ -44,6 +45,7 @@ _AT_THE_USER: dict[str, Any] = (
 )
 
 
+_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p, half_dot_general_p)
 NOT_FP8 = "not FP8: "  # how the reason of such a product begins
 
 
@@ -192,7 +194,7 @@ def _ineligible_reason(equation: JaxprEqn, path: str, recipe: Recipe, role: Prod
     return f"{lack} (emulate: true quantises all the same)"
   if excluded is not None:
     return excluded
-  if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
+  if equation.primitive not in _PRODUCTS:
     return f"there is no FP8 {equation.primitive.name}"
   if role is None:
     return "it is inside a custom derivative rule, or recomputed in a backward pass"

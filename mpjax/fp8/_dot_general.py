@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -243,20 +243,37 @@ def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
   return blocks.reshape(x.shape).astype(dtype)
 
 
-@functools.lru_cache(maxsize=128)
-def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a policy of `jax.checkpoint` that decides for FP8 products as for matrix products."""
-
-  def asked(primitive: Primitive, *args: object, **params: object) -> object:
-    return policy(jax.lax.dot_general_p if primitive is fp8_dot_general_p else primitive, *args, **params)
-
-  return asked
-
-
 def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
   """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
   used = {*dims[0][side], *dims[1][side]}
   return [i for i in range(ndim) if i not in used]
+
+
+def batched_dims(ndims: Sequence[int], axes: Sequence[int | None], dims: Dims) -> tuple[Dims, int]:
+  """Returns the dimensions of a product whose operands `vmap` maps over, and the mapped one of its result.
+
+  Args:
+    ndims: of the operands, the mapped dimension with the others.
+    axes: the mapped dimension of each; `None` for one that is not mapped.
+    dims: of the product of one member.
+  """
+
+  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
+
+  (lhs_axis, rhs_axis), (lhs_ndim, rhs_ndim) = axes, ndims
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
+  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
+  if lhs_axis is not None and rhs_axis is not None:
+    lhs_batch, rhs_batch, out_axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
+  elif lhs_axis is not None:
+    free = free_dims(lhs_ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
+    out_axis = len(lhs_batch) + free.index(lhs_axis)
+  else:
+    free = free_dims(rhs_ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
+    out_axis = lhs_ndim - len(lhs_contract) + free.index(cast(int, rhs_axis))
+  return ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), out_axis
 
 
 def _jvp(
@@ -363,21 +380,7 @@ def _batch(
     scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
 
-  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
-
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
-  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
-  if lhs_axis is not None and rhs_axis is not None:
-    lhs_batch, rhs_batch, out_axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
-  elif lhs_axis is not None:
-    free = free_dims(lhs.ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
-    out_axis = len(lhs_batch) + free.index(lhs_axis)
-  elif rhs_axis is not None:
-    free = free_dims(rhs.ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
-    out_axis = lhs.ndim - len(lhs_contract) + free.index(rhs_axis)
-  dims = ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+  dims, out_axis = batched_dims((lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
 
 

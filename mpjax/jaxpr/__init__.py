@@ -32,6 +32,7 @@ from mpjax.jaxpr._primitives import (
   facts,
   has,
   register,
+  register_as,
   rows,
 )
 from mpjax.jaxpr._scopes import (
@@ -101,6 +102,7 @@ __all__ = [
   "parse_scopes",
   "phase_of",
   "register",
+  "register_as",
   "rows",
   "scan_parts",
   "shape_of",

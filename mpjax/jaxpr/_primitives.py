@@ -129,6 +129,7 @@ UNKNOWN = PrimitiveFacts("opaque", "mpjax does not know it, and leaves it as it 
 
 # By name. The primitive itself is beside it where JAX, or whoever defines it, has a public name for it.
 _ROWS: dict[str, tuple[Primitive | None, PrimitiveFacts]] = {}
+_SAME: dict[Primitive, Primitive] = {}  # primitives that are another, lowered in their own way
 
 
 def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
@@ -154,6 +155,11 @@ def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
   _ROWS[name] = known, row
 
 
+def register_as(primitive: Primitive, known: Primitive) -> None:
+  """Says that a primitive is another one in all but its lowering: its name, parameters and facts."""
+  _SAME[primitive] = known
+
+
 def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
   """The table: name and facts of each primitive."""
   for name, (_, row) in _ROWS.items():
@@ -163,6 +169,7 @@ def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
   """The row of a primitive, or of an equation's; `UNKNOWN` if it has none, whatever its name."""
   primitive = what.primitive if isinstance(what, JaxprEqn) else what
+  primitive = _SAME.get(primitive, primitive)
   known, row = _ROWS.get(primitive.name, (primitive, UNKNOWN))
   return row if known is primitive or (known is None and defined_by_jax(primitive)) else UNKNOWN
 

@@ -51,7 +51,8 @@ def products(fun: Callable[..., Any], *args: Any) -> set[str]:
 
 def lowered_products(fun: Callable[..., Any], *args: Any) -> collections.Counter[str]:
   """How many matrix products StableHLO has, by the dtypes of their operands: `{"bf16 bf16": 3}`."""
-  text = jax.jit(fun).lower(*args).as_text()
+  traced = jax.jit(fun).trace(*args)  # on a CPU products of bfloat16 multiply in float32
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
   operands = re.findall(r"stablehlo\.dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\)", text)
   return collections.Counter(" ".join(t.rsplit("x")[-1] for t in pair) for pair in operands)
 

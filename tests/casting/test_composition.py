@@ -193,7 +193,7 @@ def test_the_innermost_policy_wins(name, wrapping):
 
 
 def product_dtypes_by_columns(fun, *args):
-  text = jax.jit(fun).lower(*args).as_text()
+  text = jax.jit(fun).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
   pattern = r"stablehlo\.dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>"
   for found in re.finditer(pattern, text):
     shapes = [group.split("x") for group in found.groups()]

@@ -194,7 +194,7 @@ def test_overrides_by_module(network):
     assert short == dict(zip(PATHS, want.split(), strict=True)), name
   # What is done is what is explained.
   cast = mpjax.autocast(fun, "bf16", overrides={"h0": "fp32", "head": "fp16"})
-  text = jax.jit(lambda *_: cast(*args)).lower(X).as_text()
+  text = jax.jit(lambda *_: cast(*args)).trace(X).lower(lowering_platforms=("tpu",)).as_text()
   dots = [
     line.split(": (tensor<")[1].split(">")[0].split("x")[-1]
     for line in text.splitlines()
@@ -236,7 +236,7 @@ def test_overrides_in_make_train_step():
   model = GPT(nnx.Rngs(0))
   step = mpjax.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), policy)
   state = step.init(model)
-  text = step.jitted.lower(state, X).as_text()
+  text = step.jitted.trace(state, X).lower(lowering_platforms=("tpu",)).as_text()
   dots = [line for line in text.splitlines() if "dot_general" in line]
   # Each has one product forward and two backward.
   count = lambda kind: sum(f"x{kind}>" in line.split(": (")[1].split(")")[0] for line in dots)

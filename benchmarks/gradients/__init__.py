@@ -1,0 +1,1 @@
+"""How exact each gradient is."""
