@@ -13,19 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from tests import _quick_compile as quick
-from tests.casting._jaxprs import walk
+from tests.casting._jaxprs import trace_together, walk
 
 Function = Callable[..., Any]
 # About ten unit roundoffs.
 TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
-OPTIONS = {
-  # As accelerators round: the CPU compiler would keep float32 between two half-precision operations.
-  "xla_allow_excess_precision": False,
-  # A quarter of the time to compile.
-  "xla_backend_optimization_level": 0,
-  **(quick.OPTIONS if quick.understood() else {}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +53,7 @@ def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:
   functions = {"plain": program(case, lambda fun: fun)}
   for policy in policies:
     functions[policy] = program(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
-  # One program for all of them, since most of the time goes into compiling.
-  traced, jaxprs = trace_together(functions, case.args)
+  traced, jaxprs = trace_together(functions, floating(case.args), case.args)
   results = run(traced, case.args)
   want = results["plain"]
   lines = [*identity_failures(case, jaxprs["plain"], want)]
@@ -74,26 +65,6 @@ def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:
     if has_products(jax.jit(functions["plain"]).lower(floating(case.args), case.args).as_text()):
       lines.append(f"{policy}: nothing runs in half precision")
   assert not lines, "\n" + "\n".join(lines)
-
-
-def trace_together(
-  functions: dict[str, Function], args: tuple[Any, ...]
-) -> tuple[jax.stages.Traced, dict[str, Any]]:
-  """One program that calls all of the functions, and the jaxpr of each."""
-
-  def all_of_them(floating: dict[str, Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    out = {}
-    for name, fun in functions.items():
-      try:
-        out[name] = fun(floating, args)
-      except Exception as error:
-        error.add_note(f"raised under {name}")
-        raise
-    return out
-
-  traced = jax.jit(all_of_them, compiler_options=OPTIONS).trace(floating(args), args)
-  calls = [e for e in traced.jaxpr.eqns if e.primitive.name == "jit"]
-  return traced, dict(zip(functions, (call.params["jaxpr"].jaxpr for call in calls), strict=True))
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -143,13 +114,13 @@ def program(case: Case, cast: Callable[[Function], Function]) -> Function:
     return sum((jnp.sum(leaf * along) for leaf, along in projections(out)), jnp.float32(0)), out
 
   if not case.grad:
-    return jax.jit(lambda floating, args: (value(floating, args)[1], {}))
+    return lambda floating, args: (value(floating, args)[1], {})
 
   def both(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
     (_, out), grads = jax.value_and_grad(value, has_aux=True)(floating, args)
     return out, grads
 
-  return jax.jit(both)
+  return both
 
 
 def run(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Any:
@@ -186,7 +157,8 @@ def has_products(text: str) -> bool:
 
 def identity_failures(case: Case, plain: Any, want: Any) -> Iterator[str]:
   """Where the fp32 policy changes a bit; nowhere, if the program is the same text."""
-  traced, jaxprs = trace_together({"fp32": program(case, lambda fun: mpjax.autocast(fun, "fp32"))}, case.args)
+  fp32 = program(case, lambda fun: mpjax.autocast(fun, "fp32"))
+  traced, jaxprs = trace_together({"fp32": fp32}, floating(case.args), case.args)
   if str(jaxprs["fp32"]) == str(plain):
     return
   got = run(traced, case.args)["fp32"]

@@ -9,15 +9,56 @@ from typing import Any
 
 import jax
 
-# As accelerators round: the CPU compiler would keep float32 between two half-precision operations.
-_COMPILER = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+from tests import _quick_compile as quick
+
+OPTIONS = {
+  # As accelerators round: the CPU compiler would keep float32 between two half-precision operations.
+  "xla_allow_excess_precision": False,
+  # A quarter of the time to compile.
+  "xla_backend_optimization_level": 0,
+  **(quick.OPTIONS if quick.understood() else {}),
+}
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
 
 def jit(fun: Callable[..., Any]) -> Callable[..., Any]:
   """`fun` compiled fast, and to round as accelerators do."""
-  return jax.jit(fun, compiler_options=_COMPILER)
+  return jax.jit(fun, compiler_options=OPTIONS)
+
+
+def trace_together(
+  functions: dict[str, Callable[..., Any]], *args: Any
+) -> tuple[jax.stages.Traced, dict[str, Any]]:
+  """One program that calls all of the functions, since most of the time goes into compiling; the jaxpr of each."""
+
+  def all_of_them(*args: Any) -> dict[str, Any]:
+    out = {}
+    for name, fun in functions.items():
+      try:
+        out[name] = jax.jit(fun)(*args)
+      except Exception as error:
+        error.add_note(f"raised under {name}")
+        raise
+    return out
+
+  traced = jit(all_of_them).trace(*args)
+  calls = [e for e in traced.jaxpr.eqns if e.primitive.name == "jit"]
+  return traced, dict(zip(functions, (call.params["jaxpr"].jaxpr for call in calls), strict=True))
+
+
+def run_together(
+  functions: dict[str, Callable[..., Any]], *args: Any
+) -> tuple[dict[str, Any], dict[str, set[str]]]:
+  """What each function gives, and the pairs of dtypes that its matrix products multiply: `{"bf16 bf16"}`."""
+  traced, jaxprs = trace_together(functions, *args)
+  found = {name: operands(jaxpr) for name, jaxpr in jaxprs.items()}
+  return traced.lower().compile()(*args), found
+
+
+def operands(jaxpr: Any) -> set[str]:
+  """The pairs of dtypes that the matrix products of a jaxpr multiply."""
+  return {dtypes(e.invars[:2]) for e in walk(jaxpr) if e.primitive.name in PRODUCTS}
 
 
 def equations(fun: Callable[..., Any], *args: Any) -> list[Any]:

@@ -98,8 +98,7 @@ class GPT(nn.Module):
     position = self.param("position", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
     x = embed(tokens)
     x = x + position.astype(x.dtype)
-    for i in range(2):
-      x = GPTBlock(self.dtype, name=f"block_{i}")(x)
+    x = GPTBlock(self.dtype, name="block")(x)
     return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))  # [B, T, VOCAB]
 
 
@@ -151,7 +150,7 @@ class UNet(nn.Module):
     skip = ResBlock(4, self.dtype)(nn.Conv(4, (3, 3), dtype=self.dtype)(x), time)
     y = ResBlock(8, self.dtype)(nn.Conv(8, (3, 3), strides=2, dtype=self.dtype)(skip), time)
     y = y + self.attention(nn.GroupNorm(2, dtype=self.dtype)(y).reshape(b, -1, 8)).reshape(y.shape)
-    y = jax.image.resize(ResBlock(8, self.dtype)(y, time), (b, side, side, 8), "nearest")
+    y = jax.image.resize(y, (b, side, side, 8), "nearest")
     y = ResBlock(4, self.dtype)(jnp.concatenate([y, skip], -1), time)
     return nn.Conv(x.shape[-1], (3, 3), dtype=self.dtype)(nn.silu(nn.GroupNorm(2, dtype=self.dtype)(y)))
 
@@ -194,7 +193,7 @@ class ViT(nnx.Module):
     self.patches = nnx.Conv(3, width, (4, 4), strides=4, dtype=dtype, rngs=rngs)
     self.token = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, 1, width)))
     self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (5, width)))
-    self.blocks = nnx.List([ViTBlock(width, dtype, rngs) for _ in range(2)])
+    self.block = ViTBlock(width, dtype, rngs)
     self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
     self.head = nnx.Linear(width, CLASSES, dtype=dtype, rngs=rngs)
 
@@ -202,9 +201,7 @@ class ViT(nnx.Module):
     x = self.patches(x).reshape(x.shape[0], 4, -1)
     token = jnp.broadcast_to(self.token[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
     x = jnp.concatenate([token, x], 1) + self.position[...].astype(x.dtype)
-    for block in self.blocks:
-      x = block(x)
-    return self.head(self.norm(x[:, 0]))
+    return self.head(self.norm(self.block(x)[:, 0]))
 
 
 # A second convolutional network with batch statistics, nnx: average pooling, squeeze and excitation.
@@ -298,12 +295,12 @@ def experts_loss(dtype: Any) -> Loss:
   return loss
 
 
-def drawer() -> Callable[..., jax.Array]:
+def drawer() -> Callable[..., np.ndarray]:
   rng = np.random.default_rng(0)
 
-  def draw(*shape: int, scale: float | None = None) -> jax.Array:
+  def draw(*shape: int, scale: float | None = None) -> np.ndarray:
     scale = shape[-2] ** -0.5 if scale is None else scale
-    return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+    return np.asarray(scale * rng.standard_normal(shape), np.float32)
 
   return draw
 
@@ -312,10 +309,10 @@ def drawn(shapes: Any) -> Any:
   """Initial values for a tree of shapes, by the name of the leaf; to compile an initialiser takes seconds."""
   draw = drawer()
 
-  def fill(path: Any, leaf: Any) -> jax.Array:
+  def fill(path: Any, leaf: Any) -> np.ndarray:
     name = jax.tree_util.keystr(path)
     if leaf.ndim == 1:
-      return jnp.full(leaf.shape, float("scale" in name or "var" in name))
+      return np.full(leaf.shape, "scale" in name or "var" in name, np.float32)
     if "kernel" not in name:
       return draw(*leaf.shape, scale=0.02 if leaf.shape[0] != VOCAB else leaf.shape[1] ** -0.5)
     return draw(*leaf.shape, scale=(leaf.size / leaf.shape[-1]) ** -0.5)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, exact, leaf_failures, normal
-from tests.casting._jaxprs import jit, lowered_products, products
+from tests.casting._jaxprs import jit, lowered_products, products, run_together
 
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)
@@ -120,20 +120,19 @@ def compose(f, names):
 
 @pytest.mark.parametrize("names", COMPOSITIONS, ids=" of ".join)
 def test_composes_in_any_order(names):
-  want = jit(compose(layer, names))(W, X)
   positions = {0, len(names) // 2 + (len(names) > 1), len(names)}
-  for i in sorted(positions):
-    cast = compose(layer, (*names[:i], "autocast", *names[i:]))
-    got = jit(cast)(W, X)
-    assert [*leaf_failures("output", got, want, 2 * TOLERANCE["bf16"])] == [], i
-    assert set(lowered_products(cast, W, X)) == {"bf16 bf16"}, i
+  casts = {f"at {i}": compose(layer, (*names[:i], "autocast", *names[i:])) for i in positions}
+  results, products = run_together({"plain": compose(layer, names), **casts}, W, X)
+  for i in casts:
+    assert [*leaf_failures("output", results[i], results["plain"], 2 * TOLERANCE["bf16"])] == [], i
+    assert products[i] == {"bf16 bf16"}, i
 
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMS))
 def test_fp32_is_bitwise_the_identity(name):
-  want = jit(TRANSFORMS[name](layer))(W, X)
-  for cast in (FP32(TRANSFORMS[name](layer)), TRANSFORMS[name](FP32(layer))):
-    got = jit(cast)(W, X)
+  f = TRANSFORMS[name](layer)
+  want, *results = jit(lambda w, x: [g(w, x) for g in (f, FP32(f), TRANSFORMS[name](FP32(layer)))])(W, X)
+  for got in results:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       assert a.dtype == b.dtype
@@ -152,10 +151,9 @@ def test_eager_calls_and_eager_gradients():
 def test_twice_is_once(policy, transform):
   cast = mpjax.autocast(policy=policy)
   f = TRANSFORMS[transform](layer)
-  once, twice = cast(f), cast(cast(f))
-  assert lowered_products(once, W, X) == lowered_products(twice, W, X)
-  for a, b in zip(*(jax.tree.leaves(jit(g)(W, X)) for g in (once, twice)), strict=True):
-    np.testing.assert_array_equal(a, b)
+  results, products = run_together({"once": cast(f), "twice": cast(cast(f))}, W, X)
+  assert products["once"] == products["twice"]
+  jax.tree.map(np.testing.assert_array_equal, results["once"], results["twice"])
 
 
 NESTED = {  # the dtypes of the three products a (outer), b (inner), c (outer)

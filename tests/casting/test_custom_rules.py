@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, leaf_failures, normal
-from tests.casting._jaxprs import jit, lowered_products, named
+from tests.casting._jaxprs import jit, named, run_together
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))
@@ -173,24 +173,29 @@ CONTEXTS = {
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rules_stay_in_force(rule, policy):
+  functions = {}
   for name, context in CONTEXTS.items():
     f = context(rule())
-    both = lambda f: jit(jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1)))(W, X)
-    cast = mpjax.autocast(f, policy)
-    got, want = both(cast), both(f)
-    # Rounding to whole numbers magnifies an error.
-    tolerance = TOLERANCE[policy] * (10 if rule is straight_through else 2)
-    assert [*leaf_failures("result", got, want, tolerance)] == [], name
-    dots = lowered_products(jax.grad(lambda w, x: cast(w, x).sum(), (0, 1)), W, X)
-    assert set(dots) == {f"{HALF[policy]} {HALF[policy]}"}, name
+    functions[name], functions[f"{name}, cast"] = both(f), both(mpjax.autocast(f, policy))
+  results, products = run_together(functions, W, X)
+  # Rounding to whole numbers magnifies an error.
+  tolerance = TOLERANCE[policy] * (10 if rule is straight_through else 2)
+  for name in CONTEXTS:
+    assert [*leaf_failures("result", results[f"{name}, cast"], results[name], tolerance)] == [], name
+    assert products[f"{name}, cast"] == {f"{HALF[policy]} {HALF[policy]}"}, name
+
+
+def both(f):
+  """The sum of what `f` gives, and its gradients."""
+  return jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1))
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "jvp" in r.__name__], ids=lambda rule: rule.__name__)
 def test_rules_in_forward_mode(rule):
   f = rule()
   ones = (jnp.ones_like(W), jnp.ones_like(X))
-  got, want = (jit(lambda w, x, g=g: jax.jvp(g, (w, x), ones))(W, X) for g in (BF16(f), f))
-  assert [*leaf_failures("result", got, want, 2 * TOLERANCE["bf16"])] == []
+  results = jit(lambda w, x: [jax.jvp(g, (w, x), ones) for g in (BF16(f), f)])(W, X)
+  assert [*leaf_failures("result", *results, 2 * TOLERANCE["bf16"])] == []
 
 
 def test_a_rule_has_a_rule():

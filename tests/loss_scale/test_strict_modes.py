@@ -27,25 +27,29 @@ TRANSFORMS = {
 }
 
 
+# Without jit there is nothing to disable.
+JIT_AND_MODES = [(jit, mode) for jit in (False, True) for mode in MODES if jit or mode != "disable_jit"]
+# All arrays have one shape, for which an operation outside jit is compiled once.
+SHAPE = (16, 16)
+
+
 def params():
   rng = np.random.default_rng(0)
-  return {"w": jnp.asarray(rng.normal(size=(16, 16)) / 4, jnp.float32), "b": jnp.zeros(16, jnp.float32)}
+  return {name: jnp.asarray(rng.normal(size=SHAPE) / 4, jnp.float32) for name in ("w", "v")}
 
 
 def loss_fn(params, x):
-  h = jnp.tanh(x @ params["w"])
-  return jnp.mean((h @ params["w"] + params["b"]) ** 2)
+  return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("jit", "mode"), JIT_AND_MODES)
 def test_two_lines_round_an_optimiser(mode, name, jit):
   tx = TRANSFORMS[name]()
 
   def step(params, state):
     low = lambda p: mpjax.cast_floating(p, jnp.float16)
-    of = lambda p: mpjax.scale_loss(loss_fn(low(p), jnp.ones((8, 16), jnp.float16)), state)
+    of = lambda p: mpjax.scale_loss(loss_fn(low(p), jnp.ones(SHAPE, jnp.float16)), state)
     updates, state = tx.update(jax.grad(of)(params), state, params)
     return mpjax.apply_updates(params, updates), state
 
@@ -59,22 +63,22 @@ def test_two_lines_round_an_optimiser(mode, name, jit):
   assert new["w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("jit", "mode"), JIT_AND_MODES)
 def test_layerwise(mode, jit):
   scaling = mpjax.layerwise_loss_scale()
+  dense = lambda p, x: x @ p["w"] + p["v"]
 
   def loss_of(layers, x):
     h = scaling.start(x, jnp.float16)
     for p in layers:
       skip, h = scaling.fork(h)
-      h = scaling.apply(jnp.tanh, scaling.layer(lambda p, x: x @ p["w"] + p["b"], p, h))
+      h = scaling.apply(jnp.tanh, scaling.layer(dense, p, h, kernel=lambda p: p["w"]))
       h = scaling.apply(jnp.add, skip, h)
     return jnp.mean(scaling.finish(h) ** 2)
 
   with MODES[mode]():
     grad = jax.jit(jax.grad(loss_of)) if jit else jax.grad(loss_of)
-    grads = grad([params(), params()], jnp.ones((8, 16), jnp.float32))
+    grads = grad([params(), params()], jnp.ones(SHAPE, jnp.float32))
   assert mpjax.all_finite(grads)
   assert all(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
