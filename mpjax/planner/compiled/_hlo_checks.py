@@ -24,13 +24,19 @@ _OTHER_DTYPE = frozenset(
 )
 
 
-def doubtful(module: HloModule) -> list[HloInstruction]:
-  """Returns the instructions of an unknown operation, or of a type that what they read does not give."""
+def doubtful(module: HloModule, kind: str) -> list[HloInstruction]:
+  """Returns the instructions of an unknown operation, or of a type that what they read does not give.
+
+  Args:
+    module: the program.
+    kind: of the platform; a TPU's operations widen and round what they read.
+  """
+  rounding = {"f32", "bf16"} if kind == "tpu" else set[str]()
   return [
     instruction
     for scope in module.computations.values()
     for instruction in scope.values()
-    if not is_known(instruction.op) or not _follows(instruction, scope, module)
+    if not is_known(instruction.op) or not _follows(instruction, scope, module, rounding)
   ]
 
 
@@ -69,7 +75,7 @@ def _elements(instruction: HloInstruction) -> int:
   return math.prod(instruction.shapes[0].dims) if instruction.shapes else 0
 
 
-def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule) -> bool:
+def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule, rounding: set[str]) -> bool:
   """Returns whether the type of an instruction may be what its operands and computations make of it."""
   if any(name not in module.computations for name in instruction.called):
     return False
@@ -77,7 +83,7 @@ def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule) -> b
   operands = [_types(scope[name]) for name in instruction.operands if name in scope]
   read = [part for operand in operands for part in operand]
   if op in ELEMENTWISE:
-    return _elementwise(op, own, read)
+    return bool(own) and _elementwise(op, own, read, rounding)
   if op in SAME_DTYPE:
     same = bool(own and read) and own[0][0] == read[0][0]
     return same and (op not in REORDERING or math.prod(own[0][1]) == math.prod(read[0][1]))
@@ -98,14 +104,13 @@ def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule) -> b
   return True
 
 
-def _elementwise(op: str, own: _Types, read: _Types) -> bool:
+def _elementwise(op: str, own: _Types, read: _Types, rounding: set[str]) -> bool:
   # Predicates and bounds may be one for all elements.
   scalars = op in ("select", "clamp")
   dims = all(part[1] == own[0][1] or (scalars and not part[1]) for part in read)
   dtypes = {part[0] for part in (read[1:] if op == "select" else read)}
-  # A TPU's select may round what it takes.
-  rounded = {"f32"} if op == "select" and own and own[0][0] == "bf16" else set()
-  return bool(own) and dims and (op in _OTHER_DTYPE or dtypes <= {own[0][0], *rounded})
+  may = op in _OTHER_DTYPE or dtypes <= {own[0][0]} or dtypes | {own[0][0]} <= rounding
+  return dims and may
 
 
 def _called_for(

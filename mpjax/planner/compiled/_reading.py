@@ -82,7 +82,7 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
     outputs=program.outputs - program.aliases,
     known_live=program.live,
   )
-  notes = _not_understood(module)
+  notes = _not_understood(module, target.kind)
   if explained < 1 - _FAR:
     missed = round((1 - explained) * program.peak)
     notes.append(
@@ -108,10 +108,10 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   return Reading(compiled, collectives(module), tuple(notes))
 
 
-def _not_understood(module: HloModule) -> list[str]:
+def _not_understood(module: HloModule, kind: str) -> list[str]:
   """Returns a sentence each on instructions, collectives and loops that the readers cannot place."""
   notes = []
-  if doubts := doubtful(module):
+  if doubts := doubtful(module, kind):
     notes.append(
       f"the compiled program has {len(doubts)} instructions that are not understood, the first "
       f"{doubts[0].op} {doubts[0].name}: parts, kernels and collectives may lack what they do"
