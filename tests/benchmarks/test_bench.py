@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import _quick_compile as quick
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def bench(*arguments, timeout=300):
   command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *arguments]
-  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"} | quick.environment(1)
   return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
