@@ -4,9 +4,9 @@ The environment is `.venv` beside this folder, or `MPJAX_VENV`. It is made once,
 pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such as plan-tpu. Needs Python
 3.11 or later with pip, and nothing else.
 
-`test` runs the checks, the whole suite, and then what touches JAX's internals on the newest JAX that a newer
-Python on this machine can install. `test --quick` runs some of every file; any other
-arguments are pytest's.
+`test` takes the newest Python on this machine, which has the newest JAX. It runs the checks and the whole
+suite, and then what touches JAX's internals on the oldest supported versions, which scripts/oldest.txt names.
+`test --quick` runs some of every file; any other arguments are pytest's.
 """
 
 import hashlib
@@ -15,56 +15,60 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXTRAS = {"train": "train", "test": "test"}
 NEWER = (13, 12)  # the minor versions of Python 3 to look for, newest first
+OLDEST = ROOT / "scripts" / "oldest.txt"
 # Folders of tests/ whose subjects touch JAX's internals.
-INTERNALS = ("jaxpr", "casting", "loss_scale", "step", "planner/analytic")
+INTERNALS = ("jaxpr", "casting", "loss_scale", "step", "planner")
 
 
 def main() -> int:
   """Sets up, runs the command and returns its exit status."""
   if sys.version_info < (3, 11):  # noqa: UP036 (run by whatever Python the user has)
     sys.exit(f"mpjax needs Python 3.11 or later; this is {sys.version.split()[0]}")
-  if len(sys.argv) < 2 or sys.argv[1] not in EXTRAS:
+  if len(sys.argv) < 2 or sys.argv[1] not in ("train", "test"):
     sys.exit(
       "usage: python3 scripts/bootstrap.py train [CONFIG.yaml] [key=value ...]"
       " | test [--quick | pytest arguments]"
     )
   command, arguments = sys.argv[1], sys.argv[2:]
-  extras = ",".join(filter(None, (EXTRAS[command], os.environ.get("MPJAX_EXTRAS", ""))))
-  python = environment(sys.executable, venv_folder(), extras)
   if command == "train":
     if not arguments or "=" in arguments[0]:
       arguments.insert(0, str(ROOT / "configs" / "gpt_stdlib.yaml"))
+    python = environment(sys.executable, "train")
     return subprocess.call([python, str(ROOT / "scripts" / "train.py"), *arguments])
+  newest = newer_python() or sys.executable
   if arguments:
     workers = ["-n", "2"] if arguments == ["--quick"] else []
-    return subprocess.call([python, "-m", "pytest", *workers, *arguments], cwd=ROOT)
-  whole = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", "-n", "2"])
-  for check in whole:
-    if status := subprocess.call([python, "-m", *check], cwd=ROOT):
-      return status
-  return test_on_a_newer_python()
+    return run(environment(newest, "test"), "pytest", *workers, *arguments)
+  return test_everything(newest)
 
 
-def test_on_a_newer_python() -> int:
-  """Tests what touches JAX's internals on the JAX of a newer Python, if there is one.
+def test_everything(newest: str) -> int:
+  """Runs the checks and the suite on a Python's JAX, then what touches JAX's internals on the oldest one.
 
   Returns:
-    The exit status of the tests, 0 where there is no such Python.
+    The exit status of the first that fails, or 0.
   """
-  newer = newer_python()
-  if newer is None:
-    print("no newer Python here: tested on one JAX alone", flush=True)
-    return 0
-  own = venv_folder()
-  python = environment(newer, own.with_name(f"{own.name}-newer"), "test-core")
-  versions = "import jax, sys; print(f'again on JAX {jax.__version__}, Python {sys.version.split()[0]}')"
-  subprocess.check_call([python, "-c", versions])
-  tests = ["-m", "not slow and not aot", *(f"tests/{name}" for name in INTERNALS)]
-  return subprocess.call([python, "-m", "pytest", "-n", "2", *tests], cwd=ROOT)
+  python = environment(newest, "test")
+  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", "-n", "2"]):
+    if status := run(python, *check):
+      return status
+  if newest == sys.executable:
+    print("no newer Python is here: the newest JAX that this one has is what was tested", flush=True)
+  internals = [f"tests/{name}" for name in INTERNALS]
+  oldest = environment(sys.executable, "test-core", OLDEST)
+  return run(oldest, "pytest", "-n", "2", "-m", "not slow", *internals)
+
+
+def run(python: str, *arguments: str) -> int:
+  """Runs a module in the project's root and says how long it took; returns its exit status."""
+  start = time.monotonic()
+  status = subprocess.call([python, "-m", *arguments], cwd=ROOT)
+  print(f"{arguments[0]}: {time.monotonic() - start:.0f} s", flush=True)
+  return status
 
 
 def newer_python() -> str | None:
@@ -83,28 +87,38 @@ def newer_python() -> str | None:
   return None
 
 
-def venv_folder() -> pathlib.Path:
-  """Returns where the virtual environment is, or will be."""
-  return pathlib.Path(os.environ.get("MPJAX_VENV", ROOT / ".venv"))
+def environment(base: str, extra: str, constraints: pathlib.Path | None = None) -> str:
+  """Makes or updates a virtual environment with an extra of the package.
 
-
-def environment(base: str, folder: pathlib.Path, extras: str) -> str:
-  """Makes or updates a virtual environment of the Python `base`, with extras of the package.
+  Args:
+    base: the Python that it is made of; one that does not run this script has an environment of its own.
+    extra: of the package; those of `MPJAX_EXTRAS` are added.
+    constraints: a file of versions, which has an environment of its own, too.
 
   Returns:
     The environment's Python.
   """
+  folder = pathlib.Path(os.environ.get("MPJAX_VENV", ROOT / ".venv"))
+  if constraints or base != sys.executable:
+    folder = folder.with_name(f"{folder.name}-{constraints.stem if constraints else 'newest'}")
+  extras = ",".join(filter(None, (extra, os.environ.get("MPJAX_EXTRAS", ""))))
   python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
   stamp = folder / f"mpjax-{extras}.stamp"
-  wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-  if stamp.exists() and stamp.read_text() == wanted:
-    return str(python)
-  print(f"setting up {folder} (once; a minute or two)", flush=True)
-  if not python.exists():
-    subprocess.check_call([base, "-m", "venv", str(folder)])
-  install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-  subprocess.check_call([*install, "-e", f"{ROOT}[{extras}]"])
-  stamp.write_text(wanted)
+  wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
+  wanted.update(constraints.read_bytes() if constraints else b"")
+  if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
+    print(f"setting up {folder} (once; a minute or two)", flush=True)
+    if not python.exists():
+      subprocess.check_call([base, "-m", "venv", str(folder)])
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    limits = ["--constraint", str(constraints)] if constraints else []
+    subprocess.check_call([*install, *limits, "-e", f"{ROOT}[{extras}]"])
+    stamp.write_text(wanted.hexdigest())
+  if extra != "train":
+    versions = (
+      "import jax, sys; print(f'on JAX {jax.__version__}, Python {sys.version.split()[0]}', flush=True)"
+    )
+    subprocess.check_call([str(python), "-c", versions])
   return str(python)
 
 

@@ -191,7 +191,7 @@ decide(
   "infer",
   "moves values and computes none",
   lax.tile_p,
-  lax.unstack_p,
+  newer("unstack_p"),
   of(T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.broadcast_in_dim_p),
   of(T.PASSES_ON | T.MOVES | T.CHOICE | T.NO_RESIDUAL, lax.concatenate_p),
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL | T.ELEMENTWISE, lax.copy_p),
@@ -200,7 +200,7 @@ decide(
   of(T.PASSES_ON | T.MOVES | T.READS_STORED, lax.gather_p),
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, lax.reshape_p, lax.squeeze_p, lax.transpose_p),
   of(T.PASSES_ON | T.NO_RESIDUAL, lax.rev_p, lax.slice_p),
-  of(T.MOVES, lax.stack_p),
+  of(T.MOVES, newer("stack_p")),
 )
 decide(
   "infer",
@@ -231,7 +231,7 @@ decide("infer", "a constant: takes the dtype of what it meets", lax.iota_p, "zer
 decide(
   "infer",
   "annotates a value and leaves it as it is",
-  lax.stage_p,
+  newer("stage_p"),
   "relayout shard_alike xla_metadata_value",
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON, "layout_constraint"),
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON | T.NO_RESIDUAL, primitives.name_p, lax.sharding_constraint_p),
@@ -266,7 +266,7 @@ decide(
 decide(
   "infer",
   "integers and booleans only: no floating operand",
-  of(T.NONE, lax.and_p, lax.axis_index_p, lax.clz_p, linalg.lu_pivots_to_permutation_p, lax.mulhi_p),
+  of(T.NONE, lax.and_p, lax.axis_index_p, lax.clz_p, linalg.lu_pivots_to_permutation_p, newer("mulhi_p")),
   of(T.NONE, lax.not_p, lax.or_p, lax.population_count_p, lax.shift_left_p, lax.shift_right_arithmetic_p),
   of(T.NONE, lax.shift_right_logical_p, lax.xor_p),
   "dim_as_value dimension_size platform_index",

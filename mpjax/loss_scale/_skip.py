@@ -101,7 +101,7 @@ def _select_where_defined(
   cut = len(program.jaxpr.outvars) - len(old_arrays)
   by_selects = lambda: _by_selects(program, finite, cut, old_arrays)
   if branch_on_cpu and _may_branch(program):
-    zeros = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.jaxpr.outvars[:cut]]
+    zeros = lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in program.out_avals[:cut]]
     skipped = lambda: [*zeros(), *old_arrays]
     by_branch = lambda: jax.lax.cond(finite, as_function(program), skipped)
     values = jax.lax.platform_dependent(cpu=by_branch, default=by_selects)

@@ -24,11 +24,13 @@ OF_SOME_RELEASES = {
   "dot_product_attention_fp8_fwd_wrapper",
   "dot_product_attention_fwd_wrapper",
   "log2",
+  "mulhi",
   "one_minus_square",
   "polynomial",
   "reduced_vary_cast",
   "relayout",
   "shard_alike",
+  "stage",
   "unreduced_pmax",
   "unreduced_pmin",
   "vary_unreduced_cast",
@@ -200,7 +202,7 @@ def test_every_public_primitive_of_jax_lax_has_a_decision():
     name for name in dir(jax.lax) if name.endswith("_p") and facts(getattr(jax.lax, name)) is not UNKNOWN
   }
   missing = {name for name in dir(jax.lax) if name.endswith("_p")} - known - {"dce_sink_p"}
-  assert len(known) > 150
+  assert len(known) > 140
   assert not missing, f"JAX {jax.__version__} has primitives without a row in _primitive_table.py: {missing}"
 
 

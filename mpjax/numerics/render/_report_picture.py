@@ -105,11 +105,11 @@ def _draw_histograms(
   shares = np.asarray([[tensor["below"], *tensor["counts"]] for tensor in tensors], np.float64).sum(0) / total
 
   there = bins[shares > 0] if shares.any() else np.asarray([-8])
-  left = min(there.min(), -14 if updates else -28) - 1
-  right = max(there.max() + 1 + math.log2(max(scales)), 2 if updates else 22) + 1
+  left = min(float(np.min(there)), -14 if updates else -28) - 1
+  right = max(float(np.max(there)) + 1 + math.log2(max(scales)), 2 if updates else 22) + 1
   panels = figure.subplots(len(scales), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
   for axes, scale in zip(panels, scales, strict=True):
-    axes.set(xlim=(left, right), ylim=(0, 1.25 * max(shares.max(), 1e-9)))
+    axes.set(xlim=(left, right), ylim=(0, 1.25 * max(float(np.max(shares)), 1e-9)))
     _draw_zones(axes, zones, words)
     _draw_bars(axes, bins + math.log2(scale), shares, zones)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
