@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 import mpjax
+from tests.casting._jaxprs import jit
 from tests.loss_scale._deep_chain import (
   DEPTH,
   PARAMS,
@@ -33,9 +34,9 @@ def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient
   grads = jax.jit(jax.grad(scaled_loss), static_argnums=2)(PARAMS, X, jnp.float16)
   assert max(error(grads, TRUTH)) < 0.05
   assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, PARAMS)
+  scaled = jit(jax.grad(lambda p, scale: plain_loss(p, X, jnp.float16) * scale))
   for exponent in range(0, 40, 4):
-    scaled = lambda p: plain_loss(p, X, jnp.float16) * 2.0**exponent
-    single = jax.tree.map(lambda g: g / 2.0**exponent, jax.grad(scaled)(PARAMS))
+    single = jax.tree.map(lambda g: g / 2.0**exponent, scaled(PARAMS, np.float32(2.0**exponent)))
     lost = not single[0]["w"].any()
     assert lost or not mpjax.all_finite(single), exponent
 
@@ -127,7 +128,10 @@ def test_a_convolution():
     h = SCALING.layer(convolve, kernel.swapaxes(2, 3), h)
     return SCALING.finish(h).mean() * 2.0**-16
 
-  half, full = (jax.grad(loss, argnums=(0, 1))(kernel, image, d) for d in (jnp.float16, jnp.float32))
+  half, full = (
+    jit(jax.grad(functools.partial(loss, dtype=d), argnums=(0, 1)))(kernel, image)
+    for d in (jnp.float16, jnp.float32)
+  )
   assert max(error(half, full)) < 0.02
 
 
@@ -194,8 +198,8 @@ def test_the_gradient_of_a_gradient_is_an_ordinary_one():
   penalty = lambda loss, dtype: (
     lambda ps: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(loss)(ps, X, dtype, 1.0)))
   )
-  half = jax.grad(penalty(scaled_loss, jnp.float16))(PARAMS[:3])
-  full = jax.grad(penalty(plain_loss, jnp.float32))(PARAMS[:3])
+  half = jit(jax.grad(penalty(scaled_loss, jnp.float16)))(PARAMS[:3])
+  full = jit(jax.grad(penalty(plain_loss, jnp.float32)))(PARAMS[:3])
   assert max(error(half, full)) < 0.02
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import mpjax
 from mpjax.loss_scale import _layerwise_vjp
+from tests.casting._jaxprs import jit
 from tests.loss_scale._deep_chain import (
   PARAMS,
   SCALING,
@@ -43,16 +44,17 @@ class TestTransforms:
 
   @pytest.mark.parametrize("remat", [False, True])
   def test_a_scan_over_layers_is_the_loop(self, remat):
-    grads = jax.grad(functools.partial(self.scanned_loss, remat=remat))(self.stacked(), X)
-    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *jax.grad(scaled_loss)(PARAMS, X, jnp.float16))
+    grads = jit(jax.grad(functools.partial(self.scanned_loss, remat=remat)))(self.stacked(), X)
+    looped = jit(jax.grad(lambda params: scaled_loss(params, X, jnp.float16)))(PARAMS)
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *looped)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-20), grads, expected)
 
   def test_every_example_of_vmap_has_its_own_scales(self):
     one = lambda x: jax.grad(scaled_loss)(PARAMS, x[None], jnp.float16)
     sizes = jnp.asarray([1.0, 2.0**-3])[:, None]
-    grads = jax.vmap(one)(X[:2] * sizes)
+    grads = jit(jax.vmap(one))(X[:2] * sizes)
     for i in range(2):
-      expected = one(X[i] * sizes[i])
+      expected = jit(one)(X[i] * sizes[i])
       close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-20)
       jax.tree.map(lambda g, e: close(g[i], e), grads, expected)
 
@@ -110,9 +112,10 @@ def test_a_residual_network_with_norms_and_shared_input():
       h = SCALING.apply(lambda a, b: a + attenuate(b), skip, h)
     return jnp.mean((SCALING.finish(h) - Y) ** 2) * 2.0**-12
 
-  expected = jax.grad(plain)(blocks, jnp.float32)
-  assert max(error(jax.grad(scaled)(blocks), expected)) < 0.05
-  assert max(error(jax.grad(plain)(blocks, jnp.float16), expected)) > 0.3
+  full, half = (functools.partial(plain, dtype=dtype) for dtype in (jnp.float32, jnp.float16))
+  expected, ours, unscaled = (jit(jax.grad(loss))(blocks) for loss in (full, scaled, half))
+  assert max(error(ours, expected)) < 0.05
+  assert max(error(unscaled, expected)) > 0.3
 
 
 def test_the_kernel_can_be_named():
@@ -126,12 +129,13 @@ def test_the_kernel_can_be_named():
 def test_an_ensemble_and_per_example_losses_under_vmap():
   """The gradient of a vmap, not only the vmap of a gradient."""
   per_example = lambda params: jax.vmap(lambda x: scaled_loss(params, x[None], jnp.float16))(X).mean()
-  expected = jax.grad(lambda params: jax.vmap(lambda x: plain_loss(params, x[None], jnp.float32))(X).mean())(
-    PARAMS
-  )
-  assert max(error(jax.grad(per_example)(PARAMS), expected)) < 0.08
+  plain = lambda params: jax.vmap(lambda x: plain_loss(params, x[None], jnp.float32))(X).mean()
+  ours, expected = (jit(jax.grad(loss))(PARAMS) for loss in (per_example, plain))
+  assert max(error(ours, expected)) < 0.08
   members = jax.tree.map(lambda p: jnp.stack([p, p * 0.9]), PARAMS)
-  ensemble = lambda loss, dtype: jax.grad(lambda ps: jax.vmap(lambda p: loss(p, X, dtype))(ps).sum())(members)
+  ensemble = lambda loss, dtype: jit(jax.grad(lambda ps: jax.vmap(lambda p: loss(p, X, dtype))(ps).sum()))(
+    members
+  )
   assert max(error(ensemble(scaled_loss, jnp.float16), ensemble(plain_loss, jnp.float32))) < 0.08
 
 
@@ -146,7 +150,10 @@ def test_what_a_function_closes_over_is_unscaled_too():
     h, _ = jax.lax.scan(jax.checkpoint(body), SCALING.start(X, dtype), stacked)
     return jnp.mean((SCALING.finish(h) - Y) ** 2)
 
-  half, full = (jax.grad(loss)(jnp.float32(0.9), jax.random.key(0), d) for d in (jnp.float16, jnp.float32))
+  half, full = (
+    jit(jax.grad(functools.partial(loss, dtype=d)))(jnp.float32(0.9), jax.random.key(0))
+    for d in (jnp.float16, jnp.float32)
+  )
   np.testing.assert_allclose(half, full, rtol=0.01)
 
 
@@ -155,8 +162,9 @@ def test_a_copy_that_nothing_is_made_of():
     first, _, third = SCALING.fork(SCALING.layer(dense, p, SCALING.start(X, jnp.float16)), 3)
     return jnp.mean(SCALING.finish(SCALING.apply(jnp.add, first, third)))
 
-  expected = jax.grad(lambda p: jnp.mean(2 * dense(p, X)))(PARAMS[0])
-  assert error([jax.grad(loss)(PARAMS[0])], [expected])[0] < 0.01
+  plain = lambda p: jnp.mean(2 * dense(p, X))
+  ours, expected = (jit(jax.grad(f))(PARAMS[0]) for f in (loss, plain))
+  assert error([ours], [expected])[0] < 0.01
 
 
 def test_an_empty_batch():
