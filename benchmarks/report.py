@@ -262,6 +262,8 @@ def main() -> None:
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),
+    ("plan_accuracy_h200_jax_0_12", plan_accuracy),
+    ("plan_accuracy_cpu_jax_0_12", plan_accuracy),
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     put(FOLDER.parent / PLACES.get(name, "benchmarks/README.md"), name, table)

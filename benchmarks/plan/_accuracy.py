@@ -1,23 +1,25 @@
-"""How close the analytic plan of memory is to what a target's compiler says, on three models in three sizes.
+"""How close the analytic plan of memory is to what a target's compiler says, on four models in three sizes.
 
-    python scripts/bench.py plan [--target here|v5e|h200|...] [--models gpt,vit,resnet]
+    python scripts/bench.py plan [--target here|v5e|h200|...] [--models gpt,vit,resnet,llama]
       [--sizes small,medium,large] [--policies fp32,bf16] [--json FILE]
 
-The training steps of the configs in configs/, on one device, with overrides that make them larger. Arguments:
-the bytes of weights, optimiser state and batch, padding included, which have to be what the compiler says.
-Outputs: the bytes of the step's results and of the table of pointers to them, likewise. Peak: analytic by
-compiled. Explained: the share of the compiled peak that the plan's parts account for. Exits with status 1 if
-arguments or outputs differ, or less than 90% is explained. Targets other than `here` need the packages that
-`mpjax[plan-tpu]` and `mpjax[plan-cuda]` name, and no such device.
+The training steps of the configs in configs/, on one device, with overrides that make them larger, and a
+step like Llama's. Arguments: the bytes of weights, optimiser state and batch, padding included, which have
+to be what the compiler says. Outputs: the bytes of the step's results and of the table of pointers to them,
+likewise. Peak: analytic by compiled. Explained: the share of the compiled peak that the plan's parts
+account for. Exits with status 1 if arguments or outputs differ, or less than 90% is explained. Targets
+other than `here` need the packages that `mpjax[plan-tpu]` and `mpjax[plan-cuda]` name, and no such device.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 # Read when JAX starts: what is compiled for another device is compiled in a process of its own.
@@ -27,7 +29,9 @@ if "here" not in sys.argv and any(word.startswith("--target") for word in sys.ar
 import jax
 import numpy as np
 
+import mpjax
 from benchmarks._record import origin, write
+from benchmarks.plan._llama import llama_step
 from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing, tiled_bytes
 from mpjax.planner.analytic import table_bytes
 from mpjax.train import Planner, load_config, make_setup
@@ -68,10 +72,9 @@ CASES: dict[tuple[str, str], tuple[str, list[str], int]] = {
 }
 
 
-def result_bytes(config: Any, kind: str) -> int:
+def result_bytes(step: Any, args: tuple[Any, ...], kind: str) -> int:
   """Bytes that a step returns, one by one and with the table of pointers; no batch size changes them."""
-  setup = make_setup(config)
-  results = jax.tree.leaves(jax.eval_shape(setup.step, setup.abstract_state(), next(setup.data.train())))
+  results = jax.tree.leaves(jax.eval_shape(step, *args))
   return sum(_leaf_bytes(leaf, kind) for leaf in results) + table_bytes(len(results), kind)
 
 
@@ -88,25 +91,32 @@ def _leaf_bytes(leaf: Any, kind: str) -> int:
 
 def measure(model: str, size: str, policy: str, target: Target) -> dict[str, Any]:
   """The row of a model, size and policy."""
+  if model == "llama":
+    step, args = llama_step(size, policy)
+    row = {"model": model, "size": size, "policy": policy, "batch": args[1]["tokens"].shape[0]}
+    of = functools.partial(mpjax.plan, step, args, target=target)
+    return row | _measured(of, lambda: result_bytes(step, args, target.kind))
   name, overrides, batch = CASES[model, size]
   given = [*overrides, f"policy={policy}", "mesh.data=1"]
   config = load_config(str(CONFIGS / f"{name}.yaml"), given)
-  row: dict[str, Any] = {
-    "model": model,
-    "size": size,
-    "policy": policy,
-    "batch": batch,
-    "overrides": overrides,
-  }
-  planner = Planner(config, target)
+  row = {"model": model, "size": size, "policy": policy, "batch": batch, "overrides": overrides}
+
+  def results() -> int:
+    setup = make_setup(config)
+    return result_bytes(setup.step, (setup.abstract_state(), next(setup.data.train())), target.kind)
+
+  return row | _measured(functools.partial(Planner(config, target).plan, batch=batch), results)
+
+
+def _measured(plan_of: Callable[..., Plan], results: Callable[[], int]) -> dict[str, Any]:
   start = time.perf_counter()
-  analytic = planner.plan(batch=batch, compile=False)
-  row["analytic_seconds"] = time.perf_counter() - start
+  analytic = plan_of(compile=False)
+  row: dict[str, Any] = {"analytic_seconds": time.perf_counter() - start}
   try:
-    plan = planner.plan(batch=batch, compile=True)
+    plan = plan_of(compile=True)
   except CompileError as error:
     return row | {"error": str(error)}
-  return row | _figures(analytic, plan, result_bytes(config, target.kind))
+  return row | _figures(analytic, plan, results())
 
 
 def _figures(analytic: Plan, plan: Plan, results: int) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def show(row: dict[str, Any]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--target", default="here")
-  parser.add_argument("--models", default="gpt,vit,resnet")
+  parser.add_argument("--models", default="gpt,vit,resnet,llama")
   parser.add_argument("--sizes", default="small,medium,large")
   parser.add_argument("--policies", default="fp32,bf16")
 
