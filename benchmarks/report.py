@@ -140,6 +140,22 @@ def numerics_time(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def gradients(report: dict[str, Any]) -> str:
+  """The error of each weight's gradient, blocks and stages together by their largest."""
+  lines: list[str] = []
+  for config, columns in report["errors"].items():
+    rows: dict[str, list[float]] = {}
+    for i, errors in enumerate(columns.values()):
+      for path, error in errors.items():
+        name = "/".join(part for part in path.split("/") if not part.isdigit() and "block_" not in part)
+        row = rows.setdefault(name, [0.0] * len(columns))
+        row[i] = max(row[i], error)
+    if not lines:
+      lines += [f"| config | gradient | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    lines += [f"| {config} | {name} | {' | '.join(f'{x:.4f}' for x in row)} |" for name, row in rows.items()]
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def plan_accuracy(report: dict[str, Any]) -> str:
   """The analytic peak over the compiled one, and what the compiled one's parts account for."""
   lines = [
@@ -259,6 +275,8 @@ def main() -> None:
     ("numerics_memory_h200", numerics_memory),
     ("numerics_memory_v5e", numerics_memory),
     ("numerics_time_cpu", numerics_time),
+    ("gradients_cpu_jax_0_10", gradients),
+    ("gradients_cpu_jax_0_12", gradients),
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 from jax._src import clusters, distributed, sharding_impls, source_info_util
-from jax._src.interpreters import batching, partial_eval
+from jax._src.interpreters import partial_eval
 from jax.core import AbstractValue, ShapedArray
 from jax.sharding import NamedSharding
 
@@ -144,7 +144,7 @@ def bind_jit(equation: JaxprEqn, operands: list[Any], extra: list[Any], closed: 
 def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, list[Array]]:
   """Traces a function; returns a jaxpr without constants, and what to pass before `operands` in their place.
 
-  Waits for `jax.closure_convert` that gives a jaxpr.
+  Waits for JAX 0.12 as the oldest that is supported: `jax.interpreters.partial_eval` has this from there on.
   """
   closed = jax.make_jaxpr(fun)(*operands)
   return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
@@ -208,7 +208,11 @@ def batched_sharding(sharding: NamedSharding | None, axis_data: Any, axis: int) 
 
   Waits for a documented `axis_data` of batching rules.
   """
-  return None if sharding is None else batching.get_sharding_for_vmap(axis_data, sharding, axis)
+  if sharding is None:
+    return None
+  spec = [*sharding.spec, *[None] * (axis - len(sharding.spec))]
+  spec.insert(axis, axis_data.explicit_mesh_axis)
+  return sharding.update(spec=jax.sharding.PartitionSpec(*spec))
 
 
 def is_explicit(aval: AbstractValue) -> bool:

@@ -105,6 +105,23 @@ def test_gradients_of_shards_are_rounded_once():
     assert relative_error(a, b) < 1.5 * ROUNDING["bfloat16"]  # four parts are added
 
 
+def test_vmap_keeps_explicit_shardings():
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  spec = jax.sharding.PartitionSpec
+
+  def loss(x, w):
+    return jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=spec(None, None, "model")))
+
+  def types(fun):
+    return [jax.typeof(x) for x in jax.jit(jax.grad(lambda *args: jnp.sum(fun(*args)), (0, 1)))(x, w)]
+
+  with jax.set_mesh(mesh):
+    x = jax.device_put(jnp.ones((4, 2, 8, 16)), spec("data"))
+    w = jax.device_put(jnp.ones((16, 8)), spec(None, "model"))
+    rows = jax.vmap(mpjax.autocast(loss, "bf16"), (0, None))
+    assert types(rows) == types(jax.vmap(loss, (0, None)))
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_other_platforms_have_the_products_of_casts_by_hand(platform):
   names = ["dense of rank 3", "attend to a tied embedding", "attention scores", "vmap of weights"]
