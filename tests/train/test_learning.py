@@ -32,7 +32,7 @@ def test_half_precision_ends_where_float32_does(tmp_path):
   summaries = {}
   for name, policy in policies.items():
     out = tmp_path / name.replace(" ", "_")
-    config = [str(ROOT / "configs/gpt_stdlib.yaml"), *shape, "train.steps=150", "train.eval_every=150"]
+    config = [str(ROOT / "configs/gpt_stdlib.yaml"), *shape, "train.steps=300", "train.eval_every=300"]
     assert main(["train", *config, f"policy={policy}", f"out={out}"]) == 0
     summaries[name] = json.loads((out / "summary.json").read_text())
   base = summaries["fp32"]["eval_loss"]
