@@ -155,7 +155,7 @@ def shard_map_like(
 ) -> tuple[Callable[..., Any], int]:
   """Returns `fun` under the same `shard_map` as an equation's, with more operands, and the number of devices.
 
-  Waits for documented parameters of the primitive.
+  Waits for documented parameters of the primitive; JAX 0.10.0 has `manual_axes`.
 
   Args:
     equation: the equation.
@@ -164,14 +164,14 @@ def shard_map_like(
     split: how many have a row for each device, after those.
   """
   p = equation.params
-  axes = tuple(sorted(p["newly_manual_axes"]))
+  axes = tuple(sorted(p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]))
   more = (*(jax.sharding.PartitionSpec(),) * replicated, *(jax.sharding.PartitionSpec(axes),) * split)
   mapped = jax.shard_map(
     fun,
     mesh=p["mesh"],
     in_specs=(*p["in_specs"], *more),
     out_specs=tuple(p["out_specs"]),
-    axis_names=set(p["newly_manual_axes"]),
+    axis_names=set(axes),
     check_vma=p["check_vma"],
   )
   return mapped, math.prod(p["mesh"].shape[axis] for axis in axes)

@@ -16,6 +16,19 @@ import mpjax
 from tests.casting._jaxprs import trace_together, walk
 
 Function = Callable[..., Any]
+# Of jax.scipy.special and optax.losses.
+OF_SOME_RELEASES = frozenset(
+  [
+    "binary_dice_loss",
+    "boxcox",
+    "boxcox1p",
+    "dawsn",
+    "dice_loss",
+    "erfcx",
+    "generalized_kl_divergence",
+    "multiclass_generalized_dice_loss",
+  ]
+)
 # About ten unit roundoffs.
 TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
 
@@ -46,6 +59,13 @@ def case(fun: Function, *args: Any, **options: Any) -> Case:
     return cast(lambda *args: {"direct": fun(*args), "after_product": fun(*jax.tree.map(product, args))})
 
   return Case(build, args, **options)
+
+
+def each(module: Any, names: str, *args: Any, **options: Any) -> dict[str, Case]:
+  """A case for each function of a module, of those that only some releases have where this one has it."""
+  call = lambda name: lambda *args: getattr(module, name)(*args)
+  there = [name for name in names.split() if hasattr(module, name) or name not in OF_SOME_RELEASES]
+  return {name: case(call(name), *args, **options) for name in there}
 
 
 def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:

@@ -14,7 +14,7 @@ from jax import lax, nn
 from optax import losses
 
 import mpjax
-from tests.casting._conformance import Case, case, check, exact, normal, uniform
+from tests.casting._conformance import case, check, each, exact, normal, uniform
 
 X = normal(3, 8)
 Y = normal(3, 8, seed=1)
@@ -25,11 +25,6 @@ LOG = exact(np.log(PROBABILITIES))
 MASK = np.arange(24).reshape(3, 8) % 3 != 0
 LABELS = np.array([1, 7, 0])
 QKV = [normal(2, 4, 2, 8, seed=i) for i in range(3)]  # [B, T, N, H]
-
-
-def each(module: Any, names: str, *args: Any, **options: Any) -> dict[str, Case]:
-  call = lambda name: lambda *args: getattr(module, name)(*args)
-  return {name: case(call(name), *args, **options) for name in names.split()}
 
 
 NN = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from jax.scipy import special, stats
 
-from tests.casting._conformance import Case, case, check, exact, normal, uniform
+from tests.casting._conformance import case, check, each, exact, normal, uniform
 
 X = normal(3, 8)
 Y = normal(3, 8, seed=1)
@@ -26,11 +24,6 @@ MATRIX = exact(normal(4, 4) + 4 * np.eye(4))
 SYMMETRIC = exact(MATRIX @ MATRIX.T)
 VECTORS = normal(4, 2, seed=2)
 FLAT = X.ravel()
-
-
-def each(module: Any, names: str, *args: Any, **options: Any) -> dict[str, Case]:
-  call = lambda name: lambda *args: getattr(module, name)(*args)
-  return {name: case(call(name), *args, **options) for name in names.split()}
 
 
 NUMPY = {
