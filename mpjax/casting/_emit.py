@@ -20,7 +20,7 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._half_products import as_half_product, as_product
 from mpjax.casting._higher_order import RULES
-from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable
+from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import as_traced, call_kind, is_variable, last_reads, shape_of
@@ -97,7 +97,8 @@ class Emitter:
       values.write(variable, value)
     for unit, expired in zip(plan.units, _expired(plan), strict=True):
       if isinstance(unit, Island):
-        self._emit_island(unit, values)
+        with in_mesh_of(unit.outputs[0][0].aval):
+          self._emit_island(unit, values)
       else:
         self._emit(unit, values)
       values.free(expired)
@@ -238,8 +239,9 @@ def _before_cast(values: _Environment, atom: Atom, node: Node) -> Array:
 
 
 def _narrow(x: Array, dtype: np.dtype, wide: bool) -> Array:
-  if wide and dtype.itemsize < 4:
-    # A mask of -1e9 is as good at -65504, and -inf minus -inf is not a number.
-    largest = float(jnp.finfo(dtype).max)
-    x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
-  return jax.lax.convert_element_type(x, dtype)
+  with in_mesh_of(jax.typeof(x)):
+    if wide and dtype.itemsize < 4:
+      # A mask of -1e9 is as good at -65504, and -inf minus -inf is not a number.
+      largest = float(jnp.finfo(dtype).max)
+      x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+    return jax.lax.convert_element_type(x, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Collection, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import AbstractValue
+from jax.core import AbstractValue, ShapedArray
 
 from mpjax._types import Array, ArrayLike, Atom
 from mpjax.jaxpr import shape_of
@@ -245,4 +246,17 @@ def as_held(x: Array, held: Held) -> Array:
   """Casts an array to the dtype that a value is held in."""
   if held.kind is Kind.FIXED or x.dtype == held.dtype:
     return x
-  return jax.lax.convert_element_type(x, held.dtype)
+  with in_mesh_of(jax.typeof(x)):
+    return jax.lax.convert_element_type(x, held.dtype)
+
+
+def in_mesh_of(aval: AbstractValue) -> contextlib.AbstractContextManager[object]:
+  """Enters the mesh of an array's type, where another is set: `auto_axes` gives its own.
+
+  Args:
+    aval: the type of an array, as `jax.typeof` gives it.
+  """
+  mesh, around = cast(ShapedArray, aval).sharding.mesh, jax.sharding.get_abstract_mesh()
+  if mesh.empty or around.empty or mesh == around:
+    return contextlib.nullcontext()
+  return jax.sharding.use_abstract_mesh(mesh)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from mpjax._tree import cast_like
 from mpjax._types import ClosedJaxpr, JaxprEqn, Var
@@ -40,7 +41,7 @@ def apply_if(
       before, so that it does so once.
 
   Returns:
-    Updates, and the state in the dtypes of `old_state`.
+    Updates, and the state in the dtypes of `old_state`, on explicit mesh axes with its shardings.
 
   Raises:
     ValueError: if `update` changes the structure of the state.
@@ -49,9 +50,19 @@ def apply_if(
   if traced is not None:
     return _select_where_defined(finite, traced, old_state, branch_on_cpu)
   updates, new_state = update()
-  select = lambda new, old: jnp.where(finite, new, old) if _is_array(new) else new
+  select = lambda new, old: keep_if(finite, new, old) if _is_array(new) else new
   zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _is_array(u) else u), updates)
   return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
+
+
+def keep_if(
+  finite: Bool[Array, ""], new: Shaped[Array, "*shape"], old: Shaped[Array, "*shape"]
+) -> Shaped[Array, "*shape"]:
+  """Returns `new` where `finite`, else `old`; divided over explicit mesh axes as `old` is."""
+  sharding = jax.typeof(old).sharding
+  if AxisType.Explicit in sharding.mesh.axis_types and jax.typeof(new).sharding != sharding:
+    new = jax.sharding.reshard(new, sharding)
+  return jnp.where(finite, new, old)
 
 
 class _Traced(NamedTuple):
@@ -128,12 +139,12 @@ def _by_selects(
 
   def select_at_definition(equation: JaxprEqn, operands: list[Array]) -> list[Array]:
     made = zip(equation.outvars, bind_again(equation, operands), strict=True)
-    return [jnp.where(finite, value, selected[v]) if v in selected else value for v, value in made]
+    return [keep_if(finite, value, selected[v]) if v in selected else value for v, value in made]
 
   values = interpret(program, (), select_at_definition)
   zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
   kept = [
-    value if is_variable(atom) and selected.get(atom) is old else jnp.where(finite, value, old)
+    value if is_variable(atom) and selected.get(atom) is old else keep_if(finite, value, old)
     for atom, value, old in zip(state_atoms, values[cut:], old_arrays, strict=True)
   ]
   return [*zeroed, *kept]

@@ -8,6 +8,8 @@ from mpjax.sharding._mesh import (
   batch_shards,
   batch_spec,
   check_mesh,
+  is_explicit,
+  with_axis_types,
 )
 from mpjax.sharding._sharding_rules import (
   Dims,
@@ -31,7 +33,9 @@ __all__ = [
   "batch_spec",
   "check_mesh",
   "dimension_over",
+  "is_explicit",
   "is_spec",
   "keep_axes",
   "specs_like",
+  "with_axis_types",
 ]

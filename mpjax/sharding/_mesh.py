@@ -39,12 +39,21 @@ def check_mesh(mesh: object) -> Mesh:
       f"mesh axis {unknown[0]!r}: expected axes among {', '.join(AXES)}: rows of the batch are divided over "
       "data and fsdp, parameters over fsdp and tensor"
     )
-  automatic = (AxisType.Auto,) * len(mesh.axis_names)
-  if mesh.axis_types == automatic:
+  return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
+
+
+def with_axis_types(mesh: Mesh, types: tuple[AxisType, ...]) -> Mesh:
+  """Returns the same mesh with other types of its axes."""
+  if mesh.axis_types == types:
     return mesh
   if isinstance(mesh, jax.sharding.Mesh):
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
-  return mesh.update(axis_types=automatic)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+  return mesh.update(axis_types=types)
+
+
+def is_explicit(mesh: Mesh) -> bool:
+  """Returns whether types of arrays say how they are divided over some of the axes."""
+  return AxisType.Explicit in mesh.axis_types
 
 
 def axes_of_batch(mesh: Mesh) -> tuple[str, ...]:

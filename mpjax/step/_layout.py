@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,10 +18,14 @@ from mpjax.sharding import (
   batch_shards,
   batch_spec,
   check_mesh,
+  is_explicit,
   is_spec,
   specs_like,
+  with_axis_types,
 )
 from mpjax.step._train_state import TrainState
+
+_Out = TypeVar("_Out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Layout:
   @property
   def batch_sharding(self) -> NamedSharding:
     """Returns where a batch lies: its rows over the devices."""
-    return NamedSharding(self.mesh, batch_spec(self.mesh))
+    return NamedSharding(self._typed_mesh(), batch_spec(self.mesh))
 
   def specs(self, params: PyTree) -> PyTree[PartitionSpec]:
     """Returns a `PartitionSpec` for each parameter (arrays or shapes)."""
@@ -54,7 +59,8 @@ class Layout:
     specs = self.specs(state.params)
     whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
     laid = whole.replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs))
-    placed: TrainState = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), laid, is_leaf=is_spec)
+    mesh = self._typed_mesh()
+    placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed
 
   def place(self, state: TrainState) -> TrainState:
@@ -65,7 +71,30 @@ class Layout:
 
   def keep(self, state: TrainState) -> TrainState:
     """Holds a state to where it lies; inside `jit`."""
+    if is_explicit(self._typed_mesh()):
+      kept: TrainState = jax.sharding.reshard(state, self.shardings(state))
+      return kept
     return jax.lax.with_sharding_constraint(state, self.shardings(state))
+
+  def run(self, fun: Callable[..., _Out], state: TrainState, batch: PyTree, out: PyTree) -> _Out:
+    """Calls `fun(state, batch)` on axes that the compiler divides, also where those round it are explicit.
+
+    Args:
+      fun: what a step computes.
+      state: a state.
+      batch: a batch.
+      out: where the results lie; a prefix of their tree, of specs or shardings.
+    """
+    if is_explicit(self._typed_mesh()):
+      fun = jax.sharding.auto_axes(fun, out_sharding=out)
+    return fun(state, batch)
+
+  def _typed_mesh(self) -> Mesh:
+    """Returns the mesh, with the explicit axes that it has where `jax.set_mesh` has set it."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.shape != self.mesh.shape or not is_explicit(around):
+      return self.mesh
+    return with_axis_types(self.mesh, around.axis_types)
 
   def check_batch(self, batch: PyTree, accumulate: int) -> None:
     """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""

@@ -7,12 +7,14 @@ function is the user's, and so is the model: a parameter tree, linen variables o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Float32
 
 from mpjax._lazy import nnx
@@ -24,6 +26,7 @@ from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import apply_updates, get_loss_scale
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, show
+from mpjax.loss_scale._skip import keep_if
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
@@ -196,10 +199,11 @@ class TrainStep:
     else:
       require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
     require_differentiable(params)
-    params = self.policy.cast_to_param(params)
+    # Owned first: of weakly typed arrays an optimiser's zeros would not be divided as they are.
+    params = _owned(self.policy.cast_to_param(params))
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
-      params=_owned(params),
+      params=params,
       model_state=_owned({} if model_state is None else model_state),
       opt_state=_owned(self.tx.init(params)),
       rng=None if rng is None else jnp.copy(rng),
@@ -287,6 +291,12 @@ class TrainStep:
 
   def loss_and_gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     """Computes what `gradients` returns; not jitted, to be traced."""
+    if self.layout is None:
+      return self._gradients(state, batch)
+    out = (PartitionSpec(), self.layout.shardings(state).params)
+    return self.layout.run(self._gradients, state, batch, out)
+
+  def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     out = self._gradient_pass(state, batch)
     scaler = find_scaler(state.opt_state)
     if scaler is None:
@@ -347,12 +357,17 @@ class TrainStep:
 
   def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     """Takes a training step; this is what is jitted."""
+    if self.layout is None:
+      return self._update(state, batch)
+    return self.layout.run(self._update, state, batch, (self.layout.shardings(state), PartitionSpec()))
+
+  def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
     if scaler is not None:
-      keep = lambda new, old: jnp.where(scaler.grads_finite, new, old)
+      keep = functools.partial(keep_if, scaler.grads_finite)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
       # The next step's gradients are those of a loss that is scaled by more: their amaxes will be, too.
