@@ -158,9 +158,8 @@ def test_types_of_results_are_those_without_autocast(name, policy):
     expected = types(jax.value_and_grad(fun), *args)
     for order, run in both_orders(fun, policy).items():
       assert types(run, *args) == expected, order
-    for recompute in ("dots", "nothing"):
-      run = jax.value_and_grad(mpjax.autocast(fun, policy, recompute=recompute))
-      assert types(run, *args) == expected, recompute
+    dots = mpjax.autocast(fun, policy, recompute="dots")
+    assert types(jax.value_and_grad(dots), *args) == expected
 
 
 @functools.cache
