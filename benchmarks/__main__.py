@@ -22,6 +22,7 @@ SUITES = {
   "quality": ("evaluation loss by policy over several seeds", "quality._suite"),
   "gpu": ("speed and memory on a GPU, beside PyTorch", "gpu._suite"),
   "autocast": ("autocast beside casts by hand: compiled memory, tracing time", "autocast._suite"),
+  "losses": ("losses and masks beside casts by hand: compiled memory", "losses._suite"),
   "loss_scale": ("what a loss scale costs in a compiled program", "loss_scale._suite"),
   "fp8": ("which matrix products are FP8 GEMMs when compiled for an H200", "fp8._suite"),
   "layerwise": ("a deep float16 network that only layer-wise scales train", "layerwise._suite"),

@@ -84,6 +84,20 @@ def autocast_memory(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def losses(report: dict[str, Any]) -> str:
+  """Temporary memory, and bytes accessed where the compiler says them, of losses and masks."""
+  lines = ["| gradient of a loss with | float32 | by hand | autocast | beside by hand |", "|---" * 5 + "|"]
+  for case, rows in report["cases"].items():
+    cells = [f"{row['temp_bytes'] / 1e6:.0f} MB" for row in rows.values()]
+    accessed = [row["bytes_accessed"] / 1e9 for row in rows.values()]
+    if all(accessed):
+      cells = [f"{cell}, {size:.2f} GB" for cell, size in zip(cells, accessed, strict=True)]
+    ratio = rows["autocast"]["temp_bytes"] / rows["hand"]["temp_bytes"]
+    cells.append(f"{ratio:.3f}" + (f", {accessed[2] / accessed[1]:.3f}" if all(accessed) else ""))
+    lines.append(f"| {case} | " + " | ".join(cells) + " |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def autocast_trace(report: dict[str, Any]) -> str:
   """Seconds of tracing, lowering and compiling, and their ratios to the plain function's."""
   phases = ("trace", "lower", "compile", "total")
@@ -267,6 +281,8 @@ def main() -> None:
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),
     ("autocast_trace_h200", autocast_trace),
+    ("losses_h200", losses),
+    ("losses_tpu_v5e", losses),
     ("fp8_h200_triton", fp8_compiled),
     ("fp8_h200_cublas", fp8_compiled),
     ("fp8_h200_saved_compute", fp8_compiled),

@@ -142,12 +142,18 @@ class Island:
     nodes: a convex set of equations, in the order of the program.
     inputs: (variable, dtype) of what it reads.
     outputs: (variable, dtype) of what is used outside.
+    copies: equations before it that it carries out itself, rather than read their results: a one-hot of
+      labels, a mask of positions, whatever is cheap and larger than what it is made of.
+    fenced: whether the backward pass reads through an optimisation barrier: no compiler then finds the inside
+      equal to the forward pass's, and keeps that in memory.
     saved: the FP8 format in which half-precision inputs are kept for the backward pass; `None`: as they are.
   """
 
   nodes: tuple[Node, ...]
   inputs: tuple[tuple[Var, np.dtype], ...]
   outputs: tuple[tuple[Var, np.dtype], ...]
+  copies: tuple[Node, ...] = ()
+  fenced: bool = True
   saved: np.dtype | None = None
 
 

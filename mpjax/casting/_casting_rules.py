@@ -18,6 +18,7 @@ from mpjax.patterns import component_regex
 from mpjax.policy import Policy
 
 RECOMPUTE = ("islands", "dots", "nothing")
+_DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class CastingRules:
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     recompute: what the backward pass computes again, of `RECOMPUTE`.
     islands: whether there are islands: not inside a checkpoint of the user's.
+    ends_in_loss: whether the program returns a scalar; what comes after any other is not known.
     enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
@@ -40,6 +42,7 @@ class CastingRules:
   accum_dtype: np.dtype | None
   recompute: str = "islands"
   islands: bool = True
+  ends_in_loss: bool = False
   enter_all: bool = False
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
@@ -109,6 +112,12 @@ class CastingRules:
       inside = set().union(*(self.contents(body) for body in bodies_of(equation)))
     plain = (p for p in inside if self.list_of(p) != "call")
     return all(facts(p).recompute for p in plain) and not equation.effects
+
+  def is_cheap(self, equation: JaxprEqn) -> bool:
+    """Returns whether to compute an equation again costs no more than to read its result."""
+    plain = [p for p in self.primitives([equation]) if self.list_of(p) != "call"]
+    dear = any(self.list_of(p) == "deny" or facts(p).traits & _DEAR for p in plain)
+    return self.may_recompute(equation) and not dear
 
   def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
     """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""

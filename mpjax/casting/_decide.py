@@ -77,7 +77,7 @@ def decide(
     wanted: for each output, the half dtype that its only readers want, or `None`.
     full_outputs: whether what it returns is read in float32.
     tangents: how many of its last inputs are tangents, in which it has to stay linear.
-    roles: of its products, if some may be FP8.
+    roles: of its products; `None` where they are not known.
     sites: the names that products outside it have taken, if it is a body.
   """
   sites = sites or _fp8_products.Sites()

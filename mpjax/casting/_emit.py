@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import DropVar
+from jax.core import AbstractValue
+from jax.extend.core import DropVar, Primitive
 
 from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
@@ -20,6 +21,7 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._half_products import as_half_product, as_product
 from mpjax.casting._higher_order import RULES
+from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
@@ -151,9 +153,12 @@ class Emitter:
       products = {
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       }
-      save = as_product(lambda primitive, *_, **__: primitive in products)
+
+      def is_saved(primitive: Primitive, *operands: AbstractValue, **parameters: Any) -> bool:
+        return primitive in products or is_statistic(primitive, operands, parameters)
+
       inside = lambda *arrays: self._inside(island, values, arrays)
-      out = jax.checkpoint(inside, policy=save if products else None)(*operands)
+      out = jax.checkpoint(inside, policy=as_product(is_saved), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
       values.write(variable, value)
 
@@ -177,6 +182,8 @@ class Emitter:
     local = _Environment(values.held)
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
+    for node in island.copies:
+      Emitter(self.side, None)._emit(node, local)  # a tap has seen it once
     for node in island.nodes:
       self._emit(node, local)
     return [local.read(v, dtype) for v, dtype in island.outputs]
@@ -224,7 +231,7 @@ class _Environment:
 
 def _expired(plan: CastPlan) -> list[list[Var]]:
   """Returns, for each unit of a plan, the variables that nothing reads after it."""
-  groups = [unit.nodes if isinstance(unit, Island) else (unit,) for unit in plan.units]
+  groups = [(*unit.copies, *unit.nodes) if isinstance(unit, Island) else (unit,) for unit in plan.units]
   return last_reads([[a for n in nodes for a in n.equation.invars] for nodes in groups], plan.jaxpr.outvars)
 
 

@@ -17,6 +17,7 @@ from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.casting._higher_order import LOOPS
+from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import Kind, castable
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
@@ -79,8 +80,13 @@ class ExplainedIsland:
     number: as `island` of its operations has it.
     path: module path.
     operations: names of the JAX primitives that are computed again.
-    kept_bytes: of what it reads, which the backward pass keeps in half precision; all repetitions.
+    copied: names of those before it that it carries out itself, since their results take more memory than
+      what they are made of: a one-hot, a mask of positions.
+    kept_bytes: of what it reads, which the backward pass keeps in half precision, and of its statistics of
+      rows, which it keeps in float32; all repetitions.
     recomputed_bytes: of the float32 results inside, which are not kept but computed again; all repetitions.
+    fenced_bytes: of what the backward pass reads through an optimisation barrier, so that a compiler does
+      compute it again; all repetitions. 0 where the backward pass follows at once, as in a loss.
     kept_in: `float8` where half-precision inputs are kept in FP8; else empty.
     times: how often it runs.
   """
@@ -88,8 +94,10 @@ class ExplainedIsland:
   number: int
   path: str
   operations: tuple[str, ...]
+  copied: tuple[str, ...]
   kept_bytes: int
   recomputed_bytes: int
+  fenced_bytes: int
   kept_in: str
   times: int
 
@@ -178,12 +186,13 @@ class Explanation:
     return _reasons("in float32", (row for row in self.rows if row.after == row.before == "float32"))
 
   def _islands(self) -> str:
-    head = ("islands", "computed again", "kept", "recomputed")
+    head = ("islands", "computed again", "kept", "recomputed", "behind a barrier")
     lines = []
     for island in self.islands:
       kept = bytes_text(island.kept_bytes) + (f" in {island.kept_in}" if island.kept_in else "")
-      names = _counted(island.operations, most=5)
-      lines.append((island.path or "(no module)", names, kept, bytes_text(island.recomputed_bytes)))
+      names = _counted([*island.copied, *island.operations], most=5)
+      sizes = kept, bytes_text(island.recomputed_bytes), bytes_text(island.fenced_bytes)
+      lines.append((island.path or "(no module)", names, *sizes))
     return _table(head, lines) if lines else ""
 
   def _carries(self) -> str:
@@ -325,17 +334,23 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
   again = [node for node in island.nodes if node.listed != "allow"]
   # What the products at its end read besides is kept with or without the island.
   read = {v for node in again for v in variables_of(node.equation.invars)}
+  read |= {v for node in island.copies for v in variables_of(node.equation.invars)}
   kept = 0
   for variable, dtype in island.inputs:
     narrow = island.saved is not None and plan.held[variable].kind is Kind.HALF
-    kept += _bytes(variable, island.saved if narrow else dtype) if variable in read else 0
+    size = _bytes(variable, island.saved if narrow else dtype) if variable in read else 0
+    kept += size
+  fenced = kept if island.fenced and island.saved is None else 0
+  kept += sum(statistics_bytes(node.equation) for node in again) if island.saved is None else 0
   inside = sum(_bytes(v, dtype_of(v)) for node in again for v in node.equation.outvars)
   return ExplainedIsland(
     number=number,
     path=island.nodes[0].path,
     operations=tuple(_name(node.equation) for node in again),
+    copied=tuple(_name(node.equation) for node in island.copies),
     kept_bytes=times * kept,
     recomputed_bytes=times * inside,
+    fenced_bytes=times * fenced,
     kept_in="float8" if island.saved is not None else "",
     times=times,
   )

@@ -9,17 +9,32 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from jax.core import AbstractValue
+from jax.extend.core import Primitive
 
-from mpjax._types import Jaxpr, Var
+from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._copies import Copies, held_dtype
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.jaxpr import CallKind, Trait, call_kind, dtype_of, has, is_variable, variables_of
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  bodies_of,
+  call_kind,
+  dtype_of,
+  facts,
+  has,
+  is_variable,
+  open_jaxpr,
+  variables_of,
+)
 
 
 def pull_in(
@@ -118,7 +133,7 @@ def in_units(
     held: how each variable is held.
     outs: how each output is held.
     rules: what decides.
-    roles: of the program's products, if some may be FP8.
+    roles: of the program's products; `None` where they are not known.
   """
   if not rules.islands:
     return tuple(nodes)
@@ -126,7 +141,7 @@ def in_units(
     _in_float32(node) and rules.may_recompute(node.equation) and rules.computes_again(node.path)
     for node in nodes
   ]
-  return _Grouping(nodes, jaxpr, held, outs, inside).units(rules, roles)
+  return _Grouping(nodes, jaxpr, held, outs, inside, rules, roles).units()
 
 
 def _in_float32(node: Node) -> bool:
@@ -149,12 +164,16 @@ class _Grouping:
     held: Mapping[Var, Held],
     outs: Sequence[Held],
     inside: list[bool],
+    rules: CastingRules,
+    roles: ProductRoles | None,
   ):
     self.nodes = nodes
     self.jaxpr = jaxpr
     self.held = held
     self.outs = outs
     self.inside = inside
+    self.rules = rules
+    self.roles = roles
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
     self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
@@ -163,23 +182,52 @@ class _Grouping:
         if is_variable(a):
           self.readers.setdefault(a, []).append((i, dtype))
 
-  def units(self, rules: CastingRules, roles: ProductRoles | None) -> tuple[Node | Island, ...]:
-    islands = []
-    for members in self._groups():
-      island = self._island(members)
-      if self._pays(island):
-        saved = _saved_dtype(island, rules, roles)
-        islands.append((members, dataclasses.replace(island, saved=saved)))
-    return self._ordered(islands)
+  def units(self) -> tuple[Node | Island, ...]:
+    found = [(members, self._island(members)) for members in self._groups()]
+    found = [(members, island) for members, island in found if self._pays(island)]
+    taken = {i for members, _ in found for i in members}
+    cheap = [
+      i not in taken and not _is_product(node) and self.rules.is_cheap(node.equation)
+      for i, node in enumerate(self.nodes)
+    ]
+    copies = Copies(self.nodes, cheap, self.held)
+    return self._ordered([(members, self._finished(island, copies)) for members, island in found])
+
+  def _finished(self, island: Island, copies: Copies) -> Island:
+    """Returns an island with what is copied into it, fenced off and saved in FP8."""
+    copied, inputs = copies.instead_of([v for v, _ in island.inputs])
+    island = dataclasses.replace(island, copies=copied, inputs=inputs)
+    # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time.
+    fenced = self._followed(v for v, _ in island.outputs)
+    saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
+    return dataclasses.replace(island, fenced=fenced, saved=saved)
+
+  def _before_the_last_product(self, island: Island) -> bool:
+    """Returns whether a product comes after that which reads what leaves an island."""
+    if self.roles is None:
+      return False
+    made = [v for v, _ in island.outputs]
+    if not any(map(_is_product, island.nodes)):
+      made = [v for u in made for i, _ in self.readers.get(u, ()) for v in self.nodes[i].equation.outvars]
+    return any(v in self.roles.reaching for v in made)
+
+  def _followed(self, variables: Iterable[Var]) -> bool:
+    """Returns whether a matrix product comes after some variables, anywhere in the whole program, or may."""
+    if self.roles is None or not self.rules.ends_in_loss:
+      return True
+    return any(v in self.roles.reaching for v in variables)
 
   def _groups(self) -> list[list[int]]:
     """Returns connected equations of one level, and the products that read them.
+
+    Not the last product, whose result is the largest array of a language model: the gradient of an island's
+    result crosses a barrier, and what does has to exist in memory.
 
     Whatever leaves an island raises the level, a product's result too, so that no path returns to one.
     """
     inside, reads = self.inside, self.reads
     ends = [
-      _is_product(node) and any(inside[j] for j in before)
+      _is_product(node) and any(inside[j] for j in before) and self._followed(node.equation.outvars)
       for node, before in zip(self.nodes, reads, strict=True)
     ]
     level = [0] * len(reads)
@@ -208,12 +256,8 @@ class _Grouping:
   def _island(self, members: list[int]) -> Island:
     nodes = tuple(self.nodes[i] for i in members)
     own = {v for node in nodes for v in node.equation.outvars}
-    inputs = {
-      a: self.held[a].dtype if castable(a.aval) else dtype_of(a)
-      for node in nodes
-      for a in variables_of(node.equation.invars)
-      if a not in own
-    }
+    read = dict.fromkeys(a for node in nodes for a in variables_of(node.equation.invars) if a not in own)
+    inputs = {a: held_dtype(a, self.held) for a in read}
     outputs: dict[tuple[Var, np.dtype], None] = {}
     within = set(members)
     for node in nodes:
@@ -291,15 +335,34 @@ class _Grouping:
     return tuple(ordered)
 
 
-def _saved_dtype(island: Island, rules: CastingRules, roles: ProductRoles | None) -> np.dtype | None:
-  """Returns the FP8 format in which what an island reads is kept; `None`: in half precision.
+def is_statistic(
+  primitive: Primitive, operands: Sequence[AbstractValue], parameters: Mapping[str, Any]
+) -> bool:
+  """Returns whether an equation makes one number of each row, of at least 16: an island saves those numbers.
 
-  Not before the loss, nor where there is an exponential: a rounding error there is one of the exponent.
+  The backward pass reads the rows once then, as a fused norm or attention does, and not once for each.
+  """
+  if not facts(primitive).traits & Trait.STORES_RESULT or "axes" not in parameters:
+    return False
+  shape = getattr(operands[0], "shape", ())
+  return math.prod(d if isinstance(d, int) else 1024 for d in (shape[i] for i in parameters["axes"])) >= 16
+
+
+def statistics_bytes(equation: JaxprEqn) -> int:
+  """Returns the bytes of the statistics that an island saves of an equation, and of its bodies'."""
+  if is_statistic(equation.primitive, [a.aval for a in equation.invars], equation.params):
+    return sum(4 * size(v) for v in equation.outvars)
+  return sum(statistics_bytes(inner) for body in bodies_of(equation) for inner in open_jaxpr(body).eqns)
+
+
+def _saved_dtype(island: Island, rules: CastingRules) -> np.dtype | None:
+  """Returns the FP8 format in which what an island reads may be kept; `None`: in half precision.
+
+  Not where there is an exponential: a rounding error there is one of the exponent.
   """
   recipe = rules.overrides.recipe_at(island.nodes[0].path)
-  if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe) or not roles:
+  if recipe is None or recipe.saved_activations != "fp8" or not _fp8_products.works(recipe):
     return None
   inside = rules.primitives([node.equation for node in island.nodes])
   exponential = any(has(primitive, Trait.EXPONENTIAL) for primitive in inside)
-  followed = any(v in roles.reaching for v, _ in island.outputs)
-  return recipe.forward if followed and not exponential else None
+  return None if exponential else recipe.forward

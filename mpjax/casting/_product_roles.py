@@ -168,7 +168,7 @@ class ProductRoles:
     ]
     if self._rules.list_of(equation.primitive) == "call":
       outs = self._call(equation, facts) or outs
-    elif is_layer(equation, self._rules):
+    elif len(facts) > 1 and is_layer(equation, self._rules):  # a user may allow an operation of one operand
       lhs, rhs = facts[:2]
       self.products[id(equation)] = ProductRole(
         active=(lhs.active, rhs.active),

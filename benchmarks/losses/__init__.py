@@ -1,0 +1,1 @@
+"""Losses and masks under autocast, beside casts by hand."""
