@@ -33,6 +33,7 @@ class CastingRules:
     recompute: what the backward pass computes again, of `RECOMPUTE`.
     islands: whether there are islands: not inside a checkpoint of the user's.
     ends_in_loss: whether the program returns a scalar; what comes after any other is not known.
+    in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
     enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
@@ -43,6 +44,7 @@ class CastingRules:
   recompute: str = "islands"
   islands: bool = True
   ends_in_loss: bool = False
+  in_loop: bool = False
   enter_all: bool = False
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)

@@ -333,6 +333,8 @@ class _Bodies:
       rules = dataclasses.replace(rules, islands=False)
     inner = None
     kind = call_kind(self.equation)
+    if kind is CallKind.SCAN and self.equation.params["length"] > self.equation.params["unroll"]:
+      rules = dataclasses.replace(rules, in_loop=True)
     if roles is not None and kind is not None and kind.is_plain:  # a derivative rule is a program of its own
       inner = roles.inner.get(id(self.equation), {}).get(id(open_jaxpr(jaxpr)))
     return decide(

@@ -197,8 +197,9 @@ class _Grouping:
     """Returns an island with what is copied into it, fenced off and saved in FP8."""
     copied, inputs = copies.instead_of([v for v, _ in island.inputs])
     island = dataclasses.replace(island, copies=copied, inputs=inputs)
-    # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time.
-    fenced = self._followed(v for v, _ in island.outputs)
+    # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time; from one
+    # loop to another it keeps nothing but what it is told to.
+    fenced = not self.rules.in_loop and self._followed(v for v, _ in island.outputs)
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
     return dataclasses.replace(island, fenced=fenced, saved=saved)
 

@@ -150,6 +150,20 @@ def test_an_island_between_products_is_fenced():
   assert f"{ROWS}x{TOKENS}x{D}xbf16" in kinds
 
 
+@pytest.mark.parametrize(("unroll", "barrier"), [(1, False), (2, False), (True, True)])
+def test_in_a_loop_nothing_is_fenced_unless_it_is_unrolled(unroll, barrier):
+  """Its backward pass is a loop of its own: nothing in it can be found equal to the forward pass's."""
+
+  def f(params, x):
+    layer = lambda x, w: (jax.nn.gelu(x @ w) @ w, None)
+    return (jax.lax.scan(layer, x, params, unroll=unroll)[0] ** 2).sum()
+
+  params = jnp.stack([PARAMS["up"]] * 4)
+  (island,) = (i for i in mpjax.explain(f, "bf16")(params, X).islands if "tanh" in i.operations)
+  assert (island.fenced_bytes > 0) == barrier
+  assert bool(barriers(jax.grad(mpjax.autocast(f, "bf16")), params, X)) == barrier
+
+
 def test_all_are_fenced_in_a_function_that_returns_no_loss():
   """What comes after it is not known: it may be the next layer."""
   layer = lambda p, x: jax.nn.softmax(x @ p["up"])
