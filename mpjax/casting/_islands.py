@@ -291,6 +291,8 @@ class _Grouping:
     # What the products at its end read besides is saved with or without the island.
     read = {a for node in nodes for a in variables_of(node.equation.invars)}
     half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
+    if not half and all(self.rules.is_cheap(node.equation) for node in nodes):
+      return False  # one-hots and their products: whoever reads them may make them
     # Before the first product nothing is half yet: an embedding and the norm after it.
     half = half or max(
       (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
