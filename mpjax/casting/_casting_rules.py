@@ -32,8 +32,8 @@ class CastingRules:
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     recompute: what the backward pass computes again, of `RECOMPUTE`.
     islands: whether there are islands: not inside a checkpoint of the user's.
-    ends_in_loss: whether the program returns a scalar; what comes after any other is not known.
     in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
+    copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
     enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
@@ -43,8 +43,8 @@ class CastingRules:
   accum_dtype: np.dtype | None
   recompute: str = "islands"
   islands: bool = True
-  ends_in_loss: bool = False
   in_loop: bool = False
+  copies: bool = True
   enter_all: bool = False
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
@@ -115,11 +115,16 @@ class CastingRules:
     plain = (p for p in inside if self.list_of(p) != "call")
     return all(facts(p).recompute for p in plain) and not equation.effects
 
-  def is_cheap(self, equation: JaxprEqn) -> bool:
-    """Returns whether to compute an equation again costs no more than to read its result."""
-    plain = [p for p in self.primitives([equation]) if self.list_of(p) != "call"]
-    dear = any(self.list_of(p) == "deny" or facts(p).traits & _DEAR for p in plain)
-    return self.may_recompute(equation) and not dear
+  def is_cheap(self, equation: JaxprEqn, path: str) -> bool:
+    """Returns whether to compute an equation again costs no more than to read its result.
+
+    No custom derivative or batching rule: it need not be linear, and would run once for each copy.
+    """
+    inside = self.primitives([equation])
+    dear = any(facts(p).traits & _DEAR or self.list_of(p) == "deny" for p in inside)
+    custom = any(row.call is not None and row.call.is_custom_rule for row in map(facts, inside))
+    again = self.copies and self.computes_again(path) and self.may_recompute(equation)
+    return again and not dear and not custom
 
   def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
     """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""

@@ -39,10 +39,10 @@ class Copies:
         self._makers.update(dict.fromkeys(node.equation.outvars, i))
         self._sources.update(dict.fromkeys(node.equation.outvars, sources))
 
-  def instead_of(self, inputs: Sequence[Var]) -> tuple[tuple[Node, ...], tuple[tuple[Var, np.dtype], ...]]:
-    """Returns the equations that make some of an island's inputs, and what is read then, with its dtype.
+  def instead_of(self, inputs: Sequence[Var]) -> tuple[Node, ...]:
+    """Returns the equations that make those of an island's inputs that had better be made than read.
 
-    Those are made that take at least twice the memory of what they are made of.
+    They take at least twice the memory of what they are made of, beside what is read anyway.
     """
     read: dict[Var, None] = dict.fromkeys(v for v in inputs if v not in self._makers)
     made = []
@@ -54,7 +54,7 @@ class Copies:
           read.update(dict.fromkeys(further))
         else:
           read[v] = None
-    return self._back_to(made, read), tuple((v, held_dtype(v, self._held)) for v in read)
+    return self._back_to(made, read)
 
   def _bytes(self, v: Var) -> int:
     return size(v) * getattr(held_dtype(v, self._held), "itemsize", 4)

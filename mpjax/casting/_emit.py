@@ -182,9 +182,7 @@ class Emitter:
     local = _Environment(values.held)
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
-    for node in island.copies:
-      Emitter(self.side, None)._emit(node, local)  # a tap has seen it once
-    for node in island.nodes:
+    for node in (*island.copies, *island.nodes):
       self._emit(node, local)
     return [local.read(v, dtype) for v, dtype in island.outputs]
 

@@ -187,7 +187,7 @@ class _Grouping:
     found = [(members, island) for members, island in found if self._pays(island)]
     taken = {i for members, _ in found for i in members}
     cheap = [
-      i not in taken and not _is_product(node) and self.rules.is_cheap(node.equation)
+      i not in taken and not _is_product(node) and self.rules.is_cheap(node.equation, node.path)
       for i, node in enumerate(self.nodes)
     ]
     copies = Copies(self.nodes, cheap, self.held)
@@ -195,7 +195,8 @@ class _Grouping:
 
   def _finished(self, island: Island, copies: Copies) -> Island:
     """Returns an island with what is copied into it, fenced off and saved in FP8."""
-    copied, inputs = copies.instead_of([v for v, _ in island.inputs])
+    copied = copies.instead_of([v for v, _ in island.inputs])
+    inputs = self._inputs((*copied, *island.nodes))
     island = dataclasses.replace(island, copies=copied, inputs=inputs)
     # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time; from one
     # loop to another it keeps nothing but what it is told to.
@@ -209,14 +210,14 @@ class _Grouping:
       return False
     made = [v for v, _ in island.outputs]
     if not any(map(_is_product, island.nodes)):
-      made = [v for u in made for i, _ in self.readers.get(u, ()) for v in self.nodes[i].equation.outvars]
+      readers = {i for v in made for i, _ in self.readers.get(v, ())}
+      made = [v for v in made if v in self.jaxpr.outvars]
+      made += [v for i in readers for v in self.nodes[i].equation.outvars]
     return any(v in self.roles.reaching for v in made)
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables, anywhere in the whole program, or may."""
-    if self.roles is None or not self.rules.ends_in_loss:
-      return True
-    return any(v in self.roles.reaching for v in variables)
+    return self.roles is None or any(v in self.roles.followed for v in variables)
 
   def _groups(self) -> list[list[int]]:
     """Returns connected equations of one level, and the products that read them.
@@ -254,11 +255,14 @@ class _Grouping:
         groups.setdefault(root(i), []).append(i)
     return list(groups.values())
 
-  def _island(self, members: list[int]) -> Island:
-    nodes = tuple(self.nodes[i] for i in members)
+  def _inputs(self, nodes: Sequence[Node]) -> tuple[tuple[Var, np.dtype], ...]:
+    """Returns what some nodes together read, with its dtype."""
     own = {v for node in nodes for v in node.equation.outvars}
     read = dict.fromkeys(a for node in nodes for a in variables_of(node.equation.invars) if a not in own)
-    inputs = {a: held_dtype(a, self.held) for a in read}
+    return tuple((a, held_dtype(a, self.held)) for a in read)
+
+  def _island(self, members: list[int]) -> Island:
+    nodes = tuple(self.nodes[i] for i in members)
     outputs: dict[tuple[Var, np.dtype], None] = {}
     within = set(members)
     for node in nodes:
@@ -268,7 +272,7 @@ class _Grouping:
           outputs.update({(v, dtype): None for dtype in self._read_as(v, outside)})
         elif outside or v in self.jaxpr.outvars:
           outputs[v, dtype_of(v)] = None
-    return Island(nodes, tuple(inputs.items()), tuple(outputs))
+    return Island(nodes, self._inputs(nodes), tuple(outputs))
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
     """Returns the dtypes in which a float32 result is read outside: half alone, where anyone reads half."""
@@ -291,7 +295,7 @@ class _Grouping:
     # What the products at its end read besides is saved with or without the island.
     read = {a for node in nodes for a in variables_of(node.equation.invars)}
     half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
-    if not half and all(self.rules.is_cheap(node.equation) for node in nodes):
+    if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
       return False  # one-hots and their products: whoever reads them may make them
     # Before the first product nothing is half yet: an embedding and the norm after it.
     half = half or max(
@@ -341,14 +345,14 @@ class _Grouping:
 def is_statistic(
   primitive: Primitive, operands: Sequence[AbstractValue], parameters: Mapping[str, Any]
 ) -> bool:
-  """Returns whether an equation makes one number of each row, of at least 16: an island saves those numbers.
+  """Returns whether an equation makes one number of each row, of at least 32: an island saves those numbers.
 
   The backward pass reads the rows once then, as a fused norm or attention does, and not once for each.
   """
   if not facts(primitive).traits & Trait.STORES_RESULT or "axes" not in parameters:
     return False
   shape = getattr(operands[0], "shape", ())
-  return math.prod(d if isinstance(d, int) else 1024 for d in (shape[i] for i in parameters["axes"])) >= 16
+  return math.prod(d if isinstance(d, int) else 1024 for d in (shape[i] for i in parameters["axes"])) >= 32
 
 
 def statistics_bytes(equation: JaxprEqn) -> int:

@@ -131,7 +131,7 @@ def _plan(traced: Traced, policy: Policy | None, recompute: str) -> CastPlan:
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   rules = dataclasses.replace(rules, enter_all=True)
-  return traced.plan(rules, policy or as_written)
+  return traced.plan(dataclasses.replace(rules, copies=False), policy or as_written)
 
 
 def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:

@@ -92,6 +92,8 @@ class ProductRoles:
     products: by equation (its id).
     inner: for each higher-order equation (its id), those of its bodies, by body (its id).
     reaching: variables that a product comes after.
+    followed: those, and the ones that an array which the program returns is made of: what comes after that is
+      not known. After a scalar nothing is taken to come.
   """
 
   def __init__(self, jaxpr: AnyJaxpr, facts: Sequence[Lineage], rules: CastingRules, behind: bool = False):
@@ -102,6 +104,7 @@ class ProductRoles:
     self.products: dict[int, ProductRole] = {}
     self.inner: dict[int, dict[int, ProductRoles]] = {}
     self.reaching: set[Var] = set()
+    self.followed: set[Var] = set()
     self._facts: dict[Var, Lineage] = {}
     inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
     missing = len(inputs) - len(facts)
@@ -117,10 +120,20 @@ class ProductRoles:
     """Returns the roles of the products of a whole program."""
     body = open_jaxpr(jaxpr)
     layers = cls(body, [Lineage(False, True, input_root(i)) for i in range(len(body.invars))], rules)
-    layers.backward([False] * len(body.outvars))
+    arrays = [is_float(v.aval) and bool(shape_of(v)) for v in body.outvars]
+    layers.backward(arrays)
+    layers._remember_followed()
+    if any(arrays):
+      layers.backward([False] * len(arrays))
     layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
     layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
     return layers
+
+  def _remember_followed(self) -> None:
+    self.followed = self.reaching
+    for bodies in self.inner.values():
+      for layers in bodies.values():
+        layers._remember_followed()
 
   def _forward_products(self, behind: bool) -> Iterator[ProductRole]:
     """Yields products that are of no gradient; `behind`: also those that a backward pass computes again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
-from mpjax.casting._kinds import initial, is_float
+from mpjax.casting._kinds import initial
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, shape_of
+from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy
 
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
@@ -63,8 +62,6 @@ class Traced:
     half = rules.overrides.any_half
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
     held += [initial(v.aval) for v in body.invars]
-    loss = any(is_float(v.aval) and not shape_of(v) for v in body.outvars)
-    rules = dataclasses.replace(rules, ends_in_loss=loss)
     roles = ProductRoles.of(self.closed, rules)
     return decide(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4, roles=roles)
 

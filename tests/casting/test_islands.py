@@ -196,3 +196,58 @@ def test_values_are_those_without_islands(loss):
   for name, got in grads.items():
     scale = np.abs(np.asarray(grads_too[name])).max()
     np.testing.assert_allclose(got, grads_too[name], rtol=0, atol=2**-8 * scale, err_msg=name)
+
+
+B, T = 4, 8
+WEIGHTS = [jnp.sin(jnp.arange(D * D, dtype=jnp.float32) * (i + 2)).reshape(D, D) * 0.2 for i in range(3)]
+
+
+def readers(make, value, x):
+  """Three islands that read what is cheaply made of a smaller value."""
+  with jax.named_scope("maker"):
+    e = make(jnp.broadcast_to(value, (B, T, D)))
+  h = jax.nn.softmax(x @ WEIGHTS[0] + e) @ WEIGHTS[1]
+  h = jax.nn.softmax(h + e) @ WEIGHTS[2]
+  return (jnp.tanh(h + e) ** 2).sum()
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+  return x * 1.0
+
+
+clip_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+
+def test_a_custom_derivative_rule_runs_once_for_all_readers():
+  """It need not be linear: of its share each, copies would make another gradient."""
+  value, x = (
+    jnp.cos(jnp.arange(D, dtype=jnp.float32)),
+    jnp.cos(jnp.arange(B * T * D, dtype=jnp.float32)).reshape(B, T, D),
+  )
+  f = lambda value, x: readers(clip_gradient, value, x)
+  found, expected = (
+    jax.grad(mpjax.autocast(f, "bf16", recompute=how))(value, x) for how in ("islands", "nothing")
+  )
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_what_is_looked_at_is_looked_at_where_it_is_made():
+  value, x = jnp.cos(jnp.arange(T * D, dtype=jnp.float32)).reshape(T, D), jnp.ones((B, T, D))
+  f = lambda value, x: readers(lambda e: e + 1.5, value, x)
+  report = mpjax.inspect_numerics(f, value, x, "bf16", advise=False)
+  made = [row for row in report.tensors if row.module == "maker"]
+  assert made
+  assert all(row.error is not None for row in made)
+
+
+@pytest.mark.parametrize(("aux", "barrier"), [(lambda h: (h**2).sum(), True), (lambda h: h, True)])
+def test_a_block_with_an_auxiliary_scalar_is_fenced(aux, barrier):
+  """What its array is made of goes on into the next block."""
+
+  def block(w, x):
+    h = jax.nn.gelu(jax.nn.gelu(x @ w) @ w)
+    return h, aux(h)
+
+  islands = mpjax.explain(block, "bf16")(PARAMS["up"], X).islands
+  assert all(bool(island.fenced_bytes) == barrier for island in islands if "tanh" in island.operations)

@@ -370,5 +370,4 @@ def test_saved_activations_under_autocast_are_in_half_precision(rows):
     ("convert_element_type", "bfloat16", (D, D)): (1, 2 * D * D),  # the last layer's weight
   }
   line = f"test_plan.py:{deep.__code__.co_firstlineno + 3}"
-  named = [row for rows in saved.values() for row in rows if row.shape != (D, D)]  # a weight's cast is ours
-  assert {row.source for row in named} == {line}
+  assert {row.source for rows in saved.values() for row in rows} == {line, ""}  # a cast may be mpjax's own
