@@ -29,6 +29,7 @@ def count(tree):
   return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SIZES)
 def test_keras_trains_the_plain_jax_model(models, kind):
   plain, keras = models

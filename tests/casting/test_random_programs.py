@@ -173,6 +173,7 @@ def grads_of(program: Sequence[Step], operations: set[str]) -> bool:
   return any(step.name == "grad" and names(step.body) & operations for step in parts(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @settings(
   max_examples=20,

@@ -176,6 +176,7 @@ def test_the_count_sees_products_of_called_functions_and_of_mixed_dtypes():
   assert products(lowered(jax.jit(fun).trace(x, half), "cuda")) == {("f32", "f32"): 3, ("bf16", "bf16"): 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("name", MODELS)
@@ -190,6 +191,7 @@ def test_gradients_are_as_near_to_float32_as_those_of_casts_by_hand(name, policy
   assert abs(our_value - value) <= max(1.5 * abs(hand_value - value), least * abs(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_training_curve_is_that_of_casts_by_hand_and_of_float32(name, policy):

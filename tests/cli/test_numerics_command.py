@@ -110,6 +110,7 @@ def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained,
   assert all(0 <= event.value <= 1 for tag in shares for event in events.Scalars(tag))
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_names_the_operation_and_is_hunted_again(config, tmp_path, capsys):
   out = tmp_path / "stuck"
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"

@@ -165,6 +165,7 @@ def test_a_picture_is_written(run, tmp_path, suffix):
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policies", "accumulate", "multiple"), [("bf16", 3, None), ("fp32,bf16", 1, 256)])
 def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies, accumulate, multiple):
   overrides = [f"train.accumulate={accumulate}", f"data.batch_size={8 * accumulate}"]

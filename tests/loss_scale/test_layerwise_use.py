@@ -126,6 +126,7 @@ def test_the_kernel_can_be_named():
   SCALING.layer(both, params, SCALING.start(X), kernel=lambda p: p["up"], fan_in=16)
 
 
+@pytest.mark.slow
 def test_an_ensemble_and_per_example_losses_under_vmap():
   """The gradient of a vmap, not only the vmap of a gradient."""
   per_example = lambda params: jax.vmap(lambda x: scaled_loss(params, x[None], jnp.float16))(X).mean()

@@ -63,6 +63,7 @@ def test_two_lines_round_an_optimiser(mode, name, jit):
   assert new["w"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("jit", "mode"), JIT_AND_MODES)
 def test_layerwise(mode, jit):
   scaling = mpjax.layerwise_loss_scale()

@@ -66,6 +66,7 @@ def inspected(fault, policy):
   return mpjax.inspect_numerics(loss_fn, params, batch, POLICIES[policy], tx=tx, progress=say)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "policy"), CASES)
 def test_a_fault_is_found_in_its_layer_and_nowhere_else(fault, policy):
   report = inspected(fault, policy)
@@ -73,6 +74,7 @@ def test_a_fault_is_found_in_its_layer_and_nowhere_else(fault, policy):
   assert all(f.module.split("/")[0] in f.text for f in report.findings if f.module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "policy"), CASES)
 def test_the_advice_is_a_policy_under_which_no_problem_is_left(fault, policy):
   advice = inspected(fault, policy).advice
@@ -133,6 +135,7 @@ def test_the_loss_with_the_advice_is_nearer_that_of_float32(fault, policy):
   assert after == pytest.approx(exact, rel=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fp16", "float16"])
 def test_a_healthy_policy_stays_as_it_is(policy):
   report = inspected("none", policy)
@@ -146,6 +149,7 @@ def test_a_fault_that_the_policy_does_not_have_is_none():
   assert problems(inspected("all", "bf16")) == set()
 
 
+@pytest.mark.slow
 def test_faults_of_a_flax_model_are_found_in_their_modules():
   params, batch, loss_fn = planted(big=1e4, small=1.0, still=0.2)
   report = mpjax.inspect_numerics(loss_fn, params, batch, "fp16")
@@ -192,6 +196,7 @@ class Blocks(nn.Module):
     return nn.Dense(4, name="head")(x)
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_share_a_pattern():
   report = report_of(Blocks(), advise=False)
   assert problems(report) == {("overflow", f"Blocks/blocks_{i}/wide") for i in range(3)}
@@ -207,6 +212,7 @@ class Root(nn.Module):
     return nn.Dense(16, name="out")(x)
 
 
+@pytest.mark.slow
 def test_a_pattern_for_a_module_leaves_those_inside_it_alone():
   report = report_of(Root())
   assert problems(report) == {("overflow", "Root")}
@@ -258,6 +264,7 @@ def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
   assert "overflows" not in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0])
 def test_a_loss_scale_of_the_optimisers_own_is_left_to_it(scale):
   params, batch, loss_fn = model("underflow")
@@ -285,6 +292,7 @@ def test_gradients_too_large_for_any_loss_scale_are_said_to_overflow():
   assert {spec for _, spec in report.advice.policy["overrides"]} <= {"bf16", "fp32"}
 
 
+@pytest.mark.slow
 def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
   """Current scaling divides by the largest value: beside one of 1e7, E4M3 has nothing left for the others."""
   rng = np.random.default_rng(3)

@@ -152,6 +152,7 @@ def test_micro_batches_of_accumulation_are_the_batches(two_batches):
     assert (a.magnitudes, a.error) == (b.magnitudes, b.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_a_batch_in_pieces_gives_the_same_figures(loss):
   run = lambda pieces: mpjax.inspect_numerics(

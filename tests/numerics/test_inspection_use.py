@@ -172,6 +172,7 @@ def test_wrong_arguments_are_named(wrong):
     mpjax.inspect_numerics(*make(), **options)
 
 
+@pytest.mark.slow
 def test_a_step_is_inspected_under_another_policy_at_that_ones_loss_scale():
   step = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "fp16")
   state = step.init(params_of())

@@ -153,6 +153,7 @@ def test_another_version_is_refused(tmp_path, report):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_pngs_are_images_fit_for_a_paper(tmp_path, report):
   image = pytest.importorskip("matplotlib.image")
   paths = save_pictures(report, tmp_path / "pictures")

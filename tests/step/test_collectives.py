@@ -220,6 +220,7 @@ def test_parts_of_a_product_are_reduced_and_gathered_as_parts():
   assert 0 <= outside - ((products + table) // 2 + DIM) <= SCALARS
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("sizes", MESHES, ids=named)
 @pytest.mark.parametrize(

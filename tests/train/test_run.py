@@ -201,6 +201,7 @@ def test_two_processes_cannot_run_in_one_directory(tiny_gpt, tmp_path):
   assert "another process" in error
 
 
+@pytest.mark.slow
 def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, capsys):
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
   out = tmp_path / "run"
@@ -217,6 +218,7 @@ def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, 
   assert main(["train", *arguments]) == 3
 
 
+@pytest.mark.slow
 def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypatch):
   from mpjax.train.data import Data
 
@@ -282,6 +284,7 @@ def test_explain_says_what_a_run_would_do(tiny_gpt, capsys):
   assert main(["explain", *tiny_gpt, "policy=fp61"]) == 2
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one_does(tiny_gpt, tmp_path):
   options = ["policy=fp32", "train.steps=5", "model.dropout=0"]
   for devices in (1, 8):

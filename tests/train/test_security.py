@@ -256,6 +256,7 @@ def audited(tmp_path_factory):
   return folder, statuses, events
 
 
+@pytest.mark.slow
 def test_a_run_opens_no_connection_starts_no_program_and_unpickles_nothing(audited):
   _, statuses, events = audited
   assert statuses == [0] * 5

@@ -59,6 +59,7 @@ def argument_bytes(memory):
   return sum(memory.parts.get(part, 0) for part in ARGUMENT_PARTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_plan_for_one_described_device(target):
   step, tx = training(bf16)
@@ -84,6 +85,7 @@ def test_plan_for_one_described_device(target):
   assert all("bf16" in kernel for kernel in compiled.kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
 def test_plan_of_a_data_mesh(target):
   step, tx = training(f32)
@@ -104,6 +106,7 @@ def test_plan_of_a_data_mesh(target):
 TOO_LARGE = jax.ShapeDtypeStruct((1 << 17, 1 << 16), f32)  # 34 GB
 
 
+@pytest.mark.slow
 def test_step_that_does_not_fit_is_a_note_or_an_error():
   step = jax.jit(lambda x: jnp.cumsum(jnp.tanh(x), axis=0))
   plan = mpjax.plan(step, (TOO_LARGE,), target=describe("v5e"))
@@ -116,6 +119,7 @@ def test_step_that_does_not_fit_is_a_note_or_an_error():
   assert raised.value.out_of_memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_step_that_the_compiler_refuses_is_a_note_or_an_error(target):
   shape = jax.ShapeDtypeStruct((8, 128), f32)
@@ -128,6 +132,7 @@ def test_step_that_the_compiler_refuses_is_a_note_or_an_error(target):
   assert not raised.value.out_of_memory
 
 
+@pytest.mark.slow
 def test_largest_batch_compiles_within_the_memory_and_the_next_does_not():
   target = describe("v5e")
   weight = jax.ShapeDtypeStruct((512, 2048), f32)
@@ -148,6 +153,7 @@ def test_largest_batch_compiles_within_the_memory_and_the_next_does_not():
   assert len(fit.tried) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_the_branch_round_the_optimiser_is_the_cpus_alone(target):
   # In an accelerator's program it would keep selects from being fused, and memory from being reused.

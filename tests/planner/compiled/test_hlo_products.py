@@ -252,6 +252,7 @@ def model_flops():
   return [2 * conv + 3 * up + n * scores for n in (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_flops_of_programs_for_described_devices(target):
