@@ -205,6 +205,7 @@ def test_the_training_curve_is_that_of_casts_by_hand_and_of_float32(name, policy
     assert np.abs(ours - other).mean() <= 2 * CURVE[policy] * way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("name", ["resnet", "convnet"])
@@ -217,6 +218,7 @@ def test_batch_statistics_stay_float32_and_are_those_of_float32(name, policy, or
   assert max(errors(ours, plain)) <= max(1.2 * max(errors(hand, plain)), NEGLIGIBLE[policy] / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize(("name", "build"), [("vit", ViT), ("convnet", ConvNet)])
 def test_an_nnx_module_is_cast_and_changed_as_its_split_parts_are(name, build, policy):

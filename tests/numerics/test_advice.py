@@ -113,6 +113,7 @@ def trained(fault, policy):
   return loss, {name: np.abs(last[name]["w"] - first[name]["w"]).mean() for name in last}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("fault", "policy", "layer"),
   [
@@ -128,6 +129,7 @@ def test_weights_that_stood_still_move_with_the_advice_as_in_float32(fault, poli
   assert after == pytest.approx(exact, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "policy"), [("overflow", "fp16"), ("all", "float16")])
 def test_the_loss_with_the_advice_is_nearer_that_of_float32(fault, policy):
   before, after, exact = (trained(fault, name)[0] for name in (policy, f"{policy}, advised", "fp32"))

@@ -60,6 +60,7 @@ def test_the_exported_model_gives_the_logits_of_the_evaluation(run):
   np.testing.assert_allclose(np.asarray(model.logits(inputs)), expected, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("dtype", "size", "tolerance"), [("float32", 4, 0.0), ("bfloat16", 2, 0.02), ("float16", 2, 0.05)]
 )

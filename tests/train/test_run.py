@@ -85,6 +85,7 @@ def test_a_run_leaves_what_the_contract_names(finished):
   assert resolved["train"]["keep_checkpoints"] == 2
 
 
+@pytest.mark.slow
 def test_the_last_checkpoints_and_the_best_are_kept(finished):
   _, out = finished
   steps = sorted(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdecimal())

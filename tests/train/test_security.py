@@ -265,6 +265,7 @@ def test_a_run_opens_no_connection_starts_no_program_and_unpickles_nothing(audit
   assert [event for event in events if event[0] != "write" and event[1] not in own] == []
 
 
+@pytest.mark.slow
 def test_a_run_writes_in_its_directory_alone_whatever_is_called_what(audited):
   folder, _, events = audited
   runs = [str(folder / "work" / name) + os.sep for name in ("text", "stdlib", "digits", "npz")]
