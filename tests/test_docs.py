@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # some write files

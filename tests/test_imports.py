@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import benchmarks.__main__
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,6 +36,7 @@ def test_what_a_package_exports_is_imported_from_it():
   assert not found, f"import these from the package: {sorted(found)}"
 
 
+@pytest.mark.slow
 def test_every_suite_of_the_benchmarks_can_be_imported():
   # Each in a fork that has the libraries, and nothing yet of mpjax and the benchmarks.
   program = """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -150,15 +151,11 @@ class Emitter:
     if island.saved is not None:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
-      products = {
+      products = frozenset(
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
-      }
-
-      def is_saved(primitive: Primitive, *operands: AbstractValue, **parameters: Any) -> bool:
-        return primitive in products or is_statistic(primitive, operands, parameters)
-
+      )
       inside = lambda *arrays: self._inside(island, values, arrays)
-      out = jax.checkpoint(inside, policy=as_product(is_saved), prevent_cse=island.fenced)(*operands)
+      out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
       values.write(variable, value)
 
@@ -225,6 +222,16 @@ class _Environment:
     """Forgets all copies of values that nothing reads any more."""
     for variable in variables:
       self._arrays.pop(variable, None)
+
+
+@functools.cache
+def _saved(products: frozenset[Primitive]) -> Callable[..., bool]:
+  """Returns the policy of an island's checkpoint: statistics are saved, and products of these primitives."""
+
+  def is_saved(primitive: Primitive, *operands: AbstractValue, **parameters: Any) -> bool:
+    return primitive in products or is_statistic(primitive, operands, parameters)
+
+  return as_product(is_saved)
 
 
 def _expired(plan: CastPlan) -> list[list[Var]]:

@@ -65,6 +65,7 @@ def test_a_panel_a_model_and_a_line_a_policy():
   assert list(fitted.get_ydata()) == pytest.approx([1.2, 1.6])
 
 
+@pytest.mark.slow
 def test_a_sweep_here_and_again(monkeypatch, tmp_path, capsys):
   tiny = memory.Sweep(
     "GPT",

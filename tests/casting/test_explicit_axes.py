@@ -175,6 +175,7 @@ def values(explicit):
   return jax.tree.map(np.asarray, jit(everything)(*inputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_float32_on_one_device(name):
   plain = values(explicit=False)[name][""]

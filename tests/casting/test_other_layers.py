@@ -201,11 +201,13 @@ HAIKU: dict[str, Callable[[], Case]] = {
 HAIKU_EXCLUDED = {"Module": "abstract", "RNNCore": "abstract"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUINOX)
 def test_equinox_layer(name):
   check(EQUINOX[name]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HAIKU)
 def test_haiku_layer(name):
   check(HAIKU[name]())

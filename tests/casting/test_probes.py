@@ -175,6 +175,7 @@ def test_looking_changes_nothing_wherever_the_values_are(program):
   compare(PROGRAMS[program], POLICIES["fp16"], (W, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("policy", "recompute"),
   [

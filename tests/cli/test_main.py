@@ -40,6 +40,7 @@ def test_each_command_says_how_it_was_called(command, capsys):
   assert f"usage: mpjax {command} " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_is_the_command_under_its_own_name():
   line = [sys.executable, str(ROOT / "scripts" / "export.py"), "--help"]
   shown = subprocess.run(

@@ -196,6 +196,7 @@ def test_memory_is_read_with_its_unit(text, nbytes, upper):
   assert _plan_command._memory(None, get_target("h200")) == get_target("h200").usable
 
 
+@pytest.mark.slow
 def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
   arguments = analytic("--cheapest", "policy=fp32,bf16", "data.batch_size=4096")
   report, printed = run(*arguments, "--memory", "40GB")
@@ -211,6 +212,7 @@ def test_cheapest_is_the_fastest_of_policies_and_recomputations_that_fits(run):
   assert plans[report["cheapest"]]["peak"] < largest["peak"]
 
 
+@pytest.mark.slow
 def test_cheapest_looks_through_what_the_target_can_run(run):
   report, _ = run("target=v5e", "--analytic", "--cheapest")
   found = {plan["label"].partition(" ")[0] for plan in report["plans"]}
@@ -225,6 +227,7 @@ def test_without_the_packages_one_line_says_what_to_install(run, monkeypatch):
   assert 'pip install "mpjax[plan-tpu]"' in printed
 
 
+@pytest.mark.slow
 def test_this_machine_compiles_the_plan(run):
   report, _ = run("policy=bf16", "model.layers=1")
   [plan] = report["plans"]

@@ -137,6 +137,7 @@ def test_whatever_is_kept_for_the_backward_pass(recompute, saved):
   assert newest(following(loss, state, W, X, C, policy=policy, recompute=recompute)) == INNER
 
 
+@pytest.mark.slow
 def test_autocast_in_other_transforms():
   state = first_state(loss, W, parts(X, 2)[0], parts(C, 2)[0])
   one = lambda state, x, c: mpjax.autocast(loss, delayed(), fp8_state=state)(W, x, c)

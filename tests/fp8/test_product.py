@@ -51,6 +51,7 @@ def test_product_of_any_shape_and_magnitude_is_within_the_rounding_of_fp8(case, 
   check_product(out, f"{case.lhs},{case.rhs}->{case.out}", lhs, rhs, E4M3, E4M3, pow2=pow2)
 
 
+@pytest.mark.slow
 @examples(12)
 @given(products(), tensors(), tensors(), tensors(), st.sampled_from([{"margin": 1}, AMD, SAVED]))
 def test_gradients_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, recipe):

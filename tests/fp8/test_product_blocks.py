@@ -40,6 +40,7 @@ def test_block_products_are_as_by_hand(magnitude, gradient):
     assert (np.abs(got - a @ b) <= 2.0**-17 * (np.abs(a) @ np.abs(b))).all()
 
 
+@pytest.mark.slow
 @examples(6)
 @given(products(multiple=32), tensors(-18, 18), tensors(-18, 18))
 def test_blocks_run_along_the_contracted_dimensions_in_their_order(case, lhs, rhs):

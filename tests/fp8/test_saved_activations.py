@@ -91,6 +91,7 @@ def test_nothing_is_kept_in_fp8_where_nothing_is_quantised():
   assert kept(mlp, fp8(saved_activations="fp8", overrides={".*": "bf16"})) == kept(mlp, fp8())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "recipe"), [("attention", "delayed"), ("scan", "current")])
 def test_the_value_is_that_of_compute_and_gradients_are_near(name, recipe):
   loss = loss_of(NETS[name])

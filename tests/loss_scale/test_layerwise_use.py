@@ -270,6 +270,7 @@ class TestMisuse:
       mpjax.layerwise_loss_scale(**{field: value})
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
   exponents=st.lists(st.integers(-10, 40), min_size=1, max_size=4),

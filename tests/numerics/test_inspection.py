@@ -98,6 +98,7 @@ def without_reference():
   return {scale: run(scaled_policy(scale)) for scale in (2.0**8, 2.0**12, 1000.0)}
 
 
+@pytest.mark.slow
 def test_reported_gradients_do_not_depend_on_the_loss_scale(without_reference):
   low, high, odd = (without_reference[scale] for scale in (2.0**8, 2.0**12, 1000.0))
   for a, b, c in zip(low.tensors, high.tensors, odd.tensors, strict=True):
@@ -200,6 +201,7 @@ def stateful_loss(params, batch, rng, model_state):
   return loss, {}, {"mean": mean}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "policy"), [("nnx", "fp16"), ("rng and model_state", "bf16")])
 def test_gradients_and_loss_are_those_of_the_training_step(kind, policy):
   loss, params, init = net_loss, Net(), {}

@@ -66,6 +66,7 @@ def shapes_to_try():
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 def test_bytes_of_what_the_compiler_lays_out():
   target = get_target("v5e")

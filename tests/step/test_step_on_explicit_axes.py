@@ -84,7 +84,10 @@ def test_a_step_leaves_arrays_as_their_types_say(policy):
   with jax.set_mesh(explicit_mesh()):
     fun, traces = counted(divided)
     step = mpjax.make_train_step(fun, tx, policy, accumulate=2)
-    params = {"in": jax.device_put(WEIGHTS["in"], P(None, "tensor")), "out": jnp.asarray(WEIGHTS["out"])}
+    params = {
+      "in": jax.device_put(WEIGHTS["in"], P(None, "tensor")),
+      "out": jax.device_put(WEIGHTS["out"], P()),
+    }
     before = step.init(params)
     assert types(before.params) == types(params)
     batch = jax.device_put({"x": X, "y": Y}, P("fsdp"))

@@ -114,6 +114,7 @@ def on_one_device(case):
 ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of the batch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("case", "shape"),
   [
@@ -285,6 +286,7 @@ def test_one_infinity_on_one_device_skips_the_step_on_all(kind, shape, reduce_dt
       np.testing.assert_array_equal(copy, copies[0])
 
 
+@pytest.mark.slow
 def test_one_infinity_under_gspmd_and_in_a_shard_map_of_the_users_own():
   tx = mpjax.dynamic_loss_scale(optax.adam(1e-2), init_scale=256.0)
   agreed = mpjax.dynamic_loss_scale(optax.adam(1e-2), init_scale=256.0, axis_name="data")
@@ -437,6 +439,7 @@ def test_a_state_moves_between_meshes_and_trains_on():
   np.testing.assert_allclose([c["loss"] for c in curve], [c["loss"] for c in expected], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_plain_gradients_of_a_step_on_a_mesh():
   step = mpjax.make_train_step(plain, optax.adam(1e-2), "fp16", mesh=mesh(data=2, fsdp=4))
   loss, grads = step.gradients(step.init(weights()), BATCH)

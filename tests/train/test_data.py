@@ -233,6 +233,7 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(corpus, tmp_path)
   assert load("text", path=str(tmp_path / "elsewhere")).info.fingerprint != before
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process(corpus):
   code = f"""
 from types import SimpleNamespace

@@ -154,6 +154,7 @@ def test_a_policy_that_is_wrong_is_one_line_and_status_2(config, tmp_path, capsy
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(config, tmp_path, capsys):
   with pytest.warns(UserWarning, match=r"cpu has no FP8 units: they run in bfloat16") as said:
     assert main(["train", *config, "train.steps=1", "policy=fp8", f"out={tmp_path / 'run'}"]) == 0

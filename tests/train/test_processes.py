@@ -239,6 +239,7 @@ def test_processes_of_different_configs_are_refused_together(start, tiny_gpt, tm
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_move_ends_the_process(tmp_path):
   (tmp_path / "checkpoints" / "40").mkdir(parents=True)
   program = """
@@ -281,6 +282,7 @@ def test_the_others_see_process_0_end_and_no_other_end_of_a_connection(monkeypat
   assert _first.wait_for_its_end() is False  # it was never there
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_all_come_end_in_bounded_time(start, tiny_gpt, tmp_path):
   arguments = [*tiny_gpt, "distributed.start_timeout_s=2", f"out={tmp_path / 'run'}"]
   run = start(2, arguments)
