@@ -94,6 +94,7 @@ class ProductRoles:
     reaching: variables that a product comes after.
     followed: those, and the ones that an array which the program returns is made of: what comes after that is
       not known. After a scalar nothing is taken to come.
+    scored: variables that a scalar which the program returns is made of.
   """
 
   def __init__(self, jaxpr: AnyJaxpr, facts: Sequence[Lineage], rules: CastingRules, behind: bool = False):
@@ -105,6 +106,7 @@ class ProductRoles:
     self.inner: dict[int, dict[int, ProductRoles]] = {}
     self.reaching: set[Var] = set()
     self.followed: set[Var] = set()
+    self.scored: set[Var] = set()
     self._facts: dict[Var, Lineage] = {}
     inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
     missing = len(inputs) - len(facts)
@@ -120,20 +122,25 @@ class ProductRoles:
     """Returns the roles of the products of a whole program."""
     body = open_jaxpr(jaxpr)
     layers = cls(body, [Lineage(False, True, input_root(i)) for i in range(len(body.invars))], rules)
+    scalars = [is_float(v.aval) and not shape_of(v) for v in body.outvars]
     arrays = [is_float(v.aval) and bool(shape_of(v)) for v in body.outvars]
+    layers.backward(scalars)
+    for part in layers._parts():
+      part.scored = part.reaching
     layers.backward(arrays)
-    layers._remember_followed()
-    if any(arrays):
-      layers.backward([False] * len(arrays))
+    for part in layers._parts():
+      part.followed = part.reaching
+    layers.backward([False] * len(arrays))
     layers._inherit(_readers(layers._forward_products(behind=False)), gradients=False)
     layers._inherit(_readers(layers._forward_products(behind=True)), gradients=True)
     return layers
 
-  def _remember_followed(self) -> None:
-    self.followed = self.reaching
+  def _parts(self) -> Iterator[ProductRoles]:
+    """Yields these, and those of the bodies of higher-order primitives."""
+    yield self
     for bodies in self.inner.values():
       for layers in bodies.values():
-        layers._remember_followed()
+        yield from layers._parts()
 
   def _forward_products(self, behind: bool) -> Iterator[ProductRole]:
     """Yields products that are of no gradient; `behind`: also those that a backward pass computes again."""

@@ -121,6 +121,19 @@ def test_so_it_is_beside_an_auxiliary_result_and_in_fp8():
   assert not of_vocabulary(barriers(grads, PARAMS, X, LABELS))
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["top", "jit", "checkpoint"])
+def test_so_it_is_beside_the_logits(around):
+  """No product follows the head's, though what returns its result does not know what comes after."""
+
+  @around
+  def f(p, x, y):
+    logits = norm(jax.nn.gelu(x @ p["up"])) @ p["head"]
+    return one_hot(logits, y), logits
+
+  grads = jax.value_and_grad(mpjax.autocast(f, "bf16"), has_aux=True)
+  assert not of_vocabulary(barriers(grads, PARAMS, X, LABELS))
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_keeps_its_logits_and_its_statistics(loss):
   last = mpjax.explain(model(loss), "bf16")(PARAMS, X, LABELS).islands[-1]
