@@ -18,6 +18,7 @@ from mpjax.loss_scale import (
   export_loss_scale,
   get_loss_scale,
   import_loss_scale,
+  keep_if_finite,
   layerwise_loss_scale,
   loss_scale_metrics,
   nonfinite_leaves,
@@ -27,6 +28,7 @@ from mpjax.loss_scale import (
   skip_report,
   static_loss_scale,
   track_skips,
+  value_and_grad,
   with_loss_scaling,
 )
 from mpjax.policy import Policy, get_policy
@@ -68,6 +70,7 @@ __all__ = [
   "import_loss_scale",
   "init_fp8_state",
   "inspect_numerics",
+  "keep_if_finite",
   "largest_batch",
   "layerwise_loss_scale",
   "loss_scale_metrics",
@@ -80,6 +83,7 @@ __all__ = [
   "skip_report",
   "static_loss_scale",
   "track_skips",
+  "value_and_grad",
   "with_loss_scaling",
 ]
 

@@ -12,6 +12,7 @@ from mpjax.loss_scale._monitor import (
   track_skips,
 )
 from mpjax.loss_scale._overwritten import apply_updates
+from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
 from mpjax.loss_scale._presets import LossScaling
 from mpjax.loss_scale._scaled_region import scaled_region
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
@@ -34,6 +35,7 @@ __all__ = [
   "export_loss_scale",
   "get_loss_scale",
   "import_loss_scale",
+  "keep_if_finite",
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "nonfinite_leaves",
@@ -43,5 +45,6 @@ __all__ = [
   "skip_report",
   "static_loss_scale",
   "track_skips",
+  "value_and_grad",
   "with_loss_scaling",
 ]

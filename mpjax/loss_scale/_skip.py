@@ -50,8 +50,8 @@ def apply_if(
   if traced is not None:
     return _select_where_defined(finite, traced, old_state, branch_on_cpu)
   updates, new_state = update()
-  select = lambda new, old: keep_if(finite, new, old) if _is_array(new) else new
-  zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if _is_array(u) else u), updates)
+  select = lambda new, old: keep_if(finite, new, old) if is_array(new) else new
+  zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if is_array(u) else u), updates)
   return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
 
 
@@ -86,8 +86,8 @@ def _trace(update: Callable[[], tuple[PyTree, State]], old_state: State) -> _Tra
   def arrays() -> list[Array]:
     updates, new_state = update()
     leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
-    rest[:] = [structure, [None if _is_array(leaf) else leaf for leaf in leaves]]
-    return [leaf for leaf in leaves if _is_array(leaf)]
+    rest[:] = [structure, [None if is_array(leaf) else leaf for leaf in leaves]]
+    return [leaf for leaf in leaves if is_array(leaf)]
 
   try:
     return _Traced(jax.make_jaxpr(arrays)(), *rest)
@@ -171,7 +171,7 @@ def keep_dtypes(new_state: State, old_state: State) -> State:
   return kept
 
 
-def _is_array(leaf: object) -> bool:
+def is_array(leaf: object) -> bool:
   """Returns whether JAX can trace `leaf` as an array; it cannot for `float0`."""
   if isinstance(leaf, (bool, int, float, complex)):
     return True

@@ -57,6 +57,11 @@ def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleSt
   )
 
 
+def find_scaler(opt_state: PyTree, *, path: str | None = None) -> LossScaleState | None:
+  """Returns what `get_loss_scale` does; `None` where there is no loss scale at all."""
+  return get_loss_scale(opt_state, path=path) if find_loss_scales(opt_state) else None
+
+
 def all_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
   """Returns what `find_loss_scales` finds.
 

@@ -16,7 +16,7 @@ import optax
 from mpjax._tree import named_leaves
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._probes import Point
-from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
 from mpjax.numerics._instrumented_step import (
   KEPT_IN,
@@ -34,7 +34,6 @@ from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import find_scaler
 
 # Activations in float32 from which on a batch is run in pieces, in bytes.
 _LARGE = 1 << 28

@@ -16,13 +16,13 @@ from mpjax._types import Array, PyTree
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
+from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch
-from mpjax.step._optimizer import find_scaler
 
 # Formats in which weights are asked whether an update moves them.
 KEPT_IN = ("bfloat16", "float16")

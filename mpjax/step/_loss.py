@@ -19,10 +19,10 @@ from mpjax.casting._nnx_modules import give_scopes
 from mpjax.dtypes import at_least_float32
 from mpjax.loss_scale import scale_loss
 from mpjax.loss_scale._overwritten import map_parts
+from mpjax.loss_scale._state_access import find_scaler
 from mpjax.policy import Policy
 from mpjax.step._checks import unpack
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
-from mpjax.step._optimizer import find_scaler
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 

@@ -11,9 +11,9 @@ import optax
 
 from mpjax._types import PyTree
 from mpjax.dtypes import cast_floating
-from mpjax.loss_scale import LossScaleState, get_loss_scale, static_loss_scale, with_loss_scaling
+from mpjax.loss_scale import LossScaleState, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._overwritten import keep_from
-from mpjax.loss_scale._state_access import find_loss_scales, refuse_multi_steps_outside
+from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
 from mpjax.policy import Policy
 
 
@@ -81,11 +81,6 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
     return (kept if find_scaler(state) is None else tx).update(updates, state, params, **extra)
 
   return optax.GradientTransformationExtraArgs(kept.init, update)
-
-
-def find_scaler(opt_state: PyTree) -> LossScaleState | None:
-  """Returns the one loss scale in an optimiser's state; `None` if there is none."""
-  return get_loss_scale(opt_state) if find_loss_scales(opt_state) else None
 
 
 def adopt_opt_state(

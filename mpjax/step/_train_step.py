@@ -27,6 +27,7 @@ from mpjax.loss_scale import apply_updates, get_loss_scale
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._skip import keep_if
+from mpjax.loss_scale._state_access import find_scaler
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
@@ -42,7 +43,7 @@ from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import adopt_opt_state, find_scaler, with_policy_scaling
+from mpjax.step._optimizer import adopt_opt_state, with_policy_scaling
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 

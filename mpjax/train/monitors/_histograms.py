@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import PyTree
+from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._instrumented_step import KEPT_IN, Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import find_scaler
 from mpjax.train.monitors._events import Events
 
 

@@ -1,0 +1,168 @@
+"""`value_and_grad` and `keep_if_finite`: a training loop of one's own that serves every policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, Float32, PyTree
+
+from mpjax._lazy import nnx
+from mpjax._tree import cast_like, named_leaves
+from mpjax.loss_scale._skip import is_array, keep_if
+from mpjax.loss_scale._state_access import find_scaler
+from mpjax.loss_scale._transform import LossScaleState
+
+T = TypeVar("T")
+
+
+def value_and_grad(
+  fun: Callable[..., Any],
+  opt_state: PyTree,
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  path: str | None = None,
+) -> Callable[..., Any]:
+  """Returns what `jax.value_and_grad` does, under the loss scale that `opt_state` holds.
+
+  The value is the loss that `fun` returns, in float32. The gradients are those of the scaled loss, as the
+  optimiser's `update` takes them. Where `opt_state` has no loss scale, this is `jax.value_and_grad`, so one
+  loop serves every policy:
+
+  ```python
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), policy)
+  loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  ```
+
+  An `nnx.Module` is differentiated as by `nnx.value_and_grad`, and keeps what `fun` changes in it.
+
+  Args:
+    fun: returns the loss, floating []; with `has_aux`, `(loss, aux)`.
+    opt_state: what `mpjax.get_loss_scale` takes: an optax state or an `nnx.Optimizer`.
+    argnums: the positional argument, or arguments, to differentiate; for an `nnx.Module` an `nnx.DiffState`,
+      too.
+    has_aux: whether `fun` returns something beside the loss; it is handed on untouched.
+    path: which loss scale is meant, where there are several, as for `mpjax.get_loss_scale`.
+
+  Returns:
+    A function with the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
+
+  Raises:
+    TypeError: if `fun` is no function, or `opt_state` is an optimiser in place of its state.
+    ValueError: if there are several loss scales that `path` fits.
+  """
+  if not callable(fun):
+    raise TypeError(f"fun is a {type(fun).__name__}: call mpjax.value_and_grad(loss_fn, opt_state)")
+  scaler = _scaler(opt_state, path)
+
+  @functools.wraps(fun, updated=())
+  def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    of = nnx.value_and_grad if any(map(_has_module, args)) else jax.value_and_grad
+    if scaler is None:
+      return of(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+    scaled = _scaled(fun, scaler.scale, has_aux)
+    (_, (loss, aux)), grads = of(scaled, argnums=argnums, has_aux=True)(*args, **kwargs)
+    return ((loss, aux) if has_aux else loss), grads
+
+  return differentiate
+
+
+def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None) -> T:
+  """Returns `new` if the last step's gradients were finite, else `old`, leaf by leaf.
+
+  A skipped step leaves parameters and optimiser as they were. Whatever else a step changes needs this:
+  BatchNorm statistics, counters, caches.
+
+  Args:
+    opt_state: the state that the step's `update` returned: what `mpjax.get_loss_scale` takes. Without a loss
+      scale no step is skipped, and `new` is returned.
+    new: any tree, such as linen's `batch_stats` or `nnx.state(model, nnx.BatchStat)`.
+    old: the same tree from before the step; of a module that changes in place
+      `nnx.as_pure(nnx.state(model, nnx.BatchStat))`, which holds arrays and not the module's own Variables.
+    path: which loss scale is meant, where there are several, as for `mpjax.get_loss_scale`.
+
+  Returns:
+    A tree in the dtypes of `old`; leaves that are not arrays are those of `new`.
+
+  Raises:
+    TypeError: if `opt_state` is an optimiser in place of its state.
+    ValueError: if `new` and `old` differ in structure, or there are several loss scales that `path` fits.
+  """
+  scaler = _scaler(opt_state, path)
+  if _variables(new) & _variables(old):
+    raise ValueError(
+      "new and old are the same Variables of a module, which changes in place: take the arrays before the "
+      "step, as in old = nnx.as_pure(nnx.state(model, nnx.BatchStat))"
+    )
+  if not _alike(new, old):
+    new, old = nnx.as_pure(new), nnx.as_pure(old)
+  if not _alike(new, old):
+    names = [{name for name, _ in named_leaves(tree)} for tree in (new, old)]
+    only = sorted(names[0] ^ names[1]) or [type(new).__name__, type(old).__name__]
+    raise ValueError(
+      f"new and old differ in structure (at {', '.join(only[:3])}): expected one tree from after and from "
+      "before the step"
+    )
+  new = cast_like(new, old)
+  if scaler is None:
+    return new
+  keep = lambda new, old: keep_if(scaler.grads_finite, new, old) if is_array(new) else new
+  kept: T = jax.tree.map(keep, new, old)
+  return kept
+
+
+def _scaler(opt_state: PyTree, path: str | None) -> LossScaleState | None:
+  # A transform is a tree, too, in which no scale would be found.
+  if isinstance(opt_state, optax.GradientTransformation):
+    raise TypeError("opt_state is an optimiser: pass its state, opt_state = tx.init(params)")
+  return find_scaler(opt_state, path=path)
+
+
+def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:
+  """Returns `fun` with `(scaled loss, (loss, aux))` as what it returns."""
+
+  def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Float32[Array, ""], tuple[Array, PyTree]]:
+    out = fun(*args, **kwargs)
+    loss, aux = _with_aux(out) if has_aux else (out, None)
+    loss = _in_float32(loss)
+    return loss * scale, (loss, aux)
+
+  return scaled
+
+
+def _alike(a: PyTree, b: PyTree) -> bool:
+  structure: PyTreeDef = jax.tree.structure(a)
+  return structure == jax.tree.structure(b)
+
+
+def _variables(tree: PyTree) -> set[int]:
+  is_variable = lambda x: isinstance(x, nnx.Variable)
+  return {id(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(leaf)}
+
+
+def _has_module(argument: PyTree) -> bool:
+  is_module = lambda x: isinstance(x, nnx.Module)
+  return any(map(is_module, jax.tree.leaves(argument, is_leaf=is_module)))
+
+
+def _with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
+  if not isinstance(out, tuple) or len(out) != 2:
+    raise TypeError(f"fun returned a {type(out).__name__}: expected (loss, aux), as has_aux=True says")
+  return out
+
+
+def _in_float32(loss: PyTree) -> Float32[Array, ...]:
+  dtype = getattr(loss, "dtype", None)
+  if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+    raise TypeError(
+      f"fun returned a loss that is {type(loss).__name__ if dtype is None else dtype}: expected a floating "
+      "scalar; with something beside it, pass has_aux=True"
+    )
+  return jnp.asarray(loss).astype(jnp.float32)
