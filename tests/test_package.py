@@ -69,7 +69,7 @@ def test_the_python_of_the_readme_runs():
   assert names["grads"]["w"].dtype == jnp.float32
   exec(first, names)
   params, state, loss = jax.jit(names["step"])(names["params"], names["opt_state"], batch)
-  assert loss == pytest.approx(names["loss_fn"](names["params"], batch), rel=1e-2)
+  assert float(loss) == pytest.approx(float(names["loss_fn"](names["params"], batch)), rel=1e-2)
   assert (params["w"] != 1).all()
   assert mpjax.get_loss_scale(state).grads_finite
   exec(second, names)
