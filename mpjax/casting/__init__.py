@@ -1,12 +1,13 @@
 """The `autocast` transform: which operation of a JAX function runs in which dtype, and why.
 
 A call goes one way: `_trace.py` traces the function, `_decide.py` decides about all of it and returns a
-frozen `CastPlan`, `_explain.py` prints that, and `_emit.py` carries it out. Code of mpjax that looks at
-values on their way hands `_emit.execute` a `Tap`, as `_probes.py` does.
+frozen `CastPlan`, `_explain.py` makes data of that and `_explain_text.py` tables, and `_emit.py` carries it
+out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Tap`, as `_probes.py` does.
 """
 
 from mpjax.casting._autocast import autocast, full_precision
 from mpjax.casting._explain import ExplainedCarry, ExplainedIsland, ExplainedOperation, Explanation, explain
+from mpjax.casting._explain_text import print_explanations
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._op_lists import OpLists
 
@@ -20,4 +21,5 @@ __all__ = [
   "explain",
   "full_precision",
   "init_fp8_state",
+  "print_explanations",
 ]

@@ -54,6 +54,8 @@ from mpjax.jaxpr import (
   variables_of,
 )
 
+_WHOLE = "its module's policy computes in float32"
+
 
 def decide(
   jaxpr: AnyJaxpr,
@@ -189,13 +191,14 @@ class _Body:
       by_hand = listed == "allow" and half is not None and all(dtype_of(a) == half for a in asked)
       return self._quantised(kept) if by_hand and not states_precision(equation) else kept
     if listed == "opaque":
-      return node(Mode.KEEP, _reason(equation, UNKNOWN.reason), self._kept(equation))
+      return node(Mode.KEEP, _reason(equation, half, UNKNOWN.reason), self._kept(equation))
     if not operands:
       return node(Mode.KEEP, "nothing in it is half precision", self._kept(equation))
     if listed == "allow":
       return self._decide_product(equation, path, half)
     if listed == "deny":
-      return node(Mode.FULL, _reason(equation, "it is denied half precision"), self._computed(equation))
+      why = _reason(equation, half, "it is denied half precision") if half is not None else _WHOLE
+      return node(Mode.FULL, why, self._computed(equation))
     if has(equation, Trait.EACH) and len(equation.invars) == len(equation.outvars):
       return node(Mode.EACH, "each operand as it comes", tuple(self.how(a) for a in equation.invars))
     if not results:  # comparisons, argmax: exact in float32 whatever the operands
@@ -216,13 +219,13 @@ class _Body:
       return Node(equation, path, listed, Mode.FULL, half, why, self._computed(equation))
 
     if not is_layer(equation, self.rules):
-      return full("a sum of products, on no matrix unit: it overflows like a sum", "deny")
+      return full("a sum of products, on no matrix unit: it accumulates as one", "deny")
     if half is None:
-      return full("its module's policy computes in float32")
+      return full(_WHOLE)
     if states_precision(equation):
       return full("the user asks for this precision")
     outs = _outs(equation, Held(Kind.HALF, half))
-    return self._quantised(Node(equation, path, "allow", Mode.HALF, half, _reason(equation, ""), outs))
+    return self._quantised(Node(equation, path, "allow", Mode.HALF, half, _reason(equation, half, ""), outs))
 
   def _quantised(self, node: Node) -> Node:
     """Returns a product in half precision as an FP8 one, if it may be."""
@@ -275,8 +278,7 @@ class _Body:
       # relu and its like, with the rule they came with: exact in float32, so their result may be rounded.
       outs = _outs(equation, Held(Kind.HALF, half))
       return node("infer", Mode.HALF, "its operands are half precision", outs)
-    whole_why = "its module's policy computes in float32"
-    why = whole_why if whole else f"{operation_name(equation)} runs as one"
+    why = _WHOLE if whole else f"{operation_name(equation)} runs as one"
     return node("deny" if denied else "infer", Mode.FULL, why, self._computed(equation))
 
   def _kept(self, equation: JaxprEqn) -> tuple[Held, ...]:
@@ -383,6 +385,7 @@ def _of_its_own(aval: AbstractValue) -> bool:
   return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
 
 
-def _reason(equation: JaxprEqn, otherwise: str) -> str:
+def _reason(equation: JaxprEqn, half: np.dtype | None, otherwise: str) -> str:
+  """Returns why autocast decides so about an equation where `half` is the compute dtype."""
   row = facts(equation)
-  return otherwise if row is UNKNOWN else row.reason
+  return otherwise if row is UNKNOWN else row.reason_in(half)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from mpjax._plain_text import bytes_text, table, with_prefix
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._fp8_products import NOT_FP8
+from mpjax.casting._explain_text import explanations_text
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import Kind, castable
@@ -149,66 +147,7 @@ class Explanation:
     return total
 
   def __str__(self) -> str:
-    parts = [self._summary(), self._modules(), self._not_fp8(), self._full(), self._unknown()]
-    return "\n\n".join(filter(None, [*parts, self._islands(), self._carries()]))
-
-  def _summary(self) -> str:
-    flops = self.matrix_flops()
-    whole = sum(flops.values()) or 1
-    parts = [
-      f"{dtype} {with_prefix(n, 'FLOP')} ({n / whole:.0%})"
-      for dtype, n in sorted(flops.items(), key=lambda x: -x[1])
-    ]
-    islands = len({row.island for row in self.rows if row.island is not None})
-    casts = sum(row.casts for row in self.rows)
-    return (
-      f"policy {self.policy.label}: {len(self.rows)} operations, {casts} casts "
-      f"({bytes_text(sum(row.cast_bytes for row in self.rows))}), {islands} float32 islands; "
-      f"matrix FLOPs: {', '.join(parts) or 'none'}"
-    )
-
-  def _modules(self) -> str:
-    head = ("module", "allow", "deny", "infer", "opaque", "casts", "cast bytes", "FLOPs", "of it float32")
-    lines = []
-    for path, rows in _by_module(self.rows):
-      lists = collections.Counter(row.list for row in rows)
-      flops = sum(row.flops for row in rows)
-      full = sum(row.flops for row in rows if row.after == "float32")
-      casts = sum(row.casts for row in rows)
-      cells = [path or "(no module)", *(str(lists[name] or "") for name in head[1:5])]
-      cells += [str(casts), bytes_text(sum(row.cast_bytes for row in rows))] if casts else ["", ""]
-      lines.append(
-        (*cells, with_prefix(flops, "FLOP") if flops else "", f"{full / flops:.0%}" if full else "")
-      )
-    return _table(head, lines)
-
-  def _full(self) -> str:
-    return _reasons("in float32", (row for row in self.rows if row.after == row.before == "float32"))
-
-  def _islands(self) -> str:
-    head = ("islands", "computed again", "kept", "recomputed", "behind a barrier")
-    lines = []
-    for island in self.islands:
-      kept = bytes_text(island.kept_bytes) + (f" in {island.kept_in}" if island.kept_in else "")
-      names = _counted([*island.copied, *island.operations], most=5)
-      sizes = kept, bytes_text(island.recomputed_bytes), bytes_text(island.fenced_bytes)
-      lines.append((island.path or "(no module)", names, *sizes))
-    return _table(head, lines) if lines else ""
-
-  def _carries(self) -> str:
-    lines = [
-      (carry.path, f"{carry.primitive} {carry.dtype}[{','.join(map(str, carry.shape))}]", carry.why)
-      for carry in self.carries
-    ]
-    return _table(("loop carries", "held in", "because"), lines) if lines else ""
-
-  def _unknown(self) -> str:
-    if not self.unknown:
-      return ""
-    return f"unknown primitives, left in the dtypes of the program: {', '.join(self.unknown)}"
-
-  def _not_fp8(self) -> str:
-    return _reasons("not in FP8", (row for row in self.rows if row.flops), NOT_FP8)
+    return explanations_text([self])
 
 
 def explain(
@@ -248,24 +187,6 @@ def explain(
     )
 
   return explained
-
-
-def _reasons(title: str, rows: Iterable[ExplainedOperation], prefix: str = "") -> str:
-  """Returns why something runs in its dtype, for reasons that start so: by module and reason."""
-  reasons: dict[tuple[str, str], list[str]] = {}
-  for row in rows:
-    if row.why.startswith(prefix):
-      reasons.setdefault((row.path or "(no module)", row.why.removeprefix(prefix)), []).append(row.primitive)
-  lines = []
-  for (path, why), names in reasons.items():
-    lines.append((path, _counted(names), why))
-  return _table((title, "operations", "because"), lines) if lines else ""
-
-
-def _counted(names: Sequence[str], most: int | None = None) -> str:
-  """Returns names as text, each once with its count; no more than the first few of them."""
-  counted = [f"{n} x{names.count(n)}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
-  return ", ".join(counted[:most] + ["..."] * (len(counted) > (most or len(counted))))
 
 
 @dataclasses.dataclass
@@ -387,16 +308,3 @@ def _name(equation: JaxprEqn) -> str:
 
 def _bytes(variable: Var, dtype: np.dtype | None) -> int:
   return math.prod(shape_of(variable)) * (np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 4)
-
-
-def _by_module(rows: tuple[ExplainedOperation, ...]) -> list[tuple[str, list[ExplainedOperation]]]:
-  groups: dict[str, list[ExplainedOperation]] = {}
-  for row in rows:
-    groups.setdefault(row.path, []).append(row)
-  return list(groups.items())
-
-
-def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-  """Returns a table whose columns of words are flush left, and those of figures flush right."""
-  left = [i for i in range(len(head)) if i == 0 or all(not line[i][:1].isdigit() for line in lines)]
-  return "\n".join(line for row in table([head, *lines], left=left) for line in row)

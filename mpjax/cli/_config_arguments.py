@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Sequence
 
 from mpjax._precision_warning import bare_dtype_advice
 from mpjax._types import PolicyLike
+from mpjax.policy import get_policy
+from mpjax.train import ConfigError
 
 DEFAULT = "gpt_stdlib"
 _OVERRIDES = "dotted keys that override the file"
@@ -32,6 +35,30 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options
+
+
+def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the policies of `policy=a,b,c`, each once, and the other overrides.
+
+  A policy that is a mapping or a string of fields stays among the overrides.
+
+  Raises:
+    ConfigError: for one that is no policy.
+  """
+  policies: list[str] = []
+  rest = []
+  for override in overrides:
+    key, equals, value = override.partition("=")
+    if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
+      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
+    else:
+      rest.append(override)
+  for name in policies:
+    try:
+      get_policy(name)
+    except ValueError as error:
+      raise ConfigError(f"policy: {error}") from error
+  return policies, rest
 
 
 def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
-from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
+import rich.console
+
+from mpjax._text_sections import TEXT_WIDTH
+from mpjax.casting import print_explanations
+from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.train import load_config, make_setup
 from mpjax.train._meshes import on_devices_here
@@ -16,17 +21,24 @@ def run(arguments: Sequence[str], prog: str) -> int:
   parser = argparse.ArgumentParser(
     prog=prog,
     description="Say what runs in which dtype under a config's policy, by module, and why. Computes nothing.",
-    epilog=f"example: {prog} gpt_stdlib policy=fp16",
+    epilog=f"example: {prog} gpt_stdlib policy=bf16,fp16",
   )
-  add_config(parser)
+  add_config(parser, overrides="dotted keys that override the file; policy=a,b,c for several policies")
   options = parse(parser, list(arguments))
 
   def explain() -> None:
-    config = load_config(options.config, options.overrides)
-    warn_of_policy(config.policy)
-    setup = make_setup(on_devices_here(config))
-    print(setup.explain())
-    if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
-      print("\nautocast: false in the policy: a run casts parameters and batch instead")
+    policies, overrides = split_policies(options.overrides)
+    setups = []
+    for override in [[f"policy={name}"] for name in policies] or [[]]:
+      config = load_config(options.config, [*overrides, *override])
+      warn_of_policy(config.policy)
+      setups.append(make_setup(on_devices_here(config)))
+    console = rich.console.Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+      console = rich.console.Console(width=TEXT_WIDTH)
+    print_explanations([setup.explain() for setup in setups], console)
+    for setup in setups:
+      if not setup.policy.autocast and setup.policy.compute_dtype.itemsize < 4:
+        print(f"\n{setup.policy.label} has autocast: false: a run casts parameters and batch instead")
 
   return guarded(explain)

@@ -16,11 +16,10 @@ import rich.console
 import rich.progress
 
 from mpjax._plain_text import bytes_text
-from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
+from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render import print_plans, save_picture
-from mpjax.policy import get_policy
 from mpjax.train import ConfigError, Planner, load_config
 from mpjax.train._config import DEFAULT_RECOMPUTE
 
@@ -120,22 +119,9 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
   """Returns the policies, the target and the config's own overrides."""
-  policies: list[str] = []
-  target, rest = None, []
-  for override in overrides:
-    key, equals, value = override.partition("=")
-    if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
-      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
-      for name in policies:
-        try:
-          get_policy(name)
-        except ValueError as error:
-          raise ConfigError(f"policy: {error}") from error
-    elif key == "target" and equals:
-      target = value
-    else:
-      rest.append(override)
-  return policies, target, rest
+  policies, others = split_policies(overrides)
+  targets = [override.partition("=")[2] for override in others if override.startswith("target=")]
+  return policies, targets[-1] if targets else None, [o for o in others if not o.startswith("target=")]
 
 
 def _target(name: str | None) -> Target:

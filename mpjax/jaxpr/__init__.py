@@ -1,6 +1,7 @@
 """Facts about jaxprs, the same for whoever asks: primitives, scopes, bodies, walks, derivative rules."""
 
 from mpjax.jaxpr import _primitive_table as _primitive_table
+from mpjax.jaxpr._alike_paths import layer_pattern, merged_path
 from mpjax.jaxpr._bodies import (
   ScanParts,
   WhileParts,
@@ -94,8 +95,10 @@ __all__ = [
   "is_variable",
   "joined_branches",
   "last_reads",
+  "layer_pattern",
   "live",
   "marked_path",
+  "merged_path",
   "module_path",
   "open_jaxpr",
   "operation_name",

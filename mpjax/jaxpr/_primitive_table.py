@@ -30,12 +30,19 @@ def decide(
   reason: str,
   *rows: Key | Rows,
   float16: str = "",
+  in_float16: str = "",
   recompute: bool = True,
 ) -> None:
-  """Adds primitives to the table for which autocast decides the same; see `PrimitiveFacts`."""
+  """Adds primitives to the table for which autocast decides the same; see `PrimitiveFacts`.
+
+  Args:
+    listed, reason, float16, recompute: of each of them.
+    rows: the primitives.
+    in_float16: what float16 adds to the reason.
+  """
   for entry in rows:
     traits, keys, call = entry if isinstance(entry, tuple) else of(T.NONE, entry)
-    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call)
+    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call, in_float16)
     for key in keys:
       for primitive in key.split() if isinstance(key, str) else [key]:
         register(primitive, row)
@@ -50,15 +57,17 @@ decide(
 )
 decide(
   "deny",
-  "leaves float16's range; its relative error is the exponent's absolute error",
+  "its relative error is the exponent's absolute error",
   of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.exp_p, lax.exp2_p, lax.expm1_p),
   of(T.BROADCASTS | T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.pow_p),
   of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE, lax.sinh_p, lax.cosh_p),
+  in_float16="its result leaves float16's range",
 )
 decide(
   "deny",
-  "losses subtract logarithms, and the gradient 1/x leaves the range",
+  "losses subtract logarithms, which differ little",
   of(T.EXPONENTIAL | T.ELEMENTWISE | T.COSTLY, lax.log_p, lax.log1p_p, newer("log2_p")),
+  in_float16="the gradient 1/x leaves float16's range",
 )
 decide(
   "deny",
@@ -92,11 +101,12 @@ decide(
 )
 decide(
   "deny",
-  "accumulates: small terms vanish beside a large sum, and float16 overflows",
+  "accumulates: small terms vanish beside a large sum",
   of(T.NO_RESIDUAL | T.ACCUMULATES | T.STORES_RESULT, lax.reduce_sum_p),
   of(T.STORES_RESULT, lax.reduce_prod_p, lax.reduce_p),
   of(T.READS_STORED | T.STORES_RESULT, lax.reduce_window_p),
   of(T.EXPANDS | T.ACCUMULATES | T.READS_STORED | T.STORES_RESULT, lax.reduce_window_sum_p),
+  in_float16="large sums overflow float16",
 )
 decide(
   "deny",
@@ -156,18 +166,20 @@ decide(
 )
 decide(
   "infer",
-  "element-wise; in float16 a small divisor or epsilon vanishes",
+  "element-wise",
   of(T.BROADCASTS | T.EXPANDS | T.SCALES | T.ELEMENTWISE, lax.div_p),
   of(T.BROADCASTS | T.ELEMENTWISE, lax.rem_p),
   of(T.ELEMENTWISE, lax.sqrt_p),
   float16="deny",
+  in_float16="a small divisor or epsilon vanishes in float16",
 )
 decide(
   "deny",
-  "part of activation functions and variances; in float16 powers overflow beyond 256",
+  "part of activation functions and variances",
   newer("polynomial_p"),
   of(T.EXPANDS | T.ELEMENTWISE, lax.square_p, lax.integer_pow_p),
   of(T.ELEMENTWISE, newer("one_minus_square_p")),
+  in_float16="powers overflow beyond 256 in float16",
 )
 decide(
   "infer",

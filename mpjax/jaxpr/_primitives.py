@@ -97,6 +97,7 @@ class PrimitiveFacts:
       primitive, whose body is entered).
     reason: why it is on that list.
     float16: `deny` for one of `infer` that is denied in float16, which has not float32's range; else empty.
+    reason_in_float16: what float16's range adds to the reason; else empty.
     recompute: whether the backward pass may compute it a second time rather than save it.
     traits: what it does with its operands.
     call: which kind of call it is; `None` for one that is not entered.
@@ -108,6 +109,7 @@ class PrimitiveFacts:
   recompute: bool = True
   traits: Trait = Trait.NONE
   call: CallKind | None = None
+  reason_in_float16: str = ""
 
   def __post_init__(self) -> None:
     if self.list not in LISTS:
@@ -122,6 +124,11 @@ class PrimitiveFacts:
   def list_in(self, dtype: np.dtype | None) -> str:
     """Returns the list where `dtype` is the compute dtype."""
     return self.float16 if self.float16 and dtype == np.float16 else self.list
+
+  def reason_in(self, dtype: np.dtype | None) -> str:
+    """Returns the reason where `dtype` is the compute dtype."""
+    in_float16 = self.reason_in_float16 if dtype == np.float16 else ""
+    return "; ".join(filter(None, (self.reason, in_float16)))
 
 
 # The rule for a primitive that is in no row, such as one that a later JAX adds or a library defines.

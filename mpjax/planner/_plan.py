@@ -95,6 +95,7 @@ def plan(
     device=device.device,
     devices=traced.devices,
     device_memory=device.memory,
+    usable_memory=device.usable,
     parameters=traced.parameters,
     memory=memory,
     compiled=compiled,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 # Parts of memory, in the order in which tables and pictures have them. The first six are the arguments of a
@@ -18,13 +17,6 @@ TRANSIENT_PARTS = (
   "outputs",
   "allocator",
 )
-
-# Phases of a program: of its derivative, or neither.
-
-
-def pattern(path: str) -> str:
-  """Returns a module path without its numbers, the same for layers that are alike: `GPT/blocks/*/up`."""
-  return re.sub(r"\d+", "*", path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +175,8 @@ class PlanFigures:
     collectives: what crosses devices, from the compiled program.
     floor: for the time, or `None` where the target has no published peaks.
     notes: sentences for whoever reads the plan.
+    subject: what the step trains, in words; empty if that is not known.
+    usable_memory: bytes of a device that JAX takes; 0 for all of them.
   """
 
   label: str
@@ -199,6 +193,13 @@ class PlanFigures:
   collectives: tuple[Collective, ...]
   floor: Floor | None
   notes: tuple[str, ...]
+  subject: str = ""
+  usable_memory: int = 0
+
+  @property
+  def room(self) -> int:
+    """Bytes that the step has to fit in: what JAX takes of a device's memory; 0 where that is not known."""
+    return self.usable_memory or self.device_memory
 
   @property
   def peak(self) -> int:

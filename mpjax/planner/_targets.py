@@ -14,8 +14,9 @@ from mpjax.dtypes import did_you_mean
 from mpjax.formats import DeviceData, described_devices
 
 HERE = "here"
-# JAX preallocates this share of a GPU's memory unless it is told otherwise.
+# JAX takes this share of a GPU's memory unless one of these variables says another.
 _GPU_SHARE = 0.75
+_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # What XLA gives a cuBLAS call to work in, from Hopper on and before.
 _WORKSPACE = {9: 32 << 20, 10: 32 << 20, 12: 32 << 20}
 _WORKSPACE_BEFORE = 4 << 20
@@ -149,7 +150,7 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
     kind=data["kind"],
     devices=count,
     memory=memory,
-    usable=int(memory * _GPU_SHARE) if gpu else memory,
+    usable=int(memory * _gpu_share()) if gpu else memory,
     bandwidth=float(data["bandwidth"]),
     flops={dtype: float(rate) for dtype, rate in data["flops"].items()},
     interconnect=float(data.get("interconnect", 0)),
@@ -160,6 +161,16 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
     compute_capability=(major, minor),
     cuda=cuda,
   )
+
+
+def _gpu_share() -> float:
+  """Returns the share of a GPU's memory that JAX takes, as the environment or JAX has it."""
+  for name in _SHARE_VARIABLES:
+    try:
+      return min(1.0, float(os.environ[name]))
+    except (KeyError, ValueError):
+      continue
+  return _GPU_SHARE
 
 
 def _here() -> Target:

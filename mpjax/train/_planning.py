@@ -75,7 +75,9 @@ class Planner:
       raise
     except ValueError as error:
       raise ConfigError(str(error)) from error
-    return dataclasses.replace(made, notes=(*((note,) if note else ()), *made.notes))
+    notes = (*((note,) if note else ()), *made.notes)
+    subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
+    return dataclasses.replace(made, notes=notes, subject=subject)
 
   def _step_and_state(self, policy: Policy, recompute: str, batch: int) -> tuple[TrainStep, TrainState]:
     train = self.config.train.model_copy(update={"recompute": recompute})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 from flax import nnx
 
 import mpjax
+from mpjax.casting import print_explanations
 from tests.casting._conformance import normal
 from tests.casting._jaxprs import PRODUCTS, equations, named
 
@@ -150,9 +154,17 @@ def test_reasons_of_what_is_in_float32():
   assert full
   assert all(row.why for row in rows)
   why = {row.primitive: row.why for row in full}
-  assert "range" in why["exp"]
+  assert "relative error" in why["exp"]
   assert "accumulates" in why["reduce_sum"]
   assert "reduction" in why["sub"]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8", "fp16"])
+def test_a_reason_of_float16_is_given_under_float16_alone(policy):
+  fun = lambda x: (jnp.sum(jnp.exp(x @ W)) + jnp.log(x @ W) + (x @ W) ** 2) @ W
+  text = str(explained(fun, X, policy=policy))
+  assert ("float16's range" in text) == (policy == "fp16")
+  assert ("overflow beyond 256" in text) == (policy == "fp16")
 
 
 REASONS = {  # (function of x, primitive, a word of the reason)
@@ -201,17 +213,55 @@ def test_islands_are_numbered():
   assert "2 float32 islands" in str(explained(two, X))
 
 
-def test_the_table_is_grouped_by_module():
+def test_the_text_leads_with_what_is_float32_and_ends_with_the_modules():
   explanation = explained(network, W, X)
   text = str(explanation)
   lines = text.splitlines()
   assert lines[0].startswith("policy bf16: ")
   assert f"{len(explanation.rows)} operations" in lines[0]
   assert "bfloat16 1.02 kFLOP (100%)" in str(explained(network, W, shape(16, 4)))
-  modules = [line.split()[0] for line in text.split("\n\n")[1].splitlines()]
-  assert modules == ["module", "net/attention", "net/head"]
-  assert "because" in text
+  titles = [section.splitlines()[0] for section in text.split("\n\n")]
+  assert titles[1] == "In float32, and why"
+  modules = [line.split()[0] for line in text.split("\n\n")[-1].splitlines()]
+  assert modules == ["Modules", "module", "-" * len(modules[2]), "net/attention", "net/head"]
   assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def layers(count):
+  def fun(x):
+    for i in range(count):
+      with jax.named_scope(f"net/layers/{i}"):
+        x = jax.nn.softmax(x @ W)
+    return x @ W
+
+  return fun
+
+
+def test_layers_that_are_alike_are_one_row():
+  text = str(explained(layers(12), X))
+  assert len(text.splitlines()) <= len(str(explained(layers(3), X)).splitlines())
+  [*_, modules] = text.split("\n\n")
+  assert "net/layers/*" in modules
+  assert "net/layers/1" not in modules
+
+
+def test_a_layer_of_its_own_policy_is_a_row_of_its_own():
+  text = str(explained(layers(4), X, overrides={"layers/1": "fp32"}))
+  [*_, modules] = text.split("\n\n")
+  names = [line.split()[0] for line in modules.splitlines() if line.startswith("net/layers")]
+  assert names == ["net/layers/0,2,3", "net/layers/1"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_policies_stand_side_by_side_at_any_width(width):
+  policies = ("fp32", "bf16", "fp16")
+  stream = io.StringIO()
+  console = rich.console.Console(file=stream, width=width, color_system=None)
+  print_explanations([explained(layers(4), X, policy=policy) for policy in policies], console)
+  text = stream.getvalue()
+  headings = [line.split() for line in text.splitlines() if line.split()[:1] == ["fp32"]]
+  assert headings == [list(policies)] * 2
+  assert max(map(len, text.splitlines())) <= width
 
 
 def test_paths_of_nnx_modules():
@@ -356,7 +406,7 @@ def test_an_island_has_what_it_keeps_and_what_it_computes_again():
   assert island.operations == tuple(row.primitive for row in rows)
   assert island.kept_bytes == 2 * X.size  # the product's result, in half precision
   assert island.recomputed_bytes >= 4 * X.size * 3  # the difference, the exponential and the quotient
-  assert "net/attention" in str(explanation).partition("computed again")[2]
+  assert "net/attention" in str(explanation).partition("Float32 islands")[2]
 
 
 def rnn(x):

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from mpjax import _compat
-from mpjax.jaxpr import BACKWARD, FORWARD, CallKind, Trait, call_kind, has, scan_parts
+from mpjax.jaxpr import BACKWARD, FORWARD, CallKind, Trait, call_kind, has, layer_pattern, scan_parts
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner._results import Memory, Saved, pattern
+from mpjax.planner._results import Memory, Saved
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
@@ -196,7 +196,7 @@ def _saved(worst: Peak) -> tuple[Saved, ...]:
     if maker is None:
       continue
     dtype = getattr(value.dtype, "name", str(value.dtype))
-    row = groups.setdefault((pattern(maker.path), maker.source, maker.name, dtype, value.shape), [0, 0])
+    row = groups.setdefault((layer_pattern(maker.path), maker.source, maker.name, dtype, value.shape), [0, 0])
     row[0] += 1
     row[1] += worst.size(value)
   rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]

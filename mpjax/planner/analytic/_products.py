@@ -14,8 +14,8 @@ from mpjax import formats
 from mpjax._plain_text import bytes_text
 from mpjax._types import JaxprEqn
 from mpjax.fp8._dot_general import fp8_dot_general_p
-from mpjax.jaxpr import dtype_of, shape_of
-from mpjax.planner._results import ProductGroup, pattern
+from mpjax.jaxpr import dtype_of, layer_pattern, shape_of
+from mpjax.planner._results import ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
@@ -140,7 +140,7 @@ def _product(operation: GraphOperation, target: Target) -> ProductGroup:
   fits = formats.eligible(target.matrix_units, dtype, *sizes)
   one = 2 * math.prod(sizes)
   return ProductGroup(
-    path=pattern(operation.path),
+    path=layer_pattern(operation.path),
     source=operation.source,
     phase=operation.phase,
     operation=operation.name,

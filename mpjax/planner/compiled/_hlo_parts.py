@@ -6,8 +6,8 @@ import collections
 import functools
 import math
 
-from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner._results import Memory, Saved, pattern
+from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
+from mpjax.planner._results import Memory, Saved
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
 from mpjax.planner.compiled._hlo_locations import operation_of, path_of_name, phase_of_name, source_of
 from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak
@@ -157,7 +157,7 @@ def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Sa
     named = names.named(buffer.maker)
     shape = buffer.shape
     key = (
-      pattern(path_of_name(named.op_name)),
+      layer_pattern(path_of_name(named.op_name)),
       source_of(names.module, named),
       operation_of(named.op_name),
       numpy_name(shape.dtype),

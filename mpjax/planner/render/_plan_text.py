@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._plain_text import bytes_text, fold, table, table_width, with_prefix
+from mpjax._plain_text import bytes_text, with_prefix
+from mpjax._text_sections import (
+  TEXT_WIDTH,
+  TextColumn,
+  TextRow,
+  TextSection,
+  beside,
+  of_each,
+  print_sections,
+  sections_text,
+)
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
+from mpjax.planner.render._plan_conclusions import conclusions
 
 if TYPE_CHECKING:
   import rich.console
 
 NO_FIT = "DOES NOT FIT"
 
-_TITLE, _STRONG, _RULE = "bold cyan", "bold", "dim"
-
-_TEXT_WIDTH = 116
-_FIRST_WIDTH = 26  # of the names of rows, in tables that have a column a plan
-_CELL_WIDTH = 21  # `123.45 GB   16.00 B/p`
-_LEAST_WIDTH = 12  # to which a column of prose shrinks
-_GAP = 2  # between columns
-_FIGURES = frozenset({"count", "bytes", "extra", "FLOPs"})
+_WIDE = 100  # from which on a table has room for every column
+_FIGURES = frozenset({"count", "bytes", "extra", "FLOPs", "needs", "share", "floor"})
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
 _MOST_PRODUCTS = 10
@@ -30,94 +34,104 @@ _MOST_PRODUCTS = 10
 
 def as_text(plans: Sequence[PlanFigures]) -> str:
   """Returns plans side by side as plain text, at most 116 columns wide but for long shapes and lines."""
-  sections = _sections(plans, _TEXT_WIDTH)
-  return "\n\n".join("\n".join(line for line, _ in _lines(section)) for section in sections)
+  return sections_text(_sections(plans, TEXT_WIDTH))
 
 
 def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | None = None) -> None:
-  """Prints plans side by side, as many of them as the terminal has room for.
+  """Prints plans side by side, with short figures where the terminal has no room for long ones.
 
   Args:
-    plans: to compare; one that does not fit the memory of its device is marked in red.
+    plans: to compare; one that does not fit its memory is marked in red.
     console: to print to; standard output if `None`.
   """
   import rich.console
-  import rich.text
 
   console = console or rich.console.Console()
-  for i, section in enumerate(_sections(plans, console.width)):
-    if i:
-      console.print()
-    for line, style in _lines(section):
-      if style == _RULE and not console.options.ascii_only:
-        line = line.replace("-", "\N{BOX DRAWINGS LIGHT HORIZONTAL}")
-      text = rich.text.Text(line, style)
-      text.highlight_regex(rf"\S+ %  {NO_FIT}", "bold red")
-      # A number that the terminal wraps can still be read, one that is cut cannot.
-      console.print(text, soft_wrap=True)
+  print_sections(_sections(plans, console.width), console, alarm=rf"\S+ %  {NO_FIT}")
 
 
-class _Column(NamedTuple):
-  """A column of a table; the cells of one that `folds` may run over several lines."""
+class _Room(NamedTuple):
+  """The room for a column a plan: for figures with what they come to a parameter, or without."""
 
-  heading: str
-  right: bool = False
-  folds: bool = False
-
-
-class _Row(NamedTuple):
-  cells: Sequence[str]
-  strong: bool = False
+  first: int  # for the names of rows
+  cell: int
+  long: bool
 
 
-_Groups = Sequence[Sequence[_Row]]
+_LONG = _Room(26, 21, True)  # `123.45 GB   16.00 B/p`
+_SHORT = _Room(18, 12, False)  # `123.45 GB`, `matrix units`
+_GAP = 2  # between columns
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlanSection:
-  """A title, a table whose groups of rows are ruled off, and sentences under it."""
-
-  title: str
-  columns: Sequence[_Column] = ()
-  groups: _Groups = ()
-  lines: Sequence[str] = ()
-
-
-def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[_PlanSection]:
-  """Returns what there is to say of plans, with tables folded to a width, and headings and sentences too."""
-  abreast = max(1, (width - _FIRST_WIDTH) // (_CELL_WIDTH + _GAP))
-  beside = [plans[i : i + abreast] for i in range(0, len(plans), abreast)]
-  sections: list[_PlanSection | None] = [_header(plans)] if plans else []
-  sections += map(_memory, beside)
-  sections += _each(plans, _activations)
-  sections += map(_matrix_units, beside)
-  sections += _each(plans, _products)
-  sections.append(_collectives(plans))
-  sections += map(_floor, beside)
-  notes = _said(plans, lambda plan: plan.notes)
-  sections.append(_PlanSection("Notes", lines=notes) if notes else None)
-  return (_folded(section, width) for section in sections if section)
+def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[TextSection]:
+  """Yields what there is to say of plans: first what they need, then the parts."""
+  room = _LONG if len(plans) * (_LONG.cell + _GAP) <= width - _LONG.first else _SHORT
+  word = max((len(word) for plan in plans for word in plan.label.split()), default=0)
+  abreast = max(1, (width - room.first) // (max(room.cell, word) + _GAP))
+  groups = [plans[i : i + abreast] for i in range(0, len(plans), abreast)]
+  labels = [plan.label for plan in plans]
+  if plans:
+    yield _lead(plans)
+  yield from (_memory(some, room) for some in groups)
+  yield from of_each(labels, [_activations(plan, width) for plan in plans])
+  yield from filter(None, (_matrix_units(some, room) for some in groups))
+  yield from of_each(labels, map(_products, plans))
+  yield from filter(None, [_collectives(plans)])
+  yield from filter(None, map(_floor, groups))
+  if notes := _said(plans, lambda plan: plan.notes):
+    yield TextSection("Notes", lines=notes)
 
 
-def _header(plans: Sequence[PlanFigures]) -> _PlanSection:
-  def facts(plan: PlanFigures) -> str:
-    device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
-    has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
-    count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
-    return f"{device}; {count}; {plan.parameters:,} parameters"
+def _lead(plans: Sequence[PlanFigures]) -> TextSection:
+  """Returns what is planned, for what, what each plan needs, and whether it fits."""
+  subjects = list(dict.fromkeys(plan.subject for plan in plans if plan.subject))
+  floors = any(plan.floor for plan in plans)
+  columns = _columns("plan needs share" + " floor by" * floors)
+  columns[2] = columns[2]._replace(heading=f"of {_whose(plans)}")
+  rows = []
+  for plan in plans:
+    floor = [_seconds(plan.floor.seconds), f"({plan.floor.bound})"] if plan.floor else ["-", ""]
+    rows.append(TextRow([plan.label, bytes_text(plan.peak), _fit(plan), *(floor if floors else ())]))
+  names = "; ".join(subjects) or ", ".join(plan.label for plan in plans)
+  facts = _said(plans, lambda plan: [_facts(plan)])
+  said = conclusions(plans)
+  return TextSection(f"Plan of a step: {names}", columns, [rows], [*facts, *said])
 
-  names = ", ".join(plan.label for plan in plans)
-  return _PlanSection(f"Plan of a step: {names}", lines=_said(plans, lambda plan: [facts(plan)]))
+
+def _facts(plan: PlanFigures) -> str:
+  """Returns the target of a plan, what memory it has, and how many parameters are trained."""
+  device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
+  has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
+  count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
+  takes = ""
+  if plan.room < plan.device_memory:
+    share = f"{_percent(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
+    takes = f", of which JAX takes {bytes_text(plan.room)} ({share})"
+  return f"{device}; {count}{takes}; {plan.parameters:,} parameters"
 
 
-def _memory(plans: Sequence[PlanFigures]) -> _PlanSection:
+def _whose(plans: Sequence[PlanFigures]) -> str:
+  """Returns whose memory the shares are of."""
+  return "JAX's memory" if any(p.room < p.device_memory for p in plans) else "device memory"
+
+
+def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
   per_parameter = any(plan.parameters for plan in plans)
 
-  def row(name: str, counts: Iterable[int | None], strong: bool = False) -> _Row:
-    cells = [_bytes_cell(count, plan) for count, plan in zip(counts, plans, strict=True)]
-    return _Row([name, *cells], strong)
+  def row(name: str, counts: Iterable[int | None], strong: bool = False) -> TextRow:
+    cells = [_bytes_cell(count, plan, room.long) for count, plan in zip(counts, plans, strict=True)]
+    return TextRow([name, *cells], strong)
 
-  def parts(names: Iterable[str]) -> Iterator[_Row]:
+  def total(name: str, counts: Sequence[int | None]) -> Iterator[TextRow]:
+    yield row(name, counts, strong=True)
+    if per_parameter and not room.long:
+      shares = [
+        None if count is None or not plan.parameters else count / plan.parameters
+        for count, plan in zip(counts, plans, strict=True)
+      ]
+      yield _row("  per parameter", shares, _per_parameter)
+
+  def parts(names: Iterable[str]) -> Iterator[TextRow]:
     for name in names:
       if any(name in plan.memory.parts for plan in plans):
         yield row(name, [plan.memory.parts.get(name) for plan in plans])
@@ -128,32 +142,36 @@ def _memory(plans: Sequence[PlanFigures]) -> _PlanSection:
   state = [part for part in ARGUMENT_PARTS if part != "batch"]
   persistent = [sum(plan.memory.parts.get(part, 0) for part in state) for plan in plans]
   groups = [
-    [*parts(state), row("persistent (state)", persistent, strong=True)],
-    [*parts(("batch", *TRANSIENT_PARTS)), row("peak, analytic", [p.memory.peak for p in plans], strong=True)],
-    _compiled(plans, row),
-    _at_once(plans, row),
+    [*parts(state), *total("persistent (state)", persistent)],
+    [*parts(("batch", *TRANSIENT_PARTS)), *total("peak, analytic", [p.memory.peak for p in plans])],
+    _compiled(plans, row, total),
+    _at_once(plans, row, total),
     [
-      _row("peak of device memory", plans, _fit, strong=True),
+      _row(f"peak of {_whose(plans)}", plans, _fit, strong=True),
       row("inference weights", [plan.inference for plan in plans]),
       row("checkpoint", [plan.checkpoint for plan in plans]),
     ],
   ]
-  lines = ["B/p: bytes per parameter."] if per_parameter else []
+  lines = ["B/p: bytes per parameter."] if per_parameter and room.long else []
   lines += _said(plans, lambda plan: plan.compiled.difference if plan.compiled else ())
-  return _beside("Memory of one device", plans, groups, lines)
+  return beside("Memory of one device", [plan.label for plan in plans], groups, lines)
 
 
-def _at_once(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
+_Row = Callable[..., TextRow]
+_Rows = Callable[..., Iterator[TextRow]]
+
+
+def _at_once(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[TextRow]:
   """Returns what rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
   states = [plan.memory.training_state for plan in plans]
   names = _names(states)
   if not names:
     return []
   parts = [row(f"  {name}", [state.get(name) for state in states]) for name in names]
-  return [row("training state, all at once", [sum(state.values()) for state in states], strong=True), *parts]
+  return [*total("training state, all at once", [sum(state.values()) for state in states]), *parts]
 
 
-def _compiled(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_Row]:
+def _compiled(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[TextRow]:
   """Returns the compiler's rows; none if no plan is compiled."""
   compiled = [plan.compiled for plan in plans]
   if not any(compiled):
@@ -164,7 +182,7 @@ def _compiled(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_R
     row("  outputs", [c and c.outputs for c in compiled]),
     row("  less aliases", [c and -c.aliases for c in compiled]),
     row("  temporaries", [c and c.temporaries for c in compiled]),
-    row("peak, compiled", [c and c.peak for c in compiled], strong=True),
+    *total("peak, compiled", [c and c.peak for c in compiled]),
     _row("  explained by parts", [c and c.explained for c in compiled], _percent),
   ]
   for part in TRANSIENT_PARTS:
@@ -175,40 +193,56 @@ def _compiled(plans: Sequence[PlanFigures], row: Callable[..., _Row]) -> list[_R
   return rows
 
 
-def _activations(plan: PlanFigures) -> _PlanSection | None:
+def _activations(plan: PlanFigures, width: int) -> TextSection | None:
   saved = plan.memory.saved
   if not saved:
     return None
-  columns = _columns("module line operation dtype shape count bytes")
+  operations = width >= _WIDE
+  columns = _columns(f"module line {'operation ' * operations}dtype shape count bytes")
   rows = [
-    _Row([s.path, s.source, s.operation, s.dtype, _by(s.shape), str(s.count), bytes_text(s.nbytes)])
+    TextRow(
+      [
+        s.path,
+        s.source,
+        *([s.operation] if operations else []),
+        *(s.dtype, _by(s.shape), str(s.count), bytes_text(s.nbytes)),
+      ]
+    )
     for s in saved[:_MOST_ACTIVATIONS]
   ]
   line = f"All activations that are saved, at the worst moment: {bytes_text(plan.memory.saved_bytes)}."
-  return _PlanSection("Largest saved activations", columns, [rows], [line])
+  at_peak = plan.memory.parts.get("activations", 0)
+  if bytes_text(at_peak) != bytes_text(plan.memory.saved_bytes):
+    line += f" The peak of all memory is at another moment, with {bytes_text(at_peak)} of them (analytic)."
+  return TextSection("Largest saved activations", columns, [rows], [line])
 
 
-def _matrix_units(plans: Sequence[PlanFigures]) -> _PlanSection | None:
+def _matrix_units(plans: Sequence[PlanFigures], room: _Room) -> TextSection | None:
   flops = [plan.matrix_flops() for plan in plans]
   kernels = [plan.compiled.kernels if plan.compiled else {} for plan in plans]
   if not any(flops) and not any(kernels):
     return None
 
-  def rows(by_name: list[dict[str, int]], prefix: str = "") -> list[_Row]:
+  def rows(by_name: list[dict[str, int]], prefix: str = "") -> list[TextRow]:
     return [
-      _Row([prefix + name, *(_flops_cell(had.get(name), sum(had.values())) for had in by_name)])
+      TextRow([prefix + name, *(_flops_cell(had.get(name), sum(had.values()), room.long) for had in by_name)])
       for name in _names(by_name)
     ]
 
   shares = [plan.eligible if plan.products else None for plan in plans]
+  whole = _row("all", [sum(had.values()) for had in flops], lambda count: with_prefix(count, "FLOP"))
   groups = [
-    [*rows(flops), _row("eligible at full rate", shares, _percent, strong=True)],
+    [
+      *([] if room.long else [whole]),
+      *rows(flops),
+      _row("eligible at full rate", shares, _percent, strong=True),
+    ],
     [_row("by the compiler", [""] * len(plans)), *rows(kernels, "  ")] if any(kernels) else [],
   ]
-  return _beside("Matrix products: FLOPs of one step on one device", plans, groups)
+  return beside("Matrix products: FLOPs of one step on one device", [p.label for p in plans], groups)
 
 
-def _products(plan: PlanFigures) -> _PlanSection | None:
+def _products(plan: PlanFigures) -> TextSection | None:
   rest = sorted((p for p in plan.products if not p.eligible), key=lambda p: -p.flops)
   if not rest:
     return None
@@ -217,22 +251,22 @@ def _products(plan: PlanFigures) -> _PlanSection | None:
   for p in rest[:_MOST_PRODUCTS]:
     module = f"{p.path} ({p.phase})" if p.phase else p.path
     shape = f"{p.batch} of {_by(p.shape)}" if p.batch > 1 else _by(p.shape)
-    rows.append(_Row([module, p.source, shape, *_padding(p), _percent(p.flops / whole), p.why]))
+    rows.append(TextRow([module, p.source, shape, *_padding(p), _percent(p.flops / whole), p.why]))
   others = rest[_MOST_PRODUCTS:]
   lines = [f"{len(others)} more have {_percent(sum(p.flops for p in others) / whole)} of the FLOPs."]
   columns = _columns("module line MxNxK padded extra FLOPs why")
   title = "Products below the full rate of the matrix units"
-  return _PlanSection(title, columns, [rows], lines if others else ())
+  return TextSection(title, columns, [rows], lines if others else ())
 
 
-def _collectives(plans: Sequence[PlanFigures]) -> _PlanSection | None:
+def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
   columns = _columns("plan operation dtype count bytes from")
   cells = lambda c: [c.operation, c.dtype, str(c.count), bytes_text(c.nbytes), ", ".join(c.sources)]
-  groups = [[_Row([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
-  return _PlanSection("Collectives of one step on one device", columns, groups) if any(groups) else None
+  groups = [[TextRow([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
+  return TextSection("Collectives of one step on one device", columns, groups) if any(groups) else None
 
 
-def _floor(plans: Sequence[PlanFigures]) -> _PlanSection | None:
+def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
   floors = [plan.floor for plan in plans]
   if not any(floors):
     return None
@@ -242,42 +276,19 @@ def _floor(plans: Sequence[PlanFigures]) -> _PlanSection | None:
   rows.append(_row("bound by", [f and f.bound for f in floors]))
   rows.append(_row("bytes moved at least", [f and f.moved_bytes for f in floors], bytes_text))
   line = "At the published peaks of the target. It bounds the time from below and does not predict it."
-  return _beside("Time floor: no step is faster than", plans, [rows], [line])
+  return beside("Time floor: no step is faster than", [plan.label for plan in plans], [rows], [line])
 
 
-def _beside(
-  title: str, plans: Sequence[PlanFigures], groups: _Groups, lines: Sequence[str] = ()
-) -> _PlanSection:
-  """Returns a section with a column a plan."""
-  columns = [_Column("", folds=True), *(_Column(plan.label, right=True) for plan in plans)]
-  return _PlanSection(title, columns, groups, lines)
-
-
-def _row(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, strong: bool = False) -> _Row:
+def _row(
+  name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, strong: bool = False
+) -> TextRow:
   """Returns a row of values, with a dash where there is none."""
-  return _Row([name, *("-" if value is None else shown(value) for value in values)], strong)
+  return TextRow([name, *("-" if value is None else shown(value) for value in values)], strong)
 
 
-def _each(
-  plans: Sequence[PlanFigures], of: Callable[[PlanFigures], _PlanSection | None]
-) -> Iterator[_PlanSection]:
-  """Yields a section a plan, with its name; alike ones once."""
-  found: list[tuple[_PlanSection, list[str]]] = []
-  for plan in plans:
-    section = of(plan)
-    names = next((names for other, names in found if other == section), None)
-    if names is not None:
-      names.append(plan.label)
-    elif section:
-      found.append((section, [plan.label]))
-  for section, names in found:
-    title = f"{section.title}: {', '.join(names)}" if len(plans) > 1 else section.title
-    yield dataclasses.replace(section, title=title)
-
-
-def _columns(headings: str) -> list[_Column]:
+def _columns(headings: str) -> list[TextColumn]:
   """Returns columns with these headings, a word each."""
-  return [_Column(name, right=name in _FIGURES, folds=name in _PROSE) for name in headings.split()]
+  return [TextColumn(name, right=name in _FIGURES, folds=name in _PROSE) for name in headings.split()]
 
 
 def _said(plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]) -> list[str]:
@@ -293,23 +304,30 @@ def _names(dictionaries: Iterable[Iterable[str]]) -> list[str]:
   return list(dict.fromkeys(name for dictionary in dictionaries for name in dictionary))
 
 
-def _bytes_cell(count: int | None, plan: PlanFigures) -> str:
+def _bytes_cell(count: int | None, plan: PlanFigures, long: bool) -> str:
   if count is None:
     return "-"
-  if not plan.parameters:
+  if not plan.parameters or not long:
     return bytes_text(count)
   return f"{bytes_text(count)}  {count / plan.parameters:6.2f} B/p"
 
 
-def _flops_cell(flops: int | None, whole: int) -> str:
-  return "-" if flops is None else f"{with_prefix(flops, 'FLOP')}  {_percent(flops / max(1, whole)):>7}"
+def _per_parameter(share: float) -> str:
+  return f"{share:.2f} B"
+
+
+def _flops_cell(flops: int | None, whole: int, long: bool) -> str:
+  if flops is None:
+    return "-"
+  share = _percent(flops / max(1, whole))
+  return f"{with_prefix(flops, 'FLOP')}  {share:>7}" if long else share
 
 
 def _fit(plan: PlanFigures) -> str:
-  if not plan.device_memory:
+  if not plan.room:
     return "not known"
-  share = _percent(plan.peak / plan.device_memory)
-  return f"{share}  {NO_FIT}" if plan.peak > plan.device_memory else share
+  share = _percent(plan.peak / plan.room)
+  return f"{share}  {NO_FIT}" if plan.peak > plan.room else share
 
 
 def _percent(share: float) -> str:
@@ -331,51 +349,3 @@ def _seconds(seconds: float) -> str:
 
 def _by(shape: Sequence[int]) -> str:
   return "x".join(map(str, shape)) or "scalar"
-
-
-def _folded(section: _PlanSection, width: int) -> _PlanSection:
-  """Breaks the lines of a section's headings, sentences and cells of prose, so that it is narrow enough."""
-  section = dataclasses.replace(
-    section, title=fold(section.title, width), lines=[fold(line, width) for line in section.lines]
-  )
-  if not section.columns:
-    return section
-  rows = [row for group in section.groups for row in group]
-  widths = [
-    max([len(row.cells[i]) for row in rows] + [len(column.heading)] * column.folds, default=0)
-    for i, column in enumerate(section.columns)
-  ]
-  widths = [max(w, min(len(c.heading), _CELL_WIDTH)) for w, c in zip(widths, section.columns, strict=True)]
-  folding = [i for i, column in enumerate(section.columns) if column.folds]
-  while sum(widths) + _GAP * (len(widths) - 1) > width:
-    widest = max(folding, key=lambda i: widths[i])
-    if widths[widest] <= _LEAST_WIDTH:
-      break
-    widths[widest] -= 1
-  headings = _folded_cells([column.heading for column in section.columns], widths)
-  columns = [c._replace(heading=heading) for c, heading in zip(section.columns, headings, strict=True)]
-  groups = [
-    [row._replace(cells=_folded_cells(row.cells, widths)) for row in group]
-    for group in section.groups
-    if group
-  ]
-  return dataclasses.replace(section, columns=columns, groups=groups)
-
-
-def _folded_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-  return [fold(cell, width) for cell, width in zip(cells, widths, strict=True)]
-
-
-def _lines(section: _PlanSection) -> Iterator[tuple[str, str]]:
-  """Yields the lines of a section, with the style of each for terminals that have any."""
-  yield from ((line, _TITLE) for line in section.title.split("\n"))
-  if section.columns:
-    headings = [column.heading for column in section.columns]
-    rows = [headings, *(row.cells for group in section.groups for row in group)]
-    drawn = iter(table(rows, left=[i for i, column in enumerate(section.columns) if not column.right]))
-    yield from ((line, _STRONG) for line in next(drawn))
-    for group in section.groups:
-      yield "-" * table_width(rows), _RULE
-      for row in group:
-        yield from ((line, _STRONG if row.strong else "") for line in next(drawn))
-  yield from ((line, "") for line in section.lines)

@@ -1,5 +1,6 @@
 """The report says every figure of a plan, side by side with the others', within the width."""
 
+import dataclasses
 import io
 
 import pytest
@@ -8,7 +9,7 @@ import rich.console
 from mpjax._plain_text import bytes_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
 from mpjax.planner.render import NO_FIT, as_text, print_plans
-from tests.planner._plans import PARAMETERS, a_plan, the_head
+from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 
@@ -103,3 +104,48 @@ def test_notes_are_said():
 def test_tables_fold_to_the_terminal(width):
   long = max(map(len, printed([a_plan(policy) for policy in POLICIES], width).splitlines()))
   assert long <= width + 40  # a shape or a line of source is never broken
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_policies_stand_side_by_side_at_any_width(width):
+  text = printed([a_plan(policy) for policy in POLICIES], width)
+  headings = [line for line in text.splitlines() if line.split()[:3] == list(POLICIES)]
+  assert len(headings) == 3  # memory, matrix products, floor
+  [line] = [line for line in text.splitlines() if line.startswith("master weights ")]
+  assert line.count("MB") == 3
+
+
+def test_the_first_table_says_what_each_needs_and_whether_it_fits():
+  first = as_text([a_plan("fp32", device_memory=10**9), a_plan("bf16")]).split("\n\n")[0]
+  assert f"{bytes_text(a_plan('bf16').peak)}" in first
+  assert first.count(NO_FIT) == 1
+
+
+def test_a_step_has_to_fit_what_jax_takes():
+  need = a_plan().peak
+  plan = a_plan(device_memory=int(1.1 * need), usable_memory=int(0.8 * need))
+  text = " ".join(as_text([plan]).split())
+  assert NO_FIT in text
+  assert f"of which JAX takes {bytes_text(plan.usable_memory)}" in text
+  assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 in the environment" in text
+  roomy = as_text([a_plan(device_memory=2 * need, usable_memory=int(1.5 * need))])
+  assert NO_FIT not in roomy
+  assert "in the environment" not in roomy
+
+
+def test_saved_activations_that_are_more_than_those_at_the_peak_say_so():
+  plan = a_plan()
+  assert "another moment" not in as_text([plan])
+  memory = dataclasses.replace(plan.memory, saved_bytes=plan.memory.saved_bytes + 10**9)
+  text = as_text([a_plan(memory=memory)])
+  assert f"{bytes_text(memory.saved_bytes)}. The peak of all memory is at another moment" in text
+
+
+def test_fp8_that_needs_more_than_bf16_says_why():
+  fp8 = a_plan(products=(a_product(dtype="float8_e4m3fn"),), label="fp8")
+  larger = dataclasses.replace(fp8, compiled=None, memory=a_memory(scale=1.5))
+  text = " ".join(as_text([a_plan(compiled=False), larger]).split())
+  assert f"fp8 needs {bytes_text(larger.peak - a_plan(compiled=False).peak)} more than bf16" in text
+  assert "of activations more" in text
+  assert "saved_activations=fp8" in text
+  assert "more than bf16" not in as_text([a_plan("fp32"), a_plan("bf16")])

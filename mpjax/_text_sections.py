@@ -1,0 +1,144 @@
+"""Sections of a report for a terminal: a title, a table that is folded to a width, and sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpjax._plain_text import fold, table, table_width
+
+if TYPE_CHECKING:
+  import rich.console
+
+TEXT_WIDTH = 116  # of a report that is written to no terminal
+
+_TITLE, _STRONG, _RULE = "bold cyan", "bold", "dim"
+_GAP = 2  # between columns
+_LEAST_WIDTH = 10  # to which a column of prose shrinks
+_HEADING_WIDTH = 21  # that a column of figures has for its heading
+
+
+class TextColumn(NamedTuple):
+  """A column of a table; the cells of one that `folds` may run over several lines."""
+
+  heading: str
+  right: bool = False
+  folds: bool = False
+
+
+class TextRow(NamedTuple):
+  """A row of a table."""
+
+  cells: Sequence[str]
+  strong: bool = False
+
+
+RowGroups = Sequence[Sequence[TextRow]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSection:
+  """A title, a table whose groups of rows are ruled off, and sentences under it."""
+
+  title: str
+  columns: Sequence[TextColumn] = ()
+  groups: RowGroups = ()
+  lines: Sequence[str] = ()
+
+
+def beside(title: str, labels: Iterable[str], groups: RowGroups, lines: Sequence[str] = ()) -> TextSection:
+  """Returns a section with a column for the names of rows, and one for each of the things compared."""
+  columns = [TextColumn("", folds=True), *(TextColumn(label, right=True) for label in labels)]
+  return TextSection(title, columns, groups, lines)
+
+
+def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> Iterator[TextSection]:
+  """Yields the section of each of the things compared, with its label; alike ones once, with all labels."""
+  found: list[tuple[TextSection, list[str]]] = []
+  for label, section in zip(labels, sections, strict=True):
+    names = next((names for other, names in found if other == section), None)
+    if names is not None:
+      names.append(label)
+    elif section:
+      found.append((section, [label]))
+  for section, names in found:
+    title = f"{section.title}: {', '.join(names)}" if len(labels) > 1 else section.title
+    yield dataclasses.replace(section, title=title)
+
+
+def sections_text(sections: Iterable[TextSection], width: int = TEXT_WIDTH) -> str:
+  """Returns sections as plain text, at most so wide but for words that cannot be broken."""
+  return "\n\n".join("\n".join(line for line, _ in _lines(_folded(one, width))) for one in sections)
+
+
+def print_sections(sections: Iterable[TextSection], console: rich.console.Console, alarm: str = "") -> None:
+  """Prints sections in the width and the colours of a console; a pattern that alarms is red."""
+  import rich.text
+
+  for i, section in enumerate(sections):
+    if i:
+      console.print()
+    for line, style in _lines(_folded(section, console.width)):
+      if style == _RULE and not console.options.ascii_only:
+        line = line.replace("-", "\N{BOX DRAWINGS LIGHT HORIZONTAL}")
+      text = rich.text.Text(line, style)
+      if alarm:
+        text.highlight_regex(alarm, "bold red")
+      # A number that the terminal wraps can still be read, one that is cut cannot.
+      console.print(text, soft_wrap=True)
+
+
+def _folded(section: TextSection, width: int) -> TextSection:
+  """Breaks the lines of a section's headings, sentences and cells of prose, so that it is narrow enough."""
+  section = dataclasses.replace(
+    section, title=fold(section.title, width), lines=[fold(line, width) for line in section.lines]
+  )
+  if not section.columns:
+    return section
+  rows = [row for group in section.groups for row in group]
+  widths = _column_widths(section.columns, rows, width)
+  headings = _folded_cells([column.heading for column in section.columns], widths)
+  columns = [c._replace(heading=heading) for c, heading in zip(section.columns, headings, strict=True)]
+  groups = [
+    [row._replace(cells=_folded_cells(row.cells, widths)) for row in group]
+    for group in section.groups
+    if group
+  ]
+  return dataclasses.replace(section, columns=columns, groups=groups)
+
+
+def _column_widths(columns: Sequence[TextColumn], rows: Sequence[TextRow], width: int) -> list[int]:
+  """Returns how wide columns are: as wide as they like, or as narrow as they can be for all to fit."""
+  widths, least = [], []
+  for i, column in enumerate(columns):
+    cells = max((len(row.cells[i]) for row in rows), default=0)
+    word = max(map(len, column.heading.split()), default=0)
+    likes = len(column.heading) if column.folds else min(len(column.heading), _HEADING_WIDTH)
+    widths.append(max(cells, likes))
+    least.append(_LEAST_WIDTH if column.folds else max(cells, min(word, _HEADING_WIDTH)))
+  while sum(widths) + _GAP * (len(widths) - 1) > width:
+    broad = [i for i in range(len(widths)) if widths[i] > least[i]]
+    if not broad:
+      break
+    widths[max(broad, key=lambda i: (not columns[i].folds, widths[i]))] -= 1
+  return widths
+
+
+def _folded_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+  return [fold(cell, width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _lines(section: TextSection) -> Iterator[tuple[str, str]]:
+  """Yields the lines of a section, with the style of each for terminals that have any."""
+  yield from ((line, _TITLE) for line in section.title.split("\n"))
+  if section.columns:
+    headings = [column.heading for column in section.columns]
+    rows = [headings, *(row.cells for group in section.groups for row in group)]
+    drawn = iter(table(rows, left=[i for i, column in enumerate(section.columns) if not column.right]))
+    yield from ((line, _STRONG) for line in next(drawn))
+    for group in section.groups:
+      yield "-" * table_width(rows), _RULE
+      for row in group:
+        yield from ((line, _STRONG if row.strong else "") for line in next(drawn))
+  yield from ((line, "") for line in section.lines)

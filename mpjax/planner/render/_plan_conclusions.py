@@ -1,0 +1,67 @@
+"""Sentences on plans beside each other: what does not fit and what gives it room, what costs more and why."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from mpjax._plain_text import bytes_text
+from mpjax.planner._results import TRANSIENT_PARTS, Memory, PlanFigures
+
+_MOST_SHARE = 0.97  # of a GPU that a process can be given: the driver and the runtime keep some
+_WORTH_SAYING = 1e-3  # of a peak
+_MOST_PARTS = 2
+
+
+def conclusions(plans: Sequence[PlanFigures]) -> list[str]:
+  """Returns sentences on what fits where, and on FP8 plans that need more memory than 16-bit ones."""
+  return [*_fits(plans), *_fp8(plans)]
+
+
+def _fits(plans: Sequence[PlanFigures]) -> Iterator[str]:
+  for plan in plans:
+    if plan.room == plan.device_memory or not plan.room < plan.peak <= plan.device_memory:
+      continue
+    share = math.ceil(100 * plan.peak / plan.device_memory) / 100
+    says = f"{plan.label} fits the device and not the share of it that JAX takes by default"
+    if share <= _MOST_SHARE:
+      yield f"{says}: XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
+    else:
+      yield f"{says}, and leaves too little of it for the driver to be given more."
+
+
+def _fp8(plans: Sequence[PlanFigures]) -> Iterator[str]:
+  """Yields why an FP8 plan needs more than one in 16 bits of the same step, which surprises most readers."""
+  for narrow, plan in itertools.product(plans, plans):
+    same = (narrow.subject, narrow.target, narrow.devices) == (plan.subject, plan.target, plan.devices)
+    if not same or _width(narrow) != 8 or _width(plan) != 16:
+      continue
+    more = narrow.peak - plan.peak
+    if more < _WORTH_SAYING * plan.peak:
+      continue
+    ours, theirs = _memory(narrow, plan)
+    grown = {part: ours.parts.get(part, 0) - theirs.parts.get(part, 0) for part in TRANSIENT_PARTS}
+    largest = sorted((part for part in grown if grown[part] > 0), key=lambda part: -grown[part])[:_MOST_PARTS]
+    parts = " and ".join(f"{bytes_text(grown[part])} of {part}" for part in largest)
+    more_of = f", with {parts} more" if parts else ""
+    yield (
+      f"{narrow.label} needs {bytes_text(more)} more than {plan.label}{more_of}: FP8 makes products faster; "
+      "what the backward pass reads is kept in 16 bits all the same, and FP8 copies of operands are made "
+      "beside it."
+    )
+    if not any(saved.dtype.startswith("float8") for saved in narrow.memory.saved):
+      yield "policy.fp8.saved_activations=fp8 keeps activations in 8 bits."
+
+
+def _width(plan: PlanFigures) -> int:
+  """Returns the bits of the narrowest dtype in which a plan multiplies matrices; 0 without any."""
+  widths = {"float8": 8, "float1": 16, "bfloat": 16}
+  return min((widths.get(dtype[:6], 32) for dtype in plan.matrix_flops()), default=0)
+
+
+def _memory(one: PlanFigures, other: PlanFigures) -> tuple[Memory, Memory]:
+  """Returns the parts of both plans, the compiler's if both have them."""
+  if one.compiled and other.compiled:
+    return one.compiled.memory, other.compiled.memory
+  return one.memory, other.memory
