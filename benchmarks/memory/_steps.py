@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 from typing import Any
 
@@ -48,17 +49,8 @@ class Case:
     config = load_config(str(CONFIGS / f"{FILES[model]}.yaml"), overrides)
     images = "image" in data
     self._data = data
-    info = DataInfo(
-      kind="images" if images else "tokens",
-      vocab_size=data.get("vocab_size"),
-      seq_len=data.get("seq_len"),
-      image_shape=(data["image"], data["image"], 3) if images else None,
-      num_classes=data.get("classes"),
-      train_examples=1,
-      eval_examples=1,
-      fingerprint="",
-      description="",
-    )
+    facts = {"image_shape": (data["image"],) * 2 + (3,), "num_classes": data["classes"]} if images else data
+    info = DataInfo(train_examples=1, eval_examples=1, fingerprint="", description="", facts=facts)
     asked = get_policy(POLICIES[policy], backend=target.kind)
     resolved, _ = policy_on_target(asked, target)
     self._target = target
@@ -70,7 +62,8 @@ class Case:
   def init(self) -> TrainState:
     """A first state."""
     key, step_key = jax.random.split(jax.random.key(0))
-    return self.step.init(**self._task.init(key), rng=step_key)
+    random = "row_rngs" in inspect.signature(self._task.loss_fn).parameters
+    return self.step.init(**self._task.init_arguments(key), rng=step_key if random else None)
 
   def shapes(self, rows: int) -> dict[str, Any]:
     """Shapes of a batch."""

@@ -27,6 +27,18 @@ def add_config(parser: argparse.ArgumentParser, *, also: str = "", overrides: st
   text = f"a YAML file{also}, or the name of an example that comes with mpjax (default: {DEFAULT})"
   parser.add_argument("config", nargs="?", default=DEFAULT, help=text)
   parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+  add_plugin(parser)
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+  """Adds `--plugin`, whose values `mpjax.train.load_plugins` takes, to a parser."""
+  parser.add_argument(
+    "--plugin",
+    action="append",
+    default=[],
+    metavar="FILE.py|package.module",
+    help="run this code first, which registers models and data of your own; may be given several times",
+  )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

@@ -12,7 +12,7 @@ from mpjax._text_sections import TEXT_WIDTH
 from mpjax.casting import print_explanations
 from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
-from mpjax.train import load_config, make_setup
+from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train._meshes import on_devices_here
 
 
@@ -27,6 +27,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
   options = parse(parser, list(arguments))
 
   def explain() -> None:
+    load_plugins(options.plugin)
     policies, overrides = split_policies(options.overrides)
     setups = []
     for override in [[f"policy={name}"] for name in policies] or [[]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mpjax.cli._config_arguments import add_plugin
 from mpjax.cli._exit_status import guarded
-from mpjax.train import ConfigError, export_run
+from mpjax.train import ConfigError, export_run, load_plugins
 
 
 def run(arguments: Sequence[str], prog: str) -> int:
@@ -18,9 +19,11 @@ def run(arguments: Sequence[str], prog: str) -> int:
   )
   parser.add_argument("directory", help="a run directory")
   parser.add_argument("options", nargs="*", metavar="key=value", help="dtype=, step=best|latest|N, out=FILE")
-  options = parser.parse_args(list(arguments))
+  add_plugin(parser)
+  options = parser.parse_intermixed_args(list(arguments))
 
   def export() -> None:
+    load_plugins(options.plugin)
     pairs = dict(option.partition("=")[::2] for option in options.options)
     unknown = pairs.keys() - {"dtype", "step", "out"}
     if unknown:

@@ -15,7 +15,7 @@ from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
-from mpjax.train import Config, ConfigError, load_config
+from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
 
@@ -59,6 +59,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
 
 
 def _numerics(options: argparse.Namespace) -> None:
+  load_plugins(options.plugin)
   own, overrides = _split(options.overrides)
   path = pathlib.Path(options.config)
   checkpoint = own.get("checkpoint")

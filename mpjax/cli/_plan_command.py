@@ -20,7 +20,7 @@ from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
 from mpjax.planner.render import print_plans, save_picture
-from mpjax.train import ConfigError, Planner, load_config
+from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import DEFAULT_RECOMPUTE
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -62,10 +62,11 @@ def run(arguments: Sequence[str], prog: str) -> int:
 def _plan(options: argparse.Namespace) -> None:
   policies, target_name, overrides = _split(options.overrides)
   target = _target(target_name)
-  config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
   if not target.is_here:
     # This process traces, and the target's compiler has one of its own: no device is looked for here.
     jax.config.update("jax_platforms", "cpu")
+  load_plugins(options.plugin)
+  config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
   console = rich.console.Console()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")

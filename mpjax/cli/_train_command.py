@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import outcome_of
-from mpjax.train import Config, ConfigError, load_config
+from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._config_file import read_waits
 from mpjax.train._loop import train_together
 from mpjax.train.multiprocess import Flags, start
@@ -37,6 +37,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
     return 2
 
   def load() -> Config:
+    load_plugins(options.plugin)
     config = load_config(options.config, options.overrides)
     if processes.process == 0:
       warn_of_policy(config.policy)

@@ -13,28 +13,38 @@ if TYPE_CHECKING:
   from mpjax.train._config_file import load_config
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
+  from mpjax.train._kinds import register_data, register_model
   from mpjax.train._loop import run_training
   from mpjax.train._optimizers import make_optimizer
   from mpjax.train._planning import Planner
+  from mpjax.train._plugins import load_plugins
   from mpjax.train._setup import make_setup
+  from mpjax.train._task import Task
   from mpjax.train._tasks import make_task
+  from mpjax.train.data import DataInfo, ModelInfo
 
 __all__ = [
   "CheckpointError",
   "Config",
   "ConfigError",
   "DataError",
+  "DataInfo",
   "ExportedModel",
   "Interrupted",
+  "ModelInfo",
   "Planner",
   "Stuck",
+  "Task",
   "export_run",
   "load_config",
+  "load_plugins",
   "load_safetensors",
   "make_optimizer",
   "make_setup",
   "make_task",
   "parse_config",
+  "register_data",
+  "register_model",
   "run_training",
   "save_safetensors",
 ]
@@ -44,11 +54,15 @@ _MODULES = {
   "_config_file": ("load_config",),
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
+  "_kinds": ("register_data", "register_model"),
   "_loop": ("run_training",),
   "_optimizers": ("make_optimizer",),
   "_planning": ("Planner",),
+  "_plugins": ("load_plugins",),
   "_setup": ("make_setup",),
+  "_task": ("Task",),
   "_tasks": ("make_task",),
+  "data": ("DataInfo", "ModelInfo"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -62,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+  return sorted(__all__)

@@ -12,108 +12,20 @@ from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
+from mpjax.train import models  # noqa: F401 (it registers mpjax's own)
 from mpjax.train._errors import ConfigError
+from mpjax.train._kinds import MODELS, KindSection
+from mpjax.train._sections import Float, Int, Natural, Positive, Section, describe
+from mpjax.train.data import DataConfig
 
 
-def _no_bool(value: object) -> object:
-  if isinstance(value, bool):
-    raise ValueError(f"expected a number, not {value} (YAML reads on, off, yes and no as booleans)")
-  return value
+class ModelConfig(KindSection):
+  """The model: `kind`, and the options of the kind's function."""
+
+  kinds = MODELS
 
 
-Int = Annotated[int, pydantic.BeforeValidator(_no_bool)]
-Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
-Positive = Annotated[Int, pydantic.Field(gt=0)]
-Natural = Annotated[Int, pydantic.Field(ge=0)]
-Fraction = Annotated[Float, pydantic.Field(ge=0, lt=1)]
-
-
-class _Section(pydantic.BaseModel):
-  model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-  @pydantic.model_validator(mode="before")
-  @classmethod
-  def _require_mapping(cls, value: object) -> object:
-    if not isinstance(value, (Mapping, cls)):
-      keys = ", ".join(list(cls.model_fields)[:3])
-      raise ValueError(f"expected a mapping of keys, such as {keys}")
-    return value
-
-
-class GPTConfig(_Section):
-  """A decoder-only transformer on bytes (`mpjax.train.models.GPT`)."""
-
-  kind: Literal["gpt"]
-  dim: Positive = 128
-  layers: Positive = 4
-  heads: Positive = 4
-  mlp_ratio: Positive = 4
-  norm: Literal["rms", "layer"] = "rms"
-  positions: Literal["rope", "learned"] = "rope"
-  dropout: Fraction = 0.0
-  tie_head: bool = True
-  attention: Literal["auto", "xla", "cudnn"] = "auto"
-
-
-class ViTConfig(_Section):
-  """A vision transformer (`mpjax.train.models.ViT`)."""
-
-  kind: Literal["vit"]
-  patch: Positive = 2
-  dim: Positive = 64
-  layers: Positive = 4
-  heads: Positive = 4
-  mlp_ratio: Positive = 4
-  dropout: Fraction = 0.0
-  attention: Literal["auto", "xla", "cudnn"] = "auto"
-
-
-class ResNetConfig(_Section):
-  """A residual network with BatchNorm (`mpjax.train.models.ResNet`)."""
-
-  kind: Literal["resnet"]
-  stages: tuple[Positive, ...] = (2, 2, 2)
-  width: Positive = 32
-
-
-_TEXT_KEYS = {"seq_len", "valid_fraction"}
-_DATA_KEYS = {
-  "stdlib": _TEXT_KEYS,
-  "text": _TEXT_KEYS | {"path"},
-  "digits": set[str](),
-  "npz": {"path", "valid_fraction"},
-  "huggingface": _TEXT_KEYS
-  | {"path", "name", "text_column", "image_column", "label_column", "train_split", "eval_split"},
-}
-
-
-class DataConfig(_Section):
-  """The source of batches; `mpjax.train.data` says what each kind reads."""
-
-  kind: Literal["stdlib", "text", "digits", "npz", "huggingface"]
-  batch_size: Positive = 16
-  path: str | list[str] | None = None
-  seq_len: Positive = 128
-  valid_fraction: Annotated[Float, pydantic.Field(gt=0, lt=1)] = 0.05
-  eval_batches: Positive | None = None
-  workers: Natural = 0
-  name: str | None = None
-  text_column: str | None = None
-  image_column: str | None = None
-  label_column: str | None = None
-  train_split: str = "train"
-  eval_split: str | None = None
-
-  @pydantic.model_validator(mode="after")
-  def _check_kind(self) -> DataConfig:
-    allowed = _DATA_KEYS[self.kind] | {"kind", "batch_size", "eval_batches", "workers"}
-    for key in sorted(self.model_fields_set - allowed):
-      if getattr(self, key) != type(self).model_fields[key].default:
-        raise ValueError(f"key {key!r} does not apply to data kind {self.kind!r}")
-    return self
-
-
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
   """An optax optimiser, its learning-rate schedule and gradient clipping."""
 
   name: str = "adamw"
@@ -123,10 +35,10 @@ class OptimizerConfig(_Section):
   final_fraction: Annotated[Float, pydantic.Field(ge=0, le=1)] = 0.1
   weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
   clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
-  options: dict[str, Any] = {}
+  options: dict[str, Any] = pydantic.Field(default_factory=dict)
 
 
-class MeshConfig(_Section):
+class MeshConfig(Section):
   """Devices along each axis, -1 on one of them for all that are left, and where parameters lie on them.
 
   Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
@@ -137,7 +49,7 @@ class MeshConfig(_Section):
   data: Int = -1
   fsdp: Int = 1
   tensor: Int = 1
-  rules: dict[str, Any] = {}
+  rules: dict[str, Any] = pydantic.Field(default_factory=dict)
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:
@@ -160,7 +72,7 @@ def step_recompute(recompute: str) -> str:
 DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
   """The loop: how long, how often, and when to give up.
 
   `checkpoint_wait`: train on only when a checkpoint is on the disk, so that a crash never costs more than
@@ -181,7 +93,7 @@ class TrainConfig(_Section):
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 
 
-class NumericsConfig(_Section):
+class NumericsConfig(Section):
   """Steps between two summaries of a run's numbers in TensorBoard; 0 for none."""
 
   every: Natural = 0
@@ -190,7 +102,7 @@ class NumericsConfig(_Section):
 Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
 
 
-class DistributedConfig(_Section):
+class DistributedConfig(Section):
   """Seconds to wait before a run is ended; they do not change what it computes.
 
   `start_timeout_s`: for all processes to come. `heartbeat_timeout_s`: for a sign of life of each.
@@ -202,13 +114,13 @@ class DistributedConfig(_Section):
   hang_timeout_s: Seconds = 1800
 
 
-class Config(_Section):
+class Config(Section):
   """A whole training run."""
 
   policy: Any = "auto"
   seed: Natural = 0
   out: str | None = None
-  model: Annotated[GPTConfig | ViTConfig | ResNetConfig, pydantic.Field(discriminator="kind")]
+  model: ModelConfig
   data: DataConfig
   optimizer: OptimizerConfig = OptimizerConfig()
   mesh: MeshConfig = MeshConfig()
@@ -243,7 +155,7 @@ def parse_config(data: object) -> Config:
   try:
     config = Config.model_validate(data)
   except pydantic.ValidationError as error:
-    raise ConfigError(_describe(error.errors()[0], data)) from error
+    raise ConfigError(_describe(error.errors()[0])) from error
   try:
     require_honoured(config.resolve_policy())
   except ValueError as error:
@@ -251,42 +163,27 @@ def parse_config(data: object) -> Config:
   return config
 
 
-def _describe(error: Mapping[str, Any], data: object) -> str:
-  """Returns one line for a pydantic error, without the union tags that it puts into the location."""
-  tags = ("gpt", "vit", "resnet")
-  loc = [str(part) for i, part in enumerate(error["loc"]) if not (i == 1 and part in tags)]
-  key = ".".join(loc)
+def _describe(error: Mapping[str, Any]) -> str:
+  """Returns one line for an error of pydantic."""
+  raised = error.get("ctx", {}).get("error")
+  if isinstance(raised, ConfigError):  # of a kind's options, which names the key itself
+    return str(raised)
+  loc = [str(part) for part in error["loc"]]
   if error["type"] == "extra_forbidden":
-    return f"unknown key {key!r}" + _nearest(loc, data)
-  if error["type"] == "missing":
-    return f"missing key {key!r}"
-  if error["type"] in ("union_tag_invalid", "literal_error"):
-    name = f"{key}.kind" if error["type"] == "union_tag_invalid" else key
-    value = error["ctx"].get("tag", error["input"])
-    expected = str(error["ctx"].get("expected_tags", error["ctx"].get("expected")))
-    words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
-    return f"unknown {name} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
-  if error["type"] == "union_tag_not_found":
-    return f"missing key '{key}.kind': expected one of {', '.join(tags)}"
-  message = error["msg"].removeprefix("Value error, ")
-  if error["type"] == "value_error" and error["loc"] and error["loc"][-1] in ("data", "mesh"):
-    return f"{key}: {message}"
-  return f"{key}={error['input']!r}: {message}" if loc else message
+    section = _SECTIONS[loc[0]] if len(loc) > 1 else Config
+    known = list(section.model_fields)
+    return f"unknown key {'.'.join(loc)!r}: expected one of {', '.join(known)}{did_you_mean(loc[-1], known)}"
+  if error["type"] == "value_error" and loc and loc[-1] in _SECTIONS:
+    return f"{'.'.join(loc)}: {error['msg'].removeprefix('Value error, ')}"
+  return describe(error, loc)
 
 
-def _nearest(loc: list[str], data: Any) -> str:
-  """Returns the keys of the section that `loc` is in, and the nearest of them."""
-  sections: dict[str, type[pydantic.BaseModel]] = {
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "mesh": MeshConfig,
-    "train": TrainConfig,
-    "numerics": NumericsConfig,
-    "distributed": DistributedConfig,
-  }
-  models: dict[str, type[pydantic.BaseModel]] = {"gpt": GPTConfig, "vit": ViTConfig, "resnet": ResNetConfig}
-  section: type[pydantic.BaseModel] = Config
-  if len(loc) > 1:
-    section = models[data["model"]["kind"]] if loc[0] == "model" else sections[loc[0]]
-  known = list(section.model_fields)
-  return f": expected one of {', '.join(known)}" + did_you_mean(loc[-1], known)
+_SECTIONS: dict[str, type[Section]] = {
+  "model": ModelConfig,
+  "data": DataConfig,
+  "optimizer": OptimizerConfig,
+  "mesh": MeshConfig,
+  "train": TrainConfig,
+  "numerics": NumericsConfig,
+  "distributed": DistributedConfig,
+}

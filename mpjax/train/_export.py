@@ -22,15 +22,18 @@ from jaxtyping import Float
 
 from mpjax._tree import named_leaves, path_text
 from mpjax._types import Array, ArrayLike, PyTree
+from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, get_policy
+from mpjax.step import TrainState
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._setup import build_step, init_state, make_setup
-from mpjax.train._tasks import Task, make_task
+from mpjax.train._task import Task
+from mpjax.train._tasks import apply
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import DataInfo
 
@@ -55,12 +58,19 @@ class ExportedModel:
   params: PyTree
   model_state: PyTree
   task: Task
+  _state: TrainState = dataclasses.field(repr=False)
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
     """Returns logits in `output_dtype`: [B, T, vocab] of tokens [B, T], [B, classes] of images."""
     # Autocast takes a program in the parameters' own dtype, and rounds each where it is used.
     params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params
-    return jax.jit(self.task.logits, static_argnums=3)(params, self.model_state, inputs, self.policy)
+    if self.task.logits is None:
+      raise ConfigError(
+        f"model.kind={self.config.model.kind} says nothing of its logits: give its Task logits=, a function "
+        "of parameters and inputs"
+      )
+    state = self._state.replace(params=params, model_state=self.model_state)
+    return jax.jit(apply, static_argnums=(0, 1))(self.task.logits, self.policy, state, inputs)
 
 
 def save_safetensors(
@@ -96,7 +106,7 @@ def save_safetensors(
   tensors = {name: jnp.asarray(leaf) for name, leaf in named_leaves(tree)}
   if dtype == _FP8:
     master = dict(named_leaves({"params": params}))
-    for name in _fp8_names(config, info, policy, params, model_state):
+    for name in _fp8_names(config, info, policy):
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
   metadata = {
@@ -138,7 +148,8 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     raise ConfigError(f"{path}: {error}") from error
   except (KeyError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
-  layers = getattr(config.model, "layers", None) or sum(getattr(config.model, "stages", ()))
+  options = config.model.options
+  layers = options.get("layers") or sum(options.get("stages", ()))
   if layers > len(tensors):  # to trace a model takes a time that its config alone decides
     raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
   try:
@@ -155,7 +166,8 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     return tensors[name]
 
   trees = jax.tree_util.tree_map_with_path(read, {"params": like.params, "model_state": like.model_state})
-  return ExportedModel(config, policy, trees["params"], trees["model_state"], task)
+  like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
+  return ExportedModel(config, policy, trees["params"], trees["model_state"], task, like)
 
 
 def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -172,28 +184,24 @@ def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax
   return found
 
 
-def _fp8_names(
-  config: Config, info: DataInfo, policy: Policy, params: PyTree, model_state: PyTree
-) -> Iterable[str]:
+def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   """Returns the names of the weights of FP8 products."""
   recipe = policy.without_histories().fp8 or Recipe()
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
-  task = make_task(config, info, fp8)
   rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
-  names = task.fp8_weights(params, model_state, _example(info, rows), fp8)
+  task, step = build_step(config, info, fp8, mesh=None)
+  batch = info.batch_shapes(rows)
+  state = jax.eval_shape(lambda: init_state(config, task, step, batch))
+  arguments, keywords = step.loss.arguments(state, batch)
+  found = fp8_weights(task.loss_fn, fp8)(*arguments, **keywords)
+  names = {name.removeprefix("0/") for name in found if name.startswith("0/")}
   if not names:
     raise ConfigError(
       f"export dtype {_FP8}: no matrix product of this model is FP8 under its policy (mpjax explain "
       "with policy=fp8 policy.fp8.emulate=true says why); use bfloat16"
     )
   return [f"params/{name}" for name in names]
-
-
-def _example(info: DataInfo, rows: int) -> jax.ShapeDtypeStruct:
-  if info.kind == "tokens":
-    return jax.ShapeDtypeStruct((rows, info.seq_len or 1), jnp.int32)
-  return jax.ShapeDtypeStruct((rows, *(info.image_shape or ())), jnp.float32)
 
 
 def export_run(

@@ -16,7 +16,7 @@ import rich.console
 import yaml
 from grain import DatasetIterator
 
-from mpjax._types import PyTree
+from mpjax._types import Metrics, PyTree
 from mpjax.step import TrainState
 from mpjax.train._config import Config
 from mpjax.train._display import Display, finished_already, header, summary_table
@@ -24,6 +24,7 @@ from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interru
 from mpjax.train._export import save_safetensors
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, make_setup
+from mpjax.train._tasks import evaluate
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
 from mpjax.train.data import Batch, data_mismatch, describe
 from mpjax.train.monitors import (
@@ -320,9 +321,9 @@ class TrainingRun:
       DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
     """
     totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    model = state.replace(opt_state={}, rng=None)
     for number, batch in enumerate(self._eval_batches(), 1):
-      parts = (state.params, state.model_state, state.fp8_state)
-      for name, value in self._evaluate(*parts, self.setup.place(batch)).items():
+      for name, value in self._evaluate(model, self.setup.place(batch)).items():
         totals[name].append(value)
         jax.block_until_ready(totals[name][-_LAG:][0])
       self.processes.doing(f"batch {number} of the evaluation")
@@ -336,10 +337,8 @@ class TrainingRun:
       kept = self._resumes(self.checkpoints.latest())
       raise DataError(f"{message}; {kept} once the data is back") from error
 
-  def _evaluate_batch(
-    self, params: PyTree, model_state: PyTree, fp8_state: PyTree, batch: PyTree
-  ) -> dict[str, jax.Array]:
-    return self.task.evaluate(params, model_state, batch, self.policy, fp8_state)
+  def _evaluate_batch(self, state: TrainState, batch: PyTree) -> Metrics:
+    return evaluate(self.task, self.policy, state, batch)
 
   def _resume(self, iterator: DatasetIterator) -> tuple[TrainState, int]:
     self.processes.doing("the checkpoint to resume from")

@@ -15,7 +15,7 @@ from mpjax.sharding import AXES, BATCH_AXES
 from mpjax.step import TrainState, TrainStep
 from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train._meshes import mesh_sizes
-from mpjax.train._setup import batch_shapes, build_step, init_state
+from mpjax.train._setup import build_step, init_state
 from mpjax.train.data import Data, load_data
 
 
@@ -66,7 +66,7 @@ class Planner:
       step, state = self._step_and_state(resolved, recompute, batch)
       made = plan(
         step,
-        _place(step, state, batch_shapes(self._data, batch)),
+        _place(step, state, self._data.info.batch_shapes(batch)),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute),
@@ -84,7 +84,7 @@ class Planner:
     config = self.config.model_copy(update={"train": train})
     mesh = _mesh(self.sizes, self.target)
     task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
-    shapes = batch_shapes(self._data, batch)
+    shapes = self._data.info.batch_shapes(batch)
     return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
 
 

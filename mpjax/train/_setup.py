@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 
 from mpjax._types import Mesh, PyTree
 from mpjax.casting import Explanation
@@ -16,7 +15,8 @@ from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer
-from mpjax.train._tasks import Task, make_task
+from mpjax.train._task import Task
+from mpjax.train._tasks import make_task
 from mpjax.train.data import Data, DataInfo, Rows, load_data
 
 
@@ -82,7 +82,7 @@ class Setup:
 
   def batch_shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of a global batch."""
-    return batch_shapes(self.data, self.config.data.batch_size)
+    return self.info.batch_shapes(self.config.data.batch_size)
 
   def _init(self) -> TrainState:
     return init_state(self.config, self.task, self.step, self.batch_shapes())
@@ -131,7 +131,7 @@ def build_step(
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),
     mesh=mesh,
-    sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding),
+    sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
   )
   return task, step
 
@@ -139,10 +139,8 @@ def build_step(
 def init_state(config: Config, task: Task, step: TrainStep, batch: PyTree) -> TrainState:
   """Makes the first state of a run; `batch` is one, or its shapes."""
   key, step_key = jax.random.split(jax.random.key(config.seed))
-  return step.init(**task.init(key), rng=step_key, batch=batch if step.needs_batch else None)
-
-
-def batch_shapes(data: Data, rows: int) -> PyTree[jax.ShapeDtypeStruct]:
-  """Returns shapes and dtypes of a batch of so many rows."""
-  of = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)), np.asarray(x).dtype)
-  return jax.tree.map(of, data.train_row(0))
+  return step.init(
+    **task.init_arguments(key),
+    rng=step_key if {"rng", "row_rngs"} & set(step.loss.keywords) else None,
+    batch=batch if step.needs_batch else None,
+  )

@@ -40,7 +40,7 @@ def minimal(tmp_path):
     ("policy=p=f32,c=f16", lambda c: c.resolve_policy().compute_dtype == "float16"),
     ("policy={base: fp16, loss_scaling: 128}", lambda c: c.resolve_policy().loss_scaling.init_scale == 128),
     ("out=runs/x=y", lambda c: c.out == "runs/x=y"),
-    ("model.dim=32", lambda c: c.model.dim == 32),
+    ("model.dim=32", lambda c: c.model.options["dim"] == 32),
     ("mesh.data=2", lambda c: c.mesh.data == 2),
   ],
 )

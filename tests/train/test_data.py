@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.train.data import DataError
-from tests.train._datasets import DEFAULTS, IMAGES, LABELS, letters, load
+from tests.train._datasets import IMAGES, LABELS, letters, load, spec
 
 
 def take(iterator, count):
@@ -99,7 +99,7 @@ def test_every_window_of_several_files_lies_where_it_should(tmp_path_factory, le
     whole = b"\0".join(content for content in contents if content[0] in inside)
     assert getattr(data.info, f"{split}_examples") == (len(whole) - 1) // seq_len
     for i in range(getattr(data.info, f"{split}_examples")):
-      row = getattr(data, f"{split}_row")(i)["tokens"]
+      row = getattr(data, f"{split}_rows")[i]["tokens"]
       assert bytes(row.tolist()) == whole[i * seq_len : (i + 1) * seq_len + 1]
 
 
@@ -115,7 +115,7 @@ def test_every_window_lies_where_it_should(tmp_path_factory, text, seq_len):
     count = getattr(data.info, f"{split}_examples")
     assert count == (len(part) - 1) // seq_len
     for i in range(count):
-      row = getattr(data, f"{split}_row")(i)["tokens"]
+      row = getattr(data, f"{split}_rows")[i]["tokens"]
       np.testing.assert_array_equal(row, part[i * seq_len : (i + 1) * seq_len + 1])
 
 
@@ -148,7 +148,7 @@ def test_an_epoch_has_every_row_once_and_the_next_another_order(corpus):
   first, second = batches[:per_epoch], batches[per_epoch:]
   assert first != second
   rows = sorted(b["tokens"][i].tobytes() for b in take(data.train(), per_epoch) for i in range(4))
-  every = sorted(data.train_row(i)["tokens"].tobytes() for i in range(data.info.train_examples))
+  every = sorted(data.train_rows[i]["tokens"].tobytes() for i in range(data.info.train_examples))
   missing = list(every)
   for row in rows:
     missing.remove(row)
@@ -184,9 +184,8 @@ def test_an_iterator_continues_in_another_process(corpus):
   state = json.dumps(iterator.get_state())
   code = f"""
 import json
-from types import SimpleNamespace
-from mpjax.train.data import load_data
-spec = SimpleNamespace(kind="text", **{DEFAULTS | {"path": str(corpus)}!r})
+from mpjax.train.data import DataConfig, load_data
+spec = DataConfig(**{spec("text", path=str(corpus)).model_dump()!r})
 iterator = load_data(spec, seed=0).train()
 iterator.set_state(json.loads({state!r}))
 print(json.dumps([next(iterator)["tokens"].tolist() for _ in range(12)]))
@@ -209,7 +208,7 @@ def test_evaluation_is_the_first_whole_batches_at_every_call(corpus, eval_batche
   first, second = list(data.eval()), list(data.eval())
   assert len(first) == len(second) == min(whole, eval_batches or whole)
   for i, (a, b) in enumerate(zip(first, second, strict=True)):
-    expected = np.stack([data.eval_row(5 * i + j)["tokens"] for j in range(5)])
+    expected = np.stack([data.eval_rows[5 * i + j]["tokens"] for j in range(5)])
     np.testing.assert_array_equal(a["tokens"], expected)
     np.testing.assert_array_equal(b["tokens"], expected)
 
@@ -236,9 +235,8 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(corpus, tmp_path)
 @pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process(corpus):
   code = f"""
-from types import SimpleNamespace
-from mpjax.train.data import load_data
-print(load_data(SimpleNamespace(kind="text", **{DEFAULTS | {"path": str(corpus)}!r}), seed=0).info.fingerprint)
+from mpjax.train.data import DataConfig, load_data
+print(load_data(DataConfig(**{spec("text", path=str(corpus)).model_dump()!r}), seed=0).info.fingerprint)
 """
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
   assert out.strip() == load("text", path=str(corpus)).info.fingerprint
@@ -249,7 +247,7 @@ def test_digits_are_standardised_and_split_the_same_way_always():
   assert one.info.image_shape == (8, 8, 1)
   assert one.info.num_classes == 10
   assert one.info.train_examples + one.info.eval_examples == 1797
-  images = np.stack([one.train_row(i)["images"] for i in range(one.info.train_examples)])
+  images = np.stack([one.train_rows[i]["images"] for i in range(one.info.train_examples)])
   np.testing.assert_allclose([images.mean(), images.std()], [0, 1], atol=1e-3)
   batch = next(one.train())
   assert (batch["images"].dtype, batch["labels"].dtype) == (np.float32, np.int32)
@@ -322,7 +320,6 @@ def test_unfit_arrays_are_named(tmp_path, arrays, words):
 @pytest.mark.parametrize(
   ("kind", "options", "words"),
   [
-    ("stdlb", {}, ["stdlb", "did you mean 'stdlib'"]),
     ("text", {}, ["data.path", "missing"]),
     ("text", {"path": []}, ["data.path", "missing"]),
     ("text", {"path": ""}, ["data.path", "missing"]),

@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
+from mpjax.train._tasks import apply
 from mpjax.train.checkpoints import Checkpoints
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -46,9 +47,7 @@ def run(request, tmp_path_factory):
   checkpoints.close()
   batch = next(setup.data.eval())
   inputs = batch["images"] if "images" in batch else batch["tokens"][:, :-1]
-  expected = jax.jit(setup.task.logits, static_argnums=3)(
-    state.params, state.model_state, inputs, setup.policy
-  )
+  expected = jax.jit(apply, static_argnums=(0, 1))(setup.task.logits, setup.policy, state, inputs)
   return folder / "run", inputs, np.asarray(expected), state
 
 
@@ -126,7 +125,7 @@ def test_a_missing_tensor_is_named(finished_run, tmp_path):
   with safetensors.safe_open(finished_run / "model.safetensors", framework="numpy") as file:
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     metadata = file.metadata()
-  assert json.loads(metadata["data"])["vocab_size"] == 256
+  assert json.loads(metadata["data"])["facts"]["vocab_size"] == 256
   missing = min(tensors)
   del tensors[missing]
   safetensors.numpy.save_file(tensors, tmp_path / "less.safetensors", metadata)

@@ -12,6 +12,7 @@ import pytest
 
 import mpjax
 from mpjax.train import load_config, make_setup, make_task, parse_config
+from mpjax.train._setup import init_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = {
@@ -28,7 +29,7 @@ def exported_step(name, policy, platform, accumulate=1):
   setup = make_setup(config)
   task = make_task(config, setup.info, policy)
   step = mpjax.make_train_step(task.loss_fn, optax.adamw(1e-3), policy, accumulate=accumulate)
-  state = jax.eval_shape(lambda key: step.init(**task.init(key), rng=key), jax.random.key(0))
+  state = jax.eval_shape(lambda: init_state(config, task, step, None))
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(setup.data.eval()))
   return jax.export.export(step.jitted, platforms=[platform])(state, batch).mlir_module()
 

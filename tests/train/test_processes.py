@@ -353,7 +353,7 @@ def test_the_order_of_rows_depends_neither_on_processes_nor_on_how_they_are_read
       return data.info.train_examples
 
     def __getitem__(self, index):
-      return data.train_row(int(index))
+      return data.train_rows[int(index)]
 
   # Rows read, then shuffled and batched: what runs of earlier releases resume in the middle of.
   rows = grain.MapDataset.source(Rows()).seed(5).shuffle().batch(8, drop_remainder=True).repeat()

@@ -255,7 +255,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
     (["data.batch_size=100000"], ["batch_size=100000", "rows"]),
     (["mesh.data=64"], ["mesh.data=64", "8 devices"]),
     (["mesh.data=8", "train.accumulate=2"], ["batch_size=8", "8 devices"]),
-    (["model={kind: vit}"], ["vit", "tokens", "gpt"]),
+    (["model={kind: vit}"], ["vit", "tokens", "num_classes"]),
     (["model.heads=3"], ["dim=32", "heads=3"]),
     (["optimizer.name=adamv"], ["adamv", "did you mean"]),
     (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),

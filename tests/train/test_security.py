@@ -199,16 +199,19 @@ sys.addaudithook(note)
 sys.dont_write_bytecode = True
 
 from mpjax.cli import main
-from mpjax.train import _tasks
-from mpjax.train import load_safetensors
+from mpjax.train import Task, load_safetensors, register_model
+from mpjax.train.models._language_model import gpt
 
-one_loss = _tasks.LanguageModel.loss_fn
+@register_model("oddly_named")
+def oddly_named(info, *, dim: int, layers: int, heads: int, dropout: float):
+  task = gpt(info, dim=dim, layers=layers, heads=heads, dropout=dropout)
 
-def with_metrics(self, model, batch, rng):
-  loss = one_loss(self, model, batch, rng)
-  return loss, {"../../metric": loss, os.path.abspath("metric"): loss}
+  def loss_fn(model, batch, row_rngs):
+    loss = task.loss_fn(model, batch, row_rngs)
+    return loss, {"../../metric": loss, os.path.abspath("metric"): loss}
 
-_tasks.LanguageModel.loss_fn = with_metrics
+  return Task(init=task.init, loss_fn=loss_fn, evaluate=task.evaluate, units=task.units)
+
 arguments, exported = json.loads(sys.argv[1]), sys.argv[2]
 statuses = [main(["train", *line]) for line in arguments] + [main(["export", arguments[0][-1].removeprefix("out=")])]
 load_safetensors(exported)
@@ -230,8 +233,16 @@ def audited(tmp_path_factory):
   images = [str(ROOT / "configs" / "resnet_digits.yaml"), "model.stages=[1]", "model.width=4", *shared]
   images += ["data.batch_size=4", "data.eval_batches=1", "train.steps=1", "mesh.data=1"]
   runs = [
-    [tiny, *shared, "model.layers=1", "train.steps=2", "train.export=safetensors", "out=text"],
-    [tiny, *shared, "model.layers=1", "train.steps=1", STDLIB, "out=stdlib"],
+    [
+      tiny,
+      *shared,
+      "model.kind=oddly_named",
+      "model.layers=1",
+      "train.steps=2",
+      "train.export=safetensors",
+      "out=text",
+    ],
+    [tiny, *shared, "model.kind=oddly_named", "model.layers=1", "train.steps=1", STDLIB, "out=stdlib"],
     [*images, "out=digits"],
     [*images, f"data={{kind: npz, path: {folder / 'd.npz'}, batch_size: 4, valid_fraction: 0.2}}", "out=npz"],
   ]

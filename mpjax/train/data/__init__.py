@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from mpjax.dtypes import did_you_mean
-from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
-from mpjax.train.data._dataset import Batch, Data, DataInfo, Rows, data_mismatch, describe
-from mpjax.train.data._huggingface import load_huggingface
-from mpjax.train.data._images import load_digits, load_npz
-from mpjax.train.data._text import load_stdlib, load_text
+from mpjax.train._kinds import DATASETS
+from mpjax.train.data import _huggingface, _images, _text  # noqa: F401 (they register what they read)
+from mpjax.train.data._data_config import DataConfig
+from mpjax.train.data._dataset import Batch, Data, Rows, RowSource, data_mismatch, describe, make_data
+from mpjax.train.data._info import DataInfo, MissingFact, ModelInfo
 
-__all__ = ["Batch", "Data", "DataError", "DataInfo", "Rows", "data_mismatch", "describe", "load_data"]
-
-_LOADERS = {
-  "stdlib": load_stdlib,
-  "text": load_text,
-  "digits": load_digits,
-  "npz": load_npz,
-  "huggingface": load_huggingface,
-}
+__all__ = [
+  "Batch",
+  "Data",
+  "DataConfig",
+  "DataError",
+  "DataInfo",
+  "MissingFact",
+  "ModelInfo",
+  "RowSource",
+  "Rows",
+  "data_mismatch",
+  "describe",
+  "load_data",
+]
 
 
 def load_data(spec: DataConfig, *, seed: int) -> Data:
   """Loads the dataset that a config's `data` section describes.
 
   Args:
-    spec: the section: `kind`, `batch_size`, and what the kind needs.
+    spec: the section.
     seed: of the order of training batches; the split does not depend on it.
 
   Raises:
     DataError: for data that is missing or unfit, in one line.
   """
-  if spec.kind not in _LOADERS:
-    raise DataError(
-      f"unknown data.kind {spec.kind!r}: expected one of {', '.join(_LOADERS)}"
-      + did_you_mean(spec.kind, _LOADERS)
-    )
-  return _LOADERS[spec.kind](spec, seed)
+  return make_data(DATASETS.find(spec.kind).fun(**spec.options), spec, seed)

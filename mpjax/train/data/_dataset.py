@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
 
-from mpjax.train._config import DataConfig
+from mpjax._types import ArrayLike
 from mpjax.train._errors import DataError
+from mpjax.train.data._data_config import DataConfig
+from mpjax.train.data._info import DataInfo
 
 Batch = dict[str, np.ndarray]
 # Positions in a batch.
 Rows = slice | np.ndarray
 
 _ALL = slice(None)
+# Rows that tell one dataset from another, where its function gives no fingerprint.
+_SAMPLED = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class DataInfo:
-  """Facts about a dataset: its kind, sizes and fingerprint.
+class RowSource(Protocol):
+  """Rows by position."""
 
-  Attributes:
-    kind: `"tokens"` or `"images"`.
-    vocab_size: number of tokens, or `None`.
-    seq_len: tokens that a model sees of a row, or `None`.
-    image_shape: (height, width, channels), or `None`.
-    num_classes: number of labels, or `None`.
-    train_examples: rows of an epoch.
-    eval_examples: rows held out.
-    fingerprint: changes with the content, the split and the row length; not with where the data lies.
-    description: one line for a person.
-  """
+  def __len__(self) -> int:
+    """Returns how many there are."""
 
-  kind: str
-  vocab_size: int | None
-  seq_len: int | None
-  image_shape: tuple[int, int, int] | None
-  num_classes: int | None
-  train_examples: int
-  eval_examples: int
-  fingerprint: str
-  description: str
+  def __getitem__(self, index: int, /) -> Mapping[str, ArrayLike]:
+    """Returns the arrays of one row by name; the same at every call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +43,8 @@ class Data:
 
   Attributes:
     info: what it looks like.
-    train_row: index -> one row of the training split.
-    eval_row: index -> one row of the evaluation split.
+    train_rows: the training split.
+    eval_rows: the evaluation split.
     batch_size: rows of a batch.
     eval_batches: batches of an evaluation at most; `None`: all.
     seed: of the order of training rows.
@@ -61,8 +52,8 @@ class Data:
   """
 
   info: DataInfo
-  train_row: Callable[[int], Batch]
-  eval_row: Callable[[int], Batch]
+  train_rows: RowSource
+  eval_rows: RowSource
   batch_size: int
   eval_batches: int | None
   seed: int
@@ -81,13 +72,13 @@ class Data:
     batches = batches.batch(self.batch_size, drop_remainder=True).repeat()
     # The buffer is read-ahead alone; with one thread and no buffer the order is the same.
     options = grain.ReadOptions(num_threads=self.workers, prefetch_buffer_size=2 * self.workers)
-    read = functools.partial(_read, self.train_row)
+    read = functools.partial(_read, self.train_rows)
     return iter(batches.map(lambda batch: read(batch[rows])).to_iter_dataset(options))
 
   def eval(self, rows: Rows = _ALL) -> Iterator[Batch]:
     """Yields the same whole batches at every call; of each, `rows`."""
     for i in range(self.num_eval_batches):
-      yield _read(self.eval_row, np.arange(i * self.batch_size, (i + 1) * self.batch_size)[rows])
+      yield _read(self.eval_rows, np.arange(i * self.batch_size, (i + 1) * self.batch_size)[rows])
 
   @property
   def num_eval_batches(self) -> int:
@@ -110,26 +101,113 @@ def describe(error: Exception) -> str:
   return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _read(row: Callable[[int], Batch], indices: np.ndarray) -> Batch:
-  read = [row(int(index)) for index in indices]
-  return {name: np.stack([each[name] for each in read]) for name in read[0]}
-
-
-def make_data(
-  info: DataInfo,
-  train_row: Callable[[int], Batch],
-  eval_row: Callable[[int], Batch],
-  spec: DataConfig,
-  seed: int,
-) -> Data:
-  """Returns a `Data`, when both splits fill a batch.
+def make_data(made: object, spec: DataConfig, seed: int) -> Data:
+  """Returns a `Data` of what a data kind's function returned, when both splits fill a batch.
 
   Raises:
-    DataError: if one does not.
+    DataError: if one does not, or the function returned something else than rows.
   """
-  for split, examples in (("training", info.train_examples), ("evaluation", info.eval_examples)):
-    if examples < spec.batch_size:
+  title = f"data.kind={spec.kind}"
+  if not isinstance(made, tuple) or len(made) not in (2, 3):
+    raise DataError(
+      f"{title}: its function returned a {type(made).__name__}: expected (train_rows, eval_rows) or "
+      "(train_rows, eval_rows, info)"
+    )
+  train, held_out, facts = (*made, {})[:3]
+  for split, rows in (("training", train), ("evaluation", held_out)):
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
       raise DataError(
-        f"data.batch_size={spec.batch_size}: the {split} split has {examples} rows only; use a smaller batch"
+        f"{title}: the {split} rows are a {type(rows).__name__}: expected len(rows) and rows[i], which is a "
+        "dict of the arrays of one row"
       )
-  return Data(info, train_row, eval_row, spec.batch_size, spec.eval_batches, seed, spec.workers)
+    if len(rows) < spec.batch_size:
+      raise DataError(
+        f"data.batch_size={spec.batch_size}: the {split} split has {len(rows)} rows only; use a smaller batch"
+      )
+  row = _layout(train, "training", title)
+  if (other := _layout(held_out, "evaluation", title)) != row:
+    raise DataError(f"{title}: evaluation rows hold {other}, training rows {row}: expected the same")
+  known = _facts(facts, title)
+  info = DataInfo(
+    train_examples=len(train),
+    eval_examples=len(held_out),
+    fingerprint=known.pop("fingerprint", None) or _fingerprint(train, held_out, title),
+    description=known.pop("description", None)
+    or f"{spec.kind}: {len(train):,} rows to train on, {len(held_out):,} held out",
+    row=row,
+    facts=known,
+  )
+  return Data(info, train, held_out, spec.batch_size, spec.eval_batches, seed, spec.workers)
+
+
+def _read(rows: RowSource, indices: np.ndarray) -> Batch:
+  read = [rows[int(index)] for index in indices]
+  return {name: _stack([np.asarray(each[name]) for each in read]) for name in read[0]}
+
+
+def _stack(arrays: list[np.ndarray]) -> np.ndarray:
+  """Stacks arrays in a dtype that JAX has: its float32 and int32 for NumPy's float64 and int64."""
+  stacked = np.stack(arrays)
+  return stacked.astype(jax.dtypes.canonicalize_dtype(stacked.dtype), copy=False)
+
+
+def _first(rows: RowSource, index: int, split: str, title: str) -> Batch:
+  """Returns a row, read to see what rows look like."""
+  try:
+    row = rows[index]
+  except Exception as error:  # of any kind: a user's data source
+    raise DataError(f"{title}: row {index} of the {split} rows cannot be read: {describe(error)}") from error
+  if not isinstance(row, Mapping) or not row:
+    raise DataError(
+      f"{title}: row {index} of the {split} rows is a {type(row).__name__}: expected a dict of arrays by name"
+    )
+  arrays = {str(name): np.asarray(value) for name, value in row.items()}
+  for name, array in arrays.items():
+    if array.dtype.kind not in "biufcV" or array.dtype.names:  # V: bfloat16 and FP8
+      raise DataError(f"{title}: {name!r} of the {split} rows is {array.dtype}: expected numbers")
+  return arrays
+
+
+def _layout(rows: RowSource, split: str, title: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+  """Returns dtype and shape of the arrays of a row as they are in a batch."""
+  row = {name: _stack([value]) for name, value in _first(rows, 0, split, title).items()}
+  return {name: (value.dtype.name, value.shape[1:]) for name, value in row.items()}
+
+
+def _facts(facts: object, title: str) -> dict[str, Any]:
+  """Returns what a function says of its data as plain data, as an export carries it."""
+  if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
+    raise DataError(
+      f'{title}: info is a {type(facts).__name__}: expected a mapping by name, such as {{"num_classes": 10}}'
+    )
+  try:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=_plain_number))
+  except (TypeError, ValueError) as error:
+    raise DataError(f"{title}: info={facts!r}: expected numbers, text, lists and mappings") from error
+  return {name: value for name, value in plain.items() if value is not None}
+
+
+def _plain_number(value: Any) -> Any:
+  if isinstance(value, (np.generic, np.ndarray)):
+    return value.tolist()
+  raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _fingerprint(train: RowSource, held_out: RowSource, title: str) -> str:
+  """Returns a digest of the lengths and some rows of both splits."""
+  digest = hashlib.blake2b(repr((len(train), len(held_out))).encode(), digest_size=8)
+  for split, rows in (("training", train), ("evaluation", held_out)):
+    for index in np.unique(np.linspace(0, len(rows) - 1, _SAMPLED).astype(int)):
+      row = _first(rows, int(index), split, title)
+      if index == 0 and _bytes(row) != _bytes(_first(rows, 0, split, title)):
+        raise DataError(
+          f"{title}: row 0 of the {split} rows is not the same twice, and a run could not resume exactly: "
+          "make rows depend on the index alone, as with np.random.default_rng(index)"
+        )
+      digest.update(_bytes(row))
+  return digest.hexdigest()
+
+
+def _bytes(row: Batch) -> bytes:
+  head = repr([(name, array.dtype.name, array.shape) for name, array in row.items()])
+  return head.encode() + b"".join(array.tobytes() for array in row.values())

@@ -9,14 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
-from mpjax.train.data._dataset import Data
-from mpjax.train.data._images import arrays_to_data, check_pair, split_arrays
-from mpjax.train.data._text import documents_to_data
+from mpjax.train._kinds import register_data
+from mpjax.train._sections import Positive
+from mpjax.train.data._images import arrays_to_rows, check_pair, split_arrays
+from mpjax.train.data._text import Loaded, Share, documents_to_rows
 
 
-def load_huggingface(spec: DataConfig, seed: int) -> Data:
+@register_data("huggingface")
+def load_huggingface(
+  *,
+  path: str | None = None,
+  name: str | None = None,
+  text_column: str | None = None,
+  image_column: str | None = None,
+  label_column: str | None = None,
+  train_split: str = "train",
+  eval_split: str | None = None,
+  seq_len: Positive = 128,
+  valid_fraction: Share = 0.05,
+) -> Loaded:
   """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, or images with labels.
 
   `path` wins where it is a folder, else `name`. Without `eval_split` a `valid_fraction` of the training
@@ -28,45 +40,44 @@ def load_huggingface(spec: DataConfig, seed: int) -> Data:
     datasets = importlib.import_module("datasets")
   except ImportError:
     raise DataError("data.kind=huggingface needs the datasets package: pip install datasets") from None
-  saved = isinstance(spec.path, str) and pathlib.Path(spec.path).is_dir()
-  source = spec.path if saved else spec.name or spec.path
-  if isinstance(source, list) or isinstance(spec.path, list) or not source:
+  saved = path is not None and pathlib.Path(path).is_dir()
+  source = path if saved else name or path
+  if not source:
     raise DataError("data.kind=huggingface: expected data.path (a saved dataset) or data.name (of the hub)")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)
   except Exception as error:  # the package raises many kinds, from missing files to failed connections
     raise DataError(f"cannot load dataset {source!r}: {' '.join(str(error).split())}") from error
   if not isinstance(splits, dict):
-    splits = {spec.train_split: splits}
-  if spec.eval_split == spec.train_split:
-    raise DataError(f"data.eval_split={spec.eval_split!r} is the training split: expected another, or none")
-  wanted = [spec.train_split] + ([spec.eval_split] if spec.eval_split else [])
-  for name in wanted:
-    if name not in splits:
-      raise DataError(f"dataset {source!r}: no split {name!r}; there are {', '.join(splits)}")
-  if spec.text_column:
+    splits = {train_split: splits}
+  if eval_split == train_split:
+    raise DataError(f"data.eval_split={eval_split!r} is the training split: expected another, or none")
+  wanted = [train_split] + ([eval_split] if eval_split else [])
+  for split in wanted:
+    if split not in splits:
+      raise DataError(f"dataset {source!r}: no split {split!r}; there are {', '.join(splits)}")
+  if text_column:
     documents = {}
     for split in wanted:
-      for i, text in enumerate(_column(splits[split], spec.text_column)):
+      for i, text in enumerate(_column(splits[split], text_column)):
         if not isinstance(text, str):
           raise DataError(
-            f"{source}[{split}]: {spec.text_column}[{i}] is {type(text).__name__}: expected a string"
+            f"{source}[{split}]: {text_column}[{i}] is {type(text).__name__}: expected a string"
           )
         documents[f"{split}/{i}"] = text.encode()
-    return documents_to_data(
-      documents, source, spec, seed, held_out_prefix=f"{spec.eval_split}/" if spec.eval_split else None
-    )
-  if not (spec.image_column and spec.label_column):
+    prefix = f"{eval_split}/" if eval_split else None
+    return documents_to_rows(documents, source, seq_len, valid_fraction, prefix)
+  if not (image_column and label_column):
     raise DataError(
       "data.kind=huggingface: expected data.text_column, or data.image_column and data.label_column"
     )
   pairs = []
   for split in wanted:
-    images = _stack(_column(splits[split], spec.image_column), f"{source}[{split}]: {spec.image_column}")
-    labels = np.asarray(_column(splits[split], spec.label_column))
+    images = _stack(_column(splits[split], image_column), f"{source}[{split}]: {image_column}")
+    labels = np.asarray(_column(splits[split], label_column))
     pairs.append(check_pair({"images": images, "labels": labels}, "", f"{source}[{split}]"))
-  train, held_out = pairs if len(pairs) == 2 else split_arrays(*pairs[0], spec.valid_fraction)
-  return arrays_to_data(train, held_out, source, spec, seed)
+  train, held_out = pairs if len(pairs) == 2 else split_arrays(*pairs[0], valid_fraction)
+  return arrays_to_rows(train, held_out, source)
 
 
 def _stack(images: list[Any], title: str) -> np.ndarray:

@@ -4,65 +4,80 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Callable
 
 import numpy as np
 
-from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
-from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
+from mpjax.train._kinds import register_data
+from mpjax.train.data._text import Loaded, Share
 
 
-def load_digits(spec: DataConfig, seed: int) -> Data:
+@register_data("digits")
+def load_digits() -> Loaded:
   """Loads 1797 images of 8 x 8 in 10 classes; a fifth, the same ones always, is held out."""
   import sklearn.datasets
 
   digits = sklearn.datasets.load_digits()
   images, labels = digits.images.astype(np.float32), digits.target.astype(np.int32)
   train, held_out = split_arrays(images, labels, 0.2)
-  return arrays_to_data(train, held_out, "scikit-learn handwritten digits", spec, seed)
+  return arrays_to_rows(train, held_out, "scikit-learn handwritten digits")
 
 
-def load_npz(spec: DataConfig, seed: int) -> Data:
+@register_data("npz")
+def load_npz(*, path: str | None = None, valid_fraction: Share = 0.05) -> Loaded:
   """Loads `images` [N, H, W] or [N, H, W, C] and `labels` [N].
 
   `eval_images` and `eval_labels` are held out; without them, a share of the rest.
   """
-  if not isinstance(spec.path, str):
-    raise DataError(f"data.path={spec.path!r}: expected the path of an .npz file")
+  if path is None:
+    raise DataError(f"data.path={path!r}: expected the path of an .npz file")
   try:
     # Pickled objects would run code as they are read: an array of them is refused.
-    with pathlib.Path(spec.path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+    with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
       arrays = {name: np.asarray(file[name]) for name in file.files}
   except FileNotFoundError:
-    raise DataError(f"data.path={spec.path!r}: no such file") from None
+    raise DataError(f"data.path={path!r}: no such file") from None
   except Exception as error:  # of many kinds, from the archive, its compression and NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
-    raise DataError(f"data.path={spec.path!r}: not a readable .npz file ({reason})") from error
-  train = check_pair(arrays, "", spec.path)
+    raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
+  train = check_pair(arrays, "", path)
   if "eval_images" in arrays or "eval_labels" in arrays:
-    held_out = check_pair(arrays, "eval_", spec.path)
+    held_out = check_pair(arrays, "eval_", path)
     if held_out[0].shape[1:] != train[0].shape[1:]:
       raise DataError(
-        f"{spec.path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
+        f"{path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
       )
     if held_out[0].dtype != train[0].dtype:
       # Most likely 0 to 255 beside 0 to 1: they would be standardised alike.
       raise DataError(
-        f"{spec.path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
+        f"{path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
       )
   else:
-    train, held_out = split_arrays(*train, spec.valid_fraction)
-  return arrays_to_data(train, held_out, spec.path, spec, seed)
+    train, held_out = split_arrays(*train, valid_fraction)
+  return arrays_to_rows(train, held_out, path)
 
 
-def arrays_to_data(
-  train: tuple[np.ndarray, np.ndarray],
-  held_out: tuple[np.ndarray, np.ndarray],
-  title: str,
-  spec: DataConfig,
-  seed: int,
-) -> Data:
+class Images:
+  """Rows of an image, standardised in float32, and its label."""
+
+  def __init__(
+    self, arrays: tuple[np.ndarray, np.ndarray], shape: tuple[int, ...], mean: float, deviation: float
+  ):
+    self._images, self._labels = arrays
+    self._shape, self._mean, self._deviation = shape, mean, deviation
+
+  def __len__(self) -> int:
+    return len(self._images)
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    image = (self._images[index].astype(np.float32) - self._mean) / self._deviation
+    label = self._labels[index].astype(np.int32)
+    return {"images": image.astype(np.float32).reshape(self._shape), "labels": label}
+
+
+def arrays_to_rows(
+  train: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray], title: str
+) -> Loaded:
   """Standardises images by the training split's mean and deviation."""
   images, labels = train
   if not len(images) or not len(held_out[0]):
@@ -76,27 +91,14 @@ def arrays_to_data(
     digest.update(np.ascontiguousarray(array).tobytes())
   shape = (*images.shape[1:], 1)[:3]
   classes = int(max(labels.max(), held_out[1].max())) + 1
-  info = DataInfo(
-    kind="images",
-    vocab_size=None,
-    seq_len=None,
-    image_shape=shape,
-    num_classes=classes,
-    train_examples=len(images),
-    eval_examples=len(held_out[0]),
-    fingerprint=digest.hexdigest(),
-    description=f"{title}: {len(images)} images of {'x'.join(map(str, shape))} to train on, "
+  facts = {
+    "image_shape": shape,
+    "num_classes": classes,
+    "fingerprint": digest.hexdigest(),
+    "description": f"{title}: {len(images)} images of {'x'.join(map(str, shape))} to train on, "
     f"{len(held_out[0])} held out, {classes} classes",
-  )
-
-  def rows(split: tuple[np.ndarray, np.ndarray]) -> Callable[[int], Batch]:
-    def row(index: int) -> Batch:
-      image = (split[0][index].astype(np.float32) - mean) / deviation
-      return {"images": image.astype(np.float32).reshape(shape), "labels": split[1][index].astype(np.int32)}
-
-    return row
-
-  return make_data(info, rows(train), rows(held_out), spec, seed)
+  }
+  return Images(train, shape, mean, deviation), Images(held_out, shape, mean, deviation), facts
 
 
 def split_arrays(

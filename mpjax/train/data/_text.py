@@ -9,42 +9,53 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 
-from mpjax.train._config import DataConfig
 from mpjax.train._errors import DataError
-from mpjax.train.data._dataset import Batch, Data, DataInfo, make_data
+from mpjax.train._kinds import register_data
+from mpjax.train._sections import Positive
+
+# The share of rows that is held out.
+Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
+# Training rows, rows held out, and facts about them.
+Loaded = tuple[Any, Any, dict[str, Any]]
 
 _SEPARATOR = b"\0"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def load_stdlib(spec: DataConfig, seed: int) -> Data:
+@register_data("stdlib")
+def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
   """Loads the `*.py` files of the running Python's standard library, split by file."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files = _walk(root, lambda name: name in _NOT_OURS)
   named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
   documents = {name: _read(named[name]) for name in sorted(named)}
-  return documents_to_data(documents, "Python standard library source", spec, seed)
+  return documents_to_rows(documents, "Python standard library source", seq_len, valid_fraction)
 
 
-def load_text(spec: DataConfig, seed: int) -> Data:
+@register_data("text")
+def load_text(
+  *, path: str | list[str] | None = None, seq_len: Positive = 128, valid_fraction: Share = 0.05
+) -> Loaded:
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
   Of a folder or a glob, files are text when their first kilobyte has no zero byte; empty and hidden ones
   are left out. A file that several paths lead to is read once, so that it cannot be in both splits.
   Several files are split by file, a single one by position.
   """
-  paths = [spec.path] if isinstance(spec.path, str) else list(spec.path or [])
+  paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
   documents: dict[str, bytes] = {}
   seen: set[pathlib.Path] = set()
-  for position, path in enumerate(paths):
+  for position, each in enumerate(paths):
     found = False
-    only_text = not pathlib.Path(path).is_file()
-    for name, file in _find(path):
+    only_text = not pathlib.Path(each).is_file()
+    for name, file in _find(each):
       real = file.resolve()
       if real not in seen and (text := _read(file, only_text)):
         seen.add(real)
@@ -53,14 +64,32 @@ def load_text(spec: DataConfig, seed: int) -> Data:
       found |= real in seen
     if not found:
       raise DataError(
-        f"data.path={path!r}: no text files there (empty, hidden and binary files are left out)"
+        f"data.path={each!r}: no text files there (empty, hidden and binary files are left out)"
       )
-  return documents_to_data(documents, ", ".join(paths), spec, seed)
+  return documents_to_rows(documents, ", ".join(paths), seq_len, valid_fraction)
 
 
-def documents_to_data(
-  documents: dict[str, bytes], title: str, spec: DataConfig, seed: int, held_out_prefix: str | None = None
-) -> Data:
+class Windows:
+  """Rows of `seq_len + 1` tokens, which overlap by one: the last token of a row is the first of the next."""
+
+  def __init__(self, tokens: np.ndarray, seq_len: int):
+    self._tokens, self._seq_len = tokens, seq_len
+
+  def __len__(self) -> int:
+    return (len(self._tokens) - 1) // self._seq_len
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    start = index * self._seq_len
+    return {"tokens": self._tokens[start : start + self._seq_len + 1].astype(np.int32)}
+
+
+def documents_to_rows(
+  documents: dict[str, bytes],
+  title: str,
+  seq_len: int,
+  valid_fraction: float,
+  held_out_prefix: str | None = None,
+) -> Loaded:
   """Splits documents and cuts each split into windows of bytes.
 
   What is held out are the documents whose name has the prefix, or a share of all chosen by name, or, of a
@@ -74,33 +103,28 @@ def documents_to_data(
     train = {name: text for name, text in documents.items() if name not in held_out}
   elif len(documents) == 1:
     ((name, text),) = documents.items()
-    cut = len(text) - round(len(text) * spec.valid_fraction)
+    cut = len(text) - round(len(text) * valid_fraction)
     train, held_out = {name: text[:cut]}, {name: text[cut:]}
   else:
-    train, held_out = split_by_name(documents, spec.valid_fraction)
+    train, held_out = split_by_name(documents, valid_fraction)
   splits = [np.frombuffer(_SEPARATOR.join(split.values()), np.uint8) for split in (train, held_out)]
   for name, data in zip(("training", "evaluation"), splits, strict=True):
-    if len(data) <= spec.seq_len:
+    if len(data) <= seq_len:
       raise DataError(
-        f"data.seq_len={spec.seq_len}: longer than the {len(data)} bytes of the {name} split of {title}; "
+        f"data.seq_len={seq_len}: longer than the {len(data)} bytes of the {name} split of {title}; "
         "use a smaller seq_len, more text or another valid_fraction"
       )
-  counts = [(len(data) - 1) // spec.seq_len for data in splits]
-  digest = hashlib.blake2b(repr((spec.seq_len, [len(data) for data in splits])).encode(), digest_size=8)
+  digest = hashlib.blake2b(repr((seq_len, [len(data) for data in splits])).encode(), digest_size=8)
   for data in splits:
     digest.update(data.tobytes())
-  info = DataInfo(
-    kind="tokens",
-    vocab_size=256,
-    seq_len=spec.seq_len,
-    image_shape=None,
-    num_classes=None,
-    train_examples=counts[0],
-    eval_examples=counts[1],
-    fingerprint=digest.hexdigest(),
-    description=f"{title}: {len(splits[0]):,} bytes to train on, {len(splits[1]):,} held out",
-  )
-  return make_data(info, _windows(splits[0], spec.seq_len), _windows(splits[1], spec.seq_len), spec, seed)
+  facts = {
+    "vocab_size": 256,
+    "seq_len": seq_len,
+    "bytes_per_token": 1,
+    "fingerprint": digest.hexdigest(),
+    "description": f"{title}: {len(splits[0]):,} bytes to train on, {len(splits[1]):,} held out",
+  }
+  return Windows(splits[0], seq_len), Windows(splits[1], seq_len), facts
 
 
 def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -110,14 +134,6 @@ def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[st
   held_out = set(order[:count])
   part = lambda inside: {n: text for n, text in documents.items() if (n in held_out) == inside}
   return part(False), part(True)
-
-
-def _windows(data: np.ndarray, seq_len: int) -> Callable[[int], Batch]:
-  def row(index: int) -> Batch:
-    start = index * seq_len
-    return {"tokens": data[start : start + seq_len + 1].astype(np.int32)}
-
-  return row
 
 
 def _find(path: str) -> list[tuple[str, pathlib.Path]]:

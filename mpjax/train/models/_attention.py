@@ -7,6 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mpjax.train._errors import ConfigError
+from mpjax.train.data import ModelInfo
+
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
@@ -52,6 +55,21 @@ def require_implementation(implementation: str) -> None:
   """Raises ValueError unless `implementation` is one that `attention` takes."""
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def require_attention(implementation: str, info: ModelInfo) -> None:
+  """Raises ConfigError for an implementation that a run under the policy of `info` has no use for."""
+  policy = info.policy
+  if implementation == "cudnn" and policy.autocast:
+    raise ConfigError(
+      "model.attention=cudnn under autocast, which takes a float32 program, and the fused kernel takes none: "
+      "use auto, or autocast: false in the policy"
+    )
+  if implementation == "cudnn" and (info.backend != "gpu" or policy.compute_dtype.itemsize != 2):
+    raise ConfigError(
+      f"model.attention=cudnn on {info.backend} in {policy.compute_dtype.name}: the fused kernel needs an "
+      "NVIDIA GPU and a half-precision policy; use auto"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -9,11 +9,10 @@ import pathlib
 from typing import IO, Any
 
 import numpy as np
-import pydantic
 import yaml
 
 from mpjax._types import ArrayLike
-from mpjax.train._config import Config
+from mpjax.train._config import Config, parse_config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
 
@@ -180,9 +179,9 @@ def _require_same(path: pathlib.Path, text: str) -> None:
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
   """Returns a config of an earlier release with the keys that it lacks; as it is, if it is no config."""
   try:
-    config = Config.model_validate(tree)
+    config = parse_config(tree)
     return config.model_dump(mode="json") | {"policy": config.resolve_policy().to_dict()}
-  except (pydantic.ValidationError, TypeError, ValueError):
+  except (TypeError, ValueError):
     return tree
 
 

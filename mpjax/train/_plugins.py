@@ -1,0 +1,85 @@
+"""Plug-ins: a user's code that registers models and data, named on the command line and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+
+from mpjax.train._errors import ConfigError
+from mpjax.train._kinds import DATASETS, MODELS, Kind
+
+
+def load_plugins(names: Iterable[str]) -> None:
+  """Imports plug-ins, each a file `FILE.py` or a module `package.module`, found from this folder, too.
+
+  Raises:
+    ConfigError: if one is not there or cannot be imported, or two of them register the same kind.
+  """
+  owners: dict[str, str] = {}
+  for name in dict.fromkeys(names):
+    before = _registered()
+    _load(name)
+    for kind, made in _registered().items():
+      if before.get(kind) is made:
+        continue
+      if kind in owners:
+        raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
+      owners[kind] = name
+
+
+def _registered() -> dict[str, Kind]:
+  return {
+    f"{kinds.section}.kind={name}": kind
+    for kinds in (MODELS, DATASETS)
+    for name, kind in kinds.registered().items()
+  }
+
+
+def _load(name: str) -> ModuleType:
+  path = pathlib.Path(name)
+  is_file = path.suffix == ".py" or path.exists()
+  if is_file and not path.is_file():
+    raise ConfigError(f"--plugin {name}: no such file")
+  # Last, so that nothing there takes the place of an installed package.
+  folder = str(path.resolve().parent if is_file else pathlib.Path.cwd())
+  if folder not in sys.path:
+    sys.path.append(folder)
+  try:
+    return _run_file(path) if is_file else importlib.import_module(name)
+  except Exception as error:  # of any kind: a user's code
+    if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
+      raise ConfigError(
+        f"--plugin {name}: no such module; expected a file FILE.py, or a module that can be imported"
+      ) from error
+    raise ConfigError(f"--plugin {name}: {_located(error)}") from error
+
+
+def _run_file(path: pathlib.Path) -> ModuleType:
+  """Runs a file as a module of its own, again if it was run before."""
+  name = f"mpjax_plugin_{path.stem}"
+  spec = importlib.util.spec_from_file_location(name, path.resolve())
+  if spec is None or spec.loader is None:
+    raise ConfigError(f"{path} is not a Python file")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # where dataclasses and pickle look for it
+  spec.loader.exec_module(module)
+  return module
+
+
+def _located(error: Exception) -> str:
+  """Returns an error on one line, with where it was raised."""
+  text = " ".join(f"{type(error).__name__}: {error}".split())
+  if isinstance(error, SyntaxError):
+    return text  # which says where
+  frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+  outside = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+  at = f" ({pathlib.Path(outside[-1].filename).name}:{outside[-1].lineno})" if outside else ""
+  return text + at
+
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])

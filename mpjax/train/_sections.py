@@ -1,0 +1,53 @@
+"""What sections of a config are made of: strict numbers, no unknown keys, and errors as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import pydantic
+
+from mpjax.dtypes import did_you_mean
+
+
+def _no_bool(value: object) -> object:
+  if isinstance(value, bool):
+    raise ValueError(f"expected a number, not {value} (YAML reads on, off, yes and no as booleans)")
+  return value
+
+
+Int = Annotated[int, pydantic.BeforeValidator(_no_bool)]
+Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
+Positive = Annotated[Int, pydantic.Field(gt=0)]
+Natural = Annotated[Int, pydantic.Field(ge=0)]
+
+
+class Section(pydantic.BaseModel):
+  """A mapping of known keys."""
+
+  model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _require_mapping(cls, value: object) -> object:
+    if not isinstance(value, (Mapping, cls)):
+      keys = ", ".join(list(cls.model_fields)[:3])
+      raise ValueError(f"expected a mapping of keys, such as {keys}")
+    return value
+
+
+def describe(error: Mapping[str, Any], loc: Sequence[object]) -> str:
+  """Returns one line for an error of pydantic about the value at `loc`."""
+  key = ".".join(map(str, loc))
+  if error["type"] == "missing":
+    return f"missing key {key!r}"
+  if error["type"] == "literal_error":
+    words = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+    value = error["input"]
+    return f"unknown {key} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
+  message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+  if error["type"].startswith(("greater_than", "less_than")):
+    message = f"a number {message}"
+  if not message.startswith("expected ") and "Input should be " in error["msg"]:
+    message = f"expected {message}"
+  return f"{key}={error['input']!r}: {message}" if key else message

@@ -1,0 +1,23 @@
+"""The `data` section of a config."""
+
+from __future__ import annotations
+
+from mpjax.train._kinds import DATASETS, KindSection
+from mpjax.train._sections import Natural, Positive
+
+
+class DataConfig(KindSection):
+  """The source of batches: what every kind has, and the options of this one's function.
+
+  Attributes:
+    kind: name of a registered kind.
+    batch_size: rows of a batch, of all processes together.
+    eval_batches: batches of an evaluation at most; `None`: all there are.
+    workers: threads that read ahead.
+    options: the kind's own keys; flat beside the others in a file.
+  """
+
+  kinds = DATASETS
+  batch_size: Positive = 16
+  eval_batches: Positive | None = None
+  workers: Natural = 0

@@ -1,0 +1,76 @@
+"""`model.kind: gpt`: next-token prediction with a `GPT` (nnx)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+from jaxtyping import Float, PRNGKeyArray
+
+from mpjax._types import Array, Metrics
+from mpjax.train._kinds import register_model
+from mpjax.train._sections import Positive
+from mpjax.train._task import Task
+from mpjax.train.data import ModelInfo
+from mpjax.train.models._attention import require_attention
+from mpjax.train.models._gpt import GPT
+from mpjax.train.models._losses import cross_entropy
+from mpjax.train.models._model_sharding import gpt_sharding
+
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+_Batch = dict[str, Array]
+
+
+@register_model("gpt")
+def gpt(
+  info: ModelInfo,
+  *,
+  dim: Positive = 128,
+  layers: Positive = 4,
+  heads: Positive = 4,
+  mlp_ratio: Positive = 4,
+  norm: Literal["rms", "layer"] = "rms",
+  positions: Literal["rope", "learned"] = "rope",
+  dropout: Fraction = 0.0,
+  tie_head: bool = True,
+  attention: Literal["auto", "xla", "cudnn"] = "auto",
+) -> Task:
+  """Makes a decoder-only transformer for rows of `tokens`."""
+  require_attention(attention, info)
+  vocab_size, seq_len = info.vocab_size, info.seq_len
+
+  def init(key: PRNGKeyArray) -> GPT:
+    return GPT(
+      vocab_size=vocab_size,
+      max_len=seq_len,
+      dim=dim,
+      layers=layers,
+      heads=heads,
+      mlp_ratio=mlp_ratio,
+      norm=norm,
+      positions=positions,
+      dropout=dropout,
+      tie_head=tie_head,
+      attention=attention,
+      remat=info.recompute == "blocks",
+      rngs=nnx.Rngs(params=key),
+    )
+
+  def loss_fn(model: GPT, batch: _Batch, row_rngs: PRNGKeyArray) -> Float[Array, ""]:
+    """Computes the mean cross entropy in nats a token."""
+    return cross_entropy(model(batch["tokens"][:, :-1], rng=row_rngs), batch["tokens"][:, 1:])
+
+  def evaluate(model: GPT, batch: _Batch) -> Metrics:
+    loss = cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+    if getattr(info, "bytes_per_token", None) != 1:
+      return {"loss": loss}
+    return {"loss": loss, "bits_per_byte": loss / jnp.log(2.0)}
+
+  def logits(model: GPT, tokens: jax.Array) -> Float[Array, "batch length vocab"]:
+    """[B, T] tokens -> [B, T, vocab]."""
+    return model(tokens)
+
+  return Task(init, loss_fn, evaluate, logits, gpt_sharding, units=("tokens", seq_len))
