@@ -149,8 +149,15 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
     )
 
 
-def unpack(out: PyTree, takes_state: bool) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
+def unpack(
+  out: PyTree, takes_state: bool, grad_norm: bool = False
+) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
   """Returns loss, metrics and model state (or `None`) from what a loss function returned.
+
+  Args:
+    out: what it returned.
+    takes_state: whether it takes, and so returns, model state.
+    grad_norm: whether the step reports `grad_norm`, so that no metric can have the name.
 
   Raises:
     ValueError: says what was returned and what is expected.
@@ -167,7 +174,7 @@ def unpack(out: PyTree, takes_state: bool) -> tuple[Float[Array, ""], Metrics, P
     raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")
   if not isinstance(metrics, dict):
     raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
-  taken = _METRICS & metrics.keys()
+  taken = (_METRICS | {"grad_norm"} if grad_norm else _METRICS) & metrics.keys()
   if taken:
     raise ValueError(
       f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"

@@ -173,7 +173,7 @@ class StepLoss:
       mutated = nnx.split(model, self.options.wrt, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)
-    loss, metrics, returned = unpack(out, takes_state="model_state" in self.keywords)
+    loss, metrics, returned = unpack(out, "model_state" in self.keywords, self.options.grad_norm)
     if returned is not None:
       model_state = returned
     scaled = loss.astype(jnp.float32)

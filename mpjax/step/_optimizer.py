@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Float32
 
-from mpjax._types import PyTree
+from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import LossScaleState, static_loss_scale, with_loss_scaling
-from mpjax.loss_scale._overwritten import keep_from
+from mpjax.loss_scale._finite import unscale
+from mpjax.loss_scale._overwritten import hide, keep_from
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
 from mpjax.policy import Policy
 
@@ -83,6 +85,19 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
   return optax.GradientTransformationExtraArgs(kept.init, update)
 
 
+def gradient_norm(grads: PyTree, opt_state: PyTree) -> Float32[Array, ""]:
+  """Computes the global norm of unscaled gradients; leaves that are overwritten are none.
+
+  Args:
+    grads: as the optimiser takes them; scaled, if there is a loss scale.
+    opt_state: the state that they are for.
+  """
+  scaler = find_scaler(opt_state)
+  scale = jnp.ones([], jnp.float32) if scaler is None else scaler.scale
+  squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(unscale(hide(grads), scale))]
+  return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
+
+
 def adopt_opt_state(
   tx: optax.GradientTransformation, params: PyTree, old: PyTree, same_scaling: bool
 ) -> PyTree:
@@ -97,9 +112,14 @@ def adopt_opt_state(
   new = tx.init(params)
   if same_scaling and _alike(new, old):
     return old
-  if not _alike(_inner(new), _inner(old)):
+  if not can_adopt(new, old):
     return new
   return new._replace(inner_state=_inner(old)) if isinstance(new, LossScaleState) else _inner(old)
+
+
+def can_adopt(new: PyTree, old: PyTree) -> bool:
+  """Returns whether an optimiser's state fits another, whatever loss scales are round them."""
+  return _alike(_inner(new), _inner(old))
 
 
 def _inner(state: PyTree) -> PyTree:

@@ -24,6 +24,7 @@ class StepOptions:
     donate: gives the state's buffers to the new state.
     recompute: what the backward pass computes again.
     layout: where state and batches lie on a mesh; `None` without one.
+    grad_norm: reports the norm of the gradients among the metrics.
 
   Raises:
     ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
@@ -38,6 +39,7 @@ class StepOptions:
   donate: bool = True
   recompute: str = "islands"
   layout: Layout | None = None
+  grad_norm: bool = False
 
   def __post_init__(self) -> None:
     n = self.accumulate

@@ -43,7 +43,7 @@ from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import adopt_opt_state, with_policy_scaling
+from mpjax.step._optimizer import adopt_opt_state, gradient_norm, with_policy_scaling
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 
@@ -61,6 +61,7 @@ def make_train_step(
   recompute: str = "islands",
   mesh: Mesh | None = None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
+  grad_norm: bool = False,
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
@@ -100,6 +101,8 @@ def make_train_step(
     sharding: where parameters lie on the mesh: axes by regular expression on the parameter's path, as in
       `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape; what they say nothing of has its
       largest dimension over `fsdp`.
+    grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
+      any clipping. It reads each gradient once more.
 
   Returns:
     A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
@@ -123,6 +126,7 @@ def make_train_step(
     donate=donate,
     recompute=recompute,
     layout=make_layout(mesh, sharding),
+    grad_norm=grad_norm,
   )
   return TrainStep(loss_fn, tx, options)
 
@@ -365,6 +369,8 @@ class TrainStep:
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
+    if self.options.grad_norm:
+      metrics |= {"grad_norm": gradient_norm(grads, state.opt_state)}
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
     if scaler is not None:

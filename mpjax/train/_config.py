@@ -26,12 +26,18 @@ class ModelConfig(KindSection):
 
 
 class OptimizerConfig(Section):
-  """An optax optimiser, its learning-rate schedule and gradient clipping."""
+  """An optax optimiser, its learning-rate schedule and gradient clipping.
+
+  `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
+  them in which the schedule `wsd` (warm-up, stable, decay) falls.
+  """
 
   name: str = "adamw"
   learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
-  schedule: Literal["constant", "cosine", "linear"] = "cosine"
+  schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+  schedule_steps: Positive | None = None
   warmup_steps: Natural = 0
+  decay_fraction: Annotated[Float, pydantic.Field(gt=0, le=1)] = 0.2
   final_fraction: Annotated[Float, pydantic.Field(ge=0, le=1)] = 0.1
   weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
   clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
@@ -75,11 +81,16 @@ DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
 class TrainConfig(Section):
   """The loop: how long, how often, and when to give up.
 
+  `steps`: may grow when a run is resumed.
+  `init_from`: a run directory, from whose newest checkpoint the parameters and the model's state come, or a
+  file that `mpjax export` wrote. `init_optimizer`: the optimiser's state of that run, too.
   `checkpoint_wait`: train on only when a checkpoint is on the disk, so that a crash never costs more than
   `checkpoint_every` steps; without it, checkpoints are written while the training goes on.
   """
 
   steps: Positive = 1000
+  init_from: str | None = None
+  init_optimizer: bool = False
   accumulate: Positive = 1
   log_every: Positive = 10
   eval_every: Positive = 200
@@ -91,6 +102,12 @@ class TrainConfig(Section):
   recompute: Literal["islands", "dots", "blocks", "nothing"] = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check(self) -> TrainConfig:
+    if self.init_optimizer and self.init_from is None:
+      raise ValueError("init_optimizer=true: expected a run directory in train.init_from")
+    return self
 
 
 class NumericsConfig(Section):

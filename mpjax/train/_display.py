@@ -15,12 +15,21 @@ import rich.table
 
 
 class Display:
-  """Progress of a run on the terminal, or as one line at every logged step where there is none."""
+  """Progress of a run on the terminal, or as one line at every logged step where there is none.
 
-  def __init__(self, console: rich.console.Console, steps: int, start: int, units: str):
+  Args:
+    console: where to.
+    steps: of the run.
+    start: step that it resumes from; 0 for none.
+    units: what its speed is counted in: tokens or images.
+    has_scale: whether there is a loss scale to show.
+  """
+
+  def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
     self._console = console
     self._steps = steps
     self._units = units
+    self._has_scale = has_scale
     self._live = console.is_terminal
     self._progress = rich.progress.Progress(
       rich.progress.TextColumn("[bold]{task.description}"),
@@ -42,10 +51,12 @@ class Display:
 
   def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
     """Shows the metrics of a finished step."""
-    status = (
-      f"loss {_number(record['loss'])}  scale {_power(record['loss_scale'])}  "
-      f"skipped {record['skipped_steps']}  {record[f'{self._units}_per_s']:,.0f} {self._units}/s"
-    )
+    shown = [f"loss {_number(record['loss'])}"]
+    if self._has_scale:
+      shown.append(f"scale {_power(record['loss_scale'])}")
+    if self._has_scale or record["skipped_steps"]:
+      shown.append(f"skipped {record['skipped_steps']}")
+    status = "  ".join([*shown, f"{record[f'{self._units}_per_s']:,.0f} {self._units}/s"])
     self._progress.update(self._task, completed=step, status=status)
     if logged and not self._live:
       self.line(f"step {step}/{self._steps}  {status}")
@@ -72,7 +83,8 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
   table.add_column(style="bold")
   table.add_column(justify="right")
   for name, value in summary.items():
-    if not isinstance(value, dict):
+    hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
+    if not (hidden or isinstance(value, dict)):
       show = _size if name.endswith("_bytes") else _power if name == "loss_scale" else _number
       title = name.removesuffix("_bytes").replace("_", " ")
       table.add_row(rich.markup.escape(title), rich.markup.escape(str(show(value))))

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import pathlib
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,10 +17,13 @@ from grain import DatasetIterator
 
 from mpjax._types import Metrics, PyTree
 from mpjax.step import TrainState
-from mpjax.train._config import Config
+from mpjax.train._config import Config, OptimizerConfig
 from mpjax.train._display import Display, finished_already, header, summary_table
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import save_safetensors
+from mpjax.train._init_from import start_from
+from mpjax.train._optimizers import describe_growth
+from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, make_setup
 from mpjax.train._tasks import evaluate
@@ -120,22 +122,24 @@ class TrainingRun:
     self._evaluate = jax.jit(self._evaluate_batch)
     self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
-    self._last: dict[str, Any] = {}
+    self._records = Records(setup)
+    self._source = ""
     self._stuck: _Pending | None = None
-    self._step_times: list[float] = []
-    self._clock = time.perf_counter()
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
     iterator = self.data.train(self.setup.rows)
     (state, start), _ = self.processes.agree(lambda: self._resume(iterator))
-    header(self.console, header_rows(self.setup, state, self.directory.path, start, self.processes.count))
+    self._records.begin(state, start)
+    self._grow(self._records.next_update)
+    run = f"resumed after step {start}" if start else self._source
+    header(self.console, header_rows(self.setup, state, self.directory.path, run, self.processes.count))
     first = self.processes.first
     self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
     self._events = Events(self.directory.path / "tensorboard", start, owner=first)
     self._poll = Poll(self.processes.count > 1)
-    self._display = Display(self.console, self.config.train.steps, start, self.task.units[0])
-    self._items_per_step = self.config.data.batch_size * self.task.units[1]
+    has_scale = self.policy.loss_scaling is not None
+    self._display = Display(self.console, self.config.train.steps, start, self.task.units[0], has_scale)
     try:
       with self._display, Interrupt() as interrupt:
         for step in range(start + 1, self.config.train.steps + 1):
@@ -151,6 +155,17 @@ class TrainingRun:
     self._events.close()
     self._metrics_file.close()
     return self._finish(state)
+
+  def _grow(self, update: int) -> None:
+    """Takes up a run that has more steps than it had, and says what becomes of its schedule."""
+    before = self.directory.before
+    if before is None:
+      return
+    old = OptimizerConfig.model_validate(before["optimizer"])
+    steps = self.config.train.steps, before["train"]["steps"]
+    line = describe_growth(self.config.optimizer, steps[0], old, steps[1], update)
+    self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+    self.directory.grow(self.config)
 
   @contextlib.contextmanager
   def storage_errors(self) -> Iterator[None]:
@@ -224,13 +239,13 @@ class TrainingRun:
     for record in records:
       self._write(record, extra if record["step"] == step else {})
     if eval_loss is not None:
-      best = self._last.get("best_eval_loss")
+      best = self._records.last.get("best_eval_loss")
       if np.isfinite(eval_loss) and (best is None or eval_loss < best):
-        self._last["best_eval_loss"] = eval_loss
+        self._records.last["best_eval_loss"] = eval_loss
         save = True
     if save:
       self._save(step, state, iterator, eval_loss)
-    self._clock = time.perf_counter()
+    self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
       name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
@@ -248,22 +263,7 @@ class TrainingRun:
   def _fetch(self, pending: _Pending) -> dict[str, Any]:
     """Returns the record of a step; waits for it."""
     self.processes.doing(f"step {pending.step}")
-    values = {name: plain(value) for name, value in pending.metrics.items()}
-    now = time.perf_counter()
-    elapsed, self._clock = now - self._clock, now
-    self._step_times.append(elapsed)
-    record = {
-      "step": pending.step,
-      "loss": values.pop("loss"),
-      # Without a loss scale the loss is what it is, and nothing is ever skipped.
-      "loss_scale": values.pop("loss_scale", 1.0),
-      "skipped_steps": values.pop("skipped_steps", 0),
-      "grads_finite": values.pop("grads_finite", None),
-      "step_time_s": elapsed,
-      # Over several steps: the host learns of a step's end two steps late, and of some at once.
-      f"{self.task.units[0]}_per_s": self._items_per_step / float(np.mean(self._step_times[-20:])),
-      **values,
-    }
+    record = self._records.of(pending.step, pending.metrics)
     if self._cannot_recover(record):
       self._stuck = self._stuck or pending
     return record
@@ -271,13 +271,12 @@ class TrainingRun:
   def _write(self, record: dict[str, Any], extra: dict[str, float]) -> None:
     """Shows a record, and logs it where it is due or has an evaluation with it."""
     record |= {name: plain(value) for name, value in extra.items()}
-    self._last |= record
+    self._records.last |= record
     logged = bool(extra) or record["step"] % self.config.train.log_every == 0
     if logged:
       self._metrics_file.write(record)
-      for name, value in record.items():
-        if name != "step" and isinstance(value, (int, float)):
-          self._events.add_scalar(name, value, record["step"])
+      for name, value in self._records.scalars(record).items():
+        self._events.add_scalar(name, value, record["step"])
     self._display.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
@@ -302,10 +301,15 @@ class TrainingRun:
     self.checkpoints.wait()
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
-      f"gradients, and the loss scale of {self._last['loss_scale']:g} cannot fall further\n{report}\n"
+      f"gradients{self._at_lowest()}\n{report}\n"
       f"saved: a checkpoint of step {step} and the batch, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt looks again, also with another policy"
     )
+
+  def _at_lowest(self) -> str:
+    if self.policy.loss_scaling is None:
+      return ""
+    return f", and the loss scale of {self._records.last['loss_scale']:g} cannot fall further"
 
   def _report(self, state: TrainState, batch: PyTree) -> str:
     """Returns what is not finite in a step, and where that began."""
@@ -344,7 +348,10 @@ class TrainingRun:
     self.processes.doing("the checkpoint to resume from")
     resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
     if resumed is None:
-      return self.setup.first_state(), 0
+      state = self.setup.first_state()
+      if self.config.train.init_from is not None:
+        state, self._source = start_from(self.setup, state)
+      return state, 0
     for damage in resumed.damaged:
       self.console.print(damage, highlight=False, markup=False, soft_wrap=True)
     restored = resumed.restored
@@ -354,13 +361,13 @@ class TrainingRun:
         f"({self.data.info.description}): nothing was changed; bring the data back, or choose another out="
       )
     iterator.set_state(restored.data)
-    self._last = restored.loop["last"]
+    self._records.last = restored.loop["last"]
     return restored.state, resumed.step
 
   def _save(self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None) -> None:
     self.processes.doing(f"the checkpoint of step {step}")
     self._events.flush()
-    loop = {"fingerprint": self.data.info.fingerprint, "last": self._last}
+    loop = {"fingerprint": self.data.info.fingerprint, "last": self._records.last}
     self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
     if self.config.train.checkpoint_wait:
       self.checkpoints.wait()
@@ -368,19 +375,12 @@ class TrainingRun:
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
     self.checkpoints.wait()
-    # The first step of a process compiles.
-    times = self._step_times[1:]
     summary = {
       "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
       "backend": jax.default_backend(),
       "steps": self.config.train.steps,
-      "skipped_steps": self._last["skipped_steps"],
-      "loss_scale": self._last["loss_scale"],
-      "final_loss": self._last["loss"],
-      **{name: value for name, value in self._last.items() if name.startswith("eval_")},
-      "best_eval_loss": self._last.get("best_eval_loss"),
+      **self._records.summary(),
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-      "steps_per_s": len(times) / sum(times) if times else None,
       "peak_memory_bytes": peak_memory(),
       "resolved_policy": self.policy.to_dict(),
     }

@@ -26,6 +26,7 @@ OPTIMIZERS = (
   "lamb",
   "lars",
   "lion",
+  "muon",
   "nadam",
   "nadamw",
   "radam",
@@ -53,7 +54,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
       f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
       + did_you_mean(config.name, OPTIMIZERS)
     )
-  build = getattr(optax, config.name)
+  build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)
   takes = inspect.signature(build).parameters
   options: dict[str, Any] = dict(config.options)
   for key in options:
@@ -79,22 +80,66 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Returns the learning rate by step: a linear warm-up, then constant, cosine or linear decay.
+  """Returns the learning rate by step: a linear warm-up, then what `schedule` says.
 
-  The decay ends at step `steps`, at `final_fraction` of `learning_rate`; a run shorter than its warm-up
-  ends within the ramp.
+  `cosine` and `linear` fall from there, `wsd` from `decay_fraction` of the steps before the end, linearly.
+  The fall ends at step `schedule_steps`, or else `steps`, at `final_fraction` of `learning_rate`; a run
+  shorter than its warm-up ends within the ramp.
   """
+  steps = config.schedule_steps or steps
   peak, left = config.learning_rate, max(steps - config.warmup_steps, 1)
+  final = peak * config.final_fraction
+  falling = min(max(round(config.decay_fraction * steps), 1), left)
   after: optax.Schedule = {
     "constant": lambda: optax.constant_schedule(peak),
     "cosine": lambda: optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction),
-    "linear": lambda: optax.linear_schedule(peak, peak * config.final_fraction, left),
+    "linear": lambda: optax.linear_schedule(peak, final, left),
+    "wsd": lambda: optax.linear_schedule(peak, final, falling, left - falling),
   }[config.schedule]()
   if not config.warmup_steps:
     return after
   # The first step already moves: the ramp starts one step's share above zero.
   warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps - 1)
   return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
+  """Returns an optimiser and its schedule in one line, with the step where the schedule ends."""
+  steps = config.schedule_steps or steps
+  parts = [config.name, f"learning rate {config.learning_rate:g}"]
+  if config.warmup_steps:
+    parts.append(f"warm-up to step {config.warmup_steps}")
+  if config.schedule != "constant":
+    name = "stable, then linear" if config.schedule == "wsd" else config.schedule
+    parts.append(f"{name} to {config.learning_rate * config.final_fraction:g} at step {steps}")
+  if config.clip_norm:
+    parts.append(f"gradients clipped to norm {config.clip_norm:g}")
+  return ", ".join(parts)
+
+
+def describe_growth(
+  config: OptimizerConfig, steps: int, before: OptimizerConfig, steps_before: int, update: int
+) -> str:
+  """Returns, in one line, what a run that grows from `steps_before` steps does to its schedule.
+
+  Args:
+    config: the `optimizer` section now.
+    steps: of the run now.
+    before: the section that the run had.
+    steps_before: of the run then.
+    update: the next one.
+  """
+  line = f"train.steps grows from {steps_before} to {steps}"
+  if config.schedule == "constant":
+    return line
+  ends, ended = config.schedule_steps or steps, before.schedule_steps or steps_before
+  if ends == ended:
+    return f"{line}: the {config.schedule} schedule ends at step {ends}, as before"
+  old, new = (float(make_schedule(*of)(update)) for of in ((before, steps_before), (config, steps)))
+  return (
+    f"{line}: the {config.schedule} schedule ends at step {ends}, no longer at {ended}; the learning rate is "
+    f"{new:.3g} instead of {old:.3g} (optimizer.schedule_steps={ended} keeps it as it was)"
+  )
 
 
 def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:

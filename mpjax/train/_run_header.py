@@ -9,11 +9,12 @@ import jax
 from mpjax.fp8._hardware import fp8_units
 from mpjax.policy import Policy
 from mpjax.step import Layout, TrainState
+from mpjax.train._optimizers import describe_optimizer
 from mpjax.train._setup import Setup
 
 
 def header_rows(
-  setup: Setup, state: TrainState, directory: pathlib.Path, start: int, processes: int
+  setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
 ) -> dict[str, str]:
   """Returns what a person sees before the first step, by title.
 
@@ -21,20 +22,21 @@ def header_rows(
     setup: of the run.
     state: that it begins with.
     directory: where it writes.
-    start: step that it resumes from; 0 for none.
+    begins: what it begins from, where that is not its own first step.
     processes: how many it has.
   """
   policy = setup.policy
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-  scaling = policy.loss_scaling
+  scaling, config = policy.loss_scaling, setup.config
   return {
     "policy": policy.reason or policy.label,
     **_fp8(policy),
-    "loss scale": "none" if scaling is None else f"{scaling.kind}, from {scaling.init_scale:g}",
+    **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",
     "data": setup.info.description,
+    "optimizer": describe_optimizer(config.optimizer, config.train.steps),
     "devices": _devices(setup.layout, policy) + (f", in {processes} processes" if processes > 1 else ""),
-    "run": f"{directory}" + (f", resumed after step {start}" if start else ""),
+    "run": f"{directory}" + (f", {begins}" if begins else ""),
   }
 
 

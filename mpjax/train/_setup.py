@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import optax
 
 from mpjax._types import Mesh, PyTree
 from mpjax.casting import Explanation
@@ -14,7 +15,7 @@ from mpjax.sharding import ShardingRules
 from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
-from mpjax.train._optimizers import make_optimizer
+from mpjax.train._optimizers import make_optimizer, make_schedule
 from mpjax.train._task import Task
 from mpjax.train._tasks import make_task
 from mpjax.train.data import Data, DataInfo, Rows, load_data
@@ -29,6 +30,11 @@ class Setup:
   data: Data
   task: Task
   step: TrainStep
+
+  @property
+  def schedule(self) -> optax.Schedule:
+    """Returns the learning rate by update."""
+    return make_schedule(self.config.optimizer, self.config.train.steps)
 
   @property
   def info(self) -> DataInfo:
@@ -132,6 +138,7 @@ def build_step(
     recompute=step_recompute(config.train.recompute),
     mesh=mesh,
     sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
+    grad_norm=True,
   )
   return task, step
 

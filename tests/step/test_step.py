@@ -272,6 +272,37 @@ def test_gradients_are_shown_unscaled_and_nothing_changes():
   assert not state.params["w"].is_deleted()
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("policy", ["fp32", FP16, "bf16_pure", {"base": "bf16", "autocast": False}])
+def test_the_norm_of_unscaled_gradients_is_reported_if_asked_for(policy, accumulate):
+  tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(0.1))
+  step = mpjax.make_train_step(loss_fn, tx, policy, accumulate=accumulate, grad_norm=True)
+  params = {"w": jnp.ones((4, 1)), "b": jnp.ones(1)}
+  _, metrics = step(step.init(params), BATCH)
+  grads = jax.grad(loss_fn)(params, BATCH)
+  expected = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+  np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5 if policy == "fp32" else 0.02)
+  assert metrics["grad_norm"].dtype == jnp.float32
+  plain = mpjax.make_train_step(loss_fn, tx, policy, accumulate=accumulate)
+  assert "grad_norm" not in plain(plain.init(params), BATCH)[1]
+
+
+def test_the_norm_of_gradients_is_infinite_on_a_skip_and_leaves_out_what_is_no_gradient():
+  params = {"w": jnp.ones((4, 1)), "b": jnp.ones(1), "_overwrite_with_gradient": {"amax": jnp.ones(3)}}
+  of = lambda params, batch: loss_fn(params, batch) + 0 * params["_overwrite_with_gradient"]["amax"].sum()
+  step = mpjax.make_train_step(of, optax.sgd(0.1), "fp32", skip_nonfinite=True, grad_norm=True)
+  state, metrics = step(step.init(params), BATCH)
+  expected = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(jax.grad(loss_fn)(params, BATCH))))
+  np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
+  _, metrics = step(state, {"x": X * np.float32(np.inf), "y": Y})
+  assert not np.isfinite(metrics["grad_norm"])
+  named = lambda params, batch: (loss_fn(params, batch), {"grad_norm": jnp.ones([])})
+  with pytest.raises(ValueError, match=r"metric named 'grad_norm'.*rename it"):
+    mpjax.make_train_step(named, optax.sgd(0.1), grad_norm=True)(step.init(params), BATCH)
+  ours = mpjax.make_train_step(named, optax.sgd(0.1), "fp32")
+  assert ours(ours.init({"w": jnp.ones((4, 1)), "b": jnp.ones(1)}), BATCH)[1]["grad_norm"] == 1
+
+
 def test_without_donation_the_old_state_lives_on():
   step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32", donate=False)
   state = step.init(PARAMS)

@@ -145,12 +145,26 @@ def test_unfit_optimizers_are_config_errors(options, words):
   assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.1), ("linear", 0.1)])
+@pytest.mark.parametrize(
+  ("schedule", "last"), [("constant", 1.0), ("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1)]
+)
 def test_schedules_warm_up_from_above_zero_and_end_where_they_should(schedule, last):
   options = {"learning_rate": 1.0, "schedule": schedule, "warmup_steps": 4}
   rate = make_schedule(parse_config(MINIMAL | {"optimizer": options}).optimizer, 20)
   assert [float(rate(i)) for i in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
   assert float(rate(20)) == pytest.approx(last, abs=1e-6)
+
+
+def test_warm_up_stable_decay_falls_in_its_last_part():
+  options = {"learning_rate": 1.0, "schedule": "wsd", "warmup_steps": 4, "decay_fraction": 0.25}
+  rate = make_schedule(parse_config(MINIMAL | {"optimizer": options}).optimizer, 40)
+  assert [float(rate(i)) for i in (3, 10, 30, 35, 40)] == pytest.approx([1.0, 1.0, 1.0, 0.55, 0.1])
+
+
+def test_a_schedule_may_end_before_the_run():
+  options = {"learning_rate": 1.0, "schedule": "linear", "schedule_steps": 10, "final_fraction": 0.0}
+  rate = make_schedule(parse_config(MINIMAL | {"optimizer": options}).optimizer, 40)
+  assert [float(rate(i)) for i in (0, 5, 10, 20)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 
 def test_weight_decay_leaves_vectors_alone():

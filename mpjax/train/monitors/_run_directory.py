@@ -20,6 +20,10 @@ from mpjax.train._errors import ConfigError
 class RunDirectory:
   """Opens, or makes, the directory of a run and holds its lock.
 
+  Attributes:
+    path: where it is.
+    before: the config that the run had, as plain data, if it had fewer steps; else `None`.
+
   Args:
     config: of the run.
     owner: whether this process writes in it; the others of a run of several only know where it is.
@@ -34,11 +38,12 @@ class RunDirectory:
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
+    self.before: dict[str, Any] | None = None
     if not owner:
       return
     text = config.to_yaml()
     if self.path.exists():
-      _require_same(self.path, text)
+      self.before = _require_same(self.path, text)
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
@@ -53,15 +58,24 @@ class RunDirectory:
     return self.path / "checkpoints"
 
   def summary(self) -> dict[str, Any] | None:
-    """Returns the `summary.json` of a finished run; `None` in a process that does not write there."""
+    """Returns the `summary.json` of a finished run; `None` in a process that does not write there.
+
+    It is `None`, too, where the run has more steps now than it had when it finished.
+    """
     file = self.path / "summary.json"
-    if self._lock is None or not file.exists():
+    if self._lock is None or self.before is not None or not file.exists():
       return None
     try:
       summary: dict[str, Any] = dict(json.loads(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
       raise ConfigError(f"{file}: not the summary of a run ({error}); choose another out=") from error
     return summary
+
+  def grow(self, config: Config) -> None:
+    """Writes the config with more steps; the run is no longer a finished one."""
+    (self.path / "summary.json").unlink(missing_ok=True)
+    _write_atomically(self.path / "config.yaml", config.to_yaml())
+    self.before = None
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`, which marks the run as finished."""
@@ -149,7 +163,12 @@ def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) 
   return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
 
 
-def _require_same(path: pathlib.Path, text: str) -> None:
+def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
+  """Returns the config in a run directory, if it differs by fewer steps alone; `None` for the same.
+
+  Raises:
+    ConfigError: for another config, or a directory that is not of a run.
+  """
   file = path / "config.yaml"
   if not path.is_dir() or (not file.exists() and any(p.name != ".lock" for p in path.iterdir())):
     raise ConfigError(
@@ -162,18 +181,33 @@ def _require_same(path: pathlib.Path, text: str) -> None:
         "alone: nothing was changed; remove the link, or make out= the directory that it leads to"
       )
   if not file.exists():
-    return
+    return None
   try:
     theirs = read_tree(file)
   except ConfigError as error:
     raise ConfigError(f"{error}; choose another out=") from error
-  found = differences(_with_defaults(theirs), yaml.safe_load(text), "there", "here")
+  theirs, ours = _with_defaults(theirs), yaml.safe_load(text)
+  grows = _steps(ours) > _steps(theirs) > 0
+  found = differences(theirs, ours, "there", "here")
+  if grows:
+    found = [line for line in found if not line.startswith(_GROWING)]
   if found:
     shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
     raise ConfigError(
       f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
       "or delete the directory to start over"
     )
+  return theirs if grows else None
+
+
+# What a run may have otherwise when it is resumed with more steps.
+_GROWING = ("train.steps: ", "optimizer.schedule_steps: ")
+
+
+def _steps(config: dict[str, Any]) -> int:
+  train = config.get("train")
+  steps = train.get("steps") if isinstance(train, dict) else None
+  return steps if isinstance(steps, int) else 0
 
 
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:

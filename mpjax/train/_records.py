@@ -1,0 +1,113 @@
+"""What is logged of each step: its metrics, its learning rate, and how fast it was."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._types import Metrics
+from mpjax.loss_scale._state_access import find_scaler, find_states
+from mpjax.step import TrainState
+from mpjax.train._setup import Setup
+from mpjax.train.monitors import plain
+
+_SHOWN = 20  # steps over which the speed is averaged
+
+
+class Records:
+  """The records of one run's steps, in order.
+
+  Attributes:
+    last: what was last recorded under each name; a checkpoint carries it.
+    next_update: the number of the next update, as the schedule counts.
+  """
+
+  def __init__(self, setup: Setup):
+    self._setup = setup
+    self._has_scale = setup.policy.loss_scaling is not None
+    unit, per_row = setup.task.units
+    self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
+    self._times: list[float] = []
+    self._clock = time.perf_counter()
+    self.last: dict[str, Any] = {}
+    self.next_update = 0
+
+  def begin(self, state: TrainState, start: int) -> None:
+    """Tells from which state, after which step, the steps to come are taken.
+
+    The learning rates of all are computed here: later, to read one would wait for the device.
+    """
+    scaler = find_scaler(state.opt_state)
+    skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
+    count = updates_taken(state)
+    self.next_update = start - skipped if count is None else count
+    self._steps_before, self._skipped_before = start, skipped
+    steps = self._setup.config.train.steps - start
+    self._rates = learning_rates(self._setup.schedule, self.next_update, steps)
+
+  def restart_clock(self) -> None:
+    """Leaves out of the next step's time what has gone by since the last step."""
+    self._clock = time.perf_counter()
+
+  def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
+    """Returns the record of a step; waits for its metrics."""
+    values = {name: plain(value) for name, value in metrics.items()}
+    now = time.perf_counter()
+    elapsed, self._clock = now - self._clock, now
+    self._times.append(elapsed)
+    record = {
+      "step": step,
+      "loss": values.pop("loss"),
+      # Without a loss scale the loss is what it is.
+      "loss_scale": values.pop("loss_scale", 1.0),
+      "skipped_steps": values.pop("skipped_steps", 0),
+      "grads_finite": values.pop("grads_finite", None),
+      "step_time_s": elapsed,
+      # Over several steps: the host learns of a step's end two steps late, and of some at once.
+      self._speed: self._per_step / float(np.mean(self._times[-_SHOWN:])),
+      **values,
+    }
+    return record | {"learning_rate": self._learning_rate(record)}
+
+  def scalars(self, record: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record that are drawn: without a loss scale where the policy has none."""
+    hidden = {"step"} if self._has_scale else {"step", "loss_scale"}
+    return {
+      name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
+    }
+
+  def summary(self) -> dict[str, Any]:
+    """Returns the part of a run's summary that its records give."""
+    times = self._times[1:]  # the first step of a process compiles
+    return {
+      "skipped_steps": self.last["skipped_steps"],
+      **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
+      "learning_rate": self.last.get("learning_rate"),
+      "grad_norm": self.last.get("grad_norm"),
+      "final_loss": self.last["loss"],
+      **{name: value for name, value in self.last.items() if name.startswith("eval_")},
+      "best_eval_loss": self.last.get("best_eval_loss"),
+      "steps_per_s": len(times) / sum(times) if times else None,
+    }
+
+  def _learning_rate(self, record: dict[str, Any]) -> float:
+    """Returns the rate that a step was taken with, or, if it was skipped, would have been."""
+    skipped = record["skipped_steps"] - self._skipped_before - (record["grads_finite"] is False)
+    return float(self._rates[record["step"] - 1 - self._steps_before - skipped])
+
+
+def updates_taken(state: TrainState) -> int | None:
+  """Returns how many updates the schedule of an optimiser has counted; `None` if none of optax's is there."""
+  counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
+  return next((int(np.asarray(found.count)) for found in counts), None)
+
+
+def learning_rates(schedule: optax.Schedule, first: int, count: int) -> np.ndarray:
+  """Returns the learning rates of `count` updates, from number `first` on: float32[count]."""
+  rate = lambda update: jnp.asarray(schedule(update), jnp.float32)
+  return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(first, first + max(count, 1))))
