@@ -123,6 +123,14 @@ class Policy(jmp.Policy):
   @property
   def label(self) -> str:
     """A short name for tables: its own, or a preset's or the three dtypes and the fewest changes of that."""
+    return self._label(whole=False)
+
+  @property
+  def full_label(self) -> str:
+    """The label with mappings, such as overrides, written out."""
+    return self._label(whole=True)
+
+  def _label(self, *, whole: bool) -> str:
     if self.name is not None:
       return self.name
     alike = {name: p for name, p in _preset_policies().items() if p.compute_dtype == self.compute_dtype}
@@ -130,7 +138,8 @@ class Policy(jmp.Policy):
       self._dtypes(): self._others()
     }
     start = min(labels, key=lambda name: len(labels[name]))
-    changes = {key: "..." if isinstance(value, dict) else value for key, value in labels[start].items()}
+    short = lambda value: "..." if isinstance(value, dict) and not whole else value
+    changes = {key: short(value) for key, value in labels[start].items()}
     return ",".join([start, *(write_text({key: value}) for key, value in changes.items())])
 
   def to_dict(self) -> dict[str, Any]:

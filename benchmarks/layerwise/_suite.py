@@ -159,23 +159,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plot(table: dict[str, Any], path: str) -> None:
-  """Share of zeros by layer, a line for each scale."""
+  """Share of zeros by layer, a line for each scale that leaves any; the others overflow."""
   import matplotlib
 
   matplotlib.use("Agg")
   from matplotlib import pyplot
 
-  figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-  for k in EXPONENTS:
+  figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+  drawn = [k for k in EXPONENTS if max(table["single"][k]["zeros"]) > 0]
+  for k in drawn:
     single = table["single"][k]
-    style = "-" if single["finite"] else ":"
-    axes.plot(
-      single["zeros"],
-      style,
-      color=pyplot.cm.viridis(k / 40),
-      label=f"2^{k}" + " (overflows)" * (style == ":"),
-    )
-  axes.plot(table["layerwise"]["zeros"], color="crimson", linewidth=3, label="layer-wise")
-  axes.set(xlabel="layer", ylabel="share of zeros", title="Weight gradients in float16 by loss scale")
-  axes.legend(ncols=2, fontsize="small")
+    shade = pyplot.cm.viridis(0.8 * k / max(drawn))
+    name = f"loss scale $2^{{{k}}}$" + ("" if single["finite"] else ", overflows")
+    axes.plot(single["zeros"], "-" if single["finite"] else ":", color=shade, label=name)
+  axes.plot(table["layerwise"]["zeros"], color="#c4320a", linewidth=3, label="layer-wise scales")
+  axes.set(xlabel="layer", ylabel="share of zeros", xlim=(-0.5, DEPTH - 0.5))
+  axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(fontsize=9, frameon=False, loc="upper right")
+  heading = f"Weight gradients of {DEPTH} layers in float16"
+  larger = [k for k in EXPONENTS if k not in drawn]
+  if larger:
+    heading += f"\n(scales from $2^{{{larger[0]}}}$ on leave no zeros and overflow)"
+  figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
   figure.savefig(path, dpi=120)

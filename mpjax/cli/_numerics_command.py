@@ -87,7 +87,8 @@ def _numerics(options: argparse.Namespace) -> None:
       f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
     )
   name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
-  report = _inspect(subject, name, steps, batches, keep, not options.no_advice, console)
+  title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
+  report = _inspect(subject, title, steps, batches, keep, not options.no_advice, console)
   print_report(report, console)
   _write(report, name, options, console)
   if options.apply:
@@ -97,21 +98,24 @@ def _numerics(options: argparse.Namespace) -> None:
 
 def _inspect(
   subject: Subject,
-  name: str,
+  title: str,
   steps: int,
   batches: int,
   keep: float,
   advise: bool,
   console: rich.console.Console,
 ) -> NumericsReport:
-  """Trains so many steps, then looks at so many batches."""
+  """Trains so many steps, then looks at so many batches, and says so: by a bar, or in lines of a file."""
   columns = (
     rich.progress.TextColumn("{task.description}"),
     rich.progress.BarColumn(),
     rich.progress.MofNCompleteColumn(),
     rich.progress.TimeElapsedColumn(),
   )
-  with rich.progress.Progress(*columns, console=console, transient=True) as progress:
+  lines = not console.is_terminal
+  if lines and steps:
+    _say(console, f"compiling the training step, and training {steps} steps")
+  with rich.progress.Progress(*columns, console=console, transient=True, disable=lines) as progress:
     if steps:
       task = progress.add_task("training", total=steps)
       for _ in range(steps):
@@ -120,8 +124,12 @@ def _inspect(
     total = batches * subject.step.accumulate
     task = progress.add_task("compiling", total=total)
 
+    said = {"compiling": "compiling the inspection: the step under the policy, and in float32"}
+
     def say(line: str) -> None:
       batch = line.startswith("batch ")
+      if lines:
+        _say(console, f"looked at {line} of {total}" if batch else said.get(line, line))
       progress.update(task, advance=batch, description="inspecting" if batch else line)
 
     try:
@@ -132,7 +140,7 @@ def _inspect(
         reference=subject.reference,
         keep=keep,
         advise=advise,
-        title=name,
+        title=title,
         progress=say,
       )
     except ValueError as error:

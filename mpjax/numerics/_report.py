@@ -83,7 +83,7 @@ class NumericsReport:
     batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
     against = "" if self.reference_loss is None else f" (float32: {self.reference_loss:.6g})"
     return [
-      f"{title}: policy {self.policy.label}, {batches} ({self.rows} rows), step {self.step}",
+      f"{title}: policy {self.policy.full_label}, {batches} ({self.rows} rows), step {self.step}",
       f"loss {self.loss:.6g}{against}, loss scale {power_of_two_text(self.loss_scale)}",
     ]
 
@@ -117,7 +117,7 @@ class NumericsReport:
       {
         "version": 1,
         "title": self.title,
-        "policy": self.policy.label,
+        "policy": self.policy.full_label,
         "compute_dtype": self.policy.compute_dtype.name,
         "backend": jax.default_backend(),
         "versions": {"mpjax": __version__, "jax": jax.__version__},

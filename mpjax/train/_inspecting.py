@@ -36,6 +36,11 @@ class Subject:
     self.state = state
     self.reference = _reference(setup)
 
+  @property
+  def parameters(self) -> int:
+    """Returns the number of trained parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+
   def next_batch(self) -> PyTree:
     """Returns the next training batch, on the devices."""
     return self.place(next(self._batches))

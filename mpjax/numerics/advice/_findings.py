@@ -237,7 +237,7 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
     report.lost("activation gradient", "float16", report.loss_scale),
   )
   keep = percent(report.keep)
-  text = f"float16 loses {percent(at_one)} of the activations' gradients at loss scale 1"
+  text = f"float16 loses {percent(at_one)} of the activations' gradients that are not 0 at loss scale 1"
   if report.loss_scale != 1:
     text += f", {percent(now)} at {power_of_two_text(report.loss_scale)}"
   if low and high:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +32,7 @@ _SERIES = {
   "activation gradient": ("s", "#cf5300"),
   "weight gradient": ("^", "#00805f"),
 }
+_TITLE_WIDTH = 95  # letters
 _NAMES = {"lost": "becomes zero", "subnormal": "subnormal", "normal": "normal", "overflow": "overflows"}
 _UPDATE_NAMES = {"lost": "leaves the weight as it is", "subnormal": "either", "normal": "changes the weight"}
 
@@ -135,6 +138,7 @@ def _draw_histograms(
     _draw_ranges(panels[-1], formats, name)
   of = f" of {report['title']}" if report["title"] else ""
   heading = f"{kind.capitalize()}s{of}, and what {formats[name]['title']} makes of them"
+  heading = textwrap.fill(heading, _TITLE_WIDTH)
   figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
 
 
@@ -226,6 +230,7 @@ class _Visit(NamedTuple):
   module: str
   order: float
   errors: dict[str, float]
+  name: str = ""  # of the first tensor there, where the program comes to the module more than once
 
 
 def _visits(report: Mapping[str, Any]) -> list[_Visit]:
@@ -237,7 +242,7 @@ def _visits(report: Mapping[str, Any]) -> list[_Visit]:
   visits: list[_Visit] = []
   for tensor in sorted(placed, key=lambda t: t["order"]):
     if not visits or visits[-1].module != tensor["module"]:
-      visits.append(_Visit(tensor["module"], tensor["order"], {}))
+      visits.append(_Visit(tensor["module"], tensor["order"], {}, tensor["name"]))
   for module in dict.fromkeys(t["module"] for t in tensors):
     if all(visit.module != module for visit in visits):
       visits.append(_Visit(module, math.inf, {}))
@@ -253,13 +258,14 @@ def _visits(report: Mapping[str, Any]) -> list[_Visit]:
 def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]) -> None:
   every = [error for visit in visits for error in visit.errors.values()]
   finite = [error for error in every if 0 < error < math.inf] or [1.0]
-  floor, ceiling = min(finite) / 2, 10.0 ** (math.ceil(math.log10(max(finite))) + 0.5)
+  room = 3.0 if math.inf in every else 1.5  # of what is not finite, a mark at the top
+  floor, ceiling = min(finite) / 1.5, max(finite) * room
   for kind, (marker, color) in _SERIES.items():
     errors = {i: visit.errors[kind] for i, visit in enumerate(visits) if kind in visit.errors}
     if not errors:
       continue
-    there = [i for i, error in errors.items() if error < math.inf]
-    heights = [max(errors[i], floor) for i in there]
+    there = [i for i, error in errors.items() if 0 < error < math.inf]  # a logarithm has no place for 0
+    heights = [errors[i] for i in there]
     axes.plot(there, heights, color=color, marker=marker, markersize=4, linewidth=0.9, label=f"{kind}s")
     gone = [i for i, error in errors.items() if error == math.inf]
     axes.plot(gone, [ceiling] * len(gone), color=color, marker="x", linestyle="none", clip_on=False)
@@ -276,7 +282,8 @@ def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]
   axes.set_ylim(floor, ceiling)
   axes.set_ylabel("relative error against float32", fontsize=9)
   step = math.ceil(len(visits) / 45)
-  names = [visit.module for visit in visits[::step]]
+  often = collections.Counter(visit.module for visit in visits)
+  names = [f"{v.module}: {v.name}" if often[v.module] > 1 and v.name else v.module for v in visits[::step]]
   axes.set_xticks(range(0, len(visits), step), names, rotation=90, fontsize=7)
   axes.tick_params(axis="y", labelsize=9)
   axes.set_xlim(-0.8, len(visits) - 0.2)
@@ -286,7 +293,7 @@ def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]
   handles, labels = axes.get_legend_handles_labels()
   axes.figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
   of = f" of {report['title']}" if report["title"] else ""
-  heading = f"Error by module{of}, policy {report['policy']}"
+  heading = textwrap.fill(f"Error by module{of}, policy {report['policy']}", _TITLE_WIDTH)
   axes.figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
 
 

@@ -261,13 +261,14 @@ const tail = (module, width) => (width > 600 ? module : module.split("/").slice(
 
 // Modules with the same parent stand on one band, which is named once where their own names would not fit.
 function drawGroups(svg, modules, left, step, top, bottom) {
-  const parent = (module) => module.split("/").slice(0, -1).join("/");
+  const above = (module) => module.split("/").slice(0, -1).join("/");
+  // A block's own operations, between its layers, belong to it, wherever they stand.
+  const parent = (module) => (modules.some((other) => other.startsWith(`${module}/`)) ? module : above(module));
   const last = modules.map((module) => module.split("/").at(-1)), each = last.every((name) => name.length * 6.4 + 8 < step);
   if (each) last.forEach((name, i) => svg.append(text(left + (i + 0.5) * step, bottom + 18, name, { class: "tick middle" })));
   let start = 0, band = 0;
   for (let i = 1; i <= modules.length; i++) {
-    // A block's own operations, between its layers, belong to it.
-    if (i < modules.length && [parent(modules[i]), modules[i]].includes(parent(modules[start]))) continue;
+    if (i < modules.length && parent(modules[i]) === parent(modules[start])) continue;
     const from = left + start * step, size = (i - start) * step;
     if (band++ % 2) svg.append(shape("rect", { x: from, y: top, width: size, height: bottom - top, class: "band" }));
     const parts = (i - start > 1 ? parent(modules[start]) : modules[start]).split("/");

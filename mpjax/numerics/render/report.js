@@ -145,7 +145,7 @@ function showHistogram() {
   const all = together(tensors), title = FORMATS[state.format].title, words = PLURALS[state.kind].toLowerCase();
   byId("histogram-lead").textContent = updates
     ? `All updates together, relative to the weight they change. Below the left line a ${title} weight stays as it is.`
-    : `Share of the values by size, all ${words} together, as float32 has them${gradient ? ". The loss scale moves them to the right, into " : "; the ranges are those of "}${title}${gradient ? "'s range." : "."}${gradient ? "" : " The loss scale does not reach them. The factor is what float8 with a scale of its own multiplies them by."}`;
+    : `Share of all values, zeros too, by size, ${words} together, as float32 has them${gradient ? ". The loss scale moves them to the right, into " : "; the ranges are those of "}${title}${gradient ? "'s range." : "."}${gradient ? "" : " The loss scale does not reach them. The factor is what float8 with a scale of its own multiplies them by."}`;
   const tiles = updates ? updateTiles(tensors, all) : rangeTiles(tensors, all, shift);
   byId("tiles").replaceChildren(...tiles.map((tile) => element("li", { class: tile.name },
     element("span", { class: "label" }, tile.label), element("span", { class: "value" }, tile.value), element("span", { class: "before" }, tile.before || ""))));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
-_GB = 1e9
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 # Blues stay, oranges come and go; in each family from dark to light, so that neighbours differ in print and
 # for every kind of colour vision.
@@ -23,7 +24,9 @@ _ORANGES = ("#6b2503", "#a63b03", "#dc5a0c", "#f98a3c", "#fdb678", "#fedfc0")
 COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*_BLUES, *_ORANGES, "#c8c8c8"), strict=True))
 
 _BAR, _PLAN = 0.3, 1.0  # height of a bar, and of what a plan takes, in units of the vertical axis
-_FAR = 3  # a device with more than so many times the memory that is drawn would make the bars too short
+_SLIVER = 0.01  # of the longest bar: a part below it is drawn with the other small ones
+_REST, _REST_COLOR = "smaller parts", "#9a9a9a"
+_FAR = 2  # a device with more than so many times the memory that is drawn would make the bars too short
 
 
 def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> None:
@@ -49,16 +52,17 @@ def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> 
   except ImportError as error:
     raise ImportError('pictures need matplotlib: pip install "mpjax[plan]"') from error
 
-  bars = [list(_bars(plan)) for plan in plans]
+  bars = _without_slivers([list(_bars(plan)) for plan in plans])
   heights = [_PLAN if len(of_plan) > 1 else _PLAN - _BAR for of_plan in bars]
   # Text stays text in an SVG, and the same plans give the same file.
   with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mpjax"}):
-    figure = Figure(figsize=(9, max(3.2, 1.4 + 0.95 * sum(heights))), layout="constrained")
+    legend = len({name for of_plan in bars for bar in of_plan for name in bar.parts}) + 2
+    height = max(2.6, 0.95 + 0.95 * sum(heights), 0.7 + 0.19 * legend)
+    figure = Figure(figsize=(9, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw(axes, plans, bars, heights)
-    title = textwrap.fill(_title(plans), 90)
-    figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(_title(plans), fontsize=11, fontweight="bold", x=0.01, ha="left")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=200, metadata={"Date": None} if suffix == ".svg" else None)
@@ -76,16 +80,32 @@ def _bars(plan: PlanFigures) -> Iterator[_Bar]:
     yield _Bar("compiled", plan.compiled.memory.parts, plan.compiled.peak)
 
 
+def _without_slivers(bars: Sequence[Sequence[_Bar]]) -> list[list[_Bar]]:
+  """Returns bars whose parts can be seen: those that are small in every bar are drawn as one."""
+  parts = [bar.parts for of_plan in bars for bar in of_plan]
+  least = _SLIVER * max(sum(sizes.values()) for sizes in parts)
+  seen = {name for sizes in parts for name, size in sizes.items() if size >= least}
+
+  def merged(bar: _Bar) -> _Bar:
+    rest = sum(size for name, size in bar.parts.items() if name not in seen)
+    kept = {name: size for name, size in bar.parts.items() if name in seen}
+    return bar._replace(parts=kept | ({_REST: rest} if rest else {}))
+
+  return [[merged(bar) for bar in of_plan] for of_plan in bars]
+
+
 def _draw(
   axes: Axes, plans: Sequence[PlanFigures], bars: Sequence[Sequence[_Bar]], heights: Sequence[float]
 ) -> None:
   longest = max(max(bar.peak, sum(bar.parts.values())) for of_plan in bars for bar in of_plan)
-  near = [plan.device_memory for plan in plans if 0 < plan.device_memory <= _FAR * longest]
-  right = max([longest, *near, 1]) / _GB
-  axes.set_xlim(0, 1.16 * right)
-  for name in COLORS:  # in the order of the legend
+  lines = {size for plan in plans for size in _limits(plan) if 0 < size <= _FAR * longest}
+  unit = next((name for name, size in _UNITS.items() if longest >= size), "kB")
+  scale = _UNITS[unit]
+  right = max([longest, *lines, 1]) / scale
+  axes.set_xlim(0, 1.02 * right)
+  for name, color in _colors():  # in the order of the legend
     if any(bar.parts.get(name) for of_plan in bars for bar in of_plan):
-      axes.barh([0], [0], color=COLORS[name], edgecolor="0.4", linewidth=0.4, label=name)
+      axes.barh([0], [0], color=color, edgecolor="0.4", linewidth=0.4, label=name)
 
   top, ticks = 0.0, []
   for plan, of_plan, height in zip(plans, bars, heights, strict=True):
@@ -94,48 +114,71 @@ def _draw(
     for i, bar in enumerate(of_plan):
       middle = top + 0.3 + (i + 0.5) * _BAR
       ticks.append((middle, bar.name))
-      _draw_bar(axes, bar, middle, right, plan.device_memory)
-    if plan.device_memory in near:
-      memory = plan.device_memory / _GB
-      axes.plot([memory, memory], [top, top + height], color="black", linestyle="--", linewidth=1.2)
+      _draw_bar(axes, bar, middle, right, scale, plan.room)
+    for size, style in _limits(plan).items():
+      if size in lines:
+        axes.plot([size / scale] * 2, [top, top + height], color="black", linestyle=style, linewidth=1.1)
     top += height
-  if near:
-    what = f"device memory\n{bytes_text(near[0])}" if len(set(near)) == 1 else "device memory"
-    axes.plot([], [], color="black", linestyle="--", linewidth=1.2, label=what)
+  for style, what, size_of in (("--", "JAX takes", _taken), ("-", "device memory", _whole)):
+    found = {size_of(plan) for plan in plans} & lines
+    if found:
+      text = f"{what}\n{bytes_text(*found)}" if len(found) == 1 else what
+      axes.plot([], [], color="black", linestyle=style, linewidth=1.1, label=text)
 
   axes.set_ylim(top, 0)
   axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=9)
   axes.tick_params(axis="y", length=0)
-  axes.set_xlabel("GB on one device (1 GB = 1e9 bytes)", fontsize=9)
+  axes.set_xlabel(f"{unit} on one device (1 {unit} = {scale:g} bytes)".replace("e+0", "e"), fontsize=9)
   axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
   axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, device_memory: int) -> None:
+def _taken(plan: PlanFigures) -> int:
+  """Returns what JAX takes of a device, where that is not all of it; else 0."""
+  return plan.room if plan.room < plan.device_memory else 0
+
+
+def _whole(plan: PlanFigures) -> int:
+  return plan.device_memory
+
+
+def _limits(plan: PlanFigures) -> dict[int, str]:
+  """Returns the sizes at which lines are drawn, with the style of each."""
+  return {_taken(plan): "--", _whole(plan): "-"}
+
+
+def _colors() -> Iterator[tuple[str, str]]:
+  yield from COLORS.items()
+  yield _REST, _REST_COLOR
+
+
+def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, scale: float, room: int) -> None:
+  """Draws a bar, and what it comes to in a column of its own, where no line crosses it."""
   left = 0.0
-  for name in COLORS:
-    size = bar.parts.get(name, 0) / _GB
-    axes.barh(middle, size, 0.9 * _BAR, left=left, color=COLORS[name], edgecolor="white", linewidth=0.6)
+  for name, color in _colors():
+    size = bar.parts.get(name, 0) / scale
+    axes.barh(middle, size, 0.9 * _BAR, left=left, color=color, edgecolor="white", linewidth=0.6)
     if size > 0.08 * right:  # wide enough for a number
-      dark = name in (*ARGUMENT_PARTS[:3], *TRANSIENT_PARTS[:3])
-      color = "white" if dark else "black"
-      axes.text(left + size / 2, middle, f"{size:.3g}", color=color, fontsize=8, ha="center", va="center")
+      dark = name in (*ARGUMENT_PARTS[:3], *TRANSIENT_PARTS[:3], _REST)
+      text = "white" if dark else "black"
+      axes.text(left + size / 2, middle, f"{size:.3g}", color=text, fontsize=8, ha="center", va="center")
     left += size
-  over = 0 < device_memory < bar.peak
-  text = f"{bytes_text(bar.peak)}{', does not fit' if over else ''}"
-  end = max(left, bar.peak / _GB) + 0.008 * right
-  white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+  over = 0 < room < bar.peak
+  text = f"{bytes_text(bar.peak)}{chr(10) + 'does not fit' if over else ''}"
   style: dict[str, Any] = {"color": "#b00020", "fontweight": "bold"} if over else {"color": "black"}
-  axes.text(end, middle, text, fontsize=9, va="center", bbox=white, zorder=3, **style)
+  axes.text(1.03 * right, middle, text, fontsize=9, va="center", linespacing=0.95, **style)
 
 
 def _title(plans: Sequence[PlanFigures]) -> str:
-  devices = list(
-    dict.fromkeys((plan.target, plan.device, plan.devices, plan.device_memory) for plan in plans)
-  )
+  """Returns what is trained and on what, a line each."""
+  subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject)) or "a training step"
+  devices = dict.fromkeys((plan.target, plan.device, plan.devices) for plan in plans)
   if len(devices) > 1:
-    return f"Memory of a training step on {', '.join(dict.fromkeys(plan.target for plan in plans))}"
-  target, device, count, memory = devices[0]
-  words = target if device == target else f"{target}: {device}"
-  many = f", on each of {count} devices" if count > 1 else ""
-  return f"Memory of a training step on {words}{f' ({bytes_text(memory)})' if memory else ''}{many}"
+    where = ", ".join(dict.fromkeys(plan.target for plan in plans))
+  else:
+    [(target, device, count)] = devices
+    # A vendor's 141 GB are 150.75e9 bytes, and beside the axis they read as another size.
+    name = re.sub(r" \d+ GB$", "", device)
+    where = target if name == target else f"{target}, {name}"
+    where += f", each of {count} devices" if count > 1 else ""
+  return textwrap.fill(f"Memory of {subjects}", 90) + "\n" + textwrap.fill(where, 90)
