@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mpjax.cli._config_arguments import add_plugin
 from mpjax.cli._exit_status import guarded
 from mpjax.train import ConfigError, export_run, load_plugins
+from mpjax.train._export import export_text
 
 
 def run(arguments: Sequence[str], prog: str) -> int:
@@ -28,6 +29,6 @@ def run(arguments: Sequence[str], prog: str) -> int:
     unknown = pairs.keys() - {"dtype", "step", "out"}
     if unknown:
       raise ConfigError(f"unknown key {min(unknown)!r}: expected dtype, step or out")
-    print(f"exported {export_run(options.directory, **pairs)}")
+    print(export_text(export_run(options.directory, **pairs)))
 
   return guarded(export)

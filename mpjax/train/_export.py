@@ -6,10 +6,16 @@ In FP8 it is the weights of FP8 products that are stored so, `name` in E4M3 with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import json
+import math
 import pathlib
+import re
+import stat
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +26,7 @@ import safetensors.flax
 from jax.tree_util import KeyPath
 from jaxtyping import Float
 
+from mpjax._plain_text import bytes_text
 from mpjax._tree import named_leaves, path_text
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting._fp8_state import fp8_weights
@@ -31,6 +38,7 @@ from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
+from mpjax.train._kinds import MODELS
 from mpjax.train._setup import build_step, init_state, make_setup
 from mpjax.train._task import Task
 from mpjax.train._tasks import apply
@@ -42,9 +50,16 @@ _FP8 = "float8_e4m3fn"
 _SCALE = "_scale"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExportedModel:
-  """A model read back from a safetensors file.
+  """A model read back from a safetensors file, as `load_safetensors` returns it.
+
+  ```python
+  model = mpjax.train.load_safetensors("runs/x/model.safetensors")
+  logits = model.logits(tokens)  # int32[batch, length] -> [batch, length, vocabulary]
+  ```
+
+  `params` and `model_state` are trees of arrays, for code of one's own.
 
   Attributes:
     config: the config of the run that it came from.
@@ -58,7 +73,16 @@ class ExportedModel:
   params: PyTree
   model_state: PyTree
   task: Task
-  _state: TrainState = dataclasses.field(repr=False)
+  _state: TrainState
+
+  def __repr__(self) -> str:
+    leaves = jax.tree.leaves(self.params)
+    dtypes = ", ".join(sorted({leaf.dtype.name for leaf in leaves}))
+    parameters = f"{sum(leaf.size for leaf in leaves):,} parameters in {dtypes}"
+    return (
+      f"ExportedModel({self.config.model.kind}, {parameters}, "
+      f"policy {self.policy.label}; {_how_to_call(self.task)})"
+    )
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
     """Returns logits in `output_dtype`: [B, T, vocab] of tokens [B, T], [B, classes] of images."""
@@ -83,6 +107,8 @@ def save_safetensors(
 ) -> None:
   """Writes parameters in `dtype` and model state as it is, with what the loader needs as metadata.
 
+  No absolute path of this machine is written. The file has the mode of any other new file (the umask's).
+
   Args:
     path: the file; written beside its place and renamed.
     config: config of the run.
@@ -94,11 +120,11 @@ def save_safetensors(
       the logits are bitwise those of the policy's evaluation.
 
   Raises:
-    ConfigError: for another dtype, or one of FP8 for a model without FP8 products.
+    ConfigError: for another dtype, one of FP8 for a model without FP8 products, or a path that no file can be
+      written to.
   """
-  if dtype is not None and dtype not in _DTYPES:
-    raise ConfigError(f"export dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
   path = pathlib.Path(path)
+  _require_writable(path, dtype)
   policy = config.resolve_policy()
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
@@ -109,19 +135,86 @@ def save_safetensors(
     for name in _fp8_names(config, info, policy):
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
+  sections = _without_folders(config.model_dump(mode="json", exclude={"policy", "out"}))
+  described = _FOLDERS.sub("", info.description)
   metadata = {
     "format": "mpjax-1",
-    "config": json.dumps(config.model_dump(mode="json") | {"policy": policy.to_dict()}),
-    "data": json.dumps(dataclasses.asdict(info)),
+    "config": json.dumps({"policy": policy.to_dict(), **sections}),
+    "data": json.dumps(_without_folders(dataclasses.asdict(info)) | {"description": described}),
   }
   temporary = path.with_name(path.name + ".tmp")
-  temporary.unlink(missing_ok=True)  # a link in its place would be written through
-  safetensors.flax.save_file(tensors, temporary, metadata)
-  temporary.replace(path)
+  try:
+    temporary.unlink(missing_ok=True)  # a link in its place would be written through
+    temporary.touch()
+    mode = temporary.stat().st_mode  # the umask's, where safetensors writes for the owner alone
+    safetensors.flax.save_file(tensors, temporary, metadata)
+    temporary.chmod(mode)
+    temporary.replace(path)
+  except (OSError, safetensors.SafetensorError) as error:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
+    raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def export_text(path: pathlib.Path) -> str:
+  """Returns what is in a file that `save_safetensors` wrote, and how to read it: two lines."""
+  with safetensors.safe_open(path, framework="numpy") as file:
+    slices = [file.get_slice(name) for name in file.keys() if name.startswith("params/")]  # noqa: SIM118
+    counts: dict[str, int] = {}
+    for tensor in slices:
+      counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
+  parts = " and ".join(f"{count:,} in {_NAMES.get(dtype, dtype)}" for dtype, count in counts.items())
+  return (
+    f"exported {path}: {bytes_text(path.stat().st_size)}, parameters: {parts}\n"
+    f'read it by mpjax.train.load_safetensors("{path}"), whose .logits(...) runs the model'
+  )
+
+
+def _require_writable(path: pathlib.Path, dtype: str | None) -> None:
+  """Raises `ConfigError` for an unknown dtype, or a path where no file can be made or replaced."""
+  if dtype is not None and dtype not in _DTYPES:
+    raise ConfigError(f"export dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
+  if not path.parent.is_dir():
+    raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+  try:
+    mode = path.lstat().st_mode
+  except FileNotFoundError:
+    return
+  except OSError as error:
+    raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+  if not stat.S_ISREG(mode):
+    kinds = {"l": "a link", "d": "a folder", "c": "a device", "b": "a device", "p": "a pipe", "s": "a socket"}
+    kind = kinds.get(stat.filemode(mode)[0], "no regular file")
+    raise ConfigError(f"cannot write {path}: it is {kind}; expected a new file, or one to replace")
+
+
+def _without_folders(tree: Any) -> Any:
+  """Returns plain data in which an absolute path is its last part alone."""
+  if isinstance(tree, dict):
+    return {key: _without_folders(value) for key, value in tree.items()}
+  if isinstance(tree, (list, tuple)):
+    return [_without_folders(value) for value in tree]
+  is_path = isinstance(tree, str) and pathlib.PurePath(tree).is_absolute()
+  return pathlib.PurePath(tree).name if is_path else tree
+
+
+# The folders of an absolute path that begins a text, or stands after a space, a quote or a bracket.
+_FOLDERS = re.compile(r"(?:(?<=[\s'\"\[(])|^)/(?:[^/:,]*/)*(?=[^/\s])")
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
+
+
+def _how_to_call(task: Task) -> str:
+  if task.logits is None:
+    return ".params, .model_state"
+  inputs = list(inspect.signature(task.logits).parameters)[1]
+  return f".logits({inputs}), .params, .model_state"
 
 
 def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
-  """Reads the model in a file that `save_safetensors` wrote.
+  """Reads the model in a file that `save_safetensors`, `mpjax export` or `train.export` wrote.
+
+  Returns:
+    The model: `.logits(inputs)` runs it under its policy, `.params` and `.model_state` are its arrays.
 
   Raises:
     ConfigError: if the file is missing, was written by something else, or lacks a tensor of the model.
@@ -150,7 +243,9 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
     raise ConfigError(f"{path}: damaged metadata ({' '.join(str(error).split())})") from error
   options = config.model.options
   layers = options.get("layers") or sum(options.get("stages", ()))
-  if layers > len(tensors):  # to trace a model takes a time that its config alone decides
+  if MODELS.find(config.model.kind).is_own and layers > len(
+    tensors
+  ):  # to trace a model takes a time that its config alone decides
     raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
   try:
     task, step = build_step(config, info, policy.without_histories(), mesh=None)
@@ -216,11 +311,13 @@ def export_run(
     out: the file; `None`: `model.safetensors` in the run directory.
 
   Raises:
-    ConfigError: if the directory holds no such checkpoint.
+    ConfigError: if the directory holds no such checkpoint, or the file cannot be written.
   """
   directory = pathlib.Path(directory)
+  path = pathlib.Path(out) if out else directory / "model.safetensors"
   if not (directory / "config.yaml").exists():
     raise ConfigError(f"{directory}: not a run directory (no config.yaml)")
+  _require_writable(path, dtype)
   config = load_config(directory / "config.yaml")
   checkpoints = Checkpoints(directory / "checkpoints", keep=config.train.keep_checkpoints, read_only=True)
   try:
@@ -237,6 +334,5 @@ def export_run(
     state = checkpoints.restore(found, setup.abstract_state()).state
   finally:
     checkpoints.close()
-  path = pathlib.Path(out) if out else directory / "model.safetensors"
   save_safetensors(path, config, setup.info, state.params, state.model_state, dtype)
   return path

@@ -20,7 +20,7 @@ from mpjax.step import TrainState
 from mpjax.train._config import Config, OptimizerConfig
 from mpjax.train._display import Display, finished_already, header, summary_table
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
-from mpjax.train._export import save_safetensors
+from mpjax.train._export import export_text, save_safetensors
 from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_growth
 from mpjax.train._records import Records
@@ -393,7 +393,7 @@ class TrainingRun:
         file = self.directory.path / "model.safetensors"
         dtype = self.config.train.export_dtype
         save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
-        self.console.print(f"exported {file}", highlight=False)
+        self.console.print(export_text(file), highlight=False, markup=False, soft_wrap=True)
       self.directory.write_summary(summary)
       summary_table(self.console, summary, self.directory.path)
     return summary

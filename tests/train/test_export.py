@@ -1,7 +1,10 @@
 """Export: the dtype and bytes of the file, the logits that come back, and unfit files."""
 
 import json
+import os
+import pathlib
 import re
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +104,79 @@ def finished_run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("finished")
   assert main(["train", *write_tiny_gpt(folder), "train.steps=2", f"out={folder / 'short'}"]) == 0
   return folder / "short"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_the_file_has_the_mode_of_a_new_file(finished_run, tmp_path, umask, capsys):
+  before = os.umask(umask)
+  try:
+    assert main(["export", str(finished_run), f"out={tmp_path / 'x'}"]) == 0
+  finally:
+    os.umask(before)
+  assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o666 & ~umask
+
+
+def test_the_command_says_size_and_dtype_and_how_to_read_the_file(finished_run, tmp_path, capsys):
+  file = tmp_path / "x.safetensors"
+  assert main(["export", str(finished_run), f"out={file}", "dtype=bfloat16"]) == 0
+  first, second = capsys.readouterr().out.splitlines()
+  assert first == f"exported {file}: {file.stat().st_size / 1e3:.2f} kB, parameters: 32,928 in bfloat16"
+  assert second == f'read it by mpjax.train.load_safetensors("{file}"), whose .logits(...) runs the model'
+
+
+def test_a_model_is_shown_on_one_line(finished_run, tmp_path):
+  assert main(["export", str(finished_run), f"out={tmp_path / 'x'}", "dtype=float16"]) == 0
+  shown = repr(load_safetensors(tmp_path / "x"))
+  assert shown == (
+    "ExportedModel(gpt, 32,928 parameters in float16, policy bf16; .logits(tokens), .params, .model_state)"
+  )
+
+
+def test_no_absolute_path_is_in_the_file(finished_run, tmp_path):
+  file = tmp_path / "x"
+  assert main(["export", str(finished_run), f"out={file}"]) == 0
+  with safetensors.safe_open(file, framework="numpy") as opened:
+    metadata = json.dumps(opened.metadata())
+  assert "corpus" in metadata
+  for folder in (finished_run.parent, finished_run, pathlib.Path.cwd(), pathlib.Path.home(), tmp_path):
+    assert str(folder) not in metadata
+  assert not re.search(r"[\s\"'\[]/\w", metadata)
+  assert load_safetensors(file).config.data.options["path"] == "corpus"
+
+
+def make_device(folder):
+  return pathlib.Path("/dev/null")
+
+
+def make_link(folder):
+  (folder / "link").symlink_to(folder / "elsewhere")
+  return folder / "link"
+
+
+def make_pipe(folder):
+  os.mkfifo(folder / "pipe")
+  return folder / "pipe"
+
+
+@pytest.mark.parametrize(
+  ("make", "word"),
+  [
+    (make_device, "it is a device"),
+    (make_link, "it is a link"),
+    (make_pipe, "it is a pipe"),
+    (lambda folder: folder, "it is a folder"),
+    (lambda folder: folder / "missing" / "x", "there is no folder"),
+    (lambda folder: pathlib.Path("/proc/x"), "cannot write /proc/x"),
+  ],
+)
+def test_a_target_that_is_no_regular_file_is_refused(finished_run, tmp_path, capsys, make, word):
+  target = make(tmp_path)
+  before = sorted(tmp_path.iterdir())
+  assert main(["export", str(finished_run), f"out={target}"]) == 2
+  error = capsys.readouterr().err
+  assert error.count("\n") == 1, error
+  assert word in error
+  assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
