@@ -14,10 +14,10 @@ if TYPE_CHECKING:
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
   from mpjax.train._kinds import register_data, register_model
-  from mpjax.train._loop import run_training
   from mpjax.train._optimizers import make_optimizer
   from mpjax.train._planning import Planner
   from mpjax.train._plugins import load_plugins
+  from mpjax.train._run import RunResult, run
   from mpjax.train._setup import make_setup
   from mpjax.train._task import Task
   from mpjax.train._tasks import make_task
@@ -33,6 +33,7 @@ __all__ = [
   "Interrupted",
   "ModelInfo",
   "Planner",
+  "RunResult",
   "Stuck",
   "Task",
   "export_run",
@@ -45,7 +46,7 @@ __all__ = [
   "parse_config",
   "register_data",
   "register_model",
-  "run_training",
+  "run",
   "save_safetensors",
 ]
 
@@ -55,10 +56,10 @@ _MODULES = {
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
   "_kinds": ("register_data", "register_model"),
-  "_loop": ("run_training",),
   "_optimizers": ("make_optimizer",),
   "_planning": ("Planner",),
   "_plugins": ("load_plugins",),
+  "_run": ("RunResult", "run"),
   "_setup": ("make_setup",),
   "_task": ("Task",),
   "_tasks": ("make_task",),

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jmp
 import omegaconf
 import pydantic
 import yaml
 
 from mpjax.dtypes import did_you_mean
+from mpjax.policy import get_policy
 from mpjax.train._config import Config, DistributedConfig, parse_config
 from mpjax.train._errors import ConfigError
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
+# A file, the name of an example, a mapping of keys or a config.
+ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
 # The examples: the wheel has them in the package, a checkout beside it.
 _EXAMPLES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
@@ -39,25 +43,27 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
   raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, examples)}")
 
 
-def load_config(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
   """Reads a config, applies overrides and checks the whole.
 
   Args:
-    path: a YAML file, or the name of an example that comes with mpjax, such as `gpt_stdlib`.
+    source: a YAML file, the name of an example that comes with mpjax, such as `gpt_stdlib`, a mapping of the
+      same keys, or a config.
     overrides: `key=value` each, with dotted keys and YAML values.
 
   Raises:
     ConfigError: one line that names the file or key, the value, and what was expected.
   """
-  path = find_config(path)
-  config = parse_config(read_tree(path, overrides))
+  source = _located(source)
+  config = parse_config(read_tree(source, overrides))
   if config.out is None:
+    title = source.stem if isinstance(source, pathlib.Path) else config.model.kind
     name = config.policy if isinstance(config.policy, str) and config.policy.isidentifier() else "custom"
-    config = config.model_copy(update={"out": f"runs/{path.stem}-{name}"})
+    config = config.model_copy(update={"out": f"runs/{title}-{name}"})
   return config
 
 
-def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
   """Returns a YAML file with `key=value` overrides as plain data, no key of which is checked yet.
 
   A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
@@ -66,30 +72,47 @@ def read_tree(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, An
   Raises:
     ConfigError: as `load_config`.
   """
+  title = source if isinstance(source, pathlib.Path) else "the config"
   try:
-    _require_shallow(path)
-    tree = omegaconf.OmegaConf.load(path)
+    if isinstance(source, pathlib.Path):
+      _require_shallow(source)
+      tree = omegaconf.OmegaConf.load(source)
+    else:
+      tree = omegaconf.OmegaConf.create(_plain(source))
   except (OSError, ValueError, yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-    raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    raise ConfigError(f"cannot read {title}: {' '.join(str(error).split())}") from error
   if not isinstance(tree, omegaconf.DictConfig):
-    raise ConfigError(f"{path}: expected a mapping of keys at the top level")
+    raise ConfigError(f"{title}: expected a mapping of keys at the top level")
   try:
     for override in overrides:
       _apply(tree, override)
     _require_plain(omegaconf.OmegaConf.to_container(tree, resolve=False))
     data: Any = omegaconf.OmegaConf.to_container(tree, resolve=True)
   except omegaconf.errors.OmegaConfBaseException as error:
-    raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    raise ConfigError(f"{title}: {' '.join(str(error).split())}") from error
   return data
 
 
-def read_waits(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> DistributedConfig:
+def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
+  if isinstance(source, Config):
+    return source.model_dump()
+  return source if isinstance(source, Mapping) else find_config(source)
+
+
+def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a mapping with its policy, which may be a `jmp.Policy`, as plain data."""
+  policy = tree.get("policy")
+  return {**tree, **({"policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else {})}
+
+
+def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> DistributedConfig:
   """Returns the `distributed` section, read before the processes know of each other.
 
   It has its defaults for one that cannot be read: `load_config` raises, once all processes can be told.
   """
   try:
-    return DistributedConfig.model_validate(read_tree(find_config(path), overrides).get("distributed", {}))
+    tree = read_tree(_located(source), overrides)
+    return DistributedConfig.model_validate(tree.get("distributed", {}))
   except (ConfigError, pydantic.ValidationError):
     return DistributedConfig()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +15,12 @@ import rich.markup
 import rich.progress
 import rich.table
 
+# Between two drawings of a bar in a notebook.
+_SECONDS = 0.25
+
 
 class Display:
-  """Progress of a run on the terminal, or as one line at every logged step where there is none.
+  """Progress of a run on a terminal or in a notebook; elsewhere one line at every logged step.
 
   Args:
     console: where to.
@@ -30,7 +35,9 @@ class Display:
     self._steps = steps
     self._units = units
     self._has_scale = has_scale
-    self._live = console.is_terminal
+    self._live = console.is_terminal or console.is_jupyter
+    self._cell: Any = None  # of a notebook: where the bar is
+    self._shown = 0.0
     self._progress = rich.progress.Progress(
       rich.progress.TextColumn("[bold]{task.description}"),
       rich.progress.BarColumn(bar_width=None),
@@ -38,16 +45,26 @@ class Display:
       rich.progress.TextColumn("{task.fields[status]}"),
       rich.progress.TimeRemainingColumn(),
       console=console,
-      disable=not self._live,
+      disable=not console.is_terminal,
     )
     self._task = self._progress.add_task("train", total=steps, completed=start, status="compiling")
 
   def __enter__(self) -> Display:
     self._progress.start()
+    if self._console.is_jupyter:  # by IPython alone: rich itself would need ipywidgets
+      display = importlib.import_module("IPython.display").display
+      self._cell = display(self._progress, display_id=True)
     return self
 
   def __exit__(self, *_: object) -> None:
     self._progress.stop()
+    self._show(at_once=True)
+
+  def _show(self, at_once: bool = False) -> None:
+    now = time.monotonic()
+    if self._cell is not None and (at_once or now - self._shown > _SECONDS):
+      self._cell.update(self._progress)
+      self._shown = now
 
   def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
     """Shows the metrics of a finished step."""
@@ -58,6 +75,7 @@ class Display:
       shown.append(f"skipped {record['skipped_steps']}")
     status = "  ".join([*shown, f"{record[f'{self._units}_per_s']:,.0f} {self._units}/s"])
     self._progress.update(self._task, completed=step, status=status)
+    self._show()
     if logged and not self._live:
       self.line(f"step {step}/{self._steps}  {status}")
 

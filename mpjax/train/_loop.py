@@ -15,7 +15,7 @@ import rich.console
 import yaml
 from grain import DatasetIterator
 
-from mpjax._types import Metrics, PyTree
+from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._config import Config, OptimizerConfig
 from mpjax.train._display import Display, finished_already, header, summary_table
@@ -25,8 +25,7 @@ from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_growth
 from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
-from mpjax.train._setup import Setup, make_setup
-from mpjax.train._tasks import evaluate
+from mpjax.train._setup import Setup, for_evaluation, make_setup
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
 from mpjax.train.data import Batch, data_mismatch, describe
 from mpjax.train.monitors import (
@@ -52,31 +51,20 @@ class _Pending(NamedTuple):
   batch: PyTree
 
 
-def run_training(config: Config, console: rich.console.Console | None = None) -> dict[str, Any]:
-  """Trains what the config says, resuming an unfinished run, and returns the summary.
-
-  Where `jax.distributed` runs already, every process of it calls this; a hang then ends the process
-  (`distributed.hang_timeout_s`), which in a run of one process it does for `mpjax train` alone.
-
-  Raises:
-    ConfigError, DataError: before anything is written, for what cannot be run.
-    CheckpointError: if a checkpoint cannot be written, or none can be read.
-    Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
-    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
-    Agreed: in a run of several processes, any of these that one of them met before the first step.
-  """
-  with Processes(config.distributed, may_exit=False) as processes:
-    return train_together(lambda: config, processes, console)
-
-
 def train_together(
   load: Callable[[], Config], processes: Processes, console: rich.console.Console | None = None
 ) -> dict[str, Any]:
-  """Does `run_training` in one of several processes, each of which loads the config for itself."""
+  """Does `mpjax.train.run` in one of several processes, each of which loads the config for itself."""
   console = console or rich.console.Console(quiet=not processes.first)
   config, _ = processes.agree(load, lambda config: yaml.safe_load(config.to_yaml()), config_mismatch)
   processes.directory = pathlib.Path(str(config.out))
-  setup, _ = processes.agree(lambda: make_setup(config), lambda setup: setup.info.fingerprint, data_mismatch)
+
+  def set_up() -> Setup:
+    made = make_setup(config)
+    made.check_step()
+    return made
+
+  setup, _ = processes.agree(set_up, lambda setup: setup.info.fingerprint, data_mismatch)
   directory, summary = processes.agree(
     lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
   )
@@ -119,7 +107,6 @@ class TrainingRun:
         timeout_s=round(config.distributed.hang_timeout_s) or 1,
       )
     )
-    self._evaluate = jax.jit(self._evaluate_batch)
     self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
     self._records = Records(setup)
@@ -325,9 +312,9 @@ class TrainingRun:
       DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
     """
     totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
-    model = state.replace(opt_state={}, rng=None)
+    model = for_evaluation(state)
     for number, batch in enumerate(self._eval_batches(), 1):
-      for name, value in self._evaluate(model, self.setup.place(batch)).items():
+      for name, value in self.setup.evaluate(model, self.setup.place(batch)).items():
         totals[name].append(value)
         jax.block_until_ready(totals[name][-_LAG:][0])
       self.processes.doing(f"batch {number} of the evaluation")
@@ -340,9 +327,6 @@ class TrainingRun:
       message = f"the evaluation data cannot be read: {describe(error)}"
       kept = self._resumes(self.checkpoints.latest())
       raise DataError(f"{message}; {kept} once the data is back") from error
-
-  def _evaluate_batch(self, state: TrainState, batch: PyTree) -> Metrics:
-    return evaluate(self.task, self.policy, state, batch)
 
   def _resume(self, iterator: DatasetIterator) -> tuple[TrainState, int]:
     self.processes.doing("the checkpoint to resume from")

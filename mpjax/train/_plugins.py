@@ -13,6 +13,9 @@ from types import ModuleType
 from mpjax.train._errors import ConfigError
 from mpjax.train._kinds import DATASETS, MODELS, Kind
 
+# Names of the modules that are plug-ins.
+_LOADED: set[str] = set()
+
 
 def load_plugins(names: Iterable[str]) -> None:
   """Imports plug-ins, each a file `FILE.py` or a module `package.module`, found from this folder, too.
@@ -50,6 +53,7 @@ def _load(name: str) -> ModuleType:
   if folder not in sys.path:
     sys.path.append(folder)
   try:
+    _LOADED.add(_name(path) if is_file else name)
     return _run_file(path) if is_file else importlib.import_module(name)
   except Exception as error:  # of any kind: a user's code
     if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
@@ -61,7 +65,7 @@ def _load(name: str) -> ModuleType:
 
 def _run_file(path: pathlib.Path) -> ModuleType:
   """Runs a file as a module of its own, again if it was run before."""
-  name = f"mpjax_plugin_{path.stem}"
+  name = _name(path)
   spec = importlib.util.spec_from_file_location(name, path.resolve())
   if spec is None or spec.loader is None:
     raise ConfigError(f"{path} is not a Python file")
@@ -71,15 +75,18 @@ def _run_file(path: pathlib.Path) -> ModuleType:
   return module
 
 
+def _name(path: pathlib.Path) -> str:
+  return f"mpjax_plugin_{path.stem}"
+
+
 def _located(error: Exception) -> str:
   """Returns an error on one line, with where it was raised."""
   text = " ".join(f"{type(error).__name__}: {error}".split())
-  if isinstance(error, SyntaxError):
-    return text  # which says where
-  frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-  outside = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-  at = f" ({pathlib.Path(outside[-1].filename).name}:{outside[-1].lineno})" if outside else ""
-  return text + at
+  return text if isinstance(error, SyntaxError) else text + place(error)  # which says where itself
 
 
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+def place(error: Exception) -> str:
+  """Returns the line of a plug-in that an error came through last, as ` (own.py:12)`; else nothing."""
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  own = [frame for frame in frames if frame.f_globals.get("__name__") in _LOADED]
+  return f" ({pathlib.Path(own[-1].f_code.co_filename).name}:{own[-1].f_lineno})" if own else ""

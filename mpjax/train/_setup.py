@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import optax
 
-from mpjax._types import Mesh, PyTree
+from mpjax._types import Mesh, Metrics, PyTree
 from mpjax.casting import Explanation
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
@@ -17,7 +18,7 @@ from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer, make_schedule
 from mpjax.train._task import Task
-from mpjax.train._tasks import make_task
+from mpjax.train._tasks import evaluate, make_task, model_errors
 from mpjax.train.data import Data, DataInfo, Rows, load_data
 
 
@@ -69,11 +70,31 @@ class Setup:
     return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
 
   def check_layout(self) -> None:
-    """Raises `ConfigError` for rules that do not fit the model's parameters."""
+    """Raises `ConfigError` for a model without a first state, or rules that do not fit its parameters."""
+    with model_errors():
+      shapes = jax.eval_shape(self._init)
     try:
-      self.layout.shardings(jax.eval_shape(self._init))
+      self.layout.shardings(shapes)
     except ValueError as error:
       raise ConfigError(f"mesh.rules: {error}") from error
+
+  def check_step(self) -> None:
+    """Traces a step and an evaluation, which a run then need not do again.
+
+    Raises:
+      ConfigError: for a loss function or an evaluation that is none.
+    """
+    at = self.layout.batch_sharding
+    batch = jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
+    state = self.abstract_state()
+    with model_errors():
+      jax.eval_shape(self.step.jitted, state, batch)
+      jax.eval_shape(self.evaluate, for_evaluation(state), batch)
+
+  @functools.cached_property
+  def evaluate(self) -> Callable[[TrainState, PyTree], Metrics]:
+    """The evaluation of a batch, jitted: (state as `for_evaluation` gives it, batch) -> means over it."""
+    return jax.jit(lambda state, batch: evaluate(self.task, self.policy, state, batch))
 
   def explain(self) -> Explanation:
     """Returns what runs in which dtype under the policy, and why; nothing is computed.
@@ -141,6 +162,11 @@ def build_step(
     grad_norm=True,
   )
   return task, step
+
+
+def for_evaluation(state: TrainState) -> TrainState:
+  """Returns a state without what no evaluation reads."""
+  return state.replace(opt_state={}, rng=None)
 
 
 def init_state(config: Config, task: Task, step: TrainStep, batch: PyTree) -> TrainState:

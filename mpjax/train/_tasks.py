@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from mpjax.step._loss import row_count, row_keys
 from mpjax.train._config import Config
 from mpjax.train._errors import ConfigError
 from mpjax.train._kinds import MODELS
+from mpjax.train._plugins import place
 from mpjax.train._task import Task
 from mpjax.train.data import DataInfo, MissingFact, ModelInfo
 
@@ -32,20 +34,32 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
   facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(DataInfo)}
   told = ModelInfo(**facts, policy=policy, backend=platform(backend), recompute=config.train.recompute)
   try:
-    task = kind.fun(told, **config.model.options)
-    if not isinstance(task, Task):
-      raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-    jax.eval_shape(lambda: task.init(jax.random.key(0)) and None)
-  except ConfigError:
-    raise
+    with model_errors():
+      task = kind.fun(told, **config.model.options)
+      if not isinstance(task, Task):
+        raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
+      jax.eval_shape(lambda: task.init(jax.random.key(0)) and None)
   except MissingFact as error:
     raise ConfigError(
       f"model.kind={kind.name} does not take the data of data.kind={config.data.kind}, rows of "
       f"{', '.join(info.row) or 'nothing'}: {error}"
     ) from error
-  except ValueError as error:
-    raise ConfigError(f"model: {' '.join(str(error).split())}") from error
   return task
+
+
+@contextlib.contextmanager
+def model_errors() -> Iterator[None]:
+  """Turns a ValueError of a model, or of a step about it, into a `ConfigError`, with the line it comes from.
+
+  Others, such as the TypeError of a product of shapes that do not fit, are a model's own faults: whoever
+  mends them wants the traceback.
+  """
+  try:
+    yield
+  except ConfigError:
+    raise
+  except ValueError as error:
+    raise ConfigError(f"model: {' '.join(str(error).split())}{place(error)}") from error
 
 
 def evaluate(task: Task, policy: Policy, state: TrainState, batch: PyTree) -> Metrics:

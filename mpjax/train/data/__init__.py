@@ -35,4 +35,10 @@ def load_data(spec: DataConfig, *, seed: int) -> Data:
   Raises:
     DataError: for data that is missing or unfit, in one line.
   """
-  return make_data(DATASETS.find(spec.kind).fun(**spec.options), spec, seed)
+  try:
+    made = DATASETS.find(spec.kind).fun(**spec.options)
+  except DataError:
+    raise
+  except (OSError, ValueError) as error:  # of a function of the user's
+    raise DataError(f"data.kind={spec.kind}: {describe(error)}") from error
+  return make_data(made, spec, seed)
