@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, how much of a compiler each needs, and which tests a quick run takes."""
 
+import math
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -7,29 +8,21 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
-import jaxtyping
 import pytest
 
+from tests import _array_types
 from tests._quick_compile import compile_quickly
 from tests.train._tiny_gpt import write_tiny_gpt
 
-# Modules whose annotations, shapes and dtypes of arrays among them, are checked at every call in CI. Those that
-# answer a wrong type by an error of their own are not here: their tests ask for it.
-CHECKED = (
-  "mpjax.formats",
-  *(
-    f"mpjax.loss_scale.{name}" for name in ("_check", "_convert", "_finite", "_overwritten", "_state_access")
-  ),
-)
 if os.environ.get("MPJAX_TYPECHECK"):
-  jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+  _array_types.install()
 
 
 def pytest_addoption(parser):
   parser.addoption(
     "--quick",
     action="store_true",
-    help="leave out slow and aot tests, and all but the last case of a parametrised test",
+    help="four tests of every file, none of them slow or aot",
   )
 
 
@@ -53,9 +46,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def quick(items):
-  """Returns the tests of a quick run: of every parametrised test the last case."""
-  fast = (item for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("aot")))
-  return set({item.nodeid.partition("[")[0]: item for item in fast}.values())
+  """Returns the tests of a quick run: four of every file, far apart."""
+  files = {}
+  for item in items:
+    if not (item.get_closest_marker("slow") or item.get_closest_marker("aot")):
+      files.setdefault(item.path, []).append(item)
+  return {item for fast in files.values() for item in fast[:: math.ceil(len(fast) / 4)]}
 
 
 @pytest.fixture(autouse=True, scope="module")

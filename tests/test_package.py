@@ -46,6 +46,7 @@ def test_public_names_exist_and_are_documented():
     assert getattr(mpjax, name).__doc__, name
 
 
+@pytest.mark.slow
 def test_an_import_brings_in_nothing_that_a_training_step_does_not_need():
   heavy = ("matplotlib", "grain", "orbax", "omegaconf", "pydantic", "mpjax.planner", "mpjax.numerics")
   code = f"import sys, mpjax; print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32
 
 from mpjax._types import DTypeLike
 
@@ -18,12 +19,14 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 _E8M0_BIAS = 127
 
 
-def amax_of(x: jax.Array, lead: int = 0) -> jax.Array:
+def amax_of(x: Float[Array, "..."], lead: int = 0) -> Float32[Array, "..."]:
   """Returns the largest magnitude: f32[], or f32[*x.shape[:lead]]; NaN or infinity if x holds one."""
   return jnp.max(jnp.abs(x), axis=tuple(range(lead, x.ndim)), initial=0).astype(jnp.float32)
 
 
-def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, pow2: bool = False) -> jax.Array:
+def scale_of(
+  amax: Float32[Array, "*lead"], dtype: DTypeLike, margin: int = 0, pow2: bool = False
+) -> Float32[Array, "*lead"]:
   """Returns the scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
 
   Args:
@@ -44,7 +47,9 @@ def scale_of(amax: jax.Array, dtype: DTypeLike, margin: int = 0, pow2: bool = Fa
   return scale
 
 
-def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+def quantise(
+  x: Float[Array, "*shape"], scale: Float32[Array, "..."], dtype: DTypeLike
+) -> Float[Array, "*shape"]:
   """Returns `x * scale` in FP8, saturated; NaN where x is not finite.
 
   Args:
@@ -59,7 +64,9 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
   return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
 
 
-def quantise_blocks(x: jax.Array, axis: int, block: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def quantise_blocks(
+  x: Float[Array, "*shape"], axis: int, block: int, dtype: DTypeLike
+) -> tuple[Float[Array, "*shape"], Float[Array, "..."]]:
   """Quantises to MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
 
   The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the

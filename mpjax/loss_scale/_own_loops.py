@@ -128,7 +128,7 @@ def _scaler(opt_state: PyTree, path: str | None) -> LossScaleState | None:
 def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:
   """Returns `fun` with `(scaled loss, (loss, aux))` as what it returns."""
 
-  def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Float32[Array, ""], tuple[Array, PyTree]]:
+  def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
     out = fun(*args, **kwargs)
     loss, aux = _with_aux(out) if has_aux else (out, None)
     loss = _in_float32(loss)
@@ -158,7 +158,7 @@ def _with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
   return out
 
 
-def _in_float32(loss: PyTree) -> Float32[Array, ...]:
+def _in_float32(loss: PyTree) -> Float32[Array, "..."]:
   dtype = getattr(loss, "dtype", None)
   if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
     raise TypeError(

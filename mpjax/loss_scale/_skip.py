@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
 from mpjax._tree import cast_like
 from mpjax._types import ClosedJaxpr, JaxprEqn, Var
@@ -56,7 +56,7 @@ def apply_if(
 
 
 def keep_if(
-  finite: Bool[Array, ""], new: Shaped[Array, "*shape"], old: Shaped[Array, "*shape"]
+  finite: Bool[Array, ""], new: Shaped[ArrayLike, "*shape"], old: Shaped[ArrayLike, "*shape"]
 ) -> Shaped[Array, "*shape"]:
   """Returns `new` where `finite`, else `old`; divided over explicit mesh axes as `old` is."""
   sharding = jax.typeof(old).sharding

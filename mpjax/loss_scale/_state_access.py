@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Float32, PyTree
+from jaxtyping import Array, ArrayLike, Float32, Num, PyTree
 
 from mpjax._lazy import nnx
 from mpjax.loss_scale._transform import LossScaleState
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def scale_loss(
-  loss: Float[Array, ...] | float, opt_state: PyTree, *, path: str | None = None
-) -> Float32[Array, ...]:
+  loss: Num[ArrayLike, "..."], opt_state: PyTree, *, path: str | None = None
+) -> Float32[Array, "..."]:
   """Returns the loss times the loss scale, in float32 whatever the loss's dtype.
 
   Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of.
 
   Args:
-    loss: floating [] (or any shape: every element is scaled).
+    loss: a number [] (or any shape: every element is scaled).
     opt_state: what `get_loss_scale` takes.
     path: which loss scale is meant, where there are several.
 

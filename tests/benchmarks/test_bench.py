@@ -62,6 +62,7 @@ def test_a_suite_writes_its_report_and_says_what_it_found(tmp_path):
   assert all(row["step_q25"] <= row["step_ratio"] <= row["step_q75"] for row in rows.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("arguments", "status", "says"),
   [

@@ -76,6 +76,7 @@ def relative_error(got, want):
   return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("order", "dtype"),
   [("grad(autocast)", "bfloat16"), ("autocast(grad)", "bfloat16"), ("grad(autocast)", "float16")],

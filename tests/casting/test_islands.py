@@ -245,6 +245,7 @@ def test_a_custom_derivative_rule_runs_once_for_all_readers():
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_is_looked_at_where_it_is_made():
   value, x = jnp.cos(jnp.arange(T * D, dtype=jnp.float32)).reshape(T, D), jnp.ones((B, T, D))
   f = lambda value, x: readers(lambda e: e + 1.5, value, x)

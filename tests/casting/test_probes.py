@@ -238,6 +238,7 @@ class Branches(nn.Module):
     return nn.Dense(3, name="head")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_state_and_random_numbers_of_linen_are_the_same(policy):
   model = Branches()

@@ -68,6 +68,7 @@ class Nnx(nnx.Module):
     return x
 
 
+@pytest.mark.slow
 def test_nnx():
   model, x, c = Nnx(), X, C
   fun = lambda model, x, c: jnp.sum(model(x) * c)
@@ -218,6 +219,7 @@ def test_a_step_resumed_from_a_copy_is_the_same():
   same(copy, state)
 
 
+@pytest.mark.slow
 def test_a_step_of_modules_keeps_the_state():
   fun = lambda model, batch: ((model(batch["x"]) - batch["c"]) ** 2).mean()
   step = mpjax.make_train_step(fun, optax.adam(1e-3), delayed())

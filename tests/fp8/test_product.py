@@ -41,6 +41,7 @@ POW2 = {"pow2_scales": True, "margin": 3}
 # The product
 
 
+@pytest.mark.slow
 @examples(15)
 @given(products(), tensors(), tensors(), st.booleans(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_product_of_any_shape_and_magnitude_is_within_the_rounding_of_fp8(case, lhs, rhs, pow2, out_dtype):
@@ -65,6 +66,7 @@ def test_gradients_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, recipe):
   check_product(d_rhs, f"{case.lhs},{case.out}->{case.rhs}", lhs, ct, forward, gradient, margin=margin)
 
 
+@pytest.mark.slow
 @examples(6)
 @given(products(), tensors(-10, 10), tensors(-10, 10), tensors(-10, 10), tensors(-10, 10))
 def test_tangents_are_within_the_rounding_of_fp8(case, lhs, rhs, d_lhs, d_rhs):
@@ -85,6 +87,7 @@ def test_tangents_are_within_the_rounding_of_fp8(case, lhs, rhs, d_lhs, d_rhs):
   np.testing.assert_allclose(both, np.asarray(by_lhs) + np.asarray(by_rhs), rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.slow
 @examples(6)
 @given(products(), tensors(-8, 8), tensors(-8, 8), tensors(-8, 8), tensors(-8, 8))
 def test_second_derivatives_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, v):
@@ -104,6 +107,7 @@ def test_second_derivatives_are_within_the_rounding_of_fp8(case, lhs, rhs, ct, v
   check_product(tangent, f"{case.out},{case.rhs}->{case.lhs}", ct, rhs, E5M2, E5M2)
 
 
+@pytest.mark.slow
 @examples(6)
 @given(
   products(),

@@ -65,6 +65,7 @@ RULES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(finite_steps=st.lists(st.booleans(), min_size=1, max_size=40), rules=RULES)
 def test_the_scale_follows_the_rules(finite_steps, rules):

@@ -126,6 +126,7 @@ def test_parameters_and_inner_state_are_those_of_the_finite_steps_alone(name):
   close((params, state.inner_state), (expected, plain_state))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
   finite_steps=st.lists(st.booleans(), min_size=1, max_size=12),

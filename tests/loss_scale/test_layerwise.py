@@ -30,6 +30,7 @@ from tests.loss_scale._deep_chain import (
 )
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient():
   grads = jax.jit(jax.grad(scaled_loss), static_argnums=2)(PARAMS, X, jnp.float16)
   assert max(error(grads, TRUTH)) < 0.05
@@ -41,6 +42,7 @@ def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient
     assert lost or not mpjax.all_finite(single), exponent
 
 
+@pytest.mark.slow
 def test_the_caps_of_the_paper_are_too_tight_for_a_deep_chain():
   tight = mpjax.layerwise_loss_scale(max_layer_scale=16, max_scale=1024)
   grads = jax.grad(functools.partial(scaled_loss, scaling=tight))(PARAMS, X, jnp.float16)
@@ -72,6 +74,7 @@ def test_the_gradient_of_the_input_is_unscaled():
   assert error([grads], [expected])[0] < 0.05
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
   size=st.integers(-24, 12),

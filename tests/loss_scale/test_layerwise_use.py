@@ -49,6 +49,7 @@ class TestTransforms:
     expected = jax.tree.map(lambda *leaves: np.stack(leaves), *looped)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-20), grads, expected)
 
+  @pytest.mark.slow
   def test_every_example_of_vmap_has_its_own_scales(self):
     one = lambda x: jax.grad(scaled_loss)(PARAMS, x[None], jnp.float16)
     sizes = jnp.asarray([1.0, 2.0**-3])[:, None]
@@ -58,6 +59,7 @@ class TestTransforms:
       close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-20)
       jax.tree.map(lambda g, e: close(g[i], e), grads, expected)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("check_vma", [False, True])
   def test_every_shard_has_its_own_scales_and_their_gradients_add_up(self, check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -84,6 +86,7 @@ class TestTransforms:
     assert max(error(jax.jit(gradients)(PARAMS, X, Y), TRUTH)) < 0.08
 
 
+@pytest.mark.slow
 def test_a_residual_network_with_norms_and_shared_input():
   blocks = [
     {"in": p["w"], "out": q["w"] / 4, "gain": jnp.linspace(0.5, 1.5, WIDTH)}

@@ -133,6 +133,7 @@ def test_leaves_that_are_no_gradients_are_no_reason():
   assert list(mpjax.skip_report(state).leaves) == ["w"]
 
 
+@pytest.mark.slow
 def test_a_record_of_an_ensemble_is_read_member_by_member():
   params = {"w": jnp.ones((2, 3))}
   tx = tracked()

@@ -100,6 +100,7 @@ def test_every_device_of_pmap_takes_the_same_decision():
   assert (updates != 0).all()
 
 
+@pytest.mark.slow
 def test_an_empty_shard_agrees_with_the_others():
   tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), axis_name="d")
 

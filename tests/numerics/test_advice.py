@@ -160,6 +160,7 @@ def test_faults_of_a_flax_model_are_found_in_their_modules():
   assert report.advice.left == ()
 
 
+@pytest.mark.slow
 def test_without_trials_the_advice_is_what_the_first_run_suggests():
   params, batch, loss_fn = model("overflow")
   lines = []
@@ -226,6 +227,7 @@ def test_a_pattern_for_a_module_leaves_those_inside_it_alone():
   assert dtypes == {"Root/inner": "float16", "Root": "bfloat16", "Root/out": "float16"}
 
 
+@pytest.mark.slow
 def test_a_step_of_a_loop_is_named_and_the_pattern_is_that_of_the_loop():
   w = 0.2 * np.random.default_rng(1).standard_normal((3, 16, 16)).astype(np.float32)
   size = np.asarray([1.0, 2e5, 1.0], np.float32)

@@ -343,6 +343,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 4), max_size=6), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 3))
 def test_one_fault_in_a_chain_of_operations_is_found_at_its_line(before, after, planted):

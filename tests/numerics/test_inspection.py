@@ -28,6 +28,7 @@ from tests.numerics._by_hand import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_magnitudes_are_those_of_float32(policy):
   report = report_of(policy)

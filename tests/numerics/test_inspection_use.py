@@ -32,6 +32,7 @@ def test_without_an_optimiser_nothing_is_said_of_updates():
   assert not [f for f in report.findings if f.kind == "lost updates"]
 
 
+@pytest.mark.slow
 def test_the_programs_of_an_inspection_leave_the_state_and_agree_on_the_loss():
   step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16")
   state, batch = step.init(params_of()), batch_of()
@@ -212,6 +213,7 @@ def test_the_sketch_is_not_needed_for_exact_counts():
   assert (m.zero, below, counts[0], counts[-BINS[0]], counts[-1], m.inf, m.nan) == (2, 1, 1, 1, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_batch_on_an_explicit_mesh_is_inspected():
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
   place = lambda tree, *axes: jax.device_put(tree, jax.NamedSharding(mesh, jax.P(*axes)))

@@ -237,6 +237,7 @@ def bytes_on_a_tpu(tree):
   return sum(tiled_bytes(x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize(
   ("target", "size_of", "table"), [("v5e", bytes_on_a_tpu, 512), ("h200", nbytes, 8 * 9)]
@@ -258,6 +259,7 @@ def test_sizes_are_the_compilers_of_a_device_that_is_not_there(target, size_of, 
   assert plan.checkpoint == nbytes(state)
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
 def test_collectives_are_those_of_the_targets_compiler(target):

@@ -225,6 +225,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(policy=POLICIES)
 def test_policies_round_trip_as_strings_mappings_yaml_and_json(policy):
@@ -478,6 +479,7 @@ def test_the_policy_tests_of_jmp_pass_with_ours(monkeypatch):
   assert [text for _, text in result.failures + result.errors] == []
 
 
+@pytest.mark.slow
 def test_import_needs_nothing_of_a_training_run_and_touches_no_device():
   code = """
 import sys

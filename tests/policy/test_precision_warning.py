@@ -89,6 +89,7 @@ def test_get_policy_and_overrides_do_not_warn(policy, meant):
     mpjax.autocast(loss_fn, "bf16", overrides={"head": policy})
 
 
+@pytest.mark.slow
 def test_the_warning_points_to_the_line_of_the_user(tmp_path):
   script = tmp_path / "user.py"
   script.write_text(

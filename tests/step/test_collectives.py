@@ -188,6 +188,7 @@ def test_a_float32_policy_crosses_in_float32():
   assert {dtype for _, dtype in everywhere} <= {"f32", "pred"}
 
 
+@pytest.mark.slow
 def test_statistics_over_the_batch_are_all_that_crosses_within_a_micro_batch():
   def loss(params, batch):
     x = params["table"][batch["x"]] * params["scale"]
@@ -203,6 +204,7 @@ def test_statistics_over_the_batch_are_all_that_crosses_within_a_micro_batch():
   require_same(everywhere, by_hand(step.policy, sizes) + in_loops)
 
 
+@pytest.mark.slow
 def test_parts_of_a_product_are_reduced_and_gathered_as_parts():
   sizes = {"data": 2, "fsdp": 2, "tensor": 2}
   rules = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "table": ("fsdp", None)}

@@ -193,6 +193,7 @@ def nnx_loss(model, batch):
   return ((model(batch["x"]) - batch["y"]).astype(jnp.float32) ** 2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_nnx_modules_train_as_a_state_and_in_place_alike(policy):
   step = mpjax.make_train_step(nnx_loss, optax.adam(0.02), policy, skip_nonfinite=True)

@@ -56,6 +56,7 @@ def test_a_run_under_autocast_is_the_float32_run(base, accumulate):
   np.testing.assert_allclose(mean(state), mean(exact), atol=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_are_nearer_to_float32_than_by_casting_parameters():
   def error(autocast):
     step, state, *_ = trained({"base": "bf16", "autocast": autocast}, steps=0)
@@ -88,6 +89,7 @@ def test_an_override_that_matches_nothing_lists_the_modules():
     trained_once({"base": "bf16", "overrides": {"heat": "fp32"}})
 
 
+@pytest.mark.slow
 def test_a_module_in_place_keeps_its_statistics_and_counts():
   class Module(nnx.Module):
     def __init__(self, rngs):

@@ -379,6 +379,7 @@ def test_nnx_in_place_on_a_mesh():
   assert model.kernel[...].sharding.spec == PartitionSpec("fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_on_a_mesh_is_close_to_one_device(recipe):
   policy = {"base": "fp8", "fp8": {"recipe": recipe, "emulate": True}}
@@ -427,6 +428,7 @@ def test_amax_histories_on_a_mesh_are_those_of_all_rows(accumulate):
   assert np.max(histories["lhs"]) == 128
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_meshes_and_trains_on():
   _, _, expected = on_one_device("fp32")
   _, state, first = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))
@@ -448,6 +450,7 @@ def test_plain_gradients_of_a_step_on_a_mesh():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), np_tree(grads), np_tree(of))
 
 
+@pytest.mark.slow
 def test_a_scalar_in_the_batch_is_the_same_for_all():
   weighted = lambda p, batch: plain(p, batch)[0] * batch["weight"]
   batch = {**BATCH, "weight": np.float32(0.5)}

@@ -119,6 +119,7 @@ def swap_halves(path):
   path.write_bytes(data[len(data) // 2 :] + data[: len(data) // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [truncate, flip, swap_halves, pathlib.Path.unlink])
 def test_damage_to_any_file_is_noticed_or_does_no_harm(saved, tmp_path, damage):
   noticed = set()
@@ -224,6 +225,7 @@ def test_keys_scalars_and_empty_arrays_have_checksums():
   assert [name for name in checksums if checksums[name] != changed[name]] == ["count", "key", "rate"]
 
 
+@pytest.mark.slow
 def test_a_state_comes_back_bitwise_on_other_meshes(tmp_path):
   state = make_state(3)
   meshes = [

@@ -178,6 +178,7 @@ def test_an_iterator_continues_from_its_state(corpus, consumed, workers):
     np.testing.assert_array_equal(a["tokens"], b["tokens"])
 
 
+@pytest.mark.slow
 def test_an_iterator_continues_in_another_process(corpus):
   iterator = load("text", path=str(corpus)).train()
   take(iterator, 9)

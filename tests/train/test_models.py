@@ -106,6 +106,7 @@ def test_logits_gradients_and_every_product_have_the_dtype_of_the_parameters(nam
   assert len(more) >= 3 * len(products) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_parameter_has_a_gradient_in_float16(name):
   apply, params = case(name)
@@ -146,6 +147,7 @@ def float32_logits(name: str) -> np.ndarray:
   return np.asarray(jax.jit(apply)(params))
 
 
+@pytest.mark.slow
 def test_embedding_gradients_of_half_parameters_are_summed_in_float32():
   model, params = gpt(tie_head=False)
   tokens = jnp.zeros((128, 8), jnp.int32)  # one row is used 1024 times: a bfloat16 sum would stall
@@ -195,6 +197,7 @@ def test_gpt_has_the_matrices_that_it_should(changes, matrices):
   assert sum(leaf.ndim == 2 for leaf in leaves) == matrices
 
 
+@pytest.mark.slow
 def test_gpt_starts_near_the_uniform_distribution():
   model, params = gpt(vocab_size=256, dim=64)
   logits = model(params, jnp.arange(8)[None])
