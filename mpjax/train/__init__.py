@@ -13,7 +13,7 @@ if TYPE_CHECKING:
   from mpjax.train._config_file import load_config
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
-  from mpjax.train._kinds import register_data, register_model
+  from mpjax.train._kinds import register_data, register_model, register_optimizer
   from mpjax.train._optimizers import make_optimizer
   from mpjax.train._planning import Planner
   from mpjax.train._plugins import load_plugins
@@ -46,6 +46,7 @@ __all__ = [
   "parse_config",
   "register_data",
   "register_model",
+  "register_optimizer",
   "run",
   "save_safetensors",
 ]
@@ -55,7 +56,7 @@ _MODULES = {
   "_config_file": ("load_config",),
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
-  "_kinds": ("register_data", "register_model"),
+  "_kinds": ("register_data", "register_model", "register_optimizer"),
   "_optimizers": ("make_optimizer",),
   "_planning": ("Planner",),
   "_plugins": ("load_plugins",),

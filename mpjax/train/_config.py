@@ -14,7 +14,7 @@ from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train import models  # noqa: F401 (it registers mpjax's own)
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import MODELS, KindSection
+from mpjax.train._kinds import MODELS, TARGETS, KindSection
 from mpjax.train._sections import Float, Int, Natural, Positive, Section, describe
 from mpjax.train.data import DataConfig
 
@@ -28,11 +28,13 @@ class ModelConfig(KindSection):
 class OptimizerConfig(Section):
   """An optax optimiser, its learning-rate schedule and gradient clipping.
 
+  `target`: in place of `name`, an optimiser that a plug-in registers.
   `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
   them in which the schedule `wsd` (warm-up, stable, decay) falls.
   """
 
   name: str = "adamw"
+  target: str | None = None
   learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
   schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
   schedule_steps: Positive | None = None
@@ -42,6 +44,19 @@ class OptimizerConfig(Section):
   weight_decay: Annotated[Float, pydantic.Field(ge=0)] = 0.0
   clip_norm: Annotated[Float, pydantic.Field(gt=0)] | None = None
   options: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _check_target(cls, value: object) -> object:
+    if not isinstance(value, Mapping) or value.get("target") is None:
+      return value
+    for key, usual in (("name", cls.model_fields["name"].default), ("weight_decay", 0)):
+      if value.get(key, usual) != usual:
+        raise ValueError(f"{key}={value[key]!r} beside target={value['target']!r}: give one of the two")
+    options = value.get("options")
+    if not isinstance(options, Mapping) and options is not None:
+      return value  # told by the annotation
+    return {**value, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
 
 
 class MeshConfig(Section):

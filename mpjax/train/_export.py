@@ -136,6 +136,8 @@ def save_safetensors(
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
   sections = _without_folders(config.model_dump(mode="json", exclude={"policy", "out"}))
+  if config.optimizer.target is not None:  # of a plug-in, which those who read the file need not have
+    del sections["optimizer"]
   described = _FOLDERS.sub("", info.description)
   metadata = {
     "format": "mpjax-1",

@@ -59,13 +59,23 @@ class Kinds:
   """The kinds of one section of a config, in the order in which they were registered.
 
   Args:
-    section: `model` or `data`.
+    section: `model`, `data` or `optimizer`.
     positional: what a function takes by position.
     common: keys that every kind has and that no function takes.
+    key: the key that names a kind.
+    options: where the keys of a kind are, if not beside that one.
   """
 
-  def __init__(self, section: str, positional: tuple[str, ...], common: tuple[str, ...]):
-    self.section = section
+  def __init__(
+    self,
+    section: str,
+    positional: tuple[str, ...],
+    common: tuple[str, ...] = (),
+    key: str = "kind",
+    options: str = "",
+  ):
+    self.section, self.key = section, key
+    self._options = f"{section}.{options}" if options else section
     self._positional, self._common = positional, common
     self._kinds: dict[str, Kind] = {}
 
@@ -101,10 +111,10 @@ class Kinds:
     """
     if isinstance(name, str) and name in self._kinds:
       return self._kinds[name]
-    expected = f"expected one of {', '.join(self._kinds)}{did_you_mean(str(name), self._kinds)}"
+    names = f"expected one of {', '.join(self._kinds)}{did_you_mean(str(name), self._kinds)}; "
     raise ConfigError(
-      f"unknown {self.section}.kind {name!r}: {expected}; a kind of your own comes with --plugin FILE.py or "
-      "--plugin package.module, each time: a config names no code"
+      f"unknown {self.section}.{self.key} {name!r}: {names if self._kinds else ''}a {self.key} of your own "
+      "comes with --plugin FILE.py or --plugin package.module, each time: a config names no code"
     )
 
   def check(self, section: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,31 +123,34 @@ class Kinds:
     Raises:
       ConfigError: one line that names the key.
     """
-    if "kind" not in section:
-      raise ConfigError(f"missing key '{self.section}.kind': expected one of {', '.join(self._kinds)}")
-    kind = self.find(section["kind"])
-    known = [key for key in self._common if key != "kind"] + list(kind.options)
+    if self.key not in section:
+      raise ConfigError(f"missing key '{self.section}.{self.key}': expected one of {', '.join(self._kinds)}")
+    kind = self.find(section[self.key])
+    known = [key for key in self._common if key != self.key] + list(kind.options)
     for key in section:
-      if key not in known and key != "kind":
+      if key not in known and key != self.key:
         expected = f"expected one of {', '.join(known)}" if known else "it has none"
-        where = f"unknown key '{self.section}.{key}' of {self.section}.kind={kind.name}"
+        where = f"unknown key '{self._options}.{key}' of {self.section}.{self.key}={kind.name}"
         raise ConfigError(f"{where}: {expected}{did_you_mean(str(key), known)}")
     return {key: self._value(kind, key, option, section) for key, option in kind.options.items()}
 
   def _value(self, kind: Kind, key: str, option: Option, section: Mapping[str, Any]) -> Any:
     if key not in section:
       if option.default is _REQUIRED:
-        raise ConfigError(f"missing key '{self.section}.{key}': {self.section}.kind={kind.name} needs it")
+        raise ConfigError(
+          f"missing key '{self._options}.{key}': {self.section}.{self.key}={kind.name} needs it"
+        )
       return option.default
     try:
       return option.adapter.validate_python(section[key])
     except pydantic.ValidationError as error:
       first = error.errors()[0]
-      raise ConfigError(describe(first, (self.section, key, *first["loc"]))) from error
+      raise ConfigError(describe(first, (self._options, key, *first["loc"]))) from error
 
 
 MODELS = Kinds("model", ("info",), ("kind",))
 DATASETS = Kinds("data", (), ("kind", "batch_size", "eval_batches", "workers"))
+TARGETS = Kinds("optimizer", ("learning_rate",), key="target", options="options")
 
 
 def register_model(kind: str) -> Callable[[_F], _F]:
@@ -174,6 +187,24 @@ def register_data(kind: str) -> Callable[[_F], _F]:
     ValueError: for the name of data of mpjax's own.
   """
   return DATASETS.register(kind)
+
+
+def register_optimizer(target: str) -> Callable[[_F], _F]:
+  """Makes a function an optimiser: `optimizer.target` in a config.
+
+  The function takes the learning rate, a schedule by update, and returns an optax transform. Its keyword-only
+  arguments are the keys of `optimizer.options`. Clipping and the loss scale are put round it.
+
+  ```python
+  @mpjax.train.register_optimizer("ademamix")
+  def ademamix(learning_rate, *, alpha: float = 5.0) -> optax.GradientTransformation:
+    return optax.contrib.ademamix(learning_rate, alpha=alpha)
+  ```
+
+  Raises:
+    TypeError: for a function whose signature does not say which keys there are.
+  """
+  return TARGETS.register(target)
 
 
 class KindSection(Section):

@@ -14,6 +14,7 @@ from mpjax._types import PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.train._config import OptimizerConfig
 from mpjax.train._errors import ConfigError
+from mpjax.train._kinds import TARGETS
 
 OPTIMIZERS = (
   "adafactor",
@@ -49,10 +50,29 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   Raises:
     ConfigError: for an unknown optimiser, or an option that it does not take.
   """
+  optimizer = _of_optax(config, steps) if config.target is None else _of_plugin(config, steps)
+  return (
+    optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+  )
+
+
+def _of_plugin(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  made = TARGETS.find(config.target).fun(make_schedule(config, steps), **config.options)
+  if not (hasattr(made, "init") and hasattr(made, "update")):
+    raise ConfigError(
+      f"optimizer.target={config.target}: its function returned a {type(made).__name__}: expected an optax "
+      "transform"
+    )
+  transform: optax.GradientTransformation = made
+  return transform
+
+
+def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
   if config.name not in OPTIMIZERS:
     raise ConfigError(
       f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
       + did_you_mean(config.name, OPTIMIZERS)
+      + "; one of a plug-in is optimizer.target"
     )
   build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)
   takes = inspect.signature(build).parameters
@@ -70,13 +90,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     if mask in takes:
       options.setdefault(mask, _matrices)
   try:
-    optimizer = build(make_schedule(config, steps), **options)
+    optimizer: optax.GradientTransformation = build(make_schedule(config, steps), **options)
     jax.eval_shape(_trial_step(optimizer), {"w": jnp.ones((2, 2))})
   except (TypeError, ValueError) as error:
     raise ConfigError(f"optimizer.options={config.options}: {' '.join(str(error).split())}") from error
-  return (
-    optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
-  )
+  return optimizer
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -106,7 +124,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   """Returns an optimiser and its schedule in one line, with the step where the schedule ends."""
   steps = config.schedule_steps or steps
-  parts = [config.name, f"learning rate {config.learning_rate:g}"]
+  parts = [config.target or config.name, f"learning rate {config.learning_rate:g}"]
   if config.warmup_steps:
     parts.append(f"warm-up to step {config.warmup_steps}")
   if config.schedule != "constant":

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import DATASETS, MODELS, Kind
+from mpjax.train._kinds import DATASETS, MODELS, TARGETS, Kind
 
 # Names of the modules that are plug-ins.
 _LOADED: set[str] = set()
@@ -37,8 +37,8 @@ def load_plugins(names: Iterable[str]) -> None:
 
 def _registered() -> dict[str, Kind]:
   return {
-    f"{kinds.section}.kind={name}": kind
-    for kinds in (MODELS, DATASETS)
+    f"{kinds.section}.{kinds.key}={name}": kind
+    for kinds in (MODELS, DATASETS, TARGETS)
     for name, kind in kinds.registered().items()
   }
 
