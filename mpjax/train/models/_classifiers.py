@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._types import Array, Metrics, PyTree
 from mpjax.sharding import ShardingRule
@@ -51,7 +51,7 @@ def vit(
     remat=info.recompute == "blocks",
   )
 
-  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: PRNGKeyArray) -> _Outputs:
+  def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: Key[Array, " rows"]) -> _Outputs:
     return _training_loss(module, params, batch, model_state, row_rngs=row_rngs)
 
   return _classifier(module, info, loss_fn, vit_sharding)

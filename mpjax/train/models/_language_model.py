@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._types import Array, Metrics
 from mpjax.train._kinds import register_model
@@ -59,7 +59,7 @@ def gpt(
       rngs=nnx.Rngs(params=key),
     )
 
-  def loss_fn(model: GPT, batch: _Batch, row_rngs: PRNGKeyArray) -> Float[Array, ""]:
+  def loss_fn(model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"]) -> Float[Array, ""]:
     """Computes the mean cross entropy in nats a token."""
     return cross_entropy(model(batch["tokens"][:, :-1], rng=row_rngs), batch["tokens"][:, 1:])
 
