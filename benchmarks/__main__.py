@@ -17,6 +17,7 @@ from types import ModuleType
 INSTALL = 'the benchmarks need `pip install -e ".[bench]"`'
 # What each suite measures, and the module that does: imported by itself, since it sets up JAX in its own way.
 SUITES = {
+  "config": ("what a step of a config of yours costs by policy", "config._suite"),
   "overhead": ("what a step costs beside hand-written ones and other libraries'", "overhead._suite"),
   "memory": ("peak memory by policy, batch and model size", "memory._suite"),
   "quality": ("evaluation loss by policy over several seeds", "quality._suite"),
@@ -42,16 +43,18 @@ def main(arguments: Sequence[str], prog: str = "python -m benchmarks") -> int:
     arguments = ["overhead", *arguments]
   parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n")[0])
   suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
-  module = None
+  module = chosen = None
   for name, (text, where) in SUITES.items():
     suite = suites.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if name == arguments[0]:
-      module = _load(where)
+      module, chosen = _load(where), suite
       suite.description = module.__doc__
       module.add_arguments(suite)
       suite.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the report goes")
-  options = parser.parse_args(arguments)
-  assert module is not None
+  if module is None or chosen is None:
+    parser.parse_args(arguments)  # help, or an error
+    return 2
+  options = chosen.parse_intermixed_args(arguments[1:])
   if options.json is not None and not options.json.parent.is_dir():
     parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
   if options.json is not None and options.json.is_dir():

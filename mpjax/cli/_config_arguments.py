@@ -43,7 +43,11 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
   """Parses a command's arguments, options anywhere among them; without a config it is the default."""
-  options = parser.parse_intermixed_args(arguments)
+  return with_default(parser.parse_intermixed_args(arguments))
+
+
+def with_default(options: argparse.Namespace) -> argparse.Namespace:
+  """Returns parsed arguments whose config is the default where the first one is a `key=value`."""
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options

@@ -176,6 +176,8 @@ def _layout(rows: RowSource, split: str, title: str) -> dict[str, tuple[str, tup
 
 def _facts(facts: object, title: str) -> dict[str, Any]:
   """Returns what a function says of its data as plain data, as an export carries it."""
+  if hasattr(facts, "__dict__") and not isinstance(facts, Mapping):
+    facts = vars(facts)  # of a dataclass, or a namespace
   if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
     raise DataError(
       f'{title}: info is a {type(facts).__name__}: expected a mapping by name, such as {{"num_classes": 10}}'

@@ -1,0 +1,1 @@
+"""A config of a user's, by policy."""

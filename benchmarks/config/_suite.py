@@ -1,0 +1,90 @@
+"""What a training step of your config costs on this machine, by policy: time, compiling, memory.
+
+    mpjax bench config my.yaml policy=fp32,bf16 [key=value ...] [--plugin FILE.py] [--rounds N] [--json FILE]
+
+The policies take turns in shuffled order, a step each on its own state and the same batch; ratios to the
+first policy are taken within a round. Memory is the compiler's figure for one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import rich.console
+import rich.table
+
+from benchmarks._record import compiler_figures, origin
+from benchmarks.overhead._suite import Runner, compared, shuffled
+from mpjax._plain_text import bytes_text
+from mpjax.cli._config_arguments import add_config, split_policies, with_default
+from mpjax.cli._exit_status import outcome_of
+from mpjax.train import load_config, load_plugins, make_setup
+from mpjax.train._setup import Setup
+
+POLICIES = ("fp32", "bf16", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  add_config(parser, overrides="dotted keys that override the file; policy=a,b for the policies to compare")
+  parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any] | int:
+  """Returns figures of a step by policy, or the exit status of what cannot be run."""
+  if options.rounds < 1:
+    raise SystemExit(f"--rounds {options.rounds}: expected a positive number")
+  try:
+    return _measure(options)
+  except Exception as error:
+    outcome = outcome_of(error)
+    if outcome is None:
+      raise
+    status, line = outcome
+    print(line, file=sys.stderr)
+    return status
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+  options = with_default(options)
+  load_plugins(options.plugin)
+  policies, overrides = split_policies(options.overrides)
+  rows: dict[str, dict[str, Any]] = {}
+  runners: dict[str, Runner] = {}
+  for policy in policies or POLICIES:
+    setup = make_setup(load_config(options.config, [*overrides, f"policy={policy}"]))
+    runners[policy], rows[policy] = _compiled(setup)
+    runners[policy](2)
+  times: dict[str, list[float]] = {policy: [] for policy in runners}
+  for number in range(options.rounds):
+    for policy in shuffled(runners, number):
+      times[policy].append(runners[policy](1))
+  base = next(iter(times.values()))
+  for policy, row in rows.items():
+    row |= compared("step", times[policy], base)
+  words = [options.config, *options.overrides, *(f"--plugin {name}" for name in options.plugin)]
+  _show(rows)
+  return origin(f"config {' '.join(words)} --rounds {options.rounds}", "flax", "optax") | {"policies": rows}
+
+
+def _compiled(setup: Setup) -> tuple[Runner, dict[str, Any]]:
+  """Returns what runs the step of a setup, compiled, and what its compiler says."""
+  state = setup.first_state()
+  batch = setup.place(next(setup.data.train(setup.rows)))
+  start = time.perf_counter()
+  step = setup.step.jitted.lower(state, batch).compile()
+  figures = {"compile_s": time.perf_counter() - start} | compiler_figures(step)
+  return Runner(step, state, batch), figures
+
+
+def _show(rows: dict[str, dict[str, Any]]) -> None:
+  table = rich.table.Table(title="a training step")
+  for title in ("policy", "step", "of the first", "compiling", "peak memory"):
+    table.add_column(title, justify="left" if title == "policy" else "right")
+  for policy, row in rows.items():
+    quartiles = f"{row['step_ratio']:.2f} ({row['step_q25']:.2f} to {row['step_q75']:.2f})"
+    step, compiling = f"{1e3 * row['step_s']:.2f} ms", f"{row['compile_s']:.1f} s"
+    table.add_row(policy, step, quartiles, compiling, bytes_text(row["peak_bytes"]))
+  rich.console.Console().print(table)

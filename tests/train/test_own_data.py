@@ -1,0 +1,110 @@
+"""Data of a user's own: rows by position, batched, shuffled, divided and resumed as the built-in data is."""
+
+import types
+
+import grain
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.train import DataError
+from mpjax.train.data import DataConfig, load_data
+
+
+class Rows:
+  def __init__(self, count, **arrays):
+    self.count, self.arrays = count, arrays
+
+  def __len__(self):
+    return self.count
+
+  def __getitem__(self, index):
+    return {"n": index, **{name: array[index] for name, array in self.arrays.items()}}
+
+
+def load(function, *, seed=0, **common):
+  mpjax.train.register_data("of_a_test")(function)
+  return load_data(DataConfig(kind="of_a_test", **({"batch_size": 8} | common)), seed=seed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_are_shuffled_batched_divided_and_resumed(workers):
+  data = load(lambda: (Rows(50), Rows(20)), seed=3, workers=workers)
+  expected = grain.MapDataset.range(50).seed(3).shuffle().batch(8, drop_remainder=True).repeat()
+  whole, first, second = data.train(), data.train(slice(0, 4)), data.train(slice(4, 8))
+  for i in range(9):  # into the next epoch
+    batch = next(whole)["n"]
+    np.testing.assert_array_equal(batch, expected[i])
+    np.testing.assert_array_equal(batch, np.concatenate([next(first)["n"], next(second)["n"]]))
+  resumed = data.train()
+  resumed.set_state(whole.get_state())
+  np.testing.assert_array_equal(next(resumed)["n"], next(whole)["n"])
+  assert [batch["n"].tolist() for batch in data.eval()] == [list(range(8)), list(range(8, 16))]
+
+
+def test_rows_come_in_dtypes_that_jax_has():
+  arrays = {"x": np.zeros((9, 2)), "half": np.zeros((9, 3), np.float16), "mask": np.ones(9, bool)}
+  data = load(lambda: (Rows(9, **arrays), Rows(9, **arrays)))
+  dtypes = {name: str(array.dtype) for name, array in next(data.train()).items()}
+  assert dtypes == {"n": "int32", "x": "float32", "half": "float16", "mask": "bool"}
+  shapes = data.info.batch_shapes(8)
+  assert {name: str(leaf.dtype) for name, leaf in shapes.items()} == dtypes
+  assert shapes["x"].shape == (8, 2)
+
+
+@pytest.mark.parametrize("make", [dict, lambda **facts: types.SimpleNamespace(**facts)])
+def test_what_data_says_of_itself_reaches_the_model(make):
+  facts = make(classes=np.int64(3), shape=(2, 3), name="x", description="seven rows", fingerprint="abc")
+  info = load(lambda: (Rows(8), Rows(8), facts)).info
+  assert (info.classes, info["classes"], info.shape, info.name) == (3, 3, (2, 3), "x")
+  assert (info.description, info.fingerprint) == ("seven rows", "abc")
+  assert getattr(info, "colour", None) is None
+
+
+def test_the_fingerprint_follows_the_rows():
+  of = lambda array: load(lambda: (Rows(100, x=array), Rows(8, x=array))).info.fingerprint
+  array = np.arange(100.0)
+  assert of(array) == of(array.copy())
+  assert of(array) != of(array + 1)
+  assert of(array) != of(array.astype(np.float16))
+
+
+class Noise(Rows):
+  def __getitem__(self, index):
+    return {"x": np.random.default_rng().random()}
+
+
+class Broken(Rows):
+  def __getitem__(self, index):
+    raise KeyError("no row")
+
+
+def fails():
+  raise FileNotFoundError(2, "No such file", "tokens.bin")
+
+
+@pytest.mark.parametrize(
+  ("function", "words"),
+  [
+    (lambda: Rows(8), ["a Rows", "(train_rows, eval_rows)"]),
+    (lambda: (Rows(8), None), ["evaluation rows are a NoneType", "len(rows)"]),
+    (lambda: (iter([]), Rows(8)), ["training rows", "rows[i]"]),
+    (lambda: (Rows(8), Rows(3)), ["data.batch_size=8", "evaluation split has 3 rows"]),
+    (lambda: (Rows(8), [3] * 8), ["row 0 of the evaluation rows is a int", "dict"]),
+    (lambda: (Rows(8, s=["a"] * 8), Rows(8)), ["'s' of the training rows", "expected numbers"]),
+    (lambda: (Rows(8), Rows(8, x=np.zeros(8))), ["evaluation rows hold", "expected the same"]),
+    (
+      lambda: (Noise(8), Noise(8)),
+      ["row 0 of the training rows is not the same twice", "default_rng(index)"],
+    ),
+    (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
+    (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
+    (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),
+    (fails, ["tokens.bin: No such file"]),
+  ],
+)
+def test_what_is_no_data_is_one_line(function, words):
+  with pytest.raises(DataError) as error:
+    load(function)
+  assert "\n" not in str(error.value)
+  assert all(word in str(error.value) for word in words), error.value
