@@ -89,14 +89,13 @@ def _with_optimizer(
       "section (and its policy's optimizer_dtype), or train.init_optimizer=false"
     )
 
-  def adopt(old: TrainState) -> TrainState:
+  def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
     adopted = step.adopt(old, before)
-    return state.replace(
-      params=adopted.params, model_state=adopted.model_state, opt_state=_without_skips(adopted.opt_state)
-    )
+    return adopted.params, _without_skips(adopted.opt_state)
 
-  adopted: TrainState = jax.jit(adopt, out_shardings=step.layout.shardings(state))(old)
-  return adopted
+  places = step.layout.shardings(state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.params, places.opt_state))(old)
+  return state.replace(params=params, model_state=old.model_state, opt_state=opt_state)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:

@@ -120,6 +120,24 @@ def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(star
 
 
 @pytest.mark.slow
+def test_two_processes_start_from_a_run_and_grow(start, tiny_gpt, tmp_path):
+  plain = [*tiny_gpt, "policy=fp32", "model.dropout=0", "optimizer.schedule_steps=20"]
+  assert main(["train", *plain, "train.steps=4", f"out={tmp_path / 'first'}"]) == 0
+  later = [*plain, "policy=bf16", f"train.init_from={tmp_path / 'first'}", "train.init_optimizer=true"]
+  assert main(["train", *later, "mesh.data=2", "train.steps=8", f"out={tmp_path / 'one'}"]) == 0
+  for steps in (4, 8):
+    run = start(2, [*later, "mesh={data: 1, fsdp: 2}", f"train.steps={steps}", f"out={tmp_path / 'two'}"])
+    statuses, shown, errors = run.end()
+    assert statuses == [0, 0], errors
+    assert ("train.steps grows from 4 to 8" in shown[0]) == (steps == 8)
+    assert shown[1] == ""
+  one, two = records(tmp_path / "one"), records(tmp_path / "two")
+  for key, tolerance in (("learning_rate", 1e-6), ("loss", 1e-2), ("grad_norm", 0.05)):
+    np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], rtol=tolerance)
+  assert [r["step"] for r in two] == list(range(1, 9))
+
+
+@pytest.mark.slow
 def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
   # One device a process, and so a mesh of another size each time.

@@ -195,7 +195,7 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
     shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
     raise ConfigError(
       f"out={path} holds a run of another config ({shown}): nothing was changed; choose another out=, "
-      "or delete the directory to start over"
+      f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
   return theirs if grows else None
 
