@@ -129,8 +129,11 @@ def _batch(
   dimension_numbers: Dims,
   out_sharding: NamedSharding | None,
   **parameters: Any,
-) -> tuple[Array, int]:
+) -> tuple[Array, int | None]:
   lhs, rhs = operands
+  if axes[0] is None and axes[1] is None:  # a rule that takes `axis_data` is called for these, too
+    parameters |= {"dimension_numbers": dimension_numbers, "out_sharding": out_sharding}
+    return half_dot_general_p.bind(lhs, rhs, **parameters), None
   dims, axis = batched_dims((lhs.ndim, rhs.ndim), axes, dimension_numbers)
   sharding = _compat.batched_sharding(out_sharding, axis_data, axis)
   out = half_dot_general_p.bind(lhs, rhs, dimension_numbers=dims, out_sharding=sharding, **parameters)

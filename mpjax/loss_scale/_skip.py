@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
+from mpjax import _compat
 from mpjax._tree import cast_like
 from mpjax._types import ClosedJaxpr, JaxprEqn, Var
 from mpjax.jaxpr import as_function, bind_again, interpret, is_variable
@@ -59,9 +59,9 @@ def keep_if(
   finite: Bool[Array, ""], new: Shaped[ArrayLike, "*shape"], old: Shaped[ArrayLike, "*shape"]
 ) -> Shaped[Array, "*shape"]:
   """Returns `new` where `finite`, else `old`; divided over explicit mesh axes as `old` is."""
-  sharding = jax.typeof(old).sharding
-  if AxisType.Explicit in sharding.mesh.axis_types and jax.typeof(new).sharding != sharding:
-    new = jax.sharding.reshard(new, sharding)
+  kind = jax.typeof(old)
+  if _compat.is_explicit(kind) and jax.typeof(new).sharding != kind.sharding:
+    new = jax.sharding.reshard(new, kind.sharding)
   return jnp.where(finite, new, old)
 
 

@@ -8,7 +8,7 @@ from mpjax.sharding._mesh import (
   batch_shards,
   batch_spec,
   check_mesh,
-  is_explicit,
+  has_explicit_axes,
   with_axis_types,
 )
 from mpjax.sharding._sharding_rules import (
@@ -33,7 +33,7 @@ __all__ = [
   "batch_spec",
   "check_mesh",
   "dimension_over",
-  "is_explicit",
+  "has_explicit_axes",
   "is_spec",
   "keep_axes",
   "specs_like",

@@ -51,7 +51,7 @@ def with_axis_types(mesh: Mesh, types: tuple[AxisType, ...]) -> Mesh:
   return mesh.update(axis_types=types)
 
 
-def is_explicit(mesh: Mesh) -> bool:
+def has_explicit_axes(mesh: Mesh) -> bool:
   """Returns whether types of arrays say how they are divided over some of the axes."""
   return AxisType.Explicit in mesh.axis_types
 

@@ -18,7 +18,7 @@ from mpjax.sharding import (
   batch_shards,
   batch_spec,
   check_mesh,
-  is_explicit,
+  has_explicit_axes,
   is_spec,
   specs_like,
   with_axis_types,
@@ -71,7 +71,7 @@ class Layout:
 
   def keep(self, state: TrainState) -> TrainState:
     """Holds a state to where it lies; inside `jit`."""
-    if is_explicit(self._typed_mesh()):
+    if has_explicit_axes(self._typed_mesh()):
       kept: TrainState = jax.sharding.reshard(state, self.shardings(state))
       return kept
     return jax.lax.with_sharding_constraint(state, self.shardings(state))
@@ -85,14 +85,14 @@ class Layout:
       batch: a batch.
       out: where the results lie; a prefix of their tree, of specs or shardings.
     """
-    if is_explicit(self._typed_mesh()):
+    if has_explicit_axes(self._typed_mesh()):
       fun = jax.sharding.auto_axes(fun, out_sharding=out)
     return fun(state, batch)
 
   def _typed_mesh(self) -> Mesh:
     """Returns the mesh, with the explicit axes that it has where `jax.set_mesh` has set it."""
     around = jax.sharding.get_abstract_mesh()
-    if around.shape != self.mesh.shape or not is_explicit(around):
+    if around.shape != self.mesh.shape or not has_explicit_axes(around):
       return self.mesh
     return with_axis_types(self.mesh, around.axis_types)
 

@@ -165,3 +165,18 @@ def test_higher_derivatives():
   assert relative_error(hessians[0], hessians[1]) < 0.01
   push = [jax.jit(lambda x, w, f=f: jax.jvp(f, (x, w), (x, w))[1])(x, w) for f in (cast, loss)]
   assert relative_error(push[0], push[1]) < 0.01
+
+
+def test_what_vmap_does_not_map_is_left_alone():
+  x, w = operands(((8, 16), (16, 4)), "bfloat16")
+  bias = jnp.zeros(4)
+
+  def loss(bias, w):
+    return jnp.sum(jnp.tanh(x @ w + bias) ** 2)
+
+  cast = mpjax.autocast(loss, "bf16")
+  hessians = [jax.hessian(f)(bias, w) for f in (cast, loss)]
+  assert relative_error(hessians[0], hessians[1]) < 0.02
+  rows = [jax.vmap(jax.grad(f, (0, 1)), (0, None))(jnp.zeros((3, 4)), w) for f in (cast, loss)]
+  for a, b in zip(*rows, strict=True):
+    assert relative_error(a, b) < 0.02
