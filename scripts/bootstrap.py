@@ -9,9 +9,11 @@ suite, and then what touches JAX's internals on the oldest supported versions, w
 `test --quick` runs some of every file; any other arguments are pytest's.
 """
 
+import collections
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,14 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NEWER = (13, 12)  # the minor versions of Python 3 to look for, newest first
 OLDEST = ROOT / "scripts" / "oldest.txt"
+# A line of pip.
+DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (\S+?)-\d\S* \((\d+(?:\.\d+)? [MG]B)\)")
+# Printed in an environment before it is used.
+VERSIONS = """
+import importlib.metadata, sys
+found = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
+print(f"on Python {sys.version.split()[0]}, {', '.join(found)}, in {sys.argv[1]}", flush=True)
+"""
 # Folders of tests/ whose subjects touch JAX's internals.
 INTERNALS = ("jaxpr", "casting", "loss_scale", "step", "planner")
 
@@ -87,6 +97,32 @@ def newer_python() -> str | None:
   return None
 
 
+def install(python: pathlib.Path, *arguments: str) -> None:
+  """Runs pip, and shows of what it says which packages it downloads and how large they are.
+
+  Raises:
+    CalledProcessError: if it fails; what it said last is printed before.
+  """
+  # Modules are compiled when they are first imported: those that never are would take half of the time.
+  command = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
+  command += ["--progress-bar", "off", *arguments]
+  start = time.monotonic()
+  said: collections.deque[str] = collections.deque(maxlen=20)
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+    for line in pip.stdout or ():
+      said.append(line)
+      if line.startswith("Installing collected packages:"):
+        text = f"installing {line.count(',') + 1} packages"
+      elif found := DOWNLOAD.match(line):
+        text = f"{found[1]}, {found[2]}"
+      else:
+        continue
+      print(f"  {time.monotonic() - start:4.0f} s  {text}", flush=True)
+  if pip.returncode:
+    print("".join(said), file=sys.stderr, end="")
+    raise subprocess.CalledProcessError(pip.returncode, command)
+
+
 def environment(base: str, extra: str, constraints: pathlib.Path | None = None) -> str:
   """Makes or updates a virtual environment with an extra of the package.
 
@@ -107,18 +143,15 @@ def environment(base: str, extra: str, constraints: pathlib.Path | None = None) 
   wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
   wanted.update(constraints.read_bytes() if constraints else b"")
   if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
-    print(f"setting up {folder} (once; a minute or two)", flush=True)
+    start = time.monotonic()
+    print(f"setting up {folder} (once)", flush=True)
     if not python.exists():
       subprocess.check_call([base, "-m", "venv", str(folder)])
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     limits = ["--constraint", str(constraints)] if constraints else []
-    subprocess.check_call([*install, *limits, "-e", f"{ROOT}[{extras}]"])
+    install(python, *limits, "-e", f"{ROOT}[{extras}]")
     stamp.write_text(wanted.hexdigest())
-  if extra != "train":
-    versions = (
-      "import jax, sys; print(f'on JAX {jax.__version__}, Python {sys.version.split()[0]}', flush=True)"
-    )
-    subprocess.check_call([str(python), "-c", versions])
+    print(f"set up in {time.monotonic() - start:.0f} s", flush=True)
+  subprocess.check_call([str(python), "-c", VERSIONS, str(folder)])
   return str(python)
 
 

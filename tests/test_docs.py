@@ -2,11 +2,83 @@
 
 import pathlib
 import re
+import shlex
 
 import pytest
+import yaml
+
+from mpjax.cli import COMMANDS, main
+from mpjax.train import load_config, make_setup
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+# A command of README runs with a model and data that are small; its own keys come before these.
+_SMALL = "model.dim=16 model.layers=1 model.heads=2 data.batch_size=8 data.eval_batches=1"
+SMALL = {
+  "train": f"{_SMALL} train.steps=2 train.eval_every=2 train.log_every=1 optimizer.warmup_steps=0",
+  "explain": _SMALL,
+  "plan": f"{_SMALL} --analytic",
+  "numerics": "--no-advice batches=1",
+  "export": "",
+}
+# What a person types besides: to set up, and to look at runs.
+OTHERS = ("python3 scripts/bootstrap.py ", "source .venv/bin/activate", "tensorboard --logdir ")
+# Keys of a command that are none of a config's.
+OWN_KEYS = {"target", "checkpoint", "batches", "steps", "keep", "dtype", "step", "out"}
+
+
+def shell_lines(page):
+  """The commands in a page's shell blocks, without comments."""
+  for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+    for line in block.replace("\\\n", " ").splitlines():
+      words = shlex.split(line, comments=True)
+      if words:
+        yield words
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").symlink_to(ROOT / "configs")
+  done = []
+  for program, *words in shell_lines(ROOT / "README.md"):
+    if program == "mpjax":
+      done.append(words[0])
+      assert main([*words, *SMALL[words[0]].split()]) == 0, words
+    else:
+      assert shlex.join([program, *words]).startswith(OTHERS), program
+  assert set(done) == {"train", "explain", "export", "plan", "numerics"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_the_commands_of_a_page_name_examples_and_keys_that_there_are(page):
+  for program, *words in shell_lines(page):
+    if program != "mpjax":
+      continue
+    command, *arguments = words
+    assert command in COMMANDS, words
+    keys = [a for a in arguments if "=" in a and a.partition("=")[0] not in OWN_KEYS]
+    keys = [key for key in keys if not (key.startswith("policy=") and "," in key)]
+    named = [a for a in arguments if "=" not in a and not a.startswith("-")]
+    if command in ("train", "plan", "explain", "numerics") and named and (ROOT / named[0]).suffix == "":
+      assert named[0].startswith("runs/") or load_config(named[0], keys)
+
+
+def test_the_policies_of_the_readme_fit_its_own_example():
+  [block] = [
+    block
+    for block in re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if "policy:" in block
+  ]
+  lines = block.strip().splitlines()
+  assert len(lines) > 3
+  for line in lines:
+    policy = yaml.safe_load(line)["policy"]
+    config = load_config("gpt_stdlib", ["model.dim=16", "model.heads=2", "data.batch_size=8"])
+    make_setup(
+      config.model_copy(update={"policy": policy})
+    ).explain()  # raises if an override matches nothing
 
 
 @pytest.mark.slow

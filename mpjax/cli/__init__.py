@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import mpjax
+from mpjax._install import pip_install
 from mpjax.dtypes import did_you_mean
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -62,7 +63,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     if package in ("", "mpjax"):
       raise
     extras = COMMANDS[name][1]
-    print(f'error: {prog} needs {package}: pip install "mpjax[{extras}]"', file=sys.stderr)
+    print(f"error: {prog} needs {package}: {pip_install(extras)}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:  # while packages are imported; a command has a line of its own for it
     print("interrupted", file=sys.stderr)

@@ -15,6 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
+from mpjax._install import pip_install
 from mpjax._plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
@@ -231,7 +232,7 @@ def _check_files(options: argparse.Namespace) -> None:
     try:
       import matplotlib  # noqa: F401
     except ImportError:
-      raise ConfigError('--picture needs matplotlib: pip install "mpjax[plan]"') from None
+      raise ConfigError(f"--picture needs matplotlib: {pip_install('plan')}") from None
   for name in ("json", "picture"):
     path = getattr(options, name)
     if path and (not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir()):

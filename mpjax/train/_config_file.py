@@ -39,6 +39,10 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
   examples = next(({f.stem: f for f in d.glob("*.yaml")} for d in _EXAMPLES if d.is_dir()), {})
   if str(path) in examples:
     return examples[str(path)]
+  if len(path.parts) > 1 and path.suffix not in (".yaml", ".yml"):
+    runs = sorted(str(config.parent) for config in path.parent.glob("*/config.yaml"))
+    there = f"there are {', '.join(runs)}{did_you_mean(str(path), runs)}" if runs else "nor any run beside it"
+    raise ConfigError(f"no such run directory or config file: {path}: {there}")
   expected = f"expected a YAML file, or an example: {', '.join(sorted(examples))}"
   raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, examples)}")
 

@@ -54,6 +54,8 @@ class Display:
     if self._console.is_jupyter:  # by IPython alone: rich itself would need ipywidgets
       display = importlib.import_module("IPython.display").display
       self._cell = display(self._progress, display_id=True)
+    if not self._live:
+      self.line("compiling the training step")
     return self
 
   def __exit__(self, *_: object) -> None:

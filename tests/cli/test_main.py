@@ -10,6 +10,7 @@ import zipfile
 import pytest
 
 import mpjax
+from mpjax._install import pip_install
 from mpjax.cli import COMMANDS, main, run_command
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, ca
 
   monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
   assert run_command("export", ["runs/x"], "mpjax export") == 2
-  expected = 'error: mpjax export needs safetensors: pip install "mpjax[train]"\n'
+  expected = f"error: mpjax export needs safetensors: {pip_install('train')}\n"
   assert capsys.readouterr().err == expected
 
 
@@ -73,6 +74,27 @@ def test_a_wrong_example_is_answered_with_those_there_are(tmp_path, monkeypatch,
   )
   assert error.endswith("did you mean 'gpt_stdlib'?\n")
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_run_directory_is_called_one_and_those_there_are_are_named(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert main(["numerics", "runs/gpt-fp16"]) == 2
+  assert capsys.readouterr().err == (
+    "error: no such run directory or config file: runs/gpt-fp16: nor any run beside it\n"
+  )
+  run = tmp_path / "runs" / "gpt-bf16"
+  run.mkdir(parents=True)
+  (run / "config.yaml").touch()
+  assert main(["numerics", "runs/gpt-fp16"]) == 2
+  assert "there are runs/gpt-bf16; did you mean 'runs/gpt-bf16'?" in capsys.readouterr().err
+
+
+def test_advice_to_install_names_the_checkout(tmp_path, monkeypatch):
+  root = pathlib.Path(__file__).parents[2]
+  monkeypatch.chdir(root)
+  assert pip_install("plan") == 'pip install -e ".[plan]"'
+  monkeypatch.chdir(tmp_path)
+  assert pip_install("plan") == f'pip install -e "{root}[plan]"'
 
 
 def test_examples_are_found_by_name_and_are_the_default(tmp_path, monkeypatch):

@@ -66,7 +66,8 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
 @pytest.mark.slow
 def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tmp_path):
   report, _ = run("--no-advice", "--pictures", "pictures", config=trained)
-  assert (report["step"], report["policy"], report["title"]) == (8, "fp16", "run")
+  assert (report["step"], report["policy"]) == (8, "fp16")
+  assert report["title"] == "run (gpt of 20,576 parameters)"
   assert (tmp_path / "pictures" / "histogram_activation_gradients.png").exists()
 
 

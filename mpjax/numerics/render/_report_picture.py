@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpjax._install import pip_install
 from mpjax.formats import FORMATS
 from mpjax.numerics._tensors import GRADIENTS, KINDS
 
@@ -57,7 +58,7 @@ def save_pictures(report: Mapping[str, Any], directory: str | os.PathLike[str]) 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
   except ImportError as error:
-    raise ImportError("pictures need matplotlib: pip install 'mpjax[numerics]'") from error
+    raise ImportError(f"pictures need matplotlib: {pip_install('numerics')}") from error
 
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
@@ -136,9 +137,8 @@ def _draw_histograms(
   panels[-1].set_xlabel("|update / weight|" if updates else "magnitude", fontsize=9)
   if not updates:
     _draw_ranges(panels[-1], formats, name)
-  of = f" of {report['title']}" if report["title"] else ""
-  heading = f"{kind.capitalize()}s{of}, and what {formats[name]['title']} makes of them"
-  heading = textwrap.fill(heading, _TITLE_WIDTH)
+  of = f": {report['title']}" if report["title"] else ""
+  heading = textwrap.fill(f"{kind.capitalize()}s in {formats[name]['title']}{of}", _TITLE_WIDTH)
   figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.export
 
+from mpjax._install import pip_install
 from mpjax._types import Array, PyTree
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled import _worker
@@ -80,9 +81,7 @@ def missing(target: Target) -> str:
     return ""
   for package in _PACKAGES[target.extra]:
     if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
-      return (
-        f'analytic only: pip install "mpjax[{target.extra}]" to compile for {target.name} without the device'
-      )
+      return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"
   return ""
 
 

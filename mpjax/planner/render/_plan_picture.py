@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mpjax._install import pip_install
 from mpjax._plain_text import bytes_text
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
@@ -50,7 +51,7 @@ def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
   except ImportError as error:
-    raise ImportError('pictures need matplotlib: pip install "mpjax[plan]"') from error
+    raise ImportError(f"pictures need matplotlib: {pip_install('plan')}") from error
 
   bars = _without_slivers([list(_bars(plan)) for plan in plans])
   heights = [_PLAN if len(of_plan) > 1 else _PLAN - _BAR for of_plan in bars]
