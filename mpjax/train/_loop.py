@@ -22,7 +22,7 @@ from mpjax.train._display import Display, finished_already, header, summary_tabl
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import export_text, save_safetensors
 from mpjax.train._init_from import start_from
-from mpjax.train._optimizers import describe_growth
+from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, for_evaluation, make_setup
@@ -144,8 +144,14 @@ class TrainingRun:
     return self._finish(state)
 
   def _grow(self, update: int) -> None:
-    """Takes up a run that has more steps than it had, and says what becomes of its schedule."""
+    """Takes up a run that has more steps than it had, and says what becomes of its schedule.
+
+    Says it, too, of an optimiser that comes from another run.
+    """
     before = self.directory.before
+    ended = describe_end(self.config.optimizer, self.config.train.steps, update) if self._source else None
+    if ended is not None:
+      self.console.print(ended, highlight=False, markup=False, soft_wrap=True)
     if before is None:
       return
     old = OptimizerConfig.model_validate(before["optimizer"])

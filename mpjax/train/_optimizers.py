@@ -135,6 +135,18 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   return ", ".join(parts)
 
 
+def describe_end(config: OptimizerConfig, steps: int, update: int) -> str | None:
+  """Returns a line for an optimiser whose schedule has ended at its next update; `None` for another."""
+  end = config.schedule_steps or steps
+  if config.schedule == "constant" or update < end:
+    return None
+  return (
+    f"the optimizer comes with {update} updates, and the {config.schedule} schedule ends at step {end}: the "
+    f"learning rate stays at {float(make_schedule(config, steps)(update)):.3g} "
+    f"(optimizer.schedule_steps={update + steps} ends it with this run)"
+  )
+
+
 def describe_growth(
   config: OptimizerConfig, steps: int, before: OptimizerConfig, steps_before: int, update: int
 ) -> str:

@@ -212,6 +212,16 @@ def test_a_run_continues_exactly_but_for_its_data(tiny, first, tmp_path):
   assert int(state.step) == 0
 
 
+def test_a_schedule_that_has_ended_is_said(tiny, first, tmp_path, capsys):
+  options = [f"train.init_from={first}", "train.init_optimizer=true", "train.steps=2"]
+  lines = train(tiny, tmp_path / "run", *options)
+  assert (
+    "the optimizer comes with 20 updates, and the cosine schedule ends at step 2: the learning rate stays at 0.001 "
+    "(optimizer.schedule_steps=22 ends it with this run)"
+  ) in capsys.readouterr().out
+  np.testing.assert_allclose(rates(lines), 1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_new_run_starts_from_an_export(tiny, first, tmp_path, capsys, dtype):
   file = tmp_path / "model.safetensors"

@@ -142,7 +142,7 @@ def differences(theirs: object, ours: object, there: str, here: str, key: str = 
     key: of both, where they are parts.
   """
   if not (isinstance(theirs, dict) and isinstance(ours, dict)):
-    return [] if theirs == ours else [f"{key}: {theirs!r} {there}, {ours!r} {here}"]
+    return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
   found = []
   for name in sorted(theirs.keys() | ours.keys()):
     path = f"{key}.{name}" if key else name
@@ -150,6 +150,14 @@ def differences(theirs: object, ours: object, there: str, here: str, key: str = 
     if path not in ("out", "numerics", "distributed", "mesh", "train.checkpoint_wait"):
       found += differences(theirs.get(name), ours.get(name), there, here, path)
   return found
+
+
+def _short(value: object) -> str:
+  """Returns a value as text; of a long mapping its beginning."""
+  if not isinstance(value, dict) or len(value) < 3:
+    return repr(value)
+  first = next(iter(value))
+  return f"{{{first!r}: {value[first]!r}, ...}}"
 
 
 def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
