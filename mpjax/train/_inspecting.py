@@ -74,10 +74,11 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   run, step = _locate(checkpoint)
   # The state as it was saved is that of the run's own policy and optimiser.
   theirs = load_config(run / "config.yaml")
-  if (theirs.model, theirs.data.kind) != (config.model, config.data.kind):
+  models = [(each.model.model_dump(), each.data.kind) for each in (theirs, config)]
+  if models[0] != models[1]:
     raise ConfigError(
-      f"checkpoint={checkpoint} is of another model or data ({theirs.model}, {theirs.data.kind}) than the "
-      f"config's ({config.model}, {config.data.kind}): give the run directory in place of the config"
+      f"checkpoint={checkpoint} is of another model or data {models[0]} than the config's {models[1]}: give "
+      "the run directory in place of the config"
     )
   # On the devices that are here, whatever it ran on.
   original = make_setup(theirs.model_copy(update={"mesh": config.mesh}))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mpjax.cli import main
-from tests.train.test_plugins import PLUGIN, write_config
+from tests.train._own_config import PLUGIN, write_config
 
 
 @pytest.mark.slow

@@ -17,25 +17,10 @@ from mpjax.cli import main
 from mpjax.planner import get_target, missing
 from mpjax.train import ConfigError, load_config, load_plugins, load_safetensors, make_setup
 from tests._quick_compile import environment as quick_environment
+from tests.train._own_config import PLUGIN, write_config
 
-PLUGIN = str(pathlib.Path(__file__).with_name("_own_models.py"))
 KINDS = ("linen", "nnx", "equinox", "haiku", "plain")
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def write_config(folder, kind):
-  config = {
-    "policy": "fp16",
-    "seed": 1,
-    "model": {"kind": f"own_{kind}"},
-    "data": {"kind": "blobs", "batch_size": 16},
-    "optimizer": {"learning_rate": 1e-2},
-    "mesh": {"data": 1},
-    "train": {"steps": 12, "log_every": 1, "eval_every": 6, "checkpoint_every": 4, "checkpoint_wait": True},
-  }
-  file = folder / f"{kind}.yaml"
-  file.write_text(yaml.safe_dump(config))
-  return str(file)
 
 
 def records(directory):
@@ -100,6 +85,19 @@ def test_a_run_is_inspected(finished, tmp_path, capsys):
   assert main(["numerics", str(directory), "--plugin", PLUGIN, "batches=1", *options]) == 0
   tensors = json.loads(report.read_text())["tensors"]
   assert {"activation", "parameter", "weight gradient"} <= {tensor["kind"] for tensor in tensors}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "haiku"])
+def test_a_run_that_overflows_stops_with_status_3_and_says_where(kind, tmp_path, capsys):
+  out = tmp_path / "run"
+  overrides = ["policy={base: fp16, loss_scaling: 1e30}", "train.max_skips=3", f"out={out}"]
+  assert main(["train", write_config(tmp_path, kind), *overrides, "--plugin", PLUGIN]) == 3
+  error = capsys.readouterr().err
+  assert "non-finite gradients: " in error
+  assert "overflowed in float16" in error
+  assert main(["numerics", str(out), "--hunt", "--plugin", PLUGIN]) == 0
+  assert "overflowed in float16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from mpjax.train._config import DataConfig
 from mpjax.train.data import load_data
 from mpjax.train.multiprocess import _first, _start
 from tests._quick_compile import environment as quick_environment
+from tests.train._own_config import PLUGIN, write_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
@@ -117,6 +118,15 @@ def test_two_processes_train_as_one_with_two_devices_through_sigterm_to_one(star
   expected = curve(tmp_path / "one")
   assert expected[-1][3] > 0  # steps were skipped
   assert curve(tmp_path / "run") == expected
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_plugin_as_one_with_two_devices(start, tmp_path):
+  arguments = [write_config(tmp_path, "linen"), "--plugin", PLUGIN, "mesh.data=2"]
+  assert main(["train", *arguments, f"out={tmp_path / 'one'}"]) == 0
+  statuses, _, errors = start(2, [*arguments, f"out={tmp_path / 'run'}"]).end()
+  assert statuses == [0, 0], errors
+  assert curve(tmp_path / "run") == curve(tmp_path / "one")
 
 
 @pytest.mark.slow

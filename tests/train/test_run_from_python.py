@@ -13,7 +13,7 @@ import mpjax
 from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
 from mpjax.train._display import Display
-from tests.train.test_plugins import PLUGIN
+from tests.train._own_config import PLUGIN
 
 CONFIG = {
   "policy": "bf16",
