@@ -112,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+  return sorted({*__all__, *_LATER, "__version__"})

@@ -16,7 +16,7 @@ from mpjax.train._plugins import load_plugins
 from mpjax.train.multiprocess import Processes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RunResult:
   """The end of a run.
 
@@ -30,6 +30,10 @@ class RunResult:
 
   def __getitem__(self, name: str) -> Any:
     return self.summary[name]
+
+  def __repr__(self) -> str:
+    losses = f"loss {self.final_loss:.4g}, eval loss {self.eval_loss:.4g}"
+    return f"RunResult({self.directory}: {self.steps} steps, {losses})"
 
   @property
   def steps(self) -> int:

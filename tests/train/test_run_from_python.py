@@ -45,6 +45,7 @@ def test_it_does_what_the_command_does(file, tmp_path, capsys):
   assert np.isfinite(result.eval_loss)
   assert result.summary == json.loads((tmp_path / "a" / "summary.json").read_text())
   assert result.export is None
+  assert repr(result).startswith(f"RunResult({tmp_path / 'a'}: 3 steps, loss ")
 
 
 def test_it_takes_a_mapping_and_a_config(tmp_path):
@@ -95,3 +96,5 @@ def test_the_module_shows_its_public_names():
   assert dir(mpjax.train) == sorted(mpjax.train.__all__)
   assert {"Task", "register_data", "register_model", "run"} <= set(dir(mpjax.train))
   assert all(getattr(mpjax.train, name) is not None for name in dir(mpjax.train))
+  assert set(dir(mpjax)) >= {*mpjax.__all__, "train"}
+  assert not {"Any", "importlib", "_tree"} & set(dir(mpjax))

@@ -1,0 +1,124 @@
+"""Keys of a kind: which values an annotation takes, and that a config reads back as it was written."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import pydantic
+import pytest
+import yaml
+
+from mpjax.train import ConfigError, parse_config, register_model
+from mpjax.train._kinds import MODELS
+
+REST = {"data": {"kind": "digits"}}
+Odd = Annotated[int, pydantic.Field(gt=0, multiple_of=2)]
+
+
+@register_model("with_options")
+def with_options(
+  info,
+  *,
+  count: int,
+  rate: float = 0.5,
+  name: str = "a",
+  on: bool = False,
+  choice: Literal["x", "y", 3] = "x",
+  maybe: int | None = None,
+  implicit: int = None,  # noqa: RUF013
+  sizes: tuple[int, ...] = (1, 2),
+  pair: tuple[int, str] = (1, "b"),
+  names: list[str] = ["a"],  # noqa: B006
+  sequence: Sequence[float] = (),
+  by_name: dict[str, float] = {},  # noqa: B006
+  even: Odd = 2,
+  text: "str | list[str]" = "t",
+  untyped=3,
+  free=None,
+  copy: int = 1,
+  model_config: int = 1,
+):
+  """Some names are those of attributes of pydantic's models."""
+
+
+def options(**given):
+  return parse_config({"model": {"kind": "with_options", "count": 1, **given}, **REST}).model.options
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "expected"),
+  [
+    ("count", 3, 3),
+    ("rate", 1, 1.0),
+    ("choice", 3, 3),
+    ("maybe", None, None),
+    ("implicit", 4, 4),
+    ("sizes", [4, 5, 6], (4, 5, 6)),
+    ("pair", [2, "c"], (2, "c")),
+    ("names", ["b"], ["b"]),
+    ("sequence", [1, 2.5], [1.0, 2.5]),
+    ("by_name", {"a": 1}, {"a": 1.0}),
+    ("even", 4, 4),
+    ("text", ["a", "b"], ["a", "b"]),
+    ("untyped", 7, 7),
+    ("free", {"any": ["thing"]}, {"any": ["thing"]}),
+    ("copy", 2, 2),
+    ("model_config", 2, 2),
+  ],
+)
+def test_a_value_that_fits_is_taken_and_reads_back(key, value, expected):
+  found = options(**{key: value})
+  assert found[key] == expected
+  assert type(found[key]) is type(expected)
+  config = parse_config({"model": {"kind": "with_options", "count": 1, key: value}, **REST})
+  assert parse_config(yaml.safe_load(config.to_yaml())).model == config.model
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "words"),
+  [
+    ("count", 1.5, "model.count=1.5: expected a valid integer"),
+    ("count", True, "model.count=True: expected a number, not True"),
+    ("rate", float("nan"), "model.rate=nan: expected a finite number"),
+    ("rate", True, "expected a number"),
+    ("name", 3, "model.name=3: expected a valid string"),
+    ("on", "perhaps", "model.on='perhaps': expected a valid boolean"),
+    ("choice", "z", "unknown model.choice 'z': expected one of x, y, 3"),
+    ("sizes", [1, True], "model.sizes.1=True: expected a number"),
+    ("sizes", 3, "model.sizes=3: expected a valid tuple"),
+    ("by_name", {"a": "b"}, "model.by_name.a='b': expected a valid number"),
+    ("even", 3, "model.even=3: expected a multiple of 2"),
+    ("even", -2, "model.even=-2: expected a number greater than 0"),
+    ("other", 1, "unknown key 'model.other' of model.kind=with_options: expected one of count, rate"),
+  ],
+)
+def test_a_value_that_does_not_is_one_line(key, value, words):
+  with pytest.raises(ConfigError) as error:
+    options(**{key: value})
+  assert words in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+def test_a_key_without_a_default_has_to_be_given():
+  with pytest.raises(ConfigError, match=r"^missing key 'model.count': model.kind=with_options needs it$"):
+    parse_config({"model": {"kind": "with_options"}, **REST})
+
+
+def test_a_kind_may_be_registered_again():
+  """As a cell of a notebook does that is run again."""
+  before = MODELS.find("with_options")
+  register_model("with_options")(with_options)
+  assert MODELS.find("with_options").fun is before.fun
+
+
+def test_a_section_has_no_key_of_another_kind():
+  tree = {"model": {"kind": "vit", "patch": 4}, **REST}
+  changed = tree | {"model": tree["model"] | {"kind": "resnet"}}
+  with pytest.raises(ConfigError, match=r"unknown key 'model.patch' of model.kind=resnet: .* stages, width"):
+    parse_config(changed)
+
+
+@pytest.mark.parametrize("fun", [3, dataclasses.make_dataclass("C", ["x"])])
+def test_a_kind_is_a_function(fun):
+  with pytest.raises(TypeError, match="expected a function"):
+    register_model("no_function")(fun)
