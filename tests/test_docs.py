@@ -41,11 +41,19 @@ def shell_lines(page):
 def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "configs").symlink_to(ROOT / "configs")
+  plugins = (ROOT / "docs" / "plugins.md").read_text()
+  for name, language in (("waves.py", "python"), ("waves.yaml", "yaml")):
+    (tmp_path / name).write_text(
+      plugins.partition(f"`{name}`:")[2].split(f"```{language}\n")[1].split("```")[0]
+    )
   done = []
   for program, *words in shell_lines(ROOT / "README.md"):
     if program == "mpjax":
       done.append(words[0])
-      assert main([*words, *SMALL[words[0]].split()]) == 0, words
+      small = [
+        word for word in SMALL[words[0]].split() if not (words[1] == "waves.yaml" and "model." in word)
+      ]
+      assert main([*words, *small]) == 0, words
     else:
       assert shlex.join([program, *words]).startswith(OTHERS), program
   assert set(done) == {"train", "explain", "export", "plan", "numerics"}

@@ -1,82 +1,159 @@
-"""Datasets of a hub, with a stand-in for the package that fetches them."""
+"""Hugging Face datasets, made here and read by the real package: saved, or as files that it loads."""
 
-import sys
-import types
+import itertools
+import json
 
+import numpy as np
 import pytest
 
 from mpjax.train.data import DataError
 from tests.train._datasets import IMAGES, LABELS, letters, load
 
+datasets = pytest.importorskip("datasets")
 
-class FakeSplit:
-  """The part of a `datasets.Dataset` that is used: columns by name."""
-
-  def __init__(self, **columns):
-    self.columns = columns
-    self.column_names = list(columns)
-
-  def __getitem__(self, name):
-    return self.columns[name]
+TEXTS = [chr(65 + i) * 40 for i in range(12)]
 
 
 @pytest.fixture
-def hub(monkeypatch):
-  """A stand-in for the `datasets` package with a few datasets on its hub."""
-  texts = FakeSplit(text=[chr(65 + i) * 40 for i in range(12)])
-  held_out = FakeSplit(text=[chr(97 + i) * 40 for i in range(3)])
-  images = FakeSplit(image=list(IMAGES), label=LABELS.tolist())
-
-  ragged = FakeSplit(image=[IMAGES[0], IMAGES[0][:5]], label=[0, 1])
-  hubs = {
-    "texts": {"train": texts, "test": held_out},
-    "images": {"train": images},
-    "gaps": {"train": FakeSplit(text=["a" * 40, None])},
-    "ragged": {"train": ragged},
-    "blank": {"train": FakeSplit(image=[], label=[])},
-  }
-
-  def load_dataset(name):
-    if name not in hubs:
-      raise ConnectionError(f"no {name}\non the hub")
-    return hubs[name]
-
-  module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: texts)
-  monkeypatch.setitem(sys.modules, "datasets", module)
+def offline(tmp_path, monkeypatch):
+  """A cache of its own, and no way out to the hub."""
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def test_hub_text_and_images(hub, tmp_path):
-  data = load("huggingface", name="texts", text_column="text", eval_split="test")
-  assert letters(data, "eval") == set(b"abc")
+def saved(folder, **splits):
+  """Saves a dataset of columns, one split or several by name, and returns where it lies."""
+  made = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+  whole = next(iter(made.values())) if list(made) == ["only"] else datasets.DatasetDict(made)
+  whole.save_to_disk(folder)
+  return str(folder)
+
+
+def pictures(images, labels=LABELS):
+  """Columns of images, encoded as PNG, and labels."""
+  from PIL import Image
+
+  features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+  columns = {"image": [Image.fromarray(image) for image in images], "label": [int(label) for label in labels]}
+  return datasets.Dataset.from_dict(columns, features=features)
+
+
+def test_text_that_was_saved(tmp_path):
+  path = saved(tmp_path / "split", train={"text": TEXTS}, test={"text": ["a" * 40, "b" * 40]})
+  data = load("huggingface", path=path, text_column="text", eval_split="test")
+  assert letters(data, "eval") == set(b"ab")
   assert letters(data, "train") == set(range(65, 77))
-  assert letters(load("huggingface", path=str(tmp_path), text_column="text"), "train") < set(range(65, 77))
-  data = load("huggingface", name="images", image_column="image", label_column="label")
+  one = saved(tmp_path / "one", only={"text": TEXTS})
+  assert letters(load("huggingface", path=one, text_column="text"), "train") < set(range(65, 77))
+
+
+def test_text_by_name(tmp_path, offline):
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  for split, texts in (("train", TEXTS), ("test", ["a" * 40, "b" * 40])):
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(str(folder / f"{split}.parquet"))
+  data = load("huggingface", name=str(folder), text_column="text", eval_split="test")
+  assert letters(data, "eval") == set(b"ab")
+  assert letters(data, "train") == set(range(65, 77))
+
+
+def test_images_are_decoded_when_they_are_read(tmp_path):
+  pictures(IMAGES).save_to_disk(tmp_path / "images")
+  options = {"path": str(tmp_path / "images"), "image_column": "image", "label_column": "label"}
+  data = load("huggingface", **options)
   assert (data.info.image_shape, data.info.num_classes, data.info.eval_examples) == ((6, 6, 1), 3, 10)
+  rows = [data.train_rows[i] for i in range(30)] + [data.eval_rows[i] for i in range(10)]
+  assert sorted(int(row["labels"]) for row in rows) == sorted(LABELS.tolist())
+  values = np.stack([row["images"] for row in rows[:30]])
+  assert abs(values.mean()) < 1e-5
+  assert abs(values.std() - 1) < 1e-5
+  np.savez(tmp_path / "images.npz", images=IMAGES, labels=LABELS)
+  arrays = load("npz", path=str(tmp_path / "images.npz"))
+  np.testing.assert_allclose(arrays.train_rows[3]["images"], data.train_rows[3]["images"], atol=1e-6)
 
 
-def test_a_folder_with_the_name_of_a_hub_dataset_is_not_it(hub, tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_go_on_from_their_state(tmp_path, workers):
+  pictures(IMAGES).save_to_disk(tmp_path / "images")
+  path = str(tmp_path / "images")
+  options = {"path": path, "image_column": "image", "label_column": "label", "workers": workers}
+  whole = load("huggingface", **options).train()
+  list(itertools.islice(whole, 5))
+  state = json.loads(json.dumps(whole.get_state()))
+  expected = list(itertools.islice(whole, 9))
+  resumed = load("huggingface", **options).train()
+  resumed.set_state(state)
+  for a, b in zip(expected, itertools.islice(resumed, 9), strict=True):
+    np.testing.assert_array_equal(a["images"], b["images"])
+    np.testing.assert_array_equal(a["labels"], b["labels"])
+
+
+def test_a_folder_with_the_name_of_a_hub_dataset_is_not_it(tmp_path, monkeypatch):
+  whole = datasets.DatasetDict({"train": pictures(IMAGES)})
+  monkeypatch.setattr(datasets, "load_dataset", lambda name: {"images": whole}[name])
   (tmp_path / "images").mkdir()
   monkeypatch.chdir(tmp_path)
   data = load("huggingface", name="images", image_column="image", label_column="label")
   assert data.info.image_shape == (6, 6, 1)
 
 
+BAD = {  # name -> (columns of splits, options, words of the error)
+  "gaps": (
+    {"train": {"text": ["a" * 40, None]}},
+    {"text_column": "text"},
+    ["[train]", "text[1]", "NoneType"],
+  ),
+  "the same split": ({"train": {"text": TEXTS}}, {"text_column": "text", "eval_split": "train"}, ["another"]),
+  "no such column": ({"train": {"text": TEXTS}}, {"text_column": "body"}, ["'body'", "text"]),
+  "no such split": (
+    {"train": {"text": TEXTS}, "test": {"text": TEXTS}},
+    {"text_column": "text", "train_split": "all"},
+    ["'all'", "train, test"],
+  ),
+  "no column named": ({"train": {"text": TEXTS}}, {}, ["data.text_column"]),
+  "labels below 0": (
+    {"train": {"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]}},
+    {"image_column": "image", "label_column": "label"},
+    ["label has negative values"],
+  ),
+  "no rows": (
+    {"train": {"image": [], "label": []}},
+    {"image_column": "image", "label_column": "label"},
+    ["cannot load dataset"],
+  ),
+  "text as images": (
+    {"train": {"image": TEXTS, "label": list(range(12))}},
+    {"image_column": "image", "label_column": "label"},
+    ["[train]", "images is"],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_unfit_datasets_are_named(tmp_path, name):
+  splits, options, words = BAD[name]
+  with pytest.raises(DataError) as error:
+    load("huggingface", path=saved(tmp_path / "data", **splits), **options)
+  assert "\n" not in str(error.value)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def test_images_of_several_shapes_are_named(tmp_path):
+  pictures([IMAGES[0], IMAGES[0][:5]], [0, 1]).save_to_disk(tmp_path / "ragged")
+  options = {"path": str(tmp_path / "ragged"), "image_column": "image", "label_column": "label"}
+  with pytest.raises(DataError, match=r"image\[1\] has shape \(5, 6\), the first \(6, 6\)"):
+    load("huggingface", **options)
+
+
 @pytest.mark.parametrize(
   ("options", "words"),
   [
-    ({"name": "gaps", "text_column": "text"}, ["gaps[train]", "text[1]", "NoneType"]),
-    ({"name": "ragged", "image_column": "image", "label_column": "label"}, ["image[1]", "(5, 6)", "(6, 6)"]),
-    ({"name": "blank", "image_column": "image", "label_column": "label"}, ["blank[train]", "no rows"]),
-    ({"name": "texts", "text_column": "text", "eval_split": "train"}, ["eval_split='train'", "another"]),
-    ({"path": ["texts"], "text_column": "text"}, ["data.path", "data.name"]),
-    ({"name": "nothing", "text_column": "text"}, ["nothing", "hub"]),
-    ({"name": "texts", "text_column": "body"}, ["'body'", "text"]),
-    ({"name": "texts", "text_column": "text", "train_split": "all"}, ["'all'", "train, test"]),
-    ({"name": "texts"}, ["data.text_column"]),
+    ({"name": "nobody/nothing", "text_column": "text"}, ["nobody/nothing"]),
+    ({"path": "no/such/folder", "text_column": "text"}, ["no/such/folder"]),
     ({}, ["data.path", "data.name"]),
   ],
 )
-def test_unfit_hub_datasets_are_named(hub, options, words):
+def test_datasets_that_are_not_there_are_named(offline, options, words):
   with pytest.raises(DataError) as error:
     load("huggingface", **options)
   assert "\n" not in str(error.value)

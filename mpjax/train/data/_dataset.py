@@ -96,6 +96,8 @@ def data_mismatch(first: str, other: str, process: int) -> str | None:
 
 def describe(error: Exception) -> str:
   """Returns what kept rows from being read, on one line; for the operating system's, file and reason."""
+  if isinstance(error, DataError):
+    return str(error)
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: {error.strerror}"
   return " ".join(f"{type(error).__name__}: {error}".split())

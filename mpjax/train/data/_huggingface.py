@@ -12,8 +12,11 @@ import numpy as np
 from mpjax.train._errors import DataError
 from mpjax.train._kinds import register_data
 from mpjax.train._sections import Positive
-from mpjax.train.data._images import arrays_to_rows, check_pair, split_arrays
+from mpjax.train.data._images import check_labels, check_pair, images_to_rows, split_positions
 from mpjax.train.data._text import Loaded, Share, documents_to_rows
+
+# Images that are read before a run: for their mean and deviation, and to tell one dataset from another.
+_SAMPLED = 1024
 
 
 @register_data("huggingface")
@@ -71,25 +74,62 @@ def load_huggingface(
     raise DataError(
       "data.kind=huggingface: expected data.text_column, or data.image_column and data.label_column"
     )
-  pairs = []
-  for split in wanted:
-    images = _stack(_column(splits[split], image_column), f"{source}[{split}]: {image_column}")
-    labels = np.asarray(_column(splits[split], label_column))
-    pairs.append(check_pair({"images": images, "labels": labels}, "", f"{source}[{split}]"))
-  train, held_out = pairs if len(pairs) == 2 else split_arrays(*pairs[0], valid_fraction)
-  return arrays_to_rows(train, held_out, source)
+  columns = [ImageColumn(splits[split], image_column, f"{source}[{split}]") for split in wanted]
+  labels = [np.asarray(_column(splits[split], label_column)) for split in wanted]
+  for column, of_column in zip(columns, labels, strict=True):
+    check_labels(of_column, label_column, column.title)
+    check_pair({"images": column.sample(), "labels": of_column[column.sampled]}, "", column.title)
+  if len(wanted) == 2:
+    (train, held_out), (train_labels, eval_labels) = columns, labels
+  else:
+    first, second = split_positions(len(columns[0]), valid_fraction)
+    train, held_out = columns[0].part(first), columns[0].part(second)
+    train_labels, eval_labels = labels[0][first], labels[0][second]
+  return images_to_rows(
+    (train, train_labels), (held_out, eval_labels), train.sample(), held_out.sample(), source
+  )
 
 
-def _stack(images: list[Any], title: str) -> np.ndarray:
-  arrays = [np.asarray(image) for image in images]
-  if not arrays:
-    raise DataError(f"{title} has no rows")
-  for i, array in enumerate(arrays):
-    if array.shape != arrays[0].shape:
+class ImageColumn:
+  """Images of one shape in a column of a dataset, decoded when they are read."""
+
+  def __init__(self, split: Any, name: str, title: str, positions: np.ndarray | None = None):
+    if name not in split.column_names:
+      raise DataError(f"dataset: no column {name!r}; there are {', '.join(split.column_names)}")
+    self.title = title
+    self._split, self._name = split, name
+    self._positions = np.arange(len(split)) if positions is None else positions
+    if not len(self._positions):
+      raise DataError(f"{title}: {name} has no rows")
+    self._shape = self._read(0).shape
+
+  def part(self, positions: np.ndarray) -> ImageColumn:
+    """Returns some of the images."""
+    return ImageColumn(self._split, self._name, self.title, self._positions[positions])
+
+  @property
+  def sampled(self) -> np.ndarray:
+    """Returns the positions of the images that are looked at before a run."""
+    return np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int))
+
+  def sample(self) -> np.ndarray:
+    """Returns those images."""
+    return np.stack([self[int(index)] for index in self.sampled])
+
+  def __len__(self) -> int:
+    return len(self._positions)
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    image = self._read(index)
+    if image.shape != self._shape:
       raise DataError(
-        f"{title}[{i}] has shape {array.shape}, the first {arrays[0].shape}: expected one shape"
+        f"{self.title}: {self._name}[{self._positions[index]}] has shape {image.shape}, the first "
+        f"{self._shape}: expected one shape"
       )
-  return np.stack(arrays)
+    return image
+
+  def _read(self, index: int) -> np.ndarray:
+    return np.asarray(self._split[int(self._positions[index])][self._name])
 
 
 def _column(split: Any, name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -57,12 +58,14 @@ def load_npz(*, path: str | None = None, valid_fraction: Share = 0.05) -> Loaded
   return arrays_to_rows(train, held_out, path)
 
 
+# Images by position, which may be read when they are asked for, and labels.
+LabelledImages = tuple[Any, np.ndarray]
+
+
 class Images:
   """Rows of an image, standardised in float32, and its label."""
 
-  def __init__(
-    self, arrays: tuple[np.ndarray, np.ndarray], shape: tuple[int, ...], mean: float, deviation: float
-  ):
+  def __init__(self, arrays: LabelledImages, shape: tuple[int, ...], mean: float, deviation: float):
     self._images, self._labels = arrays
     self._shape, self._mean, self._deviation = shape, mean, deviation
 
@@ -79,23 +82,44 @@ def arrays_to_rows(
   train: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray], title: str
 ) -> Loaded:
   """Standardises images by the training split's mean and deviation."""
-  images, labels = train
-  if not len(images) or not len(held_out[0]):
+  return images_to_rows(train, held_out, train[0], held_out[0], title)
+
+
+def images_to_rows(
+  train: LabelledImages,
+  held_out: LabelledImages,
+  seen: np.ndarray,
+  seen_held_out: np.ndarray,
+  title: str,
+) -> Loaded:
+  """Makes rows of images that are read one by one.
+
+  Args:
+    train, held_out: images by position, and their labels.
+    seen, seen_held_out: those images, or some of them: all are standardised by the mean and deviation of
+      `seen`, and told from others by both.
+    title: of the dataset.
+
+  Raises:
+    DataError: if a split is empty.
+  """
+  labels = train[1]
+  if not len(train[0]) or not len(held_out[0]):
     raise DataError(
-      f"{title}: {len(images)} training and {len(held_out[0])} evaluation images: expected some"
+      f"{title}: {len(train[0])} training and {len(held_out[0])} evaluation images: expected some"
     )
-  mean, deviation = images.mean(dtype=np.float64), max(images.std(dtype=np.float64), 1e-6)
+  mean, deviation = seen.mean(dtype=np.float64), max(seen.std(dtype=np.float64), 1e-6)
   digest = hashlib.blake2b(digest_size=8)
-  for array in (*train, *held_out):
+  for array in (seen, labels, seen_held_out, held_out[1]):
     digest.update(repr((array.shape, array.dtype.str)).encode())
     digest.update(np.ascontiguousarray(array).tobytes())
-  shape = (*images.shape[1:], 1)[:3]
+  shape = (*seen.shape[1:], 1)[:3]
   classes = int(max(labels.max(), held_out[1].max())) + 1
   facts = {
     "image_shape": shape,
     "num_classes": classes,
     "fingerprint": digest.hexdigest(),
-    "description": f"{title}: {len(images)} images of {'x'.join(map(str, shape))} to train on, "
+    "description": f"{title}: {len(train[0])} images of {'x'.join(map(str, shape))} to train on, "
     f"{len(held_out[0])} held out, {classes} classes",
   }
   return Images(train, shape, mean, deviation), Images(held_out, shape, mean, deviation), facts
@@ -105,10 +129,15 @@ def split_arrays(
   images: np.ndarray, labels: np.ndarray, fraction: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
   """Returns (train, held out), split by a permutation that is always the same."""
-  order = np.random.default_rng(0).permutation(len(images))
-  count = max(1, round(len(order) * fraction))
-  take = lambda index: (images[index], labels[index])
-  return take(np.sort(order[count:])), take(np.sort(order[:count]))
+  train, held_out = split_positions(len(images), fraction)
+  return (images[train], labels[train]), (images[held_out], labels[held_out])
+
+
+def split_positions(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the positions (to train on, held out) of `split_arrays`."""
+  order = np.random.default_rng(0).permutation(count)
+  held_out = max(1, round(count * fraction))
+  return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[np.ndarray, np.ndarray]:
@@ -122,15 +151,9 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
       f"{path}: {prefix}images is {images.dtype}{list(images.shape)}: expected numbers of shape [N, H, W] "
       "or [N, H, W, C], none of them empty"
     )
-  if labels.ndim != 1 or labels.dtype.kind not in "ui":
-    raise DataError(f"{path}: {prefix}labels is {labels.dtype}{list(labels.shape)}: expected integers [N]")
+  check_labels(labels, f"{prefix}labels", path)
   if len(images) != len(labels):
     raise DataError(f"{path}: {len(images)} {prefix}images but {len(labels)} {prefix}labels")
-  if labels.dtype.kind == "i" and (labels < 0).any():
-    raise DataError(f"{path}: {prefix}labels has negative values, first at {int(np.argmax(labels < 0))}")
-  if (large := labels > np.iinfo(np.int32).max).any():
-    at = int(np.argmax(large))
-    raise DataError(f"{path}: {prefix}labels[{at}]={labels[at]}: expected classes that int32 can hold")
   if images.dtype.kind == "f":
     with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite
       images = images.astype(np.float32)
@@ -141,3 +164,14 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
       f"{path}: {prefix}images has {count} values that are NaN or infinite, first at {list(map(int, first))}"
     )
   return images, labels
+
+
+def check_labels(labels: np.ndarray, name: str, path: str) -> None:
+  """Raises `DataError` for labels that are no classes from 0 on."""
+  if labels.ndim != 1 or labels.dtype.kind not in "ui":
+    raise DataError(f"{path}: {name} is {labels.dtype}{list(labels.shape)}: expected integers [N]")
+  if labels.dtype.kind == "i" and (labels < 0).any():
+    raise DataError(f"{path}: {name} has negative values, first at {int(np.argmax(labels < 0))}")
+  if (large := labels > np.iinfo(np.int32).max).any():
+    at = int(np.argmax(large))
+    raise DataError(f"{path}: {name}[{at}]={labels[at]}: expected classes that int32 can hold")

@@ -1,0 +1,160 @@
+"""Memory-mapped files of token numbers, which another program made of text: rows are read where they lie."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import pathlib
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from mpjax.train._errors import DataError
+from mpjax.train._kinds import register_data
+from mpjax.train._sections import Natural, Positive
+from mpjax.train.data._text import Loaded, Share
+
+# Rows that are read to tell one dataset from another, and to find token numbers that are none.
+_SAMPLED = 256
+_NUMPY_FILE = b"\x93NUMPY"
+
+
+@register_data("tokens")
+def load_tokens(
+  *,
+  path: str | list[str],
+  vocab_size: Positive,
+  eval_path: str | list[str] | None = None,
+  dtype: Literal["uint16", "uint32"] | None = None,
+  skip_bytes: Natural = 0,
+  seq_len: Positive = 128,
+  valid_fraction: Share = 0.05,
+) -> Loaded:
+  """Maps files of raw token numbers, one after the other and nothing else, little-endian.
+
+  Args:
+    path: a file, a glob or a list of these; rows do not reach from one file into the next.
+    vocab_size: how many tokens there are; a number that is not below it is an error.
+    eval_path: what is held out; by default `valid_fraction` of the rows at the end of the last files.
+    dtype: of the numbers; 16 bits where they are enough for the vocabulary.
+    skip_bytes: a header at the beginning of each file.
+    seq_len: tokens of a row, beside the one to predict last.
+    valid_fraction: the share of rows that is held out where `eval_path` names none.
+
+  Raises:
+    DataError: for files that are missing, empty, cut off, or of other numbers.
+  """
+  if vocab_size > 1 << 31:
+    raise DataError(
+      f"data.vocab_size={vocab_size}: expected at most {1 << 31}, token numbers that int32 holds"
+    )
+  numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
+  if numbers.itemsize == 2 and vocab_size > 1 << 16:
+    raise DataError(f"data.dtype=uint16: data.vocab_size={vocab_size} needs uint32")
+  rows = TokenRows(_files(path, "path"), numbers, vocab_size, seq_len, skip_bytes)
+  if eval_path is not None:
+    train, held_out = (
+      rows,
+      TokenRows(_files(eval_path, "eval_path"), numbers, vocab_size, seq_len, skip_bytes),
+    )
+  else:
+    count = max(1, round(len(rows) * valid_fraction))
+    if len(rows) < 2:
+      raise DataError(f"data.path={path!r}: {len(rows)} rows of {seq_len} tokens: expected at least two")
+    train, held_out = rows.part(0, len(rows) - count), rows.part(len(rows) - count, len(rows))
+  digest = hashlib.blake2b(repr((seq_len, vocab_size)).encode(), digest_size=8)
+  for split in (train, held_out):
+    digest.update(split.sample())
+  facts = {
+    "vocab_size": vocab_size,
+    "seq_len": seq_len,
+    "fingerprint": digest.hexdigest(),
+    "description": f"{_named(path)}: {len(train) * seq_len:,} tokens of {vocab_size:,} to train on, "
+    f"{len(held_out) * seq_len:,} held out",
+  }
+  return train, held_out, facts
+
+
+class TokenRows:
+  """Rows of `seq_len + 1` tokens from mapped files; the last token of a row is the first of the next."""
+
+  def __init__(
+    self, files: Sequence[pathlib.Path], dtype: np.dtype, vocab_size: int, seq_len: int, skip_bytes: int
+  ):
+    self._files, self._vocab_size, self._seq_len = list(files), vocab_size, seq_len
+    self._tokens = [_map(file, dtype, skip_bytes) for file in files]
+    counts = [max(0, (len(tokens) - 1) // seq_len) for tokens in self._tokens]
+    self._ends = np.cumsum(counts)
+    if not self._ends[-1]:
+      longest = max(map(len, self._tokens))
+      raise DataError(
+        f"data.seq_len={seq_len}: longer than the {longest} tokens of {_named(list(map(str, files)))}"
+      )
+    self._first, self._last = 0, int(self._ends[-1])
+
+  def part(self, first: int, last: int) -> TokenRows:
+    """Returns some of the rows, from the same maps."""
+    some = object.__new__(TokenRows)
+    some.__dict__.update(self.__dict__ | {"_first": self._first + first, "_last": self._first + last})
+    return some
+
+  def __len__(self) -> int:
+    return self._last - self._first
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    row = self._first + range(len(self))[index]
+    file = int(np.searchsorted(self._ends, row, side="right"))
+    start = (row - (int(self._ends[file - 1]) if file else 0)) * self._seq_len
+    tokens = np.asarray(self._tokens[file][start : start + self._seq_len + 1])
+    if tokens.max() >= self._vocab_size:
+      at = int(np.argmax(tokens >= self._vocab_size))
+      raise DataError(
+        f"{self._files[file]}: token {start + at} is {tokens[at]}: expected less than "
+        f"data.vocab_size={self._vocab_size}; is data.dtype right?"
+      )
+    return {"tokens": tokens.astype(np.int32)}
+
+  def sample(self) -> bytes:
+    """Returns the number of rows and a digest of some; reads, of large files, a small part."""
+    digest = hashlib.blake2b(repr(len(self)).encode(), digest_size=16)
+    for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)):
+      digest.update(self[int(index)]["tokens"].tobytes())
+    return digest.digest()
+
+
+def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
+  try:
+    with file.open("rb") as stream:
+      head = stream.read(len(_NUMPY_FILE))
+    size = file.stat().st_size - skip_bytes
+    if head == _NUMPY_FILE:
+      raise DataError(f"{file} is an array of NumPy: expected raw numbers, as array.tofile(path) writes them")
+    if size <= 0:
+      raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
+    if size % dtype.itemsize:
+      raise DataError(
+        f"{file}: {size} bytes are no whole number of {dtype.name}: it is cut off, or data.dtype is another"
+      )
+    return np.memmap(file, dtype, mode="r", offset=skip_bytes)
+  except OSError as error:
+    raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _files(path: str | list[str], key: str) -> list[pathlib.Path]:
+  """Returns the files that a key names, each once, those of a glob in the order of their names."""
+  found: list[pathlib.Path] = []
+  for each in [path] if isinstance(path, str) else path:
+    names = [each] if pathlib.Path(each).is_file() else sorted(glob.glob(each, recursive=True))
+    files = [pathlib.Path(name) for name in names if pathlib.Path(name).is_file()]
+    if not each or not files:
+      what = "a folder: name its files, as in tokens/*.bin" if pathlib.Path(each).is_dir() else "no such file"
+      raise DataError(f"data.{key}={each!r}: {what if each else 'expected a file'}")
+    found += files
+  if not found:
+    raise DataError(f"data.{key}={path!r}: expected a file, a glob or a list of these")
+  return list(dict.fromkeys(found))
+
+
+def _named(path: str | list[str]) -> str:
+  return path if isinstance(path, str) else ", ".join(path)

@@ -1,0 +1,143 @@
+"""Files of token numbers: every row where it should lie, read where it is asked for, and bad files named."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from mpjax.cli import main
+from mpjax.train.data import DataError
+from tests.train._datasets import load
+
+SEQ_LEN = 8
+
+
+def write(file, tokens, dtype="uint16", head=b""):
+  file.write_bytes(head + np.asarray(tokens, np.dtype(dtype).newbyteorder("<")).tobytes())
+  return str(file)
+
+
+def tokens_of(path, **options):
+  return load(
+    "tokens", path=path, **({"vocab_size": 1000, "seq_len": SEQ_LEN, "valid_fraction": 0.25} | options)
+  )
+
+
+def rows(split):
+  return [split[i]["tokens"].tolist() for i in range(len(split))]
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 1000), ("uint32", 100_000)])
+@pytest.mark.parametrize("head", [b"", b"\0" * 24])
+def test_every_row_lies_where_it_should(tmp_path, dtype, vocab_size, head):
+  numbers = np.random.default_rng(0).integers(0, vocab_size, 200)
+  path = write(tmp_path / "a.bin", numbers, dtype, head)
+  data = tokens_of(path, vocab_size=vocab_size, skip_bytes=len(head), valid_fraction=0.25)
+  expected = [numbers[i : i + SEQ_LEN + 1].tolist() for i in range(0, 192, SEQ_LEN)]
+  assert rows(data.train_rows) + rows(data.eval_rows) == expected
+  assert len(data.eval_rows) == 6
+  assert data.train_rows[0]["tokens"].dtype == np.int32
+  assert (data.info.vocab_size, data.info.seq_len) == (vocab_size, SEQ_LEN)
+
+
+def test_no_row_reaches_from_one_file_into_the_next(tmp_path):
+  parts = [np.arange(0, 30), np.arange(100, 150), np.arange(200, 205), np.arange(300, 340)]
+  for i, part in enumerate(parts):
+    write(tmp_path / f"{i}.bin", part)
+  data = tokens_of(str(tmp_path / "*.bin"), valid_fraction=0.3)
+  found = rows(data.train_rows) + rows(data.eval_rows)
+  starts = [0, 8, 16, 100, 108, 116, 124, 132, 140, 300, 308, 316, 324]
+  assert found == [list(range(start, start + SEQ_LEN + 1)) for start in starts]
+
+
+def test_files_of_their_own_are_held_out(tmp_path):
+  train, held_out = write(tmp_path / "train.bin", range(100)), write(tmp_path / "val.bin", range(500, 560))
+  data = tokens_of(train, eval_path=held_out)
+  assert len(data.train_rows) == 12
+  assert min(map(min, rows(data.eval_rows))) == 500
+
+
+def test_rows_are_read_from_the_file_and_not_before(tmp_path):
+  path = write(tmp_path / "large.bin", np.zeros(1_000_000))
+  data = tokens_of(path)
+  with open(path, "r+b") as file:
+    file.seek(2 * SEQ_LEN * 1001)
+    file.write(np.full(SEQ_LEN, 7, "<u2").tobytes())
+  assert rows(data.train_rows.part(1001, 1002)) == [[7] * SEQ_LEN + [0]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_go_on_from_their_state(tmp_path, workers):
+  path = write(tmp_path / "a.bin", np.arange(500))
+  whole = tokens_of(path, workers=workers).train()
+  for _ in range(20):  # into the second epoch
+    next(whole)
+  resumed = tokens_of(path, workers=workers).train()
+  resumed.set_state(json.loads(json.dumps(whole.get_state())))
+  for _ in range(20):
+    np.testing.assert_array_equal(next(whole)["tokens"], next(resumed)["tokens"])
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
+  (tmp_path / "there").mkdir()
+  here = tokens_of(write(tmp_path / "a.bin", range(200)))
+  there = tokens_of(write(tmp_path / "there" / "b.bin", range(200)))
+  other = tokens_of(write(tmp_path / "c.bin", [1, *range(1, 200)]))
+  assert here.info.fingerprint == there.info.fingerprint != other.info.fingerprint
+
+
+BAD = {  # name -> (content, options, words of the error)
+  "missing": (None, {}, ["no such file"]),
+  "empty": (b"", {}, ["no tokens", "0 bytes"]),
+  "cut off": (b"\0" * 201, {}, ["201 bytes", "uint16", "cut off"]),
+  "too short": (b"\0" * 12, {}, ["data.seq_len=8", "6 tokens"]),
+  "one row": (b"\0" * 20, {}, ["at least two"]),
+  "an array file": (b"\x93NUMPY" + b"\0" * 200, {}, ["NumPy", "tofile"]),
+  "a token too large": (b"\xff\xff" * 200, {}, ["token 0 is 65535", "data.vocab_size=1000", "data.dtype"]),
+  "two bytes are too few": (b"\0" * 200, {"vocab_size": 70_000, "dtype": "uint16"}, ["70000", "uint32"]),
+  "more than int32 holds": (b"\0" * 200, {"vocab_size": 1 << 32}, ["data.vocab_size=4294967296"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_one_line(tmp_path, name):
+  content, options, words = BAD[name]
+  file = tmp_path / "a.bin"
+  if content is not None:
+    file.write_bytes(content)
+  with pytest.raises(DataError) as error:
+    tokens_of(str(file), **options)
+  assert "\n" not in str(error.value)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+  ("path", "words"), [("", "expected a file"), (".", "name its files"), ([], "a list of")]
+)
+def test_a_path_that_names_no_file_is_one_line(path, words):
+  with pytest.raises(DataError, match=words):
+    tokens_of(path)
+
+
+@pytest.mark.slow
+def test_a_gpt_trains_on_tokens_and_a_bad_one_in_mid_run_is_one_line(tmp_path, capsys):
+  pattern = np.tile(np.arange(50), 400)
+  pattern[5000] = 900  # in no row that is looked at before the run
+  path = write(tmp_path / "a.bin", pattern)
+  config = tmp_path / "tokens.yaml"
+  config.write_text(
+    "model: {kind: gpt, dim: 16, layers: 1, heads: 2}\n"
+    f"data: {{kind: tokens, path: {path}, vocab_size: 50, seq_len: 8, batch_size: 16}}\n"
+    "optimizer: {learning_rate: 0.01}\n"
+    "train: {steps: 300, log_every: 50, checkpoint_every: 50}\n"
+  )
+  assert main(["train", str(config), f"out={tmp_path / 'bad'}", "policy=bf16"]) == 2
+  error = capsys.readouterr().err
+  assert f"{path}: token 5000 is 900: expected less than data.vocab_size=50" in error
+  assert error.count("\n") == 1
+  pathlib.Path(path).write_bytes(np.tile(np.arange(50, dtype="<u2"), 400).tobytes())
+  assert main(["train", str(config), f"out={tmp_path / 'good'}", "policy=bf16", "train.steps=60"]) == 0
+  summary = json.loads((tmp_path / "good" / "summary.json").read_text())
+  assert summary["eval_loss"] < 2.0  # of log 50 = 3.9
+  assert "eval_bits_per_byte" not in summary
