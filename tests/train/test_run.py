@@ -277,8 +277,8 @@ def test_explain_says_what_a_run_would_do(tiny_gpt, capsys):
   assert main(["explain", *tiny_gpt, "policy={base: bf16, overrides: {blocks/1: fp32}}"]) == 0
   lines = capsys.readouterr().out.splitlines()
   row = lambda path: next(line.split() for line in lines if line.split()[:1] == [path])
-  assert row("GPT/blocks/0/up")[-1] != "100%"
-  assert row("GPT/blocks/1/up")[-1] == "100%"  # of its FLOPs in float32
+  assert row("GPT/blocks/0/up")[-1] == "bfloat16"
+  assert row("GPT/blocks/1/up")[-1] == "float32"
   assert "its module's policy computes in float32" in "\n".join(lines)
   assert main(["explain", *tiny_gpt, "policy={base: bf16, autocast: false}"]) == 0
   assert "casts parameters and batch instead" in capsys.readouterr().out
