@@ -73,6 +73,7 @@ class Setup:
     """Raises `ConfigError` for a model without a first state, or rules that do not fit its parameters."""
     with model_errors():
       shapes = jax.eval_shape(self._init)
+      self.task.check_sharding(shapes.params)
     try:
       self.layout.shardings(shapes)
     except ValueError as error:

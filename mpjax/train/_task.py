@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 from jaxtyping import PRNGKeyArray
 
+from mpjax._tree import named_leaves
 from mpjax._types import LossFunction, PyTree
 from mpjax.patterns import component_regex
-from mpjax.sharding import Dims, ShardingRule
+from mpjax.sharding import Dims, ShardingRule, ShardingRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Task:
         f"Task(sharding=...) is a {type(self.sharding).__name__}: expected a mapping such as "
         '{".*/kernel": ("fsdp", "tensor")}, or a function of path and shape'
       )
+    if isinstance(self.sharding, Mapping):
+      ShardingRules(self.sharding)  # raises for what is no pattern or no axis
     match self.units:
       case (str(), int(count)) if count > 0:
         pass
@@ -57,6 +60,14 @@ class Task:
     if type(made) is tuple and len(made) == 2:  # a NamedTuple is a tree of parameters
       return {"params": made[0], "model_state": made[1]}
     return {"params": made}
+
+  def check_sharding(self, params: PyTree) -> None:
+    """Raises ValueError for a pattern of `sharding` that matches none of the parameters, given as shapes."""
+    names = [name for name, _ in named_leaves(params)]
+    for pattern in self.sharding if isinstance(self.sharding, Mapping) else ():
+      if not any(component_regex(pattern).search(name) for name in names):
+        shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+        raise ValueError(f"sharding pattern {pattern!r} of the Task matches no parameter: there are {shown}")
 
   @property
   def sharding_rule(self) -> ShardingRule | None:

@@ -38,7 +38,7 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
       task = kind.fun(told, **config.model.options)
       if not isinstance(task, Task):
         raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-      jax.eval_shape(lambda: task.init(jax.random.key(0)) and None)
+      jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module is no result
   except MissingFact as error:
     raise ConfigError(
       f"model.kind={kind.name} does not take the data of data.kind={config.data.kind}, rows of "

@@ -282,12 +282,22 @@ def test_a_parameter_tree_that_is_a_pair_of_names_is_no_state(tmp_path):
   assert train(tmp_path, make).summary["parameters"] == 9
 
 
+def test_a_single_array_is_a_parameter_tree(tmp_path):
+  make = lambda info: mpjax.train.Task(
+    init=lambda key: jax.numpy.ones(8), loss_fn=lambda params, batch: ((batch["x"] @ params) ** 2).mean()
+  )
+  result = train(tmp_path, make, train={"steps": 2, "export": "safetensors"})
+  assert load_safetensors(result.export).params.shape == (8,)
+
+
 @pytest.mark.parametrize(
   ("make", "words"),
   [
     (lambda info: 3, ["returned a int", "mpjax.train.Task"]),
     (lambda info: task(init=lambda key: {"w": jax.numpy.ones(8, int)}), ["'w'", "int32", "model_state"]),
     (lambda info: task(init=lambda key: ({"w": jax.numpy.ones(8)}, {})), ["model_state"]),
+    (lambda info: task(sharding={"v": ("fsdp",)}), ["sharding pattern 'v'", "there are w"]),
+    (lambda info: task(sharding={"w": ("fdsp",)}), ["sharding rule 'w'", "expected fsdp, tensor or null"]),
     (lambda info: task() if info.hight else None, ["'hight'", "classes, features", "x, y"]),
     (lambda info: task(loss_fn=lambda params, batch: batch["x"] @ params["w"]), ["float32[16]", "scalar"]),
     (lambda info: task(evaluate=lambda params, batch: {"a": params["w"][0]}), ["eval_a", "a loss among"]),
