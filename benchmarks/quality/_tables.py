@@ -144,22 +144,23 @@ def pictures(report: dict[str, Any]) -> dict[str, Any]:
   shown = {task: rows for task, rows in shown.items() if rows}
   if not shown:
     return {}
-  there = {row.policy for rows in shown.values() for row in rows}
-  names = [policy for policy in report["policies"] if policy in there]
   across = min(2, len(shown))
   down = -(-len(shown) // across)
-  figure = Figure(figsize=(8, (0.34 * len(names) + 0.7) * down + 0.4), layout="constrained", dpi=100)
-  panels = figure.subplots(down, across, sharey=True, squeeze=False).ravel()
+  most = max(map(len, shown.values()))
+  figure = Figure(figsize=(9, (0.3 * most + 0.7) * down + 0.4), layout="constrained", dpi=100)
+  panels = figure.subplots(down, across, sharex="row", squeeze=False).ravel()
   for panel in panels[len(shown) :]:
     panel.set_visible(False)
   for panel, (task, rows) in zip(panels, shown.items(), strict=False):
     panel.axvspan(-100 * BAR, 100 * BAR, color="0.9", lw=0)
     panel.axvline(0, color="0.5", lw=0.8)
+    names = [policy for policy in report["policies"] if policy in {row.policy for row in rows}]
     for row in rows:
       _draw(panel, row, names.index(row.policy))
     panel.set_title(report["tasks"][task]["title"], fontsize=10)
     panel.set_yticks(range(len(names)), [report["policies"][name] for name in names], fontsize=9)
     panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.tick_params(axis="x", labelbottom=True)
     panel.grid(axis="x", color="0.93", lw=0.6)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

@@ -330,3 +330,19 @@ def test_the_lines_of_the_advice_are_what_differs(fault):
     assert f"  {key}: {buys}" in text
   assert re.search(r"^policy:$", text, re.MULTILINE)
   mpjax.get_policy(advice.policy)
+
+
+def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing():
+  def loss_fn(params, batch):
+    h = batch @ params["w"] + params["b"]
+    h = h - jnp.mean(h, axis=0)  # a bias before it has no gradient
+    return jnp.mean(jnp.tanh(h) ** 2)
+
+  keys = jax.random.split(jax.random.key(0))
+  params = {"w": jax.random.normal(keys[0], (16, 32)), "b": jnp.ones(32)}
+  report = mpjax.inspect_numerics(loss_fn, params, jax.random.normal(keys[1], (64, 16)), "bf16", advise=False)
+  errors = {t.path: t.error for t in report.of("weight gradient")}
+  assert errors["b"] > 0.1 > errors["w"]
+  [note] = [finding for finding in report.findings if finding.kind == "weight gradient"]
+  assert note.severity == "note"
+  assert note.text.startswith("b: its gradient is 0 but for rounding")

@@ -23,13 +23,15 @@ _HARMLESS = 0.05
 _MISSED = 0.25
 # An optimiser that leaves so many weights as they are is not training.
 _STALLS = 0.5
+# Binades below the largest weight gradient where one is what rounding has left of 0: float32 has 24.
+_NOISE = 18
 _MAX_EXPONENT = 24
 
 
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Findings, problems first, then in the order of the program."""
   found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
-  found += [*_lost_updates(report), *_errors(report), *_reference(report)]
+  found += [*_lost_updates(report), *_errors(report), *_noise(report), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
@@ -243,6 +245,9 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
   if low and high:
     scales = f"{power_of_two_text(low)} to {power_of_two_text(high)}"
     text += f"; loss scales from {scales} keep {keep} of them and overflow none"
+    if high < report.loss_scale <= 2 * high:
+      run = power_of_two_text(report.loss_scale)
+      text += f"; the run's {run} leaves the largest gradient less than a factor of two"
   elif high:
     text += f"; none keeps {keep} of them: the largest that does not overflow is {power_of_two_text(high)}"
   else:
@@ -300,6 +305,23 @@ def _errors(report: NumericsReport) -> Iterator[Finding]:
   backward = error_grows(report, "activation gradient")
   if backward is not None and not any(t.order >= backward.order for t in harmful_underflows(report)):
     yield _error(backward, "gradient error", "gradient")
+
+
+def _noise(report: NumericsReport) -> Iterator[Finding]:
+  """Yields a word on weight gradients that are 0 but for rounding, whose error says nothing."""
+  tops = [(t, t.magnitudes.range[1]) for t in report.of("weight gradient") if t.magnitudes.range]
+  limit = _FAR["fp8" if report.policy.fp8 else "half"]
+  floor = max((top for _, top in tops), default=0) - _NOISE
+  noise = [(t, top) for t, top in tops if t.error and t.error > limit and top < floor]
+  if noise:
+    (t, top), more = noise[0], f" and {len(noise) - 1} more" if len(noise) > 1 else ""
+    yield Finding(
+      "weight gradient",
+      "note",
+      t.module,
+      f"{t.path or t.name}{more}: its gradient is 0 but for rounding, at most 2^{top + 1} in float32, as "
+      f"that of a bias before a norm: its error against float32, {t.error:.2g}, says nothing",
+    )
 
 
 def _error(t: Tensor, kind: str, word: str) -> Finding:
