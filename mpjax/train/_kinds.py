@@ -218,8 +218,10 @@ class KindSection(Section):
   @pydantic.model_validator(mode="before")
   @classmethod
   def _check_options(cls, value: object) -> object:
-    if not isinstance(value, Mapping):
+    if isinstance(value, cls):
       return value
+    if not isinstance(value, Mapping):
+      raise ValueError("expected a mapping of keys, such as {kind: ...}")
     options = cls.kinds.check(value)
     own = {key: each for key, each in value.items() if key in cls.model_fields and key not in options}
     return own | {"options": options}
