@@ -59,6 +59,9 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
   assert all(t["error"] < 0.05 for t in report["tensors"] if t["error"] is not None)
   assert report["advice"]["unchanged"]
   assert "base: fp16" in out
+  lines = out.splitlines()
+  assert lines[0] == "compiling the training step, and training 3 steps"
+  assert "looked at batch 2 of 2" in lines
   page = tmp_path / "runs" / "numerics" / "tiny-fp16.html"
   assert "GPT/blocks/0/qkv" in page.read_text()
 

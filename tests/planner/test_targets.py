@@ -245,3 +245,13 @@ def test_a_target_cannot_be_changed():
   with pytest.raises(AttributeError):
     get_target("h200").memory = 1
   assert isinstance(_targets.get_target("h200"), Target)
+
+
+@pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_what_jax_takes_of_a_gpu_is_what_the_environment_says(monkeypatch, name):
+  for other in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+    monkeypatch.delenv(other, raising=False)
+  assert get_target("h200").usable == int(0.75 * get_target("h200").memory)
+  monkeypatch.setenv(name, ".9")
+  assert get_target("h200").usable == int(0.9 * get_target("h200").memory)
+  assert get_target("v5e").usable == get_target("v5e").memory
