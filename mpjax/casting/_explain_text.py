@@ -47,7 +47,7 @@ def print_explanations(explanations: Sequence[Explanation], console: rich.consol
 
 
 def _sections(explanations: Sequence[Explanation]) -> Iterator[TextSection]:
-  labels = [one.policy.label for one in explanations]
+  labels = [one.policy.full_label for one in explanations]
   each: Sequence[Callable[[Explanation], TextSection | None]]
   each = (_full, _what_follows, _not_fp8, _unknown, _islands, _carries)
   summaries = [_summary(one) for one in explanations]
@@ -65,7 +65,7 @@ def _summary(one: Explanation) -> str:
   flops = ", ".join(f"{dtype} {with_prefix(n, 'FLOP')} ({_share(one, dtype)})" for dtype, n in by_dtype)
   casts = sum(row.casts for row in one.rows)
   return (
-    f"policy {one.policy.label}: {len(one.rows)} operations, {casts} casts "
+    f"policy {one.policy.full_label}: {len(one.rows)} operations, {casts} casts "
     f"({bytes_text(sum(row.cast_bytes for row in one.rows))}), {_island_count(one)} float32 islands; "
     f"matrix FLOPs: {flops or 'none'}"
   )
@@ -88,7 +88,7 @@ def _compared(explanations: Sequence[Explanation]) -> TextSection:
     row("casts", lambda one: str(sum(r.casts for r in one.rows))),
     row("  bytes written", lambda one: bytes_text(sum(r.cast_bytes for r in one.rows))),
   ]
-  return beside("What runs in which dtype", [one.policy.label for one in explanations], [rows, others])
+  return beside("What runs in which dtype", [one.policy.full_label for one in explanations], [rows, others])
 
 
 def _full(one: Explanation) -> TextSection | None:
@@ -195,7 +195,7 @@ def _compared_modules(explanations: Sequence[Explanation]) -> TextSection:
 
   rows = [TextRow([name, *(cell(modules.get(name, ())) for modules in of_policy)]) for name in names]
   lines = ["+n: other operations in float32."]
-  return beside("Products by module", [one.policy.label for one in explanations], [rows], lines)
+  return beside("Products by module", [one.policy.full_label for one in explanations], [rows], lines)
 
 
 def _by_module(one: Explanation) -> list[tuple[str, list[ExplainedOperation]]]:

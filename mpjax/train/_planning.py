@@ -109,4 +109,5 @@ def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
 
 
 def _label(policy: Policy, recompute: str) -> str:
-  return policy.label if recompute == DEFAULT_RECOMPUTE else f"{policy.label} recompute={recompute}"
+  label = policy.full_label
+  return label if recompute == DEFAULT_RECOMPUTE else f"{label} recompute={recompute}"

@@ -29,7 +29,7 @@ def header_rows(
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   scaling, config = policy.loss_scaling, setup.config
   return {
-    "policy": policy.reason or policy.label,
+    "policy": policy.reason or policy.full_label,
     **_fp8(policy),
     **({} if scaling is None else {"loss scale": f"{scaling.kind}, from {scaling.init_scale:g}"}),
     "model": f"{setup.config.model.kind}, {parameters:,} parameters",

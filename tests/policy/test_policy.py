@@ -494,3 +494,10 @@ step = mpjax.make_train_step(lambda p, b: (p * b).sum(), optax.sgd(0.1), "fp16")
 step(step.init(jnp.ones(2)), jnp.ones(2))
 """
   subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
+def test_the_full_label_writes_overrides_out():
+  policy = mpjax.get_policy({"base": "fp16", "overrides": {".*/down": "fp32"}})
+  assert policy.label == "fp16,overrides=..."
+  assert policy.full_label == 'fp16,overrides={".*/down":"float32"}'
+  assert mpjax.get_policy("fp16").full_label == "fp16"
