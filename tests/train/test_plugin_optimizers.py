@@ -91,5 +91,5 @@ def test_without_the_plugin_a_config_says_how_it_comes(tiny, capsys):
   assert main(["train", *tiny, "optimizer.target=signed"]) == 2
   assert capsys.readouterr().err == (
     "error: unknown optimizer.target 'signed': a target of your own comes with --plugin FILE.py or "
-    "--plugin package.module, each time: a config names no code\n"
+    "--plugin package.module (in Python: mpjax.train.load_plugins), each time: a config names no code\n"
   )
