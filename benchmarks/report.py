@@ -16,6 +16,7 @@ import textwrap
 from typing import Any
 
 from benchmarks._record import provenance
+from benchmarks.memory import _suite as memory_suite
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
@@ -266,8 +267,8 @@ def put(file: pathlib.Path, name: str, table: str) -> None:
   file.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL))
 
 
-# Reports of scripts of their own whose names begin like a suite's.
-OWN = ("quality_fp8_cpu",)
+# Reports whose names begin like a suite's, and that have no pictures.
+OWN = ("quality_fp8_cpu", "memory_h200_jax_0_12")
 
 
 def main() -> None:
@@ -288,6 +289,7 @@ def main() -> None:
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
     ("quality_fp8_cpu", quality),
+    ("memory_h200_jax_0_12", memory_suite.tables),
     ("numerics_memory_h200", numerics_memory),
     ("numerics_memory_v5e", numerics_memory),
     ("numerics_time_cpu", numerics_time),
