@@ -48,6 +48,11 @@ def test_overrides_are_dotted_keys_with_yaml_values(minimal, override, read):
   assert read(load_config(minimal, [override]))
 
 
+@pytest.mark.parametrize("name", ["gpt_stdlib", "vit_digits"])
+def test_no_path_may_be_said_of_data_that_have_none(name):
+  assert load_config(name, ["data.path=null"]) == load_config(name)
+
+
 def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
   config = load_config(minimal, ["policy=fp16", "policy.loss_scaling.init_scale=1024"])
   policy = config.resolve_policy()

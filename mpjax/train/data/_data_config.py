@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import pydantic
+
 from mpjax.train._kinds import DATASETS, KindSection
 from mpjax.train._sections import Natural, Positive
 
@@ -21,3 +25,11 @@ class DataConfig(KindSection):
   batch_size: Positive = 16
   eval_batches: Positive | None = None
   workers: Natural = 0
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _leave_out_no_path(cls, value: object) -> object:
+    """Lets `path: null` stand in a config whatever the kind, also one that reads no files."""
+    if isinstance(value, Mapping) and "path" in value and value["path"] is None:
+      return {key: each for key, each in value.items() if key != "path"}
+    return value
