@@ -74,6 +74,13 @@ class Noise(Rows):
     return {"x": np.random.default_rng().random()}
 
 
+class OneIsOther(Rows):
+  """Row 40 is one number short, and is none of those that are looked at before a run."""
+
+  def __getitem__(self, index):
+    return {"x": np.zeros(2 if index == 40 else 3)}
+
+
 class Broken(Rows):
   def __getitem__(self, index):
     raise KeyError("no row")
@@ -97,6 +104,10 @@ def fails():
       lambda: (Noise(8), Noise(8)),
       ["row 0 of the training rows is not the same twice", "default_rng(index)"],
     ),
+    (
+      lambda: (Rows(8, x=[np.zeros(1 + i) for i in range(8)]), Rows(8, x=np.zeros((8, 1)))),
+      ["row 1 of the training rows holds", "(2,)", "row 0", "alike"],
+    ),
     (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
     (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
     (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),
@@ -108,3 +119,9 @@ def test_what_is_no_data_is_one_line(function, words):
     load(function)
   assert "\n" not in str(error.value)
   assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_row_unlike_the_others_is_named_when_it_is_read():
+  data = load(lambda: (OneIsOther(96), OneIsOther(96)))
+  with pytest.raises(DataError, match=r"row 40 holds \{'x': \(2,\)\}, others \{'x': \(3,\)\}"):
+    list(data.eval())

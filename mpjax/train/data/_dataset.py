@@ -126,8 +126,8 @@ def make_data(made: object, spec: DataConfig, seed: int) -> Data:
       raise DataError(
         f"data.batch_size={spec.batch_size}: the {split} split has {len(rows)} rows only; use a smaller batch"
       )
-  row = _layout(train, "training", title)
-  if (other := _layout(held_out, "evaluation", title)) != row:
+  row = _layout(_first(train, 0, "training", title))
+  if (other := _layout(_first(held_out, 0, "evaluation", title))) != row:
     raise DataError(f"{title}: evaluation rows hold {other}, training rows {row}: expected the same")
   known = _facts(facts, title)
   info = DataInfo(
@@ -144,7 +144,17 @@ def make_data(made: object, spec: DataConfig, seed: int) -> Data:
 
 def _read(rows: RowSource, indices: np.ndarray) -> Batch:
   read = [rows[int(index)] for index in indices]
-  return {name: _stack([np.asarray(each[name]) for each in read]) for name in read[0]}
+  try:
+    return {name: _stack([np.asarray(each[name]) for each in read]) for name in read[0]}
+  except (KeyError, ValueError) as error:  # a name that a row has not, or another shape
+    layouts = [{name: np.shape(value) for name, value in row.items()} for row in read]
+    usual = max(layouts, key=layouts.count)
+    other = next((at for at, layout in enumerate(layouts) if layout != usual), None)
+    if other is None:
+      raise
+    raise DataError(
+      f"row {indices[other]} holds {layouts[other]}, others {usual}: expected rows that are alike"
+    ) from error
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:
@@ -170,10 +180,10 @@ def _first(rows: RowSource, index: int, split: str, title: str) -> Batch:
   return arrays
 
 
-def _layout(rows: RowSource, split: str, title: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
   """Returns dtype and shape of the arrays of a row as they are in a batch."""
-  row = {name: _stack([value]) for name, value in _first(rows, 0, split, title).items()}
-  return {name: (value.dtype.name, value.shape[1:]) for name, value in row.items()}
+  stacked = {name: _stack([value]) for name, value in row.items()}
+  return {name: (value.dtype.name, value.shape[1:]) for name, value in stacked.items()}
 
 
 def _facts(facts: object, title: str) -> dict[str, Any]:
@@ -207,6 +217,13 @@ def _fingerprint(train: RowSource, held_out: RowSource, title: str) -> str:
         raise DataError(
           f"{title}: row 0 of the {split} rows is not the same twice, and a run could not resume exactly: "
           "make rows depend on the index alone, as with np.random.default_rng(index)"
+        )
+      if index == 0:
+        layout = _layout(row)
+      elif _layout(row) != layout:
+        raise DataError(
+          f"{title}: row {index} of the {split} rows holds {_layout(row)}, row 0 {layout}: expected rows "
+          "that are alike"
         )
       digest.update(_bytes(row))
   return digest.hexdigest()
