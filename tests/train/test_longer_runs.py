@@ -266,3 +266,11 @@ def test_what_cannot_be_started_from_is_one_line(tiny, first, tmp_path, capsys, 
   error = capsys.readouterr().err
   assert error.count("\n") == 1, error
   assert all(word in error for word in words), error
+
+
+def test_a_start_that_failed_leaves_its_directory_to_the_next(tiny, first, tmp_path):
+  out = tmp_path / "run"
+  assert main(["train", *tiny, f"out={out}", "train.init_from=/nowhere"]) == 2
+  lines = train(tiny, out, f"train.init_from={first}", "train.steps=1")
+  assert len(lines) == 1
+  assert yaml.safe_load((out / "config.yaml").read_text())["train"]["init_from"] == str(first)

@@ -47,7 +47,7 @@ class RunDirectory:
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
-      if not (self.path / "config.yaml").exists():
+      if _never_began(self.path):
         _write_atomically(self.path / "config.yaml", text)
     except OSError as error:
       raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
@@ -199,6 +199,8 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   found = differences(theirs, ours, "there", "here")
   if grows:
     found = [line for line in found if not line.startswith(_GROWING)]
+  if found and _never_began(path):
+    return None
   if found:
     shown = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
     raise ConfigError(
@@ -206,6 +208,13 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
       f"with train.init_from={path} to start from its parameters, or delete the directory to start over"
     )
   return theirs if grows else None
+
+
+def _never_began(path: pathlib.Path) -> bool:
+  """Returns whether a run directory has nothing of a run but its config, as one whose start was wrong."""
+  metrics = path / "metrics.jsonl"
+  kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
+  return not (kept or (metrics.exists() and metrics.stat().st_size))
 
 
 # What a run may have otherwise when it is resumed with more steps.
