@@ -101,7 +101,7 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
   """Prints the end of a run: its figures, and where everything lies."""
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
   table.add_column(style="bold")
-  table.add_column(justify="right")
+  table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
   for name, value in summary.items():
     hidden = name == "skipped_steps" and not value and "loss_scale" not in summary
     if not (hidden or isinstance(value, dict)):

@@ -295,7 +295,8 @@ class TrainingRun:
     raise Stuck(
       f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
       f"gradients{self._at_lowest()}\n{report}\n"
-      f"saved: a checkpoint of step {step} and the batch, in {file}; mpjax numerics "
+      f"saved: a checkpoint of step {step}, up to which steps were under way, and the batch of step "
+      f"{pending.step}, in {file}; mpjax numerics "
       f"{self.directory.path} --hunt looks again, also with another policy"
     )
 

@@ -16,7 +16,8 @@ from mpjax.step import TrainState
 from mpjax.train._setup import Setup
 from mpjax.train.monitors import plain
 
-_SHOWN = 20  # steps over which the speed is averaged
+_SHOWN = 20  # steps over which time and speed are averaged
+_FEW = 4  # steps from which no speed can be told
 
 
 class Records:
@@ -58,8 +59,9 @@ class Records:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
     now = time.perf_counter()
-    elapsed, self._clock = now - self._clock, now
-    self._times.append(elapsed)
+    self._times.append(now - self._clock)
+    self._clock = now
+    step_time = self._step_time(_SHOWN)
     record = {
       "step": step,
       "loss": values.pop("loss"),
@@ -67,9 +69,8 @@ class Records:
       "loss_scale": values.pop("loss_scale", 1.0),
       "skipped_steps": values.pop("skipped_steps", 0),
       "grads_finite": values.pop("grads_finite", None),
-      "step_time_s": elapsed,
-      # Over several steps: the host learns of a step's end two steps late, and of some at once.
-      self._speed: self._per_step / float(np.mean(self._times[-_SHOWN:])),
+      "step_time_s": step_time,
+      self._speed: self._per_step / step_time,
       **values,
     }
     return record | {"learning_rate": self._learning_rate(record)}
@@ -83,7 +84,6 @@ class Records:
 
   def summary(self) -> dict[str, Any]:
     """Returns the part of a run's summary that its records give."""
-    times = self._times[1:]  # the first step of a process compiles
     return {
       "skipped_steps": self.last["skipped_steps"],
       **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
@@ -92,8 +92,17 @@ class Records:
       "final_loss": self.last["loss"],
       **{name: value for name, value in self.last.items() if name.startswith("eval_")},
       "best_eval_loss": self.last.get("best_eval_loss"),
-      "steps_per_s": len(times) / sum(times) if times else None,
+      "steps_per_s": 1 / self._step_time(len(self._times)) if self._times else None,
     }
+
+  def _step_time(self, steps: int) -> float:
+    """Returns the mean time of the last `steps` steps, in seconds.
+
+    Over several: the host learns of a step's end two steps late, and of some at once. The first step of a
+    process compiles: it counts only where there are a few steps, and nothing else is known.
+    """
+    after = self._times[1:]
+    return float(np.mean(after[-steps:] if len(after) > _FEW else self._times))
 
   def _learning_rate(self, record: dict[str, Any]) -> float:
     """Returns the rate that a step was taken with, or, if it was skipped, would have been."""

@@ -65,6 +65,14 @@ def test_a_run_leaves_what_the_contract_names(finished):
   keys = {"step", "loss", "loss_scale", "skipped_steps", "grads_finite", "step_time_s"}
   assert all(keys <= line.keys() for line in lines)
   assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20]
+  # Also beside an evaluation, where the host learns of several steps at once; and without compiling.
+  rate = next(key for key in lines[0] if key.endswith("_per_s"))
+  assert lines[-1]["step_time_s"] > 1e-3 * lines[8]["step_time_s"]
+  assert lines[-1]["step_time_s"] < lines[0]["step_time_s"] / 10
+  assert all(
+    line["step_time_s"] * line[rate] == pytest.approx(lines[0]["step_time_s"] * lines[0][rate])
+    for line in lines
+  )
   summary = json.loads((out / "summary.json").read_text())
   assert {
     "final_loss",
@@ -210,6 +218,7 @@ def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tiny_gpt, tmp_path, 
   assert main(["train", *arguments]) == 3
   error = capsys.readouterr().err
   assert "stopped at step 5" in error
+  assert "up to which steps were under way, and the batch of step 5" in error
   assert re.search(r"non-finite gradients: \S+ \(\d+ (NaN|\+inf|-inf)", error)
   assert "policy=bf16" in error
   assert "min_scale" in error
