@@ -79,12 +79,16 @@ def main() -> None:
   parser.add_argument("folder", type=pathlib.Path, help="for model.safetensors and config.json")
   options = parser.parse_args()
   mpjax.train.load_plugins([str(pathlib.Path(__file__).with_name("llama.py"))])
-  model = mpjax.train.load_safetensors(options.export)
+  try:
+    model = mpjax.train.load_safetensors(options.export)
+  except mpjax.train.ConfigError as error:
+    parser.error(str(error))
   if model.config.model.kind != "llama":
     parser.error(f"{options.export} holds a {model.config.model.kind}: expected a llama")
   options.folder.mkdir(parents=True, exist_ok=True)
   named = weights(model.params)
-  safetensors.flax.save_file(named, options.folder / "model.safetensors", metadata={"format": "pt"})
+  # By Python, so that the file has the mode that the umask gives.
+  (options.folder / "model.safetensors").write_bytes(safetensors.flax.save(named, metadata={"format": "pt"}))
   (options.folder / "config.json").write_text(json.dumps(config_of(model), indent=2) + "\n")
   print(f"wrote {options.folder / 'model.safetensors'}: {len(named)} tensors, and config.json")
 

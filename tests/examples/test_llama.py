@@ -92,6 +92,12 @@ def reference(config, weights, tokens):
 
 
 @pytest.mark.slow
+def test_its_files_have_the_mode_that_the_umask_gives(run):
+  modes = {(run / "hf" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+  assert len(modes) == 1
+
+
+@pytest.mark.slow
 def test_transformers_computes_the_same_logits(run):
   torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
   theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
