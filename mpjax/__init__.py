@@ -1,4 +1,11 @@
-"""Mixed-precision policies for JAX: loss scaling, casting and training from one policy."""
+"""Mixed-precision policies for JAX: loss scaling, casting and training from one policy.
+
+```python
+loss = mpjax.autocast(loss_fn, "bf16")  # products in bfloat16, the rest in float32
+step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), policy="fp16")  # with loss scaling
+result = mpjax.train.run("gpt_stdlib", ["policy=bf16", "train.steps=20"])  # what `mpjax train` does
+```
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -268,7 +268,7 @@ def _from_string(text: str, backend: str | None) -> Policy:
       raise ValueError(
         f"unknown policy {text!r} (Unknown dtype or preset): expected one of {', '.join(presets())}, a dtype "
         f"such as half, or a string such as {_EXAMPLE!r}"
-        + did_you_mean(text, [*presets(), "half", *DTYPE_NAMES, *ALIASES])
+        + did_you_mean(text.replace("float8", "fp8"), [*presets(), "half", *DTYPE_NAMES, *ALIASES])
       )
     dtype = parse_dtype(name, text, backend)
     return Policy(dtype, dtype, dtype, name=text)

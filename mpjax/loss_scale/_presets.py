@@ -186,9 +186,8 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
   except ValueError as error:
     raise ValueError(
       f"loss_scaling={_short(spec)}: expected none, dynamic, a preset ({', '.join(PRESETS)}), a number (a "
-      "static scale), or a mapping such as {kind: dynamic, init_scale: 65536}"
-      + _yaml_hint(spec)
-      + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
+      "static scale), a mapping such as {kind: dynamic, init_scale: 65536}, or in Python a policy, as "
+      "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
     ) from error
 
 

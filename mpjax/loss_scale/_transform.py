@@ -160,7 +160,10 @@ def with_loss_scaling(
 
   Raises:
     ValueError: names the part that is wrong and the choices.
+    TypeError: if the arguments are swapped.
   """
+  if isinstance(spec, optax.GradientTransformation):
+    raise TypeError("the arguments are swapped: call mpjax.with_loss_scaling(tx, loss_scaling)")
   config = parse_loss_scaling(spec)
   if config is None:
     return inner

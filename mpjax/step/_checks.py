@@ -87,11 +87,11 @@ def require_state(state: object, batch: PyTree) -> None:
     raise TypeError("the arguments of the step are swapped: call step(state, batch)")
   if isinstance(state, nnx.Module):
     raise TypeError(
-      "an nnx.Module in place of a TrainState: make one by state = step.init(model), or call "
+      "expected a TrainState, not an nnx.Module: make one by state = step.init(model), or call "
       "step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
     )
   raise TypeError(
-    f"a {type(state).__name__} in place of a TrainState: make one of the parameters by "
+    f"expected a TrainState, not a {type(state).__name__}: make one of the parameters by "
     "state = step.init(params), then call step(state, batch)"
   )
 

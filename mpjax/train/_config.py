@@ -187,7 +187,9 @@ def parse_config(data: object) -> Config:
   try:
     config = Config.model_validate(data)
   except pydantic.ValidationError as error:
-    raise ConfigError(_describe(error.errors()[0])) from error
+    # A key that is unknown may be the one that is missing, misspelt.
+    errors = sorted(error.errors(), key=lambda each: each["type"] == "missing")
+    raise ConfigError(_describe(errors[0])) from error
   try:
     require_honoured(config.resolve_policy())
   except ValueError as error:

@@ -58,6 +58,10 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
   Raises:
     ConfigError: one line that names the file or key, the value, and what was expected.
   """
+  if isinstance(overrides, (str, Mapping)):
+    raise ConfigError(
+      f"overrides={overrides!r}: expected a list of texts, as in ['policy=bf16', 'train.steps=200']"
+    )
   source = _located(source)
   config = parse_config(read_tree(source, overrides))
   if config.out is None:

@@ -114,8 +114,8 @@ class Kinds:
     names = f"expected one of {', '.join(self._kinds)}{did_you_mean(str(name), self._kinds)}; "
     raise ConfigError(
       f"unknown {self.section}.{self.key} {name!r}: {names if self._kinds else ''}a {self.key} of your own "
-      "comes with --plugin FILE.py or --plugin package.module (in Python: mpjax.train.load_plugins), each "
-      "time: a config names no code"
+      "needs --plugin FILE.py or --plugin package.module on every command, as a config never loads code (in "
+      "Python: mpjax.train.load_plugins)"
     )
 
   def check(self, section: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,19 @@ Positive = Annotated[Int, pydantic.Field(gt=0)]
 Natural = Annotated[Int, pydantic.Field(ge=0)]
 
 
+# What a value had to be, by the first word of pydantic's name of the error.
+_EXPECTED = {
+  "int": "an integer",
+  "float": "a number",
+  "finite": "a finite number",
+  "bool": "true or false",
+  "string": "text",
+  "list": "a list",
+  "tuple": "a list",
+  "dict": "a mapping of keys",
+}
+
+
 class Section(pydantic.BaseModel):
   """A mapping of known keys."""
 
@@ -46,8 +59,11 @@ def describe(error: Mapping[str, Any], loc: Sequence[object]) -> str:
     value = error["input"]
     return f"unknown {key} {value!r}: expected one of {', '.join(words)}" + did_you_mean(str(value), words)
   message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+  kind, _, fault = error["type"].partition("_")
   if error["type"].startswith(("greater_than", "less_than")):
     message = f"a number {message}"
+  elif kind in _EXPECTED and fault in ("type", "parsing", "from_float", "number"):
+    message = f"expected {_EXPECTED[kind]}"
   if not message.startswith("expected ") and "Input should be " in error["msg"]:
     message = f"expected {message}"
   return f"{key}={error['input']!r}: {message}" if key else message

@@ -231,11 +231,19 @@ def test_the_loss_scaling_of_a_policy():
   assert float(mpjax.with_loss_scaling(optax.sgd(0.1), policy).init({}).scale) == 32
 
 
+def test_the_name_of_a_policy_and_swapped_arguments_are_told_the_way_out():
+  tx = optax.sgd(0.1)
+  with pytest.raises(ValueError, match=r"mpjax.get_policy\('fp16'\)"):
+    mpjax.with_loss_scaling(tx, "fp16")
+  with pytest.raises(TypeError, match=r"swapped: call mpjax.with_loss_scaling\(tx, loss_scaling\)"):
+    mpjax.with_loss_scaling("dynamic", tx)
+
+
 @pytest.mark.parametrize("spec", [jnp.zeros(1000), [object()] * 100, jmp.get_policy("half")])
 def test_what_is_no_loss_scaling_is_shown_by_its_type_and_a_short_form(spec):
   with pytest.raises(ValueError, match=f"loss_scaling={type(spec).__name__} ") as error:
     mpjax.with_loss_scaling(optax.sgd(0.1), spec)
-  assert len(str(error.value)) < 400
+  assert len(str(error.value)) < 450
 
 
 @pytest.mark.parametrize(

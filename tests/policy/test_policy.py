@@ -91,6 +91,7 @@ def test_auto_and_half_follow_the_backend(backend, compute, scaled, monkeypatch)
 @pytest.mark.parametrize(
   ("spec", "words"),
   [
+    ("float8", ["float8", "did you mean 'fp8'"]),
     ("fp61", ["fp61", "fp16", "auto", "did you mean 'fp16'"]),
     ("compute_float16", ["Unknown dtype", "compute_float16"]),
     ("c=f17", ["f17", "float16"]),

@@ -110,13 +110,13 @@ STEP = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "fp32")
   ("act", "words"),
   [
     (lambda state: STEP(state, state), ["a TrainState in place of a batch"]),
-    (lambda state: STEP(PARAMS, BATCH), ["dict in place of a TrainState", "step.init(params)"]),
+    (lambda state: STEP(PARAMS, BATCH), ["expected a TrainState, not a dict", "step.init(params)"]),
     (lambda state: STEP(BATCH, state), ["swapped", "step(state, batch)"]),
     (lambda state: STEP.gradients(BATCH, state), ["swapped", "step(state, batch)"]),
-    (lambda state: STEP.explain(PARAMS, BATCH), ["dict in place of a TrainState"]),
+    (lambda state: STEP.explain(PARAMS, BATCH), ["expected a TrainState, not a dict"]),
     (
       lambda state: STEP(Model(nnx.Rngs(0)), BATCH),
-      ["nnx.Module in place of a TrainState", "step.init(model)", "optimizer"],
+      ["expected a TrainState, not an nnx.Module", "step.init(model)", "optimizer"],
     ),
     (lambda state: STEP(state), ["1 argument(s)", "step(state, batch)"]),
     (lambda state: STEP(state, BATCH, rng=jax.random.key(0)), ["step.init(..., rng=...)"]),

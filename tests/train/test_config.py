@@ -98,6 +98,17 @@ def test_what_is_wrong_is_one_line_that_names_it(minimal, overrides, words):
   assert all(word in message for word in words), message
 
 
+def test_a_section_that_is_missing_may_be_one_that_is_misspelt():
+  with pytest.raises(ConfigError, match=r"'dat'.*did you mean 'data'"):
+    load_config({"model": {"kind": "gpt"}, "dat": {"kind": "stdlib"}})
+
+
+@pytest.mark.parametrize("overrides", ["policy=bf16", {"policy": "bf16"}])
+def test_overrides_are_a_list(minimal, overrides):
+  with pytest.raises(ConfigError, match=r"expected a list of texts, as in \['policy=bf16'"):
+    load_config(minimal, overrides)
+
+
 @pytest.mark.parametrize(
   ("text", "word"),
   [("a: [", "c.yaml"), ("- 1\n", "mapping"), ("model: {kind: gpt}\n", "data"), ("", "missing key")],

@@ -90,6 +90,6 @@ def test_what_is_wrong_is_one_line(plugin, tiny, tmp_path, capsys, options, word
 def test_without_the_plugin_a_config_says_how_it_comes(tiny, capsys):
   assert main(["train", *tiny, "optimizer.target=signed"]) == 2
   assert capsys.readouterr().err == (
-    "error: unknown optimizer.target 'signed': a target of your own comes with --plugin FILE.py or "
-    "--plugin package.module (in Python: mpjax.train.load_plugins), each time: a config names no code\n"
+    "error: unknown optimizer.target 'signed': a target of your own needs --plugin FILE.py or --plugin "
+    "package.module on every command, as a config never loads code (in Python: mpjax.train.load_plugins)\n"
   )

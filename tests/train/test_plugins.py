@@ -133,7 +133,7 @@ def test_a_plan_is_compiled_for_an_h200(kind, tmp_path):
   ("override", "words"),
   [
     ("model.widht=3", ["model.widht", "own_{kind}", "did you mean 'width'"]),
-    ("model.width=wide", ["model.width='wide'", "expected a valid integer"]),
+    ("model.width=wide", ["model.width='wide'", "expected an integer"]),
     ("model.width=yes", ["model.width=True", "expected a number, not True"]),
     ("data.clases=3", ["data.clases", "blobs", "did you mean 'classes'"]),
   ],
