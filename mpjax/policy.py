@@ -127,8 +127,11 @@ class Policy(jmp.Policy):
 
   @property
   def full_label(self) -> str:
-    """The label with mappings, such as overrides, written out."""
-    return self._label(whole=True)
+    """The label with mappings, such as overrides, written out, and with what `auto` has chosen."""
+    label = self._label(whole=True)
+    if self.reason is None:
+      return label
+    return f"{label} ({dataclasses.replace(self, name=None, reason=None)._label(whole=True)})"
 
   def _label(self, *, whole: bool) -> str:
     if self.name is not None:

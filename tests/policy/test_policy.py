@@ -309,6 +309,12 @@ def test_a_string_is_one_of_jmp_where_the_rest_is_at_its_defaults():
   )
 
 
+def test_a_label_that_is_written_out_says_what_auto_chose():
+  assert mpjax.get_policy("auto", backend="gpu").full_label == "auto (fp16)"
+  assert mpjax.get_policy("auto", backend="tpu").full_label == "auto (bf16)"
+  assert mpjax.get_policy("bf16").full_label == "bf16"
+
+
 def test_a_label_is_short():
   assert mpjax.get_policy({"base": "fp16"}).label == "fp16"
   assert mpjax.get_policy(mpjax.get_policy("fp8").to_dict()).label == "fp8"

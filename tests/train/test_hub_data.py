@@ -138,6 +138,12 @@ def test_unfit_datasets_are_named(tmp_path, name):
   assert all(word in str(error.value) for word in words), error.value
 
 
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
+  monkeypatch.delattr(datasets, "load_dataset")
+  with pytest.raises(DataError, match=r"data.path='nowhere': no such folder.*data.name"):
+    load("huggingface", path="nowhere", text_column="text")
+
+
 def test_images_of_several_shapes_are_named(tmp_path):
   pictures([IMAGES[0], IMAGES[0][:5]], [0, 1]).save_to_disk(tmp_path / "ragged")
   options = {"path": str(tmp_path / "ragged"), "image_column": "image", "label_column": "label"}

@@ -44,9 +44,10 @@ def load_huggingface(
   except ImportError:
     raise DataError("data.kind=huggingface needs the datasets package: pip install datasets") from None
   saved = path is not None and pathlib.Path(path).is_dir()
-  source = path if saved else name or path
+  source = path if saved else name
   if not source:
-    raise DataError("data.kind=huggingface: expected data.path (a saved dataset) or data.name (of the hub)")
+    missing = f"data.path={path!r}: no such folder" if path else "data.kind=huggingface"
+    raise DataError(f"{missing}: expected data.path (a saved dataset) or data.name (of the hub)")
   try:
     splits = datasets.load_from_disk(source) if saved else datasets.load_dataset(source)
   except Exception as error:  # the package raises many kinds, from missing files to failed connections
