@@ -71,7 +71,7 @@ class Setup:
 
   def check_layout(self) -> None:
     """Raises `ConfigError` for a model without a first state, or rules that do not fit its parameters."""
-    with model_errors():
+    with model_errors(self.config, self.info):
       shapes = jax.eval_shape(self._init)
       self.task.check_sharding(shapes.params)
     try:
@@ -88,7 +88,7 @@ class Setup:
     at = self.layout.batch_sharding
     batch = jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
     state = self.abstract_state()
-    with model_errors():
+    with model_errors(self.config, self.info):
       jax.eval_shape(self.step.jitted, state, batch)
       jax.eval_shape(self.evaluate, for_evaluation(state), batch)
 

@@ -33,23 +33,19 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
   kind = MODELS.find(config.model.kind)
   facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(DataInfo)}
   told = ModelInfo(**facts, policy=policy, backend=platform(backend), recompute=config.train.recompute)
-  try:
-    with model_errors():
-      task = kind.fun(told, **config.model.options)
-      if not isinstance(task, Task):
-        raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-      jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module is no result
-  except MissingFact as error:
-    raise ConfigError(
-      f"model.kind={kind.name} does not take the data of data.kind={config.data.kind}, rows of "
-      f"{', '.join(info.row) or 'nothing'}: {error}"
-    ) from error
+  with model_errors(config, info):
+    task = kind.fun(told, **config.model.options)
+    if not isinstance(task, Task):
+      raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
+    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module is no result
   return task
 
 
 @contextlib.contextmanager
-def model_errors() -> Iterator[None]:
+def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
   """Turns a ValueError of a model, or of a step about it, into a `ConfigError`, with the line it comes from.
+
+  So it does with a fact that the model asks for and the data does not give.
 
   Others, such as the TypeError of a product of shapes that do not fit, are a model's own faults: whoever
   mends them wants the traceback.
@@ -58,6 +54,11 @@ def model_errors() -> Iterator[None]:
     yield
   except ConfigError:
     raise
+  except MissingFact as error:
+    raise ConfigError(
+      f"model.kind={config.model.kind} does not take the data of data.kind={config.data.kind}, rows of "
+      f"{', '.join(info.row) or 'nothing'}: {error}"
+    ) from error
   except ValueError as error:
     raise ConfigError(f"model: {' '.join(str(error).split())}{place(error)}") from error
 

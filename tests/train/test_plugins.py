@@ -299,6 +299,10 @@ def test_a_single_array_is_a_parameter_tree(tmp_path):
     (lambda info: task(sharding={"v": ("fsdp",)}), ["sharding pattern 'v'", "there are w"]),
     (lambda info: task(sharding={"w": ("fdsp",)}), ["sharding rule 'w'", "expected fsdp, tensor or null"]),
     (lambda info: task() if info.hight else None, ["'hight'", "classes, features", "x, y"]),
+    (
+      lambda info: task(loss_fn=lambda params, batch: params["w"][0] * info.hight),
+      ["'hight'", "classes, features"],
+    ),
     (lambda info: task(loss_fn=lambda params, batch: batch["x"] @ params["w"]), ["float32[16]", "scalar"]),
     (lambda info: task(evaluate=lambda params, batch: {"a": params["w"][0]}), ["eval_a", "a loss among"]),
   ],
