@@ -188,6 +188,22 @@ def test_pictures_of_what_there_is(tmp_path, report, scale):
   assert panels == (scale != 1)
 
 
+def test_layers_of_a_scan_stand_one_after_the_other(tmp_path, report, monkeypatch):
+  axes = pytest.importorskip("matplotlib.axes")
+  drawn = []
+  real = axes.Axes.set_xticks
+  monkeypatch.setattr(
+    axes.Axes,
+    "set_xticks",
+    lambda self, at, names=None, **more: drawn.append(names) or real(self, at, names, **more),
+  )
+  one = next(t for t in report["tensors"] if t["kind"] == "activation")
+  order = ["embed", "q[0]", "q[1]", "o[0]", "o[1]", "head"]  # an operation of every layer, then the next
+  tensors = [{**one, "module": module, "order": i} for i, module in enumerate(order)]
+  save_pictures({**report, "findings": [], "tensors": tensors}, tmp_path)
+  assert drawn[-1] == ["embed", "q[0]", "o[0]", "q[1]", "o[1]", "head"]
+
+
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, report, monkeypatch):
   real = builtins.__import__
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import os
 import pathlib
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +36,7 @@ _SERIES = {
   "weight gradient": ("^", "#00805f"),
 }
 _TITLE_WIDTH = 95  # letters
+_LAYER = re.compile(r"\[(\d+)\]")  # of a scan, in the name of a module
 _NAMES = {"lost": "becomes zero", "subnormal": "subnormal", "normal": "normal", "overflow": "overflows"}
 _UPDATE_NAMES = {"lost": "leaves the weight as it is", "subnormal": "either", "normal": "changes the weight"}
 
@@ -240,7 +243,7 @@ def _visits(report: Mapping[str, Any]) -> list[_Visit]:
     t for t in tensors if t["kind"] != "weight gradient"
   ]  # a place in the tree is none in the program
   visits: list[_Visit] = []
-  for tensor in sorted(placed, key=lambda t: t["order"]):
+  for tensor in _by_layer(sorted(placed, key=lambda t: t["order"])):
     if not visits or visits[-1].module != tensor["module"]:
       visits.append(_Visit(tensor["module"], tensor["order"], {}, tensor["name"]))
   for module in dict.fromkeys(t["module"] for t in tensors):
@@ -253,6 +256,15 @@ def _visits(report: Mapping[str, Any]) -> list[_Visit]:
     error = float(tensor["error"])
     errors[tensor["kind"]] = max(errors.get(tensor["kind"], 0.0), math.inf if math.isnan(error) else error)
   return visits
+
+
+def _by_layer(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns tensors with the layers of a scan, whose operations are one program, one after the other."""
+  found: list[dict[str, Any]] = []
+  for layered, some in itertools.groupby(tensors, lambda tensor: bool(_LAYER.search(tensor["module"]))):
+    run = list(some)
+    found += sorted(run, key=lambda tensor: int(_LAYER.findall(tensor["module"])[0])) if layered else run
+  return found
 
 
 def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]) -> None:
