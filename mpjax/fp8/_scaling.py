@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 from mpjax._types import DTypeLike
 
@@ -66,7 +66,7 @@ def quantise(
 
 def quantise_blocks(
   x: Float[Array, "*shape"], axis: int, block: int, dtype: DTypeLike
-) -> tuple[Float[Array, "*shape"], Float[Array, "..."]]:
+) -> tuple[Float[Array, "*shape"], Shaped[Array, "..."]]:  # E8M0 is no Float to jaxtyping
   """Quantises to MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
 
   The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the

@@ -164,7 +164,8 @@ def test_without_units_a_run_is_one_of_bfloat16_and_says_so_once(config, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", POLICIES)
-def test_explain_says_which_products_are_fp8(config, capsys, recipe):
+def test_explain_says_which_products_are_fp8(config, capsys, recipe, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "120")
   assert main(["explain", *config, POLICIES[recipe]]) == 0
   text = capsys.readouterr().out
   # Four products, 8 x 16 rows, of 128 x (384 + 128 + 512 + 512).
