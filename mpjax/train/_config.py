@@ -12,11 +12,11 @@ from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
-from mpjax.train import models  # noqa: F401 (it registers mpjax's own)
 from mpjax.train._errors import ConfigError
 from mpjax.train._kinds import MODELS, TARGETS, KindSection
 from mpjax.train._sections import Float, Int, Natural, Positive, Section, describe
 from mpjax.train.data import DataConfig
+from mpjax.train.models import _classifiers, _language_model  # noqa: F401 (they register mpjax's own)
 
 
 class ModelConfig(KindSection):

@@ -1,6 +1,5 @@
 """Models that follow the dtype of their parameters and inputs: no dtype arguments anywhere."""
 
-from mpjax.train.models import _classifiers, _language_model  # noqa: F401 (they register the models)
 from mpjax.train.models._gpt import GPT
 from mpjax.train.models._model_sharding import gpt_sharding, resnet_sharding, vit_sharding
 from mpjax.train.models._resnet import ResNet

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.train._errors import ConfigError
-from mpjax.train.data import ModelInfo
+
+if TYPE_CHECKING:  # the models need none of what reads data
+  from mpjax.train.data import ModelInfo
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
