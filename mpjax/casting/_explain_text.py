@@ -19,13 +19,12 @@ from mpjax._text_sections import (
   print_sections,
   sections_text,
 )
+from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.jaxpr import layer_pattern, merged_path
 
 if TYPE_CHECKING:
   import rich.console
-
-  from mpjax.casting._explain import ExplainedOperation, Explanation
 
 _MOST_NAMES = 6  # of operations in a cell
 _ROOT = "(no module)"
@@ -36,19 +35,19 @@ _FIGURES = frozenset(
 _Item = TypeVar("_Item")
 
 
-def explanations_text(explanations: Sequence[Explanation]) -> str:
+def explanations_text(explanations: Sequence[ExplainedProgram]) -> str:
   """Returns explanations side by side as plain text, at most 116 columns wide."""
   return sections_text(_sections(explanations))
 
 
-def print_explanations(explanations: Sequence[Explanation], console: rich.console.Console) -> None:
+def print_explanations(explanations: Sequence[ExplainedProgram], console: rich.console.Console) -> None:
   """Prints explanations of one program under several policies, side by side, in the width of a console."""
   print_sections(_sections(explanations), console)
 
 
-def _sections(explanations: Sequence[Explanation]) -> Iterator[TextSection]:
+def _sections(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
   labels = [one.policy.full_label for one in explanations]
-  each: Sequence[Callable[[Explanation], TextSection | None]]
+  each: Sequence[Callable[[ExplainedProgram], TextSection | None]]
   each = (_full, _what_follows, _not_fp8, _unknown, _islands, _carries)
   summaries = [_summary(one) for one in explanations]
   if len(explanations) == 1:
@@ -60,7 +59,7 @@ def _sections(explanations: Sequence[Explanation]) -> Iterator[TextSection]:
   yield from [_modules(explanations[0])] if len(explanations) == 1 else [_compared_modules(explanations)]
 
 
-def _summary(one: Explanation) -> str:
+def _summary(one: ExplainedProgram) -> str:
   by_dtype = sorted(one.matrix_flops().items(), key=lambda item: -item[1])
   flops = ", ".join(f"{dtype} {with_prefix(n, 'FLOP')} ({_share(one, dtype)})" for dtype, n in by_dtype)
   casts = sum(row.casts for row in one.rows)
@@ -71,10 +70,10 @@ def _summary(one: Explanation) -> str:
   )
 
 
-def _compared(explanations: Sequence[Explanation]) -> TextSection:
+def _compared(explanations: Sequence[ExplainedProgram]) -> TextSection:
   """Returns the figures of several policies, a column each."""
 
-  def row(name: str, figure: Callable[[Explanation], str]) -> TextRow:
+  def row(name: str, figure: Callable[[ExplainedProgram], str]) -> TextRow:
     return TextRow([name, *map(figure, explanations)])
 
   dtypes = dict.fromkeys(dtype for one in explanations for dtype in one.matrix_flops())
@@ -91,13 +90,13 @@ def _compared(explanations: Sequence[Explanation]) -> TextSection:
   return beside("What runs in which dtype", [one.policy.full_label for one in explanations], [rows, others])
 
 
-def _full(one: Explanation) -> TextSection | None:
+def _full(one: ExplainedProgram) -> TextSection | None:
   """Returns what is denied half precision, and why: what decides where islands are."""
   rows = [row for row in one.rows if _is_full(row) and row.list != "infer"]
   return None if _all_float32(one) else _reasons(one, "In float32, and why", rows)
 
 
-def _what_follows(one: Explanation) -> TextSection | None:
+def _what_follows(one: ExplainedProgram) -> TextSection | None:
   """Returns the operations that are float32 since those beside them are, by reason."""
   by_reason: dict[str, list[ExplainedOperation]] = {}
   for row in one.rows:
@@ -113,13 +112,13 @@ def _what_follows(one: Explanation) -> TextSection | None:
   return TextSection("In float32 with them", _columns("because", "operations", "module"), [rows])
 
 
-def _not_fp8(one: Explanation) -> TextSection | None:
+def _not_fp8(one: ExplainedProgram) -> TextSection | None:
   rows = [row for row in one.rows if row.flops and row.why.startswith(NOT_FP8)]
   return _reasons(one, "Products not in FP8, and why", rows, NOT_FP8)
 
 
 def _reasons(
-  one: Explanation, title: str, rows: Iterable[ExplainedOperation], prefix: str = ""
+  one: ExplainedProgram, title: str, rows: Iterable[ExplainedOperation], prefix: str = ""
 ) -> TextSection | None:
   """Returns why operations run in their dtype, for reasons that start so; modules that are alike once."""
   of_module: dict[str, dict[str, list[str]]] = {}
@@ -133,13 +132,13 @@ def _reasons(
   return TextSection(title, _columns("module", "primitives", "because"), [lines]) if lines else None
 
 
-def _unknown(one: Explanation) -> TextSection | None:
+def _unknown(one: ExplainedProgram) -> TextSection | None:
   if not one.unknown:
     return None
   return TextSection(f"unknown primitives, left in the dtypes of the program: {', '.join(one.unknown)}")
 
 
-def _islands(one: Explanation) -> TextSection | None:
+def _islands(one: ExplainedProgram) -> TextSection | None:
   """Returns what islands cost, those of layers that are alike in one row, with the sums of all."""
   alike = _grouped(
     one.islands, lambda i: (layer_pattern(i.path), i.operations, i.copied, i.kept_bytes, i.times)
@@ -157,7 +156,7 @@ def _islands(one: Explanation) -> TextSection | None:
   return TextSection(title, _columns(*heads), [rows]) if rows else None
 
 
-def _carries(one: Explanation) -> TextSection | None:
+def _carries(one: ExplainedProgram) -> TextSection | None:
   held = lambda carry: f"{carry.primitive} {carry.dtype}[{','.join(map(str, carry.shape))}]"
   alike = _grouped(one.carries, lambda carry: (layer_pattern(carry.path), held(carry), carry.why))
   every = [carry.path for carry in one.carries]
@@ -166,7 +165,7 @@ def _carries(one: Explanation) -> TextSection | None:
   return TextSection("Loop carries", _columns("carry", "held in", "because"), [rows]) if rows else None
 
 
-def _modules(one: Explanation) -> TextSection:
+def _modules(one: ExplainedProgram) -> TextSection:
   """Returns what each module has of operations, casts and FLOPs, modules that are alike together."""
   rows = []
   for name, found in _by_module(one):
@@ -183,7 +182,7 @@ def _modules(one: Explanation) -> TextSection:
   return TextSection("Modules", _columns(*heads), [rows])
 
 
-def _compared_modules(explanations: Sequence[Explanation]) -> TextSection:
+def _compared_modules(explanations: Sequence[ExplainedProgram]) -> TextSection:
   """Returns the dtype of the products of each module, and how much else is float32, a column a policy."""
   of_policy = [dict(_by_module(one)) for one in explanations]
   names = dict.fromkeys(name for modules in of_policy for name in modules)
@@ -198,7 +197,7 @@ def _compared_modules(explanations: Sequence[Explanation]) -> TextSection:
   return beside("Products by module", [one.policy.full_label for one in explanations], [rows], lines)
 
 
-def _by_module(one: Explanation) -> list[tuple[str, list[ExplainedOperation]]]:
+def _by_module(one: ExplainedProgram) -> list[tuple[str, list[ExplainedOperation]]]:
   """Returns the operations by module, those of modules together that are alike and have the same dtypes."""
   of_module: dict[str, list[ExplainedOperation]] = {}
   for row in one.rows:
@@ -229,7 +228,7 @@ def _merged_names(groups: Sequence[Sequence[str]], every: Sequence[str]) -> list
   return [merged_path(set(paths), every) or _ROOT for paths in groups]
 
 
-def _paths(one: Explanation) -> list[str]:
+def _paths(one: ExplainedProgram) -> list[str]:
   return list(dict.fromkeys(row.path for row in one.rows))
 
 
@@ -237,16 +236,16 @@ def _is_full(row: ExplainedOperation) -> bool:
   return row.after == row.before == "float32"
 
 
-def _all_float32(one: Explanation) -> bool:
+def _all_float32(one: ExplainedProgram) -> bool:
   """Returns whether the policy computes in float32 throughout, for which there is nothing to explain."""
   return one.policy.compute_dtype == np.float32 and not one.policy.overrides
 
 
-def _island_count(one: Explanation) -> int:
+def _island_count(one: ExplainedProgram) -> int:
   return len({row.island for row in one.rows if row.island is not None})
 
 
-def _share(one: Explanation, dtype: str) -> str:
+def _share(one: ExplainedProgram, dtype: str) -> str:
   """Returns the share of the products' FLOPs that are in a dtype."""
   flops = one.matrix_flops()
   return f"{flops[dtype] / sum(flops.values()):.0%}" if flops.get(dtype) else "-"

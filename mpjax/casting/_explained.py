@@ -1,0 +1,117 @@
+"""What autocast decides for a program, as data: operations, islands, loop carries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpjax.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedOperation:
+  """One operation of a program.
+
+  Attributes:
+    path: module path, such as `GPT/h0/attn`.
+    primitive: name of the JAX primitive.
+    list: allow, deny, infer or opaque.
+    before: dtype of its result in the user's program.
+    after: dtype that it runs in under autocast.
+    flops: of a matrix product or convolution, all repetitions; 0 for others.
+    bytes: of its results under autocast, all repetitions.
+    casts: casts that autocast inserts before it.
+    cast_bytes: what those casts write.
+    island: number of the float32 island that it is part of, or `None`.
+    why: the reason for the dtype.
+    times: how often it runs (the length of the scans round it; a while loop counts once).
+  """
+
+  path: str
+  primitive: str
+  list: str
+  before: str
+  after: str
+  flops: int
+  bytes: int
+  casts: int
+  cast_bytes: int
+  island: int | None
+  why: str
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedIsland:
+  """A float32 island: computed again in the backward pass, from what is kept of it.
+
+  Attributes:
+    number: as `island` of its operations has it.
+    path: module path.
+    operations: names of the JAX primitives that are computed again.
+    copied: names of those before it that it carries out itself, since their results take more memory than
+      what they are made of: a one-hot, a mask of positions.
+    kept_bytes: of what it reads, which the backward pass keeps in half precision, and of its statistics of
+      rows, which it keeps in float32; all repetitions.
+    recomputed_bytes: of the float32 results inside, which are not kept but computed again; all repetitions.
+    fenced_bytes: of what the backward pass reads through an optimisation barrier, so that a compiler does
+      compute it again; all repetitions. 0 where the backward pass follows at once, as in a loss.
+    kept_in: `float8` where half-precision inputs are kept in FP8; else empty.
+    times: how often it runs.
+  """
+
+  number: int
+  path: str
+  operations: tuple[str, ...]
+  copied: tuple[str, ...]
+  kept_bytes: int
+  recomputed_bytes: int
+  fenced_bytes: int
+  kept_in: str
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCarry:
+  """A carry of a loop that is float32 in the user's program, and the dtype it is held in.
+
+  Attributes:
+    path: the loop's module path and `carry_0`, `carry_1`, ...: what an override for it has to match.
+    primitive: `scan` or `while`.
+    shape: of the carry.
+    dtype: that it is held in.
+    why: the reason for the dtype.
+  """
+
+  path: str
+  primitive: str
+  shape: tuple[int, ...]
+  dtype: str
+  why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedProgram:
+  """The decisions of autocast for a program, as data.
+
+  Attributes:
+    policy: the policy.
+    rows: one for each operation, in the order of the program.
+    islands: one for each float32 island, in the order of the program.
+    carries: one for each float32 carry of each loop, in the order of the program.
+    unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
+      a list with `OpLists.default().replace(infer=...)`.
+  """
+
+  policy: Policy
+  rows: tuple[ExplainedOperation, ...]
+  islands: tuple[ExplainedIsland, ...] = ()
+  carries: tuple[ExplainedCarry, ...] = ()
+  unknown: tuple[str, ...] = ()
+
+  def matrix_flops(self) -> dict[str, int]:
+    """Floating-point operations of matrix products and convolutions, by dtype."""
+    total: dict[str, int] = {}
+    for row in self.rows:
+      if row.flops:
+        total[row.after] = total.get(row.after, 0) + row.flops
+    return total
