@@ -3,23 +3,21 @@
     python scripts/bench.py plan [--target here|v5e|h200|...] [--models gpt,vit,resnet,llama]
       [--sizes small,medium,large] [--policies fp32,bf16] [--json FILE]
 
-The training steps of the configs in configs/, on one device, with overrides that make them larger, and a
-step like Llama's. Arguments: the bytes of weights, optimiser state and batch, padding included, which have
-to be what the compiler says. Outputs: the bytes of the step's results and of the table of pointers to them,
-likewise. Peak: analytic by compiled. Explained: the share of the compiled peak that the plan's parts
-account for. Exits with status 1 if arguments or outputs differ, or less than 90% is explained. Targets
-other than `here` need the packages that `mpjax[plan-tpu]` and `mpjax[plan-cuda]` name, and no such device.
+The training steps of the configs in configs/ and examples/llama, on one device, with overrides that make them
+larger or smaller. Arguments: the bytes of weights, optimiser state and batch, padding included, which have to
+be what the compiler says. Outputs: the bytes of the step's results and of the table of pointers to them,
+likewise. Peak: analytic by compiled. Explained: the share of the compiled peak that the plan's parts account
+for. Exits with status 1 if arguments or outputs differ, or less than 90% is explained. Targets other than
+`here` need the packages that `mpjax[plan-tpu]` and `mpjax[plan-cuda]` name, and no such device.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 # Read when JAX starts: what is compiled for another device is compiled in a process of its own.
@@ -29,46 +27,56 @@ if "here" not in sys.argv and any(word.startswith("--target") for word in sys.ar
 import jax
 import numpy as np
 
-import mpjax
 from benchmarks._record import origin, write
-from benchmarks.plan._llama import llama_step
 from mpjax.planner import ARGUMENT_PARTS, CompileError, Plan, Target, get_target, missing, tiled_bytes
 from mpjax.planner.analytic import table_bytes
-from mpjax.train import Planner, load_config, make_setup
+from mpjax.train import Planner, load_config, load_plugins, make_setup
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+ROOT = pathlib.Path(__file__).parents[2]
 LEAST_EXPLAINED = 0.90
+
+
+def _llama(width: int, layers: int, length: int, batch: int) -> tuple[str, list[str], int]:
+  sizes = {"dim": width, "layers": layers, "heads": width // 64, "kv_heads": width // 256}
+  sizes |= {"hidden": width * 11 // 4}
+  given = [f"model.{key}={size}" for key, size in sizes.items()]
+  return "examples/llama/llama3_8b.yaml", [*given, "data.vocab_size=8192", f"data.seq_len={length}"], batch
+
+
 # Model and size: file, overrides, batch size.
 CASES: dict[tuple[str, str], tuple[str, list[str], int]] = {
-  ("gpt", "small"): ("gpt_stdlib", ["model.dim=384", "model.heads=6", "data.seq_len=512"], 16),
+  ("gpt", "small"): ("configs/gpt_stdlib.yaml", ["model.dim=384", "model.heads=6", "data.seq_len=512"], 16),
   ("gpt", "medium"): (
-    "gpt_stdlib",
+    "configs/gpt_stdlib.yaml",
     ["model.dim=512", "model.heads=8", "model.layers=6", "data.seq_len=512"],
     32,
   ),
   ("gpt", "large"): (
-    "gpt_stdlib",
+    "configs/gpt_stdlib.yaml",
     ["model.dim=768", "model.heads=12", "model.layers=12", "data.seq_len=1024"],
     16,
   ),
   ("vit", "small"): (
-    "vit_digits",
+    "configs/vit_digits.yaml",
     ["model.patch=1", "model.dim=192", "model.heads=3", "model.layers=6"],
     512,
   ),
   ("vit", "medium"): (
-    "vit_digits",
+    "configs/vit_digits.yaml",
     ["model.patch=1", "model.dim=384", "model.heads=6", "model.layers=6"],
     512,
   ),
   ("vit", "large"): (
-    "vit_digits",
+    "configs/vit_digits.yaml",
     ["model.patch=1", "model.dim=768", "model.heads=12", "model.layers=12"],
     1024,
   ),
-  ("resnet", "small"): ("resnet_digits", ["model.width=32", "model.stages=[3,4,6]"], 4096),
-  ("resnet", "medium"): ("resnet_digits", ["model.width=64", "model.stages=[3,4,6]"], 1024),
-  ("resnet", "large"): ("resnet_digits", ["model.width=128", "model.stages=[3,4,6]"], 4096),
+  ("resnet", "small"): ("configs/resnet_digits.yaml", ["model.width=32", "model.stages=[3,4,6]"], 4096),
+  ("resnet", "medium"): ("configs/resnet_digits.yaml", ["model.width=64", "model.stages=[3,4,6]"], 1024),
+  ("resnet", "large"): ("configs/resnet_digits.yaml", ["model.width=128", "model.stages=[3,4,6]"], 4096),
+  ("llama", "small"): _llama(512, 4, 512, 16),
+  ("llama", "medium"): _llama(1024, 8, 512, 16),
+  ("llama", "large"): _llama(2048, 16, 1024, 8),
 }
 
 
@@ -91,32 +99,21 @@ def _leaf_bytes(leaf: Any, kind: str) -> int:
 
 def measure(model: str, size: str, policy: str, target: Target) -> dict[str, Any]:
   """The row of a model, size and policy."""
-  if model == "llama":
-    step, args = llama_step(size, policy)
-    row = {"model": model, "size": size, "policy": policy, "batch": args[1]["tokens"].shape[0]}
-    of = functools.partial(mpjax.plan, step, args, target=target)
-    return row | _measured(of, lambda: result_bytes(step, args, target.kind))
   name, overrides, batch = CASES[model, size]
   given = [*overrides, f"policy={policy}", "mesh.data=1"]
-  config = load_config(str(CONFIGS / f"{name}.yaml"), given)
+  config = load_config(str(ROOT / name), given)
   row = {"model": model, "size": size, "policy": policy, "batch": batch, "overrides": overrides}
-
-  def results() -> int:
-    setup = make_setup(config)
-    return result_bytes(setup.step, (setup.abstract_state(), next(setup.data.train())), target.kind)
-
-  return row | _measured(functools.partial(Planner(config, target).plan, batch=batch), results)
-
-
-def _measured(plan_of: Callable[..., Plan], results: Callable[[], int]) -> dict[str, Any]:
+  planner = Planner(config, target)
   start = time.perf_counter()
-  analytic = plan_of(compile=False)
-  row: dict[str, Any] = {"analytic_seconds": time.perf_counter() - start}
+  analytic = planner.plan(batch=batch, compile=False)
+  row["analytic_seconds"] = time.perf_counter() - start
   try:
-    plan = plan_of(compile=True)
+    plan = planner.plan(batch=batch, compile=True)
   except CompileError as error:
     return row | {"error": str(error)}
-  return row | _figures(analytic, plan, results())
+  setup = make_setup(config)
+  results = result_bytes(setup.step, (setup.abstract_state(), next(setup.data.train())), target.kind)
+  return row | _figures(analytic, plan, results)
 
 
 def _figures(analytic: Plan, plan: Plan, results: int) -> dict[str, Any]:
@@ -180,6 +177,7 @@ def run(options: argparse.Namespace) -> int:
   )
   shown = target.device if target.is_here else f"{target.device}, described and not there"
   given = f" --target {options.target}"
+  load_plugins([str(ROOT / "examples/llama/llama.py")])
   report = origin(f"plan{given}", "flax", "optax", *packages, device=shown) | {"rows": []}
   print(
     f"{'':20}{'M params':>9}{'args MB':>10}{'args':>9}{'outputs':>9}{'analytic MB':>13}{'peak MB':>11}"
