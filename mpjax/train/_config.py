@@ -28,12 +28,12 @@ class ModelConfig(KindSection):
 class OptimizerConfig(Section):
   """An optax optimiser, its learning-rate schedule and gradient clipping.
 
-  `target`: in place of `name`, an optimiser that a plug-in registers.
+  `target`: in place of `name`, which is `null` then, an optimiser that a plug-in registers.
   `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
   them in which the schedule `wsd` (warm-up, stable, decay) falls.
   """
 
-  name: str = "adamw"
+  name: str | None = "adamw"
   target: str | None = None
   learning_rate: Annotated[Float, pydantic.Field(gt=0)] = 1e-3
   schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -50,13 +50,16 @@ class OptimizerConfig(Section):
   def _check_target(cls, value: object) -> object:
     if not isinstance(value, Mapping) or value.get("target") is None:
       return value
-    for key, usual in (("name", cls.model_fields["name"].default), ("weight_decay", 0)):
-      if value.get(key, usual) != usual:
-        raise ValueError(f"{key}={value[key]!r} beside target={value['target']!r}: give one of the two")
+    for key in ("name", "weight_decay"):
+      if value.get(key):
+        raise ValueError(
+          f"{key}={value[key]!r} beside target={value['target']!r}: give one of the two; "
+          f"{'null' if key == 'name' else 0} takes back the {key} of a file"
+        )
     options = value.get("options")
     if not isinstance(options, Mapping) and options is not None:
       return value  # told by the annotation
-    return {**value, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
+    return {**value, "name": None, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
 
 
 class MeshConfig(Section):

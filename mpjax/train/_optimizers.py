@@ -71,7 +71,7 @@ def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
   if config.name not in OPTIMIZERS:
     raise ConfigError(
       f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
-      + did_you_mean(config.name, OPTIMIZERS)
+      + did_you_mean(str(config.name), OPTIMIZERS)
       + "; one of a plug-in is optimizer.target"
     )
   build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)

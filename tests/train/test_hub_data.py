@@ -57,6 +57,25 @@ def test_text_by_name(tmp_path, offline):
   assert letters(data, "train") == set(range(65, 77))
 
 
+@pytest.mark.parametrize("vocab_size", [300, 100_000])
+def test_tokens_that_were_saved(tmp_path, vocab_size):
+  lists = [[i, i + 1, 299] for i in range(40)]
+  stream = np.ravel(lists).tolist()
+  path = saved(tmp_path / "one", only={"input_ids": lists, "text": ["x"] * 40})
+  options = {"token_column": "input_ids", "vocab_size": vocab_size, "batch_size": 2}
+  data = load("huggingface", path=path, **options)
+  assert data.info.vocab_size == vocab_size
+  np.testing.assert_array_equal(data.train_rows[2]["tokens"], stream[16:25])
+  np.testing.assert_array_equal(data.eval_rows[0]["tokens"], stream[90:99])
+  split = saved(tmp_path / "split", train={"input_ids": lists[:30]}, test={"input_ids": lists[30:]})
+  apart = load("huggingface", path=split, eval_split="test", **options)
+  np.testing.assert_array_equal(apart.eval_rows[0]["tokens"], stream[90:99])
+  shuffled = datasets.load_from_disk(path).select(range(39, -1, -1))
+  shuffled.save_to_disk(tmp_path / "shuffled")
+  rows = load("huggingface", path=str(tmp_path / "shuffled"), **options).train_rows
+  assert rows[0]["tokens"].tolist() == [39, 40, 299, 38, 39, 299, 37, 38, 299]
+
+
 def test_images_are_decoded_when_they_are_read(tmp_path):
   pictures(IMAGES).save_to_disk(tmp_path / "images")
   options = {"path": str(tmp_path / "images"), "image_column": "image", "label_column": "label"}
@@ -111,6 +130,32 @@ BAD = {  # name -> (columns of splits, options, words of the error)
     ["'all'", "train, test"],
   ),
   "no column named": ({"train": {"text": TEXTS}}, {}, ["data.text_column"]),
+  "tokens and no vocabulary": ({"train": {"ids": [[1]] * 9}}, {"token_column": "ids"}, ["data.vocab_size"]),
+  "tokens above the vocabulary": (
+    {"train": {"ids": [[1, 9]] * 9}},
+    {"token_column": "ids", "vocab_size": 9},
+    ["[train]", "ids has 9", "data.vocab_size=9"],
+  ),
+  "tokens with a gap": (
+    {"train": {"ids": [[1], None, [2, None]]}},
+    {"token_column": "ids", "vocab_size": 9},
+    ["[train]", "gaps"],
+  ),
+  "text for tokens": (
+    {"train": {"ids": TEXTS}},
+    {"token_column": "ids", "vocab_size": 9},
+    ["ids is string", "lists of integers"],
+  ),
+  "fractions for tokens": (
+    {"train": {"ids": [[0.5]] * 9}},
+    {"token_column": "ids", "vocab_size": 9},
+    ["ids is list<", "lists of integers"],
+  ),
+  "too few tokens": (
+    {"train": {"ids": [[1]] * 9}},
+    {"token_column": "ids", "vocab_size": 9},
+    ["data.seq_len=8", "tokens of the training split"],
+  ),
   "labels below 0": (
     {"train": {"image": IMAGES.tolist(), "label": [-1, *LABELS[1:].tolist()]}},
     {"image_column": "image", "label_column": "label"},

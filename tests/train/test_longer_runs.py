@@ -151,6 +151,17 @@ def test_the_schedule_can_stay_as_it_was(tiny, first, tmp_path, capsys):
   np.testing.assert_allclose(rates(lines)[20:], 1e-3, rtol=1e-5)
 
 
+def test_a_run_goes_on_with_other_intervals(tiny, first, tmp_path):
+  out, until = tmp_path / "run", "optimizer.schedule_steps=20"
+  train(tiny, out, "train.steps=10", until)
+  often = [f"train.{key}=5" for key in ("log_every", "eval_every", "checkpoint_every", "max_skips")]
+  lines = train(tiny, out, "train.steps=20", until, *often, "train.keep_checkpoints=1", "data.workers=2")
+  logged = losses(line for line in lines if line["step"] > 10)
+  assert logged == [line for line in losses(records(first)) if line[0] in (15, 20)]
+  # Nothing is lost of a finished run: the same command with yet others has nothing to do.
+  assert train(tiny, out, "train.steps=20", until) == lines
+
+
 def test_no_other_change_comes_with_a_longer_run(tiny, first, capsys):
   before = (first / "config.yaml").read_bytes()
   assert main(["train", *tiny, f"out={first}", "train.steps=30", "seed=4"]) == 2

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax import export
 
+import mpjax
 from mpjax.dtypes import cast_floating
 from mpjax.train.models import GPT, ResNet, ViT
 from mpjax.train.models._gpt import dropout, rotate
@@ -275,6 +276,17 @@ def test_rotation_of_half_precision_has_float32_angles():
 def test_gpt_refuses_arguments(changes, match):
   with pytest.raises(ValueError, match=match):
     make_gpt(**changes)
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_the_head_has_a_module_path(tie_head):
+  model = make_gpt(tie_head=tie_head)
+  explained = mpjax.explain(
+    lambda model, tokens: model(tokens), {"base": "bf16", "overrides": {"GPT/head": "fp32"}}
+  )
+  products = [row for row in explained(model, jnp.zeros((2, 4), jnp.int32)).rows if row.flops]
+  assert {row.path: row.after for row in products if row.path.endswith("head")} == {"GPT/head": "float32"}
+  assert {row.after for row in products if not row.path.endswith("head")} == {"bfloat16"}
 
 
 def test_gpt_takes_odd_heads_with_learned_positions():

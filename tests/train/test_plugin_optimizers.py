@@ -56,7 +56,8 @@ def test_it_trains_resumes_and_is_exported(plugin, tiny, tmp_path, capsys, monke
     assert [line[key] for line in whole] == [line[key] for line in parts]
   assert whole[-1]["loss"] < whole[0]["loss"]
   written = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())["optimizer"]
-  assert (written["target"], written["options"]) == ("signed", {"momentum": 0.9, "decay": 0.01})
+  assert (written["name"], written["target"]) == (None, "signed")
+  assert written["options"] == {"momentum": 0.9, "decay": 0.01}
   assert main(["export", str(tmp_path / "whole"), *plugin]) == 0
   monkeypatch.setattr(TARGETS, "_kinds", {})
   assert load_safetensors(tmp_path / "whole" / "model.safetensors").config.model.kind == "gpt"
@@ -77,6 +78,11 @@ def test_it_trains_resumes_and_is_exported(plugin, tiny, tmp_path, capsys, monke
     (["optimizer.target=nothing"], ["returned a int", "optax transform"]),
     (["optimizer.target=nothing", "optimizer.options.x=1"], ["optimizer.options.x", "it has none"]),
     (["optimizer.target=nothing", "optimizer.name=lion"], ["name='lion' beside target='nothing'"]),
+    (
+      ["optimizer.target=nothing", "optimizer.name=adamw"],
+      ["'adamw' beside target", "null takes back the name"],
+    ),
+    (["optimizer.name=null"], ["unknown optimizer.name None", "adamw"]),
     (["optimizer.name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
   ],
 )

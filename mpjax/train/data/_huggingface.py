@@ -1,4 +1,4 @@
-"""A Hugging Face dataset, where the `datasets` package is installed: text, or images with labels."""
+"""A Hugging Face dataset, where the `datasets` package is installed: text, tokens, or images with labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.train._errors import DataError
 from mpjax.train._kinds import register_data
 from mpjax.train._sections import Positive
 from mpjax.train.data._images import check_labels, check_pair, images_to_rows, split_positions
-from mpjax.train.data._text import Loaded, Share, documents_to_rows
+from mpjax.train.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 
 # Images that are read before a run: for their mean and deviation, and to tell one dataset from another.
 _SAMPLED = 1024
@@ -25,6 +25,8 @@ def load_huggingface(
   path: str | None = None,
   name: str | None = None,
   text_column: str | None = None,
+  token_column: str | None = None,
+  vocab_size: Positive | None = None,
   image_column: str | None = None,
   label_column: str | None = None,
   train_split: str = "train",
@@ -32,10 +34,10 @@ def load_huggingface(
   seq_len: Positive = 128,
   valid_fraction: Share = 0.05,
 ) -> Loaded:
-  """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, or images with labels.
+  """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, tokens, or images with labels.
 
-  `path` wins where it is a folder, else `name`. Without `eval_split` a `valid_fraction` of the training
-  split is held out.
+  `path` wins where it is a folder, else `name`. Tokens are lists of numbers below `vocab_size`, one list
+  after the other. Without `eval_split` a `valid_fraction` of the training split is held out.
   """
   # Releases before 4 may run a dataset's own script: not unless the user's environment says so.
   os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
@@ -60,6 +62,16 @@ def load_huggingface(
   for split in wanted:
     if split not in splits:
       raise DataError(f"dataset {source!r}: no split {split!r}; there are {', '.join(splits)}")
+  if token_column:
+    if vocab_size is None:
+      raise DataError(
+        "data.vocab_size: missing; data.token_column needs the number of the tokenizer's tokens"
+      )
+    streams = [_tokens(splits[split], token_column, f"{source}[{split}]", vocab_size) for split in wanted]
+    if len(streams) == 1:
+      cut = len(streams[0]) - round(len(streams[0]) * valid_fraction)
+      streams = [streams[0][:cut], streams[0][cut:]]
+    return streams_to_rows(streams, source, "tokens", seq_len, {"vocab_size": vocab_size})
   if text_column:
     documents = {}
     for split in wanted:
@@ -73,7 +85,8 @@ def load_huggingface(
     return documents_to_rows(documents, source, seq_len, valid_fraction, prefix)
   if not (image_column and label_column):
     raise DataError(
-      "data.kind=huggingface: expected data.text_column, or data.image_column and data.label_column"
+      "data.kind=huggingface: expected data.text_column, data.token_column (of lists of numbers), or "
+      "data.image_column and data.label_column"
     )
   columns = [ImageColumn(splits[split], image_column, f"{source}[{split}]") for split in wanted]
   labels = [np.asarray(_column(splits[split], label_column)) for split in wanted]
@@ -91,12 +104,32 @@ def load_huggingface(
   )
 
 
+def _tokens(split: Any, name: str, title: str, vocab_size: int) -> np.ndarray:
+  """Returns the numbers of a column of lists, one after the other, in 16 bits where they are enough."""
+  _require_column(split, name)
+  dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
+  parts = [np.zeros(0, dtype)]
+  for table in split.select_columns([name]).with_format("arrow").iter(batch_size=1000):
+    for chunk in table.column(name).chunks:
+      if not hasattr(chunk, "flatten") or chunk.null_count or (inside := chunk.flatten()).null_count:
+        raise DataError(f"{title}: {name} is {chunk.type} or has gaps: expected lists of integers")
+      numbers = inside.to_numpy(zero_copy_only=False)
+      if not np.issubdtype(numbers.dtype, np.integer):
+        raise DataError(f"{title}: {name} is {chunk.type}: expected lists of integers")
+      wrong = numbers[(numbers < 0) | (numbers >= vocab_size)]
+      if len(wrong):
+        raise DataError(
+          f"{title}: {name} has {wrong[0]}: expected 0 or more, and below data.vocab_size={vocab_size}"
+        )
+      parts.append(numbers.astype(dtype))
+  return np.concatenate(parts)
+
+
 class ImageColumn:
   """Images of one shape in a column of a dataset, decoded when they are read."""
 
   def __init__(self, split: Any, name: str, title: str, positions: np.ndarray | None = None):
-    if name not in split.column_names:
-      raise DataError(f"dataset: no column {name!r}; there are {', '.join(split.column_names)}")
+    _require_column(split, name)
     self.title = title
     self._split, self._name = split, name
     self._positions = np.arange(len(split)) if positions is None else positions
@@ -133,7 +166,11 @@ class ImageColumn:
     return np.asarray(self._split[int(self._positions[index])][self._name])
 
 
-def _column(split: Any, name: str) -> list[Any]:
+def _require_column(split: Any, name: str) -> None:
   if name not in split.column_names:
     raise DataError(f"dataset: no column {name!r}; there are {', '.join(split.column_names)}")
+
+
+def _column(split: Any, name: str) -> list[Any]:
+  _require_column(split, name)
   return list(split[name])

@@ -107,24 +107,34 @@ def documents_to_rows(
     train, held_out = {name: text[:cut]}, {name: text[cut:]}
   else:
     train, held_out = split_by_name(documents, valid_fraction)
-  splits = [np.frombuffer(_SEPARATOR.join(split.values()), np.uint8) for split in (train, held_out)]
-  for name, data in zip(("training", "evaluation"), splits, strict=True):
-    if len(data) <= seq_len:
+  streams = [np.frombuffer(_SEPARATOR.join(split.values()), np.uint8) for split in (train, held_out)]
+  facts = {"vocab_size": 256, "bytes_per_token": 1}
+  return streams_to_rows(streams, title, "bytes", seq_len, facts)
+
+
+def streams_to_rows(
+  streams: list[np.ndarray], title: str, units: str, seq_len: int, facts: dict[str, Any]
+) -> Loaded:
+  """Cuts the tokens to train on and those held out into windows.
+
+  Raises:
+    DataError: if a split is empty or shorter than a window.
+  """
+  for name, tokens in zip(("training", "evaluation"), streams, strict=True):
+    if len(tokens) <= seq_len:
       raise DataError(
-        f"data.seq_len={seq_len}: longer than the {len(data)} bytes of the {name} split of {title}; "
+        f"data.seq_len={seq_len}: longer than the {len(tokens)} {units} of the {name} split of {title}; "
         "use a smaller seq_len, more text or another valid_fraction"
       )
-  digest = hashlib.blake2b(repr((seq_len, [len(data) for data in splits])).encode(), digest_size=8)
-  for data in splits:
-    digest.update(data.tobytes())
-  facts = {
-    "vocab_size": 256,
+  digest = hashlib.blake2b(repr((seq_len, [len(tokens) for tokens in streams])).encode(), digest_size=8)
+  for tokens in streams:
+    digest.update(np.ascontiguousarray(tokens))
+  facts = facts | {
     "seq_len": seq_len,
-    "bytes_per_token": 1,
     "fingerprint": digest.hexdigest(),
-    "description": f"{title}: {len(splits[0]):,} bytes to train on, {len(splits[1]):,} held out",
+    "description": f"{title}: {len(streams[0]):,} {units} to train on, {len(streams[1]):,} held out",
   }
-  return Windows(splits[0], seq_len), Windows(splits[1], seq_len), facts
+  return Windows(streams[0], seq_len), Windows(streams[1], seq_len), facts
 
 
 def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[str, bytes], dict[str, bytes]]:

@@ -132,7 +132,10 @@ class GPT(nnx.Module):
       # By its class, which is where a profile's and a plan's names of modules are.
       x = (nnx.remat(type(block).__call__) if self.remat else type(block).__call__)(block, x, key)
     x = self.norm(x)
-    return x @ self.embed[...].T if self.head is None else self.head(x)
+    if self.head is not None:
+      return self.head(x)
+    with jax.named_scope("head"):  # an override finds it by this name
+      return x @ self.embed[...].T
 
 
 class GPTBlock(nnx.Module):

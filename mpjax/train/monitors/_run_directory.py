@@ -131,14 +131,33 @@ def plain(value: ArrayLike) -> Any:
   return item
 
 
-def differences(theirs: object, ours: object, there: str, here: str, key: str = "") -> list[str]:
-  """Returns where two configs, as plain data, differ in what a run computes.
+# What no process needs to have as the others do.
+_OWN = frozenset({"distributed", "train.checkpoint_wait"})
+# What a run may have otherwise when it goes on. None changes what a step computes, but a mesh its rounding.
+_FREE = _OWN | {
+  "out",
+  "numerics",
+  "mesh",
+  "data.workers",
+  "train.log_every",
+  "train.eval_every",
+  "train.checkpoint_every",
+  "train.keep_checkpoints",
+  "train.max_skips",
+}
+
+
+def differences(
+  theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
+) -> list[str]:
+  """Returns where two configs, as plain data, differ.
 
   Args:
     theirs: a config, or a part of one.
     ours: another.
     there: where the first one is, for a person.
     here: where the other one is.
+    free: keys that may differ.
     key: of both, where they are parts.
   """
   if not (isinstance(theirs, dict) and isinstance(ours, dict)):
@@ -146,9 +165,8 @@ def differences(theirs: object, ours: object, there: str, here: str, key: str = 
   found = []
   for name in sorted(theirs.keys() | ours.keys()):
     path = f"{key}.{name}" if key else name
-    # None changes what a run computes; a mesh changes the order in which numbers are added.
-    if path not in ("out", "numerics", "distributed", "mesh", "train.checkpoint_wait"):
-      found += differences(theirs.get(name), ours.get(name), there, here, path)
+    if path not in free:
+      found += differences(theirs.get(name), ours.get(name), there, here, free, path)
   return found
 
 
@@ -163,9 +181,7 @@ def _short(value: object) -> str:
 def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
   """Returns what is wrong between the configs of process 0 and of another one; `None` for nothing."""
   there, here = "in process 0", f"in process {process}"
-  found = differences(first, other, there, here)
-  for key in ("out", "numerics", "mesh"):  # a run may go on with others, but all processes with the same
-    found += [f"{key}: {first[key]!r} {there}, {other[key]!r} {here}"] * (first[key] != other[key])
+  found = differences(first, other, there, here, _OWN)
   if not found:
     return None
   return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
@@ -196,7 +212,7 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
     raise ConfigError(f"{error}; choose another out=") from error
   theirs, ours = _with_defaults(theirs), yaml.safe_load(text)
   grows = _steps(ours) > _steps(theirs) > 0
-  found = differences(theirs, ours, "there", "here")
+  found = differences(theirs, ours, "there", "here", _FREE)
   if grows:
     found = [line for line in found if not line.startswith(_GROWING)]
   if found and _never_began(path):
