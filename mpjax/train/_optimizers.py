@@ -124,7 +124,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
   """Returns an optimiser and its schedule in one line, with the step where the schedule ends."""
   steps = config.schedule_steps or steps
-  parts = [config.target or config.name, f"learning rate {config.learning_rate:g}"]
+  parts = [str(config.target or config.name), f"learning rate {config.learning_rate:g}"]
   if config.warmup_steps:
     parts.append(f"warm-up to step {config.warmup_steps}")
   if config.schedule != "constant":
