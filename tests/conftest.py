@@ -18,6 +18,9 @@ if os.environ.get("MPJAX_TYPECHECK"):
   _array_types.install()
 
 
+_MOST_BYTES = 1 << 30  # of compiled programs that are kept for the next run, in .pytest_cache
+
+
 def pytest_addoption(parser):
   parser.addoption(
     "--quick",
@@ -72,10 +75,14 @@ def _clear_caches():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _compile_once(tmp_path_factory):
-  """A program is compiled once a session, whichever test, worker or process of its own is the first to need it."""
-  folder = tmp_path_factory.getbasetemp()
-  folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+def _compile_once(request, tmp_path_factory):
+  """A program is compiled once, whichever test, worker, process of its own or earlier run is the first to need it."""
+  cache = getattr(request.config, "cache", None)
+  folder = tmp_path_factory.mktemp("compiled") if cache is None else cache.mkdir("compiled")
+  sizes = {entry: entry.stat().st_size for entry in folder.iterdir()}
+  for entry, size in sizes.items():  # of a process that was killed as it wrote, or of many versions by now
+    if not size or sum(sizes.values()) > _MOST_BYTES:
+      entry.unlink(missing_ok=True)
   with pytest.MonkeyPatch.context() as patch:
     for name, value in {
       "jax_compilation_cache_dir": str(folder),
