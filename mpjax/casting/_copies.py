@@ -1,20 +1,22 @@
 """What an island makes itself rather than read: a mask of positions, a one-hot of labels.
 
 What an island reads is kept for the backward pass. A value that is cheap to make, and larger than what it is
-made of, is not worth its memory: a compiler fuses the making into the reading.
+made of, is not worth its memory: a compiler fuses the making into the reading. Nor is a half-precision copy
+of an argument, which is there anyway: an equation that reads one is an island (`making_operands_again`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from mpjax._types import Var
-from mpjax.casting._cast_plan import Node
-from mpjax.casting._kinds import Held, castable, size
-from mpjax.jaxpr import dtype_of, variables_of
+from mpjax.casting._cast_plan import Island, Mode, Node
+from mpjax.casting._kinds import Held, Kind, castable, size
+from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, variables_of
 
+_KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
 _MOST = 8  # sources of one value: a value of more is taken to be as large as they are
 
 
@@ -39,17 +41,21 @@ class Copies:
         self._makers.update(dict.fromkeys(node.equation.outvars, i))
         self._sources.update(dict.fromkeys(node.equation.outvars, sources))
 
-  def instead_of(self, inputs: Sequence[Var]) -> tuple[Node, ...]:
+  def instead_of(self, inputs: Sequence[Var], free: Collection[Var] = ()) -> tuple[Node, ...]:
     """Returns the equations that make those of an island's inputs that had better be made than read.
 
     They take at least twice the memory of what they are made of, beside what is read anyway.
+
+    Args:
+      inputs: what the island reads.
+      free: variables that cost nothing to keep.
     """
     read: dict[Var, None] = dict.fromkeys(v for v in inputs if v not in self._makers)
     made = []
     for v in inputs:
       if v in self._makers:
         further = [source for source in self._sources[v] if source not in read]
-        if 2 * sum(map(self._bytes, further)) <= self._bytes(v):
+        if 2 * sum(self._bytes(source) for source in further if source not in free) <= self._bytes(v):
           made.append(v)
           read.update(dict.fromkeys(further))
         else:
@@ -70,6 +76,42 @@ class Copies:
         found.add(i)
         waiting += variables_of(self._nodes[i].equation.invars)
     return tuple(self._nodes[i] for i in sorted(found))
+
+
+def making_operands_again(
+  node: Node, copies: Copies, arguments: Collection[Var], held: Mapping[Var, Held]
+) -> Island | None:
+  """Returns an equation as an island whose backward pass makes copies of parameters again, if it reads any.
+
+  A copy is what it casts or broadcasts, or what is cheaply made of arguments alone. In one program a compiler
+  shares it between the two passes; from one loop to another it is not kept.
+
+  Args:
+    node: a decision about an equation that is in no island.
+    copies: the cheap equations of its program.
+    arguments: variables that are there anyway.
+    held: how each variable is held.
+
+  Returns:
+    The island; `None` where there is no copy, or the backward pass reads none.
+  """
+  equation = node.equation
+  if node.mode is not Mode.HALF or node.fp8 is not None or bodies_of(equation) or has(equation, _KEEPS_NONE):
+    return None
+  read = dict.fromkeys(variables_of(equation.invars))
+  flexible = [v for v in read if castable(v.aval) and held[v].kind is Kind.FLEXIBLE and size(v) > 1]
+  widened = {equation.invars[i] for i in node.widened}
+  wide = {v for v in flexible if v in widened or v in arguments}
+  made = copies.instead_of([v for v in flexible if v not in wide], arguments)
+  if not wide and not made:
+    return None
+  own = {v for one in made for v in one.equation.outvars}
+  inputs = {v: held_dtype(v, held) for one in made for v in variables_of(one.equation.invars) if v not in own}
+  for v in read:
+    if v not in own:
+      inputs.setdefault(v, node.half if castable(v.aval) and v not in wide else held_dtype(v, held))
+  outputs = tuple((v, held_dtype(v, held)) for v in equation.outvars)
+  return Island((node,), tuple(inputs.items()), outputs, copies=made, fenced=False)
 
 
 def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:

@@ -107,7 +107,7 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
   """Adds what is decided in a program, and in its bodies, to an explanation."""
   island_of: dict[Node, int] = {}
   for unit in plan.units:
-    if isinstance(unit, Island):
+    if isinstance(unit, Island) and any(node.mode is not Mode.HALF for node in unit.nodes):
       number = len(explanation.islands) + 1
       explanation.islands.append(_island(unit, plan, number, times))
       island_of |= dict.fromkeys(unit.nodes, number)

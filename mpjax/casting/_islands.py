@@ -20,7 +20,7 @@ from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._copies import Copies, held_dtype
+from mpjax.casting._copies import Copies, held_dtype, making_operands_again
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._product_roles import ProductRoles
 from mpjax.jaxpr import (
@@ -191,7 +191,20 @@ class _Grouping:
       for i, node in enumerate(self.nodes)
     ]
     copies = Copies(self.nodes, cheap, self.held)
-    return self._ordered([(members, self._finished(island, copies)) for members, island in found])
+    islands = [(members, self._finished(island, copies)) for members, island in found]
+    for i, node in enumerate(self.nodes):
+      alone = None if i in taken else self._alone(node, copies)
+      if alone is not None:
+        islands.append(([i], alone))
+    return self._ordered(islands)
+
+  def _alone(self, node: Node, copies: Copies) -> Island | None:
+    """Returns a half-precision equation as an island of its own, if it would keep a copy of a parameter."""
+    again = _is_product(node) or self.rules.may_recompute(node.equation)  # a product's result is saved
+    if not again or not self.rules.computes_again(node.path):
+      return None
+    arguments = self.roles.arguments if self.roles is not None else set()
+    return making_operands_again(node, copies, arguments, self.held)
 
   def _finished(self, island: Island, copies: Copies) -> Island:
     """Returns an island with what is copied into it, fenced off and saved in FP8."""

@@ -45,12 +45,14 @@ class Lineage(NamedTuple):
     varies: whether it depends on an input or an array that the program closes over.
     root: what identifies it behind reshapes and calls; `None` for what is made of literals.
     gradient: whether it was computed in a backward pass, from what flows there.
+    argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
   """
 
   active: bool
   varies: bool
   root: Root | None
   gradient: bool = False
+  argument: bool = False
 
   def join(self, other: Lineage) -> Lineage:
     """Returns what is known of a value that may be either."""
@@ -95,6 +97,7 @@ class ProductRoles:
     followed: those, and the ones that an array which the program returns is made of: what comes after that is
       not known. After a scalar nothing is taken to come.
     scored: variables that a scalar which the program returns is made of.
+    arguments: inputs that are arguments of the whole program, or rows of them in a loop.
   """
 
   def __init__(self, jaxpr: AnyJaxpr, facts: Sequence[Lineage], rules: CastingRules, behind: bool = False):
@@ -110,8 +113,9 @@ class ProductRoles:
     self._facts: dict[Var, Lineage] = {}
     inputs = [*self._jaxpr.constvars, *self._jaxpr.invars]
     missing = len(inputs) - len(facts)
-    constants = [Lineage(False, True, (id(v), "constant")) for v in inputs[:missing]]
+    constants = [Lineage(False, True, (id(v), "constant"), argument=True) for v in inputs[:missing]]
     self._facts.update(zip(inputs, [*constants, *facts], strict=True))
+    self.arguments = {v for v in inputs if self._facts[v].argument}
     self._equations = live(self._jaxpr).equations
     for equation in self._equations:
       self._forward(equation)
@@ -121,7 +125,8 @@ class ProductRoles:
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules) -> ProductRoles:
     """Returns the roles of the products of a whole program."""
     body = open_jaxpr(jaxpr)
-    layers = cls(body, [Lineage(False, True, input_root(i)) for i in range(len(body.invars))], rules)
+    inputs = [Lineage(False, True, input_root(i), argument=True) for i in range(len(body.invars))]
+    layers = cls(body, inputs, rules)
     scalars = [is_float(v.aval) and not shape_of(v) for v in body.outvars]
     arrays = [is_float(v.aval) and bool(shape_of(v)) for v in body.outvars]
     layers.backward(scalars)
@@ -201,7 +206,7 @@ class ProductRoles:
     elif equation.primitive is jax.lax.gather_p and facts[1].varies:
       outs = [fact._replace(active=True) for fact in outs]
     elif has(equation, Trait.SAME_WEIGHT) and len(facts) == 1:
-      outs = [facts[0]]
+      outs = [facts[0]._replace(argument=False)]
     self._facts.update(zip(equation.outvars, outs, strict=True))
 
   def _call(self, equation: JaxprEqn, facts: list[Lineage]) -> list[Lineage] | None:
@@ -218,6 +223,7 @@ class ProductRoles:
       first, loops = sum(while_parts(equation)[2:]), n
     else:
       first, loops = 0, 0
+    entering[first : first + loops] = [f._replace(argument=False) for f in entering[first : first + loops]]
     behind = self._behind or backward_depth(equation) > 0
     while True:  # until what goes round a loop is known
       bodies, merged = {}, None
@@ -240,7 +246,7 @@ class ProductRoles:
       roots: list[Root] = [(self._number, id(v)) for v in equation.outvars[:stacked]]
       roots += [(_STACKED, fact.root) for fact in merged[stacked:]]
       merged = [fact._replace(root=root) for fact, root in zip(merged, roots, strict=True)]
-    return merged
+    return [fact._replace(argument=False) for fact in merged]
 
   def backward(self, reached: Sequence[bool]) -> list[bool]:
     """Marks the last products, given which outputs reach one; returns which inputs do."""
