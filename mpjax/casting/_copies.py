@@ -96,7 +96,9 @@ def making_operands_again(
     The island; `None` where there is no copy, or the backward pass reads none.
   """
   equation = node.equation
-  if node.mode is not Mode.HALF or node.fp8 is not None or bodies_of(equation) or has(equation, _KEEPS_NONE):
+  if node.half is None or node.mode is not Mode.HALF or node.fp8 is not None:
+    return None
+  if bodies_of(equation) or has(equation, _KEEPS_NONE):
     return None
   read = dict.fromkeys(variables_of(equation.invars))
   flexible = [v for v in read if castable(v.aval) and held[v].kind is Kind.FLEXIBLE and size(v) > 1]
