@@ -25,7 +25,7 @@ def kept(fun, *args, at_least=ROWS * D):
 
 
 def layer(x, w):
-  return jnp.maximum(x @ w, 0)
+  return jnp.maximum(x @ w, 0.0)
 
 
 def rows(stack, x):
