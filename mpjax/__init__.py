@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax._precision_warning import PrecisionWarning
 from mpjax._version import __version__ as __version__
-from mpjax.casting import OpLists, autocast, explain, full_precision, init_fp8_state
+from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
 from mpjax.dtypes import cast_floating
 from mpjax.fp8 import fp8_dot_general
 from mpjax.loss_scale import (
@@ -74,6 +74,7 @@ __all__ = [
   "full_precision",
   "get_loss_scale",
   "get_policy",
+  "half_precision",
   "import_loss_scale",
   "init_fp8_state",
   "inspect_numerics",

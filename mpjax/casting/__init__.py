@@ -10,6 +10,7 @@ from mpjax.casting._explain import Explanation, explain
 from mpjax.casting._explain_text import print_explanations
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation
 from mpjax.casting._fp8_state import init_fp8_state
+from mpjax.casting._half_precision import half_precision
 from mpjax.casting._op_lists import OpLists
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
   "autocast",
   "explain",
   "full_precision",
+  "half_precision",
   "init_fp8_state",
   "print_explanations",
 ]

@@ -13,6 +13,7 @@ from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import execute
 from mpjax.casting._fp8_products import warn_of
+from mpjax.casting._half_precision import NO_REGIONS, tracing
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION
@@ -95,9 +96,9 @@ def autocast(
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       if rules.overrides.nothing_to_do and fp8_state is None:
-        with jax.named_scope(FULL_PRECISION):
+        with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
           return to_output(fun(*args, **kwargs), resolved)
-      traced = Traced(fun, args, kwargs)
+      traced = Traced(fun, args, kwargs, rules.overrides)
       plan = traced.plan(rules, resolved)
       rules.check_all_matched(plan.fp8_paths())
       results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
@@ -121,7 +122,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
-    with jax.named_scope(FULL_PRECISION):
+    with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
       return fun(*args, **kwargs)
 
   return region

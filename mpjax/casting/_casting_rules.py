@@ -13,7 +13,19 @@ from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike, Var
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
-from mpjax.jaxpr import Trait, alignment, bodies_of, call_kind, facts, has, open_jaxpr, variables_of
+from mpjax.jaxpr import (
+  Trait,
+  alignment,
+  at_region_edge,
+  bodies_of,
+  call_kind,
+  facts,
+  has,
+  in_region,
+  marked_path,
+  open_jaxpr,
+  variables_of,
+)
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy
 
@@ -48,6 +60,7 @@ class CastingRules:
   enter_all: bool = False
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
+  _with_region: dict[Jaxpr, bool] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on where `half` is the compute dtype.
@@ -126,6 +139,16 @@ class CastingRules:
     again = self.copies and self.computes_again(path) and self.may_recompute(equation)
     return again and not dear and not custom
 
+  def has_region(self, equation: JaxprEqn) -> bool:
+    """Returns whether a region of `half_precision` is in an equation's bodies."""
+    return any(map(self._has_region, bodies_of(equation)))
+
+  def _has_region(self, jaxpr: AnyJaxpr) -> bool:
+    body = open_jaxpr(jaxpr)
+    if body not in self._with_region:
+      self._with_region[body] = any(in_region(marked_path(e)) or self.has_region(e) for e in body.eqns)
+    return self._with_region[body]
+
   def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
     """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""
     body = open_jaxpr(jaxpr)
@@ -134,7 +157,11 @@ class CastingRules:
       for equation in reversed(body.eqns):
         kind = self.list_of(equation.primitive)
         passes_on = has(equation, Trait.PASSES_ON)
-        if kind == "allow" or (passes_on and any(v in found for v in equation.outvars)):
+        if (
+          kind == "allow"
+          or at_region_edge(marked_path(equation))
+          or (passes_on and any(v in found for v in equation.outvars))
+        ):
           found.update(v for v in variables_of(equation.invars) if castable(v.aval))
         elif kind == "call":
           for inner, indices in alignment(equation):

@@ -40,11 +40,13 @@ from mpjax.jaxpr import (
   UNKNOWN,
   CallKind,
   Trait,
+  at_region_edge,
   backward_depth,
   call_kind,
   dtype_of,
   facts,
   has,
+  in_region,
   inside,
   is_variable,
   live,
@@ -164,7 +166,9 @@ class _Body:
     path = inside(self.path, marked_path(equation))
     half = self.rules.overrides.half_at(path)
     listed = self.rules.list_of(equation.primitive, half)
-    if listed == "call":
+    if in_region(path):
+      node = self._decide_in_region(equation, path, half)
+    elif listed == "call":
       node = self._decide_call(equation, path, half)
     elif equation.primitive is jax.lax.convert_element_type_p:
       node = self._decide_cast(equation, path, half)
@@ -255,13 +259,27 @@ class _Body:
     wide = half is not None and half == np.float16 and dtype_of(source).itemsize > 1
     return node(Mode.CAST, "from integers", Held(Kind.FLEXIBLE, FLOAT32, wide))
 
+  def _decide_in_region(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Node:
+    """Leaves what `half_precision` runs as it is; what enters and leaves it is half precision."""
+
+    def node(mode: Mode, why: str, outs: tuple[Held, ...]) -> Node:
+      return Node(equation, path, "opaque", mode, half, why, outs)
+
+    if half is not None and at_region_edge(path):
+      (source,), (result,) = equation.invars, equation.outvars
+      if castable(source.aval) and dtype_of(result) == half:
+        return node(Mode.HALF, "it enters a half_precision region", _outs(equation, Held(Kind.FIXED, half)))
+      if castable(result.aval) and dtype_of(source) == half:
+        return node(Mode.EACH, "it leaves a half_precision region", _outs(equation, Held(Kind.HALF, half)))
+    return node(Mode.KEEP, "it is in a half_precision region", self._kept(equation))
+
   def _decide_call(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Node:
     def node(listed: str, mode: Mode, why: str, outs: tuple[Held, ...], call: Call | None = None) -> Node:
       return Node(equation, path, listed, mode, half, why, outs, call)
 
     lists = self.rules.inside(equation, half)
     operands = [a for a in equation.invars if castable(a.aval)]
-    product, denied = "allow" in lists, "deny" in lists
+    product, denied = "allow" in lists or self.rules.has_region(equation), "deny" in lists
     if not product and not operands:
       return node("call", Mode.KEEP, "no matrix product inside", self._kept(equation))
     whole = half is None and not self.rules.enter_all and self.rules.overrides.uniform_below(path)

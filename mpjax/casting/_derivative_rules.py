@@ -15,6 +15,7 @@ from jax.core import AbstractValue
 
 from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
 from mpjax.casting._cast_plan import Call, CastPlan, Emit
+from mpjax.casting._half_precision import Regions, tracing
 from mpjax.casting._kinds import Held, as_held, initial
 from mpjax.jaxpr import (
   as_traced,
@@ -140,7 +141,8 @@ def _decide_rule(
   tangents: int = 0,
 ) -> tuple[ClosedJaxpr, CastPlan]:
   """Returns a rule, traced in the dtypes that it was written for, and what is decided about it."""
-  closed = jax.make_jaxpr(flat)(*like)
+  with tracing(Regions(call.decide_rule.half)):  # it is traced long after the function
+    closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
   return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents)
 

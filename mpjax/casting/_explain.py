@@ -17,18 +17,24 @@ from mpjax.casting._explain_text import explanations_text
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation, ExplainedProgram
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
-from mpjax.casting._kinds import Kind, castable
+from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   UNKNOWN,
   CallKind,
+  Trait,
+  bodies_of,
   call_kind,
   dtype_of,
   facts,
   flops,
+  has,
+  in_region,
   inside,
   is_variable,
+  marked_path,
+  open_jaxpr,
   scan_parts,
   shape_of,
   times_run,
@@ -82,7 +88,7 @@ def explain(
   def explained(*args: Any, **kwargs: Any) -> Explanation:
     resolved = get_policy(policy)
     rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
-    plan = Traced(fun, args, kwargs).plan(rules, resolved)
+    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
     rules.check_all_matched(plan.fp8_paths())
     found = _Explained()
     _walk(plan, 1, found)
@@ -119,7 +125,10 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
       for inner in node.call.plans:
         _walk(inner, times * length, explanation)
     else:
-      explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
+      kernels = list(_kernels(node, node.equation, node.path, times))
+      if not has(node.equation, Trait.KERNEL):
+        explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
+      explanation.rows += kernels
 
 
 def _row(
@@ -142,6 +151,38 @@ def _row(
     island=island,
     why=node.why,
     times=times,
+  )
+
+
+def _kernels(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
+  """Yields a row for each kernel in an equation that is carried out as it is, at any depth."""
+  for body in bodies_of(equation):
+    for each in open_jaxpr(body).eqns:
+      yield from _kernels(node, each, inside(path, marked_path(each)), times * times_run(equation))
+  if not has(equation, Trait.KERNEL):
+    return
+  floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
+  operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
+  narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
+  why = "a kernel: it stays in the dtypes of the program"
+  if in_region(path):
+    why = "a kernel in a half-precision region"
+  elif operands and not narrow and node.half is not None:
+    why = "a kernel that runs in float32: wrap it in mpjax.half_precision"
+  yield ExplainedOperation(
+    path=without_marks(path),
+    primitive=_name(equation),
+    list="opaque",
+    before=str(dtype_of(floats[0])) if floats else "",
+    after=(narrow or operands or ("",))[0],
+    flops=flops(equation) * times,
+    bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
+    casts=0,
+    cast_bytes=0,
+    island=None,
+    why=why,
+    times=times,
+    operands=operands,
   )
 
 

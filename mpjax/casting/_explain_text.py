@@ -48,7 +48,7 @@ def print_explanations(explanations: Sequence[ExplainedProgram], console: rich.c
 def _sections(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
   labels = [one.policy.full_label for one in explanations]
   each: Sequence[Callable[[ExplainedProgram], TextSection | None]]
-  each = (_full, _what_follows, _not_fp8, _unknown, _islands, _carries)
+  each = (_kernels, _full, _what_follows, _not_fp8, _unknown, _islands, _carries)
   summaries = [_summary(one) for one in explanations]
   if len(explanations) == 1:
     yield TextSection(summaries[0])
@@ -90,9 +90,23 @@ def _compared(explanations: Sequence[ExplainedProgram]) -> TextSection:
   return beside("What runs in which dtype", [one.policy.full_label for one in explanations], [rows, others])
 
 
+def _kernels(one: ExplainedProgram) -> TextSection | None:
+  """Returns the kernels, those that are alike in one row."""
+  kernels = [row for row in one.rows if row.operands]
+  alike = _grouped(kernels, lambda row: (layer_pattern(row.path), row.primitive, row.operands, row.why))
+  names = _merged_names([[row.path for row in group] for group in alike], _paths(one))
+  rows = []
+  for group, name in zip(alike, names, strict=True):
+    flops = sum(row.flops for row in group)
+    cells = [name, group[0].primitive, str(len(group)), ", ".join(group[0].operands)]
+    rows.append(TextRow([*cells, with_prefix(flops, "FLOP") if flops else "", group[0].why]))
+  heads = ("module", "kernel", "number", "operands", "FLOPs", "because")
+  return TextSection("Kernels", _columns(*heads), [rows]) if rows else None
+
+
 def _full(one: ExplainedProgram) -> TextSection | None:
   """Returns what is denied half precision, and why: what decides where islands are."""
-  rows = [row for row in one.rows if _is_full(row) and row.list != "infer"]
+  rows = [row for row in one.rows if _is_full(row) and row.list != "infer" and not row.operands]
   return None if _all_float32(one) else _reasons(one, "In float32, and why", rows)
 
 

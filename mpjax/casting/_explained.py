@@ -17,13 +17,14 @@ class ExplainedOperation:
     list: allow, deny, infer or opaque.
     before: dtype of its result in the user's program.
     after: dtype that it runs in under autocast.
-    flops: of a matrix product or convolution, all repetitions; 0 for others.
+    flops: of a matrix product or convolution, or what a kernel states, all repetitions; 0 for others.
     bytes: of its results under autocast, all repetitions.
     casts: casts that autocast inserts before it.
     cast_bytes: what those casts write.
     island: number of the float32 island that it is part of, or `None`.
     why: the reason for the dtype.
     times: how often it runs (the length of the scans round it; a while loop counts once).
+    operands: of a kernel, the floating dtypes of its operands; empty for others.
   """
 
   path: str
@@ -38,6 +39,7 @@ class ExplainedOperation:
   island: int | None
   why: str
   times: int
+  operands: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class ExplainedProgram:
   unknown: tuple[str, ...] = ()
 
   def matrix_flops(self) -> dict[str, int]:
-    """Floating-point operations of matrix products and convolutions, by dtype."""
+    """Floating-point operations of matrix products, convolutions and kernels, by dtype."""
     total: dict[str, int] = {}
     for row in self.rows:
       if row.flops:

@@ -55,7 +55,7 @@ def init_fp8_state(
     if rules.overrides.nothing_to_do:
       return empty_state({})
     with matmul_precision(resolved):
-      plan = Traced(fun, args, kwargs).plan(rules, resolved)
+      plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
     rules.check_all_matched(plan.fp8_paths())
     return empty_state({site: recipe.amax_history_len for site, recipe in sorted(plan.fp8_sites().items())})
 
@@ -77,7 +77,7 @@ def fp8_weights(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., se
   def weights(*args: Any, **kwargs: Any) -> set[str]:
     resolved = get_policy(policy)
     rules = make_rules(resolved, None, None)
-    traced = Traced(fun, args, kwargs)
+    traced = Traced(fun, args, kwargs, rules.overrides)
     plan = traced.plan(rules, resolved)
     rules.check_all_matched(plan.fp8_paths())
     found = {root for node in plan.all_nodes() if node.fp8 for root in node.fp8.roots}

@@ -49,6 +49,11 @@ class Overrides:
     return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))
 
   @property
+  def halves(self) -> set[np.dtype | None]:
+    """The half dtypes in use; `None` among them where something computes in float32."""
+    return set(map(_half, self._settings))
+
+  @property
   def recipes(self) -> set[Recipe]:
     """The FP8 recipes in use: none, or the policy's."""
     return {self._recipe} if any(settings.fp8 for settings in self._settings) else set()

@@ -72,8 +72,7 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
   """
 
   def find(*args: Any, **kwargs: Any) -> list[Point]:
-    traced = Traced(fun, args, kwargs)
-    return list(_points(_plan(traced, policy, "islands")).values())
+    return list(_points(_planned(fun, args, kwargs, policy, "islands")[1]).values())
 
   return find
 
@@ -103,8 +102,7 @@ def watched(
   """
 
   def run(*args: Any, **kwargs: Any) -> Any:
-    traced = Traced(fun, args, kwargs)
-    plan = _plan(traced, policy, recompute)
+    traced, plan = _planned(fun, args, kwargs, policy, recompute)
     points = _points(plan)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
@@ -127,11 +125,18 @@ def watched(
   return run_under
 
 
-def _plan(traced: Traced, policy: Policy | None, recompute: str) -> CastPlan:
+def _planned(
+  fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  policy: Policy | None,
+  recompute: str,
+) -> tuple[Traced, CastPlan]:
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
-  rules = dataclasses.replace(rules, enter_all=True)
-  return traced.plan(dataclasses.replace(rules, copies=False), policy or as_written)
+  traced = Traced(fun, args, kwargs, rules.overrides)
+  rules = dataclasses.replace(rules, enter_all=True, copies=False)
+  return traced, traced.plan(rules, policy or as_written)
 
 
 def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:

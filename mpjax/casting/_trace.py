@@ -13,8 +13,10 @@ from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
+from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import initial
 from mpjax.casting._nnx_modules import Modules, with_module_argument
+from mpjax.casting._overrides import Overrides
 from mpjax.casting._product_roles import ProductRoles
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy
@@ -23,7 +25,13 @@ _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, ja
 
 
 class Traced:
-  """A call of a function, traced in the dtypes that it was written for.
+  """A call of a function, traced in the dtypes that it was written for; `half_precision` regions in theirs.
+
+  Args:
+    fun: the function.
+    args: of the call.
+    kwargs: of the call.
+    overrides: which module computes in which dtype; `None` for all in float32.
 
   Attributes:
     closed: its jaxpr.
@@ -31,7 +39,13 @@ class Traced:
     names: a tree path for each argument.
   """
 
-  def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    overrides: Overrides | None,
+  ):
     fun, args = with_module_argument(fun, args)
     self._modules = Modules(args, kwargs)
     leaves = self._modules.leaves
@@ -52,7 +66,7 @@ class Traced:
 
     arguments = [leaves[i] for i in dynamic]
     self.names = [self._modules.names[i] for i in dynamic]
-    self.closed = jax.make_jaxpr(flat)(*arguments)
+    self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
   def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:

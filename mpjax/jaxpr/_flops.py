@@ -1,4 +1,4 @@
-"""Floating-point operations of matrix products and convolutions, 2 for a multiply-add."""
+"""Floating-point operations of matrix products, convolutions and kernels, 2 for a multiply-add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from mpjax.jaxpr._primitives import Trait, has
 
 
 def flops(equation: JaxprEqn) -> int:
-  """Floating-point operations of a matrix product or convolution; 0 for every other equation."""
+  """Floating-point operations of a matrix product or convolution; what a kernel states; 0 elsewhere."""
+  if has(equation, Trait.KERNEL):
+    return int(getattr(equation.params.get("cost_estimate"), "flops", 0))
   if not has(equation, Trait.PRODUCT):
     return 0
   if equation.primitive is jax.lax.conv_general_dilated_p:

@@ -318,7 +318,10 @@ decide(
   "opaque", "foreign code, compiled for the user's dtypes", of(T.READS_STORED, "ffi_call"), recompute=False
 )
 decide(
-  "opaque", "a kernel, written for the user's dtypes", of(T.READS_STORED, "pallas_call"), recompute=False
+  "opaque",
+  "a kernel, written for the user's dtypes",
+  of(T.READS_STORED | T.KERNEL, "pallas_call"),
+  recompute=False,
 )
 decide(
   "opaque",

@@ -39,6 +39,7 @@ class Trait(enum.Flag):
   SCALES = enum.auto()  # a value decays or grows on its way through it
   ACCUMULATES = enum.auto()  # sums elements, or products of them: linear in each operand
   PRODUCT = enum.auto()  # a matrix product or convolution
+  KERNEL = enum.auto()  # a program of another language, made for the dtypes that it is traced with
 
   # Of what the backward pass keeps.
   CHOICE = enum.auto()  # a sum or a choice: its gradient needs no operand, so that its result is what to save

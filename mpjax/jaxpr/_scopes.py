@@ -19,7 +19,8 @@ FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 # Scopes with which mpjax marks a program, for an autocast outside.
 FULL_PRECISION = "full_precision"
 OUTPUT = "autocast_output"
-_OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT})
+HALF_PRECISION, REGION_EDGE = "half_precision", "half_precision_edge"
+_OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, HALF_PRECISION, REGION_EDGE})
 # Scopes that are no modules. The names of einsums, `ij,jk->ik`, are none either.
 MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
 
@@ -48,7 +49,7 @@ class Scopes(NamedTuple):
     starts = []
     for run in self.runs:
       starts.append(len(flat))
-      flat += [s for s in run if s not in leave_out and "->" not in s]
+      flat += [s for s in run if _unnumbered(s) not in leave_out and "->" not in s]
     first = 0
     for i in range(1, len(flat)):
       n = i - first
@@ -116,7 +117,32 @@ def marked_path(equation: JaxprEqn) -> str:
 
 def without_marks(path: str) -> str:
   """A marked path as a module path."""
-  return "/".join(part for part in path.split("/") if part not in MARKS)
+  return "/".join(part for part in path.split("/") if _unnumbered(part) not in MARKS)
+
+
+def region_scope(number: int | None) -> str:
+  """The scope of what `half_precision` runs; with a number where those of a trace are told apart."""
+  return HALF_PRECISION if number is None else f"{HALF_PRECISION}#{number}"
+
+
+def region_number(path: str) -> int | None:
+  """The number of the region that a marked path is in, the outermost; `None` for none."""
+  parts = (part.partition("#") for part in path.split("/"))
+  return next((int(number) for name, _, number in parts if name == HALF_PRECISION and number), None)
+
+
+def in_region(path: str) -> bool:
+  """Returns whether a marked path is in a region of `half_precision`."""
+  return any(_unnumbered(part) == HALF_PRECISION for part in path.split("/"))
+
+
+def at_region_edge(path: str) -> bool:
+  """Returns whether a marked path is of a cast where a region begins or ends."""
+  return REGION_EDGE in path.split("/")
+
+
+def _unnumbered(scope: str) -> str:
+  return scope.partition("#")[0]
 
 
 def inside(outer: str, path: str) -> str:
