@@ -128,7 +128,7 @@ class _KernelOfJax(jax.custom_vjp):
   """A kernel with a derivative rule that JAX ships, as a region; the object stays the one that users hold."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return _unless_quantised(super().__call__)(*args, **kwargs)
+    return half_precision(super().__call__)(*args, **kwargs)
 
 
 def replace_shipped_kernels() -> None:

@@ -1,0 +1,181 @@
+"""The kernels that JAX ships run in half precision under autocast, without a word from the user."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import flash_attention, paged_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+import mpjax
+from tests.casting._jaxprs import equations
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore", DeprecationWarning)  # in JAX 0.12 they are on their way to another package
+  from jax.experimental.pallas.ops.gpu import attention as gpu_attention
+  from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm
+  from jax.experimental.pallas.ops.gpu.attention import mha
+
+LENGTH, HEADS, SIZE = 256, 2, 128
+X = jax.random.normal(jax.random.key(0), (1, LENGTH, HEADS * SIZE))
+W = {
+  name: jax.random.normal(jax.random.key(i), (HEADS * SIZE, HEADS * SIZE)) / 16
+  for i, name in enumerate("qkvo")
+}
+
+
+def loss_with(attend):
+  """A loss of one layer of attention; `attend` takes [B, T, N, H]."""
+
+  def loss(w, x):
+    q, k, v = ((x @ w[name]).reshape(1, LENGTH, HEADS, SIZE) for name in "qkv")
+    return 1000 * jnp.mean((attend(q, k, v).reshape(x.shape) @ w["o"]) ** 2)
+
+  return loss
+
+
+def by_heads(f):
+  """Turns [B, T, N, H] into [B, N, T, H] for a kernel, and back."""
+  return lambda q, k, v: f(*(a.swapaxes(1, 2) for a in (q, k, v))).swapaxes(1, 2)
+
+
+def splash(q, k, v):
+  mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((LENGTH, LENGTH))] * HEADS)
+  kernel = splash_attention_kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
+  return jax.vmap(kernel)(q / SIZE**0.5, k, v)
+
+
+BLOCKS = gpu_attention.BlockSizes(
+  block_q=64, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64
+)
+on_gpu = functools.partial(mha, segment_ids=None, causal=True, interpret=True, block_sizes=BLOCKS)
+LOSSES = {
+  "flash attention for TPU": loss_with(
+    by_heads(lambda q, k, v: flash_attention.flash_attention(q, k, v, causal=True))
+  ),
+  "splash attention for TPU": loss_with(by_heads(splash)),
+  "attention for GPU, imported before": loss_with(on_gpu),
+  "attention for GPU": loss_with(functools.partial(gpu_attention.mha, **on_gpu.keywords)),
+}
+ORDERS = {
+  "grad of autocast": lambda f, policy: jax.grad(mpjax.autocast(f, policy)),
+  "autocast of grad": lambda f, policy: mpjax.autocast(jax.grad(f), policy),
+  "checkpoint": lambda f, policy: jax.grad(mpjax.autocast(jax.checkpoint(f), policy)),
+}
+
+
+def kernels(fun, *args):
+  """Returns the dtypes of the operands of each kernel in a function."""
+  found = [e for e in equations(fun, *args) if e.primitive.name == "pallas_call"]
+  return [[v.aval.dtype for v in e.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)] for e in found]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_attention(name, order, policy):
+  half = jnp.float16 if policy == "fp16" else jnp.bfloat16
+  policy = {"base": "fp8", "fp8": {"emulate": True}} if policy == "fp8" else policy
+  found = kernels(ORDERS[order](LOSSES[name], policy), W, X)
+  assert len(found) >= 3
+  # What a kernel keeps of its softmax is float32 in half precision, too.
+  assert all(half in dtypes and dtypes.count("float32") <= 3 for dtypes in found), found
+  plain = kernels(jax.grad(LOSSES[name]), W, X)
+  assert {dtype for dtypes in plain for dtype in dtypes} == {jnp.dtype("float32")}
+
+
+def near(found, expected, tolerance):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == jnp.float32
+    assert jnp.linalg.norm(a - b) < tolerance * jnp.linalg.norm(b)
+
+
+def test_its_gradients():
+  f = LOSSES["attention for GPU"]
+  near(jax.grad(mpjax.autocast(f, "bf16"))(W, X), jax.grad(f)(W, X), 0.1)
+
+
+@pytest.mark.parametrize("norm", [rms_norm.rms_norm, layer_norm.layer_norm], ids=["rms_norm", "layer_norm"])
+def test_norms(norm):
+  def loss(w, x):
+    return jnp.sum(norm(x @ w["q"], jnp.ones(HEADS * SIZE), jnp.zeros(HEADS * SIZE), interpret=True) @ w["o"])
+
+  [dtypes] = kernels(mpjax.autocast(loss, "bf16"), W, X)
+  assert set(dtypes) == {jnp.dtype("bfloat16")}
+
+
+def test_paged_attention_but_for_quantised_pages():
+  q, pages = jnp.ones((1, 2, 128)), jnp.ones((2, 4, 16, 128))
+  quantised = paged_attention.quantization_utils.quantize_to_int8(pages)
+
+  def attend(q, pages):
+    lengths, indices = jnp.ones(1, jnp.int32), jnp.zeros((1, 4), jnp.int32)
+    return paged_attention.paged_attention(q, pages, pages, lengths, indices, pages_per_compute_block=4)
+
+  [dtypes] = kernels(mpjax.autocast(attend, "bf16"), q, pages)
+  assert dtypes.count("bfloat16") >= 2  # the kernel widens queries itself
+  assert kernels(mpjax.autocast(attend, "bf16"), q, quantised) == kernels(attend, q, quantised)
+
+
+def refuses_float32(query, key, value, *args, **kwargs):
+  if query.dtype == jnp.float32:
+    raise ValueError("query must be fp16 or bf16")
+  scores = jnp.einsum("btnh,bsnh->bnts", query, key) / SIZE**0.5
+  return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_cudnns_attention_is_no_longer_refused(monkeypatch, order, policy):
+  monkeypatch.setattr(jax._src.nn.functions, "cudnn_dot_product_attention", refuses_float32)
+  loss = loss_with(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+  with pytest.raises(ValueError, match="must be fp16 or bf16"):
+    loss(W, X)
+  found = ORDERS[order](loss, policy)(W, X)
+  expected = jax.grad(loss_with(functools.partial(jax.nn.dot_product_attention, implementation="xla")))(W, X)
+  near(found, expected, 0.03)
+
+
+def test_without_autocast_they_are_as_they_were():
+  mpjax.autocast(lambda x: x @ x, "bf16")(jnp.ones((2, 2)))
+  q = jnp.ones((1, 64, 1, 32))
+  assert on_gpu(q, q, q, block_sizes=gpu_attention.BlockSizes(block_q=64, block_k=64)).dtype == jnp.float32
+  np.testing.assert_array_equal(jax.nn.dot_product_attention(q, q, q), jnp.ones_like(q))
+
+
+def test_explain_shows_each_kernel_and_its_dtypes():
+  f = LOSSES["flash attention for TPU"]
+  explained = mpjax.explain(jax.grad(f), "bf16")(W, X)
+  rows = [row for row in explained.rows if row.operands]
+  assert len(rows) == 3
+  assert {row.after for row in rows} == {"bfloat16"}
+  assert sum(row.flops for row in rows) > 0
+  assert "Kernels" in str(explained)
+
+
+def test_explain_warns_of_kernels_in_float32():
+  import jax.experimental.pallas as pl
+
+  def double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+  def f(x, region=lambda f: f):
+    kernel = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    return region(lambda x: pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))(x))(
+      x @ x
+    ) + kernel(x)
+
+  x = jnp.ones((8, 8))
+  rows = [row for row in mpjax.explain(f, "bf16")(x).rows if row.operands]
+  assert [row.operands for row in rows] == [("float32",)] * 2
+  assert all("mpjax.half_precision" in row.why for row in rows)
+  assert "mpjax.half_precision" in str(mpjax.explain(f, "bf16")(x))
+  wrapped = functools.partial(f, region=mpjax.half_precision)
+  assert [r.operands for r in mpjax.explain(wrapped, "bf16")(x).rows if r.operands] == [
+    ("bfloat16",),
+    ("float32",),
+  ]
+  assert "mpjax.half_precision" not in str(mpjax.explain(f, "fp32")(x))
