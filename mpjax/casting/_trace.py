@@ -44,7 +44,7 @@ class Traced:
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    overrides: Overrides | None,
+    overrides: Overrides | None = None,
   ):
     fun, args = with_module_argument(fun, args)
     self._modules = Modules(args, kwargs)

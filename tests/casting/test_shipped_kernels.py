@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax.experimental.pallas.ops.tpu import flash_attention, paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import mpjax
+from mpjax.train.models import GPT
 from tests.casting._jaxprs import equations
 
 with warnings.catch_warnings():
@@ -120,10 +123,12 @@ def test_paged_attention_but_for_quantised_pages():
   assert kernels(mpjax.autocast(attend, "bf16"), q, quantised) == kernels(attend, q, quantised)
 
 
-def refuses_float32(query, key, value, *args, **kwargs):
+def refuses_float32(query, key, value, *args, mask_type=MaskType.NO_MASK, **kwargs):
   if query.dtype == jnp.float32:
     raise ValueError("query must be fp16 or bf16")
-  scores = jnp.einsum("btnh,bsnh->bnts", query, key) / SIZE**0.5
+  scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+  if mask_type == MaskType.CAUSAL:
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e4)
   return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
 
 
@@ -137,6 +142,18 @@ def test_cudnns_attention_is_no_longer_refused(monkeypatch, order, policy):
   found = ORDERS[order](loss, policy)(W, X)
   expected = jax.grad(loss_with(functools.partial(jax.nn.dot_product_attention, implementation="xla")))(W, X)
   near(found, expected, 0.03)
+
+
+def test_the_built_in_models_take_it(monkeypatch):
+  monkeypatch.setattr(jax._src.nn.functions, "cudnn_dot_product_attention", refuses_float32)
+  model = functools.partial(GPT, vocab_size=16, max_len=8, dim=16, layers=2, heads=2)
+  fused, plain = (model(attention=name, rngs=nnx.Rngs(0)) for name in ("cudnn", "xla"))
+  tokens = jnp.arange(16).reshape(2, 8)
+
+  def loss(model):
+    return jnp.mean(jax.nn.log_softmax(model(tokens))[..., 0])
+
+  near(nnx.grad(mpjax.autocast(loss, "bf16"))(fused), nnx.grad(loss)(plain), 0.1)
 
 
 def test_without_autocast_they_are_as_they_were():

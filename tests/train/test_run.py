@@ -269,7 +269,7 @@ def test_data_that_turns_bad_stops_a_bfloat16_run_too(tmp_path, capsys, monkeypa
     (["optimizer.name=adamv"], ["adamv", "did you mean"]),
     (["optimizer.options={b1: often}"], ["optimizer.options", "often"]),
     (["model.attention=cudnn", "policy=bf16_pure"], ["model.attention=cudnn", "cpu", "auto"]),
-    (["model.attention=cudnn", "policy=bf16"], ["model.attention=cudnn", "autocast: false"]),
+    (["model.attention=cudnn", "policy=bf16"], ["model.attention=cudnn", "on cpu", "auto"]),
     (["policy={base: bf16, overrides: {heat: fp32}}"], ["'heat' matches no module", "GPT/blocks/0"]),
   ],
 )

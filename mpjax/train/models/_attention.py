@@ -49,7 +49,7 @@ def attention(
     raise ValueError(
       f"attention of q {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype, cast them alike"
     )
-  if implementation == "cudnn":
+  if implementation == "cudnn":  # autocast gives it half precision
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
   return _attention(q, k, v, causal)
 
@@ -63,11 +63,6 @@ def require_implementation(implementation: str) -> None:
 def require_attention(implementation: str, info: ModelInfo) -> None:
   """Raises ConfigError for an implementation that a run under the policy of `info` has no use for."""
   policy = info.policy
-  if implementation == "cudnn" and policy.autocast:
-    raise ConfigError(
-      "model.attention=cudnn under autocast, which takes a float32 program, and the fused kernel takes none: "
-      "use auto, or autocast: false in the policy"
-    )
   if implementation == "cudnn" and (info.backend != "gpu" or policy.compute_dtype.itemsize != 2):
     raise ConfigError(
       f"model.attention=cudnn on {info.backend} in {policy.compute_dtype.name}: the fused kernel needs an "
