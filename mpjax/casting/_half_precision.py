@@ -8,12 +8,14 @@ mark what is inside, which is left alone, and the casts at its edges, whose valu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
@@ -34,20 +36,29 @@ class Regions:
   Args:
     usual: the half dtype of regions; `None` for float32.
     others: by number, those of regions in modules that compute in another dtype; `None`: not numbered.
+    instead: for regions that take no float32 where `usual` is float32, the dtype in which they run instead of
+      raising their error.
   """
 
-  def __init__(self, usual: np.dtype | None, others: Mapping[int, np.dtype | None] | None = None):
+  def __init__(
+    self,
+    usual: np.dtype | None,
+    others: Mapping[int, np.dtype | None] | None = None,
+    instead: np.dtype | None = None,
+  ):
     self.usual = usual
     self.others = others
+    self.instead = instead
     self._numbers = itertools.count()
 
   def __hash__(self) -> int:
-    return hash(self.usual) if self.others is None else id(self)
+    return hash((self.usual, self.instead)) if self.others is None else id(self)
 
   def __eq__(self, other: object) -> bool:
     if self is other or not isinstance(other, Regions):
       return self is other
-    return self.others is None and other.others is None and self.usual == other.usual
+    numbered = self.others is not None or other.others is not None
+    return not numbered and (self.usual, self.instead) == (other.usual, other.instead)
 
   def enter(self) -> tuple[np.dtype | None, str]:
     """Returns the dtype of the region that is come to, and its scope."""
@@ -59,6 +70,11 @@ class Regions:
 NO_REGIONS = Regions(None)
 # While autocast traces, the dtypes of regions.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
+
+
+def float32_where_there_is_one() -> contextlib.AbstractContextManager[object]:
+  """Has regions run in float32 inside, and in bfloat16 those that raise an error for it."""
+  return tracing(Regions(None, instead=np.dtype(jnp.bfloat16)))
 
 
 def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +103,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     regions = tracing.value
-    if regions.usual is None:
+    if regions.usual is None and regions.instead is None:
       return fun(*args, **kwargs)
     inner, given = with_module_argument(fun, args)
     modules = Modules(given, kwargs)
@@ -95,7 +111,12 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
     half, scope = regions.enter()
     if half is None:
-      return fun(*args, **kwargs)
+      try:
+        return fun(*args, **kwargs)
+      except (TypeError, ValueError):
+        if regions.instead is None:
+          raise
+        half = regions.instead
     with jax.named_scope(scope), tracing(NO_REGIONS):
       out, changed = modules.call(inner, _cast(modules.leaves, FLOAT32, half))
       out, changed = _cast((out, changed), half, FLOAT32)
@@ -109,7 +130,7 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
   """Returns what `make` traces, each region in the dtype of its module; in float32 without overrides."""
   halves = overrides.halves if overrides is not None else {None}
   if halves == {None}:
-    with tracing(NO_REGIONS):
+    with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
   replace_shipped_kernels()
   usual = next(half for half in halves if half is not None)

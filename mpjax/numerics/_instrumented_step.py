@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._tree import cast_like, named_leaves
 from mpjax._types import Array, PyTree
+from mpjax.casting._half_precision import float32_where_there_is_one
 from mpjax.casting._probes import Point, find_points, watched
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
@@ -74,7 +75,8 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
 
     return run
 
-  jax.eval_shape(lambda state, batch: _loss(step, state, batch, find)[0], state, batch)
+  with float32_where_there_is_one():  # the function is run as it is, too
+    jax.eval_shape(lambda state, batch: _loss(step, state, batch, find)[0], state, batch)
   return found
 
 

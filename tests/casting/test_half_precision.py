@@ -90,12 +90,24 @@ def test_a_kernel_runs_in_half_precision_forward_and_backward(policy, order, for
   near(found, jax.grad(reference)(W, X))
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_over_devices(order):
+def test_over_devices(order, check_vma):
   mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   mix = mpjax.half_precision(kernel(seen := []))
-  over = jax.shard_map(mix, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False)
+  specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+  over = jax.shard_map(mix, mesh=mesh, check_vma=check_vma, **specs)
   near(ORDERS[order](loss_with(over), "bf16")(W, X), jax.grad(exact)(W, X))
+  assert set(seen) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_a_loss_over_devices(order):
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  mix = mpjax.half_precision(kernel(seen := []))
+  loss = lambda w, x: jax.lax.pmean(loss_with(mix)(w, x), "data")
+  over = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+  near(ORDERS[order](over, "bf16")(W, X), jax.grad(exact)(W, X))
   assert set(seen) == {"bfloat16"}
 
 
@@ -291,6 +303,17 @@ def test_under_an_fp8_policy_it_is_the_compute_dtype():
   f = loss_with(mpjax.half_precision(kernel(seen := [])))
   jax.grad(mpjax.autocast(f, {"base": "fp8", "fp8": {"emulate": True}}))(W, X)
   assert set(seen) == {"bfloat16"}
+
+
+@pytest.mark.slow
+def test_numerics_says_where_there_is_no_float32_to_compare_with():
+  with_one = mpjax.inspect_numerics(
+    loss_with(mpjax.half_precision(lambda a, b: jnp.tanh(a) * b)), W, X, "bf16"
+  )
+  assert "takes no float32" not in str(with_one)
+  assert with_one.reference_loss == pytest.approx(float(exact(W, X)), rel=1e-6)
+  without = mpjax.inspect_numerics(loss_with(mpjax.half_precision(kernel([]))), W, X, "bf16")
+  assert "takes no float32" in str(without)
 
 
 def test_a_function_traced_before_and_after_is_traced_again():

@@ -337,8 +337,9 @@ def _reference(report: NumericsReport) -> Iterator[Finding]:
       "reference",
       "note",
       "",
-      f"the model computes {places[0]}{more} in the float32 run as well, by casts of its own: errors there "
-      "are not known, and no policy changes them; take the casts out, or pass reference= a step without them",
+      f"the model computes {places[0]}{more} in the float32 run as well, by casts of its own or since it "
+      "takes no float32: errors there are not known, and no policy changes them; take the casts out, or pass "
+      "reference= a step without them",
     )
 
 
