@@ -17,7 +17,7 @@ from mpjax.casting._fp8_products import Fp8Product
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import bodies_of, constants_of
+from mpjax.jaxpr import bodies_of, constants_of, in_region
 
 
 class Mode(enum.Enum):
@@ -28,6 +28,7 @@ class Mode(enum.Enum):
   KEEP = "keep"  # in the dtypes of the user's program
   EACH = "each"  # every operand as it is held
   CAST = "cast"  # the user's own cast
+  EDGE = "edge"  # a cast to half precision at the edge of a region, of values that may be outside its range
   ENTER = "enter"  # its bodies are decided, too
 
 
@@ -72,6 +73,11 @@ class Node:
   def name(self) -> str:
     """The name of its primitive."""
     return self.equation.primitive.name
+
+  @property
+  def multiplies(self) -> bool:
+    """Whether it is a matrix product, has one in its bodies, or is in a region, which stands for one."""
+    return self.listed == "allow" or self.has_product() or in_region(self.path)
 
   def has_product(self) -> bool:
     """Returns whether a matrix product is in its bodies, at any depth."""

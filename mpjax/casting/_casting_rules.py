@@ -157,11 +157,8 @@ class CastingRules:
       for equation in reversed(body.eqns):
         kind = self.list_of(equation.primitive)
         passes_on = has(equation, Trait.PASSES_ON)
-        if (
-          kind == "allow"
-          or at_region_edge(marked_path(equation))
-          or (passes_on and any(v in found for v in equation.outvars))
-        ):
+        product = kind == "allow" or at_region_edge(marked_path(equation))
+        if product or (passes_on and any(v in found for v in equation.outvars)):
           found.update(v for v in variables_of(equation.invars) if castable(v.aval))
         elif kind == "call":
           for inner, indices in alignment(equation):

@@ -131,7 +131,7 @@ class _Body:
       held=types.MappingProxyType(dict(self.held)),
       outs=outs,
       depths=tuple(self._depth.get(v, 0) if is_variable(v) else 0 for v in self.jaxpr.outvars),
-      has_product=any(node.listed == "allow" or node.has_product() for node in nodes),
+      has_product=any(node.multiplies for node in nodes),
     )
 
   def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
@@ -166,11 +166,12 @@ class _Body:
     path = inside(self.path, marked_path(equation))
     half = self.rules.overrides.half_at(path)
     listed = self.rules.list_of(equation.primitive, half)
-    if in_region(path):
+    is_cast = equation.primitive is jax.lax.convert_element_type_p
+    if in_region(path) and (is_cast or not at_region_edge(path)):  # else a sum of gradients
       node = self._decide_in_region(equation, path, half)
     elif listed == "call":
       node = self._decide_call(equation, path, half)
-    elif equation.primitive is jax.lax.convert_element_type_p:
+    elif is_cast:
       node = self._decide_cast(equation, path, half)
     else:
       node = self._decide_plain(equation, path, half, listed)
@@ -268,7 +269,8 @@ class _Body:
     if half is not None and at_region_edge(path):
       (source,), (result,) = equation.invars, equation.outvars
       if castable(source.aval) and dtype_of(result) == half:
-        return node(Mode.HALF, "it enters a half_precision region", _outs(equation, Held(Kind.FIXED, half)))
+        mode = Mode.EDGE if half == np.float16 else Mode.HALF
+        return node(mode, "it enters a half_precision region", _outs(equation, Held(Kind.FIXED, half)))
       if castable(result.aval) and dtype_of(source) == half:
         return node(Mode.EACH, "it leaves a half_precision region", _outs(equation, Held(Kind.HALF, half)))
     return node(Mode.KEEP, "it is in a half_precision region", self._kept(equation))

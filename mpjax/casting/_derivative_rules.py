@@ -141,7 +141,9 @@ def _decide_rule(
   tangents: int = 0,
 ) -> tuple[ClosedJaxpr, CastPlan]:
   """Returns a rule, traced in the dtypes that it was written for, and what is decided about it."""
-  with tracing(Regions(call.decide_rule.half)):  # it is traced long after the function
+  with tracing(
+    Regions(call.decide_rule.half, instead=tracing.value.instead)
+  ):  # it is traced long after the function
     closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
   return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents)

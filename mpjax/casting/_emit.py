@@ -26,7 +26,7 @@ from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
-from mpjax.jaxpr import as_traced, call_kind, is_variable, last_reads, shape_of
+from mpjax.jaxpr import as_traced, backward_depth, call_kind, is_variable, last_reads, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +143,10 @@ class Emitter:
       ]
     if node.mode is Mode.EACH and node.equation.primitive is jax.lax.convert_element_type_p:
       return [as_held(x, h) for x, h in zip(operands, node.outs, strict=True)]
+    if node.mode is Mode.EDGE:
+      # In the backward pass an infinity is what the loss scale has to see.
+      forward = not backward_depth(node.equation)
+      return [_narrow(x, cast(np.dtype, node.half), forward and x.dtype == FLOAT32) for x in operands]
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
     return _compat.bind(as_half_product(node.equation, operands), operands, **changes)
 

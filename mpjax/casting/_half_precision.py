@@ -19,19 +19,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, ClosedJaxpr, PyTree
-from mpjax.casting._kinds import FLOAT32
+from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
+from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
-from mpjax.jaxpr import REGION_EDGE, bodies_of, inside, marked_path, open_jaxpr, region_number, region_scope
+from mpjax.jaxpr import (
+  REGION_EDGE,
+  bodies_of,
+  in_region,
+  inside,
+  marked_path,
+  open_jaxpr,
+  region_mark,
+  region_scope,
+)
+
+_MOST_TRACES = 4
+_traces = itertools.count()
 
 
 class Regions:
   """The dtype of each region of one trace.
 
-  Where all modules compute in one dtype, all traces share it, and so JAX's caches. Elsewhere the module of a
-  region is known only after the trace: regions are numbered in the order in which they are come to, which is
-  the same at the next trace.
+  Where all regions are in modules of one dtype, all traces share it, and so JAX's caches. Elsewhere the
+  module of a region is known only after the trace: regions are numbered in the order in which they are come
+  to, which is the same at the next trace.
 
   Args:
     usual: the half dtype of regions; `None` for float32.
@@ -49,24 +61,25 @@ class Regions:
     self.usual = usual
     self.others = others
     self.instead = instead
+    self.trace = None if others is None else next(_traces)
+    self._key = (usual, instead, len(_replaced), self.trace)
     self._numbers = itertools.count()
 
   def __hash__(self) -> int:
-    return hash((self.usual, self.instead)) if self.others is None else id(self)
+    return hash(self._key)
 
   def __eq__(self, other: object) -> bool:
-    if self is other or not isinstance(other, Regions):
-      return self is other
-    numbered = self.others is not None or other.others is not None
-    return not numbered and (self.usual, self.instead) == (other.usual, other.instead)
+    return isinstance(other, Regions) and self._key == other._key
 
   def enter(self) -> tuple[np.dtype | None, str]:
     """Returns the dtype of the region that is come to, and its scope."""
-    number = None if self.others is None else next(self._numbers)
-    dtype = self.usual if number is None or self.others is None else self.others.get(number, self.usual)
-    return dtype, region_scope(number)
+    if self.others is None:
+      return self.usual, region_scope()
+    number = next(self._numbers)
+    return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
 
 
+_replaced: set[int] = set()  # the kernels of JAX that are regions by now
 NO_REGIONS = Regions(None)
 # While autocast traces, the dtypes of regions.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
@@ -88,17 +101,23 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   ```
 
   Its float32 arguments are cast to the compute dtype (values outside float16's range to its largest ones);
-  nothing inside is decided by autocast, and what it returns is half precision, to be read as the result of a
-  matrix product is. Arrays that `fun` holds itself, and does not get as arguments, keep their dtype. It does
-  nothing without an autocast outside, in a module that computes in float32, in `mpjax.full_precision`, or
-  where no argument is float32. Under an FP8 policy it runs in the compute dtype. Also a decorator.
+  of an `nnx.Module`, its parameters. Nothing inside is decided by autocast, and what it returns is half
+  precision, to be read as the result of a matrix product is. Arrays that `fun` holds itself, and does not get
+  as arguments, keep their dtype. It does nothing without an autocast outside, in a module that computes in
+  float32, in `mpjax.full_precision`, or where no argument is float32. Under an FP8 policy it runs in the
+  compute dtype. Also a decorator.
 
   Args:
     fun: any function of pytrees.
 
   Returns:
     A function with `fun`'s signature, float32 outside where `fun` is.
+
+  Raises:
+    TypeError: for what is no function.
   """
+  if not callable(fun):
+    raise TypeError(f"half_precision of {fun!r}: expected a function")
 
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
@@ -107,42 +126,104 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
     inner, given = with_module_argument(fun, args)
     modules = Modules(given, kwargs)
-    if not any(map(_is_float32, modules.leaves)):
+    wide = [
+      _is(leaf, np.float32) and may for leaf, may in zip(modules.leaves, modules.parameters, strict=True)
+    ]
+    if not any(wide):
       return fun(*args, **kwargs)
     half, scope = regions.enter()
     if half is None:
       try:
-        return fun(*args, **kwargs)
-      except (TypeError, ValueError):
+        with jax.named_scope(scope), tracing(NO_REGIONS):
+          return fun(*args, **kwargs)
+      except Exception:
         if regions.instead is None:
           raise
         half = regions.instead
+    call = lambda leaves: modules.call(inner, leaves, scopes=False)
+    own = _halves_of_its_own(call, modules.leaves, half)
     with jax.named_scope(scope), tracing(NO_REGIONS):
-      out, changed = modules.call(inner, _cast(modules.leaves, FLOAT32, half))
-      out, changed = _cast((out, changed), half, FLOAT32)
+      leaves = [_cast(leaf, half) if cast else leaf for leaf, cast in zip(modules.leaves, wide, strict=True)]
+      results, structure = jax.tree.flatten(call(leaves))
+      out, changed = jax.tree.unflatten(
+        structure,
+        [_cast(x, np.float32) if _is(x, half) and i not in own else x for i, x in enumerate(results)],
+      )
     modules.update(changed)
     return out
 
   return region
 
 
+def _halves_of_its_own(call: Callable[[list[Any]], PyTree], leaves: list[Any], half: np.dtype) -> set[int]:
+  """Returns the results that are half precision without autocast, too: a cache, say, that is an argument."""
+  if not any(_is(leaf, half) for leaf in leaves):
+    return set()
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+  def results(arrays: dict[int, Array]) -> list[Array]:
+    return jax.tree.leaves(call([arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+  try:
+    with tracing(NO_REGIONS):
+      return {i for i, x in enumerate(jax.eval_shape(results, arrays)) if x.dtype == half}
+  except Exception:  # it takes no float32
+    return set()
+
+
+def _is(x: object, dtype: Any) -> bool:
+  """Returns whether `x` is an array of a floating dtype, and no reference to one."""
+  is_array = isinstance(x, (jax.Array, np.ndarray)) and x.dtype == dtype
+  return is_array and (dtype != np.float32 or castable(jax.typeof(x)))
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+  with jax.named_scope(REGION_EDGE):
+    return jax.lax.convert_element_type(x, dtype)
+
+
 def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> ClosedJaxpr:
-  """Returns what `make` traces, each region in the dtype of its module; in float32 without overrides."""
+  """Returns what `make` traces, each region in the dtype of its module; in float32 without overrides.
+
+  A function that JAX traces once for modules of several dtypes has its regions in the widest.
+  """
   halves = overrides.halves if overrides is not None else {None}
-  if halves == {None}:
+  if overrides is None or halves == {None}:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
-  replace_shipped_kernels()
+  _replace_kernels()
   usual = next(half for half in halves if half is not None)
-  with tracing(Regions(usual, None if len(halves) == 1 else {})):
+  with tracing(Regions(usual)):
     closed = make()
-  if overrides is None or len(halves) == 1:
+  if _replace_kernels():  # of modules that the function has imported itself
+    return trace(make, overrides)
+  if len(halves) == 1 or all(half == usual for _, half in _regions(closed, overrides, "")):
     return closed
-  others = {n: half for n, half in _regions(closed, overrides, "") if half != usual}
-  if not others:
-    return closed
-  with tracing(Regions(usual, others)):
-    return make()
+  others: dict[int, np.dtype | None] = {}
+  for _ in range(_MOST_TRACES):  # a derivative rule has other regions in another dtype
+    regions = Regions(usual, others)
+    with tracing(regions):
+      closed = make()
+    found: dict[int, np.dtype | None] = {}
+    for mark, half in _regions(closed, overrides, ""):
+      of_trace, _, number = mark.partition(".")
+      if of_trace == str(regions.trace):  # and not of an autocast inside
+        found[int(number)] = half if found.get(int(number), half) is not None else None
+    if all(others.get(n, usual) == half for n, half in found.items()):
+      break
+    others = others | found
+  return closed
+
+
+def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, np.dtype | None]]:
+  """Yields (mark, dtype of its module) for the equations in regions."""
+  for equation in open_jaxpr(jaxpr).eqns:
+    own = inside(path, marked_path(equation))
+    if in_region(own):
+      yield region_mark(own), overrides.half_at(own)
+      continue
+    for body in bodies_of(equation):
+      yield from _regions(body, overrides, own)
 
 
 class _KernelOfJax(jax.custom_vjp):
@@ -152,47 +233,45 @@ class _KernelOfJax(jax.custom_vjp):
     return half_precision(super().__call__)(*args, **kwargs)
 
 
-def replace_shipped_kernels() -> None:
-  """Makes half-precision regions of the kernels that JAX ships, where their modules have been imported."""
+class _FunctionOfJax:
+  """A kernel without a derivative rule that JAX ships, as a region; all else is the function's."""
+
+  def __init__(self, kernel: Callable[..., Any]):
+    functools.update_wrapper(self, kernel)
+    self._region = half_precision(kernel)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    # The scales of what is quantised stay float32.
+    quantised = any(_is(x, np.int8) for x in jax.tree.leaves((args, kwargs)))
+    return (self.__wrapped__ if quantised else self._region)(*args, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    return getattr(self.__wrapped__, name)
+
+
+def _replace_kernels() -> bool:
+  """Makes regions of JAX's kernels whose modules have been imported; returns whether there were new ones."""
+  before = len(_replaced)
   for module, name in _compat.shipped_kernels():
     kernel = getattr(module, name)
     if type(kernel) is jax.custom_vjp:
+      kernel.fwd, kernel.bwd = _apart(kernel.fwd), _apart(kernel.bwd)
       kernel.__class__ = _KernelOfJax
-    elif not isinstance(kernel, _KernelOfJax) and not hasattr(kernel, "_mpjax_region_of"):
-      region = _unless_quantised(kernel)
-      region._mpjax_region_of = kernel  # type: ignore[attr-defined]
-      setattr(module, name, region)
+      _replaced.add(id(kernel))
+    elif not isinstance(kernel, (_KernelOfJax, _FunctionOfJax)):
+      setattr(module, name, _FunctionOfJax(kernel))
+      _replaced.add(id(kernel))
+  return len(_replaced) > before
 
 
-def _unless_quantised(kernel: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a kernel as a region, but where an argument is quantised: its scales stay float32."""
-  region = half_precision(kernel)
+def _apart(rule: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a derivative rule that may call its own kernel again, in the dtypes that the rule is given."""
 
-  @functools.wraps(kernel)
+  @functools.wraps(rule)
   def call(*args: Any, **kwargs: Any) -> Any:
-    quantised = any(getattr(x, "dtype", None) == np.int8 for x in jax.tree.leaves((args, kwargs)))
-    return (kernel if quantised else region)(*args, **kwargs)
+    with tracing(NO_REGIONS):
+      return rule(*args, **kwargs)
 
   return call
-
-
-def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[int, np.dtype | None]]:
-  for equation in open_jaxpr(jaxpr).eqns:
-    own = inside(path, marked_path(equation))
-    number = region_number(own)
-    if number is not None:
-      yield number, overrides.half_at(own)
-      continue
-    for body in bodies_of(equation):
-      yield from _regions(body, overrides, own)
-
-
-def _is_float32(x: object) -> bool:
-  return getattr(x, "dtype", None) == FLOAT32
-
-
-def _cast(tree: PyTree, dtype: np.dtype, to: np.dtype) -> PyTree:
-  with jax.named_scope(REGION_EDGE):
-    return jax.tree.map(
-      lambda x: jax.lax.convert_element_type(x, to) if getattr(x, "dtype", None) == dtype else x, tree
-    )

@@ -107,7 +107,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], ha
       constant.update(equation.outvars)
     if any(a in reached for a in variables):
       reached.update(equation.outvars)
-      if node.listed == "allow" or node.has_product():
+      if node.multiplies:
         product = True
         layers |= any(a not in reached and a not in constant and castable(a.aval) for a in variables)
     past = [multiplied[a] for a in variables if a in multiplied]

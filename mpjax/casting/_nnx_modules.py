@@ -64,8 +64,24 @@ class Modules:
     self._template = state
     self.leaves = [*self._others, *self._state]
 
-  def call(self, fun: Callable[..., Any], leaves: list[Any]) -> tuple[Any, dict[Any, Any]]:
-    """Calls `fun` on copies of the objects; returns its result, and what it changed of their state."""
+  @property
+  def parameters(self) -> list[bool]:
+    """Whether each leaf is an argument, or a parameter of an object: not a statistic or a count."""
+    of_path = dict(nnx.to_flat_state(self._template))
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(self._template))[0]]
+    variables = [of_path.get(tuple(key.key for key in path)) for path in paths]
+    return [*(True for _ in self._others), *(isinstance(variable, nnx.Param) for variable in variables)]
+
+  def call(
+    self, fun: Callable[..., Any], leaves: list[Any], scopes: bool = True
+  ) -> tuple[Any, dict[Any, Any]]:
+    """Calls `fun` on copies of the objects; returns its result, and what it changed of their state.
+
+    Args:
+      fun: the function.
+      leaves: in place of `self.leaves`.
+      scopes: whether the objects get names by their paths; those in a trace have them.
+    """
     n = len(self._others)
     if not self._objects:
       args, kwargs = jax.tree.unflatten(self._structure, leaves)
@@ -78,7 +94,8 @@ class Modules:
     for position, obj in zip(self._positions, objects, strict=True):
       everything.insert(position, obj)
     args, kwargs = jax.tree.unflatten(self._structure, everything)
-    give_scopes(objects)
+    if scopes:
+      give_scopes(objects)
     out = fun(*args, **kwargs)
     after = dict(nnx.to_flat_state(nnx.state(objects)))
     changed = {path: v for path, v in after.items() if path not in before or _value(v) is not before[path]}

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._override import Override
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import FULL_PRECISION
+from mpjax.jaxpr import FULL_PRECISION, without_marks
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, parse_overrides
 
@@ -82,7 +82,7 @@ class Overrides:
     """Raises `ValueError` for a regex that matched no path, naming the paths there are."""
     for pattern, *_ in self._rules:
       if pattern not in self._matched:
-        paths = sorted(path for path in self._resolved if path)
+        paths = sorted({without_marks(path) for path in self._resolved} - {""})
         shown = ", ".join(paths[:40]) + (f", and {len(paths) - 40} more" if len(paths) > 40 else "")
         raise ValueError(
           f"policy override {pattern!r} matches no module path; the paths are "
@@ -100,7 +100,9 @@ class Overrides:
 
   def _at(self, path: str) -> Override:
     if path not in self._resolved:
-      found = [(pattern, settings) for pattern, regex, settings in self._rules if regex.search(path)]
+      found = [
+        (pattern, settings) for pattern, regex, settings in self._rules if regex.search(without_marks(path))
+      ]
       self._matched |= {pattern for pattern, _ in found}
       settings = found[0][1] if found else self._default
       self._resolved[path] = _IN_FULL_PRECISION if FULL_PRECISION in path.split("/") else settings

@@ -21,9 +21,11 @@ from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   CallKind,
   Trait,
+  at_region_edge,
   call_kind,
   dtype_of,
   has,
+  in_region,
   is_variable,
   operation_name,
   scan_parts,
@@ -245,7 +247,10 @@ def _chosen(plan: CastPlan) -> set[Var]:
         a for a in node.equation.invars if is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
       ]
   origins = set(map(origin, variables_of(wanted)))
-  return {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
+  looked_at = {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
+  # What is in a region has other equations in another dtype: only what enters one in half precision.
+  enters = lambda v: at_region_edge(maker[v].path) and dtype_of(v).itemsize < 4
+  return {v for v in looked_at if not in_region(maker[v].path) or enters(v)}
 
 
 def _leaves(source: str, target: str) -> bool:

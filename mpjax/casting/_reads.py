@@ -48,7 +48,7 @@ def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
     return FLOAT32  # master weights are rounded once
   if node.mode is Mode.HALF and not bodies_of(node.equation):
     return node.half
-  return held.dtype if node.mode in (Mode.EACH, Mode.CAST) else FLOAT32
+  return held.dtype if node.mode in (Mode.EACH, Mode.CAST, Mode.EDGE) else FLOAT32
 
 
 def _how(atom: Atom, held: Mapping[Var, Held]) -> Held:

@@ -120,15 +120,15 @@ def without_marks(path: str) -> str:
   return "/".join(part for part in path.split("/") if _unnumbered(part) not in MARKS)
 
 
-def region_scope(number: int | None) -> str:
-  """The scope of what `half_precision` runs; with a number where those of a trace are told apart."""
-  return HALF_PRECISION if number is None else f"{HALF_PRECISION}#{number}"
+def region_scope(mark: str = "") -> str:
+  """The scope of what `half_precision` runs; with a mark where those of a trace are told apart."""
+  return f"{HALF_PRECISION}#{mark}" if mark else HALF_PRECISION
 
 
-def region_number(path: str) -> int | None:
-  """The number of the region that a marked path is in, the outermost; `None` for none."""
+def region_mark(path: str) -> str:
+  """The mark of the region that a marked path is in, the outermost; empty for none."""
   parts = (part.partition("#") for part in path.split("/"))
-  return next((int(number) for name, _, number in parts if name == HALF_PRECISION and number), None)
+  return next((mark for name, _, mark in parts if name == HALF_PRECISION), "")
 
 
 def in_region(path: str) -> bool:
@@ -137,7 +137,7 @@ def in_region(path: str) -> bool:
 
 
 def at_region_edge(path: str) -> bool:
-  """Returns whether a marked path is of a cast where a region begins or ends."""
+  """Returns whether a marked path is that of the casts where a region begins or ends, and of their sums."""
   return REGION_EDGE in path.split("/")
 
 

@@ -182,10 +182,10 @@ class Inspection:
     if shape not in self._programs:
       self._programs[shape] = self._compile(batch)
     programs = self._programs[shape]
-    seen: Seen = jax.device_get(programs.mine(self._state, batch))
     wide = None
-    if programs.theirs is not None and self._wide_state is not None:
-      with float32_where_there_is_one():
+    with float32_where_there_is_one():
+      seen: Seen = jax.device_get(programs.mine(self._state, batch))
+      if programs.theirs is not None and self._wide_state is not None:
         wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += rows(batch)
