@@ -125,10 +125,10 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
       for inner in node.call.plans:
         _walk(inner, times * length, explanation)
     else:
-      kernels = list(_kernels(node, node.equation, node.path, times))
+      within = list(_inside(node, node.equation, node.path, times))
       if not has(node.equation, Trait.KERNEL):
         explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
-      explanation.rows += kernels
+      explanation.rows += within
 
 
 def _row(
@@ -154,20 +154,21 @@ def _row(
   )
 
 
-def _kernels(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
-  """Yields a row for each kernel in an equation that is carried out as it is, at any depth."""
+def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
+  """Yields a row for each kernel of an equation that is carried out as one, and each product in it."""
   for body in bodies_of(equation):
     for each in open_jaxpr(body).eqns:
-      yield from _kernels(node, each, inside(path, marked_path(each)), times * times_run(equation))
-  if not has(equation, Trait.KERNEL):
+      yield from _inside(node, each, inside(path, marked_path(each)), times * times_run(equation))
+  kernel = has(equation, Trait.KERNEL)
+  if not kernel and (equation is node.equation or not has(equation, Trait.PRODUCT)):
     return
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
   operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
   narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
-  why = "a kernel: it stays in the dtypes of the program"
+  why = "a kernel: it stays in the dtypes of the program" if kernel else node.why
   if in_region(path):
-    why = "a kernel in a half-precision region"
-  elif operands and not narrow and node.half is not None:
+    why = f"a {'kernel' if kernel else 'product'} in a half-precision region"
+  elif kernel and operands and not narrow and node.half is not None:
     why = "a kernel that runs in float32: wrap it in mpjax.half_precision"
   yield ExplainedOperation(
     path=without_marks(path),
@@ -182,7 +183,7 @@ def _kernels(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[
     island=None,
     why=why,
     times=times,
-    operands=operands,
+    operands=operands if kernel else (),
   )
 
 

@@ -256,7 +256,7 @@ def _replace_kernels() -> bool:
   before = len(_replaced)
   for module, name in _compat.shipped_kernels():
     kernel = getattr(module, name)
-    if type(kernel) is jax.custom_vjp:
+    if type(kernel) is jax.custom_vjp and kernel.fwd is not None and kernel.bwd is not None:
       kernel.fwd, kernel.bwd = _apart(kernel.fwd), _apart(kernel.bwd)
       kernel.__class__ = _KernelOfJax
       _replaced.add(id(kernel))

@@ -173,6 +173,12 @@ def test_explain_shows_each_kernel_and_its_dtypes():
   assert "Kernels" in str(explained)
 
 
+def test_explain_counts_products_in_a_region():
+  region = mpjax.half_precision(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w))
+  explained = mpjax.explain(lambda x, w: region(x, w) @ w, "bf16")(jnp.ones((8, 4)), jnp.ones((4, 4)))
+  assert explained.matrix_flops() == {"bfloat16": 3 * 2 * 8 * 4 * 4}
+
+
 def test_explain_warns_of_kernels_in_float32():
   import jax.experimental.pallas as pl
 
