@@ -48,6 +48,7 @@ class Node:
     widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
       summed in float32.
     result_dtype: the dtype that a product is asked for; `None` for what the program says.
+    stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
     call: for `Mode.ENTER`, its bodies.
     fp8: if it is an FP8 product, how.
     recipe: of a product, the FP8 recipe that decided whether it is one; `None` for none.
@@ -68,6 +69,7 @@ class Node:
   reads: tuple[np.dtype | None, ...] = ()
   widened: frozenset[int] = frozenset()
   result_dtype: np.dtype | None = None
+  stores_gradient: bool = False
 
   @property
   def name(self) -> str:

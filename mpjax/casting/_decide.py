@@ -18,6 +18,7 @@ from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Call, CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._elementwise_losses import with_stored_gradients
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import (
@@ -121,6 +122,7 @@ class _Body:
     results = set(variables_of(self.jaxpr.outvars))
     nodes = pull_in(nodes, self.held, results, self.full_outputs)
     nodes = [with_reads(node, self.held, self.rules.accum_dtype) for node in nodes]
+    nodes = with_stored_gradients(nodes, self.jaxpr, self.held, self.rules, self.roles)
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars))
     return CastPlan(
       jaxpr=self.jaxpr,

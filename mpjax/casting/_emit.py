@@ -20,6 +20,7 @@ from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
+from mpjax.casting._elementwise_losses import store_gradient_p
 from mpjax.casting._half_products import as_half_product, as_product
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
@@ -128,6 +129,8 @@ class Emitter:
       ]
       if node.call is None:
         out = self._bind(node, operands)
+        if node.stores_gradient:
+          out = [store_gradient_p.bind(x) for x in out]
     if node.call is not None:
       out = RULES[call_kind(equation)].emit(node.call, operands, self)
     for i, (variable, value) in enumerate(zip(equation.outvars, out, strict=True)):

@@ -1,0 +1,113 @@
+"""Losses that are computed element by element: a squared error, a cross entropy of independent logits.
+
+A product's fused ending can compute such a loss and its gradient at once, and the result of the product need
+not be stored. Compilers store it all the same, and both products of the backward pass make the gradient of it
+again, and read the targets again. So the gradient crosses an optimisation barrier: it is made and stored
+once. A softmax needs its rows first: there the result is stored anyway, and a barrier would store another
+array. Nor does it pay where the result is small beside what the product reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.core import AbstractValue
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._types import Array, Jaxpr, Var
+from mpjax.casting._cast_plan import Mode, Node
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._kinds import Held, Kind, castable, size
+from mpjax.casting._product_roles import ProductRoles
+from mpjax.jaxpr import Trait, bodies_of, facts, has, register_as, variables_of
+
+_STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
+
+store_gradient_p = Primitive("store_gradient")  # the identity; its transpose is an optimisation barrier
+register_as(store_gradient_p, jax.lax.copy_p)
+
+
+def _itself(x: AbstractValue) -> AbstractValue:
+  return x
+
+
+def _transposed(ct: Array | ad.Zero, _: object) -> list[Array | ad.Zero]:
+  return [ct if isinstance(ct, ad.Zero) else jax.lax.optimization_barrier(ct)]
+
+
+store_gradient_p.def_impl(_itself)
+store_gradient_p.def_abstract_eval(_itself)
+ad.deflinear2(store_gradient_p, _transposed)
+batching.defvectorized(store_gradient_p)
+mlir.register_lowering(store_gradient_p, lambda ctx, x: [x])
+
+
+def with_stored_gradients(
+  nodes: Sequence[Node],
+  jaxpr: Jaxpr,
+  held: Mapping[Var, Held],
+  rules: CastingRules,
+  roles: ProductRoles | None,
+) -> list[Node]:
+  """Returns decisions in which the last products before a loss by element store their gradient.
+
+  Args:
+    nodes: the decisions, in the order of the program.
+    jaxpr: the program.
+    held: how each variable is held.
+    rules: what decides.
+    roles: of the program's products; `None` where they are not known.
+  """
+  if roles is None or rules.in_loop or not rules.islands:
+    return list(nodes)
+  found = []
+  for i, node in enumerate(nodes):
+    if node.listed == "allow" and node.mode is Mode.HALF and node.fp8 is None:
+      (result,) = node.equation.outvars
+      head = result in roles.scored and result not in roles.reaching
+      head = head and all(size(v) <= size(result) for v in _activations(node, held))
+      if (
+        head
+        and rules.computes_again(node.path)
+        and _is_by_element(result, nodes[i + 1 :], jaxpr, held, rules)
+      ):
+        node = dataclasses.replace(node, stores_gradient=True)
+    found.append(node)
+  return found
+
+
+def _activations(node: Node, held: Mapping[Var, Held]) -> list[Var]:
+  return [v for v in variables_of(node.equation.invars) if held[v].kind is not Kind.FLEXIBLE]
+
+
+def _is_by_element(
+  result: Var, nodes: Sequence[Node], jaxpr: Jaxpr, held: Mapping[Var, Held], rules: CastingRules
+) -> bool:
+  """Returns whether a result is compared with targets by element, summed, and nothing else is made of it."""
+  full, reduced = {result}, set[Var]()
+  compared = False  # with targets, which would be read again
+  for node in nodes:
+    equation = node.equation
+    read, outs = set(variables_of(equation.invars)), equation.outvars
+    if not read & full:
+      if read & reduced:
+        reduced.update(outs)
+        if any(size(v) >= size(result) for v in outs):
+          return False
+      continue
+    compared = compared or any(size(v) >= size(result) for v in read - full)
+    others = (v for v in read - full if castable(v.aval) and size(v) > 1)
+    if read & reduced or any(held[v].kind is not Kind.FLEXIBLE for v in others):
+      return False
+    if all(size(v) == size(result) for v in outs):
+      if any(facts(p).traits & _STORED for p in rules.primitives([equation])):
+        return False
+      full.update(outs)
+    elif has(equation, Trait.ACCUMULATES) and not bodies_of(equation):
+      reduced.update(outs)
+    else:
+      return False
+  return compared and bool(reduced) and not full & set(variables_of(jaxpr.outvars))
