@@ -96,12 +96,14 @@ def cotangents_of(out: Any) -> Sequence[Any]:
   return out[0] if isinstance(out, tuple) else out
 
 
-def dot_general_type(lhs: ShapedArray, rhs: ShapedArray, **parameters: Any) -> ShapedArray:
-  """Returns the type of a `dot_general`, with its sharding and the axes that it varies over.
+def product_type(
+  product: jax.extend.core.Primitive, lhs: ShapedArray, rhs: ShapedArray, **parameters: Any
+) -> ShapedArray:
+  """Returns the type of a matrix product or convolution, with its sharding and the axes that it varies over.
 
   Waits for a public way to a result's type from operands' types, inside a primitive's own rule.
   """
-  return jax.lax.dot_general_p.abstract_eval(lhs, rhs, **parameters)[0]
+  return product.abstract_eval(lhs, rhs, **parameters)[0]
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:

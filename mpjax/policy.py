@@ -51,6 +51,8 @@ class Policy(jmp.Policy):
     output_dtype: dtype of what the model or loss function returns.
     reduce_dtype: dtype in which gradients cross devices; `None`: float32, or their own where that is wider.
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.
+    grad_dtype: dtype in which half-precision products under autocast give the gradients of float32
+      parameters: float32 (`None`, too), or `compute_dtype`.
     optimizer_dtype: dtype in which the optimiser sees parameters and gradients and keeps its state;
       `None`: `param_dtype`.
     matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
@@ -67,6 +69,7 @@ class Policy(jmp.Policy):
   _: dataclasses.KW_ONLY
   reduce_dtype: np.dtype | None = None
   accum_dtype: np.dtype | None = None
+  grad_dtype: np.dtype | None = None
   optimizer_dtype: np.dtype | None = None
   matmul_precision: str | None = None
   loss_scaling: LossScaling | None = None

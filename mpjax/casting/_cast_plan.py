@@ -8,16 +8,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
+from mpjax.casting._half_products import has_own_gradients
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import bodies_of, constants_of, in_region
+from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
 
 
 class Mode(enum.Enum):
@@ -47,6 +48,8 @@ class Node:
     reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
     widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
       summed in float32.
+    wide: the operands that are cast to `half` for this use alone, so that the gradients of several uses meet
+      in float32; of a product, those whose gradient it makes in float32 itself.
     result_dtype: the dtype that a product is asked for; `None` for what the program says.
     stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
     call: for `Mode.ENTER`, its bodies.
@@ -68,6 +71,7 @@ class Node:
   site: str | None = None
   reads: tuple[np.dtype | None, ...] = ()
   widened: frozenset[int] = frozenset()
+  wide: frozenset[int] = frozenset()
   result_dtype: np.dtype | None = None
   stores_gradient: bool = False
 
@@ -80,6 +84,20 @@ class Node:
   def multiplies(self) -> bool:
     """Whether it is a matrix product, has one in its bodies, or is in a region, which stands for one."""
     return self.listed == "allow" or self.has_product() or in_region(self.path)
+
+  def originals(self) -> list[Var]:
+    """Returns the variables of which a product makes the gradient in float32 itself."""
+    if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
+      return []
+    return [cast(Var, self.equation.invars[i]) for i in sorted(self.wide)]
+
+  def depths(self) -> list[int]:
+    """Returns how deep in backward passes each result was made, in its bodies too."""
+    depths = [backward_depth(self.equation)] * len(self.outs)
+    for plan in self.call.plans if self.call else ():
+      if len(plan.depths) == len(depths):
+        depths = list(map(max, depths, plan.depths))
+    return depths
 
   def has_product(self) -> bool:
     """Returns whether a matrix product is in its bodies, at any depth."""
@@ -108,8 +126,12 @@ class DecideBody(Protocol):
     *,
     islands: bool = True,
     tangents: int = 0,
+    gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
-    """Returns the plan of a body, given how its constants and inputs are held."""
+    """Returns the plan of a body, given how its constants and inputs are held.
+
+    Of a backward rule `gradients` says which outputs are gradients of parameters.
+    """
 
   def carry_setting(self, i: int) -> str | None:
     """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""

@@ -42,6 +42,7 @@ class CastingRules:
     changed: names of primitives that the user has put on another list.
     overrides: the policies by module.
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
+    wide_gradients: whether gradients of float32 values are float32 from the product on that makes them.
     recompute: what the backward pass computes again, of `RECOMPUTE`.
     islands: whether there are islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
@@ -53,6 +54,7 @@ class CastingRules:
   changed: frozenset[str]
   overrides: Overrides
   accum_dtype: np.dtype | None
+  wide_gradients: bool = True
   recompute: str = "islands"
   islands: bool = True
   in_loop: bool = False
@@ -197,10 +199,17 @@ def make_rules(
       f"fp8={brief(policy.fp8)!r} with compute_dtype={policy.compute_dtype.name!r}: FP8 products are those "
       "that would run in half precision, and give that; use compute_dtype bfloat16, as base: fp8 does"
     )
+  wide_gradients = policy.grad_dtype is None or policy.grad_dtype.itemsize == 4
+  if policy.grad_dtype is not None and not wide_gradients and policy.grad_dtype != policy.compute_dtype:
+    raise ValueError(
+      f"grad_dtype={policy.grad_dtype.name!r} with compute_dtype={policy.compute_dtype.name!r}: gradients of "
+      f"parameters come from matrix products in float32 or in {policy.compute_dtype.name}; choose one"
+    )
   return CastingRules(
     ops=ops or OpLists.default(),
     changed=changed(ops) if ops else frozenset(),
     overrides=Overrides(policy, overrides),
     accum_dtype=policy.accum_dtype,
+    wide_gradients=wide_gradients,
     recompute=require_recompute(recompute),
   )

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._types import Var
 from mpjax.casting._cast_plan import Island, Mode, Node
-from mpjax.casting._kinds import Held, Kind, castable, size
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, size
 from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, variables_of
 
 _KEEPS_NONE = Trait.NO_RESIDUAL | Trait.CHOICE
@@ -113,7 +113,10 @@ def making_operands_again(
     if v not in own:
       inputs.setdefault(v, node.half if castable(v.aval) and v not in wide else held_dtype(v, held))
   outputs = tuple((v, held_dtype(v, held)) for v in equation.outvars)
-  return Island((node,), tuple(inputs.items()), outputs, copies=made, fenced=False)
+  pairs = list(inputs.items())
+  # A product's gradient goes to the float32 value, which is not kept for that.
+  pairs += [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
+  return Island((node,), tuple(pairs), outputs, copies=made, fenced=False)
 
 
 def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:

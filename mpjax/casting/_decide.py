@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.core import AbstractValue
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
@@ -28,14 +27,18 @@ from mpjax.casting._kinds import (
   Kind,
   Where,
   castable,
+  followed,
   initial,
   is_float,
   meet,
+  of_its_own,
   rule_of,
   size,
+  small,
 )
 from mpjax.casting._product_roles import ProductRoles, is_layer, states_precision
 from mpjax.casting._reads import with_reads
+from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   OUTPUT,
   UNKNOWN,
@@ -54,6 +57,7 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   operation_name,
+  values_read,
   variables_of,
 )
 
@@ -70,6 +74,7 @@ def decide(
   full_outputs: bool = False,
   tangents: int = 0,
   roles: ProductRoles | None = None,
+  gradients: WeightGradients | None = None,
   sites: _fp8_products.Sites | None = None,
 ) -> CastPlan:
   """Returns what autocast does to a program.
@@ -83,10 +88,12 @@ def decide(
     full_outputs: whether what it returns is read in float32.
     tangents: how many of its last inputs are tangents, in which it has to stay linear.
     roles: of its products; `None` where they are not known.
+    gradients: of parameters, in it; `None` for a whole program: all that leaves its backward passes.
     sites: the names that products outside it have taken, if it is a body.
   """
   sites = sites or _fp8_products.Sites()
-  body = _Body(open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles, sites)
+  gradients = gradients or WeightGradients(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
+  body = _Body(open_jaxpr(jaxpr), held, rules, path, full_outputs, tangents, roles, gradients, sites)
   return body.plan(wanted)
 
 
@@ -102,6 +109,7 @@ class _Body:
     full_outputs: bool,
     tangents: int,
     roles: ProductRoles | None,
+    gradients: WeightGradients,
     sites: _fp8_products.Sites,
   ):
     self.jaxpr = jaxpr
@@ -110,6 +118,7 @@ class _Body:
     self.path = path
     self.full_outputs = full_outputs
     self.roles = roles
+    self.gradients = gradients
     self.sites = sites
     self.held: dict[Var, Held] = dict(zip(self.inputs, held, strict=True))
     self._feeding = rules.feeding(jaxpr)
@@ -121,7 +130,7 @@ class _Body:
     nodes = [self._decide(equation) for equation in live(self.jaxpr).equations]
     results = set(variables_of(self.jaxpr.outvars))
     nodes = pull_in(nodes, self.held, results, self.full_outputs)
-    nodes = [with_reads(node, self.held, self.rules.accum_dtype) for node in nodes]
+    nodes = [with_reads(node, self.held, self.rules, self.roles) for node in nodes]
     nodes = with_stored_gradients(nodes, self.jaxpr, self.held, self.rules, self.roles)
     outs = tuple(self._output(i, atom, wanted) for i, atom in enumerate(self.jaxpr.outvars))
     return CastPlan(
@@ -177,11 +186,13 @@ class _Body:
       node = self._decide_cast(equation, path, half)
     else:
       node = self._decide_plain(equation, path, half, listed)
-    if any(is_variable(a) and a in self._linear for a in equation.invars):
-      self._linear.update(equation.outvars)  # to clip what is wide would not be linear
+    linear = any(is_variable(a) and a in self._linear for a in equation.invars)
+    if linear or (self.roles is not None and any(map(self.roles.is_gradient, equation.outvars))):
+      # To clip what is wide would not be linear, and would hide the overflow of a gradient.
+      self._linear.update(equation.outvars if linear else ())
       node = dataclasses.replace(node, outs=tuple(held._replace(wide=False) for held in node.outs))
     self.held.update(zip(equation.outvars, node.outs, strict=True))
-    self._depth.update(zip(equation.outvars, _depths(node), strict=True))
+    self._depth.update(zip(equation.outvars, node.depths(), strict=True))
     return node
 
   def _decide_plain(self, equation: JaxprEqn, path: str, half: np.dtype | None, listed: str) -> Node:
@@ -192,8 +203,9 @@ class _Body:
     results = [v for v in equation.outvars if castable(v.aval)]
     # A product that gives half precision from float32 asks for no more than autocast does.
     gives_half = half is not None and all(dtype_of(v) == half for v in equation.outvars)
-    asked = equation.invars if listed == "allow" and gives_half else [*equation.invars, *equation.outvars]
-    if any(_of_its_own(a.aval) for a in asked):
+    given = values_read(equation)
+    asked = given if listed == "allow" and gives_half else [*given, *equation.outvars]
+    if any(of_its_own(a.aval) for a in asked):
       kept = node(Mode.KEEP, "it has operands in a dtype of the user's own", self._kept(equation))
       by_hand = listed == "allow" and half is not None and all(dtype_of(a) == half for a in asked)
       return self._quantised(kept) if by_hand and not states_precision(equation) else kept
@@ -211,10 +223,12 @@ class _Body:
     if not results:  # comparisons, argmax: exact in float32 whatever the operands
       outs = _outs(equation, Held(Kind.FIXED, FLOAT32))
       return node(Mode.FULL, "its result is no floating number", outs)
+    if self.rules.wide_gradients and self.gradients.has_sum(equation):
+      return node(Mode.FULL, "it adds gradients of a parameter", _outs(equation, Held(Kind.PINNED, FLOAT32)))
     met = [self.met(a, half, equation) for a in operands]
     if half is None:
       met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
-    out = _followed(equation, operands, results, met, half)
+    out = followed(equation, operands, results, met, half)
     if out.kind is Kind.HALF:
       return node(Mode.HALF, "its operands are half precision", _outs(equation, out))
     strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
@@ -231,7 +245,9 @@ class _Body:
       return full(_WHOLE)
     if states_precision(equation):
       return full("the user asks for this precision")
-    outs = _outs(equation, Held(Kind.HALF, half))
+    wide = self.rules.wide_gradients and "preferred_element_type" in equation.params
+    of_weight = wide and self.gradients.has_product(equation)
+    outs = _outs(equation, Held(Kind.PINNED, FLOAT32) if of_weight else Held(Kind.HALF, half))
     return self._quantised(Node(equation, path, "allow", Mode.HALF, half, _reason(equation, half, ""), outs))
 
   def _quantised(self, node: Node) -> Node:
@@ -319,7 +335,7 @@ class _Body:
     wide = half == np.float16 and self._expands(equation)
     outs = []
     for v in equation.outvars:
-      shrinks = size(v) < largest or _small(held)
+      shrinks = size(v) < largest or small(held)
       out = meet(held, Where.FULL, [Condition.SHRINKS] if shrinks else [])
       outs.append(out._replace(wide=wide) if castable(v.aval) else initial(v.aval))
     return tuple(outs)
@@ -351,6 +367,7 @@ class _Bodies:
     *,
     islands: bool = True,
     tangents: int = 0,
+    gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
     rules, roles, sites = self.outside.rules, self.outside.roles, self.outside.sites
     if rules.islands and not islands:
@@ -361,8 +378,20 @@ class _Bodies:
       rules = dataclasses.replace(rules, in_loop=True)
     if roles is not None and kind is not None and kind.is_plain:  # a derivative rule is a program of its own
       inner = roles.inner.get(id(self.equation), {}).get(id(open_jaxpr(jaxpr)))
+    if gradients is None:
+      flow = self.outside.gradients.inside(self.equation, jaxpr)
+    else:
+      flow = WeightGradients(jaxpr, gradients, depth=1)
     return decide(
-      jaxpr, held, rules, path=self.path, wanted=wanted, tangents=tangents, roles=inner, sites=sites
+      jaxpr,
+      held,
+      rules,
+      path=self.path,
+      wanted=wanted,
+      tangents=tangents,
+      roles=inner,
+      gradients=flow,
+      sites=sites,
     )
 
   def carry_setting(self, i: int) -> str | None:
@@ -370,41 +399,8 @@ class _Bodies:
     return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
 
 
-def _followed(
-  equation: JaxprEqn, operands: list[Atom], results: list[Var], met: list[Held], half: np.dtype | None
-) -> Held:
-  """Returns how the results of an equation are held that follows its operands."""
-  largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
-  small = _small(met) and max(map(size, results)) <= largest
-  out = meet(met, Where.FOLLOW, [Condition.SMALL] if small else [], half)
-  if out.kind is Kind.HALF and has(equation, Trait.SCALES):
-    # The half value may be what brings an island's result back into half precision's range.
-    out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
-  return out
-
-
-def _small(held: Sequence[Held]) -> bool:
-  """Returns whether values are statistics and parameters alone."""
-  return {h.kind for h in held} <= {Kind.STATISTIC, Kind.FLEXIBLE}
-
-
-def _depths(node: Node) -> list[int]:
-  """Returns how deep in backward passes each result of an equation was made, in its body too."""
-  depths = [backward_depth(node.equation)] * len(node.outs)
-  for plan in node.call.plans if node.call else ():
-    if len(plan.depths) == len(depths):
-      depths = list(map(max, depths, plan.depths))
-  return depths
-
-
 def _outs(equation: JaxprEqn, held: Held) -> tuple[Held, ...]:
   return tuple(held if castable(v.aval) else initial(v.aval) for v in equation.outvars)
-
-
-def _of_its_own(aval: AbstractValue) -> bool:
-  """Returns whether a value is in a floating dtype that the user chose."""
-  dtype = getattr(aval, "dtype", None)
-  return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def _reason(equation: JaxprEqn, half: np.dtype | None, otherwise: str) -> str:

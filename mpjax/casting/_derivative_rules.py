@@ -16,7 +16,7 @@ from jax.core import AbstractValue
 from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
 from mpjax.casting._cast_plan import Call, CastPlan, Emit
 from mpjax.casting._half_precision import Regions, tracing
-from mpjax.casting._kinds import Held, as_held, initial
+from mpjax.casting._kinds import Held, Kind, as_held, initial
 from mpjax.jaxpr import (
   as_traced,
   constants_of,
@@ -95,7 +95,11 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
     results = [v.aval for v in call.equation.outvars]
     like = [*map(_struct, kept_types), *map(_struct, results)]
     values = [*residuals, *map(_instantiated, cotangents)]
-    out = iter(_emit_rule(call, emit, flat, like, [*kept_held, *call.outs], values))
+
+    def gradients() -> list[bool]:
+      return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
+
+    out = iter(_emit_rule(call, emit, flat, like, [*kept_held, *call.outs], values, gradients=gradients))
     return tuple(as_held(next(out), h) if here else None for h, here in zip(call.ins, given, strict=True))
 
   # With these the rule is told truly which operands are differentiated: its constants are not.
@@ -139,14 +143,19 @@ def _decide_rule(
   like: Sequence[jax.ShapeDtypeStruct],
   held: Sequence[Held],
   tangents: int = 0,
+  gradients: Callable[[], list[bool]] | None = None,
 ) -> tuple[ClosedJaxpr, CastPlan]:
-  """Returns a rule, traced in the dtypes that it was written for, and what is decided about it."""
+  """Returns a rule, traced in the dtypes that it was written for, and what is decided about it.
+
+  `gradients` is called once it is traced.
+  """
   with tracing(
     Regions(call.decide_rule.half, instead=tracing.value.instead)
   ):  # it is traced long after the function
     closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
-  return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents)
+  of_parameters = gradients() if gradients else None
+  return closed, call.decide_rule(closed, [*constants, *held], tangents=tangents, gradients=of_parameters)
 
 
 def _emit_rule(
@@ -157,12 +166,14 @@ def _emit_rule(
   held: Sequence[Held],
   operands: Sequence[Array],
   tangents: int = 0,
+  gradients: Callable[[], list[bool]] | None = None,
 ) -> list[Array]:
   """Returns what a rule gives for operands that are held so.
 
-  The last `tangents` of them are tangents, in which the rule has to stay linear.
+  The last `tangents` of them are tangents, in which the rule has to stay linear. Of a backward rule
+  `gradients` tells which results are gradients of parameters.
   """
-  closed, plan = _decide_rule(call, flat, like, held, tangents)
+  closed, plan = _decide_rule(call, flat, like, held, tangents, gradients)
   return emit(plan, [*constants_of(closed), *operands])
 
 

@@ -16,12 +16,11 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import DropVar, Primitive
 
-from mpjax import _compat
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
-from mpjax.casting._half_products import as_half_product, as_product
+from mpjax.casting._half_products import as_product, bind_product
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
@@ -123,12 +122,16 @@ class Emitter:
   def _emit(self, node: Node, values: _Environment) -> None:
     equation = node.equation
     with as_traced(equation):
+      own = zip(sorted(node.wide), node.originals(), strict=False)
+      originals = {i: values.read(v, FLOAT32) for i, v in own}
       operands = [
-        _before_cast(values, atom, node) if i in node.widened else values.read(atom, dtype)
+        _before_cast(values, atom, node)
+        if i in node.widened
+        else values.read(atom, dtype, apart=i in node.wide and i not in originals)
         for i, (atom, dtype) in enumerate(zip(equation.invars, node.reads, strict=True))
       ]
       if node.call is None:
-        out = self._bind(node, operands)
+        out = self._bind(node, operands, originals)
         if node.stores_gradient:
           out = [store_gradient_p.bind(x) for x in out]
     if node.call is not None:
@@ -139,7 +142,7 @@ class Emitter:
         kept = self.tap.look(kept, self.side.tap_probes[self.tap.numbers[node, i]])
       values.write(variable, kept)
 
-  def _bind(self, node: Node, operands: list[Array]) -> list[Array]:
+  def _bind(self, node: Node, operands: list[Array], originals: Mapping[int, Array]) -> list[Array]:
     if node.fp8 is not None:
       return [
         _fp8_products.emit(node.fp8, node.equation, operands, self.side, cast(np.dtype, node.result_dtype))
@@ -151,10 +154,12 @@ class Emitter:
       forward = not backward_depth(node.equation)
       return [_narrow(x, cast(np.dtype, node.half), forward and x.dtype == FLOAT32) for x in operands]
     changes = {} if node.result_dtype is None else {"preferred_element_type": node.result_dtype}
-    return _compat.bind(as_half_product(node.equation, operands), operands, **changes)
+    return bind_product(node.equation, operands, originals, **changes)
 
   def _emit_island(self, island: Island, values: _Environment) -> None:
-    operands = [values.read(v, dtype) for v, dtype in island.inputs]
+    apart = {n.equation.invars[i] for n in island.nodes for i in n.wide}
+    apart -= {v for v, dtype in island.inputs if dtype == FLOAT32}
+    operands = [values.read(v, dtype, apart=v in apart) for v, dtype in island.inputs]
     if island.saved is not None:
       out = self._saving_in_fp8(island, values, island.saved, operands)
     else:
@@ -203,18 +208,24 @@ class _Environment:
     if not isinstance(variable, DropVar):
       self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
 
-  def read(self, atom: Atom, dtype: np.dtype | None) -> Array:
-    """Returns a value in a dtype; anything that is not float32 in the user's program comes as it is."""
+  def read(self, atom: Atom, dtype: np.dtype | None, *, apart: bool = False) -> Array:
+    """Returns a value in a dtype; anything that is not float32 in the user's program comes as it is.
+
+    `apart` gives this reader a cast of its own.
+    """
     if not is_variable(atom):
       keep = not castable(atom.aval) or dtype == FLOAT32
       return cast(Array, atom.val if keep else np.asarray(atom.val).astype(dtype))
     copies = self._arrays[atom]
     if not castable(atom.aval):
       return next(iter(copies.values()))
-    if dtype not in copies:
+    if dtype not in copies or (apart and dtype != self.held[atom].dtype):
       held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
-      copies[dtype] = _narrow(source, cast(np.dtype, dtype), held.wide)
+      narrow = _narrow(source, cast(np.dtype, dtype), held.wide)
+      if apart:
+        return narrow
+      copies[dtype] = narrow
     return copies[dtype]
 
   def output(self, atom: Atom, held: Held) -> Array:

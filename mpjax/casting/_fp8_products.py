@@ -221,7 +221,7 @@ def emit(
     side: under delayed scaling, its scales and its probe.
     out_dtype: dtype of the result.
   """
-  lhs, rhs = operands
+  lhs, rhs = operands[:2]  # behind them originals, of a product of an inner autocast
   dimension_numbers = equation.params["dimension_numbers"]
   if fp8.windows is not None:
     lhs, rhs = conv_operands(lhs, rhs, fp8.windows)

@@ -1,15 +1,20 @@
-"""`half_dot_general_p`: the `dot_general` of bfloat16 operands that is as exact on every platform.
+"""Products of half-precision operands, and gradients of float32 values by them that are never rounded.
+
+`half_dot_general_p` and `half_conv_p` are JAX's products of two operands in half precision. Behind those come
+the originals, float32 values that an operand was rounded from. The derivative goes to the original: its
+gradient is a product with a float32 result, and JAX adds several of them in float32.
 
 XLA for CPU leaves some products to a library before it folds transposes into them. Those that the library
 then refuses it multiplies with partial sums in bfloat16: wrong by 0.02 where one rounding is 0.0017. The
 gradient of a weight is one of them, and which others are depends on what is round them. So all of these
-multiply in float32 on a CPU, and round once; every other platform is given JAX's product.
+multiply in float32 on a CPU, and round once; every other platform is given JAX's product. A convolution on a
+GPU gives half precision, also as the gradient of a float32 value: cuDNN would be given operands in float32.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,23 +26,49 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
-from mpjax._types import Array, JaxprEqn
+from mpjax._types import Array, ClosedJaxpr, JaxprEqn
+from mpjax.casting._kinds import FLOAT32
 from mpjax.fp8._dot_general import Dims, batched_dims, fp8_dot_general_p, free_dims
 from mpjax.jaxpr import register_as
 
-# Where it is differentiated, the product of the primal values is JAX's own again, which policies of
-# `jax.checkpoint` know; tangents and cotangents are of this one.
+# Operands: lhs, rhs, and an original for each side (0, 1) in the parameter `originals`. A lhs or rhs in
+# float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent is float32.
+#
+# Where they are differentiated, the product of the primal values is JAX's own again, which policies of
+# `jax.checkpoint` know; tangents and cotangents are of these.
 half_dot_general_p = Primitive("dot_general")
-register_as(half_dot_general_p, jax.lax.dot_general_p)
+half_conv_p = Primitive("conv_general_dilated")
+_PLAIN = {half_dot_general_p: jax.lax.dot_general_p, half_conv_p: jax.lax.conv_general_dilated_p}
+_OWN = {plain: own for own, plain in _PLAIN.items()}
+for _own, _plain in _PLAIN.items():
+  register_as(_own, _plain)
 
 
-def as_half_product(equation: JaxprEqn, operands: Sequence[Array]) -> JaxprEqn:
-  """Returns an equation to bind to operands: a `dot_general` of bfloat16 as a `half_dot_general`."""
-  if equation.primitive is not jax.lax.dot_general_p or any(x.dtype != jnp.bfloat16 for x in operands):
-    return equation
-  precision = equation.params["precision"]
+def has_own_gradients(equation: JaxprEqn) -> bool:
+  """Returns whether an equation is a product of which a float32 operand may have a float32 gradient."""
+  precision = equation.params.get("precision")
   algorithm = precision is not None and not isinstance(precision, tuple)
-  return equation if algorithm else equation.replace(primitive=half_dot_general_p)
+  return equation.primitive in _OWN and not algorithm
+
+
+def bind_product(
+  equation: JaxprEqn, operands: Sequence[Array], originals: Mapping[int, Array], **changes: Any
+) -> list[Array]:
+  """Applies a product to operands in half precision.
+
+  Args:
+    equation: the product in the user's program.
+    operands: its operands.
+    originals: by operand (0, 1), the float32 value that it was rounded from.
+    **changes: parameters other than the equation's.
+  """
+  plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
+  wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
+  if not has_own_gradients(equation) or any(x.dtype.itemsize != 2 for x in operands) or (plain and not wide):
+    return _compat.bind(equation, list(operands), **changes)
+  with _compat.context_of(equation):
+    parameters = {**equation.params, **changes, "originals": tuple(originals)}
+    return [_OWN[equation.primitive].bind(*operands, *originals.values(), **parameters)]
 
 
 @functools.lru_cache(maxsize=128)
@@ -45,107 +76,222 @@ def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a policy of `jax.checkpoint` that decides for mpjax's own products as for matrix products."""
 
   def asked(primitive: Primitive, *args: object, **params: object) -> object:
-    own = primitive in (fp8_dot_general_p, half_dot_general_p)
-    return policy(jax.lax.dot_general_p if own else primitive, *args, **params)
+    own = primitive is fp8_dot_general_p
+    return policy(jax.lax.dot_general_p if own else _PLAIN.get(primitive, primitive), *args, **params)
 
   return asked
 
 
-def _abstract(lhs: ShapedArray, rhs: ShapedArray, **parameters: Any) -> ShapedArray:
-  return _compat.dot_general_type(lhs, rhs, **parameters)
+def _rounded(operands: Sequence[Array]) -> list[Array]:
+  """Returns lhs and rhs, a float32 one rounded to the dtype of the other."""
+  half = next(x.dtype for x in operands if x.dtype != FLOAT32)
+  return [x.astype(half) for x in operands]
 
 
-@functools.partial(jax.jit, static_argnames=("parameters",))
-def _compiled(lhs: Array, rhs: Array, parameters: tuple[tuple[str, Any], ...]) -> Array:
-  return half_dot_general_p.bind(lhs, rhs, **dict(parameters))
+def _bind_plain(
+  own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
+) -> Array:
+  return _PLAIN[own].bind(*_rounded(operands[:2]), **parameters)
 
 
-def _eager(lhs: Array, rhs: Array, **parameters: Any) -> Array:
+def _bind_on_cpu(
+  own: Primitive, *operands: Array, originals: tuple[int, ...] = (), **parameters: Any
+) -> Array:
+  lhs, rhs = _rounded(operands[:2])
+  out_dtype = parameters["preferred_element_type"] or lhs.dtype
+  if own is half_conv_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
+    return _PLAIN[own].bind(lhs, rhs, **parameters)
+  out = _PLAIN[own].bind(
+    lhs.astype(FLOAT32), rhs.astype(FLOAT32), **{**parameters, "preferred_element_type": FLOAT32}
+  )
+  return out.astype(out_dtype)
+
+
+def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
+  """Binds a convolution with a half result: cuDNN has float32 results of float32 operands alone."""
+  if own is half_dot_general_p or parameters["preferred_element_type"] != FLOAT32:
+    return _bind_plain(own, *operands, **parameters)
+  return _bind_plain(own, *operands, **{**parameters, "preferred_element_type": None}).astype(FLOAT32)
+
+
+def _abstract(
+  own: Primitive,
+  lhs: ShapedArray,
+  rhs: ShapedArray,
+  *_: ShapedArray,
+  originals: tuple[int, ...],
+  **params: Any,
+) -> ShapedArray:
+  half = next(x.dtype for x in (lhs, rhs) if x.dtype != FLOAT32)
+  lhs, rhs = (x.update(dtype=half, weak_type=False) for x in (lhs, rhs))
+  return _compat.product_type(_PLAIN[own], lhs, rhs, **params)
+
+
+@functools.partial(jax.jit, static_argnames=("own", "parameters"))
+def _compiled(own: Primitive, *operands: Array, parameters: tuple[tuple[str, Any], ...]) -> Array:
+  return own.bind(*operands, **dict(parameters))
+
+
+def _eager(own: Primitive, *operands: Array, **parameters: Any) -> Array:
   with jax.disable_jit(False):  # or `_compiled` would end here again
-    return _compiled(lhs, rhs, tuple(parameters.items()))
-
-
-def _plain(lhs: Array, rhs: Array, **parameters: Any) -> Array:
-  return jax.lax.dot_general_p.bind(lhs, rhs, **parameters)
-
-
-def _in_float32(lhs: Array, rhs: Array, **parameters: Any) -> Array:
-  wide = (x.astype(jnp.float32) for x in (lhs, rhs))
-  out = _plain(*wide, **{**parameters, "preferred_element_type": np.dtype(np.float32)})
-  return out.astype(parameters["preferred_element_type"] or lhs.dtype)
+    return _compiled(own, *operands, parameters=tuple(parameters.items()))
 
 
 def _jvp(
-  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **parameters: Any
+  own: Primitive,
+  primals: Sequence[Array],
+  tangents: Sequence[Array | ad.Zero],
+  *,
+  originals: tuple[int, ...],
+  **parameters: Any,
 ) -> tuple[Array, Array | ad.Zero]:
-  (lhs, rhs), (d_lhs, d_rhs) = primals, tangents
-  out = _plain(lhs, rhs, **parameters)
+  values = _rounded(primals[:2])
+  moving = {side: tangents[side] for side in (0, 1)}
+  moving |= dict(zip(originals, tangents[2:], strict=True))
+  out = _PLAIN[own].bind(*values, **parameters)
   terms = []
-  if not isinstance(d_lhs, ad.Zero):
-    terms.append(half_dot_general_p.bind(d_lhs, rhs, **parameters))
-  if not isinstance(d_rhs, ad.Zero):
-    terms.append(half_dot_general_p.bind(lhs, d_rhs, **parameters))
+  for side, tangent in moving.items():
+    if not isinstance(tangent, ad.Zero):
+      operands = (tangent, values[1]) if side == 0 else (values[0], tangent)
+      terms.append(own.bind(*operands, originals=(), **parameters))
   return out, functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
 
 
 def _transpose(
+  own: Primitive,
   ct: Array | ad.Zero,
-  lhs: Array | ad.UndefinedPrimal,
-  rhs: Array | ad.UndefinedPrimal,
-  *,
-  dimension_numbers: Dims,
-  out_sharding: NamedSharding | None,
+  *operands: Array | ad.UndefinedPrimal,
+  originals: tuple[int, ...],
   **parameters: Any,
 ) -> list[Array | None]:
-  """Returns the cotangent of one operand, by the same product and transpose as JAX's of a `dot_general`."""
+  """Returns the cotangent of one operand, or of its original: float32 without a rounding on the way."""
+  out: list[Array | None] = [None] * len(operands)
   if isinstance(ct, ad.Zero):
-    return [None, None]
-  side = 0 if isinstance(lhs, ad.UndefinedPrimal) else 1
-  x, y = ((lhs, rhs), (rhs, lhs))[side]
-  (x_contract, y_contract), (x_batch, y_batch) = ((pair[side], pair[1 - side]) for pair in dimension_numbers)
-  x_free = free_dims(x.aval.ndim, dimension_numbers, side)
-  y_free = free_dims(cast(Array, y).ndim, dimension_numbers, 1 - side)
+    return out
+  side = 0 if isinstance(operands[0], ad.UndefinedPrimal) else 1
+  place = 2 + originals.index(side) if side in originals else side
+  x, y = cast(ad.UndefinedPrimal, operands[place]), cast(Array, operands[1 - side])
+  if (
+    ct.dtype == FLOAT32
+  ):  # of a product that gives float32; it goes to a half product, as in hand-written code
+    ct = ct.astype(y.dtype)
+  if x.aval.dtype == FLOAT32:
+    parameters["preferred_element_type"] = FLOAT32
+  rule = _dot_gradient if own is half_dot_general_p else _conv_gradient
+  out[place] = rule(ct, x, y, side, parameters)
+  return out
+
+
+def _dot_gradient(
+  ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
+) -> Array:
+  """Returns the cotangent of an operand by the product and transpose that JAX's rule has."""
+  dims: Dims = parameters["dimension_numbers"]
+  (x_contract, y_contract), (x_batch, y_batch) = ((pair[side], pair[1 - side]) for pair in dims)
+  x_free = free_dims(x.aval.ndim, dims, side)
+  y_free = free_dims(y.ndim, dims, 1 - side)
   n = len(x_batch)
   first = n + len(x_free) * (side == 0)
   ct_of_y = tuple(range(first, first + len(y_free)))
   layout = [*x_batch, *x_free, *(x_contract[i] for i in np.argsort(y_contract))]
   permutation = tuple(int(i) for i in np.argsort(layout))
-  out = half_dot_general_p.bind(
-    ct,
-    y,
-    dimension_numbers=((ct_of_y, tuple(y_free)), (tuple(range(n)), y_batch)),
-    out_sharding=_compat.permuted_sharding(x.aval, permutation),
-    **parameters,
-  )
-  out = jax.lax.convert_element_type(jax.lax.transpose(out, permutation), x.aval.dtype)
-  return [out, None] if side == 0 else [None, out]
+  changes = {
+    "dimension_numbers": ((ct_of_y, tuple(y_free)), (tuple(range(n)), y_batch)),
+    "out_sharding": _compat.permuted_sharding(x.aval, permutation),
+  }
+  out = half_dot_general_p.bind(ct, y, originals=(), **{**parameters, **changes})
+  return jax.lax.convert_element_type(jax.lax.transpose(out, permutation), x.aval.dtype)
 
 
-def _batch(
+def _conv_gradient(
+  ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
+) -> Array:
+  """Returns the cotangent of an operand by what JAX's rule has: views of the operands, and a convolution."""
+  rule = ad.primitive_transposes[jax.lax.conv_general_dilated_p]
+
+  def of_jax(ct: Array, y: Array) -> Array:
+    return rule(ct, *((x, y) if side == 0 else (y, x)), **parameters)[side]
+
+  if ct.size == 0 or _compat.is_explicit(x.aval):
+    return of_jax(ct, y)
+  closed = jax.make_jaxpr(of_jax)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (ct, y)))
+  return _with_own_convs(closed, [[ct], [y]], ())
+
+
+def _with_own_convs(closed: ClosedJaxpr, operands: list[list[Array]], originals: tuple[int, ...]) -> Array:
+  """Returns the result of views and a convolution, which is bound as mpjax's own.
+
+  Args:
+    closed: the program, of half-precision operands.
+    operands: lhs and rhs; each with its original behind it, if there is one.
+    originals: as of the convolution.
+  """
+  values: dict[Any, list[Array]] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+  for equation in closed.jaxpr.eqns:
+    copies = [values[v] for v in equation.invars]
+    if equation.primitive is jax.lax.conv_general_dilated_p:
+      flat = [c[0] for c in copies] + [copies[side][1] for side in originals]
+      made = [half_conv_p.bind(*flat, originals=originals, **equation.params)]
+    else:
+      made = [_compat.bind(equation, [x])[0] for x in copies[0]]
+    values[equation.outvars[0]] = made
+  return values[closed.jaxpr.outvars[0]][0]
+
+
+def _batch_dot(
   axis_data: Any,
   operands: Sequence[Array],
   axes: Sequence[int | None],
   *,
+  originals: tuple[int, ...],
   dimension_numbers: Dims,
   out_sharding: NamedSharding | None,
   **parameters: Any,
 ) -> tuple[Array, int | None]:
-  lhs, rhs = operands
+  operands, axes = _with_axes_alike(operands, axes, originals)
+  parameters["originals"] = originals
   if axes[0] is None and axes[1] is None:  # a rule that takes `axis_data` is called for these, too
     parameters |= {"dimension_numbers": dimension_numbers, "out_sharding": out_sharding}
-    return half_dot_general_p.bind(lhs, rhs, **parameters), None
-  dims, axis = batched_dims((lhs.ndim, rhs.ndim), axes, dimension_numbers)
+    return half_dot_general_p.bind(*operands, **parameters), None
+  dims, axis = batched_dims((operands[0].ndim, operands[1].ndim), axes[:2], dimension_numbers)
   sharding = _compat.batched_sharding(out_sharding, axis_data, axis)
-  out = half_dot_general_p.bind(lhs, rhs, dimension_numbers=dims, out_sharding=sharding, **parameters)
-  return out, axis
+  return half_dot_general_p.bind(*operands, dimension_numbers=dims, out_sharding=sharding, **parameters), axis
 
 
-half_dot_general_p.def_impl(_eager)
-half_dot_general_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[half_dot_general_p] = _jvp
-ad.primitive_transposes[half_dot_general_p] = _transpose
-batching.fancy_primitive_batchers[half_dot_general_p] = _batch
-mlir.register_lowering(half_dot_general_p, mlir.lower_fun(_plain, multiple_results=False))
-mlir.register_lowering(
-  half_dot_general_p, mlir.lower_fun(_in_float32, multiple_results=False), platform="cpu"
-)
+def _batch_conv(
+  operands: Sequence[Array], axes: Sequence[int | None], *, originals: tuple[int, ...], **parameters: Any
+) -> tuple[Array, int | None]:
+  """Applies what JAX makes of a convolution that is mapped over: views of the operands, and a convolution."""
+  operands, axes = _with_axes_alike(operands, axes, originals)
+  half = next(x.dtype for x in operands[:2] if x.dtype != FLOAT32)
+  mapped = jax.vmap(functools.partial(jax.lax.conv_general_dilated_p.bind, **parameters), tuple(axes[:2]))
+  closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, half) for x in operands[:2]))
+  pairs = [[x] for x in operands[:2]]
+  for side, x in zip(originals, operands[2:], strict=True):
+    pairs[side].append(x)
+  return _with_own_convs(closed, pairs, originals), 0
+
+
+def _with_axes_alike(
+  operands: Sequence[Array], axes: Sequence[int | None], originals: tuple[int, ...]
+) -> tuple[list[Array], list[int | None]]:
+  """Returns operands with the mapped axis of each original where that of the rounded operand is."""
+  values, found = list(operands), list(axes)
+  for i, side in enumerate(originals, start=2):
+    at, wanted = found[i], found[side]
+    if at is not None and wanted is not None:
+      values[i], found[i] = jnp.moveaxis(values[i], at, wanted), wanted
+  return values, found
+
+
+_LOWERINGS = {None: _bind_plain, "cpu": _bind_on_cpu, "cuda": _bind_on_gpu, "rocm": _bind_on_gpu}
+for _own in _PLAIN:
+  _own.def_impl(functools.partial(_eager, _own))
+  _own.def_abstract_eval(functools.partial(_abstract, _own))
+  ad.primitive_jvps[_own] = functools.partial(_jvp, _own)
+  ad.primitive_transposes[_own] = functools.partial(_transpose, _own)
+  for _platform, _lowered in _LOWERINGS.items():
+    _rule = mlir.lower_fun(functools.partial(_lowered, _own), multiple_results=False)
+    mlir.register_lowering(_own, _rule, platform=_platform)
+batching.fancy_primitive_batchers[half_dot_general_p] = _batch_dot
+batching.primitive_batchers[half_conv_p] = _batch_conv

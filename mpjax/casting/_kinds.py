@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue, ShapedArray
 
-from mpjax._types import Array, ArrayLike, Atom
-from mpjax.jaxpr import shape_of
+from mpjax._types import Array, ArrayLike, Atom, JaxprEqn, Var
+from mpjax.jaxpr import Trait, has, shape_of
 
 FLOAT32 = np.dtype("float32")
 
@@ -225,6 +225,30 @@ def is_float(aval: AbstractValue) -> bool:
   """Returns whether a value is an array of real floating numbers."""
   dtype = getattr(aval, "dtype", None)
   return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def followed(
+  equation: JaxprEqn, operands: list[Atom], results: list[Var], met: list[Held], half: np.dtype | None
+) -> Held:
+  """Returns how the results of an equation are held that follows its operands."""
+  largest = max((size(a) for a, h in zip(operands, met, strict=True) if h.kind is Kind.STATISTIC), default=0)
+  is_small = small(met) and max(map(size, results)) <= largest
+  out = meet(met, Where.FOLLOW, [Condition.SMALL] if is_small else [], half)
+  if out.kind is Kind.HALF and has(equation, Trait.SCALES):
+    # The half value may be what brings an island's result back into half precision's range.
+    out = Held(Kind.ISLAND, FLOAT32) if any(h.kind is Kind.ISLAND for h in met) else out
+  return out
+
+
+def small(held: Sequence[Held]) -> bool:
+  """Returns whether values are statistics and parameters alone."""
+  return {h.kind for h in held} <= {Kind.STATISTIC, Kind.FLEXIBLE}
+
+
+def of_its_own(aval: AbstractValue) -> bool:
+  """Returns whether a value is in a floating dtype that the user chose."""
+  dtype = getattr(aval, "dtype", None)
+  return dtype is not None and not castable(aval) and jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def initial(aval: AbstractValue, value: ArrayLike | None = None, half: np.dtype | None = None) -> Held:

@@ -180,6 +180,14 @@ class ProductRoles:
       for layers in bodies.values():
         layers._inherit(readers, gradients)
 
+  def is_active(self, atom: Atom) -> bool:
+    """Returns whether a layer came before a value."""
+    return self._fact(atom).active
+
+  def is_gradient(self, atom: Atom) -> bool:
+    """Returns whether a value was computed in a backward pass, from what flows there."""
+    return self._fact(atom).gradient
+
   def _fact(self, atom: Atom) -> Lineage:
     return self._facts[atom] if is_variable(atom) else Lineage(False, False, None)
 

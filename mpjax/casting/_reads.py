@@ -10,17 +10,20 @@ import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import Mode, Node
+from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
+from mpjax.casting._product_roles import ProductRoles
 from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, is_variable, shape_of
 
 
-def with_reads(node: Node, held: Mapping[Var, Held], accum_dtype: np.dtype | None) -> Node:
+def with_reads(node: Node, held: Mapping[Var, Held], rules: CastingRules, roles: ProductRoles | None) -> Node:
   """Returns a decision with the dtypes that follow from it.
 
   Args:
     node: the decision, with its mode and its bodies.
     held: how every variable of its program is held in the end.
-    accum_dtype: what matrix products accumulate in and return; `None` for the compute dtype.
+    rules: what decides.
+    roles: of its program's products; `None` where they are not known.
   """
   equation = node.equation
   reads = tuple(
@@ -28,17 +31,21 @@ def with_reads(node: Node, held: Mapping[Var, Held], accum_dtype: np.dtype | Non
     for i, atom in enumerate(equation.invars)
   )
   widened: frozenset[int] = frozenset()
+  wide: frozenset[int] = frozenset()
   result = None
   if node.fp8 is not None:
     own = node.outs[0].dtype if node.mode is Mode.HALF else dtype_of(equation.outvars[0])
-    result = accum_dtype or own
+    result = rules.accum_dtype or own
   elif node.mode is Mode.HALF and not bodies_of(equation):
     widened = _widened(equation)
-    if equation.params.get("preferred_element_type") is not None:
-      result = node.half
-    if node.listed == "allow" and "preferred_element_type" in equation.params:
-      result = accum_dtype or result
-  return dataclasses.replace(node, reads=reads, widened=widened, result_dtype=result)
+    if rules.wide_gradients:
+      wide = _parameters(node, held, roles) - widened
+    asks = "preferred_element_type" in equation.params
+    if asks and (equation.params["preferred_element_type"] is not None or node.outs[0].dtype != node.half):
+      result = node.outs[0].dtype
+    if asks and node.listed == "allow":
+      result = rules.accum_dtype or result
+  return dataclasses.replace(node, reads=reads, widened=widened, wide=wide, result_dtype=result)
 
 
 def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
@@ -53,6 +60,16 @@ def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
 
 def _how(atom: Atom, held: Mapping[Var, Held]) -> Held:
   return held[atom] if is_variable(atom) else initial(atom.aval)
+
+
+def _parameters(node: Node, held: Mapping[Var, Held], roles: ProductRoles | None) -> frozenset[int]:
+  """Returns the operands that are float32 parameters, or made of those alone: no layer came before."""
+
+  def is_parameter(a: Atom) -> bool:
+    flexible = is_variable(a) and held[a].kind is Kind.FLEXIBLE and not held[a].wide
+    return flexible and (roles is None or not roles.is_active(a))
+
+  return frozenset(i for i, a in enumerate(node.equation.invars) if is_parameter(a))
 
 
 def _widened(equation: JaxprEqn) -> frozenset[int]:

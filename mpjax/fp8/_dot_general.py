@@ -159,7 +159,8 @@ def _abstract(
       f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
     )
   # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
-  return _compat.dot_general_type(
+  return _compat.product_type(
+    jax.lax.dot_general_p,
     lhs.update(dtype=spec.out_dtype, weak_type=False),
     rhs.update(dtype=spec.out_dtype, weak_type=False),
     dimension_numbers=dimension_numbers,
@@ -330,9 +331,8 @@ def _transpose(
   dims, permutation = _transposed(lhs_ndim, rhs_ndim, dimension_numbers, of_lhs)
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   operands = (ct, rhs) if of_lhs else (lhs, ct)
-  order = (2, 1) if of_lhs else (0, 2)
+  first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
-  first, second = order
   like = (lhs if of_lhs else rhs).aval
   backward = dataclasses.replace(
     spec,
@@ -340,6 +340,7 @@ def _transpose(
     rhs_dtype=formats[1],
     # Gradients of gradients are another thing than what has a history.
     given=(spec.given[first], spec.given[second], False),
+    out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # of a master weight
     out_sharding=_compat.permuted_sharding(like, permutation),
   )
   out = fp8_dot_general_p.bind(
@@ -379,7 +380,6 @@ def _batch(
     lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
     scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
-
   dims, out_axis = batched_dims((lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
 

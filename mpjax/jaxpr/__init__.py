@@ -18,6 +18,7 @@ from mpjax.jaxpr._bodies import (
   scan_parts,
   shape_of,
   times_run,
+  values_read,
   variables_of,
   while_parts,
 )
@@ -123,6 +124,7 @@ __all__ = [
   "split_scopes",
   "taps",
   "times_run",
+  "values_read",
   "variables_of",
   "while_parts",
   "without_marks",

@@ -26,6 +26,11 @@ def variables_of(atoms: Iterable[Atom]) -> list[Var]:
   return [atom for atom in atoms if is_variable(atom)]
 
 
+def values_read(equation: JaxprEqn) -> list[Atom]:
+  """Returns what an equation reads: without the originals of operands, which carry gradients alone."""
+  return list(equation.invars[: len(equation.invars) - len(equation.params.get("originals", ()))])
+
+
 def shape_of(atom: Atom) -> tuple[int, ...]:
   """The shape of a variable or literal; () for a token, say, which has none."""
   return tuple(getattr(atom.aval, "shape", ()))

@@ -19,6 +19,7 @@ from mpjax.step._train_state import TrainState
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
 _NEEDS_AUTOCAST = (
   ("accum_dtype", "an accumulation dtype of matrix products"),
+  ("grad_dtype", "a dtype of gradients of matrix products"),
   ("overrides", "per-module precision"),
   ("fp8", "FP8 matrix products"),
 )

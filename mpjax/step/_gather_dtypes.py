@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr import Trait, alignment, call_kind, dtype_of, has, is_variable, open_jaxpr
+from mpjax.jaxpr import Trait, alignment, call_kind, dtype_of, has, is_variable, open_jaxpr, values_read
 
 
 def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
@@ -30,7 +30,7 @@ def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
   """Returns the dtypes in which a variable of a jaxpr is used."""
   values, found = {start}, set()
   for equation in body.eqns:
-    read = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom in values]
+    read = [i for i, atom in enumerate(values_read(equation)) if is_variable(atom) and atom in values]
     if not read:
       continue
     kind = call_kind(equation)

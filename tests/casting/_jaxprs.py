@@ -58,7 +58,7 @@ def run_together(
 
 def operands(jaxpr: Any) -> set[str]:
   """The pairs of dtypes that the matrix products of a jaxpr multiply."""
-  return {dtypes(e.invars[:2]) for e in walk(jaxpr) if e.primitive.name in PRODUCTS}
+  return {multiplied(e) for e in walk(jaxpr) if e.primitive.name in PRODUCTS}
 
 
 def equations(fun: Callable[..., Any], *args: Any) -> list[Any]:
@@ -83,11 +83,17 @@ def dtypes(atoms: Any) -> str:
   return " ".join(_SHORT.get(name, name) for name in names)
 
 
+def multiplied(product: Any) -> str:
+  """The dtypes in which a matrix product multiplies; mpjax's own round a float32 operand beside a half one."""
+  both = dtypes(product.invars[:2]).split()
+  if "originals" in product.params:
+    both = [name if name != "f32" else min(both) for name in both]
+  return " ".join(both)
+
+
 def products(fun: Callable[..., Any], *args: Any) -> set[str]:
   """The dtypes of the operands of matrix products, as traced: `{"bf16"}` where all are bfloat16."""
-  return {
-    d for e in equations(fun, *args) if e.primitive.name in PRODUCTS for d in dtypes(e.invars[:2]).split()
-  }
+  return {d for e in equations(fun, *args) if e.primitive.name in PRODUCTS for d in multiplied(e).split()}
 
 
 def lowered_products(fun: Callable[..., Any], *args: Any) -> collections.Counter[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, leaf_failures, normal
-from tests.casting._jaxprs import dtypes, equations, jit, lowered_products, named, products
+from tests.casting._jaxprs import dtypes, equations, jit, lowered_products, multiplied, named, products
 
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)
@@ -150,7 +150,7 @@ def test_accum_dtype_is_the_dtype_of_products(policy):
   spec = {"base": policy, "accum_dtype": "float32"}
   cast = mpjax.autocast(lambda x: (x @ W) @ W, spec)
   for equation in named("dot_general", cast, X):
-    assert dtypes(equation.invars) == f"{HALF[policy]} {HALF[policy]}"
+    assert multiplied(equation) == f"{HALF[policy]} {HALF[policy]}"
     assert dtypes(equation.outvars) == "f32"
     assert equation.params["preferred_element_type"] == np.float32
   grad = jax.grad(lambda x: cast(x).sum())
@@ -224,7 +224,7 @@ DOTS = {  # products that the user decided on; the dtypes of operands and result
 def test_products_that_the_user_decided_on(name):
   f, want = DOTS[name]
   (dot,) = named("dot_general", FP16(f), X)
-  assert f"{dtypes(dot.invars)} > {dtypes(dot.outvars)}" == want
+  assert f"{multiplied(dot)} > {dtypes(dot.outvars)}" == want
 
 
 def test_a_float64_value_is_not_narrowed_on_its_way():

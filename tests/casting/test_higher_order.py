@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, leaf_failures, normal
-from tests.casting._jaxprs import bodies, dtypes, equations, jit, lowered_products, named
+from tests.casting._jaxprs import bodies, dtypes, equations, jit, lowered_products, multiplied, named
 
 W = jnp.asarray(normal(4, 4, scale=0.5))
 X = jnp.asarray(normal(8, 4, seed=1))
@@ -370,5 +370,6 @@ def test_closed_call():
   primitive = jax.extend.core.primitives.closed_call_p
   fun = lambda x: primitive.bind(x, **primitive.get_bind_params({"call_jaxpr": closed}))[0]
   jaxpr = equations(BF16(fun), X)
-  assert {types(e) for e in jaxpr if e.primitive.name == "dot_general"} == {"bf16 bf16 > bf16"}
+  dots = [e for e in jaxpr if e.primitive.name == "dot_general"]
+  assert {f"{multiplied(e)} > {dtypes(e.outvars)}" for e in dots} == {"bf16 bf16 > bf16"}
   assert dict(lowered_products(BF16(fun), X)) == {"bf16 bf16": 2}

@@ -66,6 +66,7 @@ def test_what_an_override_means(spec, expected):
     ({"base": "fp32", "matmul_precision": "highest"}, "matmul_precision"),
     ({"base": "fp32", "accum_dtype": "float32"}, "accum_dtype"),
     ({"base": "fp32", "accum_dtype": "float64"}, "accum_dtype"),
+    ({"base": "bf16", "grad_dtype": "bfloat16"}, "grad_dtype"),
     ({"base": "fp32", "loss_scaling": "dynamic"}, "loss_scaling"),
     ({"base": "fp16", "loss_scaling": 8}, "loss_scaling"),
     ({"base": "bf16", "reduce_dtype": "bfloat16"}, "reduce_dtype"),

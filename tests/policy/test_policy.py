@@ -213,6 +213,7 @@ POLICIES = st.builds(
   *[st.sampled_from(NAMES)] * 3,
   reduce_dtype=st.sampled_from([None, *NAMES]),
   accum_dtype=st.sampled_from([None, "float32"]),
+  grad_dtype=st.sampled_from([None, "float32", "bfloat16"]),
   optimizer_dtype=st.sampled_from([None, "float32", "bfloat16"]),
   matmul_precision=st.sampled_from([None, "highest", "tensorfloat32"]),
   loss_scaling=SCALINGS,
@@ -251,6 +252,7 @@ CHANGES = {
   "output_dtype": "bfloat16",
   "reduce_dtype": "float64",  # which NumPy holds equal to None
   "accum_dtype": "float32",
+  "grad_dtype": "bfloat16",
   "optimizer_dtype": "float64",
   "matmul_precision": "highest",
   "loss_scaling": {"hysteresis": 2},

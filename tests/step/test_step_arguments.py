@@ -19,6 +19,7 @@ from tests.step._problems import BATCH, PARAMS, Model, loss_fn, nnx_loss
     ({"base": "bf16", "autocast": False, "overrides": {"head": "fp32"}}, "overrides.*autocast: true"),
     ({"base": "bf16", "reduce_dtype": "float32"}, "reduce_dtype"),
     ({"base": "bf16", "autocast": False, "accum_dtype": "float32"}, "accum_dtype.*autocast: true"),
+    ({"base": "bf16", "autocast": False, "grad_dtype": "bfloat16"}, "grad_dtype.*autocast: true"),
     ({"base": "bf16", "optimizer_dtype": "bfloat16"}, "optimizer_dtype"),
     ("fp61", "fp61"),
   ],

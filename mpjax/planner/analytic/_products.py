@@ -113,6 +113,8 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
     kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
+  if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand
+    return min(dtypes, key=lambda dtype: dtype.itemsize).name
   dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
   if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
     return "tensorfloat32"
