@@ -216,23 +216,18 @@ def test_gradients_out_of_range_are_not_hidden():
     assert not np.isfinite(order(f, "fp16")(jnp.ones(3))).any()
 
 
-def casts_of(f):
-  text = jax.export.export(jax.jit(f), platforms=["tpu"])(W, X).mlir_module()
-  return text.count("stablehlo.convert")
-
-
-def test_what_enters_and_leaves_is_cast_no_more_than_by_hand():
+def test_what_enters_and_leaves_stays_half_precision():
   def mix(a, b):
     return jax.lax.optimization_barrier((a, b))[0]
-
-  def by_hand(w, x):
-    w, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (w, x))
-    return mix(x @ w["q"], x @ w["k"]) @ w["o"]
 
   def f(w, x):
     return mpjax.half_precision(mix)(x @ w["q"], x @ w["k"]) @ w["o"]
 
-  assert casts_of(mpjax.autocast(f, "params=float32,compute=bfloat16,output=bfloat16")) <= casts_of(by_hand)
+  f = mpjax.autocast(f, "params=float32,compute=bfloat16,output=bfloat16")
+  text = jax.export.export(jax.jit(f), platforms=["tpu"])(W, X).mlir_module()
+  casts = [line for line in text.splitlines() if "stablehlo.convert" in line]
+  assert casts
+  assert not [line for line in casts if line.rstrip().endswith("xf32>")]
 
 
 def test_an_island_reads_the_result_in_float32():
