@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+from jax.extend.core import primitives
 
+from mpjax._compat import newer
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.casting._kinds import castable, size
 from mpjax.jaxpr import (
@@ -26,11 +28,8 @@ from mpjax.jaxpr import (
   scan_parts,
 )
 
-_VIEWS = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.MARKS_AXES
-_SUMS = frozenset(
-  {"add", "add_any", "neg", "sub", "psum", "psum_invariant", "psum_scatter", "reduce_scatter"}
-)
-_MOVES = frozenset({"dynamic_update_slice", "stack", "unstack"})
+_PASSES = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.MARKS_AXES | Trait.ADDS
+_MOVES = frozenset({jax.lax.dynamic_update_slice_p, newer("stack_p"), newer("unstack_p")})
 _SCALES = frozenset({jax.lax.mul_p, jax.lax.div_p})
 
 
@@ -62,7 +61,7 @@ class WeightGradients:
 
   def has_sum(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation adds two such gradients."""
-    return equation.primitive.name == "add_any" and self.has_product(equation)
+    return equation.primitive is primitives.add_jaxvals_p and self.has_product(equation)
 
   def inside(self, equation: JaxprEqn, body: AnyJaxpr) -> WeightGradients | None:
     """Returns those of a body of an equation; `None` where they are not known."""
@@ -95,7 +94,7 @@ class WeightGradients:
       return sum(size(a) > 1 for a in operands) <= 1 and size(equation.invars[-1]) == 1
     if primitive is jax.lax.reduce_sum_p:  # of dimensions of size 1
       return size(equation.invars[0]) == size(equation.outvars[0])
-    return primitive is not jax.lax.gather_p and (has(primitive, _VIEWS) or primitive.name in _SUMS | _MOVES)
+    return primitive is not jax.lax.gather_p and (has(primitive, _PASSES) or primitive in _MOVES)
 
   def _call(self, equation: JaxprEqn) -> list[bool]:
     """Returns which operands of a call go on as gradients."""

@@ -140,8 +140,8 @@ decide(
   "deny",
   "sums over devices: the error would depend on how many there are",
   "unreduced_psum unreduced_reduce_scatter",
-  of(T.READS_STORED, lax.psum_p, "psum_invariant"),
-  of(T.READS_STORED | T.STORES_RESULT, "reduce_scatter"),
+  of(T.ADDS | T.READS_STORED, lax.psum_p, "psum_invariant"),
+  of(T.ADDS | T.READS_STORED | T.STORES_RESULT, "reduce_scatter"),
   recompute=False,
 )
 decide(
@@ -186,11 +186,12 @@ decide(
   "element-wise: as exact as its operands",
   lax.is_finite_p,
   of(T.ELEMENTWISE, lax.abs_p, lax.ceil_p, lax.floor_p, lax.round_p, lax.sign_p),
-  of(T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, lax.add_p, primitives.add_jaxvals_p, lax.sub_p),
+  of(T.ADDS | T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, lax.add_p, lax.sub_p),
+  of(T.ADDS | T.CHOICE | T.NO_RESIDUAL | T.BROADCASTS | T.ELEMENTWISE, primitives.add_jaxvals_p),
   of(T.CHOICE | T.ELEMENTWISE, lax.clamp_p),
   of(T.CHOICE | T.BROADCASTS | T.ELEMENTWISE, lax.max_p, lax.min_p),
   of(T.BROADCASTS | T.SCALES | T.ELEMENTWISE, lax.mul_p),
-  of(T.NO_RESIDUAL | T.ELEMENTWISE, lax.neg_p),
+  of(T.ADDS | T.NO_RESIDUAL | T.ELEMENTWISE, lax.neg_p),
   of(T.CHOICE | T.NO_RESIDUAL | T.ELEMENTWISE, lax.select_n_p),
 )
 decide(

@@ -37,6 +37,7 @@ class Trait(enum.Flag):
   EXPONENTIAL = enum.auto()  # turns an absolute error into a relative one, or the other way round
   EXPANDS = enum.auto()  # its results may be far larger than its operands
   SCALES = enum.auto()  # a value decays or grows on its way through it
+  ADDS = enum.auto()  # adds its operands, or the parts of devices: gradients go through it as they are
   ACCUMULATES = enum.auto()  # sums elements, or products of them: linear in each operand
   PRODUCT = enum.auto()  # a matrix product or convolution
   KERNEL = enum.auto()  # a program of another language, made for the dtypes that it is traced with
