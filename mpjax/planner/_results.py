@@ -53,7 +53,7 @@ class Memory:
     peak: the most that is in memory at one time.
     training_state: what weights, their copies in the compute dtype, gradients and optimiser state would take
       if all of each were there at once, by those names: the figure that rules of thumb give (16 bytes a
-      parameter with Adam, ZeRO, section 3.1). Of the analytic plan alone; empty of the compiler's.
+      parameter with Adam in float32, ZeRO, section 3.1). Of the analytic plan alone; empty of the compiler's.
   """
 
   parts: dict[str, int]

@@ -39,4 +39,4 @@ def test_half_precision_ends_where_float32_does(tmp_path):
   assert {name: s["eval_loss"] / base for name, s in summaries.items()} == {
     name: pytest.approx(1, abs=0.01) for name in policies
   }
-  assert summaries["fp16 from 2^24"]["skipped_steps"] > 2
+  assert summaries["fp16 from 2^24"]["skipped_steps"] > 1
