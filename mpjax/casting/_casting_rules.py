@@ -192,7 +192,8 @@ def make_rules(
   """Returns what decides, from autocast's arguments.
 
   Raises:
-    ValueError: for what is not understood, and for FP8 products that would not run in half precision.
+    ValueError: for what is not understood, for FP8 products that would not run in half precision, and for a
+      `grad_dtype` that products do not give.
   """
   if policy.fp8 and policy.compute_dtype.itemsize != 2:
     raise ValueError(
@@ -205,10 +206,16 @@ def make_rules(
       f"grad_dtype={policy.grad_dtype.name!r} with compute_dtype={policy.compute_dtype.name!r}: gradients of "
       f"parameters come from matrix products in float32 or in {policy.compute_dtype.name}; choose one"
     )
+  by_module = Overrides(policy, overrides)
+  if not wide_gradients and by_module.recipes:
+    raise ValueError(
+      f"grad_dtype={policy.compute_dtype.name!r} with FP8: an FP8 product gives the gradient of a float32 "
+      "parameter in float32; leave grad_dtype out"
+    )
   return CastingRules(
     ops=ops or OpLists.default(),
     changed=changed(ops) if ops else frozenset(),
-    overrides=Overrides(policy, overrides),
+    overrides=by_module,
     accum_dtype=policy.accum_dtype,
     wide_gradients=wide_gradients,
     recompute=require_recompute(recompute),

@@ -208,6 +208,8 @@ def test_grad_dtype_of_a_policy_is_the_way_back(order):
 def test_grad_dtype_is_float32_or_the_compute_dtype():
   with pytest.raises(ValueError, match="grad_dtype='float16' with compute_dtype='bfloat16'"):
     mpjax.autocast(jnp.sin, {"base": "bf16", "grad_dtype": "float16"})
+  with pytest.raises(ValueError, match="grad_dtype='bfloat16' with FP8"):
+    mpjax.autocast(jnp.sin, {"base": "fp8", "grad_dtype": "bfloat16"})
 
 
 def test_gradients_of_activations_are_half_precision():
