@@ -48,8 +48,8 @@ class Node:
     reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
     widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
       summed in float32.
-    wide: the operands that are cast to `half` for this use alone, so that the gradients of several uses meet
-      in float32; of a product, those whose gradient it makes in float32 itself.
+    own_casts: the operands that are cast to `half` for this use alone, so that the gradients of several uses
+      meet in float32; of a product, those whose gradient it makes in float32 itself.
     result_dtype: the dtype that a product is asked for; `None` for what the program says.
     stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
     call: for `Mode.ENTER`, its bodies.
@@ -71,7 +71,7 @@ class Node:
   site: str | None = None
   reads: tuple[np.dtype | None, ...] = ()
   widened: frozenset[int] = frozenset()
-  wide: frozenset[int] = frozenset()
+  own_casts: frozenset[int] = frozenset()
   result_dtype: np.dtype | None = None
   stores_gradient: bool = False
 
@@ -89,7 +89,7 @@ class Node:
     """Returns the variables of which a product makes the gradient in float32 itself."""
     if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
       return []
-    return [cast(Var, self.equation.invars[i]) for i in sorted(self.wide)]
+    return [cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)]
 
   def depths(self) -> list[int]:
     """Returns how deep in backward passes each result was made, in its bodies too."""

@@ -149,9 +149,8 @@ def _decide_rule(
 
   `gradients` is called once it is traced.
   """
-  with tracing(
-    Regions(call.decide_rule.half, instead=tracing.value.instead)
-  ):  # it is traced long after the function
+  # It is traced long after the function.
+  with tracing(Regions(call.decide_rule.half, instead=tracing.value.instead)):
     closed = jax.make_jaxpr(flat)(*like)
   constants = [initial(v.aval) for v in open_jaxpr(closed).constvars]
   of_parameters = gradients() if gradients else None

@@ -122,12 +122,12 @@ class Emitter:
   def _emit(self, node: Node, values: _Environment) -> None:
     equation = node.equation
     with as_traced(equation):
-      own = zip(sorted(node.wide), node.originals(), strict=False)
+      own = zip(sorted(node.own_casts), node.originals(), strict=False)
       originals = {i: values.read(v, FLOAT32) for i, v in own}
       operands = [
         _before_cast(values, atom, node)
         if i in node.widened
-        else values.read(atom, dtype, apart=i in node.wide and i not in originals)
+        else values.read(atom, dtype, apart=i in node.own_casts and i not in originals)
         for i, (atom, dtype) in enumerate(zip(equation.invars, node.reads, strict=True))
       ]
       if node.call is None:
@@ -157,7 +157,7 @@ class Emitter:
     return bind_product(node.equation, operands, originals, **changes)
 
   def _emit_island(self, island: Island, values: _Environment) -> None:
-    apart = {n.equation.invars[i] for n in island.nodes for i in n.wide}
+    apart = {n.equation.invars[i] for n in island.nodes for i in n.own_casts}
     apart -= {v for v, dtype in island.inputs if dtype == FLOAT32}
     operands = [values.read(v, dtype, apart=v in apart) for v, dtype in island.inputs]
     if island.saved is not None:

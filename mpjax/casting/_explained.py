@@ -93,16 +93,7 @@ class ExplainedCarry:
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedProgram:
-  """The decisions of autocast for a program, as data.
-
-  Attributes:
-    policy: the policy.
-    rows: one for each operation, in the order of the program.
-    islands: one for each float32 island, in the order of the program.
-    carries: one for each float32 carry of each loop, in the order of the program.
-    unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
-      a list with `OpLists.default().replace(infer=...)`.
-  """
+  """The decisions of autocast for a program, as data; `Explanation` says what each is."""
 
   policy: Policy
   rows: tuple[ExplainedOperation, ...]

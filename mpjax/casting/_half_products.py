@@ -171,9 +171,7 @@ def _transpose(
   side = 0 if isinstance(operands[0], ad.UndefinedPrimal) else 1
   place = 2 + originals.index(side) if side in originals else side
   x, y = cast(ad.UndefinedPrimal, operands[place]), cast(Array, operands[1 - side])
-  if (
-    ct.dtype == FLOAT32
-  ):  # of a product that gives float32; it goes to a half product, as in hand-written code
+  if ct.dtype == FLOAT32:  # of a product with a float32 result, which a half product reads
     ct = ct.astype(y.dtype)
   if x.aval.dtype == FLOAT32:
     parameters["preferred_element_type"] = FLOAT32

@@ -31,7 +31,7 @@ def with_reads(node: Node, held: Mapping[Var, Held], rules: CastingRules, roles:
     for i, atom in enumerate(equation.invars)
   )
   widened: frozenset[int] = frozenset()
-  wide: frozenset[int] = frozenset()
+  own_casts: frozenset[int] = frozenset()
   result = None
   if node.fp8 is not None:
     own = node.outs[0].dtype if node.mode is Mode.HALF else dtype_of(equation.outvars[0])
@@ -39,13 +39,13 @@ def with_reads(node: Node, held: Mapping[Var, Held], rules: CastingRules, roles:
   elif node.mode is Mode.HALF and not bodies_of(equation):
     widened = _widened(equation)
     if rules.wide_gradients:
-      wide = _parameters(node, held, roles) - widened
+      own_casts = _parameters(node, held, roles) - widened
     asks = "preferred_element_type" in equation.params
     if asks and (equation.params["preferred_element_type"] is not None or node.outs[0].dtype != node.half):
       result = node.outs[0].dtype
     if asks and node.listed == "allow":
       result = rules.accum_dtype or result
-  return dataclasses.replace(node, reads=reads, widened=widened, wide=wide, result_dtype=result)
+  return dataclasses.replace(node, reads=reads, widened=widened, own_casts=own_casts, result_dtype=result)
 
 
 def _read_dtype(node: Node, i: int, held: Held) -> np.dtype | None:
