@@ -95,7 +95,15 @@ class Setup:
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], Metrics]:
     """The evaluation of a batch, jitted: (state as `for_evaluation` gives it, batch) -> means over it."""
-    return jax.jit(lambda state, batch: evaluate(self.task, self.policy, state, batch))
+    run = functools.partial(evaluate, self.task, self.policy)
+    if self.layout.mesh.size == 1:
+      return jax.jit(run)
+
+    def on_mesh(state: TrainState, batch: PyTree) -> Metrics:
+      with jax.sharding.use_abstract_mesh(self.layout.mesh.abstract_mesh):  # no compiler divides a kernel
+        return run(state, batch)
+
+    return jax.jit(on_mesh)
 
   def explain(self) -> Explanation:
     """Returns what runs in which dtype under the policy, and why; nothing is computed.

@@ -80,7 +80,10 @@ def test_attention_of_other_lengths(implementation):
 @pytest.mark.parametrize(
   ("change", "match"),
   [
-    (lambda q, k, v: {"implementation": "flash"}, "attention='flash': expected one of auto, xla, cudnn"),
+    (
+      lambda q, k, v: {"implementation": "flash"},
+      "attention='flash': expected one of auto, xla, cudnn, splash",
+    ),
     (lambda q, k, v: {"q": q[0]}, r"q\[5, 2, 8\]"),
     (lambda q, k, v: {"k": k[:, :3]}, r"k\[2, 3, 2, 8\]"),
     (lambda q, k, v: {"q": q[..., :4]}, r"expected \[B, T, N, H\] for q"),

@@ -267,7 +267,7 @@ def test_rotation_of_half_precision_has_float32_angles():
     ({"dim": 6}, "heads of 3: positions='rope' rotates pairs"),
     ({"norm": "batch"}, "norm='batch': expected one of rms, layer"),
     ({"positions": "alibi"}, "positions='alibi': expected one of rope, learned"),
-    ({"attention": "flash"}, "attention='flash': expected one of auto, xla, cudnn"),
+    ({"attention": "flash"}, "attention='flash': expected one of auto, xla, cudnn, splash"),
     ({"dropout": 1.0}, r"dropout=1.0: expected a rate"),
     ({"layers": 0}, "layers=0: expected a positive integer"),
     ({"vocab_size": -1}, "vocab_size=-1"),

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.train._errors import ConfigError
-
-if TYPE_CHECKING:  # the models need none of what reads data
-  from mpjax.train.data import ModelInfo
-
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+from mpjax.train.models._fused_attention import IMPLEMENTATIONS, fused_attention, on_parts
 
 
 def attention(
@@ -31,7 +25,8 @@ def attention(
     v: [B, S, N, H], of q's dtype.
     causal: position t sees positions 0 to t only.
     implementation: `auto` and `xla`: matrix products and a softmax, compiled by XLA; `cudnn`: the fused
-      kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only.
+      kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only; `splash`: the one for
+      TPUs. Where a mesh divides rows or heads unevenly, both take the XLA path.
 
   Returns:
     [B, T, N, H], of q's dtype.
@@ -49,25 +44,16 @@ def attention(
     raise ValueError(
       f"attention of q {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype, cast them alike"
     )
-  if implementation == "cudnn":  # autocast gives it half precision
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
-  return _attention(q, k, v, causal)
+  fused = None
+  if implementation in ("cudnn", "splash"):  # autocast gives them half precision
+    fused = on_parts(fused_attention(implementation), q, k, v, causal)
+  return _attention(q, k, v, causal) if fused is None else fused
 
 
 def require_implementation(implementation: str) -> None:
   """Raises ValueError unless `implementation` is one that `attention` takes."""
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-
-
-def require_attention(implementation: str, info: ModelInfo) -> None:
-  """Raises ConfigError for an implementation that a run under the policy of `info` has no use for."""
-  policy = info.policy
-  if implementation == "cudnn" and (info.backend != "gpu" or policy.compute_dtype.itemsize != 2):
-    raise ConfigError(
-      f"model.attention=cudnn on {info.backend} in {policy.compute_dtype.name}: the fused kernel needs an "
-      "NVIDIA GPU and a half-precision policy; use auto"
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -14,7 +14,7 @@ from mpjax.train._kinds import register_model
 from mpjax.train._sections import Positive
 from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo
-from mpjax.train.models._attention import require_attention
+from mpjax.train.models._fused_attention import chosen_attention
 from mpjax.train.models._language_model import Fraction
 from mpjax.train.models._losses import accuracy, cross_entropy
 from mpjax.train.models._model_sharding import resnet_sharding, vit_sharding
@@ -35,19 +35,21 @@ def vit(
   heads: Positive = 4,
   mlp_ratio: Positive = 4,
   dropout: Fraction = 0.0,
-  attention: Literal["auto", "xla", "cudnn"] = "auto",
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
 ) -> Task:
   """Makes a vision transformer for rows of `images` and `labels`."""
-  require_attention(attention, info)
+  classes, (height, width) = info.num_classes, info.image_shape[:2]
+  length = height // patch * (width // patch)
+  chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=length)
   module = ViT(
-    num_classes=info.num_classes,
+    num_classes=classes,
     patch=patch,
     dim=dim,
     layers=layers,
     heads=heads,
     mlp_ratio=mlp_ratio,
     dropout=dropout,
-    attention=attention,
+    attention=chosen,
     remat=info.recompute == "blocks",
   )
 

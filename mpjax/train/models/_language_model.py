@@ -15,7 +15,7 @@ from mpjax.train._kinds import register_model
 from mpjax.train._sections import Positive
 from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo
-from mpjax.train.models._attention import require_attention
+from mpjax.train.models._fused_attention import chosen_attention
 from mpjax.train.models._gpt import GPT
 from mpjax.train.models._losses import cross_entropy
 from mpjax.train.models._model_sharding import gpt_sharding
@@ -36,11 +36,11 @@ def gpt(
   positions: Literal["rope", "learned"] = "rope",
   dropout: Fraction = 0.0,
   tie_head: bool = True,
-  attention: Literal["auto", "xla", "cudnn"] = "auto",
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
 ) -> Task:
   """Makes a decoder-only transformer for rows of `tokens`."""
-  require_attention(attention, info)
   vocab_size, seq_len = info.vocab_size, info.seq_len
+  chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
 
   def init(key: PRNGKeyArray) -> GPT:
     return GPT(
@@ -54,7 +54,7 @@ def gpt(
       positions=positions,
       dropout=dropout,
       tie_head=tie_head,
-      attention=attention,
+      attention=chosen,
       remat=info.recompute == "blocks",
       rngs=nnx.Rngs(params=key),
     )

@@ -1,0 +1,151 @@
+"""Fused attention kernels that JAX ships: cuDNN's on a GPU, splash on a TPU; which of them a run takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from mpjax._types import Array
+from mpjax.train._errors import ConfigError
+from mpjax.train.data import ModelInfo
+
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+_SHORTEST = 1024  # on a v5e, below this it holds more memory than the scores do
+_LANES = 128
+
+
+def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, length: int) -> str:
+  """Returns the implementation of attention that a run takes: `xla`, `cudnn` or `splash`.
+
+  `auto` takes the fused kernel where there is one for the platform, the policy's compute dtype and these
+  shapes, and matrix products and a softmax elsewhere.
+
+  Args:
+    asked: the config's `model.attention`.
+    info: the policy and the platform.
+    heads: of a layer.
+    head_dim: columns of a head.
+    length: positions in a row.
+
+  Raises:
+    ConfigError: for a kernel that is asked for by name, where it does not run.
+  """
+  obstacles = {"cudnn": _no_cudnn, "splash": _no_splash}
+  if asked in obstacles:
+    reason = obstacles[asked](info, heads, head_dim, length)
+    if reason:
+      where = f"on {info.backend} in {info.policy.compute_dtype.name}"
+      raise ConfigError(f"model.attention={asked} {where}: {reason}; use auto")
+    return asked
+  if asked == "auto":
+    kernels = ["cudnn"] if length < _SHORTEST else ["cudnn", "splash"]
+    for name in kernels:
+      if not obstacles[name](info, heads, head_dim, length):
+        return name
+  return "xla"
+
+
+def fused_attention(implementation: str) -> Callable[[Array, Array, Array, bool], Array]:
+  """Returns a kernel, `cudnn` or `splash`, as a function of q, k, v [B, T, N, H] and whether it is causal."""
+  return {"cudnn": _cudnn, "splash": _splash}[implementation]
+
+
+def on_parts(kernel: Callable[..., Array], q: Array, k: Array, v: Array, causal: bool) -> Array | None:
+  """Applies a kernel to each device's rows and heads, where the mesh in use divides arrays by itself.
+
+  Compilers divide no kernel, not even over an axis of one device. Rows lie over the axes `data` and `fsdp`,
+  heads over `tensor`.
+
+  Returns:
+    [B, T, N, H]; `None` where the axes do not divide rows and heads.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  free = {
+    name: mesh.shape[name]
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if kind is not AxisType.Manual
+  }
+  if not free:
+    return kernel(q, k, v, causal)
+  rows = tuple(name for name in free if name != "tensor")
+  if q.shape[0] % math.prod(free[name] for name in rows) or q.shape[2] % free.get("tensor", 1):
+    return None
+  spec = PartitionSpec(rows or None, None, "tensor" if "tensor" in free else None)
+  mapped = jax.shard_map(
+    lambda q, k, v: kernel(q, k, v, causal),
+    in_specs=(spec, spec, spec),
+    out_specs=spec,
+    axis_names=set(free),
+    check_vma=False,
+  )
+  return mapped(q, k, v)
+
+
+def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
+  """Returns why cuDNN's attention is none for a model; `None` where it is."""
+  half = info.policy.compute_dtype
+  if info.backend != "gpu" or half.itemsize != 2:
+    return "the fused kernel needs an NVIDIA GPU and a half-precision policy"
+  if jax.default_backend() != "gpu":
+    return "it is compiled on a machine that has the GPU"
+  capability = float(getattr(jax.local_devices()[0], "compute_capability", 0))
+  if capability < 8:
+    return f"it needs compute capability 8.0, and this GPU has {capability}"
+  x = jax.ShapeDtypeStruct((1, length, heads, head_dim), half)
+  try:  # JAX knows what its cuDNN takes
+    jax.eval_shape(jax.grad(lambda q, k, v: _cudnn(q, k, v, True).astype(jnp.float32).sum()), x, x, x)
+  except (NotImplementedError, RuntimeError, ValueError) as error:
+    return " ".join(str(error).split())
+  return None
+
+
+def _no_splash(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
+  """Returns why splash attention is none for a model; `None` where it is."""
+  del heads
+  if info.backend != "tpu" or info.policy.compute_dtype != jnp.bfloat16:
+    return "the fused kernel needs a TPU and a bfloat16 policy"
+  if length % _LANES or head_dim % _LANES:
+    return f"it needs rows and heads that are multiples of {_LANES}, not {length} positions and {head_dim}"
+  return None
+
+
+def _cudnn(q: Array, k: Array, v: Array, causal: bool) -> Array:
+  return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+
+def _splash(q: Array, k: Array, v: Array, causal: bool) -> Array:
+  kernel = _splash_kernel(q.shape[1], k.shape[1], q.shape[2], causal)
+  q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)  # the kernel has no scale
+  by_head = lambda x: x.swapaxes(1, 2)
+  return by_head(jax.vmap(kernel)(by_head(q), by_head(k), by_head(v)))
+
+
+@functools.lru_cache(maxsize=16)
+def _splash_kernel(queries: int, keys: int, heads: int, causal: bool) -> Callable[..., Array]:
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+  )
+
+  mask = splash_attention_mask
+  one = mask.CausalMask((queries, keys)) if causal else mask.FullMask((queries, keys))
+  block_q, block_k = (next(b for b in (512, 256, 128) if n % b == 0) for n in (queries, keys))
+  sizes = splash_attention_kernel.BlockSizes(
+    block_q=block_q,
+    block_kv=block_k,
+    block_kv_compute=block_k,
+    block_q_dkv=block_q,
+    block_kv_dkv=block_k,
+    block_kv_dkv_compute=block_k,
+    block_q_dq=block_q,
+    block_kv_dq=block_k,
+  )
+  with jax.ensure_compile_time_eval():  # its tables are constants of every layer
+    return splash_attention_kernel.make_splash_mha(
+      mask=mask.MultiHeadMask([one] * heads), head_shards=1, q_seq_shards=1, block_sizes=sizes
+    )
