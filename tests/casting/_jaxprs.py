@@ -91,6 +91,15 @@ def multiplied(product: Any) -> str:
   return " ".join(both)
 
 
+def is_matrix_product(equation: Any) -> bool:
+  """Returns whether an equation is one for a matrix unit: no outer product, and no sum of products of its own."""
+  if equation.primitive.name == "dot_general":
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    ranks = [operand.aval.ndim for operand in equation.invars[:2]]
+    return len(contracted) > 0 and max(ranks) > len(contracted) + len(batch)
+  return equation.primitive.name in PRODUCTS
+
+
 def products(fun: Callable[..., Any], *args: Any) -> set[str]:
   """The dtypes of the operands of matrix products, as traced: `{"bf16"}` where all are bfloat16."""
   return {d for e in equations(fun, *args) if e.primitive.name in PRODUCTS for d in multiplied(e).split()}
