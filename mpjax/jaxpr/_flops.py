@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import numpy as np
 
 from mpjax._types import JaxprEqn
@@ -19,7 +18,7 @@ def flops(equation: JaxprEqn) -> int:
     return int(getattr(equation.params.get("cost_estimate"), "flops", 0))
   if not has(equation, Trait.PRODUCT):
     return 0
-  if equation.primitive is jax.lax.conv_general_dilated_p:
+  if "lhs_dilation" in equation.params:
     return _convolution(equation)
   if "ragged_dot_dimension_numbers" in equation.params:
     # Every row meets one group's matrix, whatever the group sizes.

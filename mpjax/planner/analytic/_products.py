@@ -83,7 +83,7 @@ def product_sizes(operation: GraphOperation) -> tuple[int, int, int]:
   """Returns M, N, K of one product [M, K] x [K, N]; for a convolution, of the product that computes it."""
   equation = operation.equation
   out = shape_of(equation.outvars[0])
-  if equation.primitive is jax.lax.conv_general_dilated_p:
+  if "lhs_dilation" in equation.params:
     spec = equation.params["dimension_numbers"]
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
     kernel = shape_of(equation.invars[1])

@@ -69,6 +69,18 @@ def test_flops_are_those_by_hand(name):
   assert flops_of(step, *args) == want
 
 
+def test_convolutions_under_autocast_have_the_flops_and_sizes_of_plain_ones():
+  conv = convolution(1, "SAME")
+  args = (S((3, 3, 4, 4), F32), S((2, 6, 6, 4), F32))
+  twice = lambda params, batch: jnp.mean(conv(params, conv(params, batch)) ** 2)
+
+  def products(loss):
+    plan = mpjax.plan(training_flops(loss), args, target="h200", compile=False)
+    return sorted((product.shape, product.flops) for product in plan.products)
+
+  assert products(mpjax.autocast(twice, "bf16")) == products(twice)
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_accumulation_leaves_flops_and_recomputation_adds_them(policy):
   flops = {}
