@@ -29,7 +29,7 @@ from mpjax.jaxpr import (
 )
 
 _PASSES = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.MARKS_AXES | Trait.ADDS
-_MOVES = frozenset({jax.lax.dynamic_update_slice_p, newer("stack_p"), newer("unstack_p")})
+_MOVES = frozenset({jax.lax.dynamic_update_slice_p, jax.lax.select_n_p, newer("stack_p"), newer("unstack_p")})
 _SCALES = frozenset({jax.lax.mul_p, jax.lax.div_p})
 
 
@@ -50,7 +50,8 @@ class WeightGradients:
     equations = live(body).equations
     self._made.update((v, self._depth_of(e)) for e in equations for v in e.outvars)
     pairs = zip(body.outvars, outs, strict=True)
-    self._others = {a for a, is_gradient in pairs if is_variable(a) and not is_gradient}
+    others = (a for a, is_gradient in pairs if is_variable(a) and not is_gradient)
+    self._others = {a for a in others if self._made.get(a, depth) <= depth}
     for equation in reversed(equations):
       self._read(equation)
     self.inputs = [self._is_gradient(v) for v in body.invars]

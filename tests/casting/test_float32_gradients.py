@@ -62,6 +62,7 @@ FORMS = {  # a function of a parameter of ones, and its shape; every gradient is
   "reshaped": (lambda w: ROWS @ w.reshape(1, 1), (1,)),
   "one of several": (lambda w: ROWS @ w[0], (1, 1, 1)),
   "scaled": (lambda w: ROWS @ (w * 2) / 2, DENSE),
+  "masked": (lambda w: ROWS @ jnp.where(w > 0, w, 0.0), DENSE),
   "convolution": (lambda w: conv(ROWS[:, :, None], w), (1, 1, 1)),
   "vmap over rows": (lambda w: jax.vmap(lambda x: x @ w)(ROWS[None]), DENSE),
   "vmap over weights": (lambda w: jax.vmap(lambda w: ROWS @ w)(w), (1, 1, 1)),
@@ -90,6 +91,23 @@ def test_gradients_of_parameters_are_not_rounded(order, policy):
   ones = {name: jnp.ones(shape) for name, (_, shape) in FORMS.items()}
   found = {name: {float(x) for x in np.ravel(x)} for name, x in jit(run)(ones).items()}
   assert found == {name: {1 + SMALL} for name in FORMS}
+
+
+@pytest.mark.parametrize("policy", HALF)
+def test_gradients_that_leave_a_call_are_not_rounded(policy):
+  """What follows a backward pass outside the call that it is in is no part of it: clipping by the norm."""
+  grad = jax.grad(lambda w: jnp.sum(ROWS @ w))
+  calls = {
+    "none": grad,
+    "jit": jax.jit(grad),
+    "map": lambda w: lax.map(lambda _: grad(w), jnp.arange(2))[0],
+    "carry": lambda w: lax.fori_loop(0, 2, lambda _, g: grad(w) + 0 * g, w),
+    "cond": lambda w: lax.cond(w[0, 0] > 0, grad, jnp.zeros_like, w),
+  }
+  clipped = lambda g: g * jnp.minimum(1.0, 2 / jnp.linalg.norm(g))
+  run = lambda w: {name: clipped(call(w)) for name, call in calls.items()}
+  found = jit(mpjax.autocast(run, HALF[policy]))(jnp.ones(DENSE))
+  assert {name: float(g[0, 0]) for name, g in found.items()} == dict.fromkeys(calls, 1 + SMALL)
 
 
 USES = 300
