@@ -65,7 +65,7 @@ def with_stored_gradients(
     return list(nodes)
   found = []
   for i, node in enumerate(nodes):
-    if node.listed == "allow" and node.mode is Mode.HALF and node.fp8 is None:
+    if has(node.equation, Trait.PRODUCT) and node.mode is Mode.HALF and node.fp8 is None:
       (result,) = node.equation.outvars
       head = result in roles.scored and result not in roles.reaching
       head = head and all(size(v) <= size(result) for v in _activations(node, held))

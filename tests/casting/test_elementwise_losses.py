@@ -86,6 +86,18 @@ def test_nor_that_of_a_result_which_is_returned():
   assert not barriers(model(with_result), has_aux=True)
 
 
+def test_nor_that_of_another_operation_which_a_user_allows():
+  ops = mpjax.OpLists.default()
+  ops = ops.replace(allow=ops.allow | {"split"})
+
+  def halves(params, x, y):
+    pairs = zip(jnp.split(x @ params["head"], 2, 1), jnp.split(y, 2, 1), strict=True)
+    return sum(squared(out, target) for out, target in pairs)
+
+  text = jax.jit(jax.grad(mpjax.autocast(halves, "bf16", ops=ops))).lower(PARAMS, X, Y).as_text()
+  assert not re.findall(rf"optimization_barrier.* : tensor<{ROWS}x\d+xbf16>$", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("loss", [squared, independent_logits], ids=lambda f: f.__name__)
 def test_values_and_derivatives_are_those_of_keeping_all(loss):
   def of(recompute):
