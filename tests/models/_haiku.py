@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import pytest
 
 from tests.models._model import CLASSES, VOCAB, Model, cross_entropy, drawn, images, next_token, text
 
 
-def classifier(hk: Any, build: Callable[[], Any], batch_size: int, side: int) -> Model:
-  """Returns a network of images with batch statistics."""
-  network = hk.without_apply_rng(hk.transform_with_state(lambda x: build()(x, is_training=True)))
-  batch = images(batch_size, side, side, 3)
+def resnet():
+  hk = pytest.importorskip("haiku")
+  sizes = {"blocks_per_group": (1, 1, 1, 1), "channels_per_group": (8, 8, 16, 16), "strides": (1, 1, 2, 1)}
+
+  def forward(x):
+    return hk.nets.ResNet(num_classes=CLASSES, bottleneck=False, **sizes)(x, is_training=True)
+
+  network = hk.without_apply_rng(hk.transform_with_state(forward))
+  batch = images(32, 32, 32, 3)
   params, state = jax.eval_shape(network.init, jax.random.key(0), batch["x"])
 
   def loss(params, batch, key):
@@ -22,12 +24,6 @@ def classifier(hk: Any, build: Callable[[], Any], batch_size: int, side: int) ->
     return cross_entropy(logits, batch["y"])
 
   return Model(loss, drawn(params), {**batch, "state": drawn(state)})
-
-
-def resnet():
-  hk = pytest.importorskip("haiku")
-  sizes = {"blocks_per_group": (1, 1, 1, 1), "channels_per_group": (8, 8, 16, 16), "strides": (1, 1, 2, 1)}
-  return classifier(hk, lambda: hk.nets.ResNet(num_classes=CLASSES, bottleneck=False, **sizes), 32, 32)
 
 
 def lstm():
