@@ -18,6 +18,7 @@ from mpjax.planner._traced_step import TracedStep, trace_step
 from mpjax.planner.analytic import (
   Graph,
   analytic_memory,
+  list_kernels,
   list_products,
   make_graph,
   padding_advice,
@@ -105,6 +106,7 @@ def plan(
     collectives=collectives,
     floor=time_floor(graph, traced.arguments, given, collectives, device, traced.devices),
     notes=(*traced.notes, *_notes(traced, graph, products, device), *compiler_notes),
+    fused=list_kernels(graph, traced.devices),
   )
 
 

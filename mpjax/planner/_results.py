@@ -121,6 +121,28 @@ class ProductGroup:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelGroup:
+  """Fused kernels (Pallas, cuDNN's attention) of one line of the program that are alike.
+
+  Attributes:
+    path, source: modules, `GPT/blocks/*`, and line.
+    phase: forward, backward, or empty.
+    name: as the program names it.
+    operands: the floating dtypes of its operands.
+    count: how many run.
+    flops: that all of them state; 0 if they state none, which no other figure then counts.
+  """
+
+  path: str
+  source: str
+  phase: str
+  name: str
+  operands: tuple[str, ...]
+  count: int
+  flops: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Collective:
   """Collectives that are alike, of one step on one device.
 
@@ -177,6 +199,7 @@ class PlanFigures:
     notes: sentences for whoever reads the plan.
     subject: what the step trains, in words; empty if that is not known.
     usable_memory: bytes of a device that JAX takes; 0 for all of them.
+    fused: its kernels, the most FLOPs first.
   """
 
   label: str
@@ -195,6 +218,7 @@ class PlanFigures:
   notes: tuple[str, ...]
   subject: str = ""
   usable_memory: int = 0
+  fused: tuple[KernelGroup, ...] = ()
 
   @property
   def room(self) -> int:

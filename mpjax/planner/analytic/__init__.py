@@ -2,12 +2,13 @@
 
 from mpjax.planner.analytic._graph import Graph, make_graph
 from mpjax.planner.analytic._memory import analytic_memory, table_bytes
-from mpjax.planner.analytic._products import list_products, padding_advice, serving_dtype
+from mpjax.planner.analytic._products import list_kernels, list_products, padding_advice, serving_dtype
 from mpjax.planner.analytic._time_floor import time_floor
 
 __all__ = [
   "Graph",
   "analytic_memory",
+  "list_kernels",
   "list_products",
   "make_graph",
   "padding_advice",

@@ -1,4 +1,4 @@
-"""The matrix products of a program, and whether a target's matrix units run them at full rate."""
+"""A program's matrix products, whether a target's matrix units run them at full rate; its fused kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpjax import formats
 from mpjax._plain_text import bytes_text
 from mpjax._types import JaxprEqn
 from mpjax.fp8._dot_general import fp8_dot_general_p
-from mpjax.jaxpr import dtype_of, layer_pattern, shape_of
-from mpjax.planner._results import ProductGroup
+from mpjax.jaxpr import Trait, dtype_of, has, layer_pattern, shape_of
+from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
@@ -34,7 +34,7 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
   """
   found: dict[Any, ProductGroup] = {}
   for operation, times in graph.every_operation():
-    if not operation.flops:
+    if not operation.flops or has(operation.equation, Trait.KERNEL):
       continue
     product = _product(operation, target)
     flops = operation.flops * times // (1 if operation.local else devices)
@@ -42,6 +42,32 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
     known = found.get(key)
     found[key] = dataclasses.replace(product, flops=flops + (known.flops if known else 0))
   return tuple(sorted(found.values(), key=lambda product: -product.flops))
+
+
+def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:
+  """Returns every fused kernel, those of a line, name and dtypes together; the most FLOPs first.
+
+  Args:
+    graph: of the program.
+    devices: over which the FLOPs are divided.
+  """
+  found: dict[Any, KernelGroup] = {}
+  for operation, times in graph.every_operation():
+    if not has(operation.equation, Trait.KERNEL):
+      continue
+    one = KernelGroup(
+      path=layer_pattern(operation.path),
+      source=operation.source,
+      phase=operation.phase,
+      name=str(operation.equation.params.get("name") or operation.name),
+      operands=tuple(dict.fromkeys(v.name for v in _float_dtypes(operation.equation))),
+      count=0,
+      flops=0,
+    )
+    known = found.get(one, one)
+    flops = known.flops + operation.flops * times // (1 if operation.local else devices)
+    found[one] = dataclasses.replace(one, count=known.count + times, flops=flops)
+  return tuple(sorted(found.values(), key=lambda kernel: -kernel.flops))
 
 
 def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
@@ -54,7 +80,7 @@ def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, i
   """
   advice: dict[tuple[str, int], str] = {}
   for operation, _ in graph.every_operation():
-    if not operation.flops:
+    if not operation.flops or has(operation.equation, Trait.KERNEL):
       continue
     dtype = unit_dtype(operation, target)
     sizes, needed = product_sizes(operation), padded_sizes(operation, target)
@@ -112,6 +138,8 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
     spec = equation.params["spec"]
     kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
+  if has(equation, Trait.KERNEL):
+    return min(_float_dtypes(equation), key=lambda dtype: dtype.itemsize, default=np.dtype("float32")).name
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand
     return min(dtypes, key=lambda dtype: dtype.itemsize).name
@@ -133,6 +161,12 @@ def precision_of(equation: JaxprEqn) -> str:
   if any("HIGHEST" in name or "F32_F32" in name for name in names):
     return "HIGHEST"
   return "HIGH" if "HIGH" in names else ""
+
+
+def _float_dtypes(equation: JaxprEqn) -> list[np.dtype]:
+  """Returns the floating dtypes of the operands."""
+  dtypes = [dtype_of(atom) for atom in equation.invars]
+  return [dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
 
 
 def _product(operation: GraphOperation, target: Target) -> ProductGroup:

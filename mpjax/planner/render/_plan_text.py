@@ -76,6 +76,7 @@ def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[TextSection]
   yield from of_each(labels, [_activations(plan, width) for plan in plans])
   yield from filter(None, (_matrix_units(some, room) for some in groups))
   yield from of_each(labels, map(_products, plans))
+  yield from of_each(labels, map(_fused, plans))
   yield from filter(None, [_collectives(plans)])
   yield from filter(None, map(_floor, groups))
   if notes := _said(plans, lambda plan: plan.notes):
@@ -257,6 +258,22 @@ def _products(plan: PlanFigures) -> TextSection | None:
   columns = _columns("module line MxNxK padded extra FLOPs why")
   title = "Products below the full rate of the matrix units"
   return TextSection(title, columns, [rows], lines if others else ())
+
+
+def _fused(plan: PlanFigures) -> TextSection | None:
+  rows = []
+  for kernel in plan.fused[:_MOST_PRODUCTS]:
+    module = f"{kernel.path} ({kernel.phase})".lstrip() if kernel.phase else kernel.path
+    stated = with_prefix(kernel.flops, "FLOP") if kernel.flops else "not stated"
+    rows.append(
+      TextRow([module, kernel.source, kernel.name, ", ".join(kernel.operands), str(kernel.count), stated])
+    )
+  others = plan.fused[_MOST_PRODUCTS:]
+  lines = [f"{len(others)} more."] if others else []
+  if any(not kernel.flops for kernel in plan.fused):
+    lines.append("FLOPs that a kernel does not state are in no figure of this plan.")
+  columns = _columns("module line kernel operands count FLOPs")
+  return TextSection("Fused kernels", columns, [rows], lines) if rows else None
 
 
 def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
