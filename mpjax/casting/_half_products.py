@@ -263,6 +263,8 @@ def _batch_conv(
   operands, axes = _with_axes_alike(operands, axes, originals)
   half = next(x.dtype for x in operands[:2] if x.dtype != FLOAT32)
   mapped = jax.vmap(functools.partial(jax.lax.conv_general_dilated_p.bind, **parameters), tuple(axes[:2]))
+  if any(x.size == 0 for x in operands):  # no convolution then
+    return mapped(*_rounded(operands[:2])), 0
   closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, half) for x in operands[:2]))
   pairs = [[x] for x in operands[:2]]
   for side, x in zip(originals, operands[2:], strict=True):

@@ -167,6 +167,13 @@ def test_higher_derivatives():
   assert relative_error(push[0], push[1]) < 0.01
 
 
+def test_vmap_of_a_convolution_over_no_rows():
+  conv = lambda k, x: jnp.sum(jax.lax.conv(x, k, (1, 1), "SAME"))
+  grad = jax.vmap(jax.grad(mpjax.autocast(conv, "bf16")), (None, 0))
+  out = jax.eval_shape(grad, jnp.zeros((5, 4, 3, 3)), jnp.zeros((0, 2, 4, 6, 6)))
+  assert (out.shape, out.dtype) == ((0, 5, 4, 3, 3), jnp.float32)
+
+
 def test_what_vmap_does_not_map_is_left_alone():
   x, w = operands(((8, 16), (16, 4)), "bfloat16")
   bias = jnp.zeros(4)
