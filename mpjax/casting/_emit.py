@@ -18,6 +18,7 @@ from jax.extend.core import DropVar, Primitive
 
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
+from mpjax.casting._alike_islands import AlikeIslands, common_scopes
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
 from mpjax.casting._half_products import as_product, bind_product
@@ -26,7 +27,15 @@ from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8._saved_operands import keep_in_fp8
-from mpjax.jaxpr import as_traced, backward_depth, call_kind, is_variable, last_reads, shape_of
+from mpjax.jaxpr import (
+  as_traced,
+  backward_depth,
+  call_kind,
+  is_variable,
+  last_reads,
+  scopes_of,
+  shape_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +92,12 @@ class Emitter:
   Attributes:
     side: what the program reads beside its inputs.
     tap: what is looked at.
+    alike: the functions of islands.
   """
 
   side: SideInputs
   tap: Tap | None
+  alike: AlikeIslands = dataclasses.field(default_factory=AlikeIslands)
 
   def __call__(self, plan: CastPlan, inputs: Sequence[Array]) -> list[Array]:
     """Returns the outputs of a program, each held as `plan.outs` says.
@@ -117,11 +128,11 @@ class Emitter:
 
   def replace(self, side: SideInputs) -> Emitter:
     """Returns the same with other side inputs."""
-    return Emitter(side, self.tap)
+    return dataclasses.replace(self, side=side)
 
-  def _emit(self, node: Node, values: _Environment) -> None:
+  def _emit(self, node: Node, values: _Environment, leave_out: int = 0) -> None:
     equation = node.equation
-    with as_traced(equation):
+    with as_traced(equation, leave_out):
       own = zip(sorted(node.own_casts), node.originals(), strict=False)
       originals = {i: values.read(v, FLOAT32) for i, v in own}
       operands = [
@@ -166,8 +177,12 @@ class Emitter:
       products = frozenset(
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       )
-      inside = lambda *arrays: self._inside(island, values, arrays)
-      out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
+      depth = common_scopes(island)
+      inside = functools.partial(self._inside, island, values.held, depth)
+      if self.tap is None and not any(n.fp8 for n in island.nodes):  # nothing but arrays goes in
+        inside = self.alike.function(island, values.held, depth, inside)
+      with scopes_of(island.nodes[0].equation, depth):
+        out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
       values.write(variable, value)
 
@@ -178,7 +193,7 @@ class Emitter:
     n, arrays = len(operands), self.side.arrays
 
     def inside(*xs: Array) -> list[Array]:
-      return self.replace(self.side.with_arrays(xs[n:]))._inside(island, values, xs[:n])
+      return self.replace(self.side.with_arrays(xs[n:]))._inside(island, values.held, 0, *xs[:n])
 
     narrow = [
       values.held[v].kind is Kind.HALF and x.ndim > 0
@@ -186,13 +201,13 @@ class Emitter:
     ]
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
 
-  def _inside(self, island: Island, values: _Environment, arrays: Sequence[Array]) -> list[Array]:
-    """Returns the results of an island, from what it reads."""
-    local = _Environment(values.held)
+  def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
+    """Returns the results of an island, from what it reads; without the scopes that its caller entered."""
+    local = _Environment(held)
     for (variable, _), array in zip(island.inputs, arrays, strict=True):
       local.write(variable, array)
     for node in (*island.copies, *island.nodes):
-      self._emit(node, local)
+      self._emit(node, local, leave_out)
     return [local.read(v, dtype) for v, dtype in island.outputs]
 
 

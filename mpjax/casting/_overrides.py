@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class Overrides:
     """True if everything computes in float32, without a look at its paths."""
     return _half(self._default) is None and not self._rules
 
-  @property
+  @functools.cached_property
   def any_half(self) -> np.dtype:
     """A half dtype that is in use, bfloat16 if none is."""
     return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))

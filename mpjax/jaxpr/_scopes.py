@@ -102,7 +102,12 @@ def split_scopes(text: str) -> list[str]:
 
 
 def _scopes(equation: JaxprEqn) -> Scopes:
-  return parse_scopes(str(equation.source_info.name_stack))
+  return _parse_stack(equation.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _parse_stack(stack: source_info_util.NameStack) -> Scopes:
+  return parse_scopes(str(stack))
 
 
 def module_path(equation: JaxprEqn) -> str:
@@ -171,12 +176,21 @@ def operation_name(equation: JaxprEqn) -> str:
 
 
 @contextlib.contextmanager
-def as_traced(equation: JaxprEqn) -> Iterator[None]:
-  """Gives new equations an equation's source line, scope and context."""
+def as_traced(equation: JaxprEqn, leave_out: int = 0) -> Iterator[None]:
+  """Gives new equations an equation's source line, scope and context.
+
+  `leave_out` is how many scopes, from the outermost on, whoever calls has entered already.
+  """
   info = equation.source_info
-  stack = source_info_util.current_name_stack() + info.name_stack
+  stack = source_info_util.current_name_stack() + info.name_stack[leave_out:]
   with source_info_util.user_context(info.traceback, name_stack=stack), _compat.context_of(equation):
     yield
+
+
+def scopes_of(equation: JaxprEqn, depth: int) -> contextlib.AbstractContextManager[None]:
+  """Enters the first scopes of an equation, so many of them."""
+  stack = source_info_util.current_name_stack() + equation.source_info.name_stack[:depth]
+  return source_info_util.set_name_stack(stack)
 
 
 @functools.cache

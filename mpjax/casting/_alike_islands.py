@@ -1,0 +1,88 @@
+"""Islands that are alike, as in the layers of a deep model: one function for all, which JAX traces once.
+
+What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping
+
+import numpy as np
+
+from mpjax._types import Array, Atom, Var
+from mpjax.casting._cast_plan import Island, Node
+from mpjax.casting._kinds import Held
+from mpjax.jaxpr import is_variable
+
+Function = Callable[..., list[Array]]
+
+
+class AlikeIslands:
+  """The functions of the islands of one program."""
+
+  def __init__(self) -> None:
+    self._functions: dict[Hashable, Function] = {}
+
+  def function(self, island: Island, held: Mapping[Var, Held], depth: int, own: Function) -> Function:
+    """Returns the function of an island that is like this one; `own` if it is the first.
+
+    Args:
+      island: the island; nothing in it reads side inputs.
+      held: how each variable is held.
+      depth: how many scopes the equations have in common, which are left out of the function.
+      own: the function of the island itself.
+    """
+    try:
+      return self._functions.setdefault(_key(island, held, depth), own)
+    except TypeError:  # a parameter that cannot be compared
+      return own
+
+
+def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
+  """Returns what two islands have in common if their functions are the same."""
+  numbers: dict[Var, int] = {}
+
+  def of(atom: Atom) -> Hashable:
+    if not is_variable(atom):
+      value = np.asarray(atom.val)
+      return value.tobytes(), atom.aval
+    if atom in numbers:
+      return numbers[atom]
+    numbers[atom] = len(numbers)
+    return atom.aval, held.get(atom)
+
+  inputs = tuple((of(v), dtype) for v, dtype in island.inputs)
+  nodes = tuple(_node_key(n, of, depth) for n in itertools.chain(island.copies, island.nodes))
+  outputs = tuple((of(v), dtype) for v, dtype in island.outputs)
+  return inputs, nodes, outputs, len(island.copies), island.fenced, island.saved
+
+
+def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashable:
+  equation = node.equation
+  info = equation.source_info
+  return (
+    equation.primitive,
+    tuple(map(of, equation.invars)),
+    tuple(map(of, equation.outvars)),
+    tuple(sorted(equation.params.items())),
+    info.name_stack[depth:],
+    info.traceback,
+    equation.ctx,
+    (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
+    (node.result_dtype, node.stores_gradient),
+  )
+
+
+def common_scopes(island: Island) -> int:
+  """Returns how many scopes, from the outermost on, the equations of an island have in common.
+
+  None where a transformation made one: it is told by the whole.
+  """
+  stacks = {n.equation.source_info.name_stack for n in itertools.chain(island.copies, island.nodes)}
+  if any("(" in str(stack) for stack in stacks):
+    return 0
+  first, depth = next(iter(stacks)), 0
+  while depth < len(first) and all(stack[: depth + 1] == first[: depth + 1] for stack in stacks):
+    depth += 1
+  return depth
