@@ -80,7 +80,7 @@ def _decide_remat(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
 def _emit_remat(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   jaxpr, constants = _compat.trace_open(call.body(emit), list(operands))
   policy = call.equation.params["policy"]
-  if policy is not None and any(node.fp8 for plan in call.plans for node in plan.all_nodes()):
+  if policy is not None:
     policy = as_product(policy)
   with as_traced(call.equation):
     return _compat.bind(call.equation, [*constants, *operands], jaxpr=jaxpr, policy=policy)

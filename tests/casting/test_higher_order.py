@@ -88,7 +88,7 @@ KEPT = {
   ),
   "remat": Kept(jax.checkpoint(named_like_this, prevent_cse=False), "checkpoint remat2", ("prevent_cse",)),
   "remat policy": Kept(
-    jax.checkpoint(product, policy=DOTS), "checkpoint remat2", ("policy", "prevent_cse", "differentiated")
+    jax.checkpoint(product, policy=DOTS), "checkpoint remat2", ("prevent_cse", "differentiated")
   ),
   "shard_map": Kept(
     lambda x: jax.shard_map(product, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))(x),
@@ -322,6 +322,18 @@ def test_effects_of_a_trace_are_those_of_the_function(capsys):
   jax.jit(BF16(f))(X)
   jax.effects_barrier()
   assert capsys.readouterr().out == "sum 1.0 of float32\n"
+
+
+def test_a_checkpoint_policy_saves_products_of_frozen_operands():
+  def frozen(w, x):
+    h = jnp.tanh(jax.lax.stop_gradient(x @ W) * w[0])  # an adapter on a layer that is not trained
+    return (h @ w).sum()
+
+  def products(cast):
+    f = cast(jax.checkpoint(frozen, policy=DOTS))
+    return sum(e.primitive.name == "dot_general" for e in equations(jax.grad(f), jnp.ones((4, 4)), X))
+
+  assert products(BF16) == products(lambda f: f)
 
 
 # Sources
