@@ -100,12 +100,14 @@ def losses(report: dict[str, Any]) -> str:
 
 
 def autocast_trace(report: dict[str, Any]) -> str:
-  """Seconds of tracing, lowering and compiling, and their ratios to the plain function's."""
+  """Equations, seconds of tracing, lowering and compiling, and their ratios to the plain function's."""
   phases = ("trace", "lower", "compile", "total")
-  lines = ["| gradient of | " + " | ".join(f"{phase} s (ratio)" for phase in phases) + " |", "|---" * 5 + "|"]
+  heads = ["equations", *(f"{phase} s" for phase in phases)]
+  lines = ["| gradient of | " + " | ".join(f"{head} (ratio)" for head in heads) + " |", "|---" * 6 + "|"]
   for model, rows in report["models"].items():
     for name, row in rows.items():
-      cells = [f"{row[f'{phase}_s']:.2f} ({row[f'{phase}_ratio']:.2f})" for phase in phases]
+      cells = [f"{row['equations']} ({row['equations_ratio']:.2f})"]
+      cells += [f"{row[f'{phase}_s']:.2f} ({row[f'{phase}_ratio']:.2f})" for phase in phases]
       lines.append(f"| {model}, {name} | " + " | ".join(cells) + " |")
   return "\n".join([*lines, "", provenance(report)])
 

@@ -6,8 +6,9 @@
 `memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
 (384 wide, 6 layers, 224 x 224, batch 32) for an H200 or a TPU v5e, without the device: temporary memory from
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
-`trace` times what comes before the first gradient of the large ones, with JAX's caches emptied every time:
-tracing, lowering and compiling, for this machine or a described device. A described device needs the packages
+`trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
+JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
+counts the equations. A described device needs the packages
 that `mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to
 tune them on, XLA finds no tiling for the ViT's and stops.
 """
@@ -42,8 +43,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
 from benchmarks.autocast._models import Task, gpt, vit
+from mpjax._types import AnyJaxpr
+from mpjax.jaxpr import bodies_of, open_jaxpr
 
 LARGE = {"GPT": gpt(768, 12, 4, seq=512, batch=16), "ViT": vit(384, 6, 6, side=224, batch=32)}
+TRACED = LARGE | {"48 blocks": gpt(64, 4, 48, seq=16, batch=2)}
 POLICIES = {"bfloat16": "bf16", "float16": "fp16"}
 SAVE_DOTS = jax.checkpoint_policies.dots_saveable
 PHASES = ("trace", "lower", "compile", "total")
@@ -111,7 +115,7 @@ def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str])
   shown = f"{device.device_kind}, described and not there" if device else None
   command = " ".join(["autocast trace", *([target] if target else []), f"--dtype {dtype} --rounds {rounds}"])
   report = origin(command, "flax", "optax", device=shown) | {"models": {}}
-  for model, task in LARGE.items():
+  for model, task in TRACED.items():
     params, batch = shapes(task, device)
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     first_gradient(VARIANTS[names[0]](task, dtype), params, batch)  # what Python itself does once
@@ -121,15 +125,27 @@ def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str])
     rows: dict[str, dict[str, Any]] = {}
     report["models"][model] = rows
     print(f"{f'{model}, {dtype}':30}" + "".join(f"{phase + ' s':>12}{'ratio':>8}" for phase in PHASES))
+    counts = {name: equations(VARIANTS[name](task, dtype), params, batch) for name in names}
     for name in names:
-      row = rows[name] = {}
+      row = rows[name] = {"equations": counts[name], "equations_ratio": counts[name] / counts[names[0]]}
       for phase in PHASES:
         row[f"{phase}_s"] = statistics.median(times[phase] for times in seconds[name])
         pairs = zip(seconds[name], seconds[names[0]], strict=True)
         row[f"{phase}_ratio"] = statistics.median(here[phase] / base[phase] for here, base in pairs)
       cells = (f"{row[f'{phase}_s']:12.3f}{row[f'{phase}_ratio']:8.2f}" for phase in PHASES)
-      print(f"  {name:28}" + "".join(cells), flush=True)
+      shown_count = f"{row['equations']:8} equations ({row['equations_ratio']:.2f})"
+      print(f"  {name:28}" + "".join(cells) + shown_count, flush=True)
   return report
+
+
+def equations(loss: Any, params: Any, batch: Any) -> int:
+  """The number of equations in a loss's gradient, those of bodies too."""
+
+  def count(jaxpr: AnyJaxpr) -> int:
+    body = open_jaxpr(jaxpr)
+    return len(body.eqns) + sum(count(inner) for equation in body.eqns for inner in bodies_of(equation))
+
+  return count(jax.make_jaxpr(jax.value_and_grad(loss))(params, batch))
 
 
 def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
