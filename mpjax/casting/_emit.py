@@ -18,7 +18,7 @@ from jax.extend.core import DropVar, Primitive
 
 from mpjax._types import Array, Atom, Fp8State, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._alike_islands import AlikeIslands, common_scopes
+from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
 from mpjax.casting._half_products import as_product, bind_product
@@ -178,7 +178,7 @@ class Emitter:
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       )
       depth = common_scopes(island)
-      inside = functools.partial(self._inside, island, values.held, depth)
+      inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # nothing but arrays goes in
         inside = self.alike.function(island, values.held, depth, inside)
       with scopes_of(island.nodes[0].equation, depth):
