@@ -53,6 +53,8 @@ _KERNELS = {
   "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel": ("_splash_attention_custom",),
   "jax.experimental.pallas.ops.tpu.paged_attention": ("paged_attention",),
   "jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel": ("paged_attention",),
+  "jax.experimental.pallas.ops.tpu.ragged_paged_attention": ("ragged_paged_attention",),
+  "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel": ("ragged_paged_attention",),
   "jax.experimental.pallas.ops.gpu.attention": ("mha",),
   "jax.experimental.pallas.ops.gpu.attention_mgpu": ("attention",),
   "jax.experimental.pallas.ops.gpu.decode_attention": ("mqa", "gqa"),

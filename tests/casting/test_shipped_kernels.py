@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax._src.cudnn.fused_attention_stablehlo import MaskType
-from jax.experimental.pallas.ops.tpu import flash_attention, paged_attention
+from jax.experimental.pallas.ops.tpu import flash_attention, paged_attention, ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import mpjax
@@ -121,6 +121,27 @@ def test_paged_attention_but_for_quantised_pages():
   [dtypes] = kernels(mpjax.autocast(attend, "bf16"), q, pages)
   assert dtypes.count("bfloat16") >= 2  # the kernel widens queries itself
   assert kernels(mpjax.autocast(attend, "bf16"), q, quantised) == kernels(attend, q, quantised)
+
+
+def test_ragged_paged_attention():
+  q, pages = jnp.ones((16, 4, 128)), jnp.ones((8, 16, 4, 128))
+
+  def attend(q, pages):
+    whole = functools.partial(jnp.full, dtype=jnp.int32)
+    starts = jnp.array([0, 8, 16], jnp.int32)
+    return ragged_paged_attention.ragged_paged_attention(
+      q,
+      pages,
+      whole(2, 16),
+      whole((2, 4), 0),
+      starts,
+      whole(1, 2),
+      num_kv_pages_per_block=2,
+      num_queries_per_block=8,
+    )
+
+  [dtypes] = kernels(mpjax.autocast(attend, "bf16"), q, pages)
+  assert set(dtypes) == {jnp.dtype("bfloat16")}
 
 
 def refuses_float32(query, key, value, *args, mask_type=MaskType.NO_MASK, **kwargs):
