@@ -334,8 +334,9 @@ decide(
 decide(
   "opaque",
   "cuDNN attention takes no float32: the user has chosen its dtypes",
-  "dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper",
-  "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper",
+  of(T.READS_STORED | T.KERNEL, "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"),
+  of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_bwd_wrapper"),
+  of(T.READS_STORED | T.KERNEL, "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd"),
   recompute=False,
 )
 decide("opaque", "a cuDNN LSTM: JAX's binding takes float32 only", "rnn_bwd rnn_fwd", recompute=False)

@@ -223,3 +223,28 @@ def test_explain_warns_of_kernels_in_float32():
     ("float32",),
   ]
   assert "mpjax.half_precision" not in str(mpjax.explain(f, "fp32")(x))
+
+
+def cudnn_is_here() -> bool:
+  q = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16)
+  try:
+    jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
+  except RuntimeError:  # it is not detected
+    return False
+  return True
+
+
+@pytest.mark.skipif(not cudnn_is_here(), reason="JAX finds no cuDNN: install nvidia-cudnn-cu13")
+@pytest.mark.parametrize(("policy", "half"), [("bf16", "bf16"), ("fp16", "f16")])
+@pytest.mark.parametrize("order", ORDERS)
+def test_cudnns_attention_in_a_program_for_gpus(order, policy, half):
+  loss = loss_with(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+  text = jax.jit(ORDERS[order](loss, policy)).trace(W, X).lower(lowering_platforms=("cuda",)).as_text()
+  calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
+  assert any("Backward" in line for line in calls)
+  for line in calls:
+    operands = line.rpartition(" : ")[2].partition("->")[0]
+    assert operands.count(f"x{half}>") >= 3, line
+  rows = [row for row in mpjax.explain(jax.grad(loss), policy)(W, X).rows if row.operands]
+  assert len(rows) == 2
+  assert {row.after for row in rows} == {"bfloat16" if half == "bf16" else "float16"}
