@@ -134,19 +134,17 @@ def several_graphs() -> dict[str, np.ndarray]:
 
 
 class Decoder(nnx.Module):
-  """Blocks of attention and a gated layer, after root mean squares."""
+  """A block of attention and a gated layer, each after a norm by root mean squares."""
 
   def __init__(self, rngs: nnx.Rngs, length: int, width: int, **attention: Any):
     self.embed = nnx.Embed(VOCAB, width, rngs=rngs)
     self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, width)))
-    self.blocks = nnx.List([DecoderBlock(width, rngs, **attention) for _ in range(2)])
+    self.block = DecoderBlock(width, rngs, **attention)
     self.norm = nnx.RMSNorm(width, rngs=rngs)
 
   def __call__(self, tokens):  # [B, T]
     x = self.embed(tokens) + self.position[...]
-    for block in self.blocks:
-      x = block(x)
-    return self.embed.attend(self.norm(x))
+    return self.embed.attend(self.norm(self.block(x)))
 
 
 class DecoderBlock(nnx.Module):

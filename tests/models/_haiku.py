@@ -16,7 +16,7 @@ def resnet():
     return hk.nets.ResNet(num_classes=CLASSES, bottleneck=False, **sizes)(x, is_training=True)
 
   network = hk.without_apply_rng(hk.transform_with_state(forward))
-  batch = images(32, 32, 32, 3)
+  batch = images(32, 16, 16, 3)
   params, state = jax.eval_shape(network.init, jax.random.key(0), batch["x"])
 
   def loss(params, batch, key):

@@ -108,7 +108,7 @@ class Programs:
       params, opt_state, value, grads = step(params, opt_state, self.batch, KEYS[len(losses)])
       if mpjax.get_loss_scale(opt_state).grads_finite:
         losses.append(float(value))
-        first = first or (value, jax.tree.map(lambda g, scale=scale: g / scale, grads))
+        first = first or (value, jax.tree.map(lambda g, scale=scale: np.divide(g, scale), grads))
     return Run(jaxpr, len(traces), losses, first, params)
 
 

@@ -47,7 +47,7 @@ def fused(q, k, v, **rest):
   return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-# With how many kernels each has, forward and backward, in a layer.
+# With how many kernels each has, forward and backward.
 ATTENTION = {
   "flash attention for TPU": (by_heads(flash), 3),
   "splash attention for TPU": (by_heads(splash), 3),
@@ -78,7 +78,7 @@ def test_a_kernel_in_a_decoder_has_half_precision_operands(name, policy):
   args = (of.params, of.batch, jax.random.key(0))
   explained = mpjax.explain(jax.value_and_grad(of.loss), policy)(*args)
   kernels = [row for row in explained.rows if row.operands]
-  assert len(kernels) == 2 * ATTENTION[name][1]
+  assert len(kernels) == ATTENTION[name][1]
   assert {row.after for row in kernels} <= {half}
   assert ("Kernels" in str(explained)) == bool(kernels)
   assert {row.after for row in explained.rows if row.flops and row.list == "allow"} == {half}
