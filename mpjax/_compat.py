@@ -46,7 +46,8 @@ def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
   return any(value is primitive for module in modules for value in list(vars(module).values()))
 
 
-# Kernels that JAX ships, by the innermost name that leads all callers to them.
+# Kernels that JAX ships, by the innermost name that leads all callers to them, and tokamax's public functions,
+# which ask for the precision of what they are given.
 _KERNELS = {
   "jax._src.nn.functions": ("cudnn_dot_product_attention",),
   "jax.experimental.pallas.ops.tpu.flash_attention": ("_flash_attention",),
@@ -61,11 +62,12 @@ _KERNELS = {
   "jax.experimental.pallas.ops.gpu.paged_attention": ("paged_attention",),
   "jax.experimental.pallas.ops.gpu.layer_norm": ("layer_norm",),
   "jax.experimental.pallas.ops.gpu.rms_norm": ("rms_norm",),
+  "tokamax": ("dot_product_attention", "gated_linear_unit", "ragged_dot", "ragged_dot_general", "layer_norm"),
 }
 
 
 def shipped_kernels() -> Iterator[tuple[types.ModuleType, str]]:
-  """Yields (module, name) of the kernels that JAX ships, in modules that have been imported.
+  """Yields (module, name) of the kernels that JAX and tokamax ship, in modules that have been imported.
 
   Waits for a way to register with JAX how a function runs under a transformation of dtypes.
   """
