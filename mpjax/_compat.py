@@ -46,7 +46,7 @@ def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
   return any(value is primitive for module in modules for value in list(vars(module).values()))
 
 
-# Kernels that JAX ships, by the innermost name that leads all callers to them, and tokamax's public functions,
+# Kernels that JAX ships, by the innermost name that leads all callers to them; tokamax's public functions,
 # which ask for the precision of what they are given.
 _KERNELS = {
   "jax._src.nn.functions": ("cudnn_dot_product_attention",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._types import Array
 from mpjax.train._errors import ConfigError
-from mpjax.train.data import ModelInfo
+
+if TYPE_CHECKING:  # the models need none of what reads data
+  from mpjax.train.data import ModelInfo
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 _SHORTEST = 1024  # on a v5e, below this it holds more memory than the scores do
