@@ -284,6 +284,7 @@ def main() -> None:
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),
     ("autocast_trace_h200", autocast_trace),
+    ("autocast_trace_h200_float16", autocast_trace),
     ("losses_h200", losses),
     ("losses_tpu_v5e", losses),
     ("fp8_h200_triton", fp8_compiled),

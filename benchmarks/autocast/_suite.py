@@ -114,6 +114,8 @@ def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str])
   device = target_device(target) if target else None
   shown = f"{device.device_kind}, described and not there" if device else None
   command = " ".join(["autocast trace", *([target] if target else []), f"--dtype {dtype} --rounds {rounds}"])
+  if len(names) < len(VARIANTS):
+    command += "".join(f" --variant {name!r}" if " " in name else f" --variant {name}" for name in names)
   report = origin(command, "flax", "optax", device=shown) | {"models": {}}
   for model, task in TRACED.items():
     params, batch = shapes(task, device)
