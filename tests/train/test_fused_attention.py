@@ -19,6 +19,7 @@ from mpjax.train.data import ModelInfo
 from mpjax.train.models import GPT, _fused_attention
 from mpjax.train.models._attention import attention
 from mpjax.train.models._fused_attention import chosen_attention
+from tests.casting._jaxprs import equations
 
 
 def info(backend: str, policy: str = "bf16") -> ModelInfo:
@@ -162,7 +163,7 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(interpreted, manual):
   args = jax.device_put(qkv(rows=4), NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
   step = on_mesh(mesh, manual)
   near(jax.jit(step)(*args), gradients("xla", True)(*args)[1], 0.02)
-  kernels = [e for e in _equations(jax.make_jaxpr(step)(*args).jaxpr) if e.primitive.name == "pallas_call"]
+  kernels = [e for e in equations(step, *args) if e.primitive.name == "pallas_call"]
   assert len(kernels) == 3
   assert {e.outvars[0].aval.shape[-3:] for e in kernels} == {(1, 128, 128)}  # one head of two
 
@@ -180,8 +181,8 @@ def test_it_is_lowered_for_tpus_on_a_mesh(sizes, manual):
 def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
   mesh = jax.make_mesh((1, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    jaxpr = jax.make_jaxpr(gradients("splash", True))(*qkv(heads=3))
-  assert "pallas_call" not in {e.primitive.name for e in _equations(jaxpr.jaxpr)}
+    names = {e.primitive.name for e in equations(gradients("splash", True), *qkv(heads=3))}
+  assert "pallas_call" not in names
 
 
 def test_a_model_lowered_for_a_tpu_has_kernels_of_bfloat16():
@@ -192,12 +193,3 @@ def test_a_model_lowered_for_a_tpu_has_kernels_of_bfloat16():
   kernels = [row for row in explained.rows if row.operands]
   assert len(kernels) == 6
   assert {row.after for row in kernels} == {"bfloat16"}
-
-
-def _equations(jaxpr):
-  for equation in jaxpr.eqns:
-    yield equation
-    for body in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-      body = getattr(body, "jaxpr", body)
-      if hasattr(body, "eqns"):
-        yield from _equations(body)
