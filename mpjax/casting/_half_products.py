@@ -101,10 +101,17 @@ def _bind_on_cpu(
   out_dtype = parameters["preferred_element_type"] or lhs.dtype
   if own is half_conv_p or (lhs.dtype != jnp.bfloat16 and out_dtype != FLOAT32):
     return _PLAIN[own].bind(lhs, rhs, **parameters)
-  out = _PLAIN[own].bind(
-    lhs.astype(FLOAT32), rhs.astype(FLOAT32), **{**parameters, "preferred_element_type": FLOAT32}
-  )
-  return out.astype(out_dtype)
+  parameters = {**parameters, "preferred_element_type": FLOAT32}
+  lhs, rhs = lhs.astype(FLOAT32), rhs.astype(FLOAT32)
+  (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
+  if lhs_batch or parameters["out_sharding"] or {*lhs_contract, *rhs_contract} != {*range(len(lhs_contract))}:
+    return _PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
+  # The gradient of a weight, as JAX has it: ct^T x, which is then transposed. XLA for CPU makes x^T ct in
+  # less time, and folds the two transposes.
+  parameters["dimension_numbers"] = ((rhs_contract, lhs_contract), ((), ()))
+  free = len(free_dims(rhs.ndim, dims, 1))
+  out = _PLAIN[own].bind(rhs, lhs, **parameters)
+  return jax.lax.transpose(out, (*range(free, out.ndim), *range(free))).astype(out_dtype)
 
 
 def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
