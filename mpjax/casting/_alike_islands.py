@@ -70,7 +70,7 @@ def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashabl
     info.traceback,
     equation.ctx,
     (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
-    (node.result_dtype, node.stores_gradient),
+    (node.result_dtype, node.stores_gradient, node.call),
   )
 
 

@@ -180,7 +180,9 @@ class Emitter:
       depth = common_scopes(island)
       inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # nothing but arrays goes in
-        inside = self.alike.function(island, values.held, depth, inside)
+        alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep tracers of this trace
+        own = functools.partial(alone._inside, island, values.held, depth)
+        inside = self.alike.function(island, values.held, depth, own)
       with scopes_of(island.nodes[0].equation, depth):
         out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):

@@ -92,3 +92,48 @@ def test_gradients_under_transformations_are_the_same():
   _, tangent = jax.jvp(mpjax.autocast(deep, "bf16"), (params(4), X), (expected, jnp.zeros_like(X)))
   squares = sum(jnp.vdot(g, g) for g in jax.tree.leaves(expected))
   np.testing.assert_allclose(tangent, squares, rtol=0.05)
+
+
+@jax.jit
+def repeated(rows):
+  """A column of rows as a matrix, which an island makes itself; cheap operations under a name of their own."""
+  with jax.named_scope("inner"):
+    scaled = rows * 1.37 * 0.71
+  return jnp.broadcast_to(rows + scaled, (4, 8))
+
+
+def test_layers_that_call_one_function_under_another_policy_are_not_alike():
+  def loss(weights, x):
+    for i, w in enumerate(weights):
+      with jax.named_scope(f"block_{i}"):
+        y = repeated(x @ w["w"][:, :1])
+        x = jax.nn.softmax(jnp.tanh(y) + x @ w["w"]) @ w["w"] + y @ w["w"]
+    return (x * x).mean()
+
+  cast = mpjax.autocast(loss, "bf16", overrides={"block_2/inner": "fp32"})
+  scaled = [e for e in equations(cast, params(4), X) if e.primitive.name == "mul"]
+  columns = [e.invars[0].aval.dtype.name for e in scaled if e.invars[0].aval.shape == (4, 1)]
+  # Two operations in each layer: for the product, and again in the island.
+  assert sorted(columns) == ["bfloat16"] * 12 + ["float32"] * 4
+
+
+@pytest.mark.parametrize("call", ["jit", "scan"])
+def test_functions_of_islands_keep_no_tracers_of_the_bodies_they_are_in(call):
+  def block(x, w):
+    y = jnp.tanh(x @ w)
+    return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6), None
+
+  def loss(weights, x):
+    if call == "scan":
+      x, _ = jax.lax.scan(block, x, weights)
+    else:
+      for w in weights:
+        x, _ = jax.jit(block)(x, w)
+    return (x * x).mean()
+
+  policy = {"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 8, "first_layer": True}}
+  args = jnp.stack([jnp.eye(16)] * 3), jnp.ones((16, 16))
+  state = mpjax.init_fp8_state(loss, policy)(*args)
+  cast = lambda weights, state, x: mpjax.autocast(loss, policy, fp8_state=state)(weights, x)
+  with jax.checking_leaks():
+    jax.make_jaxpr(jax.grad(cast, (0, 1)))(args[0], state, args[1])
