@@ -15,7 +15,6 @@ import optax
 
 from mpjax._tree import named_leaves
 from mpjax._types import PolicyLike, PyTree
-from mpjax.casting._half_precision import float32_where_there_is_one
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
@@ -183,10 +182,9 @@ class Inspection:
       self._programs[shape] = self._compile(batch)
     programs = self._programs[shape]
     wide = None
-    with float32_where_there_is_one():
-      seen: Seen = jax.device_get(programs.mine(self._state, batch))
-      if programs.theirs is not None and self._wide_state is not None:
-        wide = jax.device_get(programs.theirs(self._wide_state, batch))
+    seen: Seen = jax.device_get(programs.mine(self._state, batch))
+    if programs.theirs is not None and self._wide_state is not None:
+      wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += rows(batch)
     self.count += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +76,7 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
 
     return run
 
-  with float32_where_there_is_one():  # the function is run as it is, too
+  with _tracing(step):  # the function is run as it is, too
     jax.eval_shape(lambda state, batch: _loss(step, state, batch, find)[0], state, batch)
   return found
 
@@ -104,7 +105,7 @@ def make_pass(
   gradients = _probed_gradients(step, points, summary, scale, save_memory)
 
   def run(state: TrainState, batch: PyTree) -> Seen:
-    with matmul_precision(step.policy):
+    with _tracing(step):
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
     of_updates = _updates(step, state, grads, loss, summary) if updates else {}
     scaler = find_scaler(state.opt_state)
@@ -160,7 +161,12 @@ def _over_pieces(
 
 def plain_loss(step: TrainStep) -> Callable[[TrainState, PyTree], Array]:
   """Returns a function from (state, batch) to the unscaled loss."""
-  return lambda state, batch: _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
+
+  def plain(state: TrainState, batch: PyTree) -> Array:
+    with _tracing(step):
+      return _loss(step, state, batch, lambda fun, policy, **_: fun)[1]
+
+  return plain
 
 
 def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> bool:
@@ -179,8 +185,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
     return jax.lax.map(lambda piece: loss(state, piece), split).mean()
 
   try:
-    with matmul_precision(step.policy):
-      there = [float(jax.jit(run)(state, batch)) for run in (loss, parts)]
+    there = [float(jax.jit(run)(state, batch)) for run in (loss, parts)]
   except (TypeError, ValueError):  # a leaf that only looks like rows
     return False
   return math.isclose(*there, rel_tol=1e-4)
@@ -205,6 +210,14 @@ def inspection_programs(
     "float32": (theirs, wide),
     "check": (jax.jit(plain_loss(reference)), wide),
   }
+
+
+@contextlib.contextmanager
+def _tracing(step: TrainStep) -> Iterator[None]:
+  """Has a step's loss traced in its precision and on its mesh, and regions in float32 if they take that."""
+  mesh = contextlib.nullcontext() if step.layout is None else step.layout.in_mesh()
+  with matmul_precision(step.policy), float32_where_there_is_one(), mesh:
+    yield
 
 
 def _loss(

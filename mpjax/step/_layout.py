@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -88,6 +89,12 @@ class Layout:
     if has_explicit_axes(self._typed_mesh()):
       fun = jax.sharding.auto_axes(fun, out_sharding=out)
     return fun(state, batch)
+
+  def in_mesh(self) -> contextlib.AbstractContextManager[object]:
+    """Enters the mesh, for kernels that divide themselves over it: no compiler divides one."""
+    if self.mesh.size == 1:
+      return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
   def _typed_mesh(self) -> Mesh:
     """Returns the mesh, with the explicit axes that it has where `jax.set_mesh` has set it."""

@@ -6,6 +6,7 @@ function is the user's, and so is the model: a parameter tree, linen variables o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -405,7 +406,8 @@ class TrainStep:
         if self.layout.shards > 1:
           return value_and_grad_on_mesh(self.loss, self.layout, params, state, batch)
       keys = self.loss.keys(state, batch)
-      return self.loss.value_and_grad(params, state, batch, keys, like=state.params)
+      with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
+        return self.loss.value_and_grad(params, state, batch, keys, like=state.params)
 
 
 def _owned(tree: PyTree) -> PyTree:

@@ -95,15 +95,12 @@ class Setup:
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], Metrics]:
     """The evaluation of a batch, jitted: (state as `for_evaluation` gives it, batch) -> means over it."""
-    run = functools.partial(evaluate, self.task, self.policy)
-    if self.layout.mesh.size == 1:
-      return jax.jit(run)
 
-    def on_mesh(state: TrainState, batch: PyTree) -> Metrics:
-      with jax.sharding.use_abstract_mesh(self.layout.mesh.abstract_mesh):  # no compiler divides a kernel
-        return run(state, batch)
+    def run(state: TrainState, batch: PyTree) -> Metrics:
+      with self.layout.in_mesh():
+        return evaluate(self.task, self.policy, state, batch)
 
-    return jax.jit(on_mesh)
+    return jax.jit(run)
 
   def explain(self) -> Explanation:
     """Returns what runs in which dtype under the policy, and why; nothing is computed.

@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.train.models._fused_attention import IMPLEMENTATIONS, fused_attention, on_parts
+from mpjax.casting import half_precision
+from mpjax.train.models._fused_attention import IMPLEMENTATIONS, on_parts, takes, takes_dtype
 
 
 def attention(
@@ -26,7 +27,8 @@ def attention(
     causal: position t sees positions 0 to t only.
     implementation: `auto` and `xla`: matrix products and a softmax, compiled by XLA; `cudnn`: the fused
       kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only; `splash`: the one for
-      TPUs. Where a mesh divides rows or heads unevenly, both take the XLA path.
+      TPUs, bfloat16 only. Under autocast that is the dtype of the module. In another dtype, for lengths
+      that splash has not, and where a mesh divides rows or heads unevenly, both take the XLA path.
 
   Returns:
     [B, T, N, H], of q's dtype.
@@ -44,16 +46,23 @@ def attention(
     raise ValueError(
       f"attention of q {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype, cast them alike"
     )
-  fused = None
-  if implementation in ("cudnn", "splash"):  # autocast gives them half precision
-    fused = on_parts(fused_attention(implementation), q, k, v, causal)
-  return _attention(q, k, v, causal) if fused is None else fused
+  if implementation in ("cudnn", "splash") and takes(implementation, q, k):
+    return _in_its_dtype(q, k, v, causal, implementation)
+  return _attention(q, k, v, causal)
 
 
 def require_implementation(implementation: str) -> None:
   """Raises ValueError unless `implementation` is one that `attention` takes."""
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+
+
+@half_precision
+def _in_its_dtype(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implementation: str) -> jax.Array:
+  """Applies a kernel where the module computes in its dtype: not in an override, nor in `flax`'s `init`."""
+  if takes_dtype(implementation, q.dtype):
+    return on_parts(implementation, q, k, v, causal)
+  return _attention(q, k, v, causal)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

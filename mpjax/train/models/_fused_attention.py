@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._types import Array
@@ -53,31 +54,45 @@ def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, 
   return "xla"
 
 
-def fused_attention(implementation: str) -> Callable[[Array, Array, Array, bool], Array]:
-  """Returns a kernel, `cudnn` or `splash`, as a function of q, k, v [B, T, N, H] and whether it is causal."""
-  return {"cudnn": _cudnn, "splash": _splash}[implementation]
+def takes(implementation: str, q: Array, k: Array) -> bool:
+  """Returns whether `on_parts` can apply a kernel, `cudnn` or `splash`, to such arrays of the right dtype.
+
+  A model is also called with other lengths than those of its training, and rows and heads may be fewer than
+  a mesh divides.
+  """
+  free = _free_axes()
+  rows = math.prod(size for name, size in free.items() if name != "tensor")
+  if q.shape[0] % rows or q.shape[2] % free.get("tensor", 1):
+    return False
+  return implementation == "cudnn" or not (q.shape[1] % _LANES or k.shape[1] % _LANES or q.shape[3] % _LANES)
 
 
-def on_parts(kernel: Callable[..., Array], q: Array, k: Array, v: Array, causal: bool) -> Array | None:
+def takes_dtype(implementation: str, dtype: np.dtype) -> bool:
+  """Returns whether a kernel, `cudnn` or `splash`, is for arrays of a dtype."""
+  return dtype == jnp.bfloat16 or (implementation == "cudnn" and dtype == jnp.float16)
+
+
+def on_parts(implementation: str, q: Array, k: Array, v: Array, causal: bool) -> Array:
   """Applies a kernel to each device's rows and heads, where the mesh in use divides arrays by itself.
 
   Compilers divide no kernel, not even over an axis of one device. Rows lie over the axes `data` and `fsdp`,
   heads over `tensor`.
 
+  Args:
+    implementation: `cudnn` or `splash`.
+    q: [B, T, N, H].
+    k: [B, S, N, H].
+    v: [B, S, N, H].
+    causal: position t sees positions 0 to t only.
+
   Returns:
-    [B, T, N, H]; `None` where the axes do not divide rows and heads.
+    [B, T, N, H].
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  free = {
-    name: mesh.shape[name]
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if kind is not AxisType.Manual
-  }
+  kernel = {"cudnn": _cudnn, "splash": _splash}[implementation]
+  free = _free_axes()
   if not free:
     return kernel(q, k, v, causal)
   rows = tuple(name for name in free if name != "tensor")
-  if q.shape[0] % math.prod(free[name] for name in rows) or q.shape[2] % free.get("tensor", 1):
-    return None
   spec = PartitionSpec(rows or None, None, "tensor" if "tensor" in free else None)
   mapped = jax.shard_map(
     lambda q, k, v: kernel(q, k, v, causal),
@@ -89,6 +104,13 @@ def on_parts(kernel: Callable[..., Array], q: Array, k: Array, v: Array, causal:
   return mapped(q, k, v)
 
 
+def _free_axes() -> dict[str, int]:
+  """Returns the sizes of those axes of the mesh in use over which the compiler divides arrays."""
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return {name: mesh.shape[name] for name, kind in axes if kind is not AxisType.Manual}
+
+
 def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
   """Returns why cuDNN's attention is none for a model; `None` where it is."""
   half = info.policy.compute_dtype
@@ -96,9 +118,9 @@ def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | 
     return "the fused kernel needs an NVIDIA GPU and a half-precision policy"
   if jax.default_backend() != "gpu":
     return "it is compiled on a machine that has the GPU"
-  capability = float(getattr(jax.local_devices()[0], "compute_capability", 0))
-  if capability < 8:
-    return f"it needs compute capability 8.0, and this GPU has {capability}"
+  capability = str(getattr(jax.local_devices()[0], "compute_capability", "none"))
+  if not capability[:1].isdigit() or float(capability) < 8:  # AMD's is a name
+    return f"it needs compute capability 8.0 of NVIDIA's, and this GPU has {capability}"
   x = jax.ShapeDtypeStruct((1, length, heads, head_dim), half)
   try:  # JAX knows what its cuDNN takes
     jax.eval_shape(jax.grad(lambda q, k, v: _cudnn(q, k, v, True).astype(jnp.float32).sum()), x, x, x)
