@@ -171,6 +171,14 @@ class Config(Section):
       )
     return self
 
+  def with_any_attention(self) -> Config:
+    """Returns the config with no attention kernel asked for by name: for its model anywhere, in any dtype."""
+    options = self.model.options
+    if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
+      return self
+    model = self.model.model_copy(update={"options": {**options, "attention": "auto"}})
+    return self.model_copy(update={"model": model})
+
   def resolve_policy(self) -> Policy:
     """Returns the policy on this backend; its `reason` says why `auto` chose it."""
     return get_policy(self.policy)

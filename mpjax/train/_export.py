@@ -250,7 +250,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   ):  # to trace a model takes a time that its config alone decides
     raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
   try:
-    task, step = build_step(config, info, policy.without_histories(), mesh=None)
+    task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
   except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
     raise ConfigError(f"{path}: {error}") from error
   like = jax.eval_shape(lambda: init_state(config, task, step, batch=None))
@@ -287,7 +287,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
   rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
-  task, step = build_step(config, info, fp8, mesh=None)
+  task, step = build_step(config.with_any_attention(), info, fp8, mesh=None)
   batch = info.batch_shapes(rows)
   state = jax.eval_shape(lambda: init_state(config, task, step, batch))
   arguments, keywords = step.loss.arguments(state, batch)
@@ -332,7 +332,7 @@ def export_run(
         f"{directory}: no checkpoint {step!r}; there are best, latest, {', '.join(map(str, steps))}"
       )
     # One device is enough, whatever the run had.
-    setup = make_setup(config.model_copy(update={"mesh": MeshConfig(data=1)}))
+    setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
     state = checkpoints.restore(found, setup.abstract_state()).state
   finally:
     checkpoints.close()

@@ -76,7 +76,9 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
 def _like(theirs: Config, ours: Config) -> Config:
   """Returns our config with what decides the state of another run: its policy and its optimiser."""
   train = ours.train.model_copy(update={"skip_nonfinite": theirs.train.skip_nonfinite})
-  return ours.model_copy(update={"policy": theirs.policy, "optimizer": theirs.optimizer, "train": train})
+  return ours.with_any_attention().model_copy(
+    update={"policy": theirs.policy, "optimizer": theirs.optimizer, "train": train}
+  )
 
 
 def _with_optimizer(

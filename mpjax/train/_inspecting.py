@@ -74,14 +74,14 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   run, step = _locate(checkpoint)
   # The state as it was saved is that of the run's own policy and optimiser.
   theirs = load_config(run / "config.yaml")
-  models = [(each.model.model_dump(), each.data.kind) for each in (theirs, config)]
+  models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:
     raise ConfigError(
       f"checkpoint={checkpoint} is of another model or data {models[0]} than the config's {models[1]}: give "
       "the run directory in place of the config"
     )
   # On the devices that are here, whatever it ran on.
-  original = make_setup(theirs.model_copy(update={"mesh": config.mesh}))
+  original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
   checkpoints = Checkpoints(run / "checkpoints", keep=theirs.train.keep_checkpoints, read_only=True)
   try:
     steps = checkpoints.steps()
@@ -157,4 +157,4 @@ def _locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
 
 def _reference(setup: Setup) -> TrainStep:
   """Builds the step in float32, of a task that casts nothing."""
-  return build_step(setup.config, setup.info, get_policy(_REFERENCE), mesh=None)[1]
+  return build_step(setup.config.with_any_attention(), setup.info, get_policy(_REFERENCE), mesh=None)[1]

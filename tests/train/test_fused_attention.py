@@ -15,13 +15,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax.cli import main
 from mpjax.numerics import inspection_programs
-from mpjax.train import ConfigError
+from mpjax.train import ConfigError, load_safetensors
 from mpjax.train.data import ModelInfo
 from mpjax.train.models import GPT, ViT, _fused_attention, gpt_sharding
 from mpjax.train.models._attention import attention
 from mpjax.train.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
+from tests.train._tiny_gpt import write_tiny_gpt
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
 
@@ -267,3 +269,38 @@ def test_an_inspection_on_a_mesh_is_lowered_for_tpus():
   found = {name: kernels_on_tpus(jitted, state, batch) for name, (jitted, state) in programs.items()}
   assert found.pop("policy") >= 3
   assert found == {"float32": 0, "check": 0}
+
+
+@pytest.fixture(scope="module")
+def splash_run(tmp_path_factory):
+  """A run that asked for splash attention, its config, and whether this machine has that."""
+  folder = tmp_path_factory.mktemp("splash")
+  options = ["policy=bf16", "train.steps=2", "train.checkpoint_every=2", "model.attention=splash"]
+  here = lambda info, *_: None if info.policy.compute_dtype == jnp.bfloat16 else "a bfloat16 policy"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_fused_attention, "_no_splash", here)
+    (config,) = write_tiny_gpt(folder)
+    assert main(["train", config, *options, f"out={folder / 'run'}"]) == 0
+    yield types.SimpleNamespace(config=config, options=options, out=folder / "run", patch=patch)
+
+
+@pytest.mark.slow
+def test_a_run_that_asks_for_a_kernel_is_compared_with_float32_and_started_from_float32(splash_run, tmp_path):
+  inspect = ["batches=1", "--no-advice", f"--html={tmp_path / 'page.html'}"]
+  assert main(["numerics", str(splash_run.out), *inspect]) == 0
+  wide = ["policy=fp32", "train.steps=2", "train.checkpoint_every=2", f"out={tmp_path / 'wide'}"]
+  assert main(["train", splash_run.config, *wide]) == 0
+  start = [f"train.init_from={tmp_path / 'wide'}", f"out={tmp_path / 'narrow'}"]
+  assert main(["train", splash_run.config, *splash_run.options, *start]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_asks_for_a_kernel_is_read_where_there_is_none(splash_run, tmp_path):
+  splash_run.patch.undo()
+  assert main(["train", splash_run.config, *splash_run.options]) == 2
+  assert main(["export", str(splash_run.out)]) == 0
+  exported = load_safetensors(splash_run.out / "model.safetensors")
+  assert exported.config.model.options["attention"] == "splash"
+  assert exported.logits(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
+  inspect = ["model.attention=auto", "batches=1", "--no-advice", f"--html={tmp_path / 'page.html'}"]
+  assert main(["numerics", str(splash_run.out), *inspect]) == 0
