@@ -38,6 +38,15 @@ from mpjax.loss_scale import (
   value_and_grad,
   with_loss_scaling,
 )
+from mpjax.optim import (
+  dequantize_state,
+  master_weights,
+  merge_master_weights,
+  quantize_state,
+  quantized_state,
+  split_master_weights,
+  stochastic_round,
+)
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
@@ -66,6 +75,7 @@ __all__ = [
   "cast_floating",
   "cheapest",
   "check_loss_scaling",
+  "dequantize_state",
   "dynamic_loss_scale",
   "explain",
   "export_loss_scale",
@@ -83,13 +93,19 @@ __all__ = [
   "layerwise_loss_scale",
   "loss_scale_metrics",
   "make_train_step",
+  "master_weights",
+  "merge_master_weights",
   "nonfinite_leaves",
   "plan",
+  "quantize_state",
+  "quantized_state",
   "scale_history",
   "scale_loss",
   "scaled_region",
   "skip_report",
+  "split_master_weights",
   "static_loss_scale",
+  "stochastic_round",
   "track_skips",
   "value_and_grad",
   "with_loss_scaling",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,22 @@ def path_text(path: KeyPath) -> str:
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
   """Returns each leaf of a tree with its `path_text`, in the order of `jax.tree.leaves`."""
   return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+
+
+def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+  """Returns the path of the parameter that a leaf of an optimiser's state belongs to; `None` for none.
+
+  That is the longest parameter's path with which the leaf's ends, if the shapes are the same.
+
+  Args:
+    name: path of the leaf, as `path_text` gives it.
+    shape: of the leaf.
+    shapes: of each parameter, by its path; of a bare array by `""`.
+  """
+  parts = name.split("/")
+  ends = ("/".join(parts[i:]) for i in range(len(parts) + 1))
+  path = next((end for end in ends if end in shapes), None)
+  return path if path is not None and shapes[path] == shape else None
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:

@@ -65,6 +65,16 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
   return jax.tree.map(cast, tree)
 
 
+def widen_floating(tree: T) -> T:
+  """Casts the float16 and bfloat16 leaves of a tree to float32; everything else passes through."""
+
+  def widen(leaf: object) -> object:
+    half = hasattr(leaf, "dtype") and leaf.dtype in _CASTABLE and leaf.dtype.itemsize < 4
+    return cast_floating(leaf, jnp.float32) if half else leaf
+
+  return jax.tree.map(widen, tree)
+
+
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
   """Returns `dtype` if it is floating or complex and no narrower than float32, else float32.
 

@@ -9,8 +9,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
-from mpjax._tree import named_leaves, path_text
+from mpjax._tree import named_leaves, parameter_of, path_text
 from mpjax._types import Array, Mesh, PyTree
+from mpjax.optim import Quantized, is_quantized
 from mpjax.patterns import component_regex
 
 Shape = tuple[int, ...]
@@ -82,22 +83,30 @@ class ShardingRules:
     return specs
 
 
-def specs_like(tree: PyTree, params: PyTree, specs: PyTree[PartitionSpec]) -> PyTree[PartitionSpec]:
-  """Returns the specs of an optimiser's state: what has a parameter's path and shape lies as that does."""
-  known = {
-    name: (leaf.shape, spec)
-    for (name, leaf), spec in zip(named_leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-  }
+def specs_like(
+  tree: PyTree, params: PyTree, specs: PyTree[PartitionSpec], mesh: Mesh
+) -> PyTree[PartitionSpec]:
+  """Returns the specs of an optimiser's state: what has a parameter's path and shape lies as that does.
 
-  def of(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-    parts = path_text(path).split("/")
-    for i in range(len(parts)):
-      shape, spec = known.get("/".join(parts[i:]), (None, None))
-      if spec is not None:
-        return spec if shape == leaf.shape else PartitionSpec()
-    return PartitionSpec()
+  Scales of groups of a quantised array lie as its codes do, where the groups can be divided so.
+  """
+  leaves = named_leaves(params)
+  shapes = {name: leaf.shape for name, leaf in leaves}
+  known = dict(zip(shapes, jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
 
-  return jax.tree_util.tree_map_with_path(of, tree)
+  def of(path: KeyPath, leaf: Array | jax.ShapeDtypeStruct | Quantized) -> PartitionSpec | Quantized:
+    codes = leaf.codes if isinstance(leaf, Quantized) else leaf
+    parameter = parameter_of(path_text(path), codes.shape, shapes)
+    spec = PartitionSpec() if parameter is None else known[parameter]
+    if not isinstance(leaf, Quantized):
+      return spec
+    if leaf.scales is None:
+      return Quantized(spec, None)
+    divided = len(spec) == codes.ndim and spec[-1] is not None
+    whole = divided and leaf.scales.shape[-1] % mesh.shape[spec[-1]]
+    return Quantized(spec, PartitionSpec(*spec[:-1]) if whole else spec)
+
+  return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_quantized)
 
 
 def keep_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:

@@ -59,7 +59,7 @@ class Layout:
     """Returns a `NamedSharding` for each array of a state (arrays or shapes)."""
     specs = self.specs(state.params)
     whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
-    laid = whole.replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs))
+    laid = whole.replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs, self.mesh))
     mesh = self._typed_mesh()
     placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed

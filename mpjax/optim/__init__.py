@@ -1,0 +1,28 @@
+"""Training state in few bytes: optax transforms that keep moments in 8 bits and master weights in 4 bytes.
+
+```python
+tx = mpjax.quantized_state(optax.adamw(3e-4))  # 1 byte for each moment of a parameter in place of 4
+tx = mpjax.master_weights(tx)  # bfloat16 parameters with what float32 ones would have besides
+```
+"""
+
+from mpjax.optim._convert import dequantize_state, merge_master_weights, quantize_state, split_master_weights
+from mpjax.optim._master_weights import MasterWeightsState, find_master_weights, master_weights
+from mpjax.optim._quantized import Quantized, is_quantized
+from mpjax.optim._quantized_state import QuantizedState, quantized_state
+from mpjax.optim._stochastic import stochastic_round
+
+__all__ = [
+  "MasterWeightsState",
+  "Quantized",
+  "QuantizedState",
+  "dequantize_state",
+  "find_master_weights",
+  "is_quantized",
+  "master_weights",
+  "merge_master_weights",
+  "quantize_state",
+  "quantized_state",
+  "split_master_weights",
+  "stochastic_round",
+]

@@ -1,0 +1,226 @@
+"""`master_weights`: bfloat16 parameters that have a float32 master weight, in two bytes more or fewer.
+
+A float32 number is its bfloat16 rounding and the 16 bits by which it differs from that. Ties go up, away from
+zero: then the differences are the 2^16 numbers from -32768 to 32767. (To the nearest even one there would be
+2^16 + 1, of which sixteen bits cannot tell two apart.) All of it is integer arithmetic, which no compiler
+may round in another way or leave out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import KeyPath
+from jaxtyping import Float32, UInt16
+
+from mpjax._tree import path_text
+from mpjax._types import Array, PyTree
+from mpjax.dtypes import did_you_mean, widen_floating
+from mpjax.optim._stochastic import leaf_key, stochastic_round
+
+CORRECTIONS = ("float32", "int16", "int8", "stochastic")
+_INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # their bits
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_HIGH_24 = np.uint32(0xFFFFFF00)
+_HALF = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16))
+
+
+class MasterWeightsState(NamedTuple):
+  """State of `master_weights`.
+
+  Attributes:
+    inner_state: the wrapped transform's.
+    correction: for each half-precision parameter what its master weight has besides (int16 or int8, or the
+      master weight itself in float32); `optax.MaskedNode()` for others, and for all if rounding is
+      stochastic.
+    steps: i32[]; updates so far, from which the noise of stochastic rounding is made.
+  """
+
+  inner_state: PyTree
+  correction: PyTree
+  steps: Array
+
+
+def master_weights(
+  inner: optax.GradientTransformation, correction: str = "int16", *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` for bfloat16 parameters, so that no small update is lost.
+
+  `inner` sees the master weights in place of the parameters (so weight decay is right), and gradients in
+  float32. The updates are such that `optax.apply_updates` makes each parameter the rounding of its new
+  master weight. There is none where a parameter shrinks by more than 2^16 in one step, or is subnormal:
+  there the master weight becomes the parameter that it gives.
+
+  Parameters in float32 pass through as they are, and need no correction. Belongs round the whole chain that
+  makes updates (a transform after it would change them), and inside `mpjax.dynamic_loss_scale` and
+  `optax.MultiSteps`.
+
+  Args:
+    inner: any optax transform.
+    correction: `"int16"`: with its parameter a float32 master weight bit for bit, 4 bytes in all; `"int8"`: a
+      master weight of 24 bits, 3 bytes; `"stochastic"`: none, the new parameter is rounded stochastically, 2
+      bytes; `"float32"`: a master weight of its own, 6 bytes. The first two take bfloat16 alone.
+    seed: of stochastic rounding; the same one gives the same bits, on any mesh.
+
+  Returns:
+    A transform with a `MasterWeightsState`. Its `update` needs `params`.
+
+  Raises:
+    ValueError: for an unknown correction; by `init`, for a float16 parameter with a correction of few bits;
+      by `update`, without `params`.
+  """
+  return make_master_weights(inner, correction, seed, give_new=False)
+
+
+def make_master_weights(
+  inner: optax.GradientTransformation, correction: str, seed: int, give_new: bool
+) -> optax.GradientTransformationExtraArgs:
+  """Makes `master_weights`, or a form of it for a step that knows of it and needs no exception.
+
+  Args:
+    inner: any optax transform.
+    correction: as `master_weights` takes it.
+    seed: as `master_weights` takes it.
+    give_new: updates of half-precision parameters are the steps between the bits of old and new parameter, a
+      whole number in float32, for `apply_bits`; 0 changes nothing, as in any update.
+  """
+  if correction not in CORRECTIONS:
+    hint = did_you_mean(str(correction), CORRECTIONS)
+    raise ValueError(f"correction={correction!r}: expected one of {', '.join(CORRECTIONS)}{hint}")
+  inner = optax.with_extra_args_support(inner)
+
+  def init(params: PyTree) -> MasterWeightsState:
+    first = jax.tree_util.tree_map_with_path(lambda path, p: _first(path, p, correction), params)
+    return MasterWeightsState(inner.init(widen_floating(params)), first, jnp.zeros([], jnp.int32))
+
+  def update(
+    updates: PyTree, state: MasterWeightsState, params: PyTree = None, **extra_args: object
+  ) -> tuple[PyTree, MasterWeightsState]:
+    if params is None:
+      raise ValueError("update(grads, state) without params: master weights are made of parameters")
+    steps = state.steps + 1
+    masters = join(params, state.correction)
+    updates, inner_state = inner.update(widen_floating(updates), state.inner_state, masters, **extra_args)
+
+    def leaf(path: KeyPath, p: Array, master: Array, u: Array) -> _Leaf:
+      if not is_half(p):
+        return _Leaf(u, optax.MaskedNode())
+      key = leaf_key(seed, steps, path)
+      new, extra = split(master + u.astype(jnp.float32), correction, p.dtype, key)
+      if give_new:
+        return _Leaf(_distance(p, new), extra)
+      difference = new.astype(jnp.float32) - p.astype(jnp.float32)
+      given = (p.astype(jnp.float32) + difference).astype(p.dtype)
+      none = given.astype(jnp.float32) if correction == "float32" else 0
+      return _Leaf(difference, jax.tree.map(lambda c: jnp.where(_bits(given) == _bits(new), c, none), extra))
+
+    leaves = jax.tree_util.tree_map_with_path(leaf, params, masters, updates)
+    pick = lambda i: jax.tree.map(lambda x: x[i], leaves, is_leaf=lambda x: isinstance(x, _Leaf))
+    return pick(0), MasterWeightsState(inner_state, pick(1), steps)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def join(params: PyTree, correction: PyTree) -> PyTree:
+  """Returns the master weights (float32) of half-precision parameters; other leaves as they are.
+
+  Args:
+    params: tree of parameters.
+    correction: of a `MasterWeightsState`.
+  """
+  return jax.tree.map(_join, params, correction)
+
+
+def apply_bits(params: PyTree, updates: PyTree) -> PyTree:
+  """Applies updates of `make_master_weights(..., give_new=True)` to half-precision parameters.
+
+  Other parameters are updated as `optax.apply_updates` does.
+  """
+
+  def leaf(p: Array, u: Array) -> Array:
+    if not is_half(p):
+      return optax.apply_updates(p, u)
+    bits = _bits(p).astype(jnp.int32) + u.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), p.dtype)
+
+  return jax.tree.map(leaf, params, updates)
+
+
+def is_half(x: object) -> bool:
+  """True for an array in bfloat16 or float16."""
+  return getattr(x, "dtype", None) in _HALF
+
+
+def find_master_weights(opt_state: PyTree) -> list[MasterWeightsState]:
+  """Returns each `MasterWeightsState` in an optimiser's state."""
+  is_state = lambda x: isinstance(x, MasterWeightsState)
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+
+
+class _Leaf(NamedTuple):
+  update: Array
+  correction: Array | optax.MaskedNode
+
+
+def _first(path: KeyPath, p: Array, correction: str) -> Array | optax.MaskedNode:
+  """Returns the correction of a parameter that is its master weight."""
+  if not is_half(p) or correction == "stochastic":
+    return optax.MaskedNode()
+  if correction != "float32" and p.dtype != jnp.bfloat16:
+    raise ValueError(
+      f"parameter {path_text(path)!r} is {p.dtype.name}: correction={correction!r} is for bfloat16; float16 "
+      "takes 'float32' or 'stochastic'"
+    )
+  return p.astype(jnp.float32) if correction == "float32" else jnp.zeros_like(p, jnp.dtype(correction))
+
+
+def _join(p: Array, correction: Array | optax.MaskedNode) -> Array:
+  if isinstance(correction, optax.MaskedNode):
+    return p.astype(jnp.float32) if is_half(p) else p
+  if correction.dtype == jnp.float32:
+    return correction
+  low = correction.astype(jnp.int32) << (16 - 8 * correction.dtype.itemsize)
+  high = _bits(p).astype(jnp.int32) << 16
+  return jax.lax.bitcast_convert_type(high + low, jnp.float32)
+
+
+def split(
+  master: Float32[Array, "..."], correction: str, dtype: np.dtype, key: Array
+) -> tuple[Array, Array | optax.MaskedNode]:
+  """Returns the parameter that a master weight is rounded to, and its correction.
+
+  Args:
+    master: master weights.
+    correction: as `master_weights` takes it.
+    dtype: of the parameter.
+    key: of stochastic rounding.
+  """
+  if correction == "stochastic":
+    return stochastic_round(master, key, dtype), optax.MaskedNode()
+  if dtype == jnp.float16:
+    return master.astype(dtype), master
+  bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
+  magnitude = bits & _MAGNITUDE
+  bits = jnp.where(magnitude > _INFINITY, _NAN, bits)  # of NaN any other could round to a number
+  if correction == "int8":
+    rounded = (bits + np.uint32(0x80)) & _HIGH_24
+    overflows = (magnitude < _INFINITY) & ((rounded & _MAGNITUDE) >= _INFINITY)
+    bits = jnp.where(overflows, bits & _HIGH_24, rounded)
+  high = (bits + np.uint32(0x8000)) >> np.uint32(16)
+  low = jax.lax.bitcast_convert_type(bits - (high << np.uint32(16)), jnp.int32)
+  new = jax.lax.bitcast_convert_type(high.astype(jnp.uint16), dtype)
+  if correction == "float32":
+    return new, master
+  return new, (low >> (16 - 8 * np.dtype(correction).itemsize)).astype(correction)
+
+
+def _distance(old: Array, new: Array) -> Float32[Array, "..."]:
+  return (_bits(new).astype(jnp.int32) - _bits(old).astype(jnp.int32)).astype(jnp.float32)
+
+
+def _bits(x: Array) -> UInt16[Array, "..."]:
+  return jax.lax.bitcast_convert_type(x, jnp.uint16)

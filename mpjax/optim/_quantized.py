@@ -1,0 +1,177 @@
+"""`Quantized`: an array of an optimiser's state in 8 bits with float32 scales, or rounded to bfloat16.
+
+Codes have the array's shape, and a group of entries along its last dimension has a scale: an array that is
+divided over devices by rows or columns is quantised without a collective, and to the same codes. The largest
+entry of a group is its scale, in float32, and so is exact: a half-precision scale would stop following a
+moment that moves by less than half a unit in its last place.
+
+Codes of int8 are small floating-point numbers, eight to a binade, made by shifts of a float32's bits: no
+compiler rounds them in another way, and a program makes them anew sooner than it stores them. A group
+without a negative entry, as of second moments, has all 255 of them, over 32 binades, and a positive scale.
+Other groups have 127 with a sign, over 16 binades, and a negative scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32
+
+from mpjax._types import Array, PyTree
+from mpjax.optim._stochastic import stochastic_round
+
+FORMATS = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
+
+_SHIFT = 20  # leaves three bits of a float32's mantissa
+_ONE = 127 << 3  # float32 1.0, shifted: the code of the largest entry
+_UNSIGNED, _SIGNED = 255, 127  # the largest codes
+_E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
+_E4M3_SMALLEST = float(jnp.finfo(jnp.float8_e4m3fn).smallest_subnormal)
+_SUBLANES = 8  # rows of a TPU's tile of float32
+_MOST_GROUPS = 256  # of a row; for more a product costs more than moving the row
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+class Quantized(NamedTuple):
+  """An array as it is stored; or of each part something else, as where it lies.
+
+  Attributes:
+    codes: of the array's shape; int8, float8_e4m3fn or bfloat16; always finite, but in bfloat16.
+    scales: f32[..., groups], one for each group of entries along the last dimension; `None` in bfloat16. Not
+      finite where an entry of the group was not.
+  """
+
+  codes: PyTree
+  scales: PyTree
+
+
+def is_quantized(x: object) -> bool:
+  """True for a `Quantized`, which is a leaf of a state as the optimiser sees it."""
+  return isinstance(x, Quantized)
+
+
+def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[Array, "..."] | None:
+  """Returns the scales of the groups of an array, of any shape.
+
+  Args:
+    x: f32 array.
+    dtype: of the codes.
+    group: the most entries that share a scale. Groups of a row are of equal size but for its last.
+  """
+  if dtype == jnp.bfloat16:
+    return None
+  groups = math.ceil(x.shape[-1] / group) if x.ndim else 1
+  least = _by_group(jnp.min, x, groups)
+  largest = jnp.maximum(_by_group(jnp.max, x, groups), -least)
+  # A group of subnormal entries is zero, as it is in arithmetic on most devices.
+  largest = jnp.where(largest < _TINY, 0.0, largest)
+  return jnp.where(least < 0, -largest, largest)
+
+
+def quantize(
+  x: Float32[Array, "..."], scales: Float32[Array, "..."] | None, dtype: np.dtype, key: Array
+) -> Quantized:
+  """Stores an array.
+
+  Args:
+    x: f32 array of any shape.
+    scales: what `scales_of` returns.
+    dtype: of the codes.
+    key: of the rounding to bfloat16.
+  """
+  if scales is None:
+    return Quantized(stochastic_round(x, key), None)
+  inverse = _spread(jnp.where(jnp.isfinite(scales) & (scales != 0), 1 / scales, 0), x.shape)
+  y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is no number
+  if dtype == jnp.float8_e4m3fn:
+    # A second moment that is 0 would divide by epsilon alone, so none is rounded to 0.
+    y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_MAX), y) * _E4M3_MAX
+    return Quantized(jnp.clip(y, -_E4M3_MAX, _E4M3_MAX).astype(dtype), scales)
+  return Quantized(_encode(y, inverse < 0), scales)
+
+
+def dequantize(stored: Quantized) -> Float32[Array, "..."]:
+  """Returns a stored array in float32."""
+  codes, scales = stored
+  if scales is None:
+    return codes.astype(jnp.float32)
+  scales = _spread(scales, codes.shape)
+  if codes.dtype == jnp.float8_e4m3fn:
+    return codes.astype(jnp.float32) * (jnp.abs(scales) / _E4M3_MAX)
+  return _decode(codes, scales < 0) * jnp.abs(scales)
+
+
+def _encode(y: Float32[Array, "..."], has_sign: Array) -> Array:
+  """Returns the nearest codes (int8) of numbers from -1 to 1."""
+  offset = _offset(has_sign)
+  bits = jax.lax.bitcast_convert_type(jnp.abs(y), jnp.int32)
+  code = jnp.minimum((bits + (1 << (_SHIFT - 1))) >> _SHIFT, _ONE) - offset
+  # Below half of the smallest: 0 with a sign, and never 0 without one, since roots of them divide.
+  half_of_smallest = jnp.where(has_sign, (_ONE - _SIGNED + 1 - 8) << _SHIFT, 1)
+  code = jnp.where(bits < half_of_smallest, 0, jnp.maximum(code, 1))
+  return jnp.where(y < 0, -code, code).astype(jnp.int8)
+
+
+def _decode(codes: Array, has_sign: Array) -> Float32[Array, "..."]:
+  """Returns what codes stand for, from -1 to 1."""
+  wide = codes.astype(jnp.int32)
+  code = jnp.where(has_sign, jnp.abs(wide), wide & 0xFF)
+  value = jax.lax.bitcast_convert_type((code + _offset(has_sign)) << _SHIFT, jnp.float32)
+  return jnp.where(code == 0, 0.0, jnp.where(has_sign & (wide < 0), -value, value))
+
+
+def _offset(has_sign: Array) -> Array:
+  return jnp.where(has_sign, _ONE - _SIGNED, _ONE - _UNSIGNED)
+
+
+def _by_group(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
+  """Reduces each group of the last dimension: [..., n] to [..., groups]."""
+  if not x.ndim:
+    return reduce(x).reshape(1)
+  if not groups:
+    return jnp.zeros((*x.shape[:-1], 0), x.dtype)
+  size = math.ceil(x.shape[-1] / groups)
+  padding = groups * size - x.shape[-1]
+  if padding:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)], mode="edge")
+  lead = x.shape[:-1]
+  plain = lambda x: reduce(x.reshape(*lead, groups, size), axis=-1)
+
+  def by_tiles(x: Array) -> Array:
+    # The same in the order in which a TPU has the array in memory, so that none of it is moved.
+    tiles = x.reshape(-1, _SUBLANES, groups, size).transpose(0, 2, 1, 3)
+    return reduce(tiles, axis=-1).transpose(0, 2, 1).reshape(*lead, groups)
+
+  if math.prod(lead) % _SUBLANES or not x.size:
+    return plain(x)
+  return jax.lax.platform_dependent(x, tpu=by_tiles, default=plain)
+
+
+def _spread(of_groups: Array, shape: tuple[int, ...]) -> Array:
+  """Gives each entry the value of its group: [..., groups] to `shape`."""
+  if not shape:
+    return of_groups.reshape(())
+  n, groups = shape[-1], of_groups.shape[-1]
+  if not n:
+    return jnp.zeros(shape, of_groups.dtype)
+  if groups == 1:
+    return jnp.broadcast_to(of_groups, shape)
+  size = math.ceil(n / groups)
+
+  def plain(of_groups: Array) -> Array:
+    wide = jnp.broadcast_to(of_groups[..., None], (*of_groups.shape, size))
+    return wide.reshape(*shape[:-1], groups * size)[..., :n]
+
+  def by_product(of_groups: Array) -> Array:
+    # On a TPU part of the loop that reads it, as no reshape of rows is; exact, since all else is 0.
+    place = jnp.arange(n) // size == jnp.arange(groups)[:, None]
+    return jnp.dot(of_groups, place.astype(of_groups.dtype), precision=jax.lax.Precision.HIGHEST)
+
+  if groups > _MOST_GROUPS:
+    return plain(of_groups)
+  return jax.lax.platform_dependent(of_groups, tpu=by_product, default=plain)

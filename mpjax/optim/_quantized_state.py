@@ -1,0 +1,149 @@
+"""`quantized_state`: any optax transform with its moments in 8 bits, or in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+
+from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
+from mpjax._types import Array, PyTree
+from mpjax.dtypes import did_you_mean, widen_floating
+from mpjax.optim._quantized import FORMATS, Quantized, dequantize, is_quantized, quantize, scales_of
+from mpjax.optim._stochastic import leaf_key
+from mpjax.patterns import component_regex
+
+_SEED = 0  # the noise need not differ between runs: it is that of a rounding
+
+
+class QuantizedState(NamedTuple):
+  """State of `quantized_state`.
+
+  Attributes:
+    inner_state: the wrapped transform's, with a `Quantized` in place of each array that is stored in few
+      bytes.
+    steps: i32[]; updates so far, from which the noise of rounding to bfloat16 is made.
+  """
+
+  inner_state: PyTree
+  steps: Array
+
+
+def quantized_state(
+  inner: optax.GradientTransformation,
+  dtype: str = "int8",
+  *,
+  group: int = 128,
+  min_size: int = 4096,
+  exclude: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` so that its state is kept in few bytes; `inner` computes in float32 as before.
+
+  The floating leaves of the state that have a parameter's path and shape (moments) are stored in `dtype`
+  between steps: Adam's take 2.06 bytes a parameter in place of 8. Codes have the parameter's shape, are
+  divided over devices as it is, and have the same bits on any mesh; no collective is added where a device's
+  part of a row is a multiple of the group.
+
+  `inner` sees float32 gradients, parameters and state, and its updates are float32. An entry that is not
+  finite makes its group's scale so, never a code: put the guard that skips such steps outside
+  (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
+  The dtypes of the state are those of `init` after any step.
+
+  `optax.MultiSteps` belongs outside: within, the gradients that it adds up would be stored in 8 bits, too.
+
+  Args:
+    inner: any optax transform.
+    dtype: `"int8"` (floating codes, eight to a binade, all 255 of them for moments without a sign),
+      `"float8_e4m3fn"`, or `"bfloat16"` by stochastic rounding. The first two have a float32 scale a group.
+    group: the most entries along the last dimension that share a scale.
+    min_size: leaves with fewer entries stay as they are.
+    exclude: regular expressions on a leaf's path in `inner`'s state (`0/nu/embed/embedding`), which have to
+      match whole components; such leaves stay as they are.
+
+  Returns:
+    A transform with a `QuantizedState`.
+
+  Raises:
+    ValueError: names the argument that is wrong.
+  """
+  if dtype not in FORMATS:
+    hint = did_you_mean(str(dtype), FORMATS)
+    raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(FORMATS)}{hint}")
+  for name, value, least in (("group", group, 1), ("min_size", min_size, 0)):
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+      raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
+  patterns = [component_regex(p) for p in ([exclude] if isinstance(exclude, str) else exclude or ())]
+  code_dtype = FORMATS[dtype]
+  inner = optax.with_extra_args_support(inner)
+
+  def init(params: PyTree) -> QuantizedState:
+    params = widen_floating(params)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params) if hasattr(leaf, "shape")}
+
+    def store(path: KeyPath, leaf: Array) -> Array | Quantized:
+      name = path_text(path)
+      stays = (
+        not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        or leaf.size < min_size
+        or parameter_of(name, leaf.shape, shapes) is None
+        or any(p.search(name) for p in patterns)
+      )
+      if stays:
+        return leaf
+      leaf = leaf.astype(jnp.float32)
+      key = leaf_key(_SEED, jnp.zeros([], jnp.int32), path)
+      return quantize(leaf, scales_of(leaf, code_dtype, group), code_dtype, key)
+
+    state = jax.tree_util.tree_map_with_path(store, inner.init(params))
+    return QuantizedState(state, jnp.zeros([], jnp.int32))
+
+  def update(
+    updates: PyTree, state: QuantizedState, params: PyTree = None, **extra_args: object
+  ) -> tuple[PyTree, QuantizedState]:
+    steps = state.steps + 1
+    grads, masters = widen_floating(updates), widen_floating(params)
+
+    def step(stored: PyTree) -> tuple[PyTree, PyTree]:
+      plain = _plain(stored)
+      updates, new = inner.update(grads, plain, masters, **extra_args)
+      if (made := str(jax.tree.structure(new))) != (expected := str(jax.tree.structure(plain))):
+        raise ValueError(
+          f"the wrapped transform changed the structure of its state from {expected} to {made}"
+        )
+      return updates, new
+
+    # Twice, of which only what the scales need is left of the first: a GPU's compiler would otherwise write
+    # the whole new state in float32 between the maximum of a group and its codes. Others make one of the two.
+    is_leaf = is_quantized
+    _, new = step(state.inner_state)
+    scales = jax.tree.map(lambda old, x: _scales(old, x, group), state.inner_state, new, is_leaf=is_leaf)
+    stored, scales = jax.lax.platform_dependent(
+      (state.inner_state, scales), cuda=_barrier, rocm=_barrier, default=lambda x: x
+    )
+    updates, new = step(stored)
+
+    def store(path: KeyPath, old: Array | Quantized, x: Array, scales: Array | None) -> Array | Quantized:
+      if not isinstance(old, Quantized):
+        return cast_like(x, old)
+      return quantize(x.astype(jnp.float32), scales, old.codes.dtype, leaf_key(_SEED, steps, path))
+
+    stored = jax.tree_util.tree_map_with_path(store, state.inner_state, new, scales, is_leaf=is_leaf)
+    return updates, QuantizedState(stored, steps)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _barrier(tree: PyTree) -> PyTree:
+  return jax.lax.optimization_barrier(tree)
+
+
+def _plain(stored: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, stored, is_leaf=is_quantized)
+
+
+def _scales(old: Array | Quantized, x: Array, group: int) -> Array | None:
+  return scales_of(x.astype(jnp.float32), old.codes.dtype, group) if isinstance(old, Quantized) else None
