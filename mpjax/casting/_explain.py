@@ -156,10 +156,10 @@ def _row(
 
 def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
   """Yields a row for each kernel of an equation that is carried out as one, and each product in it."""
-  for body in bodies_of(equation):
+  kernel = has(equation, Trait.KERNEL)
+  for body in () if kernel else bodies_of(equation):  # a kernel's is of one block
     for each in open_jaxpr(body).eqns:
       yield from _inside(node, each, inside(path, marked_path(each)), times * times_run(equation))
-  kernel = has(equation, Trait.KERNEL)
   if not kernel and (equation is node.equation or not has(equation, Trait.PRODUCT)):
     return
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]

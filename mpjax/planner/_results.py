@@ -130,7 +130,7 @@ class KernelGroup:
     name: as the program names it.
     operands: the floating dtypes of its operands.
     count: how many run.
-    flops: that all of them state; 0 if they state none, which no other figure then counts.
+    flops: that all of them state; 0 if they state none. No other figure counts them.
   """
 
   path: str

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import rich.console
 from flax import nnx
+from jax.experimental import pallas as pl
 
 import mpjax
 from mpjax.casting import print_explanations
@@ -235,6 +236,20 @@ def layers(count):
     return x @ W
 
   return fun
+
+
+def test_a_kernel_is_one_operation_with_the_flops_that_it_states():
+  def kernel(x, w, out):
+    out[...] = x[...] @ w[...]
+
+  def multiply(x, w):
+    cost = pl.CostEstimate(flops=1000, transcendentals=0, bytes_accessed=0)
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), cost_estimate=cost)(x, w)
+
+  for fun in multiply, mpjax.half_precision(multiply):
+    explained = mpjax.explain(fun, "bf16")(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert [row.primitive for row in explained.rows if row.flops] == ["pallas_call"]
+    assert sum(explained.matrix_flops().values()) == 1000
 
 
 def test_layers_that_are_alike_are_one_row():

@@ -44,7 +44,7 @@ def doubled(flops: int | None):
   return call
 
 
-def test_stated_flops_count_by_repetition_and_bound_the_time():
+def test_stated_flops_count_by_repetition_and_do_not_bound_the_time():
   def scanned(x):
     return jax.lax.scan(lambda x, _: (doubled(10**12)(x), None), x, None, length=5)[0]
 
@@ -52,8 +52,7 @@ def test_stated_flops_count_by_repetition_and_bound_the_time():
   made = plan_of(scanned, x)
   (kernel,) = made.fused
   assert (kernel.count, kernel.flops) == (5, 5 * 10**12)
-  peak = mpjax.planner.get_target("v5e").flops["bfloat16"]
-  assert made.floor.parts["matrix units"] == pytest.approx(5e12 / peak)
+  assert made.floor.parts["matrix units"] == 0  # causal attention states twice what it computes
   assert made.to_dict()["fused"][0]["flops"] == 5 * 10**12
 
 

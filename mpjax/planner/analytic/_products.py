@@ -138,8 +138,6 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
     spec = equation.params["spec"]
     kinds = {str(d) for d in (getattr(spec, "lhs_dtype", ""), getattr(spec, "rhs_dtype", "")) if d}
     return max(kinds, key=lambda kind: "e5m2" in kind, default="float8_e4m3fn")
-  if has(equation, Trait.KERNEL):
-    return min(_float_dtypes(equation), key=lambda dtype: dtype.itemsize, default=np.dtype("float32")).name
   dtypes = [jnp.dtype(dtype_of(atom)) for atom in equation.invars[:2]]
   if "originals" in equation.params:  # a product under autocast, which rounds a float32 operand
     return min(dtypes, key=lambda dtype: dtype.itemsize).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpjax import formats
+from mpjax.jaxpr import Trait, has
 from mpjax.planner._arguments import Argument
 from mpjax.planner._results import ARGUMENT_PARTS, Collective, Floor, Memory
 from mpjax.planner._targets import Target
@@ -52,10 +53,13 @@ def time_floor(
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
-  """Returns the time that all products take at the target's published peaks."""
+  """Returns the time that all products take at the target's published peaks.
+
+  Not kernels: what one states may be more than it does, as the masked half of causal attention.
+  """
   total = 0.0
   for operation, times in graph.every_operation(least=True):
-    if operation.flops:
+    if operation.flops and not has(operation.equation, Trait.KERNEL):
       total += operation.flops * times / (1 if operation.local else devices) / _rate(operation, target)
   return total
 

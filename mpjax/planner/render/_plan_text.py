@@ -270,8 +270,7 @@ def _fused(plan: PlanFigures) -> TextSection | None:
     )
   others = plan.fused[_MOST_PRODUCTS:]
   lines = [f"{len(others)} more."] if others else []
-  if any(not kernel.flops for kernel in plan.fused):
-    lines.append("FLOPs that a kernel does not state are in no figure of this plan.")
+  lines.append("What kernels compute is in no other figure of this plan, nor in the time floor.")
   columns = _columns("module line kernel operands count FLOPs")
   return TextSection("Fused kernels", columns, [rows], lines) if rows else None
 
