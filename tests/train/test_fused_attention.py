@@ -304,3 +304,19 @@ def test_a_run_that_asks_for_a_kernel_is_read_where_there_is_none(splash_run, tm
   assert exported.logits(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
   inspect = ["model.attention=auto", "batches=1", "--no-advice", f"--html={tmp_path / 'page.html'}"]
   assert main(["numerics", str(splash_run.out), *inspect]) == 0
+
+
+@pytest.mark.slow
+def test_a_hunt_on_a_mesh_divides_the_kernel(monkeypatch):
+  seen = set()
+
+  def splash(q, k, v, causal):
+    seen.add(jax.sharding.get_abstract_mesh().axis_types)
+    return jnp.log(q - q)
+
+  monkeypatch.setattr(_fused_attention, "_splash", splash)
+  step, _, batch = step_of_shapes((2, 1, 2))
+  tokens = {"tokens": jnp.zeros(batch["tokens"].shape, jnp.int32)}
+  report = mpjax.find_nonfinite(step, step.init(model("splash")), tokens, reference=False)
+  assert not report.finite
+  assert seen == {(AxisType.Manual,) * 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -131,7 +132,8 @@ def find_nonfinite(
 def _hunt(step: TrainStep, state: TrainState, batch: PyTree) -> NonfiniteReport:
   # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
   whole = step.without_mesh()
-  closed, shapes = jax.make_jaxpr(whole.loss_and_gradients, return_shape=True)(state, batch)
+  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
+    closed, shapes = jax.make_jaxpr(whole.loss_and_gradients, return_shape=True)(state, batch)
   evaluation = Evaluation(step.accumulate)
   values = evaluation.run(closed, _inputs(state, batch))
   names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
