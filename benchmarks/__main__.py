@@ -28,6 +28,7 @@ SUITES = {
   "fp8": ("which matrix products are FP8 GEMMs when compiled for an H200", "fp8._suite"),
   "layerwise": ("a deep float16 network that only layer-wise scales train", "layerwise._suite"),
   "gradients": ("how exact each gradient is in bfloat16, jitted and not", "gradients._suite"),
+  "few_bytes": ("moments and weights in few bytes: how they follow, time and memory", "few_bytes._suite"),
   "numerics": ("what an inspection of the numbers costs", "numerics._suite"),
   "plan": ("the analytic plan of memory beside a compiler's", "plan._accuracy"),
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),

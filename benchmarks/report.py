@@ -173,6 +173,42 @@ def gradients(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def few_bytes_tracking(report: dict[str, Any]) -> str:
+  """Medians of the stored second moment over the exact one by size of the gradients, and the spread."""
+  sizes = list(dict.fromkeys(row["gradients"] for row in report["rows"]))
+  lines = [f"| b2 | stored as | {' | '.join(sizes)} | 1% to 99% |", "|---" * (len(sizes) + 3) + "|"]
+  by_format: dict[tuple[float, str], list[dict[str, Any]]] = {}
+  for row in report["rows"]:
+    by_format.setdefault((row["b2"], row["format"]), []).append(row)
+  for (b2, name), rows in by_format.items():
+    cells = [f"{row['steady']['median']:.2f}, {row['after']['median']:.2f}" for row in rows]
+    phases = [row[phase] for row in rows for phase in ("steady", "after")]
+    spread = f"{min(p['low'] for p in phases):.2g} to {max(p['high'] for p in phases):.3g}"
+    lines.append(f"| {b2} | {name} | {' | '.join(cells)} | {spread} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def few_bytes_time(report: dict[str, Any]) -> str:
+  """Time of an update by how its state and the weights are kept."""
+  lines = ["| update | ns a parameter | ratio of the shortest | of the medians | beside |", "|---" * 5 + "|"]
+  lines += [
+    f"| {row['name']} | {row['least_s'] / report['parameters'] * 1e9:.1f} | {row['least_ratio']:.2f} | "
+    f"{row['median_ratio']:.2f} | {row['beside']} |"
+    for row in report["rows"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def few_bytes_memory(report: dict[str, Any]) -> str:
+  """Bytes a parameter of an update: what is held, temporary and accessed."""
+  lines = ["| update | held | temporary | accessed |", "|---" * 4 + "|"]
+  lines += [
+    f"| {row['name']} | {row['held']:.2f} | {row['temporaries']:.2f} | {row['accessed']:.1f} |"
+    for row in report["rows"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def plan_accuracy(report: dict[str, Any]) -> str:
   """The analytic peak over the compiled one, and what the compiled one's parts account for."""
   lines = [
@@ -298,6 +334,10 @@ def main() -> None:
     ("numerics_time_cpu", numerics_time),
     ("gradients_cpu_jax_0_10", gradients),
     ("gradients_cpu_jax_0_12", gradients),
+    ("few_bytes_tracking_cpu", few_bytes_tracking),
+    ("few_bytes_time_cpu", few_bytes_time),
+    ("few_bytes_memory_h200", few_bytes_memory),
+    ("few_bytes_memory_v5e", few_bytes_memory),
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),
