@@ -65,6 +65,16 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
   return jax.tree.map(cast, tree)
 
 
+def cast_by_rank(tree: T, vectors: DTypeLike, others: DTypeLike) -> T:
+  """Casts a tree as `cast_floating` does, leaves of fewer than two dimensions to a dtype of their own."""
+  nnx = sys.modules.get("flax.nnx")
+  if nnx is not None and isinstance(tree, nnx.Module):
+    graphdef, state = nnx.split(tree)
+    return nnx.merge(graphdef, cast_by_rank(state, vectors, others))
+  dtype_of = lambda leaf: vectors if getattr(leaf, "ndim", 2) < 2 else others
+  return jax.tree.map(lambda leaf: cast_floating(leaf, dtype_of(leaf)), tree)
+
+
 def widen_floating(tree: T) -> T:
   """Casts the float16 and bfloat16 leaves of a tree to float32; everything else passes through."""
 
@@ -99,15 +109,22 @@ def parse_dtype(value: DTypeLike, where: str, backend: str | None) -> np.dtype:
   return check_dtype(where, value)
 
 
-def check_dtype(field: str, value: DTypeLike | None) -> np.dtype:
-  """Returns `value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other."""
+def check_dtype(field: str, value: DTypeLike | None, also: Iterable[np.dtype] = ()) -> np.dtype:
+  """Returns `value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other.
+
+  Args:
+    field: what the dtype is of.
+    value: a dtype or its name.
+    also: dtypes that are right besides.
+  """
+  choices = dict.fromkeys([*_CASTABLE, *also])
   dtype: np.dtype | None = None
   with contextlib.suppress(TypeError):
     dtype = None if value is None else np.dtype(value)
-  if dtype is None or dtype not in _CASTABLE:
+  if dtype is None or dtype not in choices:
     hint = "; FP8 is asked for by the fp8 key or preset" if "float8" in str(value) else ""
     raise ValueError(
-      f"{field}={value!r}: expected a floating dtype among {', '.join(d.name for d in _CASTABLE)}{hint}"
+      f"{field}={value!r}: expected a floating dtype among {', '.join(d.name for d in choices)}{hint}"
     )
   return dtype
 

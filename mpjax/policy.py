@@ -19,11 +19,21 @@ import numpy as np
 from mpjax._override import CHOICES, Override, require_possible
 from mpjax._policy_text import brief, plain, read_text, write_text
 from mpjax._types import DTypeLike, PolicyLike
-from mpjax.dtypes import DTYPE_NAMES, cast_floating, check_dtype, did_you_mean, parse_dtype, platform
+from mpjax.dtypes import (
+  DTYPE_NAMES,
+  cast_by_rank,
+  cast_floating,
+  check_dtype,
+  did_you_mean,
+  parse_dtype,
+  platform,
+)
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import parse_recipe
 from mpjax.loss_scale import LossScaling
 from mpjax.loss_scale._presets import parse_loss_scaling
+from mpjax.optim._master_weights import CORRECTIONS
+from mpjax.optim._quantized import FORMATS
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
 
@@ -53,8 +63,12 @@ class Policy(jmp.Policy):
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.
     grad_dtype: dtype in which half-precision products under autocast give the gradients of float32
       parameters: float32 (`None`, too), or `compute_dtype`.
-    optimizer_dtype: dtype in which the optimiser sees parameters and gradients and keeps its state;
-      `None`: `param_dtype`.
+    optimizer_dtype: how the optimiser keeps its state: float32; or by `mpjax.quantized_state` as int8,
+      float8_e4m3fn or bfloat16. It computes in float32 in every case. `None`: in `param_dtype`.
+    master_weights: what half-precision parameters have besides (`mpjax.master_weights`): `"int16"`, `"int8"`,
+      `"float32"`, `"stochastic"`; `None`, which is `"none"`: nothing, and updates are rounded to the nearest.
+    vector_dtype: dtype of parameters of fewer than two dimensions (norm scales, biases); `None`:
+      `param_dtype`.
     matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
     loss_scaling: `LossScaling`, or `None` for none; whatever `loss_scaling:` may be in YAML is parsed.
     fp8: the `Recipe` of FP8 products, or `None` for none; whatever `fp8:` may be in YAML is parsed.
@@ -71,6 +85,8 @@ class Policy(jmp.Policy):
   accum_dtype: np.dtype | None = None
   grad_dtype: np.dtype | None = None
   optimizer_dtype: np.dtype | None = None
+  master_weights: str | None = None
+  vector_dtype: np.dtype | None = None
   matmul_precision: str | None = None
   loss_scaling: LossScaling | None = None
   fp8: Recipe | None = None
@@ -83,7 +99,8 @@ class Policy(jmp.Policy):
     for field in _FIELDS:
       value = getattr(self, field)
       if field.endswith("_dtype") and (value is not None or field in _SHORT.values()):
-        object.__setattr__(self, field, check_dtype(field, value))
+        also = FORMATS.values() if field == "optimizer_dtype" else ()
+        object.__setattr__(self, field, check_dtype(field, value, also))
     if self.matmul_precision is not None:
       try:
         with jax.default_matmul_precision(self.matmul_precision):
@@ -95,13 +112,33 @@ class Policy(jmp.Policy):
         ) from error
     if not isinstance(self.autocast, bool):
       raise ValueError(f"autocast={self.autocast!r}: expected true or false")
+    object.__setattr__(self, "master_weights", self._checked_master_weights())
     object.__setattr__(self, "loss_scaling", parse_loss_scaling(self.loss_scaling))
     object.__setattr__(self, "fp8", parse_recipe(self.fp8))
     object.__setattr__(self, "overrides", parse_overrides(self.overrides))
 
+  def _checked_master_weights(self) -> str | None:
+    value = self.master_weights
+    if value in (None, "none"):
+      return None
+    if value not in CORRECTIONS:
+      choices = [*CORRECTIONS, "none"]
+      raise ValueError(
+        f"master_weights={value!r}: expected one of {', '.join(choices)}" + did_you_mean(str(value), choices)
+      )
+    dtypes = ("bfloat16",) if value.startswith("int") else ("bfloat16", "float16")
+    if self.param_dtype.name not in dtypes:
+      raise ValueError(
+        f"master_weights={value!r} is for parameters in {' or '.join(dtypes)}, and param_dtype is "
+        f"{self.param_dtype.name}" + (": those are master weights" if self.param_dtype == _FLOAT32 else "")
+      )
+    return value
+
   def cast_to_param(self, x: T) -> T:
-    """Casts the floating leaves of a tree to `param_dtype`."""
-    return cast_floating(x, self.param_dtype)
+    """Casts the floating leaves of a tree to `param_dtype`, or to `vector_dtype`."""
+    if self.vector_dtype is None:
+      return cast_floating(x, self.param_dtype)
+    return cast_by_rank(x, self.vector_dtype, self.param_dtype)
 
   def cast_to_compute(self, x: T) -> T:
     """Casts the floating leaves of a tree to `compute_dtype`."""
@@ -192,8 +229,8 @@ def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
 
   Args:
     spec: one of
-      - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, or `auto` (chosen by backend); also by
-        the names of Keras (`mixed_bfloat16`, ...) and Lightning (`bf16-mixed`, `16-true`, ...);
+      - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, `bf16_lean`, or `auto` (chosen by
+        backend); also by the names of Keras (`mixed_bfloat16`, ...) and Lightning (`bf16-mixed`, ...);
       - a dtype or its name, for all three (`half`, `full`, `float16`, `f32`, ... as in `jmp`);
       - a `jmp` string: `params=float32,compute=bfloat16,output=float32` or `p=f32,c=bf16,o=f32`, where
         params defaults to float32, compute to params and output to compute; further fields may follow,
@@ -331,7 +368,8 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
     if field in values:
       raise ValueError(f"policy key {key!r} repeats {field!r}, which stands twice")
     if field.endswith("_dtype") and value is not None:
-      value = parse_dtype(value, f"{key}: {value}", backend)
+      stored = field == "optimizer_dtype" and str(value) in FORMATS  # 8 bits, which nothing else may be
+      value = FORMATS[str(value)] if stored else parse_dtype(value, f"{key}: {value}", backend)
     values[field] = value
   return values
 

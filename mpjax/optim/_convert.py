@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,11 @@ import numpy as np
 import optax
 from jax.tree_util import KeyPath
 
+from mpjax._tree import cast_like
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import cast_floating
-from mpjax.optim._master_weights import MasterWeightsState, join, master_weights, split
-from mpjax.optim._quantized import dequantize, is_quantized
+from mpjax.optim._master_weights import MasterWeightsState, is_half, join, master_weights, split
+from mpjax.optim._quantized import Quantized, dequantize, is_quantized, quantize, scales_of
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import leaf_key
 
@@ -78,16 +81,51 @@ def split_master_weights(
     ValueError: for an unknown correction, or one that `dtype` cannot have.
   """
   target = np.dtype(dtype)
-  first = master_weights(optax.identity(), correction, seed=seed).init(cast_floating(params, target))
+  narrow = jax.tree.map(lambda p: cast_floating(p, target) if p.dtype == jnp.float32 else p, params)
+  first = master_weights(optax.identity(), correction, seed=seed).init(narrow)
+  new, corrections = split_like(params, narrow, correction, seed)
+  return new, first._replace(inner_state=inner_state, correction=corrections)
 
-  def leaf(path: KeyPath, p: Array) -> tuple[Array, Array | optax.MaskedNode]:
-    if p.dtype != jnp.float32:
-      return p, optax.MaskedNode()
-    return split(p, correction, target, leaf_key(seed, first.steps, path))
 
-  pairs = jax.tree_util.tree_map_with_path(leaf, params)
-  pick = lambda i: jax.tree.map(lambda pair: pair[i], pairs, is_leaf=lambda x: type(x) is tuple)
-  return pick(0), MasterWeightsState(inner_state, pick(1), first.steps)
+def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) -> tuple[PyTree, PyTree]:
+  """Returns parameters and corrections of master weights.
+
+  Args:
+    masters: tree of float32 arrays.
+    params: a tree of the same shapes in the dtypes wanted; its leaves that are not half stay as they are.
+    correction: as `master_weights` takes it.
+    seed: as `master_weights` takes it.
+  """
+
+  def leaf(path: KeyPath, master: Array, p: Array) -> _Pair:
+    if not is_half(p):
+      return _Pair(p, optax.MaskedNode())
+    key = leaf_key(seed, jnp.zeros([], jnp.int32), path)
+    return _Pair(*split(master.astype(jnp.float32), correction, p.dtype, key))
+
+  pairs = jax.tree_util.tree_map_with_path(leaf, masters, params)
+  pick = lambda i: jax.tree.map(lambda pair: pair[i], pairs, is_leaf=lambda x: isinstance(x, _Pair))
+  return pick(0), pick(1)
+
+
+def store_like(stored: PyTree, plain: PyTree) -> PyTree:
+  """Returns a plain state kept as another is: quantised in the same leaves, to the same codes and groups."""
+
+  def leaf(path: KeyPath, old: Array | Quantized, x: Array) -> Array | Quantized:
+    if not isinstance(old, Quantized):
+      return cast_like(x, old)
+    x = x.astype(jnp.float32)
+    groups = 1 if old.scales is None else old.scales.shape[-1]
+    group = math.ceil(x.shape[-1] / groups) if x.size and x.ndim else 1
+    key = leaf_key(0, jnp.zeros([], jnp.int32), path)
+    return quantize(x, scales_of(x, old.codes.dtype, group), old.codes.dtype, key)
+
+  return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=is_quantized)
+
+
+class _Pair(NamedTuple):
+  param: Array
+  correction: Array | optax.MaskedNode
 
 
 def merge_master_weights(params: PyTree, state: MasterWeightsState) -> tuple[PyTree, PyTree]:

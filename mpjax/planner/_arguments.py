@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._tree import path_text
 from mpjax._types import PyTree
+from mpjax.optim import Quantized
 from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
 from mpjax.planner._results import ARGUMENT_PARTS
 from mpjax.step import TrainState
@@ -188,8 +189,10 @@ def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:
   in_optax, slot, node = False, "", tree
   for entry in path:
     if isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(entry, "name"):
-      in_optax |= type(node).__module__.startswith(("optax", "mpjax.loss_scale"))
-      if in_optax or (type(node).__name__.endswith("State") and not {*node._fields} & {*_PARTS_OF_NAMES}):
+      in_optax |= type(node).__module__.startswith(("optax", "mpjax.loss_scale", "mpjax.optim"))
+      if isinstance(node, Quantized):
+        slot += " scales" if entry.name == "scales" else ""
+      elif in_optax or (type(node).__name__.endswith("State") and not {*node._fields} & {*_PARTS_OF_NAMES}):
         slot = entry.name
     node = _child(node, entry)
   return in_optax, slot

@@ -104,7 +104,7 @@ def specs_like(
       return Quantized(spec, None)
     divided = len(spec) == codes.ndim and spec[-1] is not None
     whole = divided and leaf.scales.shape[-1] % mesh.shape[spec[-1]]
-    return Quantized(spec, PartitionSpec(*spec[:-1]) if whole else spec)
+    return Quantized(spec, _trimmed(spec[:-1]) if whole else spec)
 
   return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_quantized)
 
@@ -151,7 +151,11 @@ def _checked(pattern: str, dims: Dims, name: str, shape: Shape, sizes: Mapping[s
 
 def _spec(dims: Dims, sizes: Mapping[str, int]) -> PartitionSpec:
   """Leaves out axes of one device, and trailing dimensions that are whole."""
-  used = [axis if axis and sizes[axis] > 1 else None for axis in dims]
+  return _trimmed([axis if axis and sizes[axis] > 1 else None for axis in dims])
+
+
+def _trimmed(dims: Dims) -> PartitionSpec:
+  used = list(dims)
   while used and used[-1] is None:
     used.pop()
   return PartitionSpec(*used)

@@ -48,10 +48,10 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
     )
   if policy.autocast:
     make_rules(policy, None, None)
-  if policy.optimizer_dtype is not None and policy.optimizer_dtype.itemsize < 4:
+  if policy.optimizer_dtype == jnp.float16:
     raise ValueError(
-      f"policy key optimizer_dtype={policy.optimizer_dtype.name!r}: optimiser state below float32 stalls "
-      "without stochastic rounding, which is not supported yet; use float32"
+      "policy key optimizer_dtype='float16': second moments leave its range; expected float32, bfloat16, "
+      "int8 or float8_e4m3fn"
     )
 
 
@@ -110,13 +110,14 @@ def require_in_place(model: object, optimizer: object, tx: optax.GradientTransfo
 
 def require_param_dtype(params: PyTree, policy: Policy) -> None:
   """Raises `ValueError` for parameters that are not in the policy's `param_dtype`."""
-  wrong = {p.dtype.name for p in jax.tree.leaves(params)} - {policy.param_dtype.name}
-  if wrong:
-    raise ValueError(
-      f"the model has {', '.join(sorted(wrong))} parameters where the policy has param_dtype="
-      f"{policy.param_dtype.name}: cast them before the optimizer is made, as in "
-      "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
-    )
+  expected = jax.eval_shape(policy.cast_to_param, params)
+  for (name, p), q in zip(named_leaves(params), jax.tree.leaves(expected), strict=True):
+    if p.dtype != q.dtype:
+      raise ValueError(
+        f"parameter {name!r} of the model is {p.dtype.name} where the policy has param_dtype={q.dtype.name}: "
+        "cast the parameters before the optimizer is made, as in "
+        "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
+      )
 
 
 def require_kept(state: TrainState) -> None:

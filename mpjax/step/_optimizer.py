@@ -10,32 +10,45 @@ import numpy as np
 import optax
 from jaxtyping import Float32
 
+from mpjax._tree import cast_like
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_floating
-from mpjax.loss_scale import LossScaleState, static_loss_scale, with_loss_scaling
+from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import hide, keep_from
+from mpjax.loss_scale._overwritten import hide, keep_from, show
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
+from mpjax.optim import MasterWeightsState, QuantizedState, dequantize_state, quantized_state
+from mpjax.optim._convert import split_like, store_like
+from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.policy import Policy
 
 
-def with_policy_scaling(
-  tx: optax.GradientTransformation, policy: Policy, skip_nonfinite: bool, branch_on_cpu: bool = False
+def with_policy(
+  tx: optax.GradientTransformation,
+  policy: Policy,
+  skip_nonfinite: bool,
+  branch_on_cpu: bool = False,
+  give_new: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` in the policy's optimiser dtype, with its loss scaling (or the guard) round it.
+  """Returns `tx` with what the policy says of it: how its state is kept, master weights, the loss scale.
 
   Args:
     tx: any optax transform.
     policy: of the step.
     skip_nonfinite: puts a guard round it where the policy does not scale the loss.
     branch_on_cpu: as `with_loss_scaling` takes it, for policies that compute in half precision.
+    give_new: makes updates for `apply_step`, which needs no exception for master weights.
 
   Raises:
     ValueError: by `init`, if there is more than one loss scale in the state.
   """
   wrapped = optax.with_extra_args_support(tx)
-  if policy.optimizer_dtype is not None:
-    wrapped = _in_dtype(wrapped, policy.optimizer_dtype)
+  stored = policy.optimizer_dtype
+  if stored is not None:
+    wide = stored.itemsize >= 4
+    wrapped = _in_dtype(wrapped, stored) if wide else quantized_state(wrapped, stored.name)
+  if policy.master_weights is not None:
+    wrapped = make_master_weights(wrapped, policy.master_weights, seed=0, give_new=give_new)
   if policy.loss_scaling is not None:
     half = jnp.dtype(policy.compute_dtype).itemsize < 4
     wrapped = optax.with_extra_args_support(
@@ -98,6 +111,36 @@ def gradient_norm(grads: PyTree, opt_state: PyTree) -> Float32[Array, ""]:
   return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
 
 
+def apply_step(policy: Policy, params: PyTree, updates: PyTree) -> PyTree:
+  """Applies updates of `with_policy(..., give_new=True)`; a leaf that is overwritten becomes its update."""
+  if policy.master_weights is None:
+    return apply_updates(params, updates)
+  applied = apply_bits(hide(params), hide(updates))
+  return show(updates, applied, jax.tree.map(lambda u, p: jnp.asarray(u, p.dtype), updates, params))
+
+
+def masters_of(params: PyTree, opt_state: PyTree) -> PyTree:
+  """Returns what a step's master weights are: the parameters, in float32 where they have a correction."""
+  inner = _inner(opt_state)
+  return join(params, inner.correction) if isinstance(inner, MasterWeightsState) else params
+
+
+def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns parameters under a policy, and an optimiser's state that has the rest of the master weights.
+
+  Args:
+    policy: the policy that `opt_state` is of.
+    masters: of any floating dtype.
+    opt_state: a state.
+  """
+  params = policy.cast_to_param(masters)
+  inner = _inner(opt_state)
+  if not isinstance(inner, MasterWeightsState):
+    return params, opt_state
+  params, correction = split_like(masters, params, policy.master_weights or "none")
+  return params, _with_inner(opt_state, inner._replace(correction=correction))
+
+
 def adopt_opt_state(
   tx: optax.GradientTransformation, params: PyTree, old: PyTree, same_scaling: bool
 ) -> PyTree:
@@ -110,25 +153,47 @@ def adopt_opt_state(
     same_scaling: keeps the loss scale, too.
   """
   new = tx.init(params)
-  if same_scaling and _alike(new, old):
+  if same_scaling and _described(new) == _described(old):
     return old
   if not can_adopt(new, old):
     return new
-  return new._replace(inner_state=_inner(old)) if isinstance(new, LossScaleState) else _inner(old)
+  kept = _moments(old)
+  inner = _inner(new)
+  moments = inner.inner_state if isinstance(inner, MasterWeightsState) else inner
+  if isinstance(moments, QuantizedState):
+    moments = moments._replace(inner_state=store_like(moments.inner_state, kept))
+  else:
+    moments = cast_like(kept, moments)
+  if isinstance(inner, MasterWeightsState):
+    moments = inner._replace(inner_state=moments)
+  return _with_inner(new, moments)
 
 
 def can_adopt(new: PyTree, old: PyTree) -> bool:
-  """Returns whether an optimiser's state fits another, whatever loss scales are round them."""
-  return _alike(_inner(new), _inner(old))
+  """Returns whether an optimiser's state fits another, whatever is round them and however they are kept."""
+  return _kinds(_moments(new)) == _kinds(_moments(old))
+
+
+def _kinds(tree: PyTree) -> list[tuple[Any, ...]]:
+  """Returns what `_described` does, with floating dtypes as one."""
+  floating = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
+  return [(path, shape, floating(dtype) or dtype) for path, shape, dtype in _described(tree)]
 
 
 def _inner(state: PyTree) -> PyTree:
   return state.inner_state if isinstance(state, LossScaleState) else state
 
 
-def _alike(a: PyTree, b: PyTree) -> bool:
-  """True if two trees have the same paths, shapes and dtypes."""
-  return _described(a) == _described(b)
+def _with_inner(state: PyTree, inner: PyTree) -> PyTree:
+  return state._replace(inner_state=inner) if isinstance(state, LossScaleState) else inner
+
+
+def _moments(state: PyTree) -> PyTree:
+  """Returns the state of the user's optimiser in what a policy puts round it."""
+  inner = _inner(state)
+  if isinstance(inner, MasterWeightsState):
+    inner = inner.inner_state
+  return dequantize_state(inner) if isinstance(inner, QuantizedState) else inner
 
 
 def _described(tree: PyTree) -> list[tuple[Any, ...]]:

@@ -24,7 +24,7 @@ from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
-from mpjax.loss_scale import apply_updates, get_loss_scale
+from mpjax.loss_scale import get_loss_scale
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._skip import keep_if
@@ -44,7 +44,14 @@ from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
-from mpjax.step._optimizer import adopt_opt_state, gradient_norm, with_policy_scaling
+from mpjax.step._optimizer import (
+  adopt_opt_state,
+  apply_step,
+  gradient_norm,
+  masters_of,
+  set_masters,
+  with_policy,
+)
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 
@@ -140,7 +147,7 @@ class TrainStep:
     inner_tx: the optimiser that it was made with.
     options: how it runs.
     policy: the `Policy` in force.
-    tx: `inner_tx` with the policy's loss scaling round it.
+    tx: `inner_tx` with what the policy puts round it: how its state is kept, master weights, loss scaling.
     loss: the loss function under the policy.
     layout: where state and batches lie on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
@@ -155,7 +162,10 @@ class TrainStep:
     self.options = options
     self.policy = options.policy
     self.layout = options.layout
-    self.tx = with_policy_scaling(tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None)
+    wrap = functools.partial(
+      with_policy, tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
+    )
+    self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
@@ -271,19 +281,23 @@ class TrainStep:
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
     """Makes a state of this step of one of a step under another policy or optimiser.
 
-    Parameters are cast to this policy's `param_dtype`. The optimiser's state stays if it has the structure
-    and dtypes of this step's, and is a new one otherwise; so does the loss scale if both policies scale the
-    loss in the same way.
+    Master weights become those of this policy: parameters in its `param_dtype`, with the corrections that it
+    keeps. The optimiser's state stays if it has the structure of this step's, in the dtypes in which this
+    policy keeps it, and is a new one otherwise; so does the loss scale if both policies scale the loss in the
+    same way.
 
     Args:
       state: a state of `before`.
       before: the other step.
     """
-    params = self.policy.cast_to_param(state.params)
+    masters = masters_of(state.params, state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
+    params = self.policy.cast_to_param(masters)
+    opt_state = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
+    params, opt_state = set_masters(self.policy, masters, opt_state)
     return state.replace(
       params=params,
-      opt_state=adopt_opt_state(self.tx, params, state.opt_state, same_scaling),
+      opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
 
@@ -369,7 +383,7 @@ class TrainStep:
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
-    updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
+    updates, opt_state = self._exact_tx.update(grads, state.opt_state, state.params, value=loss)
     if self.options.grad_norm:
       metrics |= {"grad_norm": gradient_norm(grads, state.opt_state)}
     metrics["loss"] = loss
@@ -390,7 +404,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=apply_updates(state.params, updates),
+      params=apply_step(self.policy, state.params, updates),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
 from mpjax.step import TrainState, TrainStep
-from mpjax.step._optimizer import can_adopt
+from mpjax.step._optimizer import can_adopt, masters_of, set_masters
 from mpjax.train._config import Config
 from mpjax.train._config_file import load_config
 from mpjax.train._errors import CheckpointError, ConfigError
@@ -68,9 +69,20 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
     checkpoints.close()
   source = f"parameters of step {step} of {path}"
   if not setup.config.train.init_optimizer:
-    params = jax.jit(setup.policy.cast_to_param, out_shardings=shardings(state).params)(old.params)
-    return Start(state.replace(params=params, model_state=old.model_state), source)
+    return Start(_with_params(setup, state, old), source)
   return Start(_with_optimizer(path, setup.step, state, old, before), f"{source}, and its optimizer")
+
+
+def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState:
+  """Returns a run's first state with the master weights of another run's."""
+  places = setup.layout.shardings(state)
+
+  def taken(old: TrainState, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    return set_masters(setup.policy, masters_of(old.params, old.opt_state), opt_state)
+
+  out = (places.params, places.opt_state)
+  params, opt_state = jax.jit(taken, out_shardings=out)(old, state.opt_state)
+  return state.replace(params=params, opt_state=opt_state, model_state=old.model_state)
 
 
 def _like(theirs: Config, ours: Config) -> Config:
@@ -88,7 +100,7 @@ def _with_optimizer(
   if not can_adopt(state.opt_state, old.opt_state):
     raise ConfigError(
       f"train.init_optimizer=true: the state in {path} is of another optimizer; use that run's optimizer "
-      "section (and its policy's optimizer_dtype), or train.init_optimizer=false"
+      "section, or train.init_optimizer=false"
     )
 
   def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
@@ -114,8 +126,14 @@ def _without_skips(opt_state: PyTree) -> PyTree:
 def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   model = load_safetensors(path)
   places = setup.layout.shardings(state)
+  masters = masters_of(state.params, state.opt_state)
+  theirs = _taken(path, "params", model.params, masters, places.params)
+  params, opt_state = jax.jit(
+    functools.partial(set_masters, setup.policy), out_shardings=(places.params, places.opt_state)
+  )(theirs, state.opt_state)
   taken = state.replace(
-    params=_taken(path, "params", model.params, state.params, places.params),
+    params=params,
+    opt_state=opt_state,
     model_state=_taken(path, "model_state", model.model_state, state.model_state, places.model_state),
   )
   return Start(taken, f"parameters of {path}")

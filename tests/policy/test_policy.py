@@ -34,6 +34,7 @@ def triple(policy):
     ("fp16", ("float32", "float16", "float32"), True),
     ("fp8", ("float32", "bfloat16", "float32"), False),
     ("bf16_pure", ("bfloat16", "bfloat16", "float32"), False),
+    ("bf16_lean", ("bfloat16", "bfloat16", "float32"), False),
     ("float16", ("float16", "float16", "float16"), False),
     ("full", ("float32", "float32", "float32"), False),
     ("params=float32,compute=bfloat16,output=float32", ("float32", "bfloat16", "float32"), False),
@@ -61,6 +62,8 @@ def test_what_a_spec_means(name, expected, scaled):
 def test_presets_carry_more_than_dtypes():
   assert mpjax.get_policy("tf32").matmul_precision == "tensorfloat32"
   assert mpjax.get_policy("bf16_pure").optimizer_dtype == "float32"
+  lean = mpjax.get_policy("bf16_lean")
+  assert (lean.optimizer_dtype, lean.master_weights, lean.vector_dtype) == ("int8", "int8", "float32")
   assert mpjax.get_policy("fp8").fp8 == Recipe()
   assert mpjax.get_policy("fp16").loss_scaling == mpjax.LossScaling()
 
@@ -214,7 +217,8 @@ POLICIES = st.builds(
   reduce_dtype=st.sampled_from([None, *NAMES]),
   accum_dtype=st.sampled_from([None, "float32"]),
   grad_dtype=st.sampled_from([None, "float32", "bfloat16"]),
-  optimizer_dtype=st.sampled_from([None, "float32", "bfloat16"]),
+  optimizer_dtype=st.sampled_from([None, "float32", "bfloat16", "int8", "float8_e4m3fn"]),
+  vector_dtype=st.sampled_from([None, "float32"]),
   matmul_precision=st.sampled_from([None, "highest", "tensorfloat32"]),
   loss_scaling=SCALINGS,
   fp8=RECIPES,
@@ -254,6 +258,8 @@ CHANGES = {
   "accum_dtype": "float32",
   "grad_dtype": "bfloat16",
   "optimizer_dtype": "float64",
+  "master_weights": "int8",
+  "vector_dtype": "bfloat16",
   "matmul_precision": "highest",
   "loss_scaling": {"hysteresis": 2},
   "fp8": {"margin": 1},
@@ -265,15 +271,45 @@ CHANGES = {
 def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
   names = {field.name for field in dataclasses.fields(mpjax.Policy)}
   assert names == {*CHANGES, "name", "reason"}
-  base = mpjax.get_policy("bf16")
   for key, value in CHANGES.items():
-    changed = mpjax.get_policy({"base": "bf16", key: value})
+    base = mpjax.get_policy("bf16_pure" if key == "master_weights" else "bf16")
+    changed = mpjax.get_policy({"base": base, key: value})
     assert changed != base, key
     assert len({changed, base}) == 2
     assert mpjax.get_policy(str(changed)) == changed, key
   renamed = dataclasses.replace(base, name="mine", reason="because")
   assert renamed == base
   assert hash(renamed) == hash(base)
+
+
+@pytest.mark.parametrize(
+  ("spec", "words"),
+  [
+    ({"base": "bf16", "master_weights": "int16"}, "param_dtype is float32: those are master weights"),
+    ({"param_dtype": "float16", "master_weights": "int8"}, "for parameters in bfloat16"),
+    ({"base": "bf16_pure", "master_weights": "int9"}, "did you mean 'int8'"),
+    ({"base": "bf16", "optimizer_dtype": "int4"}, "optimizer_dtype"),
+    ({"base": "bf16", "param_dtype": "int8"}, "param_dtype"),
+  ],
+)
+def test_what_state_cannot_be_kept_in_is_refused(spec, words):
+  with pytest.raises(ValueError, match=words):
+    mpjax.get_policy(spec)
+
+
+def test_no_master_weights_is_the_default():
+  base = mpjax.get_policy("bf16_pure")
+  assert mpjax.get_policy({"base": base, "master_weights": "none"}) == base
+
+
+def test_vectors_have_a_dtype_of_their_own():
+  tree = {"scale": jnp.ones(3), "kernel": jnp.ones((3, 3)), "steps": jnp.ones(3, jnp.int32)}
+  cast = mpjax.get_policy("bf16_lean").cast_to_param(tree)
+  assert {name: leaf.dtype.name for name, leaf in cast.items()} == {
+    "scale": "float32",
+    "kernel": "bfloat16",
+    "steps": "int32",
+  }
 
 
 def test_a_static_argument_keeps_policies_apart():

@@ -6,6 +6,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mpjax
 from mpjax.sharding import ShardingRules, dimension_over, keep_axes, specs_like
 
 PARAMS = {
@@ -72,11 +73,23 @@ def test_unfit_rules_are_named(rules, words):
 def test_an_optimisers_state_lies_as_its_parameters_do():
   specs = ShardingRules().specs(PARAMS, mesh(fsdp=4))
   state = optax.adam(1e-3).init(PARAMS)
-  laid = specs_like(state, PARAMS, specs)
+  laid = specs_like(state, PARAMS, specs, mesh(fsdp=4))
   assert laid[0].mu == laid[0].nu == specs
   assert laid[0].count == P()
   factored = {"mu": {"in": jnp.zeros(64)}}  # a parameter's path, another shape
-  assert specs_like(factored, PARAMS, specs) == {"mu": {"in": P()}}
+  assert specs_like(factored, PARAMS, specs, mesh(fsdp=4)) == {"mu": {"in": P()}}
+
+
+def test_quantised_state_lies_as_its_parameters_do():
+  params = {"rows": jnp.zeros((64, 48)), "columns": jnp.zeros((6, 1024)), "narrow": jnp.zeros((6, 256))}
+  specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "narrow": P(None, "fsdp")}
+  state = mpjax.quantized_state(optax.adam(1e-3), min_size=0).init(params)
+  laid = specs_like(state, params, specs, mesh(fsdp=4)).inner_state[0].nu
+  assert {name: (x.codes, x.scales) for name, x in laid.items()} == {
+    "rows": (P("fsdp"), P("fsdp")),
+    "columns": (P(None, "fsdp"), P(None, "fsdp")),
+    "narrow": (P(None, "fsdp"), P()),  # two groups on four devices
+  }
 
 
 def test_parts_of_a_spec():
