@@ -16,7 +16,7 @@ from mpjax._tree import cast_like
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.optim._master_weights import MasterWeightsState, is_half, join, master_weights, split
-from mpjax.optim._quantized import Quantized, dequantize, is_quantized, quantize, scales_of
+from mpjax.optim._quantized import Quantized, dequantize, is_quantized, quantize, rebuild, scales_of
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import leaf_key
 
@@ -54,7 +54,7 @@ def dequantize_state(state: PyTree) -> PyTree:
 
   def plain(x: PyTree) -> PyTree:
     if isinstance(x, QuantizedState):
-      return dequantize_state(x.inner_state)
+      return dequantize_state(rebuild(x.inner_state))
     return dequantize(x) if is_quantized(x) else x
 
   return jax.tree.map(plain, state, is_leaf=lambda x: isinstance(x, QuantizedState) or is_quantized(x))

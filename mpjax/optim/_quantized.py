@@ -14,7 +14,7 @@ Other groups have 127 with a sign, over 16 binades, and a negative scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -55,6 +55,14 @@ def is_quantized(x: object) -> bool:
   return isinstance(x, Quantized)
 
 
+def rebuild(tree: PyTree) -> PyTree:
+  """Returns a tree with a `Quantized` in place of each mapping that `nnx.update` makes of one."""
+  is_mapping = lambda x: isinstance(x, Mapping) and set(x) in ({"codes", "scales"}, {"codes"})
+  is_leaf = lambda x: is_quantized(x) or is_mapping(x)
+  make = lambda x: Quantized(x["codes"], dict(x).get("scales")) if is_mapping(x) else x
+  return jax.tree.map(make, tree, is_leaf=is_leaf)
+
+
 def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[Array, "..."] | None:
   """Returns the scales of the groups of an array, of any shape.
 
@@ -67,7 +75,9 @@ def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[
     return None
   groups = math.ceil(x.shape[-1] / group) if x.ndim else 1
   least = _by_group(jnp.min, x, groups)
-  largest = jnp.maximum(_by_group(jnp.max, x, groups), -least)
+  # By bits, of which those of NaN are the largest: XLA's maximum for a CPU loses a NaN.
+  magnitudes = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  largest = jax.lax.bitcast_convert_type(_by_group(jnp.max, magnitudes, groups), jnp.float32)
   # A group of subnormal entries is zero, as it is in arithmetic on most devices.
   largest = jnp.where(largest < _TINY, 0.0, largest)
   return jnp.where(least < 0, -largest, largest)
@@ -102,7 +112,8 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
     return codes.astype(jnp.float32)
   scales = _spread(scales, codes.shape)
   if codes.dtype == jnp.float8_e4m3fn:
-    return codes.astype(jnp.float32) * (jnp.abs(scales) / _E4M3_MAX)
+    # In this order the largest code gives the scale itself, and storing it again changes nothing.
+    return codes.astype(jnp.float32) * (1 / _E4M3_MAX) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
 
 

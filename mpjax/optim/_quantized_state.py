@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean, widen_floating
-from mpjax.optim._quantized import FORMATS, Quantized, dequantize, is_quantized, quantize, scales_of
+from mpjax.optim._quantized import FORMATS, Quantized, dequantize, is_quantized, quantize, rebuild, scales_of
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex
 
@@ -104,6 +104,7 @@ def quantized_state(
   def update(
     updates: PyTree, state: QuantizedState, params: PyTree = None, **extra_args: object
   ) -> tuple[PyTree, QuantizedState]:
+    state = QuantizedState(rebuild(state.inner_state), state.steps)
     steps = state.steps + 1
     grads, masters = widen_floating(updates), widen_floating(params)
 
