@@ -5,6 +5,8 @@ import types
 import jax
 import pytest
 
+from benchmarks.few_bytes import _memory as few_bytes
+from benchmarks.few_bytes import _tracking as tracking
 from benchmarks.plan import _measured
 from benchmarks.scaling import _suite as scaling
 
@@ -26,3 +28,22 @@ def test_a_gpu_is_found_among_the_described_ones(kind, name, monkeypatch):
   monkeypatch.setattr(jax, "local_devices", lambda: [device])
   monkeypatch.setattr(_measured, "missing", lambda target: "")
   assert _measured.described_here() == name
+
+
+def test_the_bytes_that_a_compiled_update_accesses():
+  hlo = """HloModule jit_f
+
+ENTRY %main (p0: f32[8,4], p1: s8[8,4]) -> (f32[8,4], s8[8,4]) {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = s8[8,4]{1,0} parameter(1)
+  %both = (f32[8,4]{1,0}, s8[8,4]{1,0}) fusion(%p0, %p1), kind=kLoop, calls=%body
+  %first = f32[8,4]{1,0} get-tuple-element(%both), index=0
+  ROOT %out = bf16[8,4]{1,0} convert(%first)
+}"""
+  assert few_bytes.operands_and_results(hlo) == 2 * (128 + 32) + 128 + 64
+
+
+def test_the_rule_of_others_comes_back_close():
+  x = jax.random.uniform(jax.random.key(0), tracking.SHAPE)
+  back = tracking.from_root_codes(tracking.root_codes(x))
+  assert abs(back - x).max() < 0.01
