@@ -15,9 +15,9 @@ class Finding:
 
   Attributes:
     kind: `overflow`, `gradient overflow`, `underflow`, `nonfinite`, `lost updates`, `error`,
-      `gradient error` or `range`.
+      `gradient error`, `stored state` or `range`.
     severity: `problem`, or `note` for what does no harm as it is.
-    module: module path, or a parameter's tree path; empty for the whole.
+    module: module path, a parameter's tree path, or a slot of the optimiser's state; empty for the whole.
     text: what was seen, in a sentence or two.
   """
 

@@ -21,6 +21,7 @@ from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
 from mpjax.numerics._instrumented_step import (
   KEPT_IN,
   Seen,
+  held_as,
   is_mean_of_pieces,
   loss_points,
   make_pass,
@@ -28,6 +29,7 @@ from mpjax.numerics._instrumented_step import (
   reference_step,
 )
 from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._stored_state import slot_of
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
 from mpjax.numerics.advice import advice_for
@@ -173,6 +175,7 @@ class Inspection:
     self._theirs: dict[Any, Magnitudes] = {}
     self._distances: dict[Any, Distance] = {}
     self._counts: dict[str, Any] = {}
+    self._stored: dict[str, tuple[np.ndarray, float]] = {}
 
   def add(self, batch: PyTree) -> None:
     """Looks at a batch."""
@@ -199,6 +202,9 @@ class Inspection:
       magnitudes = Magnitudes.of(self._narrow, ratio)
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
       self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
+    for slot, (sums, largest) in seen.stored.items():
+      before, least = self._stored.get(slot, (np.zeros(len(sums)), 0.0))
+      self._stored[slot] = (before + sums.astype(np.float64), max(least, float(largest)))
 
   def _compile(self, batch: PyTree) -> _Programs:
     pieces = self._choose_pieces(batch)
@@ -254,6 +260,7 @@ class Inspection:
       loss=float(losses.mean()),
       reference_loss=float(np.mean(wide)) if wide else None,
       tensors=tuple(self._tensors()),
+      stored=tuple(slot_of(slot, *found, self.count) for slot, found in self._stored.items()),
       keep=keep,
       narrow_reference=self._narrow_reference(),
       own_scale=_has_own_scale(self._step, self._state),
@@ -273,6 +280,7 @@ class Inspection:
     parameters = dict(named_leaves(self._state.params))
     points = {name: point for one in self._programs.values() for name, point in one.points.items()}
     modules = [point.module for point in points.values()]
+    held = held_as(self._state)
     order = {key: i for i, key in enumerate([*points, *parameters])}
     for key, magnitudes in self._magnitudes.items():
       kind, name = key[0], key[1]
@@ -296,6 +304,8 @@ class Inspection:
           dtype=leaf.dtype.name,
           shape=tuple(leaf.shape),
           lost=self._lost(name) if kind == "update" else None,
+          moved=float(self._counts[name][0]) if kind == "update" else 0.0,
+          held=held.get(name, leaf.dtype.name),
           path=name,
         )
       elif name in points:

@@ -14,8 +14,16 @@ from mpjax._plain_text import power_of_two_text
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, share_lost
-from mpjax.numerics.render import advice_lines, plain_data, save_html, save_pictures, summary_lines
+from mpjax.numerics.render import (
+  advice_lines,
+  plain_data,
+  save_html,
+  save_pictures,
+  stored_lines,
+  summary_lines,
+)
 from mpjax.policy import Policy
 
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
@@ -34,6 +42,7 @@ class NumericsReport:
     loss: under the policy, mean over batches.
     reference_loss: in float32; `None` if that was not run.
     tensors: sorted by kind and position in the program.
+    stored: what each slot of an optimiser's state in few bytes lost when the updates' step stored it.
     keep: the share of gradients that a loss scale should keep in range.
     narrow_reference: where the float32 run computes in less, by the model's own casts.
     own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
@@ -50,6 +59,7 @@ class NumericsReport:
   loss: float
   reference_loss: float | None
   tensors: tuple[Tensor, ...]
+  stored: tuple[StoredSlot, ...] = ()
   keep: float = 0.999
   narrow_reference: tuple[str, ...] = ()
   own_scale: bool = False
@@ -68,6 +78,20 @@ class NumericsReport:
   def lost(self, kind: str, name: str, scale: float | None = 1.0) -> float:
     """Returns the share of a kind's values that a format rounds to zero; see `share_lost`."""
     return share_lost(self.of(kind), name, scale)
+
+  def lost_updates(self) -> dict[str, float]:
+    """Returns the share of the step's updates (of those that are not zero) that each kind of weights loses.
+
+    By `bfloat16`, `float16`, `int8` and `int16` as in `Tensor.lost`, and `stochastic`, which loses none on
+    average; empty if there are no updates.
+    """
+    moved = [t for t in self.of("update") if t.lost and t.moved]
+    total = sum(t.moved for t in moved)
+    if not moved:
+      return {}
+    names = moved[0].lost or {}
+    shares = {name: sum((t.lost or {})[name] * t.moved for t in moved) / total for name in names}
+    return shares | {"stochastic": 0.0}
 
   def error_by_module(self, kind: str) -> dict[str, float]:
     """Returns the largest error against float32 in each module, in the order of the program."""
@@ -128,6 +152,8 @@ class NumericsReport:
         "loss": {"policy": self.loss, "reference": self.reference_loss},
         "bins": list(BINS),
         "formats": formats,
+        "stored": [dataclasses.asdict(slot) for slot in self.stored],
+        "lost_updates": self.lost_updates(),
         "tensors": [t.to_dict(self.loss_scale) for t in self.tensors],
         "findings": [dataclasses.asdict(f) for f in self.findings],
         "advice": advice,
@@ -155,6 +181,8 @@ class NumericsReport:
 
   def __str__(self) -> str:
     lines = [*self.heading(), "", *summary_lines(self.tensors, self.loss_scale), ""]
+    if self.stored:
+      lines += [*stored_lines(self.stored), ""]
     lines += [f"{finding.severity}: {finding.text}" for finding in self.findings]
     if self.advice is not None:
       lines += ["", *advice_lines(self.advice, self.findings), self.advice.yaml.rstrip()]

@@ -198,7 +198,11 @@ class Tensor:
     policy: (NaN, infinities, zeros) in the policy's run, or `None`.
     error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
     cosine: of the angle between both, or `None`.
-    lost: of the updates that are not zero, the share that leaves the weight as it is in a format.
+    lost: of the updates that are not zero, the share that leaves the weight as it is: in `bfloat16` and
+      `float16`, rounded to the nearest, and in bfloat16 with the corrections `int8` and `int16`.
+    moved: number of updates that are not zero.
+    held: of a parameter and its update, what keeps its digits: `dtype`, or the correction that the policy's
+      `master_weights` gives it.
     path: tree path of the parameter, for what belongs to one.
     index: the steps of loops that `module` ends with.
   """
@@ -215,6 +219,8 @@ class Tensor:
   error: float | None = None
   cosine: float | None = None
   lost: Mapping[str, float] | None = None
+  moved: float = 0.0
+  held: str = ""
   path: str = ""
   index: tuple[int, ...] = ()
 
@@ -222,6 +228,11 @@ class Tensor:
   def scope(self) -> str:
     """The module path without the steps of loops, as overrides match it."""
     return self.module.removesuffix("".join(f"[{i}]" for i in self.index))
+
+  @property
+  def lost_here(self) -> float:
+    """The share of its updates that the weight loses as it is held: 0 with all digits of float32."""
+    return (self.lost or {}).get(self.held, 0.0) if self.held != "int16" else 0.0
 
   def to_dict(self, loss_scale: float) -> dict[str, Any]:
     """Returns plain data, as in the report's JSON."""
@@ -250,6 +261,7 @@ class Tensor:
       "error": self.error,
       "cosine": self.cosine,
       "lost": None if self.lost is None else dict(self.lost),
+      "held": self.held,
     }
 
 

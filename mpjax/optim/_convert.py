@@ -60,6 +60,27 @@ def dequantize_state(state: PyTree) -> PyTree:
   return jax.tree.map(plain, state, is_leaf=lambda x: isinstance(x, QuantizedState) or is_quantized(x))
 
 
+def unstored(state: PyTree) -> PyTree:
+  """Returns a state with a float32 array in place of each `Quantized`, of which a step makes another such."""
+  return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, state, is_leaf=is_quantized)
+
+
+def store_step(before: PyTree, after: PyTree) -> PyTree:
+  """Returns a state as it would be stored after a step.
+
+  Args:
+    before: the state before the step, as it is stored.
+    after: the state that the step makes of `unstored(before)`.
+  """
+
+  def stored(old: PyTree, new: PyTree) -> PyTree:
+    if not isinstance(old, QuantizedState):
+      return new
+    return new._replace(inner_state=store_like(old.inner_state, new.inner_state, new.steps))
+
+  return jax.tree.map(stored, before, after, is_leaf=lambda x: isinstance(x, QuantizedState))
+
+
 def split_master_weights(
   params: PyTree,
   inner_state: PyTree,
@@ -108,8 +129,14 @@ def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) 
   return pick(0), pick(1)
 
 
-def store_like(stored: PyTree, plain: PyTree) -> PyTree:
-  """Returns a plain state kept as another is: quantised in the same leaves, to the same codes and groups."""
+def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
+  """Returns a plain state kept as another is: quantised in the same leaves, to the same codes and groups.
+
+  Args:
+    stored: the inner state of a `QuantizedState`.
+    plain: a state of the same structure, with an array in place of each `Quantized`.
+    steps: updates so far, for the noise of rounding to bfloat16.
+  """
 
   def leaf(path: KeyPath, old: Array | Quantized, x: Array) -> Array | Quantized:
     if not isinstance(old, Quantized):
@@ -117,7 +144,7 @@ def store_like(stored: PyTree, plain: PyTree) -> PyTree:
     x = x.astype(jnp.float32)
     groups = 1 if old.scales is None else old.scales.shape[-1]
     group = math.ceil(x.shape[-1] / groups) if x.size and x.ndim else 1
-    key = leaf_key(0, jnp.zeros([], jnp.int32), path)
+    key = leaf_key(0, jnp.asarray(steps, jnp.int32), path)
     return quantize(x, scales_of(x, old.codes.dtype, group), old.codes.dtype, key)
 
   return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=is_quantized)

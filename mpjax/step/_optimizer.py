@@ -121,8 +121,23 @@ def apply_step(policy: Policy, params: PyTree, updates: PyTree) -> PyTree:
 
 def masters_of(params: PyTree, opt_state: PyTree) -> PyTree:
   """Returns what a step's master weights are: the parameters, in float32 where they have a correction."""
+  corrections = corrections_of(opt_state)
+  return params if corrections is None else join(params, corrections)
+
+
+def corrections_of(opt_state: PyTree) -> PyTree | None:
+  """Returns the corrections of a step's parameters (`MasterWeightsState.correction`); `None` for none."""
   inner = _inner(opt_state)
-  return join(params, inner.correction) if isinstance(inner, MasterWeightsState) else params
+  return inner.correction if isinstance(inner, MasterWeightsState) else None
+
+
+def on_masters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns master weights, and the state with which the optimiser's updates are those of them, unrounded."""
+  inner = _inner(opt_state)
+  if not isinstance(inner, MasterWeightsState):
+    return params, opt_state
+  none = jax.tree.map(lambda _: optax.MaskedNode(), params)
+  return join(params, inner.correction), _with_inner(opt_state, inner._replace(correction=none))
 
 
 def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:

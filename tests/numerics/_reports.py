@@ -91,6 +91,12 @@ def a_report(blocks: int = 4) -> dict[str, Any]:
     "loss": {"policy": 2.314, "reference": 2.309},
     "bins": BINS,
     "formats": {name: _format(name) for name in TITLES},
+    "stored": [
+      _slot("mu", "int8", 0.0211, 1.0, 3e-5, 1.0),
+      _slot("nu", "float8_e4m3fn", 0.0223, math.inf, 0.0, 0.5),
+      _slot("trace", "bfloat16", 0.0014, 0.0077, 0.0, 0.0) | {"groups": 0.0},
+    ],
+    "lost_updates": {"bfloat16": 0.57, "float16": 0.11, "int8": 3e-4, "int16": 0.0, "stochastic": 0.0},
     "tensors": tensors,
     "findings": _findings(bad, loud),
     "advice": _advice(bad, loud),
@@ -119,6 +125,8 @@ def _tensor(
   lost = {
     "bfloat16": float((wide < 2.0**-8.5).mean()),
     "float16": float((wide < 2.0**-11.5).mean()),
+    "int8": float((wide < 2.0**-16.5).mean()),
+    "int16": 0.0,
   }
   overflow = int((wide > 65504).sum())
   times = math.prod(shape) / len(values)
@@ -142,7 +150,24 @@ def _tensor(
     "error": (math.inf if overflow else error) if error else None,
     "cosine": (math.nan if overflow else math.sqrt(max(0.0, 1 - error**2))) if error else None,
     "lost": lost if kind == "update" else None,
+    "held": "float32" if kind == "update" else "",
     "order": order,
+  }
+
+
+def _slot(
+  slot: str, dtype: str, median: float, largest: float, became_zero: float, not_finite: float
+) -> dict[str, Any]:
+  return {
+    "slot": slot,
+    "dtype": dtype,
+    "arrays": 24,
+    "entries": 1e6,
+    "median": median,
+    "largest": largest,
+    "became_zero": became_zero,
+    "groups": 8192.0,
+    "not_finite": not_finite,
   }
 
 

@@ -90,7 +90,18 @@ def test_the_dictionary_is_strict_json_of_the_documented_form(policy, tmp_path):
   assert data == strict(json.dumps(report.to_dict(), allow_nan=False))
   assert data.keys() == {
     *("version", "title", "policy", "compute_dtype", "backend", "versions", "loss_scale", "step"),
-    *("batches", "rows", "loss", "bins", "formats", "tensors", "findings", "advice"),
+    *(
+      "batches",
+      "rows",
+      "loss",
+      "bins",
+      "formats",
+      "stored",
+      "lost_updates",
+      "tensors",
+      "findings",
+      "advice",
+    ),
   }
   assert (data["version"], data["title"], data["bins"]) == (1, "mlp", list(BINS))
   assert data["formats"].keys() == {*INTEREST}

@@ -86,14 +86,15 @@ def _changes(
   kinds = {f.kind for f in findings if f.severity == "problem"}
   changes: list[Change] = []
   if "lost updates" in kinds:
-    changes.append(Change("param_dtype", "float32", _lost_text(report)))
+    changes += _master_weights(report)
   changes += _loss_scale(report, findings)
   overrides = _overrides(report, findings, made)
   if overrides and not report.policy.autocast:
     changes.append(
       Change("autocast", True, "precision by module, and float32 where range or digits are critical")
     )
-    if report.policy.param_dtype.itemsize < 4 and "lost updates" not in kinds:
+    has_masters = report.policy.master_weights is not None
+    if report.policy.param_dtype.itemsize < 4 and not has_masters and "lost updates" not in kinds:
       changes.append(
         Change("param_dtype", "float32", "autocast takes float32 weights, which are master weights")
       )
@@ -104,13 +105,26 @@ def _changes(
   return tuple(c for c in changes if known.get(c.identity) != c.value)
 
 
-def _lost_text(report: NumericsReport) -> str:
+def _master_weights(report: NumericsReport) -> list[Change]:
+  """Returns weights that take the updates that are lost."""
   worst = seen.stalled(report)
   if not worst:
-    return "the optimiser computes in float32, where its divisions are safe"
-  shares = ", ".join(f"{t.path} {percent((t.lost or {})[t.dtype])}" for t in worst[:3])
+    buys = "the optimiser computes in float32, where its divisions are safe"
+    return [Change("param_dtype", "float32", buys)]
+  shares = ", ".join(f"{t.path} {percent(t.lost_here)}" for t in worst[:3])
   more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
-  return f"master weights take the updates that are lost now: {shares}{more}"
+  buys = f"master weights take the updates that are lost now: {shares}{more}"
+  if report.policy.master_weights is not None:
+    return [Change("master_weights", "int16", buys)]
+  if any(t.held != t.dtype for t in worst):  # by a transform of the user's own
+    return []
+  if report.policy.param_dtype.name == "bfloat16":
+    lost = max((t.lost or {})["int8"] for t in worst)
+    buys += (
+      "; bfloat16 weights take them too, with master_weights: int16, or int8 (3 bytes a weight in place of "
+    )
+    buys += f"4; loses {percent(lost)})"
+  return [Change("param_dtype", "float32", buys)]
 
 
 def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
@@ -244,4 +258,4 @@ def _worst(report: NumericsReport, kind: str) -> float:
 
 
 def _stalled(report: NumericsReport) -> float:
-  return max(((t.lost or {}).get(t.dtype, 0.0) for t in report.of("update")), default=0.0)
+  return max((t.lost_here for t in report.of("update")), default=0.0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from mpjax._plain_text import percent, power_of_two_text
 from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
@@ -31,7 +29,7 @@ _MAX_EXPONENT = 24
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Findings, problems first, then in the order of the program."""
   found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
-  found += [*_lost_updates(report), *_errors(report), *_noise(report), *_reference(report)]
+  found += [*_lost_updates(report), *_stored(report), *_errors(report), *_noise(report), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
@@ -77,11 +75,13 @@ def harmful_underflows(report: NumericsReport, scale: float | None = None) -> li
 
 def stalled(report: NumericsReport) -> list[Tensor]:
   """Returns the updates that leave most weights of a parameter as they are, in the dtype it is kept in."""
-  return [t for t in report.of("update") if t.lost and t.lost.get(t.dtype, 0.0) > _STALLS]
+  return [t for t in report.of("update") if t.lost_here > _STALLS]
 
 
 def broken_updates(report: NumericsReport) -> list[Tensor]:
   """Returns the updates that are not finite, of an optimiser in half precision whose gradients are."""
+  if report.policy.optimizer_dtype is not None:
+    return []
   fine = {
     t.path
     for t in report.of("weight gradient")
@@ -90,7 +90,7 @@ def broken_updates(report: NumericsReport) -> list[Tensor]:
   return [
     t
     for t in report.of("update")
-    if t.path in fine and is_half(t.dtype) and t.magnitudes.nan + t.magnitudes.inf > 0
+    if t.path in fine and is_half(t.held) and t.magnitudes.nan + t.magnitudes.inf > 0
   ]
 
 
@@ -268,30 +268,50 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
       "where what keeps it from dividing by zero (Adam's eps) may be zero itself",
     )
   for t in worst:
-    assert t.lost is not None
+    way_out = (
+      "a float32 master copy takes them all" if t.held == t.dtype else "master_weights: int16 takes them"
+    )
     yield Finding(
       "lost updates",
       "problem",
       t.path or t.module,
-      f"{t.path}: {percent(t.lost[t.dtype])} of its updates leave the {t.dtype} weight as it is; a float32 "
-      "master copy takes them all",
+      f"{t.path}: {percent(t.lost_here)} of its updates leave the {_weights(t)} weight as it is; {way_out}",
     )
-  moved = [t for t in report.of("update") if t.lost and t.magnitudes.above[0]]
-  if worst or not moved:
+  lost = report.lost_updates()
+  if worst or not lost:
     return
-  counts = [t.magnitudes.count for t in moved]
-
-  def mean(name: str) -> float:
-    return float(np.average([t.lost[name] for t in moved if t.lost], weights=counts))
-
-  dtypes = sorted({t.dtype for t in moved})
+  here = [t for t in report.of("update") if t.moved]
+  held = sorted({_weights(t) for t in here})
   yield Finding(
     "lost updates",
     "note",
     "",
-    f"bfloat16 weights would lose {percent(mean('bfloat16'))} of this step's updates, float16 weights "
-    f"{percent(mean('float16'))}; they are kept in {', '.join(dtypes)}",
+    f"bfloat16 weights would lose {percent(lost['bfloat16'])} of this step's updates, with int8 corrections "
+    f"{percent(lost['int8'])}, with int16 {percent(lost['int16'])}, rounded stochastically none on average; "
+    f"float16 weights {percent(lost['float16'])}; they are kept in {', '.join(held)}",
   )
+
+
+def _weights(t: Tensor) -> str:
+  """Returns what a weight is held in: `bfloat16 with int8 corrections`."""
+  if t.held == t.dtype:
+    return t.dtype
+  return (
+    f"{t.dtype}, rounded stochastically" if t.held == "stochastic" else f"{t.dtype} with {t.held} corrections"
+  )
+
+
+def _stored(report: NumericsReport) -> Iterator[Finding]:
+  """Yields the slots of an optimiser's state with scales that are not finite, which no later step mends."""
+  for slot in report.stored:
+    if slot.not_finite:
+      yield Finding(
+        "stored state",
+        "problem",
+        slot.slot,
+        f"{slot.slot}: {percent(slot.not_finite)} of its {slot.dtype} groups have a scale that is not "
+        "finite, and stay so; skip steps whose gradients are not finite (skip_nonfinite, or loss_scaling)",
+      )
 
 
 def _errors(report: NumericsReport) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpjax.numerics._tensors import INTEREST
-from mpjax.numerics.render._report_text import advice_lines, summary_rows
+from mpjax.numerics.render._report_text import advice_lines, stored_rows, summary_rows
 
 if TYPE_CHECKING:
   import rich.console
@@ -36,6 +36,14 @@ def print_report(report: NumericsReport, console: rich.console.Console, limit: i
   for row in body:
     table.add_row(*row)
   console.print(table)
+  if report.stored:
+    header, *body = stored_rows(report.stored)
+    table = rich.table.Table(*header[:1], box=rich.box.SIMPLE_HEAD)
+    for name in header[1:]:
+      table.add_column(name, justify="right")
+    for row in body:
+      table.add_row(*row)
+    console.print(table)
   _print_errors(report, console, limit)
   colors = {"problem": "bold red", "note": "cyan"}
   for finding in report.findings:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mpjax._plain_text import percent, power_of_two_text, table
 from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
@@ -44,6 +45,31 @@ def summary_rows(
         ]
       )
   return rows
+
+
+def stored_lines(stored: Sequence[StoredSlot]) -> list[str]:
+  """Returns the table of `stored_rows` as text."""
+  return [line for (line,) in table(stored_rows(stored))]
+
+
+def stored_rows(stored: Sequence[StoredSlot]) -> list[list[str]]:
+  """Returns the cells of a header, and of a row for each slot of an optimiser's state in few bytes."""
+  header = ["stored state", "dtype", "arrays", "median error", "largest", "became zero", "scales not finite"]
+  return [
+    header,
+    *(
+      [
+        s.slot,
+        s.dtype,
+        str(s.arrays),
+        f"{s.median:.2g}",
+        f"{s.largest:.2g}",
+        percent(s.became_zero),
+        percent(s.not_finite) if s.groups else "",
+      ]
+      for s in stored
+    ),
+  ]
 
 
 def _lost(tensors: Sequence[Tensor], name: str, scale: float) -> str:

@@ -239,6 +239,21 @@ function showErrors() {
   readout(-1);
 }
 
+const weightsIn = (name) => ({ int8: "bfloat16 with int8 corrections", int16: "bfloat16 with int16 corrections", stochastic: "bfloat16, rounded stochastically (on average)" }[name] || (FORMATS[name] || { title: name }).title);
+
+function showState() {
+  const lost = Object.entries(REPORT.lost_updates || {}), stored = REPORT.stored || [];
+  const cell = (content) => element("td", { class: "number" }, content), first = (content) => element("th", { scope: "row" }, content);
+  byId("state").hidden = byId("to-state").hidden = !lost.length && !stored.length;
+  byId("rounding").hidden = !lost.length;
+  byId("rounding").tBodies[0].replaceChildren(...lost.map(([name, share]) => element("tr", {}, first(weightsIn(name)), cell(column(share)))));
+  byId("stored").hidden = !stored.length;
+  byId("stored").tBodies[0].replaceChildren(...stored.map((slot) => {
+    const numbers = [digits(slot.arrays), digits(slot.median), digits(slot.largest), column(slot.became_zero), slot.groups ? column(slot.not_finite) : "–"];
+    return element("tr", {}, first(slot.slot), element("td", {}, slot.dtype), ...numbers.map(cell));
+  }));
+}
+
 function showAdvice() {
   const advice = REPORT.advice;
   if (!advice) { byId("advice").hidden = true; return; }

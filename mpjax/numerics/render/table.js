@@ -127,7 +127,7 @@ function facts(tensor) {
   const cell = (content, attributes = {}) => element("td", { class: "number", ...attributes }, content);
   const head = (...titles) => element("thead", {}, element("tr", {}, ...titles.map((title, i) => element("th", { scope: "col", class: i ? "number" : "" }, title))));
   if (tensor.kind === "update") {
-    const rows = Object.entries(tensor.lost || {}).map(([name, share]) => element("tr", {}, element("th", { scope: "row" }, (FORMATS[name] || { title: name }).title), cell(column(share))));
+    const rows = Object.entries(tensor.lost || {}).map(([name, share]) => element("tr", {}, element("th", { scope: "row" }, weightsIn(name)), cell(column(share))));
     return element("div", {}, ...lines, element("table", {}, head("Weights in", "unchanged %"), element("tbody", {}, ...rows)));
   }
   const block = (title, shares) => Object.keys(FORMATS).filter((name) => shares[name]).map((name, i) => element("tr", { class: i ? "" : "first" },
@@ -167,6 +167,7 @@ function start() {
   onChange("next", "click", () => filter({ page: state.page + 1 }));
   onChange("copy", "click", copyYaml);
   showAdvice();
+  showState();
   const draw = () => { showHistogram(); showErrors(); showTable(); };
   draw();
   let width = innerWidth;

@@ -66,7 +66,8 @@ class Watcher:
       events.add_scalar(f"{tag} zero", total.zero / total.count, step)
     counts = np.sum([np.asarray(counts, np.float64) for _, counts in seen.updates.values()], axis=0)
     for name, stay in zip(KEPT_IN, counts[1:], strict=True):
-      events.add_scalar(f"numerics/updates lost in {name} weights", stay / (counts[0] or 1.0), step)
+      weights = f"bfloat16 with {name}" if name.startswith("int") else name
+      events.add_scalar(f"numerics/updates lost in {weights} weights", stay / (counts[0] or 1.0), step)
 
   def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
     for point, kept in zip(self._points, seen.watched, strict=True):
