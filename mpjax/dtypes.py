@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import jax
@@ -94,19 +94,29 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
   return np.dtype(dtype if wide else jnp.float32)
 
 
-def parse_dtype(value: DTypeLike, where: str, backend: str | None) -> np.dtype:
-  """Returns the dtype that a name of `DTYPE_NAMES`, `half` or a dtype means; `where` goes into the error."""
+def parse_dtype(
+  value: DTypeLike, where: str, backend: str | None, also: Mapping[str, np.dtype] | None = None
+) -> np.dtype:
+  """Returns the dtype that a name of `DTYPE_NAMES`, `half` or a dtype means.
+
+  Args:
+    value: a name or a dtype.
+    where: goes into the error.
+    backend: as for `platform`.
+    also: further names.
+  """
+  names: dict[str, DTypeLike] = {**DTYPE_NAMES, **(also or {})}
   if value == "half":
     return np.dtype(jnp.bfloat16 if platform(backend) == "tpu" else jnp.float16)
   if isinstance(value, str):
-    if value not in DTYPE_NAMES:
-      choices = ["half", *DTYPE_NAMES]
+    if value not in names:
+      choices = ["half", *names]
       raise ValueError(
         f"Unknown dtype {value!r} in policy {where!r}: expected one of {', '.join(choices)}"
         + did_you_mean(value, choices)
       )
-    value = DTYPE_NAMES[value]
-  return check_dtype(where, value)
+    value = names[value]
+  return check_dtype(where, value, (also or {}).values())
 
 
 def check_dtype(field: str, value: DTypeLike | None, also: Iterable[np.dtype] = ()) -> np.dtype:

@@ -368,8 +368,8 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
     if field in values:
       raise ValueError(f"policy key {key!r} repeats {field!r}, which stands twice")
     if field.endswith("_dtype") and value is not None:
-      stored = field == "optimizer_dtype" and str(value) in FORMATS  # 8 bits, which nothing else may be
-      value = FORMATS[str(value)] if stored else parse_dtype(value, f"{key}: {value}", backend)
+      also = FORMATS if field == "optimizer_dtype" else None  # 8 bits, which nothing else may be
+      value = parse_dtype(value, f"{key}: {value}", backend, also)
     values[field] = value
   return values
 

@@ -36,6 +36,7 @@ from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
+from mpjax.step._optimizer import masters_of
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._kinds import MODELS
@@ -336,5 +337,17 @@ def export_run(
     state = checkpoints.restore(found, setup.abstract_state()).state
   finally:
     checkpoints.close()
-  save_safetensors(path, config, setup.info, state.params, state.model_state, dtype)
+  save_safetensors(path, config, setup.info, params_to_export(state, dtype), state.model_state, dtype)
   return path
+
+
+def params_to_export(state: TrainState, dtype: str | None) -> PyTree:
+  """Returns the parameters as the policy has them; for a dtype with more digits the master weights.
+
+  Args:
+    state: of a run.
+    dtype: as `save_safetensors` takes it.
+  """
+  if dtype not in ("float32", "float16"):
+    return state.params
+  return jax.jit(masters_of)(state.params, state.opt_state)

@@ -20,7 +20,7 @@ from mpjax.step import TrainState
 from mpjax.train._config import Config, OptimizerConfig
 from mpjax.train._display import Display, finished_already, header, summary_table
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
-from mpjax.train._export import export_text, save_safetensors
+from mpjax.train._export import export_text, params_to_export, save_safetensors
 from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
@@ -377,12 +377,12 @@ class TrainingRun:
     }
     export = self.config.train.export
     if export is not None:  # gathered by all, written by one
-      params, model_state = self.processes.fetch((state.params, state.model_state))
+      dtype = self.config.train.export_dtype
+      params, model_state = self.processes.fetch((params_to_export(state, dtype), state.model_state))
     if self.processes.first:
       self.processes.doing("what the run leaves to be written")
       if export is not None:
         file = self.directory.path / "model.safetensors"
-        dtype = self.config.train.export_dtype
         save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
         self.console.print(export_text(file), highlight=False, markup=False, soft_wrap=True)
       self.directory.write_summary(summary)

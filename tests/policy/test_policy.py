@@ -288,7 +288,7 @@ def test_policies_differ_if_any_field_does_that_changes_a_program_or_a_run():
     ({"base": "bf16", "master_weights": "int16"}, "param_dtype is float32: those are master weights"),
     ({"param_dtype": "float16", "master_weights": "int8"}, "for parameters in bfloat16"),
     ({"base": "bf16_pure", "master_weights": "int9"}, "did you mean 'int8'"),
-    ({"base": "bf16", "optimizer_dtype": "int4"}, "optimizer_dtype"),
+    ({"base": "bf16", "optimizer_dtype": "int4"}, "optimizer_dtype: int4.*float64, int8, float8_e4m3fn"),
     ({"base": "bf16", "param_dtype": "int8"}, "param_dtype"),
   ],
 )
