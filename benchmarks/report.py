@@ -181,7 +181,9 @@ def few_bytes_tracking(report: dict[str, Any]) -> str:
   for row in report["rows"]:
     by_format.setdefault((row["b2"], row["format"]), []).append(row)
   for (b2, name), rows in by_format.items():
-    cells = [f"{row['steady']['median']:.2f}, {row['after']['median']:.2f}" for row in rows]
+    cells = [
+      ", ".join(f"{row[phase]['median']:.3g}" for phase in ("steady", "after", "half")) for row in rows
+    ]
     phases = [row[phase] for row in rows for phase in ("steady", "after")]
     spread = f"{min(p['low'] for p in phases):.2g} to {max(p['high'] for p in phases):.3g}"
     lines.append(f"| {b2} | {name} | {' | '.join(cells)} | {spread} |")

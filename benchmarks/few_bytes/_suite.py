@@ -4,10 +4,10 @@
     python scripts/bench.py few_bytes time [--rounds N] [--torch-python PATH] [--json FILE]
     python scripts/bench.py few_bytes memory cuda|tpu [--json FILE]
 
-`tracking` runs Adam's moments for 4000 steps, and for 4000 more with gradients ten times smaller, and divides
-the stored second moment by the float32 one. Gradients are normal, and their sizes spread log-normally. Beside
-the formats of mpjax are bfloat16 rounded to the nearest, and square roots in 8 bits with a float16 scale for
-32 entries, as published.
+`tracking` runs Adam's moments for 4000 steps, and for 4000 more in which all gradients, or those of every
+second entry, are ten times smaller, and divides the stored second moment by the float32 one. Gradients are
+normal, and their sizes spread log-normally. Beside the formats of mpjax are bfloat16 rounded to the nearest,
+and square roots in 8 bits with a float16 scale for 32 entries, as published.
 `time` runs updates of 16.8 million parameters on this machine; with an interpreter that has torch, also those
 of torchao and bitsandbytes. `memory` compiles the update of 201 million parameters for an H200 or a TPU v5e,
 without the device.
