@@ -30,7 +30,7 @@ FORMATS = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16"
 _SHIFT = 20  # leaves three bits of a float32's mantissa
 _ONE = 127 << 3  # float32 1.0, shifted: the code of the largest entry
 _UNSIGNED, _SIGNED = 255, 127  # the largest codes
-_E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
+_E4M3_TOP = 256.0  # the code of the largest entry: a power of two scales exactly, in whatever order
 _E4M3_SMALLEST = float(jnp.finfo(jnp.float8_e4m3fn).smallest_subnormal)
 _SUBLANES = 8  # rows of a TPU's tile of float32
 _MOST_GROUPS = 256  # of a row; for more a product costs more than moving the row
@@ -100,8 +100,8 @@ def quantize(
   y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is no number
   if dtype == jnp.float8_e4m3fn:
     # A second moment that is 0 would divide by epsilon alone, so none is rounded to 0.
-    y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_MAX), y) * _E4M3_MAX
-    return Quantized(jnp.clip(y, -_E4M3_MAX, _E4M3_MAX).astype(dtype), scales)
+    y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_TOP), y) * _E4M3_TOP
+    return Quantized(jnp.clip(y, -_E4M3_TOP, _E4M3_TOP).astype(dtype), scales)
   return Quantized(_encode(y, inverse < 0), scales)
 
 
@@ -112,8 +112,7 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
     return codes.astype(jnp.float32)
   scales = _spread(scales, codes.shape)
   if codes.dtype == jnp.float8_e4m3fn:
-    # In this order the largest code gives the scale itself, and storing it again changes nothing.
-    return codes.astype(jnp.float32) * (1 / _E4M3_MAX) * jnp.abs(scales)
+    return codes.astype(jnp.float32) * (1 / _E4M3_TOP) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
 
 
