@@ -188,7 +188,9 @@ def test_a_new_run_starts_from_the_parameters_of_another(tiny, first, tmp_path, 
   assert [line["step"] for line in longer] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("policies", [("fp32", "fp16"), ("fp16", "bf16")])
+@pytest.mark.parametrize(
+  "policies", [("fp32", "fp16"), ("fp16", "bf16"), ("fp32", "bf16_lean"), ("bf16_lean", "fp16")]
+)
 def test_policies_change_in_the_middle_of_a_run(tiny, tmp_path, policies):
   """Losses of the second half are those of one run, but for the policy's rounding."""
   whole = train(tiny, tmp_path / "whole", "optimizer.schedule_steps=20", "train.steps=20")
