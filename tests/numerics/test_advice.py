@@ -346,3 +346,13 @@ def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing():
   [note] = [finding for finding in report.findings if finding.kind == "weight gradient"]
   assert note.severity == "note"
   assert note.text.startswith("b: its gradient is 0 but for rounding")
+
+
+@pytest.mark.slow
+def test_advice_that_needs_float32_weights_drops_what_half_precision_ones_had_besides():
+  params, batch, loss_fn = model("overflow")
+  policy = {"base": "float16", "master_weights": "stochastic"}
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy, tx=optax.sign_sgd(RATE))
+  advised = mpjax.get_policy(report.advice.policy)
+  assert (advised.autocast, advised.param_dtype, advised.master_weights) == (True, "float32", None)
+  assert report.advice.left == ()

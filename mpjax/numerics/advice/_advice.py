@@ -44,7 +44,7 @@ class Change(NamedTuple):
       return f"overrides: {self.value[0]}: {self.value[1]}"
     if self.key == "loss_scaling":
       return f"loss_scaling: {self.value['kind']}, init_scale {power_of_two_text(self.value['init_scale'])}"
-    return f"{self.key}: {self.value}".replace("True", "true")
+    return f"{self.key}: {self.value}".replace("True", "true").replace("None", "none")
 
 
 def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Finding, ...], Advice]:
@@ -93,16 +93,17 @@ def _changes(
     changes.append(
       Change("autocast", True, "precision by module, and float32 where range or digits are critical")
     )
-    has_masters = report.policy.master_weights is not None
-    if report.policy.param_dtype.itemsize < 4 and not has_masters and "lost updates" not in kinds:
-      changes.append(
-        Change("param_dtype", "float32", "autocast takes float32 weights, which are master weights")
-      )
+    if report.policy.param_dtype.itemsize < 4 and all(c.key != "param_dtype" for c in changes):
+      buys = "autocast takes float32 weights, which are master weights"
+      changes = [c for c in changes if c.key != "master_weights"]
+      changes.append(Change("param_dtype", "float32", buys))
+      if report.policy.master_weights is not None:
+        changes.append(Change("master_weights", None, "float32 weights need none"))
     if report.policy.output_dtype.itemsize < 4:
       changes.append(Change("output_dtype", "float32", "the loss keeps its digits"))
   changes += overrides
   known = {change.identity: change.value for change in made}
-  return tuple(c for c in changes if known.get(c.identity) != c.value)
+  return tuple(c for c in changes if c.identity not in known or known[c.identity] != c.value)
 
 
 def _master_weights(report: NumericsReport) -> list[Change]:
