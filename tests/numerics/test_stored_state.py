@@ -49,8 +49,8 @@ def stored_by_hand(x, dtype):
   scale = np.abs(grouped).max(-1, keepdims=True)
   y = grouped / scale
   if dtype == "float8_e4m3fn":
-    y = np.where((y > 0) & (x.min() >= 0), np.maximum(y, 2.0**-9 / 448), y)
-    back = (y * 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 448
+    y = np.where((y > 0) & (x.min() >= 0), np.maximum(y, 2.0**-9 / 256), y)
+    back = (y * 256).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256
   else:
     table = int8_table(x.min() < 0)
     back = table[np.abs(y[..., None] - table).argmin(-1)]
