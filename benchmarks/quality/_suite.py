@@ -48,6 +48,17 @@ POLICIES = {
   "fp8-small": ("fp8, emulated, min_dim 16", ["policy={base: fp8, fp8: {emulate: true, min_dim: 16}}"]),
   # The same mathematics, with sums in another order: how far float32 comes from itself.
   "fp32-reordered": ("fp32 on two devices", ["policy=fp32", "mesh.data=2"]),
+  # Optimiser state and master weights in few bytes.
+  "int8": ("bf16, int8 state", ["policy={base: bf16, optimizer_dtype: int8}"]),
+  "e4m3": ("bf16, float8_e4m3fn state", ["policy={base: bf16, optimizer_dtype: float8_e4m3fn}"]),
+  "bf16-state": ("bf16, bfloat16 state", ["policy={base: bf16, optimizer_dtype: bfloat16}"]),
+  "int16": (
+    "bf16, bfloat16 parameters + int16",
+    ["policy={base: bf16_lean, master_weights: int16, optimizer_dtype: float32}"],
+  ),
+  "lean": ("bf16_lean", ["policy=bf16_lean"]),
+  "stochastic": ("bf16_lean, stochastic", ["policy={base: bf16_lean, master_weights: stochastic}"]),
+  "no-masters": ("bf16_lean, no master weights", ["policy={base: bf16_lean, master_weights: none}"]),
 }
 USUAL = ("fp32", "fp16-unscaled", "fp16", "bf16", "tf32")
 
@@ -68,8 +79,34 @@ class Task:
   seeds: int = 3
 
 
+FEW_BYTES = ("fp32", "bf16", "int8", "e4m3", "bf16-state", "int16", "lean", "stochastic", "no-masters")
+
 # Steps, and one evaluation at the end.
 _ONCE = ("train.eval_every=1000", "train.checkpoint_every=1000")
+
+
+def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...]) -> Task:
+  options = {"sgd": ("optimizer.options={momentum: 0.9}", "optimizer.weight_decay=0"), "adamw": ()}.get(
+    optimizer, ("optimizer.options={}",)
+  )
+  return Task(
+    f"GPT, 1,024 bytes a batch, {optimizer}",
+    "102,400 bytes held out",
+    "configs/gpt_stdlib.yaml",
+    (
+      *("model.dim=128", "model.layers=2", "model.heads=2", "data.batch_size=8", "data.eval_batches=100"),
+      *(
+        "train.steps=300",
+        *_ONCE,
+        f"optimizer.name={optimizer}",
+        f"optimizer.learning_rate={rate}",
+        *options,
+      ),
+    ),
+    policies,
+  )
+
+
 TASKS = {
   "gpt": Task(
     "GPT, 2,048 bytes a batch",
@@ -104,6 +141,11 @@ TASKS = {
     policies=(*USUAL, "fp32-reordered"),
     seeds=6,
   ),
+  "gpt-small": _small_gpt("adamw", "2e-3", FEW_BYTES),
+  **{
+    f"gpt-small-{name}": _small_gpt(name, rate, ("fp32", "bf16", "int8", "lean"))
+    for name, rate in (("lion", "5e-4"), ("muon", "5e-3"), ("adafactor", "1e-2"), ("sgd", "0.1"))
+  },
 }
 
 
