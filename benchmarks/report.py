@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks._record import provenance
 from benchmarks.memory import _suite as memory_suite
+from benchmarks.quality import _tables as quality_tables
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
@@ -308,7 +309,7 @@ def put(file: pathlib.Path, name: str, table: str) -> None:
 
 
 # Reports whose names begin like a suite's, and that have no pictures.
-OWN = ("quality_fp8_cpu", "memory_h200_jax_0_12")
+OWN = ("quality_fp8_cpu", "quality_few_bytes_cpu", "memory_h200_jax_0_12")
 
 
 def main() -> None:
@@ -330,6 +331,7 @@ def main() -> None:
     ("fp8_h200_saved_compute", fp8_compiled),
     ("fp8_h200_saved_fp8", fp8_compiled),
     ("quality_fp8_cpu", quality),
+    ("quality_few_bytes_cpu", quality_tables.tables),
     ("memory_h200_jax_0_12", memory_suite.tables),
     ("numerics_memory_h200", numerics_memory),
     ("numerics_memory_v5e", numerics_memory),
