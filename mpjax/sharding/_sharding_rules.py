@@ -102,7 +102,7 @@ def specs_like(
       return spec
     if leaf.scales is None:
       return Quantized(spec, None)
-    divided = len(spec) == codes.ndim and spec[-1] is not None
+    divided = 0 < codes.ndim == len(spec) and spec[-1] is not None
     whole = divided and leaf.scales.shape[-1] % mesh.shape[spec[-1]]
     return Quantized(spec, _trimmed(spec[:-1]) if whole else spec)
 

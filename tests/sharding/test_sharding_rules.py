@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax.optim import Quantized
 from mpjax.sharding import ShardingRules, dimension_over, keep_axes, specs_like
 
 PARAMS = {
@@ -90,6 +91,13 @@ def test_quantised_state_lies_as_its_parameters_do():
     "columns": (P(None, "fsdp"), P(None, "fsdp")),
     "narrow": (P(None, "fsdp"), P()),  # two groups on four devices
   }
+
+
+def test_a_quantised_scalar_is_whole():
+  params = {"s": jnp.ones(())}
+  state = mpjax.quantized_state(optax.adam(1.0), min_size=0).init(params)
+  nu = specs_like(state, params, {"s": P()}, mesh(fsdp=4)).inner_state[0].nu
+  assert nu["s"] == Quantized(P(), P())
 
 
 def test_parts_of_a_spec():
