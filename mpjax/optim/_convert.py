@@ -57,7 +57,11 @@ def dequantize_state(state: PyTree) -> PyTree:
       return dequantize_state(rebuild(x.inner_state))
     return dequantize(x) if is_quantized(x) else x
 
-  return jax.tree.map(plain, state, is_leaf=lambda x: isinstance(x, QuantizedState) or is_quantized(x))
+  return jax.tree.map(plain, state, is_leaf=_is_stored)
+
+
+def _is_stored(x: object) -> bool:
+  return isinstance(x, (Quantized, QuantizedState))
 
 
 def unstored(state: PyTree) -> PyTree:
@@ -133,12 +137,14 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
   """Returns a plain state kept as another is: quantised in the same leaves, to the same codes and groups.
 
   Args:
-    stored: the inner state of a `QuantizedState`.
-    plain: a state of the same structure, with an array in place of each `Quantized`.
+    stored: a state.
+    plain: what `dequantize_state` makes of a state of that structure.
     steps: updates so far, for the noise of rounding to bfloat16.
   """
 
-  def leaf(path: KeyPath, old: Array | Quantized, x: Array) -> Array | Quantized:
+  def leaf(path: KeyPath, old: Array | Quantized | QuantizedState, x: PyTree) -> PyTree:
+    if isinstance(old, QuantizedState):
+      return old._replace(inner_state=store_like(old.inner_state, x, steps))
     if not isinstance(old, Quantized):
       return cast_like(x, old)
     x = x.astype(jnp.float32)
@@ -147,7 +153,7 @@ def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
     key = leaf_key(0, jnp.asarray(steps, jnp.int32), path)
     return quantize(x, scales_of(x, old.codes.dtype, group), old.codes.dtype, key)
 
-  return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=is_quantized)
+  return jax.tree_util.tree_map_with_path(leaf, stored, plain, is_leaf=_is_stored)
 
 
 class _Pair(NamedTuple):

@@ -10,14 +10,13 @@ import numpy as np
 import optax
 from jaxtyping import Float32
 
-from mpjax._tree import cast_like
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, keep_from, show
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
-from mpjax.optim import MasterWeightsState, QuantizedState, dequantize_state, quantized_state
+from mpjax.optim import MasterWeightsState, dequantize_state, quantized_state
 from mpjax.optim._convert import split_like, store_like
 from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.policy import Policy
@@ -152,8 +151,10 @@ def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyT
   inner = _inner(opt_state)
   if not isinstance(inner, MasterWeightsState):
     return params, opt_state
-  params, correction = split_like(masters, params, policy.master_weights or "none")
-  return params, _with_inner(opt_state, inner._replace(correction=correction))
+  # Of the state, not of the policy: the transform may be the user's own.
+  kind = next((c.dtype.name for c in jax.tree.leaves(inner.correction)), "stochastic")
+  split, correction = split_like(hide(masters), hide(params), kind)
+  return show(params, split, params), _with_inner(opt_state, inner._replace(correction=correction))
 
 
 def adopt_opt_state(
@@ -175,10 +176,7 @@ def adopt_opt_state(
   kept = _moments(old)
   inner = _inner(new)
   moments = inner.inner_state if isinstance(inner, MasterWeightsState) else inner
-  if isinstance(moments, QuantizedState):
-    moments = moments._replace(inner_state=store_like(moments.inner_state, kept))
-  else:
-    moments = cast_like(kept, moments)
+  moments = store_like(moments, kept)
   if isinstance(inner, MasterWeightsState):
     moments = inner._replace(inner_state=moments)
   return _with_inner(new, moments)
@@ -208,7 +206,7 @@ def _moments(state: PyTree) -> PyTree:
   inner = _inner(state)
   if isinstance(inner, MasterWeightsState):
     inner = inner.inner_state
-  return dequantize_state(inner) if isinstance(inner, QuantizedState) else inner
+  return dequantize_state(inner)
 
 
 def _described(tree: PyTree) -> list[tuple[Any, ...]]:

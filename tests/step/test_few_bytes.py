@@ -102,6 +102,32 @@ def test_a_state_goes_from_one_policy_to_another(before, after):
   run(new, adopted, 1)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_state_with_master_weights_of_ones_own_is_adopted(scaled):
+  tx = mpjax.master_weights(optax.adamw(1e-2))
+  tx = mpjax.dynamic_loss_scale(tx) if scaled else tx
+  own, lean = make("bf16_pure", tx), make("bf16_lean")
+  state, _ = run(own, own.init(PARAMS), 2)
+  kept = own.adopt(state, own)
+  jax.tree.map(np.testing.assert_array_equal, kept, state)
+  run(lean, lean.adopt(kept, own), 1)
+
+
+def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
+  whole = mpjax.quantized_state(optax.adamw(1e-2))
+  half = mpjax.quantized_state(optax.adamw(1e-2), exclude="nu")
+  for tx in (whole, half, optax.chain(whole)):
+    old, new = make("fp32", tx), make("bf16_lean", tx)
+    state, _ = run(old, old.init(PARAMS), 2)
+    adopted = new.adopt(state, old)
+    describe = lambda s: str(jax.tree.map(lambda x: (x.shape, x.dtype), s.opt_state))
+    assert describe(adopted) == describe(new.init(PARAMS))
+    moments = [mpjax.dequantize_state(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
+    for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+      np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=float(jnp.max(jnp.abs(theirs))) * 1e-4)
+    run(new, adopted, 1)
+
+
 def is_adam(x):
   return isinstance(x, optax.ScaleByAdamState)
 
@@ -134,6 +160,17 @@ def test_a_step_of_ones_own_by_tx_is_that_of_the_step():
   theirs, _ = step(state, BATCH)
   jax.tree.map(np.testing.assert_array_equal, mine, theirs.params)
   jax.tree.map(np.testing.assert_array_equal, opt_state, theirs.opt_state)
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_overwritten_leaves_are_adopted(master):
+  kept = "_overwrite_with_gradient"
+  of = lambda params, batch: loss_fn(params, batch) + (params[kept]["s"] * 0.3).sum()
+  step = mpjax.make_train_step(of, optax.adamw(1e-2), policy_of(master, "int8"), donate=False)
+  state, _ = run(step, step.init(PARAMS | {kept: {"s": jnp.ones(3)}}), 1)
+  adopted = step.adopt(state, step)
+  jax.tree.map(np.testing.assert_array_equal, adopted.params[kept], state.params[kept])
+  run(step, adopted, 1)
 
 
 def test_overwritten_leaves_become_their_updates():
