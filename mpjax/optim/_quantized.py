@@ -20,9 +20,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float32
 
-from mpjax._types import Array, PyTree
+from mpjax._types import Array, Mesh, PyTree
 from mpjax.optim._stochastic import stochastic_round
 
 FORMATS = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
@@ -96,7 +97,8 @@ def quantize(
   """
   if scales is None:
     return Quantized(stochastic_round(x, key), None)
-  inverse = _spread(jnp.where(jnp.isfinite(scales) & (scales != 0), 1 / scales, 0), x.shape)
+  divides = jnp.isfinite(scales) & (scales != 0)
+  inverse = _spread(jnp.where(divides, 1 / jnp.where(divides, scales, 1), 0), x)
   y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is no number
   if dtype == jnp.float8_e4m3fn:
     # A second moment that is 0 would divide by epsilon alone, so none is rounded to 0.
@@ -110,7 +112,7 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
   codes, scales = stored
   if scales is None:
     return codes.astype(jnp.float32)
-  scales = _spread(scales, codes.shape)
+  scales = _spread(scales, codes)
   if codes.dtype == jnp.float8_e4m3fn:
     return codes.astype(jnp.float32) * (1 / _E4M3_TOP) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
@@ -141,6 +143,35 @@ def _offset(has_sign: Array) -> Array:
 
 def _by_group(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
   """Reduces each group of the last dimension: [..., n] to [..., groups]."""
+  sharding = jax.typeof(x).sharding
+  spec = sharding.spec
+  if x.ndim and spec[-1] is not None:
+    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    whole = groups % math.prod(sharding.mesh.shape[axis] for axis in axes)
+    spec = PartitionSpec(*spec[:-1], None if whole else spec[-1])
+  spec = spec if x.ndim else PartitionSpec(None)
+  return _without_explicit(lambda x: _reduced(reduce, x, groups), sharding.mesh, spec)(x)
+
+
+def _spread(of_groups: Array, like: Array) -> Array:
+  """Gives each entry of an array the value of its group: [..., groups] to its shape and place."""
+  sharding = jax.typeof(like).sharding
+  return _without_explicit(lambda x: _repeated(x, like.shape), sharding.mesh, sharding.spec)(of_groups)
+
+
+def _without_explicit(
+  fun: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec
+) -> Callable[[Array], Array]:
+  """Returns a function that may reshape what is divided over explicit axes, whose result lies by `spec`."""
+  axes = tuple(
+    a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+  )
+  if not axes:
+    return fun
+  return jax.sharding.auto_axes(fun, axes=axes, out_sharding=NamedSharding(mesh, spec))
+
+
+def _reduced(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
   if not x.ndim:
     return reduce(x).reshape(1)
   if not groups:
@@ -162,8 +193,7 @@ def _by_group(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
   return jax.lax.platform_dependent(x, tpu=by_tiles, default=plain)
 
 
-def _spread(of_groups: Array, shape: tuple[int, ...]) -> Array:
-  """Gives each entry the value of its group: [..., groups] to `shape`."""
+def _repeated(of_groups: Array, shape: tuple[int, ...]) -> Array:
   if not shape:
     return of_groups.reshape(())
   n, groups = shape[-1], of_groups.shape[-1]
@@ -179,7 +209,7 @@ def _spread(of_groups: Array, shape: tuple[int, ...]) -> Array:
 
   def by_product(of_groups: Array) -> Array:
     # On a TPU part of the loop that reads it, as no reshape of rows is; exact, since all else is 0.
-    place = jnp.arange(n) // size == jnp.arange(groups)[:, None]
+    place = jnp.arange(n)[None] // size == jnp.arange(groups)[:, None]
     return jnp.dot(of_groups, place.astype(of_groups.dtype), precision=jax.lax.Precision.HIGHEST)
 
   if groups > _MOST_GROUPS:

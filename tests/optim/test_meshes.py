@@ -81,6 +81,26 @@ def test_eight_devices_have_the_bits_of_one_and_move_none(form, by):
   same_bits((there, state_there), (params, state))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_axes_may_be_explicit(dtype):
+  mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+  specs = {"w": ("x", "y"), "both": (None, ("x", "y")), "uneven": ("x", "y"), "s": (), "b": ("y",)}
+  shapes = {"w": (16, 512), "both": (3, 1024), "uneven": (8, 300), "s": (), "b": (8,)}
+  params = {name: jax.random.normal(KEY, shape) for name, shape in shapes.items()}
+  place = lambda name: NamedSharding(mesh, PartitionSpec(*specs[name]))
+  divided = {name: jax.device_put(x, place(name)) for name, x in params.items()}
+  tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
+  states = []
+  for p in (params, divided):
+    state = tx.init(p)
+    for _ in range(2):
+      _, state = jax.jit(tx.update)(p, state, p)
+    states.append(state)
+  same_bits(states[1], states[0])
+  for name, trace in states[1].inner_state[0].trace.items():
+    assert trace.codes.sharding.is_equivalent_to(place(name), len(shapes[name]))
+
+
 def test_the_first_state_is_divided_as_the_parameters():
   place = division("columns")
   tx = mpjax.quantized_state(optax.adamw(0.1))

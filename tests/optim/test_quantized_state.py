@@ -7,6 +7,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import checkify
 
 import mpjax
 from mpjax.optim import Quantized, is_quantized
@@ -46,6 +47,18 @@ def test_what_is_not_finite_is_in_the_scale(dtype):
     assert jnp.isfinite(out.codes.astype(jnp.float32)).all()
     np.testing.assert_array_equal(jnp.isfinite(out.scales[:2]), [[False, True], [True, False]])
     np.testing.assert_array_equal(jnp.isfinite(out.scales).sum(1), [1] * rows)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_under_strict_promotion_and_checks(dtype):
+  tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
+  params = {"w": jnp.ones((8, 300)), "s": jnp.ones(())}
+  grads = jax.tree.map(jnp.zeros_like, params)
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+    state = tx.init(params)
+    update = checkify.checkify(jax.jit(tx.update), errors=checkify.all_checks)
+    error, _ = update(grads, state, params)
+  error.throw()
 
 
 def test_a_second_moment_is_never_rounded_to_zero():

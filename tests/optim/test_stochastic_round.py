@@ -72,6 +72,12 @@ def test_a_key_says_the_bits_and_another_says_others():
   assert (first != mpjax.stochastic_round(x, jax.random.key(1))).any()
 
 
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_under_strict_promotion(dtype):
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    assert mpjax.stochastic_round(jnp.ones((2, 3)), KEY, dtype).dtype == dtype
+
+
 def test_other_dtypes_are_refused():
   with pytest.raises(ValueError, match="dtype='float32'"):
     mpjax.stochastic_round(jnp.ones(3), KEY, jnp.float32)
