@@ -29,6 +29,7 @@ from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._skip import keep_if
 from mpjax.loss_scale._state_access import find_scaler
+from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
@@ -363,7 +364,7 @@ class TrainStep:
       step=jnp.asarray(optimizer.step[...], jnp.int32),
       params=nnx.as_pure(params),
       model_state=nnx.as_pure(model_state),
-      opt_state=nnx.as_pure(optimizer.opt_state),
+      opt_state=rebuild(nnx.as_pure(optimizer.opt_state)),
       rng=None if rng is None else jnp.copy(rng),  # the state's buffers are given away
       graphdef=graphdef,
     )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax.optim import find_master_weights, merge_master_weights
@@ -135,6 +136,15 @@ def is_adam(x):
 def old_masters(state):
   found = find_master_weights(state.opt_state)
   return merge_master_weights(state.params, found[0])[0] if found else state.params
+
+
+def test_a_step_in_place_is_compiled_once():
+  step = mpjax.make_train_step(lambda m, x: jnp.mean(m(x) ** 2), optax.adamw(1e-2), "bf16_lean")
+  model = step.policy.cast_to_param(nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
+  optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
+  for _ in range(3):
+    step(model, optimizer, jnp.ones((8, 64)))
+  assert step.jitted._cache_size() == 1
 
 
 def test_a_skipped_step_changes_no_bit():
