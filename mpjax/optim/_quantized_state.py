@@ -53,6 +53,9 @@ def quantized_state(
   (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
   The dtypes of the state are those of `init` after any step.
 
+  State that holds parameters rather than moments loses small updates in 8 bits: name it in `exclude`, as
+  `"z"` of `optax.contrib.schedule_free`.
+
   `optax.MultiSteps` belongs outside: within, the gradients that it adds up would be stored in 8 bits, too.
 
   Args:
