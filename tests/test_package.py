@@ -34,7 +34,7 @@ def test_the_wheel_carries_the_presets_and_the_type_marker(tmp_path):
     [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
   )
   assert str(tmp_path / "site") in out.stdout
-  assert out.stdout.count("params=") == 7
+  assert out.stdout.count("params=") == 8
 
 
 def test_the_changelog_has_the_version():
