@@ -26,7 +26,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
   """Returns the path of the parameter that a leaf of an optimiser's state belongs to; `None` for none.
 
-  That is the longest parameter's path with which the leaf's ends, if the shapes are the same.
+  That is the longest path of a parameter of the leaf's shape with which the leaf's ends.
 
   Args:
     name: path of the leaf, as `path_text` gives it.
@@ -35,8 +35,7 @@ def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[i
   """
   parts = name.split("/")
   ends = ("/".join(parts[i:]) for i in range(len(parts) + 1))
-  path = next((end for end in ends if end in shapes), None)
-  return path if path is not None and shapes[path] == shape else None
+  return next((end for end in ends if shapes.get(end) == shape), None)
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:

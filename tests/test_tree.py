@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mpjax._tree import cast_like, named_leaves, path_text
+from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
 
 
 def test_paths_of_dicts_sequences_and_named_tuples_are_joined():
@@ -38,3 +38,12 @@ def test_what_has_the_dtype_already_is_the_same_object():
 def test_another_structure_is_refused():
   with pytest.raises(ValueError):
     cast_like({"a": 1}, {"b": 1})
+
+
+def test_a_leaf_belongs_to_the_longest_path_of_its_shape():
+  shapes = {"w": (2,), "mu/w": (3,), "b/w": (2,)}
+  assert parameter_of("0/mu/w", (2,), shapes) == "w"
+  assert parameter_of("0/mu/w", (3,), shapes) == "mu/w"
+  assert parameter_of("0/mu/b/w", (2,), shapes) == "b/w"
+  assert parameter_of("0/mu/w", (4,), shapes) is None
+  assert parameter_of("0/mu", (2,), {"": (2,)}) == ""

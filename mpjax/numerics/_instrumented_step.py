@@ -23,7 +23,8 @@ from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._stored_state import what_is_lost
 from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary, is_half
-from mpjax.optim._convert import store_step, unstored
+from mpjax.optim._convert import store_step
+from mpjax.optim._quantized import unstored
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch

@@ -15,8 +15,8 @@ from jax.tree_util import KeyPath
 from mpjax._tree import cast_like
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import cast_floating
-from mpjax.optim._master_weights import MasterWeightsState, is_half, join, master_weights, split
-from mpjax.optim._quantized import Quantized, dequantize, is_quantized, quantize, rebuild, scales_of
+from mpjax.optim._master_weights import MasterWeightsState, is_half_array, join, master_weights, split
+from mpjax.optim._quantized import Quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._quantized_state import QuantizedState, quantized_state
 from mpjax.optim._stochastic import leaf_key
 
@@ -55,18 +55,13 @@ def dequantize_state(state: PyTree) -> PyTree:
   def plain(x: PyTree) -> PyTree:
     if isinstance(x, QuantizedState):
       return dequantize_state(rebuild(x.inner_state))
-    return dequantize(x) if is_quantized(x) else x
+    return unstored(x)
 
   return jax.tree.map(plain, state, is_leaf=_is_stored)
 
 
 def _is_stored(x: object) -> bool:
   return isinstance(x, (Quantized, QuantizedState))
-
-
-def unstored(state: PyTree) -> PyTree:
-  """Returns a state with a float32 array in place of each `Quantized`, of which a step makes another such."""
-  return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, state, is_leaf=is_quantized)
 
 
 def store_step(before: PyTree, after: PyTree) -> PyTree:
@@ -123,7 +118,7 @@ def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) 
   """
 
   def leaf(path: KeyPath, master: Array, p: Array) -> _Pair:
-    if not is_half(p):
+    if not is_half_array(p):
       return _Pair(p, optax.MaskedNode())
     key = leaf_key(seed, jnp.zeros([], jnp.int32), path)
     return _Pair(*split(master.astype(jnp.float32), correction, p.dtype, key))

@@ -107,7 +107,7 @@ def make_master_weights(
     updates, inner_state = inner.update(widen_floating(updates), state.inner_state, masters, **extra_args)
 
     def leaf(path: KeyPath, p: Array, master: Array, u: Array) -> _Leaf:
-      if not is_half(p):
+      if not is_half_array(p):
         return _Leaf(u, optax.MaskedNode())
       key = leaf_key(seed, steps, path)
       new, extra = split(master + u.astype(jnp.float32), correction, p.dtype, key)
@@ -142,7 +142,7 @@ def apply_bits(params: PyTree, updates: PyTree) -> PyTree:
   """
 
   def leaf(p: Array, u: Array) -> Array:
-    if not is_half(p):
+    if not is_half_array(p):
       return optax.apply_updates(p, u)
     bits = _bits(p).astype(jnp.int32) + u.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), p.dtype)
@@ -150,7 +150,7 @@ def apply_bits(params: PyTree, updates: PyTree) -> PyTree:
   return jax.tree.map(leaf, params, updates)
 
 
-def is_half(x: object) -> bool:
+def is_half_array(x: object) -> bool:
   """True for an array in bfloat16 or float16."""
   return getattr(x, "dtype", None) in _HALF
 
@@ -168,7 +168,7 @@ class _Leaf(NamedTuple):
 
 def _first(path: KeyPath, p: Array, correction: str) -> Array | optax.MaskedNode:
   """Returns the correction of a parameter that is its master weight."""
-  if not is_half(p) or correction == "stochastic":
+  if not is_half_array(p) or correction == "stochastic":
     return optax.MaskedNode()
   if correction != "float32" and p.dtype != jnp.bfloat16:
     raise ValueError(
@@ -180,7 +180,7 @@ def _first(path: KeyPath, p: Array, correction: str) -> Array | optax.MaskedNode
 
 def _join(p: Array, correction: Array | optax.MaskedNode) -> Array:
   if isinstance(correction, optax.MaskedNode):
-    return p.astype(jnp.float32) if is_half(p) else p
+    return p.astype(jnp.float32) if is_half_array(p) else p
   if correction.dtype == jnp.float32:
     return correction
   low = correction.astype(jnp.int32) << (16 - 8 * correction.dtype.itemsize)

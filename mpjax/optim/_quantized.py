@@ -98,7 +98,9 @@ def quantize(
   if scales is None:
     return Quantized(stochastic_round(x, key), None)
   divides = jnp.isfinite(scales) & (scales != 0)
-  inverse = _spread(jnp.where(divides, 1 / jnp.where(divides, scales, 1), 0), x)
+  # The inverse of the largest scales is subnormal, which devices take for 0.
+  inverse = jnp.maximum(1 / jnp.abs(jnp.where(divides, scales, 1)), _TINY) * jnp.sign(scales)
+  inverse = _spread(jnp.where(divides, inverse, 0), x)
   y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is no number
   if dtype == jnp.float8_e4m3fn:
     # A second moment that is 0 would divide by epsilon alone, so none is rounded to 0.
@@ -116,6 +118,11 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
   if codes.dtype == jnp.float8_e4m3fn:
     return codes.astype(jnp.float32) * (1 / _E4M3_TOP) * jnp.abs(scales)
   return _decode(codes, scales < 0) * jnp.abs(scales)
+
+
+def unstored(state: PyTree) -> PyTree:
+  """Returns a state with a float32 array in place of each `Quantized`, of which a step makes another such."""
+  return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, state, is_leaf=is_quantized)
 
 
 def _encode(y: Float32[Array, "..."], has_sign: Array) -> Array:

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean, widen_floating
-from mpjax.optim._quantized import FORMATS, Quantized, dequantize, is_quantized, quantize, rebuild, scales_of
+from mpjax.optim._quantized import FORMATS, Quantized, is_quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex
 
@@ -112,7 +112,7 @@ def quantized_state(
     grads, masters = widen_floating(updates), widen_floating(params)
 
     def step(stored: PyTree) -> tuple[PyTree, PyTree]:
-      plain = _plain(stored)
+      plain = unstored(stored)
       updates, new = inner.update(grads, plain, masters, **extra_args)
       if (made := str(jax.tree.structure(new))) != (expected := str(jax.tree.structure(plain))):
         raise ValueError(
@@ -143,10 +143,6 @@ def quantized_state(
 
 def _barrier(tree: PyTree) -> PyTree:
   return jax.lax.optimization_barrier(tree)
-
-
-def _plain(stored: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, stored, is_leaf=is_quantized)
 
 
 def _scales(old: Array | Quantized, x: Array, group: int) -> Array | None:

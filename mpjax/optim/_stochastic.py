@@ -66,7 +66,7 @@ def stochastic_round(x: Array, key: Array, dtype: DTypeLike = jnp.bfloat16) -> A
   return jnp.where(jnp.isfinite(value), result, value).astype(target)
 
 
-def leaf_key(seed: int, count: Array, path: KeyPath) -> Array:
+def leaf_key(seed: int, steps: Array, path: KeyPath) -> Array:
   """Returns the key of a leaf of a tree in a step, which no other leaf or step has.
 
   Args:
@@ -75,7 +75,7 @@ def leaf_key(seed: int, count: Array, path: KeyPath) -> Array:
     path: of the leaf.
   """
   # Not the user's default implementation: its bits may depend on how an array is divided.
-  key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
+  key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), steps)
   return jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))
 
 
