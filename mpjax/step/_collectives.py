@@ -7,6 +7,7 @@ before it is cast (jax-ml/jax#27496), and once for each micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -22,6 +23,47 @@ from mpjax.loss_scale._overwritten import is_overwritten
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
 _SPEC = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """The part of a parameter that a device has of those along `fsdp`.
+
+  Attributes:
+    dimension: that is divided.
+    devices: that it is divided over.
+    dtype: of the parameter in the program that reads it.
+    gather_dtype: in which it is gathered.
+    reduce_dtype: in which its gradient is reduced; `None` for float32, or its own where that is wider.
+  """
+
+  dimension: int
+  devices: int
+  dtype: np.dtype
+  gather_dtype: np.dtype
+  reduce_dtype: np.dtype | None = None
+
+  def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the parameter that a device has this part of."""
+    shape = list(shard.shape)
+    shape[self.dimension] *= self.devices
+    return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
+
+  def gather(self, shard: Array) -> Array:
+    """Gathers the parameter; cast first, and to the program's dtype afterwards. Inside `on_each`."""
+    whole = jax.lax.all_gather(shard.astype(self.gather_dtype), "fsdp", axis=self.dimension, tiled=True)
+    return whole.astype(self.dtype)
+
+  def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
+    """Sums a gradient of the parameter over `fsdp`, of which the device gets its part. Inside `on_each`.
+
+    Args:
+      gradient: of the whole parameter.
+      dtype: of the result.
+    """
+    gradient = _to_reduce(gradient, self.reduce_dtype)
+    part = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=self.dimension, tiled=True)
+    return part.astype(dtype)
 
 
 def gather(mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyTree[np.dtype]) -> PyTree:
@@ -62,7 +104,13 @@ def gather(mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyT
   return jax.tree.unflatten(structure, leaves)
 
 
-def on_each(mesh: Mesh, fun: Callable[..., PyTree], replicated: tuple[PyTree, ...], batch: PyTree) -> PyTree:
+def on_each(
+  mesh: Mesh,
+  fun: Callable[..., PyTree],
+  replicated: tuple[PyTree, ...],
+  batch: PyTree,
+  specs: PyTree[PartitionSpec] = _SPEC,
+) -> PyTree:
   """Runs a function of a device's rows on each device, and stacks the results: one entry a device in front.
 
   Args:
@@ -70,6 +118,7 @@ def on_each(mesh: Mesh, fun: Callable[..., PyTree], replicated: tuple[PyTree, ..
     fun: takes the replicated trees, and a device's rows of the batch.
     replicated: trees that are the same for all rows.
     batch: tree whose leaves have the rows in front; a scalar is the same for all.
+    specs: how the first of the replicated trees is divided nevertheless.
   """
   axes = axes_of_batch(mesh)
 
@@ -80,7 +129,8 @@ def on_each(mesh: Mesh, fun: Callable[..., PyTree], replicated: tuple[PyTree, ..
     body,
     mesh=mesh,
     in_specs=(
-      *(_SPEC,) * len(replicated),
+      specs,
+      *(_SPEC,) * (len(replicated) - 1),
       jax.tree.map(lambda x: PartitionSpec(axes) if x.ndim else _SPEC, batch),
     ),
     out_specs=PartitionSpec(axes),
@@ -94,7 +144,20 @@ def shard_index(mesh: Mesh) -> Int32[Array, ""]:
   return jax.lax.axis_index(axes_of_batch(mesh))
 
 
-def reduce(mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.dtype | None) -> PyTree:
+def _to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
+  """Casts a gradient to the dtype in which it crosses."""
+  asked = dtype is not None and jnp.issubdtype(gradient.dtype, jnp.floating)
+  return gradient.astype(dtype if asked else at_least_float32(gradient.dtype))
+
+
+def reduce(
+  mesh: Mesh,
+  stacked: PyTree,
+  specs: PyTree[PartitionSpec],
+  dtype: np.dtype | None,
+  *,
+  over_fsdp: bool = True,
+) -> PyTree:
   """Averages gradients over the devices that share a batch: one sum for each array, in one dtype.
 
   They are cast, summed as they are (an overflow of the sum is infinite, and the step then skipped), cast to
@@ -106,6 +169,7 @@ def reduce(mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.
     stacked: tree of local gradients, as `on_each` returns them.
     specs: tree of `PartitionSpec` of the results.
     dtype: in which they cross; `None` for float32, or their own where that is wider.
+    over_fsdp: `False` where those of divided parameters have been summed over `fsdp` (`Part.reduce`).
   """
   axes, shards = axes_of_batch(mesh), batch_shards(mesh)
   pairs, structure = jax.tree_util.tree_flatten_with_path(stacked)
@@ -115,14 +179,14 @@ def reduce(mesh: Mesh, stacked: PyTree, specs: PyTree[PartitionSpec], dtype: np.
     if is_overwritten(path):
       return jax.lax.pmax(x, axes)
     wide = at_least_float32(x.dtype)
-    asked = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    x = x.astype(dtype if asked else wide)
+    x = _to_reduce(x, dtype)
     axis = dimension_over(spec, "fsdp")
     if axis is None:
       x = jax.lax.psum(x, axes)
     else:
       # For TPUs, XLA makes an all-reduce of this where it expects that to be faster, and of all in float16.
-      x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=axis, tiled=True)
+      if over_fsdp:
+        x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=axis, tiled=True)
       if "data" in axes and mesh.shape["data"] > 1:
         x = jax.lax.psum(x, "data")
     return x.astype(wide) / shards

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._tree import named_leaves
 from mpjax._types import Mesh, PyTree
+from mpjax.dtypes import did_you_mean
 from mpjax.sharding import (
   Dims,
   ShardingRule,
@@ -26,6 +27,8 @@ from mpjax.sharding import (
 )
 from mpjax.step._train_state import TrainState
 
+GATHERS = ("step", "block")  # once a step, or where they are read
+
 _Out = TypeVar("_Out")
 
 
@@ -36,10 +39,12 @@ class Layout:
   Attributes:
     mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
     rules: where parameters lie.
+    gather: when divided parameters are gathered, one of `GATHERS`.
   """
 
   mesh: Mesh
   rules: ShardingRules
+  gather: str = "step"
 
   @property
   def shards(self) -> int:
@@ -115,18 +120,31 @@ class Layout:
 
 
 def make_layout(
-  mesh: Mesh | None, sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None
+  mesh: Mesh | None,
+  sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None,
+  gather: str = "step",
 ) -> Layout | None:
-  """Makes a layout of `make_train_step`'s `mesh` and `sharding`; `None` without a mesh.
+  """Makes a layout of `make_train_step`'s `mesh`, `sharding` and `gather`; `None` without a mesh.
 
   Raises:
     ValueError: for a mesh or rules that do not fit.
   """
+  if gather not in GATHERS:
+    raise ValueError(
+      f"gather={gather!r}: expected one of {', '.join(GATHERS)}{did_you_mean(str(gather), GATHERS)}"
+    )
   if mesh is None:
     if sharding is not None:
       raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
+    if gather != "step":
+      raise ValueError(f"gather={gather!r} says when parameters on a mesh are gathered: pass mesh=, too")
     return None
+  mesh = check_mesh(mesh)
+  if gather == "block" and "fsdp" not in mesh.shape:
+    raise ValueError(
+      f"gather='block' is for parameters that are divided over an axis fsdp: the mesh has {dict(mesh.shape)}"
+    )
   if isinstance(sharding, ShardingRules):
-    return Layout(check_mesh(mesh), sharding)
+    return Layout(mesh, sharding, gather)
   rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
-  return Layout(check_mesh(mesh), rules)
+  return Layout(mesh, rules, gather)

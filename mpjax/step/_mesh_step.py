@@ -11,13 +11,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
-from mpjax._types import Array, PyTree
-from mpjax.sharding import dimension_over, is_spec
+from mpjax._types import Array, Mesh, PyTree
+from mpjax.dtypes import at_least_float32
+from mpjax.sharding import dimension_over, is_spec, keep_axes
 from mpjax.step import _collectives
+from mpjax.step._collectives import Part
 from mpjax.step._gather_dtypes import read_in
 from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss, row_count, row_keys
 from mpjax.step._train_state import TrainState
+
+_WHOLE = PartitionSpec()
 
 # (parameters, state, rows, keys) to a tree of arrays.
 _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None], PyTree]
@@ -45,17 +49,53 @@ def value_and_grad_on_mesh(
     mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
     return run(params, rest.replace(model_state=mine), batch, _keys(loss, key, batch, index)), mine
 
-  def everywhere(run: _OfRows, params: PyTree) -> tuple[PyTree, PyTree]:
-    return _collectives.on_each(mesh, functools.partial(each, run), (params, rest, state.step_key), batch)
+  def everywhere(
+    run: _OfRows, params: PyTree, specs: PyTree[PartitionSpec] = _WHOLE
+  ) -> tuple[PyTree, PyTree]:
+    replicated = (params, rest, state.step_key)
+    return _collectives.on_each(mesh, functools.partial(each, run), replicated, batch, specs)
 
   dtypes = _gather_dtypes(functools.partial(everywhere, loss.forward), params, specs)
-  gathered = _collectives.gather(mesh, params, specs, dtypes)
-  out, mine = everywhere(loss.value_and_grad, gathered)
-  grads = _collectives.reduce(mesh, out.grads, specs, loss.options.policy.reduce_dtype)
+  reduce_dtype = loss.options.policy.reduce_dtype
+  if layout.gather == "step":
+    gathered = _collectives.gather(mesh, params, specs, dtypes)
+    out, mine = everywhere(loss.value_and_grad, gathered)
+  else:
+    parts = _parts(mesh, params, specs, dtypes, reduce_dtype)
+    # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
+    flat = zip(jax.tree.leaves(own), parts, strict=True)
+    wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
+    own = jax.tree.unflatten(jax.tree.structure(params), wide)
+    run = functools.partial(loss.value_and_grad, parts=parts)
+    out, mine = everywhere(run, params, jax.tree.map(_over_fsdp, specs, is_leaf=is_spec))
+  grads = _collectives.reduce(mesh, out.grads, specs, reduce_dtype, over_fsdp=layout.gather == "step")
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   model_state = jax.tree.map(_unfold, total(out.model_state), total(mine), state.model_state)
   return GradientPass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
+
+
+def _parts(
+  mesh: Mesh,
+  params: PyTree,
+  specs: PyTree[PartitionSpec],
+  dtypes: PyTree[np.dtype],
+  reduce_dtype: np.dtype | None,
+) -> list[Part | None]:
+  """Returns for each parameter how it is divided over `fsdp`; `None` for a whole one."""
+
+  def part(leaf: Array, spec: PartitionSpec, dtype: np.dtype) -> Part | None:
+    dimension = dimension_over(spec, "fsdp")
+    if dimension is None:
+      return None
+    return Part(dimension, mesh.shape["fsdp"], np.dtype(leaf.dtype), dtype, reduce_dtype)
+
+  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+  return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]
+
+
+def _over_fsdp(spec: PartitionSpec) -> PartitionSpec:
+  return keep_axes(spec, ("fsdp",))
 
 
 def _gather_dtypes(

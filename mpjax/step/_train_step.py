@@ -70,6 +70,7 @@ def make_train_step(
   recompute: str = "islands",
   mesh: Mesh | None = None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
+  gather: str = "step",
   grad_norm: bool = False,
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
@@ -110,6 +111,9 @@ def make_train_step(
     sharding: where parameters lie on the mesh: axes by regular expression on the parameter's path, as in
       `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape; what they say nothing of has its
       largest dimension over `fsdp`.
+    gather: when parameters that are divided over `fsdp` are gathered: once a `"step"`, and kept until the
+      backward pass has read them; or `"block"`: each right before it is read, and again in the backward
+      pass, so that the model need not fit on a device. Gradients are then divided as soon as they are made.
     grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
       any clipping. It reads each gradient once more.
 
@@ -134,7 +138,7 @@ def make_train_step(
     cast_batch=cast_batch,
     donate=donate,
     recompute=recompute,
-    layout=make_layout(mesh, sharding),
+    layout=make_layout(mesh, sharding, gather),
     grad_norm=grad_norm,
   )
   return TrainStep(loss_fn, tx, options)

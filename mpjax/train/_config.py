@@ -67,13 +67,15 @@ class MeshConfig(Section):
 
   Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
   one matrix product over `tensor`. `rules` are tried before the model's own: for regular expressions on
-  parameter paths, an axis or null for each dimension.
+  parameter paths, an axis or null for each dimension. `gather` says when parameters that are divided over
+  `fsdp` are gathered: once a `step`, or by `block`, where they are read.
   """
 
   data: Int = -1
   fsdp: Int = 1
   tensor: Int = 1
   rules: dict[str, Any] = pydantic.Field(default_factory=dict)
+  gather: Literal["step", "block"] = "step"
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:

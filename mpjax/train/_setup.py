@@ -165,6 +165,7 @@ def build_step(
     recompute=step_recompute(config.train.recompute),
     mesh=mesh,
     sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
+    gather=config.mesh.gather if mesh is not None else "step",
     grad_norm=True,
   )
   return task, step

@@ -122,10 +122,11 @@ ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of th
     *((case, {"data": 2, "fsdp": 2, "tensor": 2}) for case in ON_THREE_AXES),
   ],
 )
-def test_a_mesh_trains_as_one_device_does(case, shape):
+@pytest.mark.parametrize("gather", ["step", "block"])
+def test_a_mesh_trains_as_one_device_does(case, shape, gather):
   loss, init, policy, options = SAME[case]
   _, one, expected = on_one_device(case)
-  _, many, curve = train(loss, policy, init, mesh=mesh(**shape), **options)
+  _, many, curve = train(loss, policy, init, mesh=mesh(**shape), gather=gather, **options)
   half = case.startswith(("bf16", "fp16"))
   for a, b in zip(expected, curve, strict=True):
     assert a.keys() == b.keys()

@@ -1,0 +1,231 @@
+"""Values of a program that are made of divided parameters, and functions that read them.
+
+A function that reads one gathers the parameters, and forgets them: what the backward pass needs of them it
+makes of a device's parts again. Gradients are cut into parts where they are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._types import Array, ClosedJaxpr, JaxprEqn, PyTree, Var
+from mpjax.jaxpr import bind_again, is_variable, live, variables_of
+from mpjax.step._collectives import Part
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+  """A parameter in a program's values, as the part that a device has.
+
+  Attributes:
+    shard: the part.
+    part: how it is a part, and how it crosses.
+    casts: the equations that cast the whole parameter to what is meant.
+  """
+
+  shard: Array
+  part: Part
+  casts: tuple[JaxprEqn, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Made:
+  """A value that is made of divided parameters alone: a transpose, a norm, a weight that is normalised.
+
+  Attributes:
+    equation: makes it.
+    operands: of the equation; one tuple for all its results.
+    index: of the result that is meant.
+  """
+
+  equation: JaxprEqn
+  operands: tuple[Value, ...]
+  index: int
+
+
+Value = Array | Divided | Made
+
+
+def is_put_off(x: Value) -> bool:
+  """True for a value that is made of divided parameters, which is there only where it is read."""
+  return isinstance(x, (Divided, Made))
+
+
+def shards_of(values: Sequence[Value]) -> dict[int, Divided]:
+  """Returns the parameters that values are made of, by the identity of the part."""
+  found: dict[int, Divided] = {}
+  for x in values:
+    if isinstance(x, Made):
+      found |= shards_of(x.operands)
+    elif isinstance(x, Divided):
+      found[id(x.shard)] = x
+  return found
+
+
+class Replaced:
+  """Values with other arrays in place of the parts that they are made of.
+
+  Args:
+    shards: the new ones, by the identity of the old.
+  """
+
+  def __init__(self, shards: Mapping[int, Array]):
+    self._shards = shards
+    self._operands: dict[int, tuple[Value, ...]] = {}
+
+  def __call__(self, x: Value) -> Value:
+    """Returns a value."""
+    if isinstance(x, Divided):
+      return dataclasses.replace(x, shard=self._shards[id(x.shard)])
+    if not isinstance(x, Made):
+      return x
+    if id(x.operands) not in self._operands:
+      self._operands[id(x.operands)] = tuple(map(self, x.operands))
+    return dataclasses.replace(x, operands=self._operands[id(x.operands)])
+
+
+class _Whole:
+  """The values that are made of parameters, once those are gathered.
+
+  Args:
+    gathered: whole parameters, by the identity of the part.
+  """
+
+  def __init__(self, gathered: Mapping[int, Array]):
+    self._gathered = gathered
+    self._made: dict[int, list[Array]] = {}
+
+  def __call__(self, x: Divided | Made) -> Array:
+    """Returns a value."""
+    if isinstance(x, Divided):
+      cast = lambda value, equation: bind_again(equation, [value])[0]
+      return functools.reduce(cast, x.casts, self._gathered[id(x.shard)])
+    key = id(x.operands)
+    if key not in self._made:
+      operands = [self(a) if isinstance(a, (Divided, Made)) else a for a in x.operands]
+      self._made[key] = bind_again(x.equation, operands)
+    return self._made[key][x.index]
+
+
+def read(fun: Callable[..., list[Array]], operands: Sequence[Value], fenced: bool) -> list[Array]:
+  """Returns what a function gives for values of which some are put off.
+
+  Residuals of its derivative that are made of gathered parameters alone are made again of the parts.
+
+  Args:
+    fun: of as many arrays.
+    operands: the values.
+    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+  """
+  roots = shards_of(operands)
+  if not roots:
+    return fun(*operands)
+  # Several values may be made of one parameter, which is gathered once.
+  parts = [x.part for x in roots.values()]
+  others = [x for x in operands if not is_put_off(x)]
+  kept: list[_Residuals] = []
+
+  def of_whole(gathered: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    given, whole = iter(others), _Whole(dict(zip(roots, gathered, strict=True)))
+    return fun(*(whole(x) if isinstance(x, (Divided, Made)) else next(given) for x in operands))
+
+  @jax.custom_vjp
+  def run(shards: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    return of_whole([part.gather(x) for x, part in zip(shards, parts, strict=True)], others)
+
+  def forward(shards: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], PyTree]:
+    gathered = [part.gather(x) for x, part in zip(shards, parts, strict=True)]
+    kept[:] = [_Residuals(of_whole, gathered, others)]
+    out, saved = kept[0].forward(gathered, others)
+    return out, (saved, shards)
+
+  def backward(saved: PyTree, cotangents: list[Array]) -> tuple[list[Array], list[Array | None]]:
+    (arrays, shards), (residuals,) = saved, kept
+    if fenced:
+      shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
+    reads = zip(shards, parts, residuals.reads, strict=True)
+    gathered = [part.gather(x) if is_read else None for x, part, is_read in reads]
+    of_gathered, of_others = residuals.backward(gathered, arrays, cotangents)
+    back = zip(of_gathered, shards, parts, strict=True)
+    return [part.reduce(ct, x.dtype) for ct, x, part in back], of_others
+
+  run.defvjp(forward, backward)
+  return run([x.shard for x in roots.values()], others)
+
+
+class _Residuals:
+  """A function of gathered parameters and other arrays, and what its derivative keeps.
+
+  Args:
+    fun: of two lists of arrays.
+    gathered: the first list, of arrays of these types.
+    others: the second.
+
+  Attributes:
+    reads: which of the gathered parameters the backward pass reads.
+  """
+
+  def __init__(
+    self,
+    fun: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+    gathered: Sequence[Array],
+    others: Sequence[Array],
+  ):
+    moves = self._moves = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in others]
+
+    def run(gathered: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+      def of_moving(gathered: Sequence[Array], moving: Sequence[Array]) -> list[Array]:
+        given = iter(moving)
+        return fun(gathered, [next(given) if m else x for x, m in zip(others, moves, strict=True)])
+
+      moving = [x for x, m in zip(others, moves, strict=True) if m]
+      out, pull = jax.vjp(of_moving, gathered, moving)
+      residuals, self._structure = jax.tree.flatten(pull)
+      self._results = len(out)
+      return out, residuals
+
+    self._closed: ClosedJaxpr = jax.make_jaxpr(run)(gathered, others)
+    body, n = self._closed.jaxpr, len(gathered)
+    mixed = set(body.invars[n:])
+    for equation in body.eqns:
+      if not mixed.isdisjoint(variables_of(equation.invars)):
+        mixed.update(equation.outvars)
+    self._is_kept = [is_variable(a) and a in mixed for a in body.outvars[self._results :]]
+    self._is_again = [False] * self._results + [not kept for kept in self._is_kept]
+    read = live(body, self._is_again, effects=False).variables
+    self.reads = [v in read for v in body.invars[:n]]
+
+  def forward(self, gathered: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Returns the results, and those residuals that other arrays than gathered ones have a part in."""
+    out = _outputs(self._closed, [*gathered, *others], [True] * self._results + self._is_kept)
+    return out[: self._results], out[self._results :]
+
+  def backward(
+    self, gathered: Sequence[Array | None], saved: Sequence[Array], cotangents: Sequence[Array]
+  ) -> tuple[list[Array], list[Array | None]]:
+    """Returns cotangents of the gathered parameters and of the others; `gathered` as `reads` says."""
+    unread = (None,) * len(self._moves)
+    again = iter(_outputs(self._closed, [*gathered, *unread], self._is_again))
+    stored = iter(saved)
+    residuals = [next(stored) if is_kept else next(again) for is_kept in self._is_kept]
+    of_gathered, of_moving = jax.tree.unflatten(self._structure, residuals)(list(cotangents))
+    given = iter(of_moving)
+    return of_gathered, [next(given) if m else None for m in self._moves]
+
+
+def _outputs(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Array]:
+  """Returns some outputs of a program, from what they need of its arguments."""
+  body = closed.jaxpr
+  values: dict[Var, Any] = dict(zip(body.constvars, closed.consts, strict=True))
+  values |= zip(body.invars, arguments, strict=True)
+  for equation in live(body, wanted, effects=False).equations:
+    operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
+    values |= zip(equation.outvars, bind_again(equation, operands), strict=True)
+  outs = zip(body.outvars, wanted, strict=True)
+  return [values[a] if is_variable(a) else a.val for a, is_wanted in outs if is_wanted]

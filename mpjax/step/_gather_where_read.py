@@ -1,0 +1,170 @@
+"""Parameters gathered where a program reads them, and again in its backward pass.
+
+The program of a loss function is evaluated once more with a device's parts in place of whole parameters. What
+is made of parameters alone is put off; an equation that reads it with other values gathers it (`read`).
+
+Loops gather in their bodies what they go through, and once before them what is the same in each step. In a
+conditional no device may wait for another, so what its branches read is gathered before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from mpjax import _compat
+from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree, Var
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  as_traced,
+  bind_again,
+  bodies_of,
+  call_kind,
+  constants_of,
+  has,
+  is_variable,
+  live,
+  open_jaxpr,
+  scan_parts,
+  shape_of,
+)
+from mpjax.step._collectives import Part
+from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_off, read, shards_of
+
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
+
+
+def gather_where_read(fun: Callable[..., PyTree], parts: Sequence[Part | None]) -> Callable[..., PyTree]:
+  """Returns a function of a device's parts of parameters that computes what `fun` does of whole ones.
+
+  Args:
+    fun: takes a tree of parameters first, and trees of arrays.
+    parts: for each leaf of the first how it is divided; `None` for one that is whole.
+  """
+
+  def of_parts(params: PyTree, *args: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(params)
+    pairs = list(zip(leaves, parts, strict=True))
+    shapes = [x if part is None else part.whole_type(x) for x, part in pairs]
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(jax.tree.unflatten(structure, shapes), *args)
+    values: list[Value] = [x if part is None else Divided(x, part) for x, part in pairs]
+    results = _evaluate(closed, [*values, *jax.tree.leaves(args)], fenced=True)
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+  return of_parts
+
+
+def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Array]:
+  """Returns the outputs of a program.
+
+  Args:
+    jaxpr: the program.
+    inputs: its arguments.
+    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+  """
+  body = open_jaxpr(jaxpr)
+  values: dict[Var, Value] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
+  values |= zip(body.invars, inputs, strict=True)
+  for equation in live(body).equations:
+    operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
+    values |= zip(equation.outvars, _apply(equation, operands, fenced), strict=True)
+  outs = [values[a] if is_variable(a) else a.val for a in body.outvars]
+  return [read(lambda x: [x], [x], fenced)[0] for x in outs]
+
+
+def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Sequence[Value]:
+  """Returns the results of an equation."""
+  if not any(map(is_put_off, operands)):
+    return bind_again(equation, list(operands))
+  kind = call_kind(equation)
+  if kind in (CallKind.JIT, CallKind.INLINE):
+    with as_traced(equation):
+      return _evaluate(bodies_of(equation)[0], operands, fenced)
+  if kind is CallKind.REMAT:
+    return _remat(equation, operands, fenced)
+  if kind is CallKind.SCAN:
+    return _scan(equation, operands, fenced)
+  if kind is None and has(equation, Trait.EACH) and len(operands) == len(equation.outvars):
+    return operands  # a barrier or the like: for the compiler alone
+  first = operands[0]
+  if isinstance(first, Divided):
+    if equation.primitive is jax.lax.convert_element_type_p:
+      return [dataclasses.replace(first, casts=(*first.casts, equation))]
+    indices = [x for x in operands[1:] if not isinstance(x, (Divided, Made))]
+    if equation.primitive in _SLICES and (cut := _slice(equation, first, indices)):
+      return [cut]
+  of_parameters = all(
+    is_put_off(x) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
+  )
+  if of_parameters and (kind is None or kind.is_custom_rule) and not has(equation, Trait.PRODUCT):
+    own = tuple(operands)
+    return [Made(equation, own, i) for i in range(len(equation.outvars))]
+  with as_traced(equation):
+    return read(lambda *xs: _compat.bind(equation, list(xs)), operands, fenced)
+
+
+def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array]) -> Divided | None:
+  """Returns a slice of a parameter that leaves the divided dimension whole, as a slice of the part."""
+  p, dim, shape = equation.params, x.part.dimension, x.shard.shape
+  if equation.primitive is jax.lax.squeeze_p:
+    part = dataclasses.replace(x.part, dimension=dim - sum(d < dim for d in p["dimensions"]))
+    return dataclasses.replace(x, shard=jax.lax.squeeze(x.shard, p["dimensions"]), part=part)
+  out = list(shape_of(equation.outvars[0]))
+  if out[dim] != shape_of(equation.invars[0])[dim]:
+    return None
+  out[dim] = shape[dim]
+  with as_traced(equation):
+    if equation.primitive is jax.lax.dynamic_slice_p:
+      cut = jax.lax.dynamic_slice(x.shard, list(indices), out)
+    else:
+      limits = [*p["limit_indices"][:dim], shape[dim], *p["limit_indices"][dim + 1 :]]
+      cut = jax.lax.slice(x.shard, p["start_indices"], limits, p["strides"])
+  return dataclasses.replace(x, shard=cut)
+
+
+def _remat(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[Array]:
+  body, p = bodies_of(equation)[0], equation.params
+  shards = {key: x.shard for key, x in shards_of(operands).items()}
+  # What is wholly computed again may share what it gathers between that and the backward pass behind it.
+  apart = p["policy"] is None and p["prevent_cse"]
+
+  def run(shards: Mapping[int, Array], others: Sequence[Array]) -> list[Array]:
+    replaced, given = Replaced(shards), iter(others)
+    inputs = [replaced(x) if is_put_off(x) else next(given) for x in operands]
+    return _evaluate(body, inputs, fenced and not apart)
+
+  others = [x for x in operands if not is_put_off(x)]
+  with as_traced(equation):
+    fences = p["prevent_cse"]
+    if not isinstance(fences, bool):  # one for each operand
+      of_others = [f for f, x in zip(fences, operands, strict=True) if not is_put_off(x)]
+      fences = (*(True for _ in shards), *of_others)
+    return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(shards, others)
+
+
+def _scan(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[Array]:
+  consts, carry, options = scan_parts(equation)
+  first = consts + carry
+  # What is divided over the layers themselves is gathered whole.
+  inside = {
+    i: x for i, x in enumerate(operands) if i >= first and isinstance(x, Divided) and x.part.dimension > 0
+  }
+
+  def run(*arrays: Array) -> list[Array]:
+    def step(carried: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+      inputs: list[Value] = [*arrays[:consts], *carried, *xs]
+      for i, x in inside.items():
+        part = dataclasses.replace(x.part, dimension=x.part.dimension - 1)
+        inputs[i] = dataclasses.replace(x, shard=xs[i - first], part=part)
+      out = _evaluate(equation.params["jaxpr"], inputs, fenced=False)  # the backward pass is another loop
+      return out[:carry], out[carry:]
+
+    with as_traced(equation):
+      carried, ys = jax.lax.scan(step, list(arrays[consts:first]), list(arrays[first:]), **options)
+    return [*carried, *ys]
+
+  mixed = [inside[i].shard if i in inside else x for i, x in enumerate(operands)]
+  return read(run, mixed, fenced)
