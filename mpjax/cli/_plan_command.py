@@ -47,7 +47,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
   parser.add_argument(
     "--cheapest",
     action="store_true",
-    help="find the policy and recomputation with the shortest time floor that fits",
+    help="find the policy, recomputation and way to gather with the shortest time floor that fits",
   )
   parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
   parser.add_argument(
@@ -84,12 +84,13 @@ def _plan(options: argparse.Namespace) -> None:
   chosen: list[str | None] = [*policies] or [None]
   fits: list[Fit] = []
   if options.cheapest:
-    plans = _compare(planner, chosen if policies else _possible(target), compile, console, _RECOMPUTE)
+    named = chosen if policies else _possible(target)
+    plans = _compare(planner, named, compile, console, _RECOMPUTE, planner.gathers)
   elif options.fit:
     fits = [_fit(planner, policy, memory, compile, console, options.multiple) for policy in chosen]
     plans = [fit.plan for fit in fits]
   else:
-    plans = _compare(planner, chosen, compile, console, (None,))
+    plans = _compare(planner, chosen, compile, console, (None,), (None,))
   print_plans(plans, console)
   for fit in fits:
     console.print(f"{fit.plan.label}: {fit}", highlight=False, markup=False, soft_wrap=True)
@@ -164,13 +165,15 @@ def _compare(
   compile: bool | str,
   console: rich.console.Console,
   recompute: Sequence[str | None],
+  gathers: Sequence[str | None],
 ) -> list[Plan]:
-  choices = list(itertools.product(policies, recompute))
+  choices = list(itertools.product(policies, recompute, gathers))
   plans: dict[str, Plan] = {}
   with _progress(console, "plan", len(choices)) as advance:
-    for policy, how in choices:
-      advance(f"{policy or planner.config.policy}{f', recompute {how}' if how else ''}")
-      made = planner.plan(policy, recompute=how, compile=compile)
+    for policy, how, gather in choices:
+      more = [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
+      advance(", ".join([str(policy or planner.config.policy), *more]))
+      made = planner.plan(policy, recompute=how, gather=gather, compile=compile)
       plans.setdefault(made.label, made)
   return list(plans.values())
 

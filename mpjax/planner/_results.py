@@ -54,6 +54,7 @@ class Memory:
     training_state: what weights, their copies in the compute dtype, gradients and optimiser state would take
       if all of each were there at once, by those names: the figure that rules of thumb give (16 bytes a
       parameter with Adam in float32, ZeRO, section 3.1). Of the analytic plan alone; empty of the compiler's.
+    gathered: parameters that are gathered over `fsdp` and there at once. Of the analytic plan alone.
   """
 
   parts: dict[str, int]
@@ -62,6 +63,7 @@ class Memory:
   saved_bytes: int
   peak: int
   training_state: dict[str, int] = dataclasses.field(default_factory=dict)
+  gathered: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mpjax._types import Mesh, PolicyLike, PyTree
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import AXES, BATCH_AXES
-from mpjax.step import TrainState, TrainStep
+from mpjax.step import GATHERS, TrainState, TrainStep
 from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train._meshes import mesh_sizes
 from mpjax.train._setup import build_step, init_state
@@ -44,10 +44,11 @@ class Planner:
     *,
     batch: int | None = None,
     recompute: str | None = None,
+    gather: str | None = None,
     compile: bool | str = "auto",
     label: str | None = None,
   ) -> Plan:
-    """The plan of a policy, batch size and choice of recomputation; those of the config by default.
+    """The plan of a policy, batch size, recomputation and way to gather; those of the config by default.
 
     Raises:
       ConfigError: for what does not fit together.
@@ -63,13 +64,14 @@ class Planner:
     try:
       asked = get_policy(spec, backend=self.target.kind)
       resolved, note = policy_on_target(asked, self.target)
-      step, state = self._step_and_state(resolved, recompute, batch)
+      gather = self.config.mesh.gather if gather is None else gather
+      step, state = self._step_and_state(resolved, recompute, gather, batch)
       made = plan(
         step,
         _place(step, state, self._data.info.batch_shapes(batch)),
         target=self.target,
         compile=compile,
-        label=label or _label(asked, recompute),
+        label=label or _label(asked, recompute, gather),
       )
     except ConfigError:
       raise
@@ -79,9 +81,17 @@ class Planner:
     subject = f"{self.config.model.kind} of {made.parameters:,} parameters, batch of {batch}"
     return dataclasses.replace(made, notes=notes, subject=subject)
 
-  def _step_and_state(self, policy: Policy, recompute: str, batch: int) -> tuple[TrainStep, TrainState]:
+  @property
+  def gathers(self) -> tuple[str, ...]:
+    """The ways to gather parameters that there are to choose from."""
+    return GATHERS if self.sizes["fsdp"] > 1 else ("step",)
+
+  def _step_and_state(
+    self, policy: Policy, recompute: str, gather: str, batch: int
+  ) -> tuple[TrainStep, TrainState]:
     train = self.config.train.model_copy(update={"recompute": recompute})
-    config = self.config.model_copy(update={"train": train})
+    layout = self.config.mesh.model_copy(update={"gather": gather})
+    config = self.config.model_copy(update={"train": train, "mesh": layout})
     mesh = _mesh(self.sizes, self.target)
     task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
     shapes = self._data.info.batch_shapes(batch)
@@ -108,6 +118,6 @@ def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
   return AbstractMesh(shape, AXES, axis_types=types)
 
 
-def _label(policy: Policy, recompute: str) -> str:
-  label = policy.full_label
-  return label if recompute == DEFAULT_RECOMPUTE else f"{label} recompute={recompute}"
+def _label(policy: Policy, recompute: str, gather: str) -> str:
+  chosen = {"recompute": (recompute, DEFAULT_RECOMPUTE), "gather": (gather, GATHERS[0])}
+  return " ".join([policy.full_label, *(f"{k}={v}" for k, (v, default) in chosen.items() if v != default)])

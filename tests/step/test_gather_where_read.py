@@ -194,6 +194,8 @@ def test_values_and_gradients_are_those_of_whole_parameters(program):
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not returned], ids=name_of)
 def test_no_residual_holds_a_gathered_parameter(program):
   """Neither as it is nor under a cast, a transpose or a function of it alone."""
+  if program is conditional and jax.__version_info__ < (0, 12):
+    pytest.skip("branches hand out what they read as a residual of their own")
 
   def residuals(params, x, key):
     pull = jax.vjp(lambda p: of_parts(program)(p, x, key), params)[1]

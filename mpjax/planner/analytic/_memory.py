@@ -12,6 +12,7 @@ from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._results import Memory, Saved
 from mpjax.planner._targets import Target
+from mpjax.planner.analytic._gathered import gathered_at_once
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
 from mpjax.planner.analytic._liveness import Peak, peak, traits_of
@@ -99,7 +100,8 @@ def analytic_memory(
   state: dict[str, int] = {n: parts[n] for n in ("master weights", "optimizer state") if n in parts}
   shapes = [a.shape for a in arguments if a.part == "master weights"]
   state |= held_at_once(program, worst, shapes, sizes.of)
-  return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state)
+  gathered = gathered_at_once(graph, sizes.of)
+  return Memory(parts, slots, saved[:LISTED], _total(saved), sum(parts.values()), state, gathered)
 
 
 def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:

@@ -142,6 +142,7 @@ def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
 
   state = [part for part in ARGUMENT_PARTS if part != "batch"]
   persistent = [sum(plan.memory.parts.get(part, 0) for part in state) for plan in plans]
+  gathered = [plan.memory.gathered for plan in plans]
   groups = [
     [*parts(state), *total("persistent (state)", persistent)],
     [*parts(("batch", *TRANSIENT_PARTS)), *total("peak, analytic", [p.memory.peak for p in plans])],
@@ -149,6 +150,7 @@ def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
     _at_once(plans, row, total),
     [
       _row(f"peak of {_whose(plans)}", plans, _fit, strong=True),
+      *([row("gathered at once", gathered)] if any(gathered) else ()),
       row("inference weights", [plan.inference for plan in plans]),
       row("checkpoint", [plan.checkpoint for plan in plans]),
     ],
