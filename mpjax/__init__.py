@@ -38,6 +38,7 @@ from mpjax.loss_scale import (
   value_and_grad,
   with_loss_scaling,
 )
+from mpjax.ops import linear_cross_entropy
 from mpjax.optim import (
   dequantize_state,
   master_weights,
@@ -91,6 +92,7 @@ __all__ = [
   "keep_if_finite",
   "largest_batch",
   "layerwise_loss_scale",
+  "linear_cross_entropy",
   "loss_scale_metrics",
   "make_train_step",
   "master_weights",

@@ -97,7 +97,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-  """[B, T] tokens -> [B, T, vocab_size] logits. The parameters of its blocks are stacked: [layers, ...]."""
+  """[B, T] tokens -> [B, T, vocab_size] logits, or [B, T, dim], what the head reads.
+
+  The parameters of its blocks are stacked: [layers, ...].
+  """
 
   vocab_size: int
   dim: int
@@ -106,13 +109,14 @@ class Llama(nn.Module):
   remat: bool = False
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: jax.Array, head: bool = True) -> jax.Array:
     init = nn.initializers.normal(0.02)
     x = nn.Embed(self.vocab_size, self.dim, embedding_init=init, name="embed")(tokens)
     block = nn.remat(Block, prevent_cse=False) if self.remat else Block
     blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
     x, _ = blocks(**self.block, name="blocks")(x, None)
-    return linear(self.vocab_size, "head")(RMSNorm(self.block["epsilon"], name="norm")(x))
+    x = RMSNorm(self.block["epsilon"], name="norm")(x)
+    return linear(self.vocab_size, "head")(x) if head else x
 
 
 # Rows of a matrix lie over `fsdp`, heads and hidden units over `tensor`. A block has its layers in front.
@@ -138,6 +142,7 @@ def llama(
   theta: float = 10_000.0,
   epsilon: float = 1e-5,
   queries: int = 1024,
+  loss_rows: int | None = None,
 ) -> mpjax.train.Task:
   """Makes a Llama (arXiv 2302.13971, 2407.21783) for rows of `tokens`.
 
@@ -146,12 +151,16 @@ def llama(
     theta: base of the rotary angles.
     epsilon: of the norms.
     queries: how many attention looks at together; rows that are a multiple of it, and longer, are divided.
+    loss_rows: how many tokens go through the head and the loss together; 0 for all, as is the default for a
+      small vocabulary.
   """
   if dim % heads or heads % kv_heads or (dim // heads) % 2:
     raise ValueError(
       f"model.dim={dim}, heads={heads}, kv_heads={kv_heads}: expected heads that divide dim into an even "
       "size, and kv_heads that divide heads"
     )
+  if loss_rows is None:
+    loss_rows = 1024 if info.vocab_size > 1 << 14 else 0
   sizes = {"heads": heads, "kv_heads": kv_heads, "hidden": hidden, "theta": theta, "epsilon": epsilon}
   net = Llama(info.vocab_size, dim, layers, {**sizes, "queries": queries}, remat=info.recompute == "blocks")
 
@@ -162,10 +171,11 @@ def llama(
     return net.apply({"params": params}, tokens)
 
   def loss_fn(params, batch):
-    tokens = batch["tokens"]
-    return optax.softmax_cross_entropy_with_integer_labels(
-      logits(params, tokens[:, :-1]), tokens[:, 1:]
-    ).mean()
+    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    if loss_rows:  # logits never exist whole
+      x = net.apply({"params": params}, tokens, head=False)
+      return mpjax.linear_cross_entropy(x, params["head"]["kernel"], labels, rows=loss_rows)
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, tokens), labels).mean()
 
   return mpjax.train.Task(init, loss_fn, logits=logits, sharding=SHARDING, units=("tokens", info.seq_len))
 

@@ -49,15 +49,16 @@ _NAMES = {jnp.floating: "floating numbers", jnp.integer: "integers", jnp.bool_: 
 
 
 def _check_range(labels: Any, where: Any, classes: int) -> None:
-  if any(isinstance(a, jax.core.Tracer) or not getattr(a, "is_fully_addressable", True) for a in (labels, where)):
+  known = lambda a: not isinstance(a, jax.core.Tracer) and getattr(a, "is_fully_addressable", True)
+  if not (known(labels) and known(where)):
     return
   wrong = (np.asarray(labels) < 0) | (np.asarray(labels) >= classes)
   wrong = wrong if where is None else wrong & np.asarray(where)
   if wrong.any():
     value, place = np.asarray(labels)[wrong][0], np.argwhere(wrong)[0].tolist()
     raise ValueError(
-      f"labels{place}={value}: expected 0 to {classes - 1}, one of the {classes} classes of the kernel; leave "
-      "rows that do not count out by where="
+      f"labels{place}={value}: expected 0 to {classes - 1}, one of the {classes} classes of the kernel; "
+      "leave rows that do not count out by where="
     )
 
 

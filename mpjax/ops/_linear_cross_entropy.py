@@ -141,14 +141,14 @@ def _mean_loss(
 
 def _forward(
   layer: _Layer, x: Array, kernel: Array, bias: Array | None, labels: Array, counted: Array
-) -> tuple[Array, tuple[_Gradients, Array | None]]:
+) -> tuple[Array, tuple[_Gradients | None, Array | None]]:
   loss, gradients = _pass(layer, kernel, bias, _Rows(x, labels, counted), with_gradients=True)
   left = 1 / (_FLOAT16_SCALE * _size(counted, x.dtype)) if layer.dtype == np.float16 else None
   return loss, (gradients, left)
 
 
 def _backward(
-  layer: _Layer, kept: tuple[_Gradients, Array | None], cotangent: Float[Array, ""]
+  layer: _Layer, kept: tuple[_Gradients | None, Array | None], cotangent: Float[Array, ""]
 ) -> tuple[Array | None, ...]:
   gradients, left = kept
   factor = cotangent if left is None else cotangent * left
@@ -196,7 +196,9 @@ def _pass(
       return (total, None), None
     of_sum = (1 + 2 * layer.z_loss * log_sum[:, None]) / power
     slope = powers * of_sum - jnp.where(hit, 1 - smoothing, 0) - smoothing / classes
-    slope = jnp.where(counted[:, None], slope * (_FLOAT16_SCALE if layer.dtype == np.float16 else 1 / size), 0)
+    slope = jnp.where(
+      counted[:, None], slope * (_FLOAT16_SCALE if layer.dtype == np.float16 else 1 / size), 0
+    )
     narrow = slope.astype(layer.dtype)
     of_x = _product(narrow, weight, (1, 1), wide).astype(sums.x.dtype).reshape(taken.x.shape)
     sums = _Gradients(
@@ -242,7 +244,14 @@ def _product(
 ) -> Float[Array, "..."]:
   """Returns a product of two matrices in `dtype`, which is not rounded before where theirs is half."""
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
-  options = {"dimension_numbers": dims, "preferred_element_type": np.dtype(dtype)}
   if lhs.dtype.itemsize > 2:
-    return jax.lax.dot_general(lhs, rhs, **options)
-  return half_dot_general_p.bind(lhs, rhs, originals=(), precision=None, out_sharding=None, **options)
+    return jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
+  return half_dot_general_p.bind(
+    lhs,
+    rhs,
+    originals=(),
+    dimension_numbers=dims,
+    precision=None,
+    preferred_element_type=np.dtype(dtype),
+    out_sharding=None,
+  )

@@ -7,8 +7,20 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr import Trait, alignment, call_kind, dtype_of, has, is_variable, open_jaxpr, values_read
+from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  alignment,
+  call_kind,
+  custom_vjp_rules,
+  dtype_of,
+  has,
+  is_variable,
+  open_jaxpr,
+  shape_of,
+  values_read,
+)
 
 
 def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
@@ -26,8 +38,8 @@ def _single(reads: set[np.dtype]) -> np.dtype | None:
   return next(iter(reads)) if len(reads) == 1 else None
 
 
-def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
-  """Returns the dtypes in which a variable of a jaxpr is used."""
+def _reads(body: Jaxpr, start: Var, in_rule: bool = False) -> set[np.dtype]:
+  """Returns the dtypes in which a variable of a jaxpr, or of a forward rule, is used."""
   values, found = {start}, set()
   for equation in body.eqns:
     read = [i for i, atom in enumerate(values_read(equation)) if is_variable(atom) and atom in values]
@@ -40,8 +52,10 @@ def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
       values.update(equation.outvars[i] for i in read)
     elif has(equation, Trait.PASSES_ON) and len(equation.invars) == 1:
       values.update(equation.outvars)
-    elif kind is not None and kind.is_plain:  # of a derivative rule the body is not the whole truth
-      found |= _in_call(equation, read)
+    elif kind is CallKind.CUSTOM_VJP and not in_rule:  # the backward rule reads what the forward one returns
+      found |= _in_call(equation, read, in_rule) | _in_forward_rule(equation, read)
+    elif kind is not None and kind.is_plain:  # of other rules the body is not the whole truth
+      found |= _in_call(equation, read, in_rule)
     else:
       found.add(dtype_of(start))
   if any(is_variable(atom) and atom in values for atom in body.outvars):
@@ -49,7 +63,7 @@ def _reads(body: Jaxpr, start: Var) -> set[np.dtype]:
   return found
 
 
-def _in_call(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
+def _in_call(equation: JaxprEqn, read: Sequence[int], in_rule: bool) -> set[np.dtype]:
   """Returns the dtypes in which the bodies of a call use some of its operands."""
   aligned = alignment(equation)
   found: set[np.dtype] = set()
@@ -59,5 +73,22 @@ def _in_call(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
       return {dtype_of(equation.invars[i])}
     for body, position in bodies:
       inner = open_jaxpr(body)
-      found |= _reads(inner, inner.invars[position])
+      found |= _reads(inner, inner.invars[position], in_rule)
   return found
+
+
+def _in_forward_rule(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
+  """Returns the dtypes in which the forward rule of a `custom_vjp` uses some of its operands."""
+  forward, _ = custom_vjp_rules(equation)
+
+  def flat(*operands: Array) -> list[Array]:
+    residuals, outs = forward(list(operands), [True] * len(operands))
+    return [*residuals, *outs]
+
+  shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
+  try:
+    rule = open_jaxpr(jax.make_jaxpr(flat)(*shapes))
+  except NameError:  # of an axis, which a collective in the rule names
+    return {dtype_of(equation.invars[i]) for i in read}
+  # One that calls its own function again would have no end.
+  return set().union(*(_reads(rule, rule.invars[i], in_rule=True) for i in read))

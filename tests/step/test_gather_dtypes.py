@@ -25,12 +25,24 @@ def with_rule(w, x):
 with_rule.defvjp(lambda w, x: (with_rule(w, x), (w, x)), lambda kept, g: (g @ kept[1], kept[0] @ g))
 
 
+@jax.custom_vjp
+def narrow_in_its_rule(w, x):
+  return half(w) @ half(x)
+
+
+narrow_in_its_rule.defvjp(lambda w, x: (half(w) @ half(x), (half(w), x)), lambda kept, g: (g @ kept[1], g))
+
+
 def scanned(w, x):
   return jax.lax.scan(lambda x, _: (half(w) @ x, None), half(x), length=2)[0]
 
 
 def over_rows(w, x):
   return jax.lax.scan(lambda x, row: (x * half(row), None), half(x[0]), w)[0]
+
+
+def head(w, x):
+  return mpjax.linear_cross_entropy(x, w, jnp.arange(8), rows=4)
 
 
 def carried(w, x):
@@ -52,7 +64,9 @@ PROGRAMS = {
   "carried by a loop": (carried, None),
   "in both branches": (lambda w, x: jax.lax.cond(x[0, 0] > 0, half, lambda w: half(w) * 2, w), "bfloat16"),
   "in one branch as it is": (lambda w, x: jax.lax.cond(x[0, 0] > 0, half, lambda w: half(w * 2), w), None),
-  "under a rule of its own": (with_rule, None),
+  "kept by a rule of its own": (with_rule, None),
+  "kept narrow by a rule of its own": (narrow_in_its_rule, "bfloat16"),
+  "by the loss of a large vocabulary": (lambda w, x: mpjax.autocast(head, "bf16")(w, x), "bfloat16"),
   "under a derivative": (lambda w, x: jax.grad(lambda w: (half(w) @ half(x)).sum().astype(jnp.float32))(w), "bfloat16"),
   "not at all": (lambda w, x: x, None),
 }  # fmt: skip

@@ -114,6 +114,19 @@ class GPT(nnx.Module):
     Raises:
       ValueError: for tokens of another shape or dtype, or a sequence that is too long.
     """
+    x = self.hidden(tokens, rng=rng)
+    if self.head is not None:
+      return self.head(x)
+    with jax.named_scope("head"):  # an override finds it by this name
+      return x @ self.head_kernel
+
+  @property
+  def head_kernel(self) -> jax.Array:
+    """The output matrix: [D, vocab_size]."""
+    return self.embed[...].T if self.head is None else self.head.kernel[...]
+
+  def hidden(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
+    """Returns what the output matrix reads, [B, T, D]; arguments and errors are those of a call."""
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
       raise ValueError(f"tokens {tokens.dtype}{list(tokens.shape)}: expected integers [batch, length]")
     length = tokens.shape[1]
@@ -131,11 +144,7 @@ class GPT(nnx.Module):
     for block, key in zip(self.blocks, keys[1:], strict=True):
       # By its class, which is where a profile's and a plan's names of modules are.
       x = (nnx.remat(type(block).__call__) if self.remat else type(block).__call__)(block, x, key)
-    x = self.norm(x)
-    if self.head is not None:
-      return self.head(x)
-    with jax.named_scope("head"):  # an override finds it by this name
-      return x @ self.embed[...].T
+    return self.norm(x)
 
 
 class GPTBlock(nnx.Module):

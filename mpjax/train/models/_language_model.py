@@ -11,8 +11,9 @@ from flax import nnx
 from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._types import Array, Metrics
+from mpjax.ops import linear_cross_entropy
 from mpjax.train._kinds import register_model
-from mpjax.train._sections import Positive
+from mpjax.train._sections import Natural, Positive
 from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo
 from mpjax.train.models._fused_attention import chosen_attention
@@ -37,9 +38,16 @@ def gpt(
   dropout: Fraction = 0.0,
   tie_head: bool = True,
   attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
+  loss_rows: Natural | None = None,
 ) -> Task:
-  """Makes a decoder-only transformer for rows of `tokens`."""
+  """Makes a decoder-only transformer for rows of `tokens`.
+
+  `loss_rows` tokens at a time go through the output matrix and the loss; all for 0. By default it depends on
+  the vocabulary.
+  """
   vocab_size, seq_len = info.vocab_size, info.seq_len
+  if loss_rows is None:
+    loss_rows = 1024 if vocab_size > 1 << 14 else 0
   chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
 
   def init(key: PRNGKeyArray) -> GPT:
@@ -59,12 +67,17 @@ def gpt(
       rngs=nnx.Rngs(params=key),
     )
 
-  def loss_fn(model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"]) -> Float[Array, ""]:
+  def loss_fn(model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"] | None = None) -> Float[Array, ""]:
     """Computes the mean cross entropy in nats a token."""
-    return cross_entropy(model(batch["tokens"][:, :-1], rng=row_rngs), batch["tokens"][:, 1:])
+    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    if not loss_rows:
+      return cross_entropy(model(tokens, rng=row_rngs), labels)
+    x = model.hidden(tokens, rng=row_rngs)
+    with jax.named_scope("head"):  # as in the model
+      return linear_cross_entropy(x, model.head_kernel, labels, rows=loss_rows)
 
   def evaluate(model: GPT, batch: _Batch) -> Metrics:
-    loss = cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+    loss = loss_fn(model, batch)
     if getattr(info, "bytes_per_token", None) != 1:
       return {"loss": loss}
     return {"loss": loss, "bits_per_byte": loss / jnp.log(2.0)}
