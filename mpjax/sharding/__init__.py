@@ -13,6 +13,7 @@ from mpjax.sharding._mesh import (
 )
 from mpjax.sharding._sharding_rules import (
   Dims,
+  RuleDims,
   ShardingRule,
   ShardingRules,
   dimension_over,
@@ -25,6 +26,7 @@ __all__ = [
   "AXES",
   "BATCH_AXES",
   "Dims",
+  "RuleDims",
   "ShardingRule",
   "ShardingRules",
   "axes_of_batch",

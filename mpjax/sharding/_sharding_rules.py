@@ -16,8 +16,10 @@ from mpjax.patterns import component_regex
 
 Shape = tuple[int, ...]
 Dims = Sequence[str | None]
+# With `("tensor", 12)` a dimension is of 12 parts, of which each has to be on one device.
+RuleDims = Sequence[str | tuple[str, int] | None]
 # From a parameter's path and shape to an axis (or `None`) for each dimension; `None`: no opinion.
-ShardingRule = Callable[[str, Shape], Dims | None]
+ShardingRule = Callable[[str, Shape], RuleDims | None]
 
 # Smaller arrays are whole on every device: to gather them would cost more than they take.
 SMALLEST = 1024
@@ -68,12 +70,10 @@ class ShardingRules:
         if component_regex(pattern).search(name):
           unused.discard(pattern)
           return _spec(_checked(pattern, dims or (), name, leaf.shape, sizes), sizes)
-      dims = self._model(name, leaf.shape) if self._model else None
-      if dims is None:
-        dims = _largest(leaf.shape, sizes["fsdp"])
-      return _spec(
-        [a if a and n % sizes[a] == 0 else None for a, n in zip(dims, leaf.shape, strict=True)], sizes
-      )
+      of_model = self._model(name, leaf.shape) if self._model else None
+      if of_model is None:
+        return _spec(_largest(leaf.shape, sizes["fsdp"]), sizes)
+      return _spec(_fitting(of_model, leaf.shape, sizes), sizes)
 
     specs = jax.tree_util.tree_map_with_path(of, params)
     if unused:
@@ -122,6 +122,15 @@ def dimension_over(spec: PartitionSpec, axis: str) -> int | None:
 def is_spec(x: object) -> bool:
   """True for a `PartitionSpec`, which is a leaf of a tree of specs."""
   return isinstance(x, PartitionSpec)
+
+
+def _fitting(dims: RuleDims, shape: Shape, sizes: Mapping[str, int]) -> Dims:
+  """Leaves out axes that do not divide a dimension, or its parts."""
+  found: list[str | None] = []
+  for entry, n in zip(dims, shape, strict=True):
+    axis, parts = entry if isinstance(entry, tuple) else (entry, n)
+    found.append(axis if axis and parts % sizes[axis] == n % sizes[axis] == 0 else None)
+  return found
 
 
 def _largest(shape: Shape, fsdp: int) -> Dims:

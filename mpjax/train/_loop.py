@@ -105,6 +105,7 @@ class TrainingRun:
         directory.checkpoints,
         config.train.keep_checkpoints,
         timeout_s=round(config.distributed.hang_timeout_s) or 1,
+        by_head=setup.task.by_head,
       )
     )
     self._watcher = Watcher(self.setup.step, config.numerics.every)

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
+from mpjax.train._head_order import ByHead, reordered_params, reordered_state
 from mpjax.train.checkpoints import _integrity as reading
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
@@ -55,15 +57,24 @@ class Checkpoints:
     keep: how many of the newest to keep, besides the best.
     timeout_s: how long a write, and one process's wait for the others, may take, in seconds.
     read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
+    by_head: the kernels of the model whose columns are by head, as `Task.by_head` says; what was saved before
+      they were is read in that order.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
   """
 
   def __init__(
-    self, directory: pathlib.Path, keep: int = 2, *, timeout_s: int = 600, read_only: bool = False
+    self,
+    directory: pathlib.Path,
+    keep: int = 2,
+    *,
+    timeout_s: int = 600,
+    read_only: bool = False,
+    by_head: ByHead | None = None,
   ):
     self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
+    self._by_head = by_head or {}
     self._writing: int | None = None
     self._has_failed = False
     processes = set(range(jax.process_count()))
@@ -107,7 +118,7 @@ class Checkpoints:
     # One that was not evaluated, or is not finite, is never the best.
     ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
     metrics = {"eval_loss": ranked}
-    parts = reading.sealed(_to_tree(state), data, loop, metrics)
+    parts = reading.sealed(_to_tree(state), data, loop, metrics, self._by_head)
     with self._explained(step):
       _write_a_little(self._directory)
       self._manager.save(
@@ -232,7 +243,10 @@ class Checkpoints:
       ) from None
     except TimeoutError as error:
       raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
-    return Restored(like.replace(**parts.state), parts.data, parts.loop)
+    state = like.replace(**parts.state)
+    if self._by_head and not parts.is_by_head:
+      state = _by_head(state, self._by_head)
+    return Restored(state, parts.data, parts.loop)
 
   def _handlers(self) -> ocp.handlers.CheckpointHandlerRegistry:
     """Returns how arrays are written: in one transaction, so that a full disk meets one write, not many."""
@@ -304,6 +318,18 @@ class _Manager(ocp.CheckpointManager):
       return metrics if isinstance(metrics["eval_loss"], float) else None
     except (OSError, ValueError, LookupError, TypeError):  # not there, no JSON, or other keys and values
       return None
+
+
+def _by_head(state: TrainState, by_head: ByHead) -> TrainState:
+  """Returns a state of before with the columns of kernels by head, where it lies."""
+
+  def moved(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    return reordered_params(params, by_head), reordered_state(opt_state, params, by_head)
+
+  trees = (state.params, state.opt_state)
+  places = jax.tree.map(lambda x: x.sharding, trees)
+  params, opt_state = jax.jit(moved, out_shardings=places)(*trees)
+  return state.replace(params=params, opt_state=opt_state)
 
 
 def _not_opened(directory: pathlib.Path, problem: str) -> str:

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
+from mpjax.train._head_order import ByHead, heads_of
 from mpjax.train.checkpoints._checksums import json_checksum, tree_checksums, tree_kinds
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
 
 # Where the loop's part holds the checksum of the checksums: without it, none were saved.
 _SEAL = "integrity"
+# Ends the kind of a kernel whose columns are by head; those of before have no such note.
+_BY_HEAD = " by head"
 
 
 class Damaged(Exception):
@@ -33,12 +36,22 @@ class Parts(NamedTuple):
   loop: dict[str, Any]
   integrity: dict[str, Any] | None
 
+  @property
+  def is_by_head(self) -> bool:
+    """Returns whether it was saved with the columns of kernels by head."""
+    return self.integrity is not None and any(k.endswith(_BY_HEAD) for k in self.integrity["kinds"].values())
 
-def sealed(state: dict[str, Any], data: object, loop: dict[str, Any], metrics: dict[str, Any]) -> Parts:
+
+def sealed(
+  state: dict[str, Any], data: object, loop: dict[str, Any], metrics: dict[str, Any], by_head: ByHead
+) -> Parts:
   """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays."""
   # Written by a thread, while the caller may go on to change its own.
   data, loop = copy.deepcopy((data, loop))
-  integrity = {"kinds": tree_kinds(state), "state": tree_checksums(state)} | {
+  # In the kinds, so that a release which does not know of it says that this is another state.
+  note = lambda path: "" if heads_of(path, by_head) is None else _BY_HEAD
+  kinds = {path: kind + note(path) for path, kind in tree_kinds(state).items()}
+  integrity = {"kinds": kinds, "state": tree_checksums(state)} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }
   return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
@@ -73,7 +86,7 @@ def read(folder: pathlib.Path, like: dict[str, Any], metrics: object, timeout_s:
     raise (OtherState if kind == "other" else Damaged)(text)
   if parts.integrity is not None:
     # A key of which the description is lost comes back as numbers, with the same bits.
-    _compare(parts.integrity["kinds"], tree_kinds(parts.state))
+    _compare(_shapes(parts.integrity), tree_kinds(parts.state))
     _compare(parts.integrity["state"], tree_checksums(parts.state))
   return parts
 
@@ -89,7 +102,7 @@ def _read(folder: pathlib.Path, like: dict[str, Any], metrics: object) -> Parts:
     for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
       if json_checksum(part) != integrity[name]:
         raise Damaged(f"{name}: not what was saved")
-    kinds, saved = tree_kinds(like), integrity["kinds"]
+    kinds, saved = tree_kinds(like), _shapes(integrity)
     differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
     if differ:
       there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
@@ -100,6 +113,11 @@ def _read(folder: pathlib.Path, like: dict[str, Any], metrics: object) -> Parts:
   except Exception as error:  # of any kind: damage can show in every layer that reads
     raise Damaged(f"state: {reason(error)}") from error
   return Parts(state, data, loop, integrity)
+
+
+def _shapes(integrity: dict[str, Any]) -> dict[str, str]:
+  """Returns dtype and shape of each leaf, without the notes."""
+  return {path: kind.removesuffix(_BY_HEAD) for path, kind in integrity["kinds"].items()}
 
 
 def _compare(saved: dict[str, str], found: dict[str, str]) -> None:

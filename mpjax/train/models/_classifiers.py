@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -56,7 +58,8 @@ def vit(
   def loss_fn(params: PyTree, batch: _Batch, model_state: PyTree, row_rngs: Key[Array, " rows"]) -> _Outputs:
     return _training_loss(module, params, batch, model_state, row_rngs=row_rngs)
 
-  return _classifier(module, info, loss_fn, vit_sharding)
+  sharding = functools.partial(vit_sharding, heads=heads)
+  return _classifier(module, info, loss_fn, sharding, {"qkv/kernel": heads})
 
 
 @register_model("resnet")
@@ -82,7 +85,13 @@ def _training_loss(
   return cross_entropy(logits, labels), {"accuracy": accuracy(logits, labels)}, model_state
 
 
-def _classifier(module: nn.Module, info: ModelInfo, loss_fn: Any, sharding: ShardingRule) -> Task:
+def _classifier(
+  module: nn.Module,
+  info: ModelInfo,
+  loss_fn: Any,
+  sharding: ShardingRule,
+  by_head: Mapping[str, int] | None = None,
+) -> Task:
   image_shape = tuple(info.image_shape)
 
   def init(key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
@@ -97,4 +106,4 @@ def _classifier(module: nn.Module, info: ModelInfo, loss_fn: Any, sharding: Shar
     out, labels = logits(params, batch["images"], model_state), batch["labels"]
     return {"loss": cross_entropy(out, labels), "accuracy": accuracy(out, labels)}
 
-  return Task(init, loss_fn, evaluate, logits, sharding, units=("images", 1))
+  return Task(init, loss_fn, evaluate, logits, sharding, ("images", 1), by_head or {})

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.train.models._attention import attention, require_implementation
+from mpjax.train.models._attention import attention, by_head, require_implementation, split_heads
 from mpjax.train.models._dropout import dropout, split
 
 _NORMS = ("rms", "layer")
@@ -164,7 +164,8 @@ class GPTBlock(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.attention_norm = Norm(dim, norm)
-    self.qkv = _linear(dim, 3 * dim, rngs)
+    init = by_head(_normal(), heads)
+    self.qkv = nnx.Linear(dim, 3 * dim, use_bias=False, kernel_init=init, rngs=rngs)
     self.out = _linear(dim, dim, rngs, residual_scale)
     self.mlp_norm = Norm(dim, norm)
     self.up = _linear(dim, hidden, rngs)
@@ -183,9 +184,7 @@ class GPTBlock(nnx.Module):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns causal attention: [B, T, D] -> [B, T, D]."""
-    batch, length, dim = x.shape
-    split = (batch, length, self.heads, dim // self.heads)
-    q, k, v = (y.reshape(split) for y in jnp.split(self.qkv(x), 3, axis=-1))  # [B, T, N, H]
+    q, k, v = split_heads(self.qkv(x), self.heads)  # [B, T, N, H]
     if self.rope:
       q, k = rotate(q), rotate(k)
     out = attention(q, k, v, causal=True, implementation=self.implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Literal
 
 import jax
@@ -86,4 +87,6 @@ def gpt(
     """[B, T] tokens -> [B, T, vocab]."""
     return model(tokens)
 
-  return Task(init, loss_fn, evaluate, logits, gpt_sharding, units=("tokens", seq_len))
+  sharding = functools.partial(gpt_sharding, heads=heads)
+  units = ("tokens", seq_len)
+  return Task(init, loss_fn, evaluate, logits, sharding, units, by_head={"qkv/kernel": heads})

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mpjax.train.models._attention import attention, require_implementation
+from mpjax.train.models._attention import attention, by_head, require_implementation, split_heads
 from mpjax.train.models._dropout import dropout, split
 
 
@@ -80,9 +80,10 @@ class ViTBlock(nn.Module):
   def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Returns the stream after the block: [B, T, D] -> [B, T, D]."""
     attention_key, mlp_key = (None, None) if key is None else split(key, 2)
-    batch, length, dim = x.shape
-    qkv = nn.Dense(3 * dim, use_bias=False, name="qkv")(nn.LayerNorm(name="attention_norm")(x))
-    q, k, v = (y.reshape(batch, length, self.heads, -1) for y in jnp.split(qkv, 3, axis=-1))
+    dim = x.shape[-1]
+    init = by_head(nn.Dense.kernel_init, self.heads)
+    qkv = nn.Dense(3 * dim, use_bias=False, kernel_init=init, name="qkv")
+    q, k, v = split_heads(qkv(nn.LayerNorm(name="attention_norm")(x)), self.heads)
     y = attention(q, k, v, causal=False, implementation=self.attention).reshape(x.shape)
     x += dropout(nn.Dense(dim, use_bias=False, name="out")(y), self.dropout, attention_key)
     y = nn.Dense(self.mlp_ratio * dim, use_bias=False, name="up")(nn.LayerNorm(name="mlp_norm")(x))
