@@ -29,6 +29,7 @@ SUITES = {
   "layerwise": ("a deep float16 network that only layer-wise scales train", "layerwise._suite"),
   "gradients": ("how exact each gradient is in bfloat16, jitted and not", "gradients._suite"),
   "few_bytes": ("moments and weights in few bytes: how they follow, time and memory", "few_bytes._suite"),
+  "large_vocabulary": ("the loss in chunks of rows beside that of whole logits", "large_vocabulary._suite"),
   "numerics": ("what an inspection of the numbers costs", "numerics._suite"),
   "plan": ("the analytic plan of memory beside a compiler's", "plan._accuracy"),
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),

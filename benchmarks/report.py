@@ -212,6 +212,45 @@ def few_bytes_memory(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def large_vocabulary_memory(report: dict[str, Any]) -> str:
+  """Temporaries of the loss and its gradients, whole and in chunks of rows."""
+  lines = [
+    "| policy | width | loss | temporaries MB | beside the kernel's, of whole logits' | FLOPs |",
+    "|---" * 6 + "|",
+  ]
+  lines += [
+    f"| {row['policy']} | {row['width']} | {row['name']} | {row['temp_bytes'] / 1e6:.0f} | "
+    f"{_beside(row)} | {row['flops_ratio']:.2f} |"
+    for row in report["rows"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def _beside(row: dict[str, Any]) -> str:
+  return "-" if row["name"] == "whole logits" else f"{row['ratio']:.3f}"
+
+
+def large_vocabulary_errors(report: dict[str, Any]) -> str:
+  """Relative errors of the loss and its gradients against float64."""
+  lines = ["| policy | loss | value | gradient of x | of the kernel |", "|---" * 5 + "|"]
+  lines += [
+    f"| {row['policy']} | {row['name']} | {row['loss']:.1e} | {row['x']:.1e} | {row['kernel']:.1e} |"
+    for row in report["errors"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def large_vocabulary_time(report: dict[str, Any]) -> str:
+  """Time of the loss and its gradients on a CPU."""
+  lines = ["| policy | loss | seconds | ratio of the medians | of the shortest |", "|---" * 5 + "|"]
+  lines += [
+    f"| {row['policy']} | {row['name']} | {row['least_s']:.2f} | {row['ratio']:.2f} | "
+    f"{row['least_ratio']:.2f} |"
+    for row in report["times"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def plan_accuracy(report: dict[str, Any]) -> str:
   """The analytic peak over the compiled one, and what the compiled one's parts account for."""
   lines = [
@@ -342,6 +381,10 @@ def main() -> None:
     ("few_bytes_time_cpu", few_bytes_time),
     ("few_bytes_memory_h200", few_bytes_memory),
     ("few_bytes_memory_v5e", few_bytes_memory),
+    ("large_vocabulary_memory_h200", large_vocabulary_memory),
+    ("large_vocabulary_memory_v5e", large_vocabulary_memory),
+    ("large_vocabulary_errors_cpu", large_vocabulary_errors),
+    ("large_vocabulary_time_cpu", large_vocabulary_time),
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),

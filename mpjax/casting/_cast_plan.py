@@ -18,7 +18,7 @@ from mpjax.casting._half_products import has_own_gradients
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
-from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region
+from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region, parse_scopes
 
 
 class Mode(enum.Enum):
@@ -221,8 +221,9 @@ class CastPlan:
         yield from plan.all_nodes()
 
   def fp8_paths(self) -> set[str]:
-    """Returns the module paths of the products that an FP8 recipe decided on."""
-    return {node.path for node in self.all_nodes() if node.recipe is not None}
+    """Returns the module paths of the products that an FP8 recipe decided on, and of regions."""
+    nodes = self.all_nodes()
+    return {parse_scopes(n.path).path() for n in nodes if n.recipe is not None or in_region(n.path)}
 
   def fp8_sites(self) -> dict[str, Recipe]:
     """Returns the recipe of each history of delayed FP8 scaling, by its name."""

@@ -61,6 +61,7 @@ from mpjax.jaxpr import (
   variables_of,
 )
 
+IN_REGION = "it is in a half_precision region"
 _WHOLE = "its module's policy computes in float32"
 
 
@@ -291,7 +292,7 @@ class _Body:
         return node(mode, "it enters a half_precision region", _outs(equation, Held(Kind.FIXED, half)))
       if castable(result.aval) and dtype_of(source) == half:
         return node(Mode.EACH, "it leaves a half_precision region", _outs(equation, Held(Kind.HALF, half)))
-    return node(Mode.KEEP, "it is in a half_precision region", self._kept(equation))
+    return node(Mode.KEEP, IN_REGION, self._kept(equation))
 
   def _decide_call(self, equation: JaxprEqn, path: str, half: np.dtype | None) -> Node:
     def node(listed: str, mode: Mode, why: str, outs: tuple[Held, ...], call: Call | None = None) -> Node:

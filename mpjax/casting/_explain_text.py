@@ -19,6 +19,7 @@ from mpjax._text_sections import (
   print_sections,
   sections_text,
 )
+from mpjax.casting._decide import IN_REGION
 from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.jaxpr import layer_pattern, merged_path
@@ -106,7 +107,8 @@ def _kernels(one: ExplainedProgram) -> TextSection | None:
 
 def _full(one: ExplainedProgram) -> TextSection | None:
   """Returns what is denied half precision, and why: what decides where islands are."""
-  rows = [row for row in one.rows if _is_full(row) and row.list != "infer" and not row.operands]
+  decided = (row for row in one.rows if row.why != IN_REGION)  # those dtypes are the program's own
+  rows = [row for row in decided if _is_full(row) and row.list != "infer" and not row.operands]
   return None if _all_float32(one) else _reasons(one, "In float32, and why", rows)
 
 

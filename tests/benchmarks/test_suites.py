@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.few_bytes import _memory as few_bytes
 from benchmarks.few_bytes import _tracking as tracking
+from benchmarks.large_vocabulary import _suite as large_vocabulary
 from benchmarks.plan import _measured
 from benchmarks.scaling import _suite as scaling
 
@@ -47,3 +48,11 @@ def test_the_rule_of_others_comes_back_close():
   x = jax.random.uniform(jax.random.key(0), tracking.SHAPE)
   back = tracking.from_root_codes(tracking.root_codes(x))
   assert abs(back - x).max() < 0.01
+
+
+def test_the_loss_in_chunks_is_measured_beside_float64(monkeypatch):
+  monkeypatch.setattr(large_vocabulary, "SMALL", {"rows": 600, "classes": 64, "width": 16})
+  rows = large_vocabulary.errors()["errors"]
+  assert [row["name"] for row in rows] == ["whole logits", "512 rows"] * 3
+  most = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 2e-3}
+  assert all(max(row[key] for key in ("loss", "x", "kernel")) < most[row["policy"]] for row in rows)

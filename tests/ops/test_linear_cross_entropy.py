@@ -148,6 +148,21 @@ def test_products_are_in_the_compute_dtype_and_the_kernel_s_gradient_in_float32(
   assert [_out(e).dtype for e in of_kernel] == [np.float32]
 
 
+def test_explain_counts_its_products_and_a_recipe_may_name_its_module():
+  x, labels, _ = rows(64)
+
+  def loss(x, kernel):
+    x = jnp.tanh(x @ jnp.eye(D))
+    with jax.named_scope("head"):
+      return mpjax.linear_cross_entropy(x, kernel, labels, rows=16)
+
+  for policy in ("bf16", {"base": "fp8", "fp8": {"emulate": True, "exclude": ["head"]}}):
+    explanation = mpjax.explain(loss, policy)(x, KERNEL)
+    head = [row for row in explanation.rows if row.path == "head" and row.flops]
+    assert [(row.after, row.flops) for row in head] == [("bfloat16", 2 * 64 * D * V)]
+    assert "custom_vjp_call" not in str(explanation)
+
+
 def _sizes(equation):
   return {n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape}
 

@@ -126,8 +126,7 @@ def test_a_divided_training_step_has_the_losses_of_whole_logits(policy):
   on = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
   rules = {"head": ("fsdp", "tensor"), "up": ("fsdp", None)}
   usual = losses(plain)
-  options = {"mesh": on, "sharding": rules}
+  divided = {"mesh": on, "sharding": rules}
   most = 1e-6 if policy == "fp32" else 1e-3
-  np.testing.assert_allclose(losses(in_chunks), usual, rtol=most)
-  np.testing.assert_allclose(losses(in_chunks, **options), usual, rtol=most)
-  np.testing.assert_allclose(losses(in_chunks, accumulate=2), usual, rtol=most)
+  for options in ({}, {"accumulate": 2}, divided, {**divided, "gather": "block", "accumulate": 2}):
+    np.testing.assert_allclose(losses(in_chunks, **options), usual, rtol=most)
