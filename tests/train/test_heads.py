@@ -19,9 +19,8 @@ from mpjax.planner.compiled import _compile as compilers
 from mpjax.train import load_config, load_safetensors, make_setup
 from mpjax.train._head_order import reordered_state
 from mpjax.train.checkpoints import Checkpoints
-from mpjax.train.models import GPT, ViT
+from mpjax.train.models import GPT, ViT, gpt_sharding, vit_sharding
 from mpjax.train.models._attention import by_head, split_heads
-from mpjax.train.models._model_sharding import gpt_sharding, vit_sharding
 from tests.step.test_collectives import a_step, crossing
 from tests.train._tiny_gpt import write_tiny_gpt
 
