@@ -34,6 +34,7 @@ SUITES = {
   "plan": ("the analytic plan of memory beside a compiler's", "plan._accuracy"),
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),
   "scaling": ("weak scaling on 1 to 256 described chips", "scaling._suite"),
+  "gather": ("when divided parameters are gathered: compiled memory and collectives", "gather._suite"),
   "chaos": ("runs of several processes, killed at random moments", "chaos._suite"),
 }
 

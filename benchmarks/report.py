@@ -16,6 +16,7 @@ import textwrap
 from typing import Any
 
 from benchmarks._record import provenance
+from benchmarks.gather import _suite as gather_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.quality import _tables as quality_tables
 
@@ -313,7 +314,7 @@ def chaos(report: dict[str, Any]) -> str:
 
 
 # Tables by the file that they stand in.
-PLACES = {"scaling_tpu_v5e": "docs/scale_out.md", "chaos_cpu": "docs/scale_out.md"}
+PLACES = dict.fromkeys(("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200"), "docs/scale_out.md")
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -356,6 +357,8 @@ def main() -> None:
   for name, make in (
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos),
+    ("gather_v5e", gather_suite.table),
+    ("gather_h200", gather_suite.table),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
     ("layerwise_cpu", layerwise),

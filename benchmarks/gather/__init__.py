@@ -1,0 +1,1 @@
+"""When parameters are gathered: compiled memory and collectives."""
