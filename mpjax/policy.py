@@ -45,6 +45,9 @@ _SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 _SHORT |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
+_E4M3 = FORMATS["float8_e4m3fn"]
+# Formats of 8 bits, which no other field may be.
+_ALSO = {"optimizer_dtype": FORMATS, "gather_dtype": {_E4M3.name: _E4M3}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -60,6 +63,8 @@ class Policy(jmp.Policy):
       matrix products and of what follows them.
     output_dtype: dtype of what the model or loss function returns.
     reduce_dtype: dtype in which gradients cross devices; `None`: float32, or their own where that is wider.
+    gather_dtype: dtype in which parameters that are divided over `fsdp` are gathered, of those that matrix
+      products alone read: float8_e4m3fn, with a scale for each; or `compute_dtype` (`None`, too).
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.
     grad_dtype: dtype in which half-precision products under autocast give the gradients of float32
       parameters: float32 (`None`, too), or `compute_dtype`.
@@ -82,6 +87,7 @@ class Policy(jmp.Policy):
 
   _: dataclasses.KW_ONLY
   reduce_dtype: np.dtype | None = None
+  gather_dtype: np.dtype | None = None
   accum_dtype: np.dtype | None = None
   grad_dtype: np.dtype | None = None
   optimizer_dtype: np.dtype | None = None
@@ -99,8 +105,14 @@ class Policy(jmp.Policy):
     for field in _FIELDS:
       value = getattr(self, field)
       if field.endswith("_dtype") and (value is not None or field in _SHORT.values()):
-        also = FORMATS.values() if field == "optimizer_dtype" else ()
-        object.__setattr__(self, field, check_dtype(field, value, also))
+        object.__setattr__(self, field, check_dtype(field, value, _ALSO.get(field, {}).values()))
+    if self.gather_dtype == self.compute_dtype:
+      object.__setattr__(self, "gather_dtype", None)
+    elif self.gather_dtype not in (None, _E4M3):
+      raise ValueError(
+        f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
+        f"{self.compute_dtype.name}, or float8_e4m3fn"
+      )
     if self.matmul_precision is not None:
       try:
         with jax.default_matmul_precision(self.matmul_precision):
@@ -368,8 +380,7 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
     if field in values:
       raise ValueError(f"policy key {key!r} repeats {field!r}, which stands twice")
     if field.endswith("_dtype") and value is not None:
-      also = FORMATS if field == "optimizer_dtype" else None  # 8 bits, which nothing else may be
-      value = parse_dtype(value, f"{key}: {value}", backend, also)
+      value = parse_dtype(value, f"{key}: {value}", backend, _ALSO.get(field))
     values[field] = value
   return values
 

@@ -1,6 +1,7 @@
 """When divided parameters are gathered, compiled: memory and collectives of a step, by a described device.
 
-    python scripts/bench.py gather TARGET [--models llama,gpt] [--accumulate 1,4] [--policies bf16] [--json FILE]
+    python scripts/bench.py gather TARGET [--models llama,gpt] [--accumulate 1,4] [--policies bf16]
+      [--json FILE]
 
 TARGET is one of `v5e:2x4` and `h200:8`, which need not be there. The models have 16 layers of 2048: the Llama
 of `examples/llama`, 1.1B parameters, whose layers are a scan and are computed again in the backward pass; and
@@ -71,7 +72,8 @@ def _figures(plan: Plan) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
   """Returns the report as a table."""
   lines = [
-    "| model | policy | micro-batches | gathered | at once MB | temporaries MB | peak MB | analytic | crossing, MB |",
+    "| model | policy | micro-batches | gathered | at once MB | temporaries MB | peak MB | analytic "
+    "| crossing, MB |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in report["rows"]:

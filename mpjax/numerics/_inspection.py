@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
 from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
-from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step import OVER_DEVICES, TrainState, TrainStep, make_train_step
 from mpjax.step._micro_batches import first_of_batch
 
 # Activations in float32 from which on a batch is run in pieces, in bytes.
@@ -389,7 +388,7 @@ def _step_of(
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
-  resolved = dataclasses.replace(resolved, reduce_dtype=None)  # nothing crosses devices here
+  resolved = get_policy({"base": resolved, **OVER_DEVICES})
   step = make_train_step(target, optax.identity() if tx is None else tx, resolved)
   return step, step.init(state, **init), tx is not None
 

@@ -17,6 +17,8 @@ from mpjax.policy import Policy
 from mpjax.step._train_state import TrainState
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
+# Fields that say something of several devices alone, and that one device's policy leaves out.
+OVER_DEVICES: dict[str, None] = {"reduce_dtype": None, "gather_dtype": None}
 _NEEDS_AUTOCAST = (
   ("accum_dtype", "an accumulation dtype of matrix products"),
   ("grad_dtype", "a dtype of gradients of matrix products"),
@@ -41,11 +43,13 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
       raise ValueError(
         f"policy key {key}={brief(value)!r} asks for {means}, which needs autocast: true in the policy"
       )
-  if policy.reduce_dtype is not None and not over_devices:
-    raise ValueError(
-      f"policy key reduce_dtype={policy.reduce_dtype.name!r} says in which dtype gradients cross devices, "
-      "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
-    )
+  for key, what in (("reduce_dtype", "gradients"), ("gather_dtype", "parameters")):
+    dtype = getattr(policy, key)
+    if dtype is not None and not over_devices:
+      raise ValueError(
+        f"policy key {key}={dtype.name!r} says in which dtype {what} cross devices, "
+        "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
+      )
   if policy.autocast:
     make_rules(policy, None, None)
   if policy.optimizer_dtype == jnp.float16:

@@ -8,7 +8,7 @@ before it is cast (jax-ml/jax#27496), and once for each micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Int32, Shaped
 
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.dtypes import at_least_float32
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
 from mpjax.loss_scale._overwritten import is_overwritten
 from mpjax.sharding import axes_of_batch, batch_shards, dimension_over, is_spec, keep_axes
 
@@ -35,6 +36,7 @@ class Part:
     dtype: of the parameter in the program that reads it.
     gather_dtype: in which it is gathered.
     reduce_dtype: in which its gradient is reduced; `None` for float32, or its own where that is wider.
+    early: whether it may be gathered before what else its reader needs is there.
   """
 
   dimension: int
@@ -42,6 +44,7 @@ class Part:
   dtype: np.dtype
   gather_dtype: np.dtype
   reduce_dtype: np.dtype | None = None
+  early: bool = True
 
   def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the parameter that a device has this part of."""
@@ -49,10 +52,20 @@ class Part:
     shape[self.dimension] *= self.devices
     return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
-  def gather(self, shard: Array) -> Array:
-    """Gathers the parameter; cast first, and to the program's dtype afterwards. Inside `on_each`."""
-    whole = jax.lax.all_gather(shard.astype(self.gather_dtype), "fsdp", axis=self.dimension, tiled=True)
-    return whole.astype(self.dtype)
+  def gather(self, shard: Array, scale: Array | None = None) -> tuple[Array, Array]:
+    """Gathers the parameter, cast first. Inside `on_each`.
+
+    Args:
+      shard: this device's part.
+      scale: f32[], of FP8.
+
+    Returns:
+      The parameter in the program's dtype, and as it crossed.
+    """
+    cast = shard.astype(self.gather_dtype) if scale is None else quantise(shard, scale, self.gather_dtype)
+    crossed = jax.lax.all_gather(cast, "fsdp", axis=self.dimension, tiled=True)
+    whole = crossed if scale is None else crossed.astype(jnp.float32) / scale
+    return whole.astype(self.dtype), crossed
 
   def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
     """Sums a gradient of the parameter over `fsdp`, of which the device gets its part. Inside `on_each`.
@@ -66,39 +79,81 @@ class Part:
     return part.astype(dtype)
 
 
-def gather(mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyTree[np.dtype]) -> PyTree:
-  """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
+def scales_of(
+  mesh: Mesh, params: PyTree, specs: PyTree[PartitionSpec], dtypes: PyTree[np.dtype]
+) -> list[Array | None]:
+  """Returns the scale of each parameter that crosses in FP8, f32[]; `None` for others.
+
+  The largest magnitudes of all of them cross together.
 
   Args:
     mesh: of the step.
     params: tree of arrays that lie as `specs` says.
     specs: tree of `PartitionSpec`.
     dtypes: tree of the dtypes to gather in.
+  """
+  leaves, flat_dtypes = jax.tree.leaves(params), jax.tree.leaves(dtypes)
+  flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+  chosen = [i for i, dtype in enumerate(flat_dtypes) if dtype.itemsize == 1]
+  scales: list[Array | None] = [None] * len(leaves)
+  if not chosen:
+    return scales
+
+  def body(*shards: Array) -> Array:
+    return jax.lax.pmax(jnp.stack([amax_of(shard) for shard in shards]), mesh.axis_names)
+
+  amaxes = jax.shard_map(
+    body, mesh=mesh, in_specs=tuple(flat_specs[i] for i in chosen), out_specs=_SPEC, check_vma=False
+  )(*(leaves[i] for i in chosen))
+  for i, amax in zip(chosen, amaxes, strict=True):
+    scales[i] = scale_of(amax, flat_dtypes[i])
+  return scales
+
+
+def gather(
+  mesh: Mesh,
+  params: PyTree,
+  specs: PyTree[PartitionSpec],
+  dtypes: PyTree[np.dtype],
+  crossing: PyTree[np.dtype],
+  scales: Sequence[Array | None],
+) -> PyTree:
+  """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
+
+  Args:
+    mesh: of the step.
+    params: tree of arrays that lie as `specs` says.
+    specs: tree of `PartitionSpec`.
+    dtypes: tree of the dtypes of the results.
+    crossing: tree of the dtypes to gather in.
+    scales: of those that are gathered in FP8.
 
   Returns:
     The tree; what was gathered is in its dtype of `dtypes`, the rest as it was.
   """
   leaves, structure = jax.tree.flatten(params)
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-  flat_dtypes = jax.tree.leaves(dtypes)
+  flat_dtypes, flat_crossing = jax.tree.leaves(dtypes), jax.tree.leaves(crossing)
   divided = [i for i, spec in enumerate(flat_specs) if dimension_over(spec, "fsdp") is not None]
   if not divided:
     return params
 
-  def body(*shards: Array) -> list[Array]:
+  def body(shards: Sequence[Array], scales: Sequence[Array | None]) -> list[Array]:
     out = []
-    for i, shard in zip(divided, shards, strict=True):
+    for i, shard, scale in zip(divided, shards, scales, strict=True):
       axis = dimension_over(flat_specs[i], "fsdp")
-      out.append(jax.lax.all_gather(shard.astype(flat_dtypes[i]), "fsdp", axis=axis, tiled=True))
+      assert axis is not None
+      part = Part(axis, mesh.shape["fsdp"], flat_dtypes[i], flat_crossing[i])
+      out.append(part.gather(shard, scale)[0])
     return out
 
   gathered = jax.shard_map(
     body,
     mesh=mesh,
-    in_specs=tuple(flat_specs[i] for i in divided),
+    in_specs=([flat_specs[i] for i in divided], _SPEC),
     out_specs=[keep_axes(flat_specs[i], ("tensor",)) for i in divided],
     check_vma=False,
-  )(*(leaves[i] for i in divided))
+  )([leaves[i] for i in divided], [scales[i] for i in divided])
   for i, whole in zip(divided, gathered, strict=True):
     leaves[i] = whole
   return jax.tree.unflatten(structure, leaves)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._types import Array, ClosedJaxpr, JaxprEqn, PyTree, Var
+from mpjax.fp8._dot_general import InFp8
 from mpjax.jaxpr import bind_again, is_variable, live, variables_of
 from mpjax.step._collectives import Part
 
@@ -26,11 +27,13 @@ class Divided:
   Attributes:
     shard: the part.
     part: how it is a part, and how it crosses.
+    scale: f32[], of one that crosses in FP8.
     casts: the equations that cast the whole parameter to what is meant.
   """
 
   shard: Array
   part: Part
+  scale: Array | None = None
   casts: tuple[JaxprEqn, ...] = ()
 
 
@@ -90,6 +93,10 @@ class Replaced:
     return dataclasses.replace(x, operands=self._operands[id(x.operands)])
 
 
+# Whole parameters as they crossed, and their scales.
+_Crossed = Sequence[tuple[Array, Array | None]]
+
+
 class _Whole:
   """The values that are made of parameters, once those are gathered.
 
@@ -113,7 +120,9 @@ class _Whole:
     return self._made[key][x.index]
 
 
-def read(fun: Callable[..., list[Array]], operands: Sequence[Value], fenced: bool) -> list[Array]:
+def read(
+  fun: Callable[..., list[Array]], operands: Sequence[Value], fenced: bool, in_fp8: Collection[int] = ()
+) -> list[Array]:
   """Returns what a function gives for values of which some are put off.
 
   Residuals of its derivative that are made of gathered parameters alone are made again of the parts.
@@ -122,67 +131,92 @@ def read(fun: Callable[..., list[Array]], operands: Sequence[Value], fenced: boo
     fun: of as many arrays.
     operands: the values.
     fenced: whether the backward pass must be kept from using what the forward pass gathered.
+    in_fp8: positions of operands that are parameters which cross in FP8, for which `fun` takes an `InFp8`.
   """
   roots = shards_of(operands)
   if not roots:
     return fun(*operands)
   # Several values may be made of one parameter, which is gathered once.
-  parts = [x.part for x in roots.values()]
+  parts, scales = [x.part for x in roots.values()], [x.scale for x in roots.values()]
   others = [x for x in operands if not is_put_off(x)]
   kept: list[_Residuals] = []
 
-  def of_whole(gathered: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+  order = list(roots)
+
+  def of_whole(gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]) -> list[Array]:
     given, whole = iter(others), _Whole(dict(zip(roots, gathered, strict=True)))
-    return fun(*(whole(x) if isinstance(x, (Divided, Made)) else next(given) for x in operands))
+
+    def operand(i: int, x: Value) -> Array | InFp8:
+      if not isinstance(x, (Divided, Made)):
+        return next(given)
+      if i in in_fp8 and isinstance(x, Divided):
+        codes, scale = crossed[order.index(id(x.shard))]
+        assert scale is not None
+        return InFp8(whole(x), codes, scale)
+      return whole(x)
+
+    return fun(*(operand(i, x) for i, x in enumerate(operands)))
+
+  def gather(shards: Sequence[Array], scales: Sequence[Array | None]) -> tuple[list[Array], _Crossed]:
+    found = [part.gather(x, scale) for x, part, scale in zip(shards, parts, scales, strict=True)]
+    return [x for x, _ in found], [(codes, s) for (_, codes), s in zip(found, scales, strict=True)]
+
+  def waited(shards: Sequence[Array], others: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+    if all(part.early for part in parts):
+      return shards, others
+    return jax.lax.optimization_barrier((shards, others))
 
   @jax.custom_vjp
-  def run(shards: Sequence[Array], others: Sequence[Array]) -> list[Array]:
-    return of_whole([part.gather(x) for x, part in zip(shards, parts, strict=True)], others)
+  def run(shards: Sequence[Array], scales: Sequence[Array | None], others: Sequence[Array]) -> list[Array]:
+    shards, others = waited(shards, others)
+    return of_whole(*gather(shards, scales), others)
 
-  def forward(shards: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], PyTree]:
-    gathered = [part.gather(x) for x, part in zip(shards, parts, strict=True)]
-    kept[:] = [_Residuals(of_whole, gathered, others)]
-    out, saved = kept[0].forward(gathered, others)
-    return out, (saved, shards)
+  def forward(
+    shards: Sequence[Array], scales: Sequence[Array | None], others: Sequence[Array]
+  ) -> tuple[list[Array], PyTree]:
+    shards, others = waited(shards, others)
+    gathered, crossed = gather(shards, scales)
+    kept[:] = [_Residuals(of_whole, gathered, crossed, others)]
+    out, saved = kept[0].forward(gathered, crossed, others)
+    return out, (saved, shards, scales)
 
-  def backward(saved: PyTree, cotangents: list[Array]) -> tuple[list[Array], list[Array | None]]:
-    (arrays, shards), (residuals,) = saved, kept
+  def backward(saved: PyTree, cotangents: list[Array]) -> tuple[list[Array], None, list[Array | None]]:
+    (arrays, shards, scales), (residuals,) = saved, kept
     if fenced:
       shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
-    reads = zip(shards, parts, residuals.reads, strict=True)
-    gathered = [part.gather(x) if is_read else None for x, part, is_read in reads]
-    of_gathered, of_others = residuals.backward(gathered, arrays, cotangents)
+    of_gathered, of_others = residuals.backward(lambda: gather(shards, scales), arrays, cotangents)
     back = zip(of_gathered, shards, parts, strict=True)
-    return [part.reduce(ct, x.dtype) for ct, x, part in back], of_others
+    return [part.reduce(ct, x.dtype) for ct, x, part in back], None, of_others
 
   run.defvjp(forward, backward)
-  return run([x.shard for x in roots.values()], others)
+  return run([x.shard for x in roots.values()], scales, others)
 
 
 class _Residuals:
   """A function of gathered parameters and other arrays, and what its derivative keeps.
 
   Args:
-    fun: of two lists of arrays.
-    gathered: the first list, of arrays of these types.
-    others: the second.
-
-  Attributes:
-    reads: which of the gathered parameters the backward pass reads.
+    fun: of three trees of arrays.
+    gathered: the first, of arrays of these types.
+    crossed: the second, which is not differentiated.
+    others: the third.
   """
 
   def __init__(
     self,
-    fun: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+    fun: Callable[[Sequence[Array], _Crossed, Sequence[Array]], list[Array]],
     gathered: Sequence[Array],
+    crossed: _Crossed,
     others: Sequence[Array],
   ):
     moves = self._moves = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in others]
 
-    def run(gathered: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    def run(
+      gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
       def of_moving(gathered: Sequence[Array], moving: Sequence[Array]) -> list[Array]:
         given = iter(moving)
-        return fun(gathered, [next(given) if m else x for x, m in zip(others, moves, strict=True)])
+        return fun(gathered, crossed, [next(given) if m else x for x, m in zip(others, moves, strict=True)])
 
       moving = [x for x, m in zip(others, moves, strict=True) if m]
       out, pull = jax.vjp(of_moving, gathered, moving)
@@ -190,28 +224,35 @@ class _Residuals:
       self._results = len(out)
       return out, residuals
 
-    self._closed: ClosedJaxpr = jax.make_jaxpr(run)(gathered, others)
-    body, n = self._closed.jaxpr, len(gathered)
-    mixed = set(body.invars[n:])
+    self._closed: ClosedJaxpr = jax.make_jaxpr(run)(gathered, crossed, others)
+    body = self._closed.jaxpr
+    mixed = set(body.invars[len(body.invars) - len(others) :])
     for equation in body.eqns:
       if not mixed.isdisjoint(variables_of(equation.invars)):
         mixed.update(equation.outvars)
     self._is_kept = [is_variable(a) and a in mixed for a in body.outvars[self._results :]]
     self._is_again = [False] * self._results + [not kept for kept in self._is_kept]
-    read = live(body, self._is_again, effects=False).variables
-    self.reads = [v in read for v in body.invars[:n]]
 
-  def forward(self, gathered: Sequence[Array], others: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+  def forward(
+    self, gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]
+  ) -> tuple[list[Array], list[Array]]:
     """Returns the results, and those residuals that other arrays than gathered ones have a part in."""
-    out = _outputs(self._closed, [*gathered, *others], [True] * self._results + self._is_kept)
+    arguments = [*gathered, *jax.tree.leaves(crossed), *others]
+    out = _outputs(self._closed, arguments, [True] * self._results + self._is_kept)
     return out[: self._results], out[self._results :]
 
   def backward(
-    self, gathered: Sequence[Array | None], saved: Sequence[Array], cotangents: Sequence[Array]
+    self,
+    gather: Callable[[], tuple[list[Array], _Crossed]],
+    saved: Sequence[Array],
+    cotangents: Sequence[Array],
   ) -> tuple[list[Array], list[Array | None]]:
-    """Returns cotangents of the gathered parameters and of the others; `gathered` as `reads` says."""
-    unread = (None,) * len(self._moves)
-    again = iter(_outputs(self._closed, [*gathered, *unread], self._is_again))
+    """Returns cotangents of the gathered parameters and of the others; `gather` gives the first again."""
+    again: Iterator[Array] = iter(())
+    if any(self._is_again):
+      gathered, crossed = gather()
+      arguments = [*gathered, *jax.tree.leaves(crossed), *(None,) * len(self._moves)]
+      again = iter(_outputs(self._closed, arguments, self._is_again))
     stored = iter(saved)
     residuals = [next(stored) if is_kept else next(again) for is_kept in self._is_kept]
     of_gathered, of_moving = jax.tree.unflatten(self._structure, residuals)(list(cotangents))

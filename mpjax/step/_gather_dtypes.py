@@ -34,6 +34,41 @@ def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
   return [_single(_reads(body, body.invars[i])) for i in inputs]
 
 
+def only_multiplied(closed: AnyJaxpr, inputs: Sequence[int]) -> list[bool]:
+  """Returns of each input of a program whether matrix products alone read it, in whatever dtype.
+
+  Args:
+    closed: a jaxpr.
+    inputs: positions among its inputs.
+  """
+  body = open_jaxpr(closed)
+  return [_is_multiplied(body, body.invars[i]) for i in inputs]
+
+
+def _is_multiplied(body: Jaxpr, start: Var) -> bool:
+  values, found = {start}, False
+  for equation in body.eqns:
+    read = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in values]
+    if not read:
+      continue
+    kind = call_kind(equation)
+    if kind is not None and kind.is_plain:
+      aligned = [(open_jaxpr(inner), operands) for inner, operands in alignment(equation)]
+      inside = [
+        (inner, inner.invars[operands.index(i)]) for i in read for inner, operands in aligned if i in operands
+      ]
+      if not inside or not all(_is_multiplied(*pair) for pair in inside):
+        return False
+      found = True
+    elif kind is None and has(equation, Trait.SAME_WEIGHT | Trait.ALIAS):
+      values.update(equation.outvars)
+    elif kind is None and has(equation, Trait.PRODUCT):
+      found = True
+    else:
+      return False
+  return found and not any(is_variable(a) and a in values for a in body.outvars)
+
+
 def _single(reads: set[np.dtype]) -> np.dtype | None:
   return next(iter(reads)) if len(reads) == 1 else None
 

@@ -10,12 +10,14 @@ conditional no device may wait for another, so what its branches read is gathere
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree, Var
+from mpjax.fp8._dot_general import InFp8, multiply_codes, takes_codes
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -37,20 +39,26 @@ from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_of
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
 
-def gather_where_read(fun: Callable[..., PyTree], parts: Sequence[Part | None]) -> Callable[..., PyTree]:
+def gather_where_read(
+  fun: Callable[..., PyTree], parts: Sequence[Part | None], scales: Sequence[Array | None] | None = None
+) -> Callable[..., PyTree]:
   """Returns a function of a device's parts of parameters that computes what `fun` does of whole ones.
 
   Args:
     fun: takes a tree of parameters first, and trees of arrays.
     parts: for each leaf of the first how it is divided; `None` for one that is whole.
+    scales: for each leaf the scale, f32[], of one that crosses in FP8; `None` for the others, or for all.
   """
+  scales = [None] * len(parts) if scales is None else scales
 
   def of_parts(params: PyTree, *args: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(params)
     pairs = list(zip(leaves, parts, strict=True))
     shapes = [x if part is None else part.whole_type(x) for x, part in pairs]
     closed, out = jax.make_jaxpr(fun, return_shape=True)(jax.tree.unflatten(structure, shapes), *args)
-    values: list[Value] = [x if part is None else Divided(x, part) for x, part in pairs]
+    values: list[Value] = [
+      x if part is None else Divided(x, part, scale) for (x, part), scale in zip(pairs, scales, strict=True)
+    ]
     results = _evaluate(closed, [*values, *jax.tree.leaves(args)], fenced=True)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -103,7 +111,19 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
     own = tuple(operands)
     return [Made(equation, own, i) for i in range(len(equation.outvars))]
   with as_traced(equation):
+    in_fp8 = [
+      i
+      for i, x in enumerate(operands)
+      if isinstance(x, Divided) and x.scale is not None and takes_codes(equation, i, x.part.gather_dtype)
+    ]
+    if in_fp8:
+      return read(functools.partial(_multiply_codes, equation), operands, fenced, in_fp8)
     return read(lambda *xs: _compat.bind(equation, list(xs)), operands, fenced)
+
+
+def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]:
+  with _compat.context_of(equation):
+    return [multiply_codes(equation, operands)]
 
 
 def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array]) -> Divided | None:

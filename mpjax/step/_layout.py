@@ -40,11 +40,13 @@ class Layout:
     mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
     rules: where parameters lie.
     gather: when divided parameters are gathered, one of `GATHERS`.
+    gather_prefetch: how many blocks ahead of its reader a parameter may be gathered by block: 0 or 1.
   """
 
   mesh: Mesh
   rules: ShardingRules
   gather: str = "step"
+  gather_prefetch: int = 1
 
   @property
   def shards(self) -> int:
@@ -123,8 +125,9 @@ def make_layout(
   mesh: Mesh | None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None,
   gather: str = "step",
+  gather_prefetch: int = 1,
 ) -> Layout | None:
-  """Makes a layout of `make_train_step`'s `mesh`, `sharding` and `gather`; `None` without a mesh.
+  """Makes a layout of these arguments of `make_train_step`; `None` without a mesh.
 
   Raises:
     ValueError: for a mesh or rules that do not fit.
@@ -133,6 +136,8 @@ def make_layout(
     raise ValueError(
       f"gather={gather!r}: expected one of {', '.join(GATHERS)}{did_you_mean(str(gather), GATHERS)}"
     )
+  if gather_prefetch not in (0, 1):
+    raise ValueError(f"gather_prefetch={gather_prefetch!r}: expected 0 or 1")
   if mesh is None:
     if sharding is not None:
       raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
@@ -145,6 +150,6 @@ def make_layout(
       f"gather='block' is for parameters that are divided over an axis fsdp: the mesh has {dict(mesh.shape)}"
     )
   if isinstance(sharding, ShardingRules):
-    return Layout(mesh, sharding, gather)
+    return Layout(mesh, sharding, gather, gather_prefetch)
   rules = ShardingRules(model=sharding) if callable(sharding) else ShardingRules(sharding)
-  return Layout(mesh, rules, gather)
+  return Layout(mesh, rules, gather, gather_prefetch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -23,8 +23,6 @@ from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.policy import Policy
 from mpjax.step._checks import unpack
-from mpjax.step._collectives import Part
-from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
@@ -204,7 +202,7 @@ class StepLoss:
     batch: PyTree,
     keys: Array | None,
     like: PyTree | None = None,
-    parts: Sequence[Part | None] | None = None,
+    of_parts: Callable[[LossFunction], LossFunction] | None = None,
   ) -> GradientPass:
     """Computes loss and gradients of the rows at hand, micro-batch by micro-batch.
 
@@ -215,15 +213,15 @@ class StepLoss:
       keys: as `keys` gives them for these rows.
       like: a tree in whose dtypes the gradients of a step without accumulation are; with accumulation they
         are in float32 or wider.
-      parts: how parameters are divided that are gathered where they are read; `params` and gradients are a
-        device's parts of them. `None`: all are whole.
+      of_parts: makes the loss one of a device's parts of parameters, which `params` and the gradients then
+        are. `None`: all are whole.
     """
     options, n = self.options, self.options.accumulate
     scaled = self.scaled
     if options.recompute == "dots" and not options.policy.autocast:
       scaled = jax.checkpoint(scaled, policy=jax.checkpoint_policies.dots_saveable)
-    if parts is not None:
-      scaled = gather_where_read(scaled, parts)
+    if of_parts is not None:
+      scaled = of_parts(scaled)
     grad_fn = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
 
     def micro_step(model_state: PyTree, batch: PyTree, keys: Array | None) -> GradientPass:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,23 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
-from mpjax._types import Array, Mesh, PyTree
+from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.sharding import dimension_over, is_spec, keep_axes
 from mpjax.step import _collectives
 from mpjax.step._collectives import Part
-from mpjax.step._gather_dtypes import read_in
+from mpjax.step._gather_dtypes import only_multiplied, read_in
+from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss, row_count, row_keys
 from mpjax.step._train_state import TrainState
 
 _WHOLE = PartitionSpec()
 
-# (parameters, state, rows, keys) to a tree of arrays.
-_OfRows = Callable[[PyTree, TrainState, PyTree, Array | None], PyTree]
+# Of parameters that cross in FP8.
+_Scales = Sequence[Array | None]
+# (parameters, state, rows, keys, scales) to a tree of arrays.
+_OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
 
 
 def value_and_grad_on_mesh(
@@ -43,31 +46,43 @@ def value_and_grad_on_mesh(
   rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
   own = jax.tree.map(lambda leaf: leaf.dtype, params)
 
-  def each(run: _OfRows, params: PyTree, rest: TrainState, key: Array | None, batch: PyTree) -> PyTree:
+  def each(
+    run: _OfRows, params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
+  ) -> PyTree:
     index = _collectives.shard_index(mesh)
     params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, own)
     mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
-    return run(params, rest.replace(model_state=mine), batch, _keys(loss, key, batch, index)), mine
+    keys = _keys(loss, key, batch, index)
+    return run(params, rest.replace(model_state=mine), batch, keys, scales), mine
 
   def everywhere(
-    run: _OfRows, params: PyTree, specs: PyTree[PartitionSpec] = _WHOLE
+    run: _OfRows, params: PyTree, scales: _Scales, specs: PyTree[PartitionSpec] = _WHOLE
   ) -> tuple[PyTree, PyTree]:
-    replicated = (params, rest, state.step_key)
+    replicated = (params, scales, rest, state.step_key)
     return _collectives.on_each(mesh, functools.partial(each, run), replicated, batch, specs)
 
-  dtypes = _gather_dtypes(functools.partial(everywhere, loss.forward), params, specs)
-  reduce_dtype = loss.options.policy.reduce_dtype
+  policy = loss.options.policy
+  forward = lambda params: everywhere(lambda *args: loss.forward(*args[:-1]), params, [])
+  dtypes, crossing = _gather_dtypes(forward, params, specs, policy.gather_dtype)
+  scales = _collectives.scales_of(mesh, params, specs, crossing)
   if layout.gather == "step":
-    gathered = _collectives.gather(mesh, params, specs, dtypes)
-    out, mine = everywhere(loss.value_and_grad, gathered)
+    gathered = _collectives.gather(mesh, params, specs, dtypes, crossing, scales)
+    out, mine = everywhere(lambda *args: loss.value_and_grad(*args[:-1]), gathered, [])
   else:
-    parts = _parts(mesh, params, specs, dtypes, reduce_dtype)
+    parts = _parts(layout, params, specs, crossing, policy.reduce_dtype)
     # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
     flat = zip(jax.tree.leaves(own), parts, strict=True)
     wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
     own = jax.tree.unflatten(jax.tree.structure(params), wide)
-    run = functools.partial(loss.value_and_grad, parts=parts)
-    out, mine = everywhere(run, params, jax.tree.map(_over_fsdp, specs, is_leaf=is_spec))
+
+    def of_parts(
+      params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
+    ) -> GradientPass:
+      transform = lambda fun: gather_where_read(fun, parts, scales)
+      return loss.value_and_grad(params, rest, batch, keys, of_parts=transform)
+
+    out, mine = everywhere(of_parts, params, scales, jax.tree.map(_over_fsdp, specs, is_leaf=is_spec))
+  reduce_dtype = policy.reduce_dtype
   grads = _collectives.reduce(mesh, out.grads, specs, reduce_dtype, over_fsdp=layout.gather == "step")
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
@@ -76,7 +91,7 @@ def value_and_grad_on_mesh(
 
 
 def _parts(
-  mesh: Mesh,
+  layout: Layout,
   params: PyTree,
   specs: PyTree[PartitionSpec],
   dtypes: PyTree[np.dtype],
@@ -88,7 +103,8 @@ def _parts(
     dimension = dimension_over(spec, "fsdp")
     if dimension is None:
       return None
-    return Part(dimension, mesh.shape["fsdp"], np.dtype(leaf.dtype), dtype, reduce_dtype)
+    early = layout.gather_prefetch > 0
+    return Part(dimension, layout.mesh.shape["fsdp"], np.dtype(leaf.dtype), dtype, reduce_dtype, early)
 
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]
@@ -99,20 +115,27 @@ def _over_fsdp(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _gather_dtypes(
-  run: Callable[[PyTree], PyTree], params: PyTree, specs: PyTree[PartitionSpec]
-) -> PyTree[np.dtype]:
-  """Returns the dtype to gather each parameter in: the one in which the program reads it everywhere."""
+  run: Callable[[PyTree], PyTree], params: PyTree, specs: PyTree[PartitionSpec], asked: np.dtype | None
+) -> tuple[PyTree[np.dtype], PyTree[np.dtype]]:
+  """Returns the dtype in which the program reads each parameter everywhere, and the one to gather it in.
+
+  Those are the same, but for what products alone read: that crosses in the dtype that is asked for.
+  """
   leaves, structure = jax.tree.flatten(params)
   flat = jax.tree.leaves(specs, is_leaf=is_spec)
   divided = [i for i, spec in enumerate(flat) if dimension_over(spec, "fsdp") is not None]
   dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
-  if divided and any(dtypes[i].itemsize > 2 for i in divided):
+  if divided and (asked is not None or any(dtypes[i].itemsize > 2 for i in divided)):
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     closed = jax.make_jaxpr(lambda *flat: run(jax.tree.unflatten(structure, flat)))(*shapes)
     for i, read in zip(divided, read_in(closed, divided), strict=True):
       if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
         dtypes[i] = read
-  return jax.tree.unflatten(structure, dtypes)
+  crossing = list(dtypes)
+  if divided and asked is not None:
+    for i, is_multiplied in zip(divided, only_multiplied(closed, divided), strict=True):
+      crossing[i] = asked if is_multiplied else dtypes[i]
+  return jax.tree.unflatten(structure, dtypes), jax.tree.unflatten(structure, crossing)
 
 
 def _keys(loss: StepLoss, key: Array | None, batch: PyTree, index: Int32[Array, ""]) -> Array | None:

@@ -33,6 +33,7 @@ from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
+  OVER_DEVICES,
   require_differentiable,
   require_given,
   require_in_place,
@@ -71,6 +72,7 @@ def make_train_step(
   mesh: Mesh | None = None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
   gather: str = "step",
+  gather_prefetch: int = 1,
   grad_norm: bool = False,
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
@@ -113,7 +115,10 @@ def make_train_step(
       largest dimension over `fsdp`.
     gather: when parameters that are divided over `fsdp` are gathered: once a `"step"`, and kept until the
       backward pass has read them; or `"block"`: each right before it is read, and again in the backward
-      pass, so that the model need not fit on a device. Gradients are then divided as soon as they are made.
+      pass, so that the model need not fit on a device. Gradients are then divided as soon as they are made,
+      for each micro-batch.
+    gather_prefetch: with `"block"`, 1 leaves it to the compiler to gather a parameter while the block before
+      its reader runs, 0 has it wait for what else the reader needs.
     grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
       any clipping. It reads each gradient once more.
 
@@ -138,7 +143,7 @@ def make_train_step(
     cast_batch=cast_batch,
     donate=donate,
     recompute=recompute,
-    layout=make_layout(mesh, sharding, gather),
+    layout=make_layout(mesh, sharding, gather, gather_prefetch),
     grad_norm=grad_norm,
   )
   return TrainStep(loss_fn, tx, options)
@@ -280,7 +285,7 @@ class TrainStep:
     """Returns the same step without a mesh: one program over the whole batch."""
     if self.layout is None:
       return self
-    policy = get_policy({"base": self.policy, "reduce_dtype": None})
+    policy = get_policy({"base": self.policy, **OVER_DEVICES})
     return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=None))
 
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:

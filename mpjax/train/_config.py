@@ -68,7 +68,8 @@ class MeshConfig(Section):
   Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
   one matrix product over `tensor`. `rules` are tried before the model's own: for regular expressions on
   parameter paths, an axis or null for each dimension. `gather` says when parameters that are divided over
-  `fsdp` are gathered: once a `step`, or by `block`, where they are read.
+  `fsdp` are gathered: once a `step`, or by `block`, where they are read. `gather_prefetch: 0` has each wait
+  for what else its reader needs; with 1 the compiler may gather it while the block before runs.
   """
 
   data: Int = -1
@@ -76,6 +77,7 @@ class MeshConfig(Section):
   tensor: Int = 1
   rules: dict[str, Any] = pydantic.Field(default_factory=dict)
   gather: Literal["step", "block"] = "step"
+  gather_prefetch: Literal[0, 1] = 1
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> MeshConfig:

@@ -13,7 +13,7 @@ from mpjax._types import Mesh, Metrics, PyTree
 from mpjax.casting import Explanation
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
-from mpjax.step import Layout, TrainState, TrainStep, make_train_step
+from mpjax.step import OVER_DEVICES, Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer, make_schedule
@@ -148,7 +148,7 @@ def build_step(
     config: names the model, the optimiser and how to train.
     info: what the data looks like.
     policy: in force, in place of the config's own.
-    mesh: `None` for a step on one device, on which the policy's `reduce_dtype` says nothing.
+    mesh: `None` for a step on one device, where nothing crosses in the dtypes that the policy says.
     backend: the platform to run on; that of this machine by default.
 
   Raises:
@@ -159,13 +159,14 @@ def build_step(
   step = make_train_step(
     task.loss_fn,
     optimizer,
-    policy if mesh is not None else get_policy({"base": policy, "reduce_dtype": None}),
+    policy if mesh is not None else get_policy({"base": policy, **OVER_DEVICES}),
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),
     mesh=mesh,
     sharding=None if mesh is None else ShardingRules(config.mesh.rules, task.sharding_rule),
     gather=config.mesh.gather if mesh is not None else "step",
+    gather_prefetch=config.mesh.gather_prefetch,
     grad_norm=True,
   )
   return task, step
