@@ -251,3 +251,66 @@ def test_what_cannot_be_is_one_line(arguments, words):
     arguments = {**arguments, "mesh": jax.make_mesh(tuple(sizes.values()), tuple(sizes))}
   with pytest.raises(ValueError, match=words):
     mpjax.make_train_step(lambda p, b: 0.0, optax.sgd(0.1), "fp32", **arguments)
+
+
+def in_fp8_by(gather, **changes):
+  policy = {"base": "fp8", "fp8": {"emulate": True, "min_dim": 16}, **changes}
+
+  def loss(p, batch):
+    x = batch + p["table"][0]
+    for w in (p["v"], p["w"]):
+      x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+  mesh = jax.make_mesh((DEVICES,), ("fsdp",))
+  step = mpjax.make_train_step(loss, optax.sgd(1.0), policy, mesh=mesh, gather=gather)
+  params = {"table": parameters()["v"], "v": parameters()["v"], "w": parameters()["w"]}
+  return step, step.init(params), jax.random.normal(jax.random.key(3), (64 * DEVICES, N))
+
+
+@pytest.mark.parametrize("gather", ["step", "block"])
+def test_what_products_alone_read_crosses_in_fp8(gather):
+  step, state, batch = in_fp8_by(gather, gather_dtype="float8_e4m3fn")
+  jaxpr = str(jax.make_jaxpr(step.jitted)(state, batch))
+  gathered = sorted(line.split("=")[0].split(":")[1] for line in jaxpr.splitlines() if "= all_gather[" in line)
+  # Both products gather their weight; the gradients read the second, and of the first what is behind it.
+  codes = [name for name in gathered if "f8_e4m3fn" in name]
+  assert len(codes) == (2 if gather == "step" else 4)
+  assert [name for name in gathered if "f8_e4m3fn" not in name] == ["f32[64,64] "]
+  assert jaxpr.count("= pmax[") == 1  # all largest magnitudes together
+  step.gradients(state, batch)
+
+
+def test_codes_that_crossed_are_those_of_the_product():
+  """A parameter of one scale has the codes that the product would have made of it: the same loss."""
+  plain, state, batch = in_fp8_by("block")
+  codes, *_ = in_fp8_by("block", gather_dtype="float8_e4m3fn")
+  (loss, grads), (of_codes, grads_of_codes) = plain.gradients(state, batch), codes.gradients(state, batch)
+  np.testing.assert_allclose(loss, of_codes, rtol=1e-5)
+  for name, g in grads.items():
+    np.testing.assert_allclose(g, grads_of_codes[name], atol=2e-2 * float(jnp.abs(g).max()), err_msg=name)
+
+
+def test_a_weight_that_is_not_finite_is_seen_through_fp8():
+  step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
+  state = state.replace(params={**state.params, "w": state.params["w"].at[3, 3].set(jnp.nan)})
+  assert not np.isfinite(step.gradients(state, batch)[0])
+
+
+@pytest.mark.parametrize(
+  ("policy", "words"),
+  [
+    ({"base": "bf16", "gather_dtype": "float16"}, "gather_dtype='float16': expected compute_dtype"),
+    ({"base": "bf16", "gather_dtype": "float8_e5m2"}, "gather_dtype"),
+  ],
+)
+def test_other_dtypes_to_gather_in_are_refused(policy, words):
+  with pytest.raises(ValueError, match=words):
+    mpjax.get_policy(policy)
+
+
+def test_fp8_gathers_need_a_mesh():
+  with pytest.raises(ValueError, match="gather_dtype='float8_e4m3fn' .* needs a mesh"):
+    mpjax.make_train_step(
+      lambda p, b: 0.0, optax.sgd(0.1), {"base": "bf16", "gather_dtype": "float8_e4m3fn"}
+    )
