@@ -106,9 +106,10 @@ class Policy(jmp.Policy):
       value = getattr(self, field)
       if field.endswith("_dtype") and (value is not None or field in _SHORT.values()):
         object.__setattr__(self, field, check_dtype(field, value, _ALSO.get(field, {}).values()))
-    if self.gather_dtype == self.compute_dtype:
+    # NumPy holds float64 equal to None.
+    if self.gather_dtype is not None and self.gather_dtype == self.compute_dtype:
       object.__setattr__(self, "gather_dtype", None)
-    elif self.gather_dtype not in (None, _E4M3):
+    elif self.gather_dtype is not None and self.gather_dtype != _E4M3:
       raise ValueError(
         f"gather_dtype={self.gather_dtype.name!r}: expected compute_dtype, which is "
         f"{self.compute_dtype.name}, or float8_e4m3fn"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -232,6 +232,8 @@ class _Residuals:
         mixed.update(equation.outvars)
     self._is_kept = [is_variable(a) and a in mixed for a in body.outvars[self._results :]]
     self._is_again = [False] * self._results + [not kept for kept in self._is_kept]
+    read = live(body, self._is_again, effects=False).variables
+    self._gathers_again = not read.isdisjoint(body.invars)
 
   def forward(
     self, gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]
@@ -248,11 +250,12 @@ class _Residuals:
     cotangents: Sequence[Array],
   ) -> tuple[list[Array], list[Array | None]]:
     """Returns cotangents of the gathered parameters and of the others; `gather` gives the first again."""
-    again: Iterator[Array] = iter(())
-    if any(self._is_again):
+    known: list[Array] = []
+    if self._gathers_again:
       gathered, crossed = gather()
-      arguments = [*gathered, *jax.tree.leaves(crossed), *(None,) * len(self._moves)]
-      again = iter(_outputs(self._closed, arguments, self._is_again))
+      known = [*gathered, *jax.tree.leaves(crossed)]
+    unread = (None,) * (len(self._closed.jaxpr.invars) - len(known))
+    again = iter(_outputs(self._closed, [*known, *unread], self._is_again))
     stored = iter(saved)
     residuals = [next(stored) if is_kept else next(again) for is_kept in self._is_kept]
     of_gathered, of_moving = jax.tree.unflatten(self._structure, residuals)(list(cotangents))

@@ -224,13 +224,13 @@ class StepLoss:
       scaled = of_parts(scaled)
     grad_fn = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
 
-    def micro_step(model_state: PyTree, batch: PyTree, keys: Array | None) -> GradientPass:
+    def micro_step(params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None) -> GradientPass:
       at_hand = state.replace(model_state=model_state)
       (_, out), (grads, fp8_state) = grad_fn(params, state.fp8_state, batch, keys, at_hand)
       return GradientPass(out.loss, out.metrics, grads, out.model_state, fp8_state)
 
     if n == 1:
-      out = micro_step(state.model_state, batch, keys)
+      out = micro_step(params, state.model_state, batch, keys)
       return out if like is None else out._replace(grads=cast_like(out.grads, like))
 
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
@@ -239,7 +239,10 @@ class StepLoss:
       carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]
     ) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[Array, Metrics]]:
       grads, model_state, fp8_state = carry
-      out = micro_step(model_state, *xs)
+      given = params
+      if of_parts is not None:  # or a compiler would gather what is the same in each round before the loop
+        given, xs = jax.lax.optimization_barrier((params, xs))
+      out = micro_step(given, model_state, *xs)
       grads = map_parts(lambda total, g: total + g.astype(total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
       return (grads, out.model_state, fp8_state), (out.loss, out.metrics)

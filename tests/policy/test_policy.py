@@ -255,6 +255,7 @@ CHANGES = {
   "compute_dtype": "float16",
   "output_dtype": "bfloat16",
   "reduce_dtype": "float64",  # which NumPy holds equal to None
+  "gather_dtype": "float8_e4m3fn",
   "accum_dtype": "float32",
   "grad_dtype": "bfloat16",
   "optimizer_dtype": "float64",

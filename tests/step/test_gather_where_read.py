@@ -272,7 +272,9 @@ def in_fp8_by(gather, **changes):
 def test_what_products_alone_read_crosses_in_fp8(gather):
   step, state, batch = in_fp8_by(gather, gather_dtype="float8_e4m3fn")
   jaxpr = str(jax.make_jaxpr(step.jitted)(state, batch))
-  gathered = sorted(line.split("=")[0].split(":")[1] for line in jaxpr.splitlines() if "= all_gather[" in line)
+  gathered = sorted(
+    line.split("=")[0].split(":")[1] for line in jaxpr.splitlines() if "= all_gather[" in line
+  )
   # Both products gather their weight; the gradients read the second, and of the first what is behind it.
   codes = [name for name in gathered if "f8_e4m3fn" in name]
   assert len(codes) == (2 if gather == "step" else 4)
@@ -282,11 +284,11 @@ def test_what_products_alone_read_crosses_in_fp8(gather):
 
 
 def test_codes_that_crossed_are_those_of_the_product():
-  """A parameter of one scale has the codes that the product would have made of it: the same loss."""
+  """A parameter of one scale has the codes that the product would have made of it, but for bfloat16 between."""
   plain, state, batch = in_fp8_by("block")
   codes, *_ = in_fp8_by("block", gather_dtype="float8_e4m3fn")
   (loss, grads), (of_codes, grads_of_codes) = plain.gradients(state, batch), codes.gradients(state, batch)
-  np.testing.assert_allclose(loss, of_codes, rtol=1e-5)
+  np.testing.assert_allclose(loss, of_codes, rtol=5e-3)
   for name, g in grads.items():
     np.testing.assert_allclose(g, grads_of_codes[name], atol=2e-2 * float(jnp.abs(g).max()), err_msg=name)
 
@@ -301,6 +303,7 @@ def test_a_weight_that_is_not_finite_is_seen_through_fp8():
   ("policy", "words"),
   [
     ({"base": "bf16", "gather_dtype": "float16"}, "gather_dtype='float16': expected compute_dtype"),
+    ({"base": "bf16", "gather_dtype": "float64"}, "gather_dtype='float64': expected compute_dtype"),
     ({"base": "bf16", "gather_dtype": "float8_e5m2"}, "gather_dtype"),
   ],
 )
@@ -311,6 +314,4 @@ def test_other_dtypes_to_gather_in_are_refused(policy, words):
 
 def test_fp8_gathers_need_a_mesh():
   with pytest.raises(ValueError, match="gather_dtype='float8_e4m3fn' .* needs a mesh"):
-    mpjax.make_train_step(
-      lambda p, b: 0.0, optax.sgd(0.1), {"base": "bf16", "gather_dtype": "float8_e4m3fn"}
-    )
+    mpjax.make_train_step(lambda p, b: 0.0, optax.sgd(0.1), {"base": "bf16", "gather_dtype": "float8_e4m3fn"})
