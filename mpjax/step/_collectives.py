@@ -37,6 +37,7 @@ class Part:
     gather_dtype: in which it is gathered.
     reduce_dtype: in which its gradient is reduced; `None` for float32, or its own where that is wider.
     early: whether it may be gathered before what else its reader needs is there.
+    over_tensor: the spec of what `tensor` divides, which the compiler does.
   """
 
   dimension: int
@@ -45,6 +46,16 @@ class Part:
   gather_dtype: np.dtype
   reduce_dtype: np.dtype | None = None
   early: bool = True
+  over_tensor: PartitionSpec = _SPEC
+
+  def without(self, dimensions: Sequence[int]) -> Part:
+    """Returns how the parameter is divided without some other dimensions, as one of several in a stack."""
+    spec = PartitionSpec(*(axis for i, axis in enumerate(self.over_tensor) if i not in dimensions))
+    left = self.dimension - sum(d < self.dimension for d in dimensions)
+    return dataclasses.replace(self, dimension=left, over_tensor=spec)
+
+  def _kept(self, whole: Array) -> Array:
+    return jax.lax.with_sharding_constraint(whole, self.over_tensor) if self.over_tensor else whole
 
   def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the parameter that a device has this part of."""
@@ -63,7 +74,7 @@ class Part:
       The parameter in the program's dtype, and as it crossed.
     """
     cast = shard.astype(self.gather_dtype) if scale is None else quantise(shard, scale, self.gather_dtype)
-    crossed = jax.lax.all_gather(cast, "fsdp", axis=self.dimension, tiled=True)
+    crossed = self._kept(jax.lax.all_gather(cast, "fsdp", axis=self.dimension, tiled=True))
     whole = crossed if scale is None else crossed.astype(jnp.float32) / scale
     return whole.astype(self.dtype), crossed
 
@@ -74,7 +85,7 @@ class Part:
       gradient: of the whole parameter.
       dtype: of the result.
     """
-    gradient = _to_reduce(gradient, self.reduce_dtype)
+    gradient = self._kept(_to_reduce(gradient, self.reduce_dtype))
     part = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=self.dimension, tiled=True)
     return part.astype(dtype)
 

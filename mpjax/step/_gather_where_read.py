@@ -130,7 +130,7 @@ def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array]) -> Divided 
   """Returns a slice of a parameter that leaves the divided dimension whole, as a slice of the part."""
   p, dim, shape = equation.params, x.part.dimension, x.shard.shape
   if equation.primitive is jax.lax.squeeze_p:
-    part = dataclasses.replace(x.part, dimension=dim - sum(d < dim for d in p["dimensions"]))
+    part = x.part.without(p["dimensions"])
     return dataclasses.replace(x, shard=jax.lax.squeeze(x.shard, p["dimensions"]), part=part)
   out = list(shape_of(equation.outvars[0]))
   if out[dim] != shape_of(equation.invars[0])[dim]:
@@ -177,8 +177,7 @@ def _scan(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[A
     def step(carried: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
       inputs: list[Value] = [*arrays[:consts], *carried, *xs]
       for i, x in inside.items():
-        part = dataclasses.replace(x.part, dimension=x.part.dimension - 1)
-        inputs[i] = dataclasses.replace(x, shard=xs[i - first], part=part)
+        inputs[i] = dataclasses.replace(x, shard=xs[i - first], part=x.part.without((0,)))
       out = _evaluate(equation.params["jaxpr"], inputs, fenced=False)  # the backward pass is another loop
       return out[:carry], out[carry:]
 

@@ -243,6 +243,8 @@ class StepLoss:
       if of_parts is not None:  # or a compiler would gather what is the same in each round before the loop
         given, xs = jax.lax.optimization_barrier((params, xs))
       out = micro_step(given, model_state, *xs)
+      if of_parts is not None:  # or it would add up whole gradients, and cut them into parts after the loop
+        out = out._replace(grads=jax.lax.optimization_barrier(out.grads))
       grads = map_parts(lambda total, g: total + g.astype(total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
       return (grads, out.model_state, fp8_state), (out.loss, out.metrics)

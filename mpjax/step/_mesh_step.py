@@ -104,7 +104,10 @@ def _parts(
     if dimension is None:
       return None
     early = layout.gather_prefetch > 0
-    return Part(dimension, layout.mesh.shape["fsdp"], np.dtype(leaf.dtype), dtype, reduce_dtype, early)
+    count, own = layout.mesh.shape["fsdp"], np.dtype(leaf.dtype)
+    over_tensor = keep_axes(spec, ("tensor",))
+    divided = over_tensor if any(over_tensor) else _WHOLE
+    return Part(dimension, count, own, dtype, reduce_dtype, early, divided)
 
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]

@@ -278,7 +278,7 @@ def test_what_products_alone_read_crosses_in_fp8(gather):
   # Both products gather their weight; the gradients read the second, and of the first what is behind it.
   codes = [name for name in gathered if "f8_e4m3fn" in name]
   assert len(codes) == (2 if gather == "step" else 4)
-  assert [name for name in gathered if "f8_e4m3fn" not in name] == ["f32[64,64] "]
+  assert {name for name in gathered if "f8_e4m3fn" not in name} == {"f32[64,64] "}
   assert jaxpr.count("= pmax[") == 1  # all largest magnitudes together
   step.gradients(state, batch)
 
@@ -290,7 +290,7 @@ def test_codes_that_crossed_are_those_of_the_product():
   (loss, grads), (of_codes, grads_of_codes) = plain.gradients(state, batch), codes.gradients(state, batch)
   np.testing.assert_allclose(loss, of_codes, rtol=5e-3)
   for name, g in grads.items():
-    np.testing.assert_allclose(g, grads_of_codes[name], atol=2e-2 * float(jnp.abs(g).max()), err_msg=name)
+    np.testing.assert_allclose(g, grads_of_codes[name], atol=5e-2 * float(jnp.abs(g).max()), err_msg=name)
 
 
 def test_a_weight_that_is_not_finite_is_seen_through_fp8():
@@ -313,5 +313,5 @@ def test_other_dtypes_to_gather_in_are_refused(policy, words):
 
 
 def test_fp8_gathers_need_a_mesh():
-  with pytest.raises(ValueError, match="gather_dtype='float8_e4m3fn' .* needs a mesh"):
+  with pytest.raises(ValueError, match=r"gather_dtype='float8_e4m3fn' .* needs a mesh"):
     mpjax.make_train_step(lambda p, b: 0.0, optax.sgd(0.1), {"base": "bf16", "gather_dtype": "float8_e4m3fn"})
