@@ -37,7 +37,7 @@ class Part:
     gather_dtype: in which it is gathered.
     reduce_dtype: in which its gradient is reduced; `None` for float32, or its own where that is wider.
     early: whether it may be gathered before what else its reader needs is there.
-    over_tensor: the spec of what `tensor` divides, which the compiler does.
+    over_tensor: the spec of what `tensor` divides.
   """
 
   dimension: int
@@ -54,8 +54,14 @@ class Part:
     left = self.dimension - sum(d < self.dimension for d in dimensions)
     return dataclasses.replace(self, dimension=left, over_tensor=spec)
 
-  def _kept(self, whole: Array) -> Array:
-    return jax.lax.with_sharding_constraint(whole, self.over_tensor) if self.over_tensor else whole
+  def _on_each(self, collective: Callable[[Array], Array], x: Array) -> Array:
+    """Applies a collective over `fsdp` to what each device of `tensor` has: no compiler divides one."""
+    if not self.over_tensor:
+      return collective(x)
+    spec = self.over_tensor
+    return jax.shard_map(
+      collective, in_specs=(spec,), out_specs=spec, axis_names={"tensor"}, check_vma=False
+    )(x)
 
   def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the parameter that a device has this part of."""
@@ -74,7 +80,8 @@ class Part:
       The parameter in the program's dtype, and as it crossed.
     """
     cast = shard.astype(self.gather_dtype) if scale is None else quantise(shard, scale, self.gather_dtype)
-    crossed = self._kept(jax.lax.all_gather(cast, "fsdp", axis=self.dimension, tiled=True))
+    gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=self.dimension, tiled=True)
+    crossed = self._on_each(gather, cast)
     whole = crossed if scale is None else crossed.astype(jnp.float32) / scale
     return whole.astype(self.dtype), crossed
 
@@ -85,9 +92,8 @@ class Part:
       gradient: of the whole parameter.
       dtype: of the result.
     """
-    gradient = self._kept(_to_reduce(gradient, self.reduce_dtype))
-    part = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=self.dimension, tiled=True)
-    return part.astype(dtype)
+    scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=self.dimension, tiled=True)
+    return self._on_each(scatter, _to_reduce(gradient, self.reduce_dtype)).astype(dtype)
 
 
 def scales_of(

@@ -315,3 +315,16 @@ def test_other_dtypes_to_gather_in_are_refused(policy, words):
 def test_fp8_gathers_need_a_mesh():
   with pytest.raises(ValueError, match=r"gather_dtype='float8_e4m3fn' .* needs a mesh"):
     mpjax.make_train_step(lambda p, b: 0.0, optax.sgd(0.1), {"base": "bf16", "gather_dtype": "float8_e4m3fn"})
+
+
+def test_what_tensor_divides_stays_divided():
+  mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+  loss = lambda p, batch: ((batch @ p["w"]) ** 2).mean()
+  step = mpjax.make_train_step(
+    loss, optax.sgd(0.1), "fp32", mesh=mesh, gather="block", sharding={"w": ("fsdp", "tensor")}
+  )
+  state = jax.eval_shape(step.init, {"w": parameters()["w"]})
+  jaxpr = str(jax.make_jaxpr(step.jitted)(state, jax.ShapeDtypeStruct((DEVICES, N), jnp.float32)))
+  gathered = [line for line in jaxpr.splitlines() if "= all_gather[" in line]
+  assert gathered
+  assert all("f32[64,32]" in line for line in gathered)
