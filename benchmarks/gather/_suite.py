@@ -23,8 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks._record import origin, provenance, write
 from mpjax.planner import Plan, get_target, missing
-from mpjax.train import load_config, load_plugins
-from mpjax.train._planning import Planner
+from mpjax.train import Planner, load_config, load_plugins
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PLUGIN = ROOT / "examples" / "llama" / "llama.py"

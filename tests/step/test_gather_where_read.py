@@ -290,7 +290,7 @@ def test_codes_that_crossed_are_those_of_the_product():
   (loss, grads), (of_codes, grads_of_codes) = plain.gradients(state, batch), codes.gradients(state, batch)
   np.testing.assert_allclose(loss, of_codes, rtol=5e-3)
   for name, g in grads.items():
-    np.testing.assert_allclose(g, grads_of_codes[name], atol=5e-2 * float(jnp.abs(g).max()), err_msg=name)
+    assert jnp.linalg.norm(grads_of_codes[name] - g) < 0.05 * jnp.linalg.norm(g), name
 
 
 def test_a_weight_that_is_not_finite_is_seen_through_fp8():
