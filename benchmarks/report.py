@@ -314,7 +314,9 @@ def chaos(report: dict[str, Any]) -> str:
 
 
 # Tables by the file that they stand in.
-PLACES = dict.fromkeys(("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200"), "docs/scale_out.md")
+PLACES = dict.fromkeys(
+  ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large"), "docs/scale_out.md"
+)
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -359,6 +361,7 @@ def main() -> None:
     ("chaos_cpu", chaos),
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),
+    ("gather_large", gather_suite.table_of_large),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
     ("layerwise_cpu", layerwise),

@@ -3,16 +3,18 @@
     python scripts/bench.py gather TARGET [--models llama,gpt] [--accumulate 1,4] [--policies bf16]
       [--json FILE]
 
-TARGET is one of `v5e:2x4` and `h200:8`, which need not be there. The models have 16 layers of 2048: the Llama
-of `examples/llama`, 1.1B parameters, whose layers are a scan and are computed again in the backward pass; and
-the built-in GPT, 0.9B, whose layers stand one after another. AdamW, parameters over `fsdp: 8`, `--rows`
-sequences of 1024 tokens a device and micro-batch. `step`: parameters are gathered once a step and kept.
-`block`: each where it is read, and again in the backward pass.
+TARGET is one of `v5e:2x4` and `h200:8`, which need not be there; or `large`, for Llama 3 of 8B and 70B on
+larger ones, planned without a compiler: a sequence of 8192 tokens a device. The other models have 16 layers
+of 2048: the Llama of `examples/llama`, 1.1B parameters, whose layers are a scan and are computed again in the
+backward pass; and the built-in GPT, 0.9B, whose layers stand one after another. AdamW, parameters over
+`fsdp: 8`, `--rows` sequences of 1024 tokens a device and micro-batch. `step`: parameters are gathered once a
+step and kept. `block`: each where it is read, and again in the backward pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pathlib
 import sys
@@ -32,6 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
   "llama": {"kind": "llama", "dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192},
   "gpt": {"kind": "gpt", "dim": 2048, "layers": 16, "heads": 16},
 }
+# Llama 3 (arXiv 2407.21783, table 3).
+LARGE: dict[str, dict[str, Any]] = {
+  "8B": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336},
+  "70B": {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28672},
+}
+TARGETS = ("v5e:16x16", "v5p:4x4x4", "h100:8x8")
 RECOMPUTE = {"llama": "blocks", "gpt": "islands"}
 
 
@@ -68,6 +76,44 @@ def _figures(plan: Plan) -> dict[str, Any]:
   }
 
 
+def measure_large(target: str, model: str, gather: str) -> dict[str, Any]:
+  """Returns the row of a large model on all devices of a target."""
+  device = get_target(target)
+  config = {
+    "policy": "bf16",
+    "model": {"kind": "llama", "theta": 500000.0} | LARGE[model],
+    "data": {"kind": "random_tokens", "vocab_size": 128256, "seq_len": 8192, "batch_size": device.devices},
+    "optimizer": {"name": "adamw", "learning_rate": 3e-4, "options": {"b2": 0.95}},
+    "mesh": {"fsdp": device.devices, "data": 1, "gather": gather},
+    "train": {"steps": 10, "recompute": "blocks"},
+  }
+  plan = Planner(load_config(config), device).plan(compile=False)
+  parts = plan.memory.parts
+  return {
+    "model": model,
+    "target": target,
+    "gather": gather,
+    "parameters": plan.parameters,
+    "state": sum(parts.get(name, 0) for name in ("master weights", "optimizer state", "other state")),
+    "gathered": plan.memory.gathered,
+    "peak": plan.memory.peak,
+    "usable": plan.usable_memory,
+  }
+
+
+def table_of_large(report: dict[str, Any]) -> str:
+  """Returns the report on large models as a table."""
+  lines = [
+    "| model | target | gathered | state GB | at once GB | peak GB | fits |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for row in report["rows"]:
+    memory = " | ".join(f"{row[key] / 1e9:.1f}" for key in ("state", "gathered", "peak"))
+    fits = "yes" if row["peak"] <= row["usable"] else f"no: {row['usable'] / 1e9:.1f}"
+    lines.append(f"| {row['model']} | {row['target']} | {row['gather']} | {memory} | {fits} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def table(report: dict[str, Any]) -> str:
   """Returns the report as a table."""
   lines = [
@@ -88,7 +134,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("target", choices=("v5e:2x4", "h200:8"))
+  parser.add_argument("target", choices=("v5e:2x4", "h200:8", "large"))
   parser.add_argument("--models", default=",".join(MODELS))
   parser.add_argument("--accumulate", default="1,4")
   parser.add_argument("--policies", default="bf16")
@@ -96,6 +142,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+  if options.target == "large":
+    load_plugins([str(PLUGIN)])
+    report = origin("gather large", "flax", "optax", device="no device: planned without a compiler")
+    choices = itertools.product(LARGE, TARGETS, ("step", "block"))
+    report["rows"] = [measure_large(target, model, gather) for model, target, gather in choices]
+    print(table_of_large(report))
+    write(report, options.json)
+    return 0
   target = get_target(options.target)
   if lacks := missing(target):
     print(lacks, file=sys.stderr)

@@ -55,6 +55,7 @@ class Explanation(ExplainedProgram):
     carries: one for each float32 carry of each loop, in the order of the program.
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
+    gathers: one for each parameter that a step on a mesh gathers; of `TrainStep.explain` alone.
   """
 
   def __str__(self) -> str:

@@ -49,7 +49,7 @@ def print_explanations(explanations: Sequence[ExplainedProgram], console: rich.c
 def _sections(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
   labels = [one.policy.full_label for one in explanations]
   each: Sequence[Callable[[ExplainedProgram], TextSection | None]]
-  each = (_kernels, _full, _what_follows, _not_fp8, _unknown, _islands, _carries)
+  each = (_kernels, _full, _what_follows, _not_fp8, _unknown, _islands, _carries, _gathers)
   summaries = [_summary(one) for one in explanations]
   if len(explanations) == 1:
     yield TextSection(summaries[0])
@@ -179,6 +179,19 @@ def _carries(one: ExplainedProgram) -> TextSection | None:
   names = _merged_names([[carry.path for carry in group] for group in alike], every)
   rows = [TextRow([name, held(group[0]), group[0].why]) for group, name in zip(alike, names, strict=True)]
   return TextSection("Loop carries", _columns("carry", "held in", "because"), [rows]) if rows else None
+
+
+def _gathers(one: ExplainedProgram) -> TextSection | None:
+  crossed = lambda gather: (layer_pattern(gather.path), gather.shape, gather.dtype)
+  alike = _grouped(one.gathers, crossed)
+  every = [gather.path for gather in one.gathers]
+  names = _merged_names([[gather.path for gather in group] for group in alike], every)
+  rows = [
+    TextRow([name, f"{group[0].kept}[{','.join(map(str, group[0].shape))}]", group[0].dtype])
+    for group, name in zip(alike, names, strict=True)
+  ]
+  columns = _columns("parameter", "kept", "gathered in")
+  return TextSection("Parameters gathered over fsdp", columns, [rows]) if rows else None
 
 
 def _modules(one: ExplainedProgram) -> TextSection:

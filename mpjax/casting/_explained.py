@@ -92,6 +92,23 @@ class ExplainedCarry:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExplainedGather:
+  """A parameter that is divided over `fsdp`, and the dtype that it is gathered in.
+
+  Attributes:
+    path: of the parameter.
+    shape: of the parameter.
+    kept: dtype that it is kept in.
+    dtype: that it is gathered in.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  kept: str
+  dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
 class ExplainedProgram:
   """The decisions of autocast for a program, as data; `Explanation` says what each is."""
 
@@ -100,6 +117,7 @@ class ExplainedProgram:
   islands: tuple[ExplainedIsland, ...] = ()
   carries: tuple[ExplainedCarry, ...] = ()
   unknown: tuple[str, ...] = ()
+  gathers: tuple[ExplainedGather, ...] = ()
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
+from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.sharding import dimension_over, is_spec, keep_axes
@@ -36,44 +37,22 @@ def value_and_grad_on_mesh(
   """Computes what `loss.value_and_grad` does, of a whole batch: each device runs it on its rows.
 
   Args:
-    loss: of the step; its policy says in which dtype gradients cross devices.
+    loss: of the step; its policy says in which dtypes gradients and parameters cross devices.
     layout: of the step.
     params: parameters as it takes them, where they lie.
     state: the state.
     batch: rows of all devices.
   """
-  mesh, specs = layout.mesh, layout.specs(state.params)
-  rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
-  own = jax.tree.map(lambda leaf: leaf.dtype, params)
-
-  def each(
-    run: _OfRows, params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
-  ) -> PyTree:
-    index = _collectives.shard_index(mesh)
-    params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, own)
-    mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
-    keys = _keys(loss, key, batch, index)
-    return run(params, rest.replace(model_state=mine), batch, keys, scales), mine
-
-  def everywhere(
-    run: _OfRows, params: PyTree, scales: _Scales, specs: PyTree[PartitionSpec] = _WHOLE
-  ) -> tuple[PyTree, PyTree]:
-    replicated = (params, scales, rest, state.step_key)
-    return _collectives.on_each(mesh, functools.partial(each, run), replicated, batch, specs)
-
-  policy = loss.options.policy
-  forward = lambda params: everywhere(lambda *args: loss.forward(*args[:-1]), params, [])
-  dtypes, crossing = _gather_dtypes(forward, params, specs, policy.gather_dtype)
+  mesh, specs, policy = layout.mesh, layout.specs(state.params), loss.options.policy
+  devices = _Devices(loss, layout, state, batch)
+  read, crossing = devices.gather_dtypes(params)
   scales = _collectives.scales_of(mesh, params, specs, crossing)
+  own = jax.tree.map(lambda leaf: leaf.dtype, params)
   if layout.gather == "step":
-    gathered = _collectives.gather(mesh, params, specs, dtypes, crossing, scales)
-    out, mine = everywhere(lambda *args: loss.value_and_grad(*args[:-1]), gathered, [])
+    gathered = _collectives.gather(mesh, params, specs, read, crossing, scales)
+    out, mine = devices.run(lambda *args: loss.value_and_grad(*args[:-1]), gathered, own)
   else:
     parts = _parts(layout, params, specs, crossing, policy.reduce_dtype)
-    # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
-    flat = zip(jax.tree.leaves(own), parts, strict=True)
-    wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
-    own = jax.tree.unflatten(jax.tree.structure(params), wide)
 
     def of_parts(
       params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
@@ -81,13 +60,121 @@ def value_and_grad_on_mesh(
       transform = lambda fun: gather_where_read(fun, parts, scales)
       return loss.value_and_grad(params, rest, batch, keys, of_parts=transform)
 
-    out, mine = everywhere(of_parts, params, scales, jax.tree.map(_over_fsdp, specs, is_leaf=is_spec))
-  reduce_dtype = policy.reduce_dtype
-  grads = _collectives.reduce(mesh, out.grads, specs, reduce_dtype, over_fsdp=layout.gather == "step")
+    # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
+    flat = zip(jax.tree.leaves(own), parts, strict=True)
+    wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
+    own = jax.tree.unflatten(jax.tree.structure(params), wide)
+    over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
+    out, mine = devices.run(of_parts, params, own, scales, over_fsdp)
+  over_whole = layout.gather == "step"
+  grads = _collectives.reduce(mesh, out.grads, specs, policy.reduce_dtype, over_fsdp=over_whole)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   model_state = jax.tree.map(_unfold, total(out.model_state), total(mine), state.model_state)
   return GradientPass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
+
+
+def gathers(
+  loss: StepLoss, layout: Layout, params: PyTree, state: TrainState, batch: PyTree
+) -> list[tuple[str, tuple[int, ...], str, str]]:
+  """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`.
+
+  Args:
+    loss: of the step.
+    layout: of the step.
+    params: parameters as it takes them, or their shapes.
+    state: the state, or its shapes.
+    batch: rows of all devices, or their shapes.
+  """
+  found: list[PyTree[np.dtype]] = []
+
+  def run(params: PyTree, state: TrainState, batch: PyTree) -> None:
+    found[:] = [_Devices(loss, layout, state, batch).gather_dtypes(params)[1]]
+
+  jax.eval_shape(run, params, state, batch)
+  specs = jax.tree.leaves(layout.specs(state.params), is_leaf=is_spec)
+  rows = zip(named_leaves(state.params), specs, jax.tree.leaves(found[0]), strict=True)
+  return [
+    (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, dtype.name)
+    for (name, leaf), spec, dtype in rows
+    if dimension_over(spec, "fsdp") is not None
+  ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+  """The devices of a step, each with its rows of a batch.
+
+  Attributes:
+    loss: of the step.
+    layout: of the step.
+    state: the state.
+    batch: rows of all devices.
+  """
+
+  loss: StepLoss
+  layout: Layout
+  state: TrainState
+  batch: PyTree
+
+  def run(
+    self,
+    fun: _OfRows,
+    params: PyTree,
+    dtypes: PyTree[np.dtype],
+    scales: _Scales = (),
+    specs: PyTree[PartitionSpec] = _WHOLE,
+  ) -> tuple[PyTree, PyTree]:
+    """Runs a function on each device; returns its results and the model's state before, stacked by device.
+
+    Args:
+      fun: the function.
+      params: parameters.
+      dtypes: that it takes them in.
+      scales: of those that cross in FP8.
+      specs: how parameters are divided over `fsdp`.
+    """
+    mesh, state = self.layout.mesh, self.state
+    rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
+
+    def each(
+      params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
+    ) -> tuple[PyTree, PyTree]:
+      index = _collectives.shard_index(mesh)
+      params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, dtypes)
+      mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
+      keys = _keys(self.loss, key, batch, index)
+      return fun(params, rest.replace(model_state=mine), batch, keys, scales), mine
+
+    replicated = (params, scales, rest, state.step_key)
+    return _collectives.on_each(mesh, each, replicated, self.batch, specs)
+
+  def gather_dtypes(self, params: PyTree) -> tuple[PyTree[np.dtype], PyTree[np.dtype]]:
+    """Returns the dtype in which the program reads each parameter everywhere, and the one to gather it in.
+
+    Those are the same, but for what products alone read: that crosses in the dtype that the policy asks for.
+    """
+    asked = self.loss.options.policy.gather_dtype
+    own = jax.tree.map(lambda leaf: leaf.dtype, params)
+    leaves, structure = jax.tree.flatten(params)
+    flat = jax.tree.leaves(self.layout.specs(self.state.params), is_leaf=is_spec)
+    divided = [i for i, spec in enumerate(flat) if dimension_over(spec, "fsdp") is not None]
+    dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
+    crossing = list(dtypes)
+    if divided and (asked is not None or any(dtypes[i].itemsize > 2 for i in divided)):
+      shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+      forward = lambda *args: self.loss.forward(*args[:-1])
+      closed = jax.make_jaxpr(lambda *flat: self.run(forward, jax.tree.unflatten(structure, flat), own))(
+        *shapes
+      )
+      for i, read in zip(divided, read_in(closed, divided), strict=True):
+        if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
+          dtypes[i] = read
+      multiplied = only_multiplied(closed, divided) if asked is not None else [False] * len(divided)
+      crossing = list(dtypes)
+      for i, is_multiplied in zip(divided, multiplied, strict=True):
+        crossing[i] = asked if asked is not None and is_multiplied else dtypes[i]
+    return jax.tree.unflatten(structure, dtypes), jax.tree.unflatten(structure, crossing)
 
 
 def _parts(
@@ -111,34 +198,6 @@ def _parts(
 
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   return [*map(part, jax.tree.leaves(params), flat_specs, jax.tree.leaves(dtypes))]
-
-
-def _over_fsdp(spec: PartitionSpec) -> PartitionSpec:
-  return keep_axes(spec, ("fsdp",))
-
-
-def _gather_dtypes(
-  run: Callable[[PyTree], PyTree], params: PyTree, specs: PyTree[PartitionSpec], asked: np.dtype | None
-) -> tuple[PyTree[np.dtype], PyTree[np.dtype]]:
-  """Returns the dtype in which the program reads each parameter everywhere, and the one to gather it in.
-
-  Those are the same, but for what products alone read: that crosses in the dtype that is asked for.
-  """
-  leaves, structure = jax.tree.flatten(params)
-  flat = jax.tree.leaves(specs, is_leaf=is_spec)
-  divided = [i for i, spec in enumerate(flat) if dimension_over(spec, "fsdp") is not None]
-  dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
-  if divided and (asked is not None or any(dtypes[i].itemsize > 2 for i in divided)):
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    closed = jax.make_jaxpr(lambda *flat: run(jax.tree.unflatten(structure, flat)))(*shapes)
-    for i, read in zip(divided, read_in(closed, divided), strict=True):
-      if read is not None and jnp.issubdtype(read, jnp.floating) and read.itemsize < dtypes[i].itemsize:
-        dtypes[i] = read
-  crossing = list(dtypes)
-  if divided and asked is not None:
-    for i, is_multiplied in zip(divided, only_multiplied(closed, divided), strict=True):
-      crossing[i] = asked if is_multiplied else dtypes[i]
-  return jax.tree.unflatten(structure, dtypes), jax.tree.unflatten(structure, crossing)
 
 
 def _keys(loss: StepLoss, key: Array | None, batch: PyTree, index: Int32[Array, ""]) -> Array | None:

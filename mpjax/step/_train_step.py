@@ -22,6 +22,7 @@ from mpjax._lazy import nnx
 from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
+from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import get_loss_scale
@@ -44,7 +45,7 @@ from mpjax.step._checks import (
 )
 from mpjax.step._layout import make_layout
 from mpjax.step._loss import GradientPass, StepLoss
-from mpjax.step._mesh_step import value_and_grad_on_mesh
+from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer import (
   adopt_opt_state,
@@ -342,7 +343,12 @@ class TrainStep:
     """
     require_state(state, batch)
     args, keywords = self.loss.arguments(state, batch)
-    return explain(self.fun, self.policy)(*args, **keywords)
+    explanation = explain(self.fun, self.policy)(*args, **keywords)
+    if self.layout is None or self.layout.shards == 1:
+      return explanation
+    gathered = jax.eval_shape(self.loss.compute_params, state)
+    found = gathers(self.loss, self.layout, gathered, state, batch)
+    return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
 
   def update_in_place(
     self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: PyTree, *, rng: Array | None = None

@@ -328,3 +328,15 @@ def test_what_tensor_divides_stays_divided():
   gathered = [line for line in jaxpr.splitlines() if "= all_gather[" in line]
   assert gathered
   assert all("f32[64,32]" in line for line in gathered)
+
+
+@pytest.mark.parametrize("gather", ["step", "block"])
+def test_an_explanation_says_what_crosses_in_what(gather):
+  step, state, batch = in_fp8_by(gather, gather_dtype="float8_e4m3fn")
+  explanation = step.explain(state, batch)
+  assert {g.path: (g.kept, g.dtype) for g in explanation.gathers} == {
+    "table": ("float32", "float32"),
+    "v": ("float32", "float8_e4m3fn"),
+    "w": ("float32", "float8_e4m3fn"),
+  }
+  assert "Parameters gathered over fsdp" in str(explanation)

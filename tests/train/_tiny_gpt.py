@@ -1,6 +1,8 @@
 """The small training run that several tests start."""
 
+import json
 import pathlib
+from typing import Any
 
 
 def write_tiny_gpt(folder: pathlib.Path, layers: int = 2) -> list[str]:
@@ -22,3 +24,8 @@ train: {{steps: 20, log_every: 1, eval_every: 10, checkpoint_every: 4}}
 """
   )
   return [str(config)]
+
+
+def records(directory: pathlib.Path) -> list[dict[str, Any]]:
+  """The metrics that a run has logged, a record a line."""
+  return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mpjax.cli import main
-from tests.train._tiny_gpt import write_tiny_gpt
+from tests.train._tiny_gpt import records, write_tiny_gpt
 
 pytestmark = pytest.mark.slow
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216}}"
@@ -34,10 +34,6 @@ def first(tiny, tmp_path_factory):
 def train(arguments, out, *more):
   assert main(["train", *arguments, f"out={out}", *more]) == 0
   return records(out)
-
-
-def records(out):
-  return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(lines):

@@ -1,14 +1,12 @@
 """Optimisers of a plug-in: `optimizer.target`, `mpjax.train.register_optimizer`."""
 
-import json
-
 import pytest
 import yaml
 
 from mpjax.cli import main
 from mpjax.train import load_safetensors
 from mpjax.train._kinds import TARGETS
-from tests.train._tiny_gpt import write_tiny_gpt
+from tests.train._tiny_gpt import records, write_tiny_gpt
 
 PLUGIN = """
 import optax
@@ -36,10 +34,6 @@ def plugin(tmp_path, monkeypatch):
 def tiny(tmp_path):
   (tmp_path / "tiny").mkdir()
   return [*write_tiny_gpt(tmp_path / "tiny"), "model.dropout=0", "train.checkpoint_every=5"]
-
-
-def records(out):
-  return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

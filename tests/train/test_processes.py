@@ -22,6 +22,7 @@ from mpjax.train.data import load_data
 from mpjax.train.multiprocess import _first, _start
 from tests._quick_compile import environment as quick_environment
 from tests.train._own_config import PLUGIN, write_config
+from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
@@ -84,10 +85,6 @@ def start():
   for process in (process for group in groups for process in group.processes):
     process.kill()
     process.communicate()
-
-
-def records(directory):
-  return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def last_step(directory):

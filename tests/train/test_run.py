@@ -15,14 +15,10 @@ import yaml
 
 from mpjax.cli import main
 from tests._quick_compile import environment as quick_environment
-from tests.train._tiny_gpt import write_tiny_gpt
+from tests.train._tiny_gpt import records, write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 OVERFLOWING = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 5}}"
-
-
-def records(directory):
-  return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(directory):

@@ -1,0 +1,63 @@
+"""Steps under a `jax.jit` of the user's own, whose parameters the compiler gathers (GSPMD)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax.planner import get_target, missing
+
+TARGET = "v5e:4x4"
+LAYERS, DIM, HIDDEN = 4, 512, 1024
+
+
+def block(x, w, cast):
+  h = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+  return x + (jax.nn.silu(cast(h) @ cast(w["gate"])) @ cast(w["down"])).astype(jnp.float32)
+
+
+def loss(params, batch, cast=lambda x: x):
+  step = lambda x, w: (block(x, w, cast), None)
+  x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), batch, params)
+  return jnp.mean(x**2)
+
+
+def by_hand(params, batch):
+  return loss(params, batch, lambda x: x.astype(jnp.bfloat16))
+
+
+def gathered(loss_fn):
+  """Bytes of a compiled step's all-gathers by dtype, of a model that is divided over 16 devices."""
+  mesh = AbstractMesh((16,), ("fsdp",), axis_types=(AxisType.Auto,))
+  on = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+  params = {"gate": on((LAYERS, DIM, HIDDEN), None, "fsdp"), "down": on((LAYERS, HIDDEN, DIM), None, "fsdp")}
+  tx = optax.sgd(0.1)
+
+  @jax.jit
+  def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    updates, _ = tx.update(grads, tx.init(params))
+    return optax.apply_updates(params, updates)
+
+  plan = mpjax.plan(step, (params, on((256, 128, DIM), "fsdp")), target=TARGET, compile=True)
+  bytes_by_dtype = {}
+  for found in plan.collectives:
+    if found.operation == "all-gather":
+      bytes_by_dtype[found.dtype] = bytes_by_dtype.get(found.dtype, 0) + found.nbytes
+  return bytes_by_dtype
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_autocast_gathers_in_bfloat16_as_casts_by_hand_do():
+  if lacks := missing(get_target(TARGET)):
+    pytest.skip(lacks)
+  expected, found = gathered(by_hand), gathered(mpjax.autocast(loss, "bf16"))
+  copies = LAYERS * DIM * HIDDEN * 2 * 2  # of both matrices in bfloat16
+  assert expected["bfloat16"] >= 2 * copies  # forward, and again in the backward pass
+  assert found["bfloat16"] == expected["bfloat16"]
+  assert found.get("float32", 0) <= expected.get("float32", 0)
