@@ -1,7 +1,8 @@
 """Parameters gathered where a program reads them, and again in its backward pass.
 
 The program of a loss function is evaluated once more with a device's parts in place of whole parameters. What
-is made of parameters alone is put off; an equation that reads it with other values gathers it (`read`).
+is made of parameters alone is put off; an equation that reads it with other values gathers it (`read`), but
+for rows of a table (`look_up`).
 
 Loops gather in their bodies what they go through, and once before them what is the same in each step. In a
 conditional no device may wait for another, so what its branches read is gathered before it.
@@ -35,6 +36,7 @@ from mpjax.jaxpr import (
 )
 from mpjax.step._collectives import Part
 from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_off, read, shards_of
+from mpjax.step._table_lookup import look_up, looks_up_rows
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
@@ -104,6 +106,9 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
     indices = [x for x in operands[1:] if not isinstance(x, (Divided, Made))]
     if equation.primitive in _SLICES and (cut := _slice(equation, first, indices)):
       return [cut]
+    if len(indices) == 1 and looks_up_rows(equation, first):
+      with as_traced(equation):
+        return look_up(equation, first, *indices)
   of_parameters = all(
     is_put_off(x) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
   )

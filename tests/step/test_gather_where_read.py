@@ -67,6 +67,13 @@ def looked_up(p, x, key):
   return p["w"][jnp.argmax(x, -1)] + x
 
 
+def few_rows_looked_up(p, x, key):
+  rows = jnp.argsort(x[0])[:6].reshape(2, 3) - 3  # some from the end
+  return jnp.tanh(p["w"][rows]).sum((0, 1)) * x + p["w"].at[jnp.array([60, 70])].get(
+    mode="fill", fill_value=2.0
+  ).sum(0)
+
+
 def functions_of_parameters(p, x, key):
   norm = jnp.linalg.norm(p["w"], axis=0)
   return x @ (p["w"] / norm) + x @ jax.nn.softmax(p["v"])
@@ -118,6 +125,7 @@ PROGRAMS = [
   conditional,
   read_twice,
   looked_up,
+  few_rows_looked_up,
   functions_of_parameters,
   jitted_and_random,
   returned,
@@ -340,3 +348,14 @@ def test_an_explanation_says_what_crosses_in_what(gather):
     "w": ("float32", "float8_e4m3fn"),
   }
   assert "Parameters gathered over fsdp" in str(explanation)
+
+
+def test_rows_of_a_table_cross_instead_of_the_table():
+  run = jax.grad(of_parts(few_rows_looked_up))
+  outs = lambda specs: {k: s for k, s in specs.items() if k != "rows"}
+  of_columns = lambda p, x, key: {k: g for k, g in run(p, x, key).items() if k != "rows"}
+  key = jax.random.key(0)
+  x = jax.ShapeDtypeStruct((4 * DEVICES, N), jnp.float32)
+  jaxpr = str(jax.make_jaxpr(mapped(of_columns, outs))(parameters(), x, key))
+  assert not [line for line in jaxpr.splitlines() if "= all_gather[" in line and "f32" in line]
+  assert jaxpr.count("= all_to_all[") == 4  # two lookups, both ways

@@ -1,0 +1,72 @@
+"""Rows of a divided table: looked up where the parts are, so that rows cross devices and not the table."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _compat
+from mpjax._types import Array, JaxprEqn
+from mpjax.jaxpr import bind_again, shape_of
+from mpjax.step._divided_values import Divided
+
+_ROWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+
+
+def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
+  """Returns whether an equation reads fewer rows of a table than it has, which is divided along its rows."""
+  if equation.primitive is not jax.lax.gather_p or x.part.dimension != 1 or any(x.part.over_tensor):
+    return False
+  table, indices = map(shape_of, equation.invars[:2])
+  dims = equation.params["dimension_numbers"]
+  is_lookup = dims == _ROWS._replace(offset_dims=(len(indices) - 1,))
+  return is_lookup and equation.params["slice_sizes"] == (1, table[1]) and math.prod(indices) < table[0]
+
+
+def look_up(equation: JaxprEqn, x: Divided, indices: Array) -> list[Array]:
+  """Returns rows of a table of which each device has some columns. Inside `on_each`.
+
+  Each device looks up the rows of all devices in its columns, and hands each its own: what one device finds
+  in the whole table. The gradient goes the same way back, and is added up in float32 where the columns are.
+
+  Args:
+    equation: for which `looks_up_rows` holds.
+    x: the table.
+    indices: i32[..., 1].
+  """
+  part, lead = x.part, shape_of(equation.outvars[0])[:-1]
+
+  def rows_of(every: Array) -> Callable[[Array], Array]:
+    def rows(columns: Array) -> Array:
+      slices = {"dimension_numbers": _ROWS, "slice_sizes": (1, columns.shape[1])}
+      return _compat.bind(equation, [columns, every], **slices)[0]
+
+    return rows
+
+  def of_all(indices: Array) -> Array:
+    return jax.lax.all_gather(indices.reshape(-1, 1), "fsdp", axis=0, tiled=True)
+
+  @jax.custom_vjp
+  def run(shard: Array, indices: Array) -> Array:
+    return forward(shard, indices)[0]
+
+  def forward(shard: Array, indices: Array) -> tuple[Array, tuple[Array, Array]]:
+    every = of_all(indices)
+    rows = rows_of(every)(shard.astype(part.gather_dtype))
+    own = jax.lax.all_to_all(rows, "fsdp", split_axis=0, concat_axis=1, tiled=True)
+    return own.astype(part.dtype).reshape(*lead, own.shape[1]), (every, shard)
+
+  def backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    every, shard = saved
+    cotangent = cotangent.reshape(-1, cotangent.shape[-1]).astype(shard.dtype)
+    of_rows = jax.lax.all_to_all(cotangent, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+    (gradient,) = jax.vjp(rows_of(every), jnp.zeros_like(shard))[1](of_rows)
+    return gradient, None
+
+  run.defvjp(forward, backward)
+  cast = lambda value, equation: bind_again(equation, [value])[0]
+  return [functools.reduce(cast, x.casts, run(x.shard, indices))]
