@@ -45,11 +45,13 @@ class Made:
     equation: makes it.
     operands: of the equation; one tuple for all its results.
     index: of the result that is meant.
+    roots: the parameters that it is made of, by the identity of the part.
   """
 
   equation: JaxprEqn
   operands: tuple[Value, ...]
   index: int
+  roots: Mapping[int, Divided]
 
 
 Value = Array | Divided | Made
@@ -60,12 +62,18 @@ def is_put_off(x: Value) -> bool:
   return isinstance(x, (Divided, Made))
 
 
+def results_of(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+  """Returns the results of an equation on divided parameters alone, put off."""
+  own, roots = tuple(operands), shards_of(operands)
+  return [Made(equation, own, i, roots) for i in range(len(equation.outvars))]
+
+
 def shards_of(values: Sequence[Value]) -> dict[int, Divided]:
-  """Returns the parameters that values are made of, by the identity of the part."""
+  """Returns the parameters that values are made of, by the identity of the part, which the values hold."""
   found: dict[int, Divided] = {}
   for x in values:
     if isinstance(x, Made):
-      found |= shards_of(x.operands)
+      found |= x.roots
     elif isinstance(x, Divided):
       found[id(x.shard)] = x
   return found
@@ -90,7 +98,8 @@ class Replaced:
       return x
     if id(x.operands) not in self._operands:
       self._operands[id(x.operands)] = tuple(map(self, x.operands))
-    return dataclasses.replace(x, operands=self._operands[id(x.operands)])
+    operands = self._operands[id(x.operands)]
+    return dataclasses.replace(x, operands=operands, roots=shards_of(operands))
 
 
 # Whole parameters as they crossed, and their scales.
@@ -240,7 +249,7 @@ class _Residuals:
   ) -> tuple[list[Array], list[Array]]:
     """Returns the results, and those residuals that other arrays than gathered ones have a part in."""
     arguments = [*gathered, *jax.tree.leaves(crossed), *others]
-    out = _outputs(self._closed, arguments, [True] * self._results + self._is_kept)
+    out = _outputs(self._closed, arguments, [True] * self._results + self._is_kept, effects=True)
     return out[: self._results], out[self._results :]
 
   def backward(
@@ -263,12 +272,14 @@ class _Residuals:
     return of_gathered, [next(given) if m else None for m in self._moves]
 
 
-def _outputs(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Array]:
-  """Returns some outputs of a program, from what they need of its arguments."""
+def _outputs(
+  closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool], *, effects: bool = False
+) -> list[Array]:
+  """Returns some outputs of a program, from what they need of its arguments; with its effects if asked."""
   body = closed.jaxpr
   values: dict[Var, Any] = dict(zip(body.constvars, closed.consts, strict=True))
   values |= zip(body.invars, arguments, strict=True)
-  for equation in live(body, wanted, effects=False).equations:
+  for equation in live(body, wanted, effects=effects).equations:
     operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
     values |= zip(equation.outvars, bind_again(equation, operands), strict=True)
   outs = zip(body.outvars, wanted, strict=True)

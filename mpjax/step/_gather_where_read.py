@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -35,7 +36,7 @@ from mpjax.jaxpr import (
   shape_of,
 )
 from mpjax.step._collectives import Part
-from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_off, read, shards_of
+from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_off, read, results_of, shards_of
 from mpjax.step._table_lookup import look_up, looks_up_rows
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
@@ -68,6 +69,11 @@ def gather_where_read(
 
 
 def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Array]:
+  """Returns the outputs of a program, none of them put off; see `_values`."""
+  return [read(lambda x: [x], [x], fenced)[0] for x in _values(jaxpr, inputs, fenced)]
+
+
+def _values(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Value]:
   """Returns the outputs of a program.
 
   Args:
@@ -81,8 +87,7 @@ def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Ar
   for equation in live(body).equations:
     operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
     values |= zip(equation.outvars, _apply(equation, operands, fenced), strict=True)
-  outs = [values[a] if is_variable(a) else a.val for a in body.outvars]
-  return [read(lambda x: [x], [x], fenced)[0] for x in outs]
+  return [values[a] if is_variable(a) else a.val for a in body.outvars]
 
 
 def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Sequence[Value]:
@@ -92,12 +97,13 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
   kind = call_kind(equation)
   if kind in (CallKind.JIT, CallKind.INLINE):
     with as_traced(equation):
-      return _evaluate(bodies_of(equation)[0], operands, fenced)
+      return _values(bodies_of(equation)[0], operands, fenced)
   if kind is CallKind.REMAT:
     return _remat(equation, operands, fenced)
   if kind is CallKind.SCAN:
     return _scan(equation, operands, fenced)
-  if kind is None and has(equation, Trait.EACH) and len(operands) == len(equation.outvars):
+  is_each = has(equation, Trait.EACH) and has(equation, Trait.ALIAS)
+  if kind is None and is_each and len(operands) == len(equation.outvars):
     return operands  # a barrier or the like: for the compiler alone
   first = operands[0]
   if isinstance(first, Divided):
@@ -112,9 +118,13 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
   of_parameters = all(
     is_put_off(x) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
   )
-  if of_parameters and (kind is None or kind.is_custom_rule) and not has(equation, Trait.PRODUCT):
-    own = tuple(operands)
-    return [Made(equation, own, i) for i in range(len(equation.outvars))]
+  can_wait = (kind is None or kind.is_custom_rule) and not has(equation, Trait.PRODUCT)
+  if of_parameters and can_wait and not equation.effects:
+    results = results_of(equation, operands)
+    if not _joins_small(equation, results[0]):
+      return results
+    operands = [read(lambda x: [x], [x], fenced)[0] for x in operands]
+    return bind_again(equation, operands)
   with as_traced(equation):
     in_fp8 = [
       i
@@ -124,6 +134,16 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
     if in_fp8:
       return read(functools.partial(_multiply_codes, equation), operands, fenced, in_fp8)
     return read(lambda *xs: _compat.bind(equation, list(xs)), operands, fenced)
+
+
+def _joins_small(equation: JaxprEqn, result: Value) -> bool:
+  """Returns whether results are made of several parameters and smaller than each, as a sum of their squares.
+
+  Put off, they would have all those parameters gathered at once.
+  """
+  roots = shards_of([result])
+  size = sum(math.prod(shape_of(v)) for v in equation.outvars)
+  return len(roots) > 1 and size < min(root.shard.size for root in roots.values())
 
 
 def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]:
@@ -152,21 +172,22 @@ def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array]) -> Divided 
 
 def _remat(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[Array]:
   body, p = bodies_of(equation)[0], equation.params
-  shards = {key: x.shard for key, x in shards_of(operands).items()}
+  roots = shards_of(operands)
+  fences = p["prevent_cse"]
   # What is wholly computed again may share what it gathers between that and the backward pass behind it.
-  apart = p["policy"] is None and p["prevent_cse"]
+  apart = p["policy"] is None and (fences if isinstance(fences, bool) else any(fences))
 
-  def run(shards: Mapping[int, Array], others: Sequence[Array]) -> list[Array]:
-    replaced, given = Replaced(shards), iter(others)
+  def run(shards: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    replaced, given = Replaced(dict(zip(roots, shards, strict=True))), iter(others)
     inputs = [replaced(x) if is_put_off(x) else next(given) for x in operands]
     return _evaluate(body, inputs, fenced and not apart)
 
   others = [x for x in operands if not is_put_off(x)]
   with as_traced(equation):
-    fences = p["prevent_cse"]
     if not isinstance(fences, bool):  # one for each operand
       of_others = [f for f, x in zip(fences, operands, strict=True) if not is_put_off(x)]
-      fences = (*(True for _ in shards), *of_others)
+      fences = (*(True for _ in roots), *of_others)
+    shards = [x.shard for x in roots.values()]
     return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(shards, others)
 
 

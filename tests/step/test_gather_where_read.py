@@ -75,8 +75,24 @@ def few_rows_looked_up(p, x, key):
 
 
 def functions_of_parameters(p, x, key):
-  norm = jnp.linalg.norm(p["w"], axis=0)
-  return x @ (p["w"] / norm) + x @ jax.nn.softmax(p["v"])
+  weight = lambda: p["w"] / jnp.linalg.norm(p["w"], axis=0) + jax.jit(jnp.transpose)(jax.nn.softmax(p["v"]))
+  return jnp.tanh(x @ weight()) @ weight()
+
+
+def sorted_parameters(p, x, key):
+  ranked = jax.lax.sort((p["w"], p["v"]), num_keys=1)[1]
+  return x @ jnp.sort(p["w"], axis=0) + jnp.tanh(x @ ranked)
+
+
+def with_penalties(p, x, key):
+  return x @ p["w"] + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+
+
+def long_chain(p, x, key):
+  w = p["w"]
+  for _ in range(40):
+    w = w - 0.01 * jnp.tanh(w) * w
+  return x @ w
 
 
 def jitted_and_random(p, x, key):
@@ -123,10 +139,14 @@ PROGRAMS = [
   functools.partial(checkpointed, jax.checkpoint_policies.everything_saveable),
   scan_of_checkpoints,
   conditional,
+  bounded_loop,
   read_twice,
   looked_up,
   few_rows_looked_up,
   functions_of_parameters,
+  sorted_parameters,
+  with_penalties,
+  long_chain,
   jitted_and_random,
   returned,
   with_a_rule,
@@ -359,3 +379,39 @@ def test_rows_of_a_table_cross_instead_of_the_table():
   jaxpr = str(jax.make_jaxpr(mapped(of_columns, outs))(parameters(), x, key))
   assert not [line for line in jaxpr.splitlines() if "= all_gather[" in line and "f32" in line]
   assert jaxpr.count("= all_to_all[") == 4  # two lookups, both ways
+
+
+def test_penalties_gather_one_parameter_at_a_time():
+  """And the two orders of a program are one: hosts compile the same."""
+  mesh = jax.make_mesh((DEVICES,), ("fsdp",))
+  block = jax.checkpoint(lambda x, a, b, c: jnp.tanh(x @ a @ b @ c))
+  params = {name: parameters()["w"] for name in "abc"}
+  loss = lambda p, batch: jnp.mean(block(batch, *p.values())) + sum(jnp.sum(w**2) for w in p.values())
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", mesh=mesh, gather="block")
+  state = jax.eval_shape(step.init, params)
+  batch = jax.ShapeDtypeStruct((DEVICES, N), jnp.float32)
+  texts = set()
+  for _ in range(3):
+    jax.clear_caches()
+    texts.add(step.jitted.lower(state, batch).as_text())
+  assert len(texts) == 1
+  forward = str(jax.make_jaxpr(step.jitted)(state, batch)).split("transpose")[0]
+  orders = [line.split("= ")[1].split("[")[0] for line in forward.splitlines() if "= " in line]
+  order = [name for name in orders if name in ("all_gather", "reduce_sum")]
+  assert "all_gather all_gather all_gather reduce_sum reduce_sum reduce_sum" not in " ".join(order)
+
+
+def test_a_callback_on_parameters_alone_is_called():
+  seen = []
+
+  def loss(p, batch):
+    jax.debug.callback(lambda total: seen.append(float(total)), p["w"].sum())
+    return jnp.mean(batch @ p["w"])
+
+  mesh = jax.make_mesh((DEVICES,), ("fsdp",))
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", mesh=mesh, gather="block")
+  params = {"w": parameters()["w"]}
+  jax.block_until_ready(step(step.init(params), jnp.ones((DEVICES, N)))[1])
+  jax.effects_barrier()
+  np.testing.assert_allclose(seen, [float(params["w"].sum())] * len(seen), rtol=1e-4)
+  assert len(seen) >= DEVICES
