@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax import _compat
-from mpjax._types import DTypeLike, JaxprEqn
+from mpjax._types import DTypeLike
 from mpjax.fp8._amax_probe import batch_size, to_front
 from mpjax.fp8._recipe import BLOCK, Recipe, RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
@@ -277,9 +277,10 @@ def batched_dims(ndims: Sequence[int], axes: Sequence[int | None], dims: Dims) -
   return ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), out_axis
 
 
-def _jvp(
+def jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
+  """Returns a product and its tangent, as the rule of the primitive does."""
   lhs, rhs, *scales = primals
   d_lhs, d_rhs = tangents[:2]
   if spec.saved:
@@ -390,7 +391,7 @@ def _lower(units: DTypeLike | None) -> Callable[..., Any]:
 
 fp8_dot_general_p.def_impl(_eager)
 fp8_dot_general_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[fp8_dot_general_p] = _jvp
+ad.primitive_jvps[fp8_dot_general_p] = jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose
 batching.primitive_batchers[fp8_dot_general_p] = _batch
 mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
@@ -398,58 +399,3 @@ mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
 mlir.register_lowering(fp8_dot_general_p, _lower(jnp.float32), platform="cpu")
 for _platform in ("cuda", "rocm"):
   mlir.register_lowering(fp8_dot_general_p, _lower(None), platform=_platform)
-
-
-def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
-  """Returns whether an equation is an FP8 product that may take an operand in FP8, with its own scale.
-
-  Args:
-    equation: any.
-    operand: its position.
-    dtype: of the codes.
-  """
-  if equation.primitive is not fp8_dot_general_p or operand > 1:
-    return False
-  spec: Spec = equation.params["spec"]
-  if spec.margin or spec.pow2:  # another scale than that of a parameter which crosses
-    return False
-  return not spec.block and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
-
-
-class InFp8(NamedTuple):
-  """A value that is there in FP8 already, with a scale of its own.
-
-  Attributes:
-    value: floating, of any shape; what is differentiated.
-    codes: FP8 of its shape: the value is `codes / scale`.
-    scale: f32[].
-  """
-
-  value: Array
-  codes: Array
-  scale: Array
-
-
-def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:
-  """Applies an FP8 product to operands of which some are in FP8, as `takes_codes` allows."""
-  spec, dims = equation.params["spec"], equation.params["dimension_numbers"]
-  values = [x.value if isinstance(x, InFp8) else x for x in operands[:2]]
-  codes = [x.codes if isinstance(x, InFp8) else None for x in operands[:2]]
-  pairs = zip(operands[:2], operands[2:4], strict=True)
-  scales = [*(x.scale if isinstance(x, InFp8) else cast(Array, scale) for x, scale in pairs), operands[4]]
-  given = (*(own or x is not None for own, x in zip(spec.given[:2], codes, strict=True)), spec.given[2])
-  spec = dataclasses.replace(spec, given=given)
-
-  @jax.custom_jvp
-  def multiply(values: Sequence[Array], codes: Sequence[Array | None], scales: Sequence[Array]) -> Array:
-    primals = [value if x is None else x for value, x in zip(values, codes, strict=True)]
-    return fp8_dot_general_p.bind(*primals, *scales, dimension_numbers=dims, spec=spec)
-
-  @multiply.defjvp
-  def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    values, codes, scales = primals
-    known = [value if x is None else x for value, x in zip(values, codes, strict=True)]
-    out, tangent = _jvp((*known, *scales), tangents[0], dimension_numbers=dims, spec=spec)
-    return out, cast(Array, tangent)
-
-  return multiply(values, codes, scales)

@@ -15,25 +15,25 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._types import Array, ClosedJaxpr, JaxprEqn, PyTree, Var
-from mpjax.fp8._dot_general import InFp8
+from mpjax.fp8._codes import InFp8
 from mpjax.jaxpr import bind_again, is_variable, live, variables_of
 from mpjax.step._collectives import Part
 
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-  """A parameter in a program's values, as the part that a device has.
+  """A parameter in a program's values, of which a device has a part.
+
+  It holds no array: a function that is traced later may hold it.
 
   Attributes:
-    shard: the part.
+    number: of the part in the `Scope`.
     part: how it is a part, and how it crosses.
-    scale: f32[], of one that crosses in FP8.
     casts: the equations that cast the whole parameter to what is meant.
   """
 
-  shard: Array
+  number: int
   part: Part
-  scale: Array | None = None
   casts: tuple[JaxprEqn, ...] = ()
 
 
@@ -45,7 +45,7 @@ class Made:
     equation: makes it.
     operands: of the equation; one tuple for all its results.
     index: of the result that is meant.
-    roots: the parameters that it is made of, by the identity of the part.
+    roots: the parameters that it is made of, by their numbers.
   """
 
   equation: JaxprEqn
@@ -55,6 +55,31 @@ class Made:
 
 
 Value = Array | Divided | Made
+# A device's part of a parameter, and the scale, f32[], of one that crosses in FP8.
+Shard = tuple[Array, Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+  """Where a part of a program is evaluated.
+
+  Attributes:
+    shards: the parts that a device has of the parameters in its values, by their numbers.
+    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+  """
+
+  shards: dict[int, Shard]
+  fenced: bool
+
+  def add(self, part: Part, shard: Array, scale: Array | None = None) -> Divided:
+    """Returns a parameter of this part."""
+    number = max(self.shards, default=-1) + 1
+    self.shards[number] = shard, scale
+    return Divided(number, part)
+
+  def narrow(self, x: Divided, part: Part, shard: Array) -> Divided:
+    """Returns a slice of a parameter, from that of the part."""
+    return dataclasses.replace(self.add(part, shard, self.shards[x.number][1]), casts=x.casts)
 
 
 def is_put_off(x: Value) -> bool:
@@ -64,42 +89,19 @@ def is_put_off(x: Value) -> bool:
 
 def results_of(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
   """Returns the results of an equation on divided parameters alone, put off."""
-  own, roots = tuple(operands), shards_of(operands)
+  own, roots = tuple(operands), roots_of(operands)
   return [Made(equation, own, i, roots) for i in range(len(equation.outvars))]
 
 
-def shards_of(values: Sequence[Value]) -> dict[int, Divided]:
-  """Returns the parameters that values are made of, by the identity of the part, which the values hold."""
+def roots_of(values: Sequence[Value]) -> dict[int, Divided]:
+  """Returns the parameters that values are made of, by their numbers."""
   found: dict[int, Divided] = {}
   for x in values:
     if isinstance(x, Made):
       found |= x.roots
     elif isinstance(x, Divided):
-      found[id(x.shard)] = x
+      found[x.number] = x
   return found
-
-
-class Replaced:
-  """Values with other arrays in place of the parts that they are made of.
-
-  Args:
-    shards: the new ones, by the identity of the old.
-  """
-
-  def __init__(self, shards: Mapping[int, Array]):
-    self._shards = shards
-    self._operands: dict[int, tuple[Value, ...]] = {}
-
-  def __call__(self, x: Value) -> Value:
-    """Returns a value."""
-    if isinstance(x, Divided):
-      return dataclasses.replace(x, shard=self._shards[id(x.shard)])
-    if not isinstance(x, Made):
-      return x
-    if id(x.operands) not in self._operands:
-      self._operands[id(x.operands)] = tuple(map(self, x.operands))
-    operands = self._operands[id(x.operands)]
-    return dataclasses.replace(x, operands=operands, roots=shards_of(operands))
 
 
 # Whole parameters as they crossed, and their scales.
@@ -110,7 +112,7 @@ class _Whole:
   """The values that are made of parameters, once those are gathered.
 
   Args:
-    gathered: whole parameters, by the identity of the part.
+    gathered: whole parameters, by their numbers.
   """
 
   def __init__(self, gathered: Mapping[int, Array]):
@@ -121,7 +123,7 @@ class _Whole:
     """Returns a value."""
     if isinstance(x, Divided):
       cast = lambda value, equation: bind_again(equation, [value])[0]
-      return functools.reduce(cast, x.casts, self._gathered[id(x.shard)])
+      return functools.reduce(cast, x.casts, self._gathered[x.number])
     key = id(x.operands)
     if key not in self._made:
       operands = [self(a) if isinstance(a, (Divided, Made)) else a for a in x.operands]
@@ -130,7 +132,7 @@ class _Whole:
 
 
 def read(
-  fun: Callable[..., list[Array]], operands: Sequence[Value], fenced: bool, in_fp8: Collection[int] = ()
+  fun: Callable[..., list[Array]], operands: Sequence[Value], scope: Scope, in_fp8: Collection[int] = ()
 ) -> list[Array]:
   """Returns what a function gives for values of which some are put off.
 
@@ -139,68 +141,65 @@ def read(
   Args:
     fun: of as many arrays.
     operands: the values.
-    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+    scope: of the values.
     in_fp8: positions of operands that are parameters which cross in FP8, for which `fun` takes an `InFp8`.
   """
-  roots = shards_of(operands)
+  roots = roots_of(operands)
   if not roots:
     return fun(*operands)
   # Several values may be made of one parameter, which is gathered once.
-  parts, scales = [x.part for x in roots.values()], [x.scale for x in roots.values()]
-  others = [x for x in operands if not is_put_off(x)]
-  kept: list[_Residuals] = []
-
-  order = list(roots)
+  order, parts = list(roots), [x.part for x in roots.values()]
+  templates = [x if isinstance(x, (Divided, Made)) else None for x in operands]
+  fenced = scope.fenced
 
   def of_whole(gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]) -> list[Array]:
-    given, whole = iter(others), _Whole(dict(zip(roots, gathered, strict=True)))
+    given, whole = iter(others), _Whole(dict(zip(order, gathered, strict=True)))
 
-    def operand(i: int, x: Value) -> Array | InFp8:
-      if not isinstance(x, (Divided, Made)):
+    def operand(i: int, x: Divided | Made | None) -> Array | InFp8:
+      if x is None:
         return next(given)
       if i in in_fp8 and isinstance(x, Divided):
-        codes, scale = crossed[order.index(id(x.shard))]
+        codes, scale = crossed[order.index(x.number)]
         assert scale is not None
         return InFp8(whole(x), codes, scale)
       return whole(x)
 
-    return fun(*(operand(i, x) for i, x in enumerate(operands)))
+    return fun(*(operand(i, x) for i, x in enumerate(templates)))
 
-  def gather(shards: Sequence[Array], scales: Sequence[Array | None]) -> tuple[list[Array], _Crossed]:
-    found = [part.gather(x, scale) for x, part, scale in zip(shards, parts, scales, strict=True)]
-    return [x for x, _ in found], [(codes, s) for (_, codes), s in zip(found, scales, strict=True)]
+  def gather(shards: Sequence[Shard]) -> tuple[list[Array], _Crossed]:
+    found = [part.gather(*shard) for shard, part in zip(shards, parts, strict=True)]
+    return [x for x, _ in found], [(codes, s) for (_, codes), (_, s) in zip(found, shards, strict=True)]
 
-  def waited(shards: Sequence[Array], others: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
+  def waited(shards: Sequence[Shard], others: Sequence[Array]) -> tuple[Sequence[Shard], Sequence[Array]]:
     if all(part.early for part in parts):
       return shards, others
     return jax.lax.optimization_barrier((shards, others))
 
   @jax.custom_vjp
-  def run(shards: Sequence[Array], scales: Sequence[Array | None], others: Sequence[Array]) -> list[Array]:
+  def run(shards: Sequence[Shard], others: Sequence[Array]) -> list[Array]:
     shards, others = waited(shards, others)
-    return of_whole(*gather(shards, scales), others)
+    return of_whole(*gather(shards), others)
 
-  def forward(
-    shards: Sequence[Array], scales: Sequence[Array | None], others: Sequence[Array]
-  ) -> tuple[list[Array], PyTree]:
+  def forward(shards: Sequence[Shard], others: Sequence[Array]) -> tuple[list[Array], PyTree]:
     shards, others = waited(shards, others)
-    gathered, crossed = gather(shards, scales)
-    kept[:] = [_Residuals(of_whole, gathered, crossed, others)]
-    out, saved = kept[0].forward(gathered, crossed, others)
-    return out, (saved, shards, scales)
+    gathered, crossed = gather(shards)
+    residuals = _Residuals(of_whole, gathered, crossed, others)
+    out, saved = residuals.forward(gathered, crossed, others)
+    return out, (residuals, saved, shards)
 
-  def backward(saved: PyTree, cotangents: list[Array]) -> tuple[list[Array], None, list[Array | None]]:
-    (arrays, shards, scales), (residuals,) = saved, kept
+  def backward(saved: PyTree, cotangents: list[Array]) -> tuple[list[tuple[Array, None]], list[Array | None]]:
+    residuals, arrays, shards = saved
     if fenced:
       shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
-    of_gathered, of_others = residuals.backward(lambda: gather(shards, scales), arrays, cotangents)
+    of_gathered, of_others = residuals.backward(lambda: gather(shards), arrays, cotangents)
     back = zip(of_gathered, shards, parts, strict=True)
-    return [part.reduce(ct, x.dtype) for ct, x, part in back], None, of_others
+    return [(part.reduce(ct, x.dtype), None) for ct, (x, _), part in back], of_others
 
   run.defvjp(forward, backward)
-  return run([x.shard for x in roots.values()], scales, others)
+  return run([scope.shards[number] for number in order], [x for x in operands if not is_put_off(x)])
 
 
+@jax.tree_util.register_static
 class _Residuals:
   """A function of gathered parameters and other arrays, and what its derivative keeps.
 

@@ -19,7 +19,7 @@ import jax
 
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree, Var
-from mpjax.fp8._dot_general import InFp8, multiply_codes, takes_codes
+from mpjax.fp8._codes import InFp8, multiply_codes, takes_codes
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -36,7 +36,17 @@ from mpjax.jaxpr import (
   shape_of,
 )
 from mpjax.step._collectives import Part
-from mpjax.step._divided_values import Divided, Made, Replaced, Value, is_put_off, read, results_of, shards_of
+from mpjax.step._divided_values import (
+  Divided,
+  Made,
+  Scope,
+  Shard,
+  Value,
+  is_put_off,
+  read,
+  results_of,
+  roots_of,
+)
 from mpjax.step._table_lookup import look_up, looks_up_rows
 
 _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
@@ -59,49 +69,50 @@ def gather_where_read(
     pairs = list(zip(leaves, parts, strict=True))
     shapes = [x if part is None else part.whole_type(x) for x, part in pairs]
     closed, out = jax.make_jaxpr(fun, return_shape=True)(jax.tree.unflatten(structure, shapes), *args)
+    scope = Scope({}, fenced=True)
     values: list[Value] = [
-      x if part is None else Divided(x, part, scale) for (x, part), scale in zip(pairs, scales, strict=True)
+      x if part is None else scope.add(part, x, scale) for (x, part), scale in zip(pairs, scales, strict=True)
     ]
-    results = _evaluate(closed, [*values, *jax.tree.leaves(args)], fenced=True)
+    results = _evaluate(closed, [*values, *jax.tree.leaves(args)], scope)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
   return of_parts
 
 
-def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Array]:
+def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Array]:
   """Returns the outputs of a program, none of them put off; see `_values`."""
-  return [read(lambda x: [x], [x], fenced)[0] for x in _values(jaxpr, inputs, fenced)]
+  return [read(lambda x: [x], [x], scope)[0] for x in _values(jaxpr, inputs, scope)]
 
 
-def _values(jaxpr: AnyJaxpr, inputs: Sequence[Value], fenced: bool) -> list[Value]:
+def _values(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Value]:
   """Returns the outputs of a program.
 
   Args:
     jaxpr: the program.
     inputs: its arguments.
-    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+    scope: of the arguments.
   """
   body = open_jaxpr(jaxpr)
   values: dict[Var, Value] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
   values |= zip(body.invars, inputs, strict=True)
   for equation in live(body).equations:
     operands = [values[a] if is_variable(a) else a.val for a in equation.invars]
-    values |= zip(equation.outvars, _apply(equation, operands, fenced), strict=True)
+    values |= zip(equation.outvars, _apply(equation, operands, scope), strict=True)
   return [values[a] if is_variable(a) else a.val for a in body.outvars]
 
 
-def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Sequence[Value]:
+def _apply(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> Sequence[Value]:
   """Returns the results of an equation."""
   if not any(map(is_put_off, operands)):
     return bind_again(equation, list(operands))
   kind = call_kind(equation)
   if kind in (CallKind.JIT, CallKind.INLINE):
     with as_traced(equation):
-      return _values(bodies_of(equation)[0], operands, fenced)
+      return _values(bodies_of(equation)[0], operands, scope)
   if kind is CallKind.REMAT:
-    return _remat(equation, operands, fenced)
+    return _remat(equation, operands, scope)
   if kind is CallKind.SCAN:
-    return _scan(equation, operands, fenced)
+    return _scan(equation, operands, scope)
   is_each = has(equation, Trait.EACH) and has(equation, Trait.ALIAS)
   if kind is None and is_each and len(operands) == len(equation.outvars):
     return operands  # a barrier or the like: for the compiler alone
@@ -110,40 +121,44 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> Seque
     if equation.primitive is jax.lax.convert_element_type_p:
       return [dataclasses.replace(first, casts=(*first.casts, equation))]
     indices = [x for x in operands[1:] if not isinstance(x, (Divided, Made))]
-    if equation.primitive in _SLICES and (cut := _slice(equation, first, indices)):
+    if equation.primitive in _SLICES and (cut := _slice(equation, first, indices, scope)):
       return [cut]
     if len(indices) == 1 and looks_up_rows(equation, first):
       with as_traced(equation):
-        return look_up(equation, first, *indices)
+        return look_up(equation, first, scope.shards[first.number][0], *indices)
   of_parameters = all(
     is_put_off(x) or not is_variable(a) for a, x in zip(equation.invars, operands, strict=True)
   )
   can_wait = (kind is None or kind.is_custom_rule) and not has(equation, Trait.PRODUCT)
   if of_parameters and can_wait and not equation.effects:
     results = results_of(equation, operands)
-    if not _joins_small(equation, results[0]):
+    if not _joins_small(equation, results[0], scope):
       return results
-    operands = [read(lambda x: [x], [x], fenced)[0] for x in operands]
+    operands = [read(lambda x: [x], [x], scope)[0] for x in operands]
     return bind_again(equation, operands)
   with as_traced(equation):
     in_fp8 = [
       i
       for i, x in enumerate(operands)
-      if isinstance(x, Divided) and x.scale is not None and takes_codes(equation, i, x.part.gather_dtype)
+      if isinstance(x, Divided) and _is_scaled(x, scope) and takes_codes(equation, i, x.part.gather_dtype)
     ]
     if in_fp8:
-      return read(functools.partial(_multiply_codes, equation), operands, fenced, in_fp8)
-    return read(lambda *xs: _compat.bind(equation, list(xs)), operands, fenced)
+      return read(functools.partial(_multiply_codes, equation), operands, scope, in_fp8)
+    return read(lambda *xs: _compat.bind(equation, list(xs)), operands, scope)
 
 
-def _joins_small(equation: JaxprEqn, result: Value) -> bool:
+def _is_scaled(x: Divided, scope: Scope) -> bool:
+  return scope.shards[x.number][1] is not None
+
+
+def _joins_small(equation: JaxprEqn, result: Value, scope: Scope) -> bool:
   """Returns whether results are made of several parameters and smaller than each, as a sum of their squares.
 
   Put off, they would have all those parameters gathered at once.
   """
-  roots = shards_of([result])
+  roots = roots_of([result])
   size = sum(math.prod(shape_of(v)) for v in equation.outvars)
-  return len(roots) > 1 and size < min(root.shard.size for root in roots.values())
+  return len(roots) > 1 and size < min(scope.shards[number][0].size for number in roots)
 
 
 def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]:
@@ -151,65 +166,73 @@ def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]
     return [multiply_codes(equation, operands)]
 
 
-def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array]) -> Divided | None:
+def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array], scope: Scope) -> Divided | None:
   """Returns a slice of a parameter that leaves the divided dimension whole, as a slice of the part."""
-  p, dim, shape = equation.params, x.part.dimension, x.shard.shape
+  p, dim, shard = equation.params, x.part.dimension, scope.shards[x.number][0]
   if equation.primitive is jax.lax.squeeze_p:
     part = x.part.without(p["dimensions"])
-    return dataclasses.replace(x, shard=jax.lax.squeeze(x.shard, p["dimensions"]), part=part)
+    return scope.narrow(x, part, jax.lax.squeeze(shard, p["dimensions"]))
   out = list(shape_of(equation.outvars[0]))
   if out[dim] != shape_of(equation.invars[0])[dim]:
     return None
-  out[dim] = shape[dim]
+  out[dim] = shard.shape[dim]
   with as_traced(equation):
     if equation.primitive is jax.lax.dynamic_slice_p:
-      cut = jax.lax.dynamic_slice(x.shard, list(indices), out)
+      cut = jax.lax.dynamic_slice(shard, list(indices), out)
     else:
-      limits = [*p["limit_indices"][:dim], shape[dim], *p["limit_indices"][dim + 1 :]]
-      cut = jax.lax.slice(x.shard, p["start_indices"], limits, p["strides"])
-  return dataclasses.replace(x, shard=cut)
+      limits = [*p["limit_indices"][:dim], shard.shape[dim], *p["limit_indices"][dim + 1 :]]
+      cut = jax.lax.slice(shard, p["start_indices"], limits, p["strides"])
+  return scope.narrow(x, x.part, cut)
 
 
-def _remat(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[Array]:
+def _remat(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[Array]:
   body, p = bodies_of(equation)[0], equation.params
-  roots = shards_of(operands)
+  roots = roots_of(operands)
   fences = p["prevent_cse"]
   # What is wholly computed again may share what it gathers between that and the backward pass behind it.
   apart = p["policy"] is None and (fences if isinstance(fences, bool) else any(fences))
+  templates, fenced = [x if is_put_off(x) else None for x in operands], scope.fenced and not apart
 
-  def run(shards: Sequence[Array], others: Sequence[Array]) -> list[Array]:
-    replaced, given = Replaced(dict(zip(roots, shards, strict=True))), iter(others)
-    inputs = [replaced(x) if is_put_off(x) else next(given) for x in operands]
-    return _evaluate(body, inputs, fenced and not apart)
+  def run(shards: dict[int, Shard], others: Sequence[Array]) -> list[Array]:
+    given = iter(others)
+    inputs = [next(given) if x is None else x for x in templates]
+    return _evaluate(body, inputs, Scope(dict(shards), fenced))
 
   others = [x for x in operands if not is_put_off(x)]
+  shards = {number: scope.shards[number] for number in roots}
   with as_traced(equation):
     if not isinstance(fences, bool):  # one for each operand
       of_others = [f for f, x in zip(fences, operands, strict=True) if not is_put_off(x)]
-      fences = (*(True for _ in roots), *of_others)
-    shards = [x.shard for x in roots.values()]
+      fences = (*(True for _ in jax.tree.leaves(shards)), *of_others)
     return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(shards, others)
 
 
-def _scan(equation: JaxprEqn, operands: Sequence[Value], fenced: bool) -> list[Array]:
+def _scan(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[Array]:
   consts, carry, options = scan_parts(equation)
   first = consts + carry
   # What is divided over the layers themselves is gathered whole.
   inside = {
     i: x for i, x in enumerate(operands) if i >= first and isinstance(x, Divided) and x.part.dimension > 0
   }
+  shards = {i: scope.shards[x.number] for i, x in inside.items()}
+  scales = {i: scale for i, (_, scale) in shards.items() if scale is not None}
 
   def run(*arrays: Array) -> list[Array]:
+    scale_of = dict(zip(scales, arrays[len(operands) :], strict=True)).get
+
     def step(carried: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
       inputs: list[Value] = [*arrays[:consts], *carried, *xs]
+      body = Scope({}, fenced=False)  # the backward pass is another loop
       for i, x in inside.items():
-        inputs[i] = dataclasses.replace(x, shard=xs[i - first], part=x.part.without((0,)))
-      out = _evaluate(equation.params["jaxpr"], inputs, fenced=False)  # the backward pass is another loop
+        slice_ = body.add(x.part.without((0,)), xs[i - first], scale_of(i))
+        inputs[i] = dataclasses.replace(slice_, casts=x.casts)
+      out = _evaluate(equation.params["jaxpr"], inputs, body)
       return out[:carry], out[carry:]
 
     with as_traced(equation):
-      carried, ys = jax.lax.scan(step, list(arrays[consts:first]), list(arrays[first:]), **options)
+      xs = list(arrays[first : len(operands)])
+      carried, ys = jax.lax.scan(step, list(arrays[consts:first]), xs, **options)
     return [*carried, *ys]
 
-  mixed = [inside[i].shard if i in inside else x for i, x in enumerate(operands)]
-  return read(run, mixed, fenced)
+  mixed = [shards[i][0] if i in shards else x for i, x in enumerate(operands)]
+  return read(run, [*mixed, *scales.values()], scope)

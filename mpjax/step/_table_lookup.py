@@ -27,7 +27,7 @@ def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
   return is_lookup and equation.params["slice_sizes"] == (1, table[1]) and math.prod(indices) < table[0]
 
 
-def look_up(equation: JaxprEqn, x: Divided, indices: Array) -> list[Array]:
+def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> list[Array]:
   """Returns rows of a table of which each device has some columns. Inside `on_each`.
 
   Each device looks up the rows of all devices in its columns, and hands each its own: what one device finds
@@ -36,6 +36,7 @@ def look_up(equation: JaxprEqn, x: Divided, indices: Array) -> list[Array]:
   Args:
     equation: for which `looks_up_rows` holds.
     x: the table.
+    shard: the columns of it that this device has.
     indices: i32[..., 1].
   """
   part, lead = x.part, shape_of(equation.outvars[0])[:-1]
@@ -69,4 +70,4 @@ def look_up(equation: JaxprEqn, x: Divided, indices: Array) -> list[Array]:
 
   run.defvjp(forward, backward)
   cast = lambda value, equation: bind_again(equation, [value])[0]
-  return [functools.reduce(cast, x.casts, run(x.shard, indices))]
+  return [functools.reduce(cast, x.casts, run(shard, indices))]

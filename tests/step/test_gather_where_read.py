@@ -236,6 +236,18 @@ def test_no_residual_holds_a_gathered_parameter(program):
   assert all(r.size < DEVICES * N * N for r in kept), [(r.shape, r.dtype) for r in kept]
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_no_tracer_outlives_its_trace(program):
+  def run(params, x, key):
+    loss, grads = jax.value_and_grad(of_parts(program))(params, x, key)
+    return loss[None], {k: g for k, g in grads.items() if k != "rows"}
+
+  outs = lambda specs: (P("fsdp"), {k: s for k, s in specs.items() if k != "rows"})
+  x = jax.ShapeDtypeStruct((4 * DEVICES, N), jnp.float32)
+  with jax.checking_leaks():
+    jax.jit(mapped(run, outs)).trace(parameters(), x, jax.random.key(0))
+
+
 def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():
   params, x = parameters(), jnp.ones((DEVICES, N))
   run = gather_where_read(bounded_while, [Part(1, DEVICES, np.dtype("float32"), np.dtype("float32"))])
@@ -319,6 +331,12 @@ def test_codes_that_crossed_are_those_of_the_product():
   np.testing.assert_allclose(loss, of_codes, rtol=5e-3)
   for name, g in grads.items():
     assert jnp.linalg.norm(grads_of_codes[name] - g) < 0.05 * jnp.linalg.norm(g), name
+
+
+def test_nothing_leaks_from_a_step():
+  with jax.checking_leaks():
+    step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
+    step.jitted.trace(state, batch)
 
 
 def test_a_weight_that_is_not_finite_is_seen_through_fp8():
