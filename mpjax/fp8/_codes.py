@@ -1,0 +1,69 @@
+"""FP8 products of operands that are there in FP8 already, as a parameter is that crossed devices so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from jax import Array
+
+from mpjax._types import JaxprEqn
+from mpjax.fp8._dot_general import Spec, fp8_dot_general_p, jvp
+
+
+def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
+  """Returns whether an equation is an FP8 product that may take an operand in FP8, with its own scale.
+
+  Args:
+    equation: any.
+    operand: its position.
+    dtype: of the codes.
+  """
+  if equation.primitive is not fp8_dot_general_p or operand > 1:
+    return False
+  spec: Spec = equation.params["spec"]
+  if spec.margin or spec.pow2:  # another scale than that of a parameter which crosses
+    return False
+  return not spec.block and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
+
+
+class InFp8(NamedTuple):
+  """A value that is there in FP8 already, with a scale of its own.
+
+  Attributes:
+    value: floating, of any shape; what is differentiated.
+    codes: FP8 of its shape: the value is `codes / scale`.
+    scale: f32[].
+  """
+
+  value: Array
+  codes: Array
+  scale: Array
+
+
+def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:
+  """Applies an FP8 product to operands of which some are in FP8, as `takes_codes` allows."""
+  spec, dims = equation.params["spec"], equation.params["dimension_numbers"]
+  values = [x.value if isinstance(x, InFp8) else x for x in operands[:2]]
+  codes = [x.codes if isinstance(x, InFp8) else None for x in operands[:2]]
+  pairs = zip(operands[:2], operands[2:4], strict=True)
+  scales = [*(x.scale if isinstance(x, InFp8) else cast(Array, scale) for x, scale in pairs), operands[4]]
+  given = (*(own or x is not None for own, x in zip(spec.given[:2], codes, strict=True)), spec.given[2])
+  spec = dataclasses.replace(spec, given=given)
+
+  @jax.custom_jvp
+  def multiply(values: Sequence[Array], codes: Sequence[Array | None], scales: Sequence[Array]) -> Array:
+    primals = [value if x is None else x for value, x in zip(values, codes, strict=True)]
+    return fp8_dot_general_p.bind(*primals, *scales, dimension_numbers=dims, spec=spec)
+
+  @multiply.defjvp
+  def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    values, codes, scales = primals
+    known = [value if x is None else x for value, x in zip(values, codes, strict=True)]
+    out, tangent = jvp((*known, *scales), tangents[0], dimension_numbers=dims, spec=spec)
+    return out, cast(Array, tangent)
+
+  return multiply(values, codes, scales)
