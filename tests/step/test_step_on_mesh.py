@@ -1,145 +1,26 @@
 """`make_train_step` on a mesh: what one device computes, divided; overflow and randomness agreed upon by all."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-
-X = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
-Y = np.random.default_rng(1).integers(0, 8, 32)
-BATCH = {"x": X, "y": Y}
-
-
-def mesh(data=1, fsdp=1, tensor=1):
-  count = data * fsdp * tensor
-  return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), devices=jax.devices()[:count])
-
-
-def weights(seed=0):
-  keys = jax.random.split(jax.random.key(seed), 3)
-  shape = lambda key, *shape: jax.random.normal(key, shape) * shape[0] ** -0.5
-  return {
-    "in": shape(keys[0], 64, 64),
-    "scale": jnp.ones(64),
-    "hidden": shape(keys[1], 64, 128),
-    "out": shape(keys[2], 128, 8),
-  }
-
-
-def network(p, x):
-  x = jax.nn.gelu(x @ p["in"])
-  x *= p["scale"] * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-  return jax.nn.gelu(x @ p["hidden"]) @ p["out"]
-
-
-def cross_entropy(logits, y):
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y)
-  return losses.mean(), {"right": (logits.argmax(-1) == y).sum(), "mean_logit": logits.mean()}
-
-
-def plain(p, batch):
-  return cross_entropy(network(p, batch["x"]), batch["y"])
-
-
-def with_dropout(p, batch, row_rngs):
-  keep = lambda key, x: jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / 0.8, 0)
-  return cross_entropy(network(p, jax.vmap(keep)(row_rngs, batch["x"])), batch["y"])
-
-
-class Normed(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(64, use_bias=False)(x)
-    x = nn.BatchNorm(use_running_average=False, axis_name=mpjax.batch_axes() or None)(x)
-    return nn.Dense(8)(nn.relu(x))
-
-
-def with_statistics(p, batch, model_state):
-  logits, model_state = Normed().apply({"params": p, **model_state}, batch["x"], mutable=["batch_stats"])
-  return *cross_entropy(logits, batch["y"]), model_state
-
-
-def train(loss, policy, init, steps=4, batch=BATCH, tx=None, **options):
-  step = mpjax.make_train_step(loss, tx or optax.adam(1e-2), policy, **options)
-  state = step.init(**init(), **({"batch": batch} if step.needs_batch else {}))
-  curve = []
-  for _ in range(steps):
-    state, metrics = step(state, batch)
-    curve.append({name: np.asarray(value) for name, value in metrics.items()})
-  return step, state, curve
-
-
-of_weights = lambda: {"params": weights()}
-of_dropout = lambda: {"params": weights(), "rng": jax.random.key(1)}
-
-
-def of_statistics():
-  variables = Normed().init(jax.random.key(0), X)
-  return {"params": variables["params"], "model_state": {"batch_stats": variables["batch_stats"]}}
-
-
-SAME = {
-  "fp32": (plain, of_weights, "fp32", {}),
-  "fp32, micro-batches": (plain, of_weights, "fp32", {"accumulate": 2}),
-  "bf16": (plain, of_weights, "bf16", {}),
-  "fp16": (plain, of_weights, {"base": "fp16", "loss_scaling": {"init_scale": 1024}}, {"accumulate": 2}),
-  "bf16 by casts": (plain, of_weights, {"base": "bf16", "autocast": False}, {}),
-  "bf16 without master weights": (plain, of_weights, "bf16_pure", {}),
-  "keys by row": (with_dropout, of_dropout, "fp32", {"accumulate": 2}),
-  "statistics of the batch": (with_statistics, of_statistics, "fp32", {}),
-  "clipped by the norm of all": (
-    plain,
-    of_weights,
-    "fp32",
-    {"tx": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))},
-  ),
-}
-
-
-@functools.cache
-def on_one_device(case):
-  """`train` of a case without a mesh: what several meshes are compared with."""
-  loss, init, policy, options = SAME[case]
-  return train(loss, policy, init, **options)
-
-
-ON_THREE_AXES = ("fp32, micro-batches", "fp16", "keys by row", "statistics of the batch")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("case", "shape"),
-  [
-    *((case, {"fsdp": 8}) for case in SAME),
-    *((case, {"data": 2, "fsdp": 2, "tensor": 2}) for case in ON_THREE_AXES),
-  ],
+from tests.step._small_networks import (
+  BATCH,
+  X,
+  Y,
+  cross_entropy,
+  mesh,
+  np_tree,
+  of_weights,
+  plain,
+  train,
+  weights,
 )
-@pytest.mark.parametrize("gather", ["step", "block"])
-def test_a_mesh_trains_as_one_device_does(case, shape, gather):
-  loss, init, policy, options = SAME[case]
-  _, one, expected = on_one_device(case)
-  _, many, curve = train(loss, policy, init, mesh=mesh(**shape), gather=gather, **options)
-  half = case.startswith(("bf16", "fp16"))
-  for a, b in zip(expected, curve, strict=True):
-    assert a.keys() == b.keys()
-    np.testing.assert_allclose(b["loss"], a["loss"], rtol=1e-2 if half else 1e-5)
-    if not half:
-      np.testing.assert_array_equal(b["right"], a["right"])
-  close = functools.partial(np.testing.assert_allclose, rtol=0, atol=3e-2 if half else 1e-4)
-  jax.tree.map(close, np_tree(many.params), np_tree(one.params))
-  jax.tree.map(close, np_tree(many.model_state), np_tree(one.model_state))
-
-
-def np_tree(tree):
-  return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
 
 
 def test_parameters_and_moments_are_divided_and_stay_so():
@@ -200,7 +81,7 @@ def test_what_does_not_fit_is_named(of, words):
 
 def test_a_mesh_of_explicit_axes_and_a_batch_laid_out_on_it():
   explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-  _, _, expected = on_one_device("fp32")
+  _, _, expected = train(plain, "fp32", of_weights)
   step = mpjax.make_train_step(plain, optax.adam(1e-2), "fp32", mesh=explicit)
   batch = jax.device_put(BATCH, step.layout.batch_sharding)
   _, metrics = step(step.init(weights()), batch)
@@ -431,7 +312,7 @@ def test_amax_histories_on_a_mesh_are_those_of_all_rows(accumulate):
 
 @pytest.mark.slow
 def test_a_state_moves_between_meshes_and_trains_on():
-  _, _, expected = on_one_device("fp32")
+  _, _, expected = train(plain, "fp32", of_weights)
   _, state, first = train(plain, "fp32", of_weights, 2, mesh=mesh(data=2, fsdp=4))
   other = mpjax.make_train_step(plain, optax.adam(1e-2), "fp32", mesh=mesh(fsdp=2))
   state = other.layout.place(state)
@@ -460,6 +341,13 @@ def test_a_scalar_in_the_batch_is_the_same_for_all():
     for options in ({}, {"mesh": mesh(data=4, fsdp=2)})
   ]
   np.testing.assert_allclose(*([c["loss"] for c in curve] for curve in curves), rtol=1e-5)
+
+
+def test_a_metric_may_be_a_number_of_python():
+  loss = lambda p, batch: (plain(p, batch)[0], {"weight": 0.5, "rows": 3})
+  for gather in ("step", "block"):
+    _, _, curve = train(loss, "fp32", of_weights, 1, mesh=mesh(data=2, fsdp=4), gather=gather)
+    assert (curve[0]["weight"], curve[0]["rows"]) == (0.5, 3)
 
 
 def test_a_second_step_compiles_nothing():
