@@ -22,7 +22,8 @@ from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
-from mpjax.casting._overrides import Overrides
+from mpjax.casting._overrides import InRegion, Overrides
+from mpjax.fp8 import Recipe
 from mpjax.jaxpr import (
   REGION_EDGE,
   bodies_of,
@@ -38,24 +39,27 @@ _MOST_TRACES = 4
 _traces = itertools.count()
 
 
-class Regions:
-  """The dtype of each region of one trace.
+_FLOAT32 = InRegion(None)
 
-  Where all regions are in modules of one dtype, all traces share it, and so JAX's caches. Elsewhere the
+
+class Regions:
+  """What each region of one trace computes in.
+
+  Where all regions are in modules of one policy, all traces share it, and so JAX's caches. Elsewhere the
   module of a region is known only after the trace: regions are numbered in the order in which they are come
   to, which is the same at the next trace.
 
   Args:
-    usual: the half dtype of regions; `None` for float32.
-    others: by number, those of regions in modules that compute in another dtype; `None`: not numbered.
+    usual: what most compute in.
+    others: by number, what regions in other modules compute in; `None`: not numbered.
     instead: for regions that take no float32 where `usual` is float32, the dtype in which they run instead of
       raising their error.
   """
 
   def __init__(
     self,
-    usual: np.dtype | None,
-    others: Mapping[int, np.dtype | None] | None = None,
+    usual: InRegion,
+    others: Mapping[int, InRegion] | None = None,
     instead: np.dtype | None = None,
   ):
     self.usual = usual
@@ -71,8 +75,8 @@ class Regions:
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Regions) and self._key == other._key
 
-  def enter(self) -> tuple[np.dtype | None, str]:
-    """Returns the dtype of the region that is come to, and its scope."""
+  def enter(self) -> tuple[InRegion, str]:
+    """Returns what the region that is come to computes in, and its scope."""
     if self.others is None:
       return self.usual, region_scope()
     number = next(self._numbers)
@@ -80,14 +84,19 @@ class Regions:
 
 
 _replaced: set[int] = set()  # the kernels of JAX that are regions by now
-NO_REGIONS = Regions(None)
-# While autocast traces, the dtypes of regions.
+NO_REGIONS = Regions(_FLOAT32)
+# While autocast traces, what regions compute in; inside of one, what its last layer does.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
 
 
 def float32_where_there_is_one() -> contextlib.AbstractContextManager[object]:
   """Has regions run in float32 inside, and in bfloat16 those that raise an error for it."""
-  return tracing(Regions(None, instead=np.dtype(jnp.bfloat16)))
+  return tracing(Regions(_FLOAT32, instead=np.dtype(jnp.bfloat16)))
+
+
+def last_layer_recipe() -> Recipe | None:
+  """Returns, in a region, the recipe of FP8 products that no other follows; `None`: they are not FP8."""
+  return tracing.value.usual.last_layer
 
 
 def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +131,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(fun)
   def region(*args: Any, **kwargs: Any) -> Any:
     regions = tracing.value
-    if regions.usual is None and regions.instead is None:
+    if regions.usual.half is None and regions.instead is None:
       return fun(*args, **kwargs)
     inner, given = with_module_argument(fun, args)
     modules = Modules(given, kwargs)
@@ -131,7 +140,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     ]
     if not any(wide):
       return fun(*args, **kwargs)
-    half, scope = regions.enter()
+    (half, recipe), scope = regions.enter()
     if half is None:
       try:
         with jax.named_scope(scope), tracing(NO_REGIONS):
@@ -142,7 +151,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
         half = regions.instead
     call = lambda leaves: modules.call(inner, leaves, scopes=False)
     own = _halves_of_its_own(call, modules.leaves, half)
-    with jax.named_scope(scope), tracing(NO_REGIONS):
+    with jax.named_scope(scope), tracing(Regions(InRegion(None, recipe))):
       leaves = [_cast(leaf, half) if cast else leaf for leaf, cast in zip(modules.leaves, wide, strict=True)]
       results, structure = jax.tree.flatten(call(leaves))
       out, changed = jax.tree.unflatten(
@@ -187,40 +196,48 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
 
   A function that JAX traces once for modules of several dtypes has its regions in the widest.
   """
-  halves = overrides.halves if overrides is not None else {None}
-  if overrides is None or halves == {None}:
+  known = overrides.of_regions if overrides is not None else {_FLOAT32}
+  if overrides is None or known == {_FLOAT32}:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
   _replace_kernels()
-  usual = next(half for half in halves if half is not None)
+  usual = next(found for found in known if found.half is not None)
   with tracing(Regions(usual)):
     closed = make()
   if _replace_kernels():  # of modules that the function has imported itself
     return trace(make, overrides)
-  if len(halves) == 1 or all(half == usual for _, half in _regions(closed, overrides, "")):
+  if known == {InRegion(usual.half)}:
     return closed
-  others: dict[int, np.dtype | None] = {}
+  if all(found == usual for _, found in _regions(closed, overrides, "")):
+    return closed
+  others: dict[int, InRegion] = {}
   for _ in range(_MOST_TRACES):  # a derivative rule has other regions in another dtype
     regions = Regions(usual, others)
     with tracing(regions):
       closed = make()
-    found: dict[int, np.dtype | None] = {}
-    for mark, half in _regions(closed, overrides, ""):
+    found: dict[int, InRegion] = {}
+    for mark, own in _regions(closed, overrides, ""):
       of_trace, _, number = mark.partition(".")
       if of_trace == str(regions.trace):  # and not of an autocast inside
-        found[int(number)] = half if found.get(int(number), half) is not None else None
-    if all(others.get(n, usual) == half for n, half in found.items()):
+        found[int(number)] = _widest(own, found.get(int(number), own))
+    if all(others.get(n, usual) == own for n, own in found.items()):
       break
     others = others | found
   return closed
 
 
-def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, np.dtype | None]]:
-  """Yields (mark, dtype of its module) for the equations in regions."""
+def _widest(a: InRegion, b: InRegion) -> InRegion:
+  if a.half is None or b.half is None:
+    return _FLOAT32
+  return a if a.last_layer is None else b
+
+
+def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple[str, InRegion]]:
+  """Yields (mark, what its module computes in) for the equations in regions."""
   for equation in open_jaxpr(jaxpr).eqns:
     own = inside(path, marked_path(equation))
     if in_region(own):
-      yield region_mark(own), overrides.half_at(own)
+      yield region_mark(own), overrides.in_region_at(own)
       continue
     for body in bodies_of(equation):
       yield from _regions(body, overrides, own)

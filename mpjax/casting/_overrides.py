@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,18 @@ from mpjax.fp8 import Recipe
 from mpjax.jaxpr import FULL_PRECISION, without_marks
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, parse_overrides
+
+
+class InRegion(NamedTuple):
+  """What a region computes in.
+
+  Attributes:
+    half: the half dtype; `None` for float32.
+    last_layer: the recipe of a product in it that no other follows; `None` where that is not FP8.
+  """
+
+  half: np.dtype | None
+  last_layer: Recipe | None = None
 
 
 class Overrides:
@@ -50,9 +62,9 @@ class Overrides:
     return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))
 
   @property
-  def halves(self) -> set[np.dtype | None]:
-    """The half dtypes in use; `None` among them where something computes in float32."""
-    return set(map(_half, self._settings))
+  def of_regions(self) -> set[InRegion]:
+    """What regions may compute in, wherever they are."""
+    return set(map(self._in_region, self._settings))
 
   @property
   def recipes(self) -> set[Recipe]:
@@ -62,6 +74,12 @@ class Overrides:
   def half_at(self, path: str) -> np.dtype | None:
     """Returns the half dtype that a module computes in; `None` for float32."""
     return _half(self._at(path))
+
+  def in_region_at(self, path: str) -> InRegion:
+    """Returns what a region in a module computes in."""
+    found = self._in_region(self._at(path))
+    excluded = found.last_layer is not None and found.last_layer.excludes(without_marks(path))
+    return found._replace(last_layer=None) if excluded else found
 
   def recipe_at(self, path: str) -> Recipe | None:
     """Returns the FP8 recipe of a module's matrix products; `None` for none."""
@@ -89,6 +107,10 @@ class Overrides:
           f"policy override {pattern!r} matches no module path; the paths are "
           + (shown or "none: name regions with jax.named_scope, or pass an nnx.Module as an argument")
         )
+
+  def _in_region(self, settings: Override) -> InRegion:
+    is_fp8 = settings.fp8 and self._recipe.last_layer
+    return InRegion(_half(settings), self._recipe.without_histories() if is_fp8 else None)
 
   @property
   def _settings(self) -> list[Override]:

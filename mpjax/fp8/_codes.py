@@ -1,4 +1,4 @@
-"""FP8 products of operands that are there in FP8 already, as a parameter is that crossed devices so."""
+"""FP8 products of operands that are FP8 already: a parameter that crossed devices so, or is read often."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from mpjax._types import JaxprEqn
-from mpjax.fp8._dot_general import Spec, fp8_dot_general_p, jvp
+from mpjax.fp8._dot_general import Dims, Spec, fp8_dot_general_p, jvp, spec_of
+from mpjax.fp8._recipe import Recipe
+from mpjax.fp8._scaling import amax_of, quantise, scale_of
 
 
 def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
@@ -42,6 +45,33 @@ class InFp8(NamedTuple):
   value: Array
   codes: Array
   scale: Array
+
+
+def in_fp8(x: Array, recipe: Recipe) -> Array | InFp8:
+  """Returns an operand of several products, quantised once; as it is where its blocks go by the product."""
+  if recipe.recipe == "block":
+    return x
+  scale = scale_of(amax_of(x), recipe.forward, recipe.margin, recipe.pow2_scales)
+  return InFp8(x, quantise(x, scale, recipe.forward), scale)
+
+
+def product(
+  lhs: Array | InFp8,
+  rhs: Array | InFp8,
+  dimension_numbers: Dims,
+  recipe: Recipe,
+  *,
+  out_dtype: np.dtype,
+  gradient_operand: tuple[bool, bool] = (False, False),
+  native: bool | None = None,
+) -> Array:
+  """Computes a product as `fp8_dot_general` does, which is not differentiated."""
+  pair, one = (lhs, rhs), jnp.ones([], jnp.float32)
+  given = (isinstance(lhs, InFp8), isinstance(rhs, InFp8), False)
+  spec = spec_of(recipe, gradient_operand, given, out_dtype, native)
+  codes = [x.codes if isinstance(x, InFp8) else x for x in pair]
+  scales = [x.scale if isinstance(x, InFp8) else one for x in pair]
+  return fp8_dot_general_p.bind(*codes, *scales, one, dimension_numbers=dimension_numbers, spec=spec)
 
 
 def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:

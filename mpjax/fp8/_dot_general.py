@@ -106,25 +106,37 @@ def fp8_dot_general(
   parsed = parse_recipe(recipe) or Recipe()
   if parsed.recipe == "delayed" and scales is None:
     raise ValueError("recipe 'delayed' takes its scales from earlier steps: pass scales=, or use 'current'")
-  formats = [parsed.gradient if is_gradient else parsed.forward for is_gradient in gradient_operand]
-  spec = Spec(
-    lhs_dtype=formats[0],
-    rhs_dtype=formats[1],
-    gradient_dtype=parsed.gradient,
-    out_dtype=np.dtype(lhs.dtype if out_dtype is None else out_dtype),
-    margin=parsed.margin,
-    pow2=parsed.pow2_scales,
-    block=parsed.recipe == "block",
-    saved=parsed.saved_activations == "fp8" and parsed.recipe != "block",
-    given=(scales is not None,) * 3,
-    native=native,
-  )
+  out = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+  spec = spec_of(parsed, gradient_operand, (scales is not None,) * 3, out, native)
   contracted, batch = dimension_numbers
   dims = tuple(tuple(tuple(int(i) for i in part) for part in pair) for pair in (contracted, batch))
   one = jnp.ones([], jnp.float32)
   factors = (one, one, one) if scales is None else [jnp.asarray(scale, jnp.float32) for scale in scales]
   lhs, rhs = _compat.vary_like(lhs, rhs), _compat.vary_like(rhs, lhs)
   return fp8_dot_general_p.bind(lhs, rhs, *factors, dimension_numbers=dims, spec=spec)
+
+
+def spec_of(
+  recipe: Recipe,
+  gradient_operand: tuple[bool, bool],
+  given: tuple[bool, bool, bool],
+  out_dtype: np.dtype,
+  native: bool | None,
+) -> Spec:
+  """Returns what a recipe says of one product; the arguments are as of `fp8_dot_general` and `Spec`."""
+  formats = [recipe.gradient if is_gradient else recipe.forward for is_gradient in gradient_operand]
+  return Spec(
+    lhs_dtype=formats[0],
+    rhs_dtype=formats[1],
+    gradient_dtype=recipe.gradient,
+    out_dtype=out_dtype,
+    margin=recipe.margin,
+    pow2=recipe.pow2_scales,
+    block=recipe.recipe == "block",
+    saved=recipe.saved_activations == "fp8" and recipe.recipe != "block",
+    given=given,
+    native=native,
+  )
 
 
 fp8_dot_general_p = Primitive("fp8_dot_general")

@@ -19,8 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mpjax import _compat
 from mpjax.casting import half_precision
+from mpjax.casting._fp8_products import support
+from mpjax.casting._half_precision import last_layer_recipe
 from mpjax.casting._half_products import half_dot_general_p
 from mpjax.dtypes import at_least_float32
+from mpjax.fp8 import Recipe
+from mpjax.fp8._codes import InFp8, in_fp8, product
+from mpjax.fp8._eligibility import Sizes, unfit
 from mpjax.ops._check_arguments import check_arguments
 
 # Where the gradient is formed before the loss scale is known: float16 holds softmax less one-hot down to
@@ -49,7 +54,9 @@ def linear_cross_entropy(
   Products and logits are in the compute dtype of the policy under `autocast`, else in the dtype of `x` and
   `kernel`. The softmax and all sums are float32, that of the kernel's gradient too. Under `grad`, loss and
   gradients come from one pass over the rows, which computes nothing twice: beside the gradients it needs the
-  logits of one chunk, and the kernel in the compute dtype. There is no forward mode, and no FP8 product.
+  logits of one chunk, and the kernel in the compute dtype. There is no forward mode. Under an FP8 policy the
+  products are FP8 as those of any last layer are: where `fp8.last_layer` is true and their sizes allow it.
+  Scales are those of a chunk, also under a delayed recipe.
 
   Args:
     x: what the last layer reads, floating [..., D].
@@ -78,7 +85,8 @@ def linear_cross_entropy(
   def loss(x: Array) -> Array:
     # Where autocast has cast it, that is the compute dtype; the kernel is cast behind the derivative rule.
     half = own == kernel.dtype or x.dtype != own
-    layer = _Layer(np.dtype(x.dtype if half else wide), wide, rows, float(label_smoothing), float(z_loss))
+    dtype, recipe = np.dtype(x.dtype if half else wide), last_layer_recipe()
+    layer = _Layer(dtype, wide, rows, float(label_smoothing), float(z_loss), recipe)
     of_arrays = functools.partial(_of_arrays, layer)
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
@@ -88,13 +96,21 @@ def linear_cross_entropy(
 
 
 class _Layer(NamedTuple):
-  """What is static: the dtypes of products and of sums, and the numbers that `linear_cross_entropy` takes."""
+  """What is static: the dtypes of products and of sums, the numbers that are given, and the recipe of FP8."""
 
   dtype: np.dtype
   wide: np.dtype
   rows: int
   label_smoothing: float
   z_loss: float
+  fp8: Recipe | None
+
+  def for_sizes(self, *sizes: int) -> _Layer:
+    """Returns the layer with FP8 products only where this machine and [m, k] x [k, n] have them."""
+    recipe = self.fp8
+    if recipe is None or support(recipe).why_not or unfit(Sizes(*sizes), recipe):
+      return self._replace(fp8=None)
+    return self
 
 
 class _Gradients(NamedTuple):
@@ -173,14 +189,17 @@ def _pass(
   """Returns the mean loss, and its gradients if asked for."""
   wide, classes, smoothing = kernel.dtype, kernel.shape[1], layer.label_smoothing
   size = _size(all_rows.counted, wide)
-  weight = kernel.astype(layer.dtype)
   chunks = _divided(all_rows._replace(x=all_rows.x.astype(layer.dtype)), layer.rows)
+  groups, _, together, width = chunks.x.shape
+  layer = layer.for_sizes(groups * together, width, classes)
+  half = kernel.astype(layer.dtype)
+  weight = half if layer.fp8 is None else in_fp8(half, layer.fp8)
 
   def chunk(carry: tuple[Array, _Gradients | None], i: Array) -> tuple[tuple[Array, _Gradients | None], None]:
     total, sums = carry
     taken = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False), chunks)
     x, labels, counted = (a.reshape(-1, *a.shape[2:]) for a in taken)
-    logits = _product(x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
+    logits = _product(layer, x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
     logits = logits if bias is None else logits + bias
     # By comparison: to gather would gather a divided vocabulary.
     hit = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
@@ -200,10 +219,12 @@ def _pass(
       counted[:, None], slope * (_FLOAT16_SCALE if layer.dtype == np.float16 else 1 / size), 0
     )
     narrow = slope.astype(layer.dtype)
-    of_x = _product(narrow, weight, (1, 1), wide).astype(sums.x.dtype).reshape(taken.x.shape)
+    of_x = (
+      _product(layer, narrow, weight, (1, 1), wide, (True, False)).astype(sums.x.dtype).reshape(taken.x.shape)
+    )
     sums = _Gradients(
       jax.lax.dynamic_update_index_in_dim(sums.x, of_x, i, 1),
-      sums.kernel + _product(x, narrow, (0, 0), wide),
+      sums.kernel + _product(layer, x, narrow, (0, 0), wide, (False, True)),
       None if sums.bias is None else sums.bias + slope.sum(0),
     )
     return (total, sums), None
@@ -240,10 +261,19 @@ def _divided(rows: _Rows, most: int) -> _Rows:
 
 
 def _product(
-  lhs: Float[Array, "..."], rhs: Float[Array, "..."], contracted: tuple[int, int], dtype: np.dtype
+  layer: _Layer,
+  lhs: Float[Array, "..."],
+  rhs: Float[Array, "..."] | InFp8,
+  contracted: tuple[int, int],
+  dtype: np.dtype,
+  gradients: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "..."]:
   """Returns a product of two matrices in `dtype`, which is not rounded before where theirs is half."""
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
+  if layer.fp8:
+    native, out = support(layer.fp8).native, np.dtype(dtype)
+    return product(lhs, rhs, dims, layer.fp8, out_dtype=out, gradient_operand=gradients, native=native)
+  assert not isinstance(rhs, InFp8)
   if lhs.dtype.itemsize > 2:
     return jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
   return half_dot_general_p.bind(

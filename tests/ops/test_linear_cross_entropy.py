@@ -163,6 +163,52 @@ def test_explain_counts_its_products_and_a_recipe_may_name_its_module():
     assert "custom_vjp_call" not in str(explanation)
 
 
+LAST = {"emulate": True, "last_layer": True, "min_dim": 16}
+
+
+@pytest.mark.parametrize(
+  ("fp8", "overrides", "count"),
+  [
+    ({}, None, 1),
+    ({"recipe": "delayed"}, None, 1),
+    ({"recipe": "block"}, None, 1),
+    ({"last_layer": False}, None, 0),
+    ({"exclude": ["head"]}, None, 0),
+    ({"min_dim": 64}, None, 0),
+    ({}, {"head": "bf16"}, 0),
+    ({}, {"other": "bf16"}, 1),
+  ],
+)
+def test_products_are_fp8_as_those_of_any_last_layer(fp8, overrides, count):
+  random = np.random.default_rng(5)
+  x, kernel = (random.normal(size=shape).astype(np.float32) for shape in ((64, 32), (32, 96)))
+  labels, where = random.integers(0, 96, 64), random.random(64) < 0.7
+
+  def loss(whole):
+    def run(x, kernel):
+      with jax.named_scope("other"):
+        x = x @ jnp.eye(32)
+      with jax.named_scope("head"):
+        if whole:
+          return plain(x, kernel, jnp.zeros(96), labels, where)
+        return mpjax.linear_cross_entropy(x, kernel, labels, where=where, rows=32)
+
+    return run
+
+  policy = {"base": "fp8", "fp8": {**LAST, **fp8}}
+  fun = jax.value_and_grad(mpjax.autocast(loss(False), policy, overrides=overrides), (0, 1))
+  products = [e for e in named("fp8_dot_general", fun, x, kernel) if 96 in _sizes(e)]
+  assert len(products) == 3 * count
+  if fp8.get("recipe") == "delayed":  # whole logits would have a history
+    policy = {"base": "fp8", "fp8": LAST}
+  by_autocast = mpjax.autocast(loss(True), policy, overrides=overrides)
+  want, usual = (jit(jax.value_and_grad(f, (0, 1)))(x, kernel) for f in (loss(True), by_autocast))
+  got = jit(fun)(x, kernel)
+  assert error(got[0], want[0]) < 2e-2
+  for a, b, exact in zip(got[1], usual[1], want[1], strict=True):
+    assert error(a, exact) < 1.2 * error(b, exact)
+
+
 def _sizes(equation):
   return {n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape}
 
