@@ -28,8 +28,8 @@ def by_hand(params, batch):
   return loss(params, batch, lambda x: x.astype(jnp.bfloat16))
 
 
-def gathered(loss_fn):
-  """Bytes of a compiled step's all-gathers by dtype, of a model that is divided over 16 devices."""
+def planned(loss_fn, compile):
+  """The plan of a step of a model that is divided over 16 devices."""
   mesh = AbstractMesh((16,), ("fsdp",), axis_types=(AxisType.Auto,))
   on = lambda shape, *spec: jax.ShapeDtypeStruct(
     shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
@@ -43,7 +43,11 @@ def gathered(loss_fn):
     updates, _ = tx.update(grads, tx.init(params))
     return optax.apply_updates(params, updates)
 
-  plan = mpjax.plan(step, (params, on((256, 128, DIM), "fsdp")), target=TARGET, compile=True)
+  return mpjax.plan(step, (params, on((256, 128, DIM), "fsdp")), target=TARGET, compile=compile)
+
+
+def gathered(plan):
+  """Bytes of a compiled step's all-gathers by dtype."""
   bytes_by_dtype = {}
   for found in plan.collectives:
     if found.operation == "all-gather":
@@ -56,8 +60,17 @@ def gathered(loss_fn):
 def test_autocast_gathers_in_bfloat16_as_casts_by_hand_do():
   if lacks := missing(get_target(TARGET)):
     pytest.skip(lacks)
-  expected, found = gathered(by_hand), gathered(mpjax.autocast(loss, "bf16"))
+  expected, found = (gathered(planned(fun, compile=True)) for fun in (by_hand, mpjax.autocast(loss, "bf16")))
   copies = LAYERS * DIM * HIDDEN * 2 * 2  # of both matrices in bfloat16
   assert expected["bfloat16"] >= 2 * copies  # forward, and again in the backward pass
   assert found["bfloat16"] == expected["bfloat16"]
   assert found.get("float32", 0) <= expected.get("float32", 0)
+
+
+def test_a_plan_without_the_compiler_has_the_weights_that_it_gathers():
+  """And gradients that are whole before they are reduced: of a layer at a time, in a scan."""
+  step = planned(loss, compile=False)
+  weights = LAYERS * DIM * HIDDEN * 4 * 2
+  assert step.memory.parts["master weights"] == weights // 16
+  rows = 256 * 128 // 16 * DIM * 4
+  assert step.memory.peak > weights // 16 + DIM * HIDDEN * 4 + rows * LAYERS

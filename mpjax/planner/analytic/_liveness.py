@@ -17,6 +17,7 @@ import jax
 from mpjax import _compat
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
+from mpjax.planner.analytic._divided_weights import NOT_DIVIDED, DividedWeights
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
 
@@ -57,7 +58,12 @@ def traits_of(kind: str) -> Traits:
 
 
 def peak(
-  graph: Graph, traits: Traits, *, size: Callable[[GraphValue], int], reusable: Iterable[GraphValue] = ()
+  graph: Graph,
+  traits: Traits,
+  *,
+  size: Callable[[GraphValue], int],
+  weights: DividedWeights = NOT_DIVIDED,
+  reusable: Iterable[GraphValue] = (),
 ) -> Peak:
   """Returns the peak of a graph, its arguments apart.
 
@@ -65,6 +71,7 @@ def peak(
     graph: of the program.
     traits: of the platform.
     size: bytes of a value on a device.
+    weights: that the compiler gathers.
     reusable: arguments whose memory results may take (donated ones).
   """
   if traits.half_as_float32:
@@ -74,7 +81,9 @@ def peak(
   if traits.half_operands:
     whole = size
     size = lambda v: whole(v) // (2 if storage.only_multiplied(v) else 1)
-  steps = storage.steps(lambda body: peak(body, traits, size=size, reusable=body.arguments))
+  steps = storage.steps(
+    lambda body: peak(body, traits, size=size, weights=weights, reusable=body.arguments), weights
+  )
   kept = {id(storage.root(v)) for v in (*graph.results, *graph.arguments)}
   candidates = (steps, delayed(steps), greedy(steps, kept, size))
   results = [storage.root(v) for v in graph.results]
@@ -132,8 +141,9 @@ class _Storage:
   def is_stored(self, value: GraphValue) -> bool:
     return id(value) in self._stored
 
-  def steps(self, inner: Callable[[Graph], Peak]) -> list[StoredOperation]:
+  def steps(self, inner: Callable[[Graph], Peak], weights: DividedWeights) -> list[StoredOperation]:
     out = []
+    gathered: set[int] = set()
     for operation in self._graph.operations:
       if _is_view(operation):
         continue
@@ -146,7 +156,12 @@ class _Storage:
           reads[id(v)] = v
       bodies = [inner(body) for body in operation.bodies]
       worst = max(bodies, key=lambda found: found.nbytes, default=None)
-      extra = worst.nbytes if worst else 0
+      extra = (worst.nbytes if worst else 0) + weights.gradients(operation)
+      for copy in weights.copies(operation, self.root):
+        reads[id(copy)] = copy
+        if id(copy) not in gathered:
+          gathered.add(id(copy))
+          writes.append(copy)
       if operation.equation.primitive is fp8_dot_general_p:  # the quantised operands
         extra += sum(math.prod(value.shape) for value in operation.operands[:2])
       out.append(StoredOperation(operation, list(reads.values()), writes, int(extra), worst))

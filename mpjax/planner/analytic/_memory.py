@@ -12,6 +12,7 @@ from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._results import Memory, Saved
 from mpjax.planner._targets import Target
+from mpjax.planner.analytic._divided_weights import DividedWeights, like_weight
 from mpjax.planner.analytic._gathered import gathered_at_once
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
@@ -69,7 +70,9 @@ def analytic_memory(
   traits = traits_of(target.kind)
   program = merged(graph, through_regions=traits.merges_through_barriers)
   reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
-  worst = peak(program, traits, size=sizes.of, reusable=reusable)
+  worst = peak(
+    program, traits, size=sizes.of, weights=DividedWeights(arguments, target.kind), reusable=reusable
+  )
   weights = {a.shape for a in arguments if a.part == "master weights"}
   results_in = {id(v) for v in program.results}
   transient: collections.Counter[str] = collections.Counter()
@@ -112,15 +115,9 @@ def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
   for a in arguments:
     if a.part == "master weights" and len(a.shape) > 1:
       share = argument_bytes(a, kind) / max(1, a.whole)
-      for shape in _like_weight(a.shape):
+      for shape in like_weight(a.shape):
         weights.setdefault(shape, share)
   return DeviceSizes(local / whole if whole else 1.0, weights, kind)
-
-
-def _like_weight(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """Returns the shapes that stand for a weight or its gradient: transposed, and one layer of a stack."""
-  found = [shape, shape[::-1]]
-  return [*found, shape[1:], shape[:0:-1]] if len(shape) > 2 else found
 
 
 def _part(value: GraphValue, weights: set[tuple[int, ...]], worst: Peak, results: set[int]) -> str:
