@@ -284,6 +284,7 @@ def scaling(report: dict[str, Any]) -> str:
   ]
   for row in report["rows"]:
     mesh = ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items() if size > 1) or "-"
+    mesh += ", gather block" if row["mesh"] == "block" else ""
     crossing = ", ".join(
       # Two numbers of float16 travel in a word of 32 bits.
       f"{c['operation']} {c['dtype'].replace('uint32', 'float16')} {c['bytes'] / 1e6:.0f}"
@@ -315,7 +316,8 @@ def chaos(report: dict[str, Any]) -> str:
 
 # Tables by the file that they stand in.
 PLACES = dict.fromkeys(
-  ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large"), "docs/scale_out.md"
+  ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
+  "docs/scale_out.md",
 )
 
 
@@ -362,6 +364,7 @@ def main() -> None:
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),
     ("gather_large", gather_suite.table_of_large),
+    ("gather_gspmd", gather_suite.table_of_gspmd),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
     ("layerwise_cpu", layerwise),

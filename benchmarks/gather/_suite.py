@@ -4,11 +4,12 @@
       [--json FILE]
 
 TARGET is one of `v5e:2x4` and `h200:8`, which need not be there; or `large`, for Llama 3 of 8B and 70B on
-larger ones, planned without a compiler: a sequence of 8192 tokens a device. The other models have 16 layers
-of 2048: the Llama of `examples/llama`, 1.1B parameters, whose layers are a scan and are computed again in the
-backward pass; and the built-in GPT, 0.9B, whose layers stand one after another. AdamW, parameters over
-`fsdp: 8`, `--rows` sequences of 1024 tokens a device and micro-batch. `step`: parameters are gathered once a
-step and kept. `block`: each where it is read, and again in the backward pass.
+larger ones, planned without a compiler: a sequence of 8192 tokens a device; or `gspmd`, for a step of a
+user's own under `jax.jit`, compiled for v5e:4x4, whose parameters the compiler gathers. The other models have
+16 layers of 2048: the Llama of `examples/llama`, 1.1B parameters, whose layers are a scan and are computed
+again in the backward pass; and the built-in GPT, 0.9B, whose layers stand one after another. AdamW,
+parameters over `fsdp: 8`, `--rows` sequences of 1024 tokens a device and micro-batch. `step`: parameters are
+gathered once a step and kept. `block`: each where it is read, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks._record import origin, provenance, write
+from benchmarks.gather import _gspmd
 from mpjax.planner import Plan, get_target, missing
 from mpjax.train import Planner, load_config, load_plugins
 
@@ -114,6 +116,21 @@ def table_of_large(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def table_of_gspmd(report: dict[str, Any]) -> str:
+  """Returns the report on a step of a user's own as a table."""
+  lines = ["| casts | temporaries MB | peak MB | analytic | crossing, MB |", "|---|---|---|---|---|"]
+  for row in report["rows"]:
+    memory = " | ".join(f"{row[key] / 1e6:.0f}" for key in ("temporaries", "peak"))
+    ratio = f"{row['analytic_peak'] / row['peak']:.2f}"
+    lines.append(f"| {row['casts']} | {memory} | {ratio} | {_crossing(row)} |")
+  return "\n".join([*lines, "", provenance(report)])
+
+
+def _crossing(row: dict[str, Any]) -> str:
+  large = [c for c in row["collectives"] if c["bytes"] > 1e6]
+  return ", ".join(f"{c['operation']} {c['dtype']} {c['bytes'] / 1e6:.0f}" for c in large)
+
+
 def table(report: dict[str, Any]) -> str:
   """Returns the report as a table."""
   lines = [
@@ -122,19 +139,16 @@ def table(report: dict[str, Any]) -> str:
     "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in report["rows"]:
-    crossing = ", ".join(
-      f"{c['operation']} {c['dtype']} {c['bytes'] / 1e6:.0f}" for c in row["collectives"] if c["bytes"] > 1e6
-    )
     memory = " | ".join(f"{row[key] / 1e6:.0f}" for key in ("gathered", "temporaries", "peak"))
     lines.append(
       f"| {row['model']} | {row['policy']} | {row['accumulate']} | {row['gather']} | {memory} | "
-      f"{row['analytic_peak'] / row['peak']:.2f} | {crossing} |"
+      f"{row['analytic_peak'] / row['peak']:.2f} | {_crossing(row)} |"
     )
   return "\n".join([*lines, "", provenance(report)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("target", choices=("v5e:2x4", "h200:8", "large"))
+  parser.add_argument("target", choices=("v5e:2x4", "h200:8", "large", "gspmd"))
   parser.add_argument("--models", default=",".join(MODELS))
   parser.add_argument("--accumulate", default="1,4")
   parser.add_argument("--policies", default="bf16")
@@ -150,7 +164,8 @@ def run(options: argparse.Namespace) -> int:
     print(table_of_large(report))
     write(report, options.json)
     return 0
-  target = get_target(options.target)
+  of_users = options.target == "gspmd"
+  target = get_target(_gspmd.TARGET if of_users else options.target)
   if lacks := missing(target):
     print(lacks, file=sys.stderr)
     return 2
@@ -158,6 +173,11 @@ def run(options: argparse.Namespace) -> int:
   packages = ("libtpu",) if target.kind == "tpu" else ("jax-cuda13-plugin",)
   name = f"gather {options.target}"
   report = origin(name, "flax", "optax", *packages, device=f"{target.device}, described and not there")
+  if of_users:
+    report["rows"] = [{"casts": casts} | _figures(_gspmd.plan(casts)) for casts in _gspmd.LOSSES]
+    print(table_of_gspmd(report))
+    write(report, options.json)
+    return 0
   report |= {"models": MODELS, "rows_of_a_device": options.rows, "rows": []}
   for model in options.models.split(","):
     for policy in options.policies.split(","):

@@ -1,12 +1,13 @@
 """Weak scaling on paper: what a training step needs and sends on 1 to 256 chips that need not be there.
 
-    python scripts/bench.py scaling [--policies fp32,bf16,...] [--chips 1,8,64,256] [--meshes data,fsdp,both]
-      [--json FILE] [--markdown FILE]
+    python scripts/bench.py scaling [--policies fp32,bf16,...] [--chips 1,8,64,256]
+      [--meshes data,fsdp,block,both] [--json FILE] [--markdown FILE]
 
 `mpjax.train.models.GPT` with 124M parameters, AdamW, `--batch` sequences of 1024 tokens on each chip,
 compiled for slices of a TPU v5e by its own compiler (the package libtpu, and no such device). `data`: each
-chip has a copy of the state. `fsdp`: parameters and the optimiser's state are divided over all chips. `both`:
-over 8 of them, with copies over the rest. Memory is of one chip, padding included. Collectives are those of a
+chip has a copy of the state. `fsdp`: parameters and the optimiser's state are divided over all chips.
+`block`: so, too, and gathered where they are read, with bf16. `both`: divided over 8 chips, with copies over
+the rest. Memory is of one chip, padding included. Collectives are those of a
 step; their bytes are those of the results on one chip. Sent: about what one chip sends for them, were each
 on a ring. A TPU adds float16 as words of 32 bits with two numbers each, and reduces some arrays whole that a
 program asks to scatter, or gathers by a sum, where its compiler expects that to be faster. Rows that are in
@@ -61,7 +62,9 @@ def mesh_of(kind: str, chips: int) -> dict[str, int] | None:
   return {"data": chips, "fsdp": 1} if kind == "data" else {"data": 1, "fsdp": chips}
 
 
-def a_step(policy: Any, sizes: dict[str, int], batch: int) -> tuple[Any, tuple[Any, Any]]:
+def a_step(
+  policy: Any, sizes: dict[str, int], batch: int, gather: str = "step"
+) -> tuple[Any, tuple[Any, Any]]:
   """A training step and the shapes of its arguments, laid out on a mesh."""
   resolved = mpjax.get_policy(policy, backend="tpu")
   chips = math.prod(sizes.values())
@@ -74,7 +77,7 @@ def a_step(policy: Any, sizes: dict[str, int], batch: int) -> tuple[Any, tuple[A
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   # On one chip nothing crosses, in no dtype.
-  placed: dict[str, Any] = {"mesh": mesh, "sharding": gpt_sharding} if chips > 1 else {}
+  placed: dict[str, Any] = {"mesh": mesh, "sharding": gpt_sharding, "gather": gather} if chips > 1 else {}
   if chips == 1:
     resolved = mpjax.get_policy({**resolved.to_dict(), "reduce_dtype": None}, backend="tpu")
   step = mpjax.make_train_step(loss, tx, resolved, **placed)
@@ -113,7 +116,7 @@ def measure(name: str, kind: str, chips: int, batch: int) -> dict[str, Any]:
     "target": SLICES[chips],
   }
   start = time.perf_counter()
-  step, args = a_step(POLICIES[name], sizes, batch)
+  step, args = a_step(POLICIES[name], sizes, batch, "block" if kind == "block" else "step")
   try:
     plan = mpjax.plan(step, args, target=SLICES[chips], compile=True)
   except CompileError as error:
@@ -141,6 +144,7 @@ def cells(row: dict[str, Any]) -> list[str]:
   """A row of the table."""
   sizes = row["sizes"]
   mesh = ", ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "-"
+  mesh += ", gather: block" if row["mesh"] == "block" else ""
   title = [str(row["chips"]), row["policy"], mesh]
   if "error" in row:
     return [*title, row["error"], *[""] * 4]
@@ -165,7 +169,7 @@ def markdown(report: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--policies", default=",".join(SHORT), help="of fp32, bf16, bf16r, fp16r")
   parser.add_argument("--chips", default=",".join(map(str, SLICES)))
-  parser.add_argument("--meshes", default="data,fsdp,both")
+  parser.add_argument("--meshes", default="data,fsdp,block,both")
   parser.add_argument("--batch", type=int, default=8, help="sequences on each chip")
   parser.add_argument("--markdown", metavar="FILE")
 
@@ -188,13 +192,17 @@ def run(options: argparse.Namespace) -> int:
         done = [(row["policy"], row["mesh"], row["chips"]) for row in report["rows"]]
         if mesh_of(kind, chips) is None or (name, kind, chips) in done or (chips == 1 and "," in name):
           continue
+        if kind == "block" and name != "bf16":
+          continue
         row = measure(name, kind, chips, options.batch)
         report["rows"].append(row)
         print(" | ".join(cells(row)), f"({row.get('compile_seconds', 0):.0f} s)", flush=True)
         write(report, options.json)
         jax.clear_caches()
   order = list(POLICIES)
-  report["rows"].sort(key=lambda row: (row["chips"], order.index(row["policy"]), row["sizes"]["fsdp"]))
+  report["rows"].sort(
+    key=lambda row: (row["chips"], order.index(row["policy"]), row["sizes"]["fsdp"], row["mesh"] == "block")
+  )
   write(report, options.json)
   if options.markdown:
     pathlib.Path(options.markdown).write_text(markdown(report))

@@ -196,8 +196,8 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
 
   A function that JAX traces once for modules of several dtypes has its regions in the widest.
   """
-  known = overrides.of_regions if overrides is not None else {_FLOAT32}
-  if overrides is None or known == {_FLOAT32}:
+  known = overrides.of_regions if overrides is not None else [_FLOAT32]
+  if overrides is None or known == [_FLOAT32]:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
   _replace_kernels()
@@ -206,7 +206,7 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
     closed = make()
   if _replace_kernels():  # of modules that the function has imported itself
     return trace(make, overrides)
-  if known == {InRegion(usual.half)}:
+  if known == [InRegion(usual.half)]:
     return closed
   if all(found == usual for _, found in _regions(closed, overrides, "")):
     return closed

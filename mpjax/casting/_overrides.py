@@ -62,9 +62,9 @@ class Overrides:
     return next((half for half in map(_half, self._settings) if half is not None), np.dtype(jnp.bfloat16))
 
   @property
-  def of_regions(self) -> set[InRegion]:
-    """What regions may compute in, wherever they are."""
-    return set(map(self._in_region, self._settings))
+  def of_regions(self) -> list[InRegion]:
+    """What regions may compute in, wherever they are; each once, in the order of the settings."""
+    return list(dict.fromkeys(map(self._in_region, self._settings)))
 
   @property
   def recipes(self) -> set[Recipe]:

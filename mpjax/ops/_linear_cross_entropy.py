@@ -31,6 +31,8 @@ from mpjax.ops._check_arguments import check_arguments
 # Where the gradient is formed before the loss scale is known: float16 holds softmax less one-hot down to
 # 2^-24 times this. A z-loss may make it 63 times as large as without one.
 _FLOAT16_SCALE = 1024.0
+# That of x is kept in float16, too: at most 2 times the largest weight, and normal from 2^-14 of this on.
+_FLOAT16_SCALE_OF_X = 16.0
 _TILE = 16  # rows that a TPU keeps together in half precision
 
 
@@ -167,8 +169,13 @@ def _backward(
   layer: _Layer, kept: tuple[_Gradients | None, Array | None], cotangent: Float[Array, ""]
 ) -> tuple[Array | None, ...]:
   gradients, left = kept
-  factor = cotangent if left is None else cotangent * left
-  return (*jax.tree.map(lambda g: g.astype(factor.dtype) * factor, gradients), None, None)
+  assert gradients is not None
+  factor = of_x = cotangent
+  if left is not None:
+    factor, of_x = cotangent * left, cotangent * (left * (_FLOAT16_SCALE / _FLOAT16_SCALE_OF_X))
+  scaled = lambda g, by: None if g is None else g.astype(by.dtype) * by
+  of_kernel, of_bias = (scaled(g, factor) for g in (gradients.kernel, gradients.bias))
+  return scaled(gradients.x, of_x), of_kernel, of_bias, None, None
 
 
 _mean_loss.defvjp(_forward, _backward)
@@ -219,9 +226,9 @@ def _pass(
       counted[:, None], slope * (_FLOAT16_SCALE if layer.dtype == np.float16 else 1 / size), 0
     )
     narrow = slope.astype(layer.dtype)
-    of_x = (
-      _product(layer, narrow, weight, (1, 1), wide, (True, False)).astype(sums.x.dtype).reshape(taken.x.shape)
-    )
+    of_x = _product(layer, narrow, weight, (1, 1), wide, (True, False))
+    of_x = of_x * (_FLOAT16_SCALE_OF_X / _FLOAT16_SCALE) if layer.dtype == np.float16 else of_x
+    of_x = of_x.astype(layer.dtype).reshape(taken.x.shape)
     sums = _Gradients(
       jax.lax.dynamic_update_index_in_dim(sums.x, of_x, i, 1),
       sums.kernel + _product(layer, x, narrow, (0, 0), wide, (False, True)),
@@ -231,9 +238,8 @@ def _pass(
 
   sums = None
   if with_gradients:
-    of_x = jnp.zeros(chunks.x.shape, wide if layer.dtype == np.float16 else layer.dtype)
     of_bias = None if bias is None else jnp.zeros_like(bias)
-    sums = _Gradients(of_x, jnp.zeros_like(kernel), of_bias)
+    sums = _Gradients(jnp.zeros_like(chunks.x), jnp.zeros_like(kernel), of_bias)
   carry = _compat.vary_like((jnp.zeros([], wide), sums), (kernel, bias, all_rows))
   (total, sums), _ = jax.lax.scan(chunk, carry, jnp.arange(chunks.counted.shape[1]))
   if sums is not None:
