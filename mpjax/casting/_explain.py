@@ -20,6 +20,7 @@ from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
+from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import (
   UNKNOWN,
   CallKind,
@@ -165,6 +166,8 @@ def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
     return
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
   operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
+  if equation.primitive is fp8_dot_general_p:
+    operands = (str(equation.params["spec"].lhs_dtype),)
   narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
   why = "a kernel: it stays in the dtypes of the program" if kernel else node.why
   if in_region(path):

@@ -23,7 +23,6 @@ from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import InRegion, Overrides
-from mpjax.fp8 import Recipe
 from mpjax.jaxpr import (
   REGION_EDGE,
   bodies_of,
@@ -85,18 +84,17 @@ class Regions:
 
 _replaced: set[int] = set()  # the kernels of JAX that are regions by now
 NO_REGIONS = Regions(_FLOAT32)
-# While autocast traces, what regions compute in; inside of one, what its last layer does.
+# While autocast traces, what regions compute in.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
+
+
+# In a region, the recipe of FP8 products that no other follows; `None`: they are not FP8.
+last_layer = jax.make_user_context(default_value=None)
 
 
 def float32_where_there_is_one() -> contextlib.AbstractContextManager[object]:
   """Has regions run in float32 inside, and in bfloat16 those that raise an error for it."""
   return tracing(Regions(_FLOAT32, instead=np.dtype(jnp.bfloat16)))
-
-
-def last_layer_recipe() -> Recipe | None:
-  """Returns, in a region, the recipe of FP8 products that no other follows; `None`: they are not FP8."""
-  return tracing.value.usual.last_layer
 
 
 def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +149,7 @@ def half_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
         half = regions.instead
     call = lambda leaves: modules.call(inner, leaves, scopes=False)
     own = _halves_of_its_own(call, modules.leaves, half)
-    with jax.named_scope(scope), tracing(Regions(InRegion(None, recipe))):
+    with jax.named_scope(scope), tracing(NO_REGIONS), last_layer(recipe):
       leaves = [_cast(leaf, half) if cast else leaf for leaf, cast in zip(modules.leaves, wide, strict=True)]
       results, structure = jax.tree.flatten(call(leaves))
       out, changed = jax.tree.unflatten(

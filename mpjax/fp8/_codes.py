@@ -65,24 +65,28 @@ def product(
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
 ) -> Array:
-  """Computes a product as `fp8_dot_general` does, which is not differentiated."""
-  pair, one = (lhs, rhs), jnp.ones([], jnp.float32)
+  """Computes a product as `fp8_dot_general` does, of operands of which some may be in FP8."""
   given = (isinstance(lhs, InFp8), isinstance(rhs, InFp8), False)
-  spec = spec_of(recipe, gradient_operand, given, out_dtype, native)
-  codes = [x.codes if isinstance(x, InFp8) else x for x in pair]
-  scales = [x.scale if isinstance(x, InFp8) else one for x in pair]
-  return fp8_dot_general_p.bind(*codes, *scales, one, dimension_numbers=dimension_numbers, spec=spec)
+  spec, one = spec_of(recipe, gradient_operand, given, out_dtype, native), jnp.ones([], jnp.float32)
+  return _multiply((lhs, rhs), (one, one, one), dimension_numbers, spec)
 
 
 def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:
   """Applies an FP8 product to operands of which some are in FP8, as `takes_codes` allows."""
-  spec, dims = equation.params["spec"], equation.params["dimension_numbers"]
-  values = [x.value if isinstance(x, InFp8) else x for x in operands[:2]]
-  codes = [x.codes if isinstance(x, InFp8) else None for x in operands[:2]]
-  pairs = zip(operands[:2], operands[2:4], strict=True)
-  scales = [*(x.scale if isinstance(x, InFp8) else cast(Array, scale) for x, scale in pairs), operands[4]]
-  given = (*(own or x is not None for own, x in zip(spec.given[:2], codes, strict=True)), spec.given[2])
+  spec, scales = equation.params["spec"], cast(Sequence[Array], operands[2:])
+  given = (
+    *(own or isinstance(x, InFp8) for own, x in zip(spec.given, operands[:2], strict=False)),
+    spec.given[2],
+  )
   spec = dataclasses.replace(spec, given=given)
+  return _multiply(operands[:2], scales, equation.params["dimension_numbers"], spec)
+
+
+def _multiply(pair: Sequence[Array | InFp8], scales: Sequence[Array], dims: Dims, spec: Spec) -> Array:
+  """Computes a product, whose derivative is by the values of what is in FP8."""
+  values = [x.value if isinstance(x, InFp8) else x for x in pair]
+  codes = [x.codes if isinstance(x, InFp8) else None for x in pair]
+  own = [x.scale if isinstance(x, InFp8) else scale for x, scale in zip(pair, scales, strict=False)]
 
   @jax.custom_jvp
   def multiply(values: Sequence[Array], codes: Sequence[Array | None], scales: Sequence[Array]) -> Array:
@@ -96,4 +100,4 @@ def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Arr
     out, tangent = jvp((*known, *scales), tangents[0], dimension_numbers=dims, spec=spec)
     return out, cast(Array, tangent)
 
-  return multiply(values, codes, scales)
+  return multiply(values, codes, [*own, scales[2]])

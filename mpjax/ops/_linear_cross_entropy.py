@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from mpjax import _compat
 from mpjax.casting import half_precision
 from mpjax.casting._fp8_products import support
-from mpjax.casting._half_precision import last_layer_recipe
+from mpjax.casting._half_precision import last_layer
 from mpjax.casting._half_products import half_dot_general_p
 from mpjax.dtypes import at_least_float32
 from mpjax.fp8 import Recipe
@@ -57,8 +57,8 @@ def linear_cross_entropy(
   `kernel`. The softmax and all sums are float32, that of the kernel's gradient too. Under `grad`, loss and
   gradients come from one pass over the rows, which computes nothing twice: beside the gradients it needs the
   logits of one chunk, and the kernel in the compute dtype. There is no forward mode. Under an FP8 policy the
-  products are FP8 as those of any last layer are: where `fp8.last_layer` is true and their sizes allow it.
-  Scales are those of a chunk, also under a delayed recipe.
+  products are FP8 as those of any last layer are, where `fp8.last_layer` is true, their sizes allow it, and
+  `x` is float32 outside. Scales are those of a chunk, also under a delayed recipe.
 
   Args:
     x: what the last layer reads, floating [..., D].
@@ -87,7 +87,7 @@ def linear_cross_entropy(
   def loss(x: Array) -> Array:
     # Where autocast has cast it, that is the compute dtype; the kernel is cast behind the derivative rule.
     half = own == kernel.dtype or x.dtype != own
-    dtype, recipe = np.dtype(x.dtype if half else wide), last_layer_recipe()
+    dtype, recipe = np.dtype(x.dtype if half else wide), last_layer.value
     layer = _Layer(dtype, wide, rows, float(label_smoothing), float(z_loss), recipe)
     of_arrays = functools.partial(_of_arrays, layer)
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
@@ -206,6 +206,7 @@ def _pass(
     total, sums = carry
     taken = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False), chunks)
     x, labels, counted = (a.reshape(-1, *a.shape[2:]) for a in taken)
+    x = jnp.where(counted[:, None], x, 0)  # or its largest entry may be one that does not count
     logits = _product(layer, x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
     logits = logits if bias is None else logits + bias
     # By comparison: to gather would gather a divided vocabulary.

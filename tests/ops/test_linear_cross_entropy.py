@@ -209,6 +209,50 @@ def test_products_are_fp8_as_those_of_any_last_layer(fp8, overrides, count):
     assert error(a, exact) < 1.2 * error(b, exact)
 
 
+def fp8_head():
+  """A function of a kernel whose products are FP8 under a policy, the policy, and the kernel."""
+  random = np.random.default_rng(6)
+  x, kernel = (random.normal(size=shape).astype(np.float32) for shape in ((64, 32), (32, 48)))
+  labels, where = random.integers(0, 48, 64), np.arange(64) != 5
+
+  def loss(kernel, x=x):
+    with jax.named_scope("head"):
+      return mpjax.linear_cross_entropy(x, kernel, labels, where=where, rows=32)
+
+  return loss, {"base": "fp8", "fp8": LAST}, kernel, x
+
+
+def test_second_derivatives_of_fp8_products_are_near_those_of_float32():
+  loss, policy, kernel, _ = fp8_head()
+  direction = NORMAL(size=kernel.shape).astype(np.float32)
+  found, expected = (
+    jit(jax.grad(lambda k: jnp.vdot(jax.grad(f)(k), direction)))(kernel)
+    for f in (mpjax.autocast(loss, policy), loss)
+  )
+  assert error(found, expected) < 0.15
+
+
+def test_what_stays_half_before_autocast_obeys_overrides():
+  loss, policy, kernel, x = fp8_head()
+  narrow = lambda kernel: loss(kernel, jnp.asarray(x, jnp.bfloat16))
+  for overrides in ({"head": "bf16"}, {"head": "fp32"}):
+    fun = mpjax.autocast(jax.grad(narrow), policy, overrides=overrides)
+    assert not list(named("fp8_dot_general", fun, kernel))
+
+
+def test_explain_says_that_the_products_are_fp8():
+  loss, policy, kernel, _ = fp8_head()
+  rows = [row for row in mpjax.explain(jax.grad(loss), policy)(kernel).rows if row.flops]
+  assert {row.after for row in rows} == {"float8_e4m3fn", "float8_e5m2"}
+
+
+def test_a_row_that_does_not_count_changes_no_scale():
+  loss, policy, kernel, x = fp8_head()
+  large = np.where(np.arange(64)[:, None] == 5, 1e20, x).astype(np.float32)
+  under = jit(jax.value_and_grad(mpjax.autocast(loss, policy)))
+  jax.tree.map(np.testing.assert_array_equal, under(kernel, large), under(kernel, x))
+
+
 def _sizes(equation):
   return {n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape}
 

@@ -74,3 +74,21 @@ def test_a_plan_without_the_compiler_has_the_weights_that_it_gathers():
   assert step.memory.parts["master weights"] == weights // 16
   rows = 256 * 128 // 16 * DIM * 4
   assert step.memory.peak > weights // 16 + DIM * HIDDEN * 4 + rows * LAYERS
+
+
+def test_activations_with_the_shape_of_a_weight_are_none():
+  mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+  on = lambda rows, *spec: jax.ShapeDtypeStruct(
+    (rows, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+
+  def temporaries(rows, **specs):
+    params = {name: on(1024, *spec) for name, spec in specs.items()}
+    square = lambda params, x: jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+    plan = mpjax.plan(jax.jit(jax.grad(square)), (params, on(rows, "fsdp")), target="h100:8", compile=False)
+    return plan.memory.peak - plan.memory.parts["batch"] - plan.memory.parts["master weights"]
+
+  divided = temporaries(1008, a=("fsdp",), b=("fsdp",))
+  assert temporaries(1024, a=("fsdp",), b=("fsdp",)) < 1.1 * divided
+  whole = 1024 * 1024 * 4
+  assert temporaries(16, a=(), b=("fsdp",)) > whole

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.jaxpr import BACKWARD, Trait, has
+from mpjax.jaxpr import BACKWARD, Trait, has, is_variable
 from mpjax.planner._arguments import Argument
 from mpjax.planner._array_bytes import itemsize
-from mpjax.planner.analytic._graph import GraphOperation, GraphValue
+from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 
 Shape = tuple[int, ...]
+
+
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 
 
 class DividedWeights:
@@ -24,21 +27,43 @@ class DividedWeights:
   that reads it in the same loop body and rematerialised region. A gradient is whole before it is reduced.
 
   Args:
-    arguments: of the step.
+    graph: of the step.
+    arguments: of the step, as of the graph.
     kind: of the platform.
   """
 
-  def __init__(self, arguments: Sequence[Argument], kind: str):
+  def __init__(self, graph: Graph, arguments: Sequence[Argument], kind: str):
     self._kind = kind
     of_batch = {axis for a in arguments if a.part == "batch" for axis in _axes(a)}
-    self._share: dict[Shape, float] = {}  # of a gathered weight
-    for a in arguments:
-      if a.part == "master weights" and len(a.shape) > 1:
-        gathered = any(axis in of_batch for axis in _axes(a))
-        kept = math.prod(size for axis, size in _axes(a).items() if axis not in of_batch)
+    self._of_shape: dict[Shape, float] = {}  # the share of a whole gradient that a device has
+    self._weights: dict[int, tuple[GraphValue, float]] = {}  # by identity, with the share of the gathered one
+    for value, a in zip(graph.arguments, arguments, strict=True):
+      axes = _axes(a)
+      if a.part == "master weights" and len(a.shape) > 1 and not of_batch.isdisjoint(axes):
+        share = 1 / math.prod(size for axis, size in axes.items() if axis not in of_batch)
+        self._weights[id(value)] = value, share
         for shape in like_weight(a.shape):
-          self._share.setdefault(shape, 1 / kept if gathered else 0.0)
+          self._of_shape[shape] = max(share, self._of_shape.get(shape, 0.0))
+    if self._weights:
+      self._follow(graph)
     self._copies: dict[tuple[int, int, np.dtype], GraphValue] = {}
+
+  def _follow(self, graph: Graph) -> None:
+    """Finds casts, views and slices of the weights."""
+    for operation in graph.operations:
+      first = operation.operands[0] if operation.operands else None
+      is_same = has(operation.equation, Trait.ALIAS | Trait.CAST) or operation.equation.primitive in _SLICES
+      if is_same and first is not None and id(first) in self._weights:
+        share = self._weights[id(first)][1]
+        self._weights.update((id(value), (value, share)) for value in operation.results)
+      for body in operation.bodies:
+        given = iter(operation.operands)
+        operands = [next(given) if is_variable(atom) else None for atom in operation.equation.invars]
+        # The first operand of a choice is the choice; of a `while` those of its condition come first.
+        for inner, outer in zip(body.arguments, operands[-len(body.arguments) :], strict=False):
+          if outer is not None and id(outer) in self._weights:
+            self._weights[id(inner)] = inner, self._weights[id(outer)][1]
+        self._follow(body)
 
   def copies(self, operation: GraphOperation, root: Callable[[GraphValue], GraphValue]) -> list[GraphValue]:
     """Returns the gathered weights that an operation reads.
@@ -51,12 +76,11 @@ class DividedWeights:
       return []
     found = []
     for value in operation.operands:
-      if share := self._share.get(value.shape, 0.0):
-        dtype = self._crosses_in(operation, value)
+      if id(value) in self._weights:
+        share, dtype = self._weights[id(value)][1], self._crosses_in(operation, value)
         key = id(root(value)), operation.region, dtype
         if key not in self._copies:
-          size = int(math.prod(value.shape) * share)
-          self._copies[key] = GraphValue((size,), dtype, local=True)
+          self._copies[key] = GraphValue((int(math.prod(value.shape) * share),), dtype, local=True)
         found.append(self._copies[key])
     return found
 
@@ -64,7 +88,9 @@ class DividedWeights:
     """Returns the bytes of the whole gradients of weights that an operation computes."""
     if operation.phase != BACKWARD or not _is_divided(operation):
       return 0
-    return int(sum(value.nbytes * self._share.get(value.shape, 0.0) for value in operation.results))
+    if any(id(value) in self._weights for value in operation.operands):
+      return 0  # it is of what a weight was multiplied by
+    return int(sum(value.nbytes * self._of_shape.get(value.shape, 0.0) for value in operation.results))
 
   def _crosses_in(self, operation: GraphOperation, value: GraphValue) -> np.dtype:
     """Returns the dtype in which a weight crosses: for products a TPU casts to half precision before."""
@@ -73,7 +99,7 @@ class DividedWeights:
     return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)
 
 
-NOT_DIVIDED = DividedWeights((), "")
+NOT_DIVIDED = DividedWeights(Graph([], [], [], 0), (), "")
 
 
 def like_weight(shape: Shape) -> list[Shape]:

@@ -71,7 +71,7 @@ def analytic_memory(
   program = merged(graph, through_regions=traits.merges_through_barriers)
   reusable = [value for value, given in zip(program.arguments, donated, strict=True) if given]
   worst = peak(
-    program, traits, size=sizes.of, weights=DividedWeights(arguments, target.kind), reusable=reusable
+    program, traits, size=sizes.of, weights=DividedWeights(program, arguments, target.kind), reusable=reusable
   )
   weights = {a.shape for a in arguments if a.part == "master weights"}
   results_in = {id(v) for v in program.results}
