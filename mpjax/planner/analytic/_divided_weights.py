@@ -90,7 +90,9 @@ class DividedWeights:
       return 0
     if any(id(value) in self._weights for value in operation.operands):
       return 0  # it is of what a weight was multiplied by
-    return int(sum(value.nbytes * self._of_shape.get(value.shape, 0.0) for value in operation.results))
+    # In float32, to which compilers widen the product rather than cast its result.
+    sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.results)
+    return int(sum(sizes))
 
   def _crosses_in(self, operation: GraphOperation, value: GraphValue) -> np.dtype:
     """Returns the dtype in which a weight crosses: for products a TPU casts to half precision before."""
