@@ -185,4 +185,4 @@ def unpack(
     raise ValueError(
       f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
     )
-  return loss, dict(metrics), model_state
+  return loss, jax.tree.map(jnp.asarray, metrics), model_state
