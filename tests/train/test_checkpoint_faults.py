@@ -331,7 +331,8 @@ sys.exit(main(["train", *sys.argv[1:]]))
   _, err = process.communicate(timeout=240)
   assert process.returncode == 4, err
   said = re.findall(r"error: the checkpoint of step 8 cannot be written in .*", err)
-  assert len(said) == 1 and "File too large; that of step 4 is whole" in said[0]
+  assert len(said) == 1
+  assert "File too large; that of step 4 is whole" in said[0]
   # The writes that orbax had begun end in a loop that is closed: tensorstore's threads print that, in between too.
   if noticed == "before orbax writes":
     assert err.splitlines() == said
