@@ -195,7 +195,7 @@ def on_each(
   axes = axes_of_batch(mesh)
 
   def body(*args: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[None], fun(*args))
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], fun(*args))
 
   return jax.shard_map(
     body,
