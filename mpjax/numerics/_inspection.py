@@ -292,6 +292,7 @@ class Inspection:
         policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
         error=None if distance is None or not _compares(magnitudes) else distance.error,
         cosine=None if distance is None or not _compares(magnitudes) else distance.cosine,
+        norm=None if distance is None else math.sqrt(distance.of_second),
       )
       if name in parameters:
         leaf = parameters[name]

@@ -198,6 +198,7 @@ class Tensor:
     policy: (NaN, infinities, zeros) in the policy's run, or `None`.
     error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
     cosine: of the angle between both, or `None`.
+    norm: of float32's values, of all batches together; `None` if float32 was not run.
     lost: of the updates that are not zero, the share that leaves the weight as it is: in `bfloat16` and
       `float16`, rounded to the nearest, and in bfloat16 with the corrections `int8` and `int16`.
     moved: number of updates that are not zero.
@@ -218,6 +219,7 @@ class Tensor:
   policy: tuple[float, float, float] | None = None
   error: float | None = None
   cosine: float | None = None
+  norm: float | None = None
   lost: Mapping[str, float] | None = None
   moved: float = 0.0
   held: str = ""
@@ -260,6 +262,7 @@ class Tensor:
       "policy": None if self.policy is None else dict(zip(keys, self.policy, strict=True)),
       "error": self.error,
       "cosine": self.cosine,
+      "norm": self.norm,
       "lost": None if self.lost is None else dict(self.lost),
       "held": self.held,
     }

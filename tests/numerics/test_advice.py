@@ -332,20 +332,65 @@ def test_the_lines_of_the_advice_are_what_differs(fault):
   mpjax.get_policy(advice.policy)
 
 
-def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing():
+def inspect_bias_before_a_norm(size, policy="bf16", scale=1.0):
+  """Inputs of some size, a bias that has no gradient, and a loss of some scale."""
+
   def loss_fn(params, batch):
-    h = batch @ params["w"] + params["b"]
+    with jax.named_scope("layer"):
+      h = batch @ params["layer"]["w"] + params["layer"]["b"]
     h = h - jnp.mean(h, axis=0)  # a bias before it has no gradient
-    return jnp.mean(jnp.tanh(h) ** 2)
+    return scale * jnp.mean(jnp.tanh(h) ** 2)
 
   keys = jax.random.split(jax.random.key(0))
-  params = {"w": jax.random.normal(keys[0], (16, 32)), "b": jnp.ones(32)}
-  report = mpjax.inspect_numerics(loss_fn, params, jax.random.normal(keys[1], (64, 16)), "bf16", advise=False)
+  params = {"layer": {"w": jax.random.normal(keys[0], (16, 32)) / size, "b": jnp.ones(32)}}
+  batch = size * jax.random.normal(keys[1], (64, 16))
+  return mpjax.inspect_numerics(loss_fn, params, batch, policy, advise=False)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])  # at 1e-3 all gradients of weights are small
+def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing(size):
+  report = inspect_bias_before_a_norm(size)
   errors = {t.path: t.error for t in report.of("weight gradient")}
-  assert errors["b"] > 0.1 > errors["w"]
+  assert errors["layer/b"] > 0.1 > errors["layer/w"]
   [note] = [finding for finding in report.findings if finding.kind == "weight gradient"]
   assert note.severity == "note"
-  assert note.text.startswith("b: its gradient is 0 but for rounding")
+  assert note.text.startswith("layer/b: its gradient is 0 but for rounding")
+  assert "of the norm of what it is a sum of" in note.text
+  assert "advice: the policy is good as it is; on the errors of layer/b see the note" in str(report)
+
+
+@pytest.mark.parametrize("exponent", [0, 8, *range(16, 23)])
+def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good(exponent):
+  policy = {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 2.0**exponent}}
+  report = inspect_bias_before_a_norm(1.0, policy)
+  [text] = [f.text for f in report.findings if f.kind == "range"]
+  low, high = (int(e) for e in re.search(r"loss scales from 2\^(\d+) to 2\^(\d+) keep", text).groups())
+  overflows = any(f.kind == "gradient overflow" for f in report.findings)
+  assert overflows == (exponent > high)
+  if not overflows and exponent < low:
+    assert f"what the run's 2^{exponent} loses is a small part" in text
+  else:
+    assert overflows or low <= exponent <= high
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_error_of_a_sum_that_cancels_is_named_and_is_a_problem_if_it_is_the_gradients(alone):
+  """Rows in pairs, but for a part of 1e-3: what they give the bias nearly cancels."""
+  rng = np.random.default_rng(4)
+  half, target = rng.standard_normal((2, 32, 16)).astype(np.float32)
+  batch = {"x": np.concatenate([half, -half]), "y": np.concatenate([target, -target + 2e-3])}
+  w = np.asarray(0.2 * rng.standard_normal((16, 16)), np.float32)
+  params = {"b": jnp.zeros(16)} | ({} if alone else {"w": w})
+
+  def loss_fn(params, batch):
+    h = batch["x"] @ jnp.asarray(params.get("w", w), batch["x"].dtype) + params["b"]
+    return jnp.mean((jnp.tanh(h) - batch["y"]) ** 2)
+
+  report = mpjax.inspect_numerics(loss_fn, params, batch, "bf16_pure", advise=False)
+  [finding] = [f for f in report.findings if f.kind == "gradient error"]
+  assert finding.severity == ("problem" if alone else "note")
+  assert finding.text.startswith("b: the error of its gradient")
+  assert ("good as it is" in str(report)) != alone
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import Tensor, is_half
+from mpjax.numerics.advice._weight_gradients import far_from_float32, of_weight_gradients
 
-# An error against float32 that is a problem, and how much it has to grow to be the one that began it.
-_FAR = {"half": 0.1, "fp8": 0.5}
+# How much an error has to grow to be the one that began it.
 _GROWS = 4.0
 # A gradient whose error is smaller has not lost what matters, however many small values it lost.
 _HARMLESS = 0.05
@@ -21,15 +21,15 @@ _HARMLESS = 0.05
 _MISSED = 0.25
 # An optimiser that leaves so many weights as they are is not training.
 _STALLS = 0.5
-# Binades below the largest weight gradient where one is what rounding has left of 0: float32 has 24.
-_NOISE = 18
 _MAX_EXPONENT = 24
 
 
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Findings, problems first, then in the order of the program."""
   found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
-  found += [*_lost_updates(report), *_stored(report), *_errors(report), *_noise(report), *_reference(report)]
+  found += [*_lost_updates(report), *_stored(report), *_errors(report)]
+  known = any(f.severity == "problem" and f.kind != "lost updates" for f in found)
+  found += [*of_weight_gradients(report, known), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
@@ -121,7 +121,7 @@ def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
 
 def error_grows(report: NumericsReport, kind: str) -> Tensor | None:
   """Returns the first tensor of a kind, in the order of computation, whose error is a problem."""
-  limit = _FAR["fp8" if report.policy.fp8 else "half"]
+  limit = far_from_float32(report)
   tensors = [t for t in report.of(kind) if t.error is not None and not math.isnan(t.error)]
   if kind == "activation gradient":
     tensors.reverse()
@@ -243,11 +243,15 @@ def _underflows(report: NumericsReport) -> Iterator[Finding]:
   if report.loss_scale != 1:
     text += f", {percent(now)} at {power_of_two_text(report.loss_scale)}"
   if low and high:
-    scales = f"{power_of_two_text(low)} to {power_of_two_text(high)}"
+    run = power_of_two_text(report.loss_scale)
+    # The run's own is above what is advised where the largest gradient has less than a factor of two left.
+    near = high < report.loss_scale <= 2 * high and not any(_gradient_overflows(report))
+    scales = f"{power_of_two_text(low)} to {run if near else power_of_two_text(high)}"
     text += f"; loss scales from {scales} keep {keep} of them and overflow none"
-    if high < report.loss_scale <= 2 * high:
-      run = power_of_two_text(report.loss_scale)
+    if near:
       text += f"; the run's {run} leaves the largest gradient less than a factor of two"
+    elif report.loss_scale < low and not harmful and report.policy.compute_dtype.name == "float16":
+      text += f"; what the run's {run} loses is a small part of each gradient's norm, or of its error"
   elif high:
     text += f"; none keeps {keep} of them: the largest that does not overflow is {power_of_two_text(high)}"
   else:
@@ -325,23 +329,6 @@ def _errors(report: NumericsReport) -> Iterator[Finding]:
   backward = error_grows(report, "activation gradient")
   if backward is not None and not any(t.order >= backward.order for t in harmful_underflows(report)):
     yield _error(backward, "gradient error", "gradient")
-
-
-def _noise(report: NumericsReport) -> Iterator[Finding]:
-  """Yields a word on weight gradients that are 0 but for rounding, whose error says nothing."""
-  tops = [(t, t.magnitudes.range[1]) for t in report.of("weight gradient") if t.magnitudes.range]
-  limit = _FAR["fp8" if report.policy.fp8 else "half"]
-  floor = max((top for _, top in tops), default=0) - _NOISE
-  noise = [(t, top) for t, top in tops if t.error and t.error > limit and top < floor]
-  if noise:
-    (t, top), more = noise[0], f" and {len(noise) - 1} more" if len(noise) > 1 else ""
-    yield Finding(
-      "weight gradient",
-      "note",
-      t.module,
-      f"{t.path or t.name}{more}: its gradient is 0 but for rounding, at most 2^{top + 1} in float32, as "
-      f"that of a bias before a norm: its error against float32, {t.error:.2g}, says nothing",
-    )
 
 
 def _error(t: Tensor, kind: str, word: str) -> Finding:

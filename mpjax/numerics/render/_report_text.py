@@ -93,8 +93,12 @@ def _range(tensors: list[Tensor]) -> str:
 def advice_lines(advice: Advice, findings: Sequence[Finding]) -> list[str]:
   """Returns what is advised and what it buys, a line each, before the YAML."""
   if advice.unchanged:
-    problems = any(finding.severity == "problem" for finding in findings)
-    return [f"advice: {'no change of the policy helps' if problems else 'the policy is good as it is'}"]
+    if any(finding.severity == "problem" for finding in findings):
+      return ["advice: no change of the policy helps"]
+    said = [f for f in findings if f.kind in ("weight gradient", "gradient error")]
+    names = " and ".join(f.text.partition(":")[0] for f in said)
+    why = f"; on the errors of {names} see the note{'s' if len(said) > 1 else ''}" if said else ""
+    return [f"advice: the policy is good as it is{why}"]
   return [
     "advice:",
     *(f"  {key}: {buys}" for key, buys in advice.lines),
