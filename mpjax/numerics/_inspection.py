@@ -18,9 +18,7 @@ from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
 from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
 from mpjax.numerics._instrumented_step import (
-  KEPT_IN,
   Seen,
-  held_as,
   is_mean_of_pieces,
   loss_points,
   make_pass,
@@ -31,6 +29,7 @@ from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._stored_state import slot_of
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
+from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
 from mpjax.step import OVER_DEVICES, TrainState, TrainStep, make_train_step
@@ -197,10 +196,10 @@ class Inspection:
       if wide is not None and key in own:
         self._theirs[key] = _sum(self._theirs.get(key), own[key][0])
         self._distances.setdefault(key, Distance()).add(own[key][1], sketch)
-    for path, (ratio, counts) in seen.updates.items():
-      magnitudes = Magnitudes.of(self._narrow, ratio)
+    for path, sums in seen.updates.items():
+      magnitudes = Magnitudes.of(self._narrow, sums.ratio)
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
-      self._counts[path] = self._counts.get(path, 0.0) + np.asarray(counts, np.float64)
+      self._counts[path] = self._counts.get(path, 0.0) + as_numbers(sums)
     for slot, (sums, largest) in seen.stored.items():
       before, least = self._stored.get(slot, (np.zeros(len(sums)), 0.0))
       self._stored[slot] = (before + sums.astype(np.float64), max(least, float(largest)))
@@ -284,6 +283,9 @@ class Inspection:
     for key, magnitudes in self._magnitudes.items():
       kind, name = key[0], key[1]
       theirs, distance = self._theirs.get(key), self._distances.get(key)
+      norm, shares = None if distance is None else math.sqrt(distance.of_second), None
+      if kind == "update":
+        norm, shares = descent(self._counts[name])
       tensor = functools.partial(
         Tensor,
         kind=kind,
@@ -292,7 +294,7 @@ class Inspection:
         policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
         error=None if distance is None or not _compares(magnitudes) else distance.error,
         cosine=None if distance is None or not _compares(magnitudes) else distance.cosine,
-        norm=None if distance is None else math.sqrt(distance.of_second),
+        norm=norm,
       )
       if name in parameters:
         leaf = parameters[name]
@@ -303,7 +305,8 @@ class Inspection:
           line="",
           dtype=leaf.dtype.name,
           shape=tuple(leaf.shape),
-          lost=self._lost(name) if kind == "update" else None,
+          lost=lost(self._counts[name]) if kind == "update" else None,
+          descent=shares,
           moved=float(self._counts[name][0]) if kind == "update" else 0.0,
           held=held.get(name, leaf.dtype.name),
           path=name,
@@ -318,11 +321,6 @@ class Inspection:
           dtype=point.dtype,
           shape=point.shape,
         )
-
-  def _lost(self, path: str) -> dict[str, float]:
-    """Returns the share of the updates (of those that are not zero) that leaves a weight as it is."""
-    moved, *stay = self._counts[path]
-    return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
 
 
 def module_of(parent: str, modules: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._tree import cast_like, named_leaves
 from mpjax._types import Array, PyTree
@@ -22,16 +21,14 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._stored_state import what_is_lost
 from mpjax.numerics._summary import Summary, look
-from mpjax.numerics._tensors import full_summary, is_half
+from mpjax.numerics._tensors import full_summary
+from mpjax.numerics._update_sums import UpdateSums, update_sums
 from mpjax.optim._convert import store_step
 from mpjax.optim._quantized import unstored
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch
-from mpjax.step._optimizer import corrections_of, on_masters
-
-# What weights are asked in whether an update moves them: formats, and bfloat16 with corrections.
-KEPT_IN = ("bfloat16", "float16", "int8", "int16")
+from mpjax.step._optimizer import on_masters
 
 # (state, batch, pieces) to the loss over the pieces, its gradients, and what is kept at each point.
 ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Array]]]
@@ -45,10 +42,8 @@ class Seen(NamedTuple):
     watched: for each point [pieces, *steps, 2, size]: of the value, and of its gradient.
     parameters: by tree path [size].
     gradients: by tree path [size], unscaled.
-    updates: by tree path: what is kept of |update / weight| ([size]), and counts ([1 + formats]) of the
-      updates that are not zero and of those that leave their weight as it is in each format of `KEPT_IN`.
-      Weights are master weights, and updates those that the optimiser makes of them, in float32. Empty if not
-      asked for.
+    updates: by tree path. Weights are master weights, and updates those that the optimiser makes of them, in
+      float32. Empty if not asked for.
     stored: what the optimiser's state loses when it is stored (`what_is_lost`).
   """
 
@@ -56,7 +51,7 @@ class Seen(NamedTuple):
   watched: list[Any]
   parameters: dict[str, Any]
   gradients: dict[str, Any]
-  updates: dict[str, tuple[Any, Any]]
+  updates: dict[str, UpdateSums]
   stored: dict[str, tuple[Any, Any]]
 
 
@@ -239,50 +234,13 @@ def _loss(
 
 def _updates(
   step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, summary: Summary
-) -> tuple[dict[str, tuple[Array, Array]], dict[str, tuple[Array, Array]]]:
+) -> tuple[dict[str, UpdateSums], dict[str, tuple[Array, Array]]]:
   grads = cast_like(grads, state.params)
   masters, before = on_masters(state.params, state.opt_state)
   updates, after = step.tx.update(grads, unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))
-  of_updates = {path: _update(summary, weights[path], update) for path, update in _leaves(hide(updates))}
+  of_updates = {path: update_sums(summary, weights[path], update) for path, update in _leaves(hide(updates))}
   return of_updates, what_is_lost(state.params, store_step(before, after), after)
-
-
-def _update(summary: Summary, weight: jax.Array, update: jax.Array) -> tuple[Array, Array]:
-  w, u = weight.astype(jnp.float32), update.astype(jnp.float32)
-  moved = u != 0
-  ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
-  counts = [moved]
-  for name in KEPT_IN:
-    kept = _kept(w, name)
-    counts.append(moved & (_kept(kept + u, name) == kept))
-  return summary(ratio), jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts])
-
-
-def _kept(x: jax.Array, name: str) -> Array:
-  """Rounds `x` to what is kept of it, in arithmetic that no compiler takes for a pair of casts."""
-  if name == "int16":
-    return x
-  if name == "int8":  # 24 bits, and ties away from zero, as in `master_weights`
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jax.lax.bitcast_convert_type((bits + np.uint32(0x80)) & np.uint32(0xFFFFFF00), jnp.float32)
-  info = jnp.finfo(name)
-  rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))
-  if info.minexp < -100:
-    return rounded
-  # Below the normal numbers the spacing is that of the smallest.
-  spacing = np.float32(2.0 ** (int(info.minexp) - int(info.nmant)))
-  return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / spacing) * spacing, rounded)
-
-
-def held_as(state: TrainState) -> dict[str, str]:
-  """Returns what half-precision parameters have besides, by tree path, where that is not nothing."""
-  corrections = corrections_of(state.opt_state)
-  if corrections is None:
-    return {}
-  have = dict(named_leaves(corrections))
-  half = [name for name, p in named_leaves(state.params) if is_half(p.dtype.name)]
-  return {name: have[name].dtype.name if name in have else "stochastic" for name in half}
 
 
 def _each(summary: Summary, tree: PyTree) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._stored_state import StoredSlot
-from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, share_lost
+from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, descent_quality, share_lost
 from mpjax.numerics.render import (
   advice_lines,
   plain_data,
@@ -93,6 +93,19 @@ class NumericsReport:
     shares = {name: sum((t.lost or {})[name] * t.moved for t in moved) / total for name in names}
     return shares | {"stochastic": 0.0}
 
+  @property
+  def descent_quality(self) -> float | None:
+    """The share of the descent that the step's updates intend which the weights make as they are kept.
+
+    <actual update, intended update> / |intended update|^2 over all parameters: 1 if nothing is lost, 0 if no
+    weight moves along it (the effective descent quality of arXiv 2405.18710); `None` if there are no updates.
+    """
+    return descent_quality(self.of("update"))
+
+  def descent_quality_in(self, held: str) -> float | None:
+    """Returns `descent_quality` had the weights been kept otherwise: `bfloat16`, `float16`, `int8`..."""
+    return descent_quality(self.of("update"), held)
+
   def error_by_module(self, kind: str) -> dict[str, float]:
     """Returns the largest error against float32 in each module, in the order of the program."""
     worst: dict[str, float] = {}
@@ -154,6 +167,7 @@ class NumericsReport:
         "formats": formats,
         "stored": [dataclasses.asdict(slot) for slot in self.stored],
         "lost_updates": self.lost_updates(),
+        "descent_quality": self.descent_quality,
         "tensors": [t.to_dict(self.loss_scale) for t in self.tensors],
         "findings": [dataclasses.asdict(f) for f in self.findings],
         "advice": advice,

@@ -198,9 +198,11 @@ class Tensor:
     policy: (NaN, infinities, zeros) in the policy's run, or `None`.
     error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
     cosine: of the angle between both, or `None`.
-    norm: of float32's values, of all batches together; `None` if float32 was not run.
+    norm: of float32's values, of all batches together, or of an update itself; `None` if not known.
     lost: of the updates that are not zero, the share that leaves the weight as it is: in `bfloat16` and
       `float16`, rounded to the nearest, and in bfloat16 with the corrections `int8` and `int16`.
+    descent: of the updates u, <what the weight moves by, u> / |u|^2 in `float32` and what `lost` has: 1
+      if the weight takes them as they are, 0 if it stands still (arXiv 2405.18710).
     moved: number of updates that are not zero.
     held: of a parameter and its update, what keeps its digits: `dtype`, or the correction that the policy's
       `master_weights` gives it.
@@ -221,6 +223,7 @@ class Tensor:
   cosine: float | None = None
   norm: float | None = None
   lost: Mapping[str, float] | None = None
+  descent: Mapping[str, float] | None = None
   moved: float = 0.0
   held: str = ""
   path: str = ""
@@ -235,6 +238,12 @@ class Tensor:
   def lost_here(self) -> float:
     """The share of its updates that the weight loses as it is held: 0 with all digits of float32."""
     return (self.lost or {}).get(self.held, 0.0) if self.held != "int16" else 0.0
+
+  @property
+  def descent_here(self) -> float:
+    """The share of the intended descent that the weight makes as it is held, rounded at random on average."""
+    shares = self.descent or {}
+    return 1.0 if self.held == "stochastic" else shares.get(self.held, shares.get("float32", 1.0))
 
   def to_dict(self, loss_scale: float) -> dict[str, Any]:
     """Returns plain data, as in the report's JSON."""
@@ -264,6 +273,7 @@ class Tensor:
       "cosine": self.cosine,
       "norm": self.norm,
       "lost": None if self.lost is None else dict(self.lost),
+      "descent": None if self.descent is None else dict(self.descent),
       "held": self.held,
     }
 
@@ -283,6 +293,20 @@ def share_lost(tensors: Sequence[Tensor], name: str, scale: float | None = 1.0) 
     m.shares(name, m.own_scale(name) if scale is None else scale).underflow * m.count for m in all_of
   )
   return gone / there if there else 0.0
+
+
+def descent_quality(updates: Sequence[Tensor], held: str | None = None) -> float | None:
+  """Returns the share of the descent that updates intend which the weights make, or `None` without updates.
+
+  Args:
+    updates: tensors of that kind.
+    held: as in `Tensor.descent`; `None`: as each weight is held.
+  """
+  there = [(t, t.norm) for t in updates if t.descent and t.norm]
+  whole = sum(norm**2 for _, norm in there)
+  if not whole or not math.isfinite(whole):
+    return None
+  return sum((t.descent_here if held is None else (t.descent or {})[held]) * n**2 for t, n in there) / whole
 
 
 @dataclasses.dataclass

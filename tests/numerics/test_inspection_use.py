@@ -98,6 +98,7 @@ def test_the_dictionary_is_strict_json_of_the_documented_form(policy, tmp_path):
       "formats",
       "stored",
       "lost_updates",
+      "descent_quality",
       "tensors",
       "findings",
       "advice",

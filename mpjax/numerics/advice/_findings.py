@@ -21,6 +21,8 @@ _HARMLESS = 0.05
 _MISSED = 0.25
 # An optimiser that leaves so many weights as they are is not training.
 _STALLS = 0.5
+# A parameter that makes less of its descent than this part of what all make is named.
+_SOME = 0.9
 _MAX_EXPONENT = 24
 
 
@@ -282,6 +284,7 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
       f"{t.path}: {percent(t.lost_here)} of its updates leave the {_weights(t)} weight as it is; {way_out}",
     )
   lost = report.lost_updates()
+  yield from _descent(report)
   if worst or not lost:
     return
   here = [t for t in report.of("update") if t.moved]
@@ -294,6 +297,25 @@ def _lost_updates(report: NumericsReport) -> Iterator[Finding]:
     f"{percent(lost['int8'])}, with int16 {percent(lost['int16'])}, rounded stochastically none on average; "
     f"float16 weights {percent(lost['float16'])}; they are kept in {', '.join(held)}",
   )
+
+
+def _descent(report: NumericsReport) -> Iterator[Finding]:
+  """Yields how much of the descent that the updates intend the weights make."""
+  here, half = report.descent_quality, report.descent_quality_in("bfloat16")
+  if here is None or half is None:
+    return
+  moving = [t for t in report.of("update") if t.norm and t.descent]
+  worst = min(moving, key=lambda t: t.descent_here)
+  text = f"of the descent that this step's updates intend, weights as they are kept make {_share(here)}"
+  if worst.descent_here < _SOME * here:
+    text += f" ({worst.path} {_share(worst.descent_here)})"
+  if any(_weights(t) != "bfloat16" for t in moving):
+    text += f", bfloat16 weights would make {_share(half)}"
+  yield Finding("descent", "note", "", text)
+
+
+def _share(part: float) -> str:
+  return f"{100 * part:.4g}%"
 
 
 def _weights(t: Tensor) -> str:

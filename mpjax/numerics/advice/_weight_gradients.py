@@ -1,4 +1,4 @@
-"""Findings on the gradients of weights: errors that count, and those of gradients that are 0 but for rounding."""
+"""Findings on weight gradients: errors that count, and those of gradients that are 0 but for rounding."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def of_weight_gradients(report: NumericsReport, known: bool) -> Iterator[Finding
       "weight gradient",
       "note",
       worst.module,
-      f"{worst.path or worst.name}{more}: its gradient is 0 but for rounding, {noise[worst]}, as that of a bias "
-      f"before a norm: its error against float32, {_text(worst.error)}, says nothing",
+      f"{worst.path or worst.name}{more}: its gradient is 0 but for rounding, {noise[worst]}, as that of a "
+      f"bias before a norm: its error against float32, {_text(worst.error)}, says nothing",
     )
   whole = math.sqrt(sum((t.norm or 0.0) ** 2 for t in report.of("weight gradient")))
   rest = [t for t in far if t not in noise]
@@ -50,7 +50,9 @@ def of_weight_gradients(report: NumericsReport, known: bool) -> Iterator[Finding
   part = lambda t: (t.norm or 0.0) * (t.error or 0.0) / whole
   worst = max(rest, key=part)
   more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
-  text = f"{worst.path or worst.name}{more}: the error of its gradient against float32 is {_text(worst.error)}"
+  text = (
+    f"{worst.path or worst.name}{more}: the error of its gradient against float32 is {_text(worst.error)}"
+  )
   text += f", and that error is {percent(part(worst))} of the norm of the whole gradient"
   problem = part(worst) > far_from_float32(report)
   if not problem:

@@ -12,9 +12,10 @@ import numpy as np
 
 from mpjax._types import PyTree
 from mpjax.loss_scale._state_access import find_scaler
-from mpjax.numerics._instrumented_step import KEPT_IN, Seen, loss_points, make_pass
+from mpjax.numerics._instrumented_step import Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
+from mpjax.numerics._update_sums import KEPT_IN
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.train.monitors._events import Events
@@ -64,7 +65,7 @@ class Watcher:
       events.add_scalar(f"{tag} lost in {half}", shares.underflow * total.count / there, step)
       events.add_scalar(f"{tag} overflown in {half}", shares.overflow, step)
       events.add_scalar(f"{tag} zero", total.zero / total.count, step)
-    counts = np.sum([np.asarray(counts, np.float64) for _, counts in seen.updates.values()], axis=0)
+    counts = np.sum([np.asarray(u.counts, np.float64) for u in seen.updates.values()], axis=0)
     for name, stay in zip(KEPT_IN, counts[1:], strict=True):
       weights = f"bfloat16 with {name}" if name.startswith("int") else name
       events.add_scalar(f"numerics/updates lost in {weights} weights", stay / (counts[0] or 1.0), step)
@@ -80,8 +81,8 @@ class Watcher:
     for kind, part in (("parameter", seen.parameters), (GRADIENTS[1], seen.gradients)):
       for path, kept in part.items():
         yield kind, path, kept
-    for path, (kept, _) in seen.updates.items():
-      yield "update", path, kept
+    for path, sums in seen.updates.items():
+      yield "update", path, sums.ratio
 
 
 def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
