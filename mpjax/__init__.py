@@ -55,10 +55,18 @@ from mpjax.step import TrainState, TrainStep, make_train_step
 if TYPE_CHECKING:
   from mpjax import formats as formats
   from mpjax import train as train
-  from mpjax.numerics import NonfiniteReport, NumericsReport, find_nonfinite, inspect_numerics
+  from mpjax.numerics import (
+    LogprobMismatch,
+    NonfiniteReport,
+    NumericsReport,
+    find_nonfinite,
+    inspect_numerics,
+    logprob_mismatch,
+  )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
 
 __all__ = [
+  "LogprobMismatch",
   "LossScaleState",
   "LossScaling",
   "NonfiniteReport",
@@ -93,6 +101,7 @@ __all__ = [
   "largest_batch",
   "layerwise_loss_scale",
   "linear_cross_entropy",
+  "logprob_mismatch",
   "loss_scale_metrics",
   "make_train_step",
   "master_weights",
@@ -117,9 +126,11 @@ __all__ = [
 _LATER = {
   "train": "mpjax.train",
   "formats": "mpjax.formats",
+  "LogprobMismatch": "mpjax.numerics",
   "NonfiniteReport": "mpjax.numerics",
   "find_nonfinite": "mpjax.numerics",
   "inspect_numerics": "mpjax.numerics",
+  "logprob_mismatch": "mpjax.numerics",
   "NumericsReport": "mpjax.numerics",
   "plan": "mpjax.planner",
   "Plan": "mpjax.planner",

@@ -3,6 +3,7 @@
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
+from mpjax.numerics._logprob_mismatch import LogprobMismatch, logprob_mismatch
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 from mpjax.numerics.render._report_terminal import print_report
@@ -10,6 +11,7 @@ from mpjax.numerics.render._report_terminal import print_report
 __all__ = [
   "Advice",
   "Finding",
+  "LogprobMismatch",
   "Measured",
   "NonfiniteReport",
   "NumericsReport",
@@ -17,5 +19,6 @@ __all__ = [
   "find_nonfinite",
   "inspect_numerics",
   "inspection_programs",
+  "logprob_mismatch",
   "print_report",
 ]
