@@ -35,6 +35,7 @@ SUITES = {
   "plan_measured": ("plans of memory beside what a GPU takes", "plan._measured"),
   "scaling": ("weak scaling on 1 to 256 described chips", "scaling._suite"),
   "gather": ("when divided parameters are gathered: compiled memory and collectives", "gather._suite"),
+  "tune": ("what a search for a policy finds, and how good its predictions are", "tune._suite"),
   "chaos": ("runs of several processes, killed at random moments", "chaos._suite"),
 }
 

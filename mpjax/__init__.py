@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     logprob_mismatch,
   )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
+  from mpjax.tuning import TuneResult, tune
 
 __all__ = [
   "LogprobMismatch",
@@ -77,6 +78,7 @@ __all__ = [
   "PrecisionWarning",
   "TrainState",
   "TrainStep",
+  "TuneResult",
   "all_finite",
   "apply_updates",
   "autocast",
@@ -118,6 +120,7 @@ __all__ = [
   "static_loss_scale",
   "stochastic_round",
   "track_skips",
+  "tune",
   "value_and_grad",
   "with_loss_scaling",
 ]
@@ -136,6 +139,8 @@ _LATER = {
   "Plan": "mpjax.planner",
   "cheapest": "mpjax.planner",
   "largest_batch": "mpjax.planner",
+  "TuneResult": "mpjax.tuning",
+  "tune": "mpjax.tuning",
 }
 
 

@@ -48,7 +48,16 @@ def test_public_names_exist_and_are_documented():
 
 @pytest.mark.slow
 def test_an_import_brings_in_nothing_that_a_training_step_does_not_need():
-  heavy = ("matplotlib", "grain", "orbax", "omegaconf", "pydantic", "mpjax.planner", "mpjax.numerics")
+  heavy = (
+    "matplotlib",
+    "grain",
+    "orbax",
+    "omegaconf",
+    "pydantic",
+    "mpjax.planner",
+    "mpjax.numerics",
+    "mpjax.tuning",
+  )
   code = f"import sys, mpjax; print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout.startswith("[] dict_keys(['float64'")

@@ -19,6 +19,7 @@ COMMANDS = {
   "plan": ("say what a training step costs on a device that need not be there", "train,plan"),
   "explain": ("say what runs in which dtype under a policy, and why", "train"),
   "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
+  "tune": ("find the cheapest policy that is good enough, and prove it", "train"),
   "export": ("write the parameters of a run as safetensors", "train"),
   "bench": ("measure mpjax beside what one would use instead (from a checkout)", "bench"),
 }

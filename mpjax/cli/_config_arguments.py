@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpjax._precision_warning import bare_dtype_advice
 from mpjax._types import PolicyLike
@@ -51,6 +51,31 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options
+
+
+def command_options(overrides: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+  """Returns the options of a command by key, and the config's own overrides."""
+  own: dict[str, str] = {}
+  rest = []
+  for override in overrides:
+    key, equals, value = override.partition("=")
+    if equals and key in keys:
+      own[key] = value
+    else:
+      rest.append(override)
+  return own, rest
+
+
+def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> int:
+  """Returns a command's option as a number.
+
+  Raises:
+    ConfigError: if it is none, or below the least.
+  """
+  text = own.get(key, str(default))
+  if not text.isdecimal() or int(text) < least:
+    raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
+  return int(text)
 
 
 def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ import rich.progress
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
+from mpjax.cli._config_arguments import add_config, command_options, parse, warn_of_policy, whole_number
 from mpjax.cli._exit_status import guarded
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
 
 def _numerics(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
-  own, overrides = _split(options.overrides)
+  own, overrides = command_options(options.overrides, ("checkpoint", "batches", "steps", "keep"))
   path = pathlib.Path(options.config)
   checkpoint = own.get("checkpoint")
   if path.is_dir():
@@ -77,8 +77,8 @@ def _numerics(options: argparse.Namespace) -> None:
   if options.hunt is not None:
     _hunt(config, checkpoint, options.hunt, console)
     return
-  batches, keep = _number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
-  steps = _number(own, "steps", 0 if checkpoint else _STEPS, 0)
+  batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
+  steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
@@ -216,26 +216,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
       raise ConfigError(f"--apply {name}: exists; it is not overwritten, choose another name")
   if options.pictures is not None and pathlib.Path(options.pictures).is_file():
     raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
-
-
-def _split(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-  """Returns the options of this command by key, and the config's own overrides."""
-  own: dict[str, str] = {}
-  rest = []
-  for override in overrides:
-    key, equals, value = override.partition("=")
-    if equals and key in ("checkpoint", "batches", "steps", "keep"):
-      own[key] = value
-    else:
-      rest.append(override)
-  return own, rest
-
-
-def _number(own: dict[str, str], key: str, default: int, least: int) -> int:
-  text = own.get(key, str(default))
-  if not text.isdecimal() or int(text) < least:
-    raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
-  return int(text)
 
 
 def _share(text: str) -> float:

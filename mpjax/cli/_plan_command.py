@@ -19,15 +19,13 @@ from mpjax._install import pip_install
 from mpjax._plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
-from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing
+from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing, presets_of
 from mpjax.planner.render import print_plans, save_picture
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import DEFAULT_RECOMPUTE
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# From the least memory traffic to the most; those that a target cannot run are left out.
-_CHOICES = ("fp8", "bf16", "fp16", "tf32", "fp32")
 _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
@@ -84,7 +82,7 @@ def _plan(options: argparse.Namespace) -> None:
   chosen: list[str | None] = [*policies] or [None]
   fits: list[Fit] = []
   if options.cheapest:
-    named = chosen if policies else _possible(target)
+    named = chosen if policies else presets_of(target)
     plans = _compare(planner, named, compile, console, _RECOMPUTE, planner.gathers)
   elif options.fit:
     fits = [_fit(planner, policy, memory, compile, console, options.multiple) for policy in chosen]
@@ -145,18 +143,6 @@ def _memory(text: str | None, target: Target) -> int:
   if found is None or float(found[1]) <= 0:
     raise ConfigError(f"--memory {text!r}: expected a size such as 80GB, 16GiB or 24000000000")
   return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _possible(target: Target) -> list[str]:
-  """Returns the presets that a target's matrix units run."""
-  names = []
-  for name in _CHOICES:
-    if name == "fp8" and "float8" not in target.flops:
-      continue
-    if name in ("fp16", "tf32") and target.kind != "gpu":
-      continue
-    names.append(name)
-  return names
 
 
 def _compare(

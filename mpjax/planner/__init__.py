@@ -16,7 +16,7 @@ from mpjax.planner._results import (
   Saved,
 )
 from mpjax.planner._search import Fit, cheapest, largest_batch
-from mpjax.planner._targets import Target, get_target, target_names
+from mpjax.planner._targets import Target, get_target, presets_of, target_names
 from mpjax.planner.compiled import CompileError, missing
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
   "missing",
   "plan",
   "policy_on_target",
+  "presets_of",
   "target_names",
   "tiled_bytes",
 ]

@@ -93,6 +93,18 @@ class Target:
     )
 
 
+def presets_of(target: Target) -> list[str]:
+  """Returns the policy presets that a target has units for, from the least memory traffic to the most."""
+  names = []
+  for name in ("fp8", "bf16", "fp16", "tf32", "fp32"):
+    if name == "fp8" and "float8" not in target.flops:
+      continue
+    if name in ("fp16", "tf32") and target.kind != "gpu":
+      continue
+    names.append(name)
+  return names
+
+
 def target_names() -> list[str]:
   """Returns the names that `get_target` takes, without their topologies."""
   return [HERE, *described_devices()]

@@ -1,0 +1,202 @@
+"""`mpjax tune`: the cheapest policy that is good enough for a config, found, and proved by training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import rich.console
+import rich.progress
+import yaml
+
+from mpjax._install import pip_install
+from mpjax.cli._config_arguments import add_config, command_options, parse, whole_number
+from mpjax.cli._exit_status import guarded
+from mpjax.planner import get_target
+from mpjax.train import ConfigError, Planner, load_config, load_plugins
+from mpjax.train._config_file import find_config, read_tree
+from mpjax.train._inspecting import Subject, open_subject
+from mpjax.train._proving import prove
+from mpjax.tuning import TuneResult, tune
+
+_STEPS, _BATCHES = 10, 2
+
+
+def run(arguments: Sequence[str], prog: str) -> int:
+  """Runs the command and returns its exit status."""
+  parser = argparse.ArgumentParser(
+    prog=prog,
+    description="Find the cheapest policy whose gradients are as good as float32's: what each costs on the "
+    "target, and what it does to the gradients, by module where the presets are not the answer.",
+    epilog=f"example: {prog} gpt_stdlib target=h200 --out tuned.yaml --prove 200",
+  )
+  add_config(
+    parser,
+    overrides="dotted keys that override the file; target=h200, v5e and so on; checkpoint=RUN or "
+    "RUN/checkpoints/STEP for trained parameters; steps=N to train so many first (without a checkpoint "
+    f"{_STEPS}); batches=N to measure on ({_BATCHES})",
+  )
+  parser.add_argument(
+    "--for", dest="objective", choices=("time", "memory"), default="time", help="what is to be small"
+  )
+  parser.add_argument(
+    "--tolerance", help="largest error of the gradient: 0.01 of its norm, or '0.2 noise' ('0.1 noise')"
+  )
+  parser.add_argument("--minutes", type=float, help="try nothing more after so long")
+  parser.add_argument(
+    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 so many steps each"
+  )
+  parser.add_argument("--seeds", type=int, default=3, help="how often --prove trains each (3)")
+  parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
+  parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
+  parser.add_argument("--picture", metavar="FILE", help="write cost and error as a picture, .png or .svg")
+  options = parse(parser, list(arguments))
+  return guarded(lambda: _tune(options))
+
+
+def _tune(options: argparse.Namespace) -> None:
+  own, overrides = command_options(options.overrides, ("target", "checkpoint", "steps", "batches"))
+  checkpoint = own.get("checkpoint")
+  steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
+  batches = whole_number(own, "batches", _BATCHES, 1)
+  _check(options)
+  try:
+    target = get_target(own.get("target"))
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  load_plugins(options.plugin)
+  path = find_config(options.config)
+  config = load_config(path, [*overrides, "policy=fp32"])
+  console = rich.console.Console(width=None if rich.console.Console().is_terminal else 160)
+  planner = Planner(config, target)
+  trials = pathlib.Path("runs/tune") / f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', target.name)}.jsonl"
+  trials.parent.mkdir(parents=True, exist_ok=True)
+  with _progress(console) as say:
+    subject = _subject(config, checkpoint, steps, say)
+    try:
+      result = tune(
+        subject.step,
+        subject.state,
+        [subject.next_batch() for _ in range(batches)],
+        target=target,
+        tolerance=_tolerance(options.tolerance),
+        objective=options.objective,
+        minutes=options.minutes,
+        trials=trials,
+        plan_of=lambda policy: planner.plan(policy, compile=False),
+        progress=say,
+      )
+    except ConfigError:
+      raise
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+  _print(console, str(result))
+  report: dict[str, Any] = result.to_dict()
+  if options.out:
+    _write_config(path, overrides, result, pathlib.Path(options.out))
+    _print(console, f"the config with this policy: {options.out}")
+  if options.picture:
+    result.save_picture(options.picture)
+    _print(console, f"picture: {options.picture}")
+  if options.prove:
+    with _progress(console) as say:
+      proof = prove(
+        config,
+        result.policy,
+        result.chosen.label,
+        steps=options.prove,
+        seeds=range(config.seed, config.seed + options.seeds),
+        say=say,
+      )
+    _print(console, f"\n{proof}")
+    report["proof"] = proof.to_dict()
+  if options.json:
+    pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    _print(console, f"data: {options.json}")
+
+
+def _subject(config: Any, checkpoint: str | None, steps: int, say: Any) -> Subject:
+  """Opens the config's step, and trains it a little in float32."""
+  say("loading the data and the model")
+  subject = open_subject(config, checkpoint)
+  if steps:
+    say(f"training {steps} steps in float32")
+    for _ in range(steps):
+      subject.train()
+  return subject
+
+
+def _tolerance(text: str | None) -> float | str | None:
+  try:
+    return None if text is None else float(text)
+  except ValueError:
+    return text
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Raises for arguments that are none and files that could not be written, before anything is computed."""
+  for flag in ("prove", "seeds"):
+    value = getattr(options, flag)
+    if value is not None and value < 1:
+      raise ConfigError(f"--{flag} {value}: expected a positive number")
+  for flag in ("out", "json", "picture"):
+    name = getattr(options, flag)
+    if name is None:
+      continue
+    file = pathlib.Path(name)
+    if file.is_dir() or not file.parent.is_dir():
+      raise ConfigError(f"--{flag} {name}: expected a file in a directory that exists")
+    if flag == "out" and file.exists():
+      raise ConfigError(f"--out {name}: exists; it is not overwritten, choose another name")
+  if options.picture:
+    if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
+      raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")
+    try:
+      import matplotlib  # noqa: F401
+    except ImportError:
+      raise ConfigError(f"--picture needs matplotlib: {pip_install('plan')}") from None
+
+
+def _write_config(
+  path: pathlib.Path, overrides: Sequence[str], result: TuneResult, out: pathlib.Path
+) -> None:
+  """Writes the config with the policy found as a new file, the policy first, with its comments."""
+  tree = read_tree(path, overrides)
+  for key in ("policy", "out"):  # a run of another policy is another run
+    tree.pop(key, None)
+  text = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
+  try:
+    out.write_text(text + result.yaml + yaml.safe_dump(tree, sort_keys=False))
+  except OSError as error:
+    raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _progress(console: rich.console.Console) -> Iterator[Any]:
+  """Shows what is being tried: a line that moves on a terminal, a line for each elsewhere."""
+  bar = rich.progress.Progress(
+    rich.progress.SpinnerColumn(),
+    rich.progress.TextColumn("{task.completed} tried, now {task.description}", markup=False),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  with bar:
+    task = bar.add_task("begins", total=None, completed=-1)
+
+    def say(line: str) -> None:
+      if not console.is_terminal:
+        _print(console, line)
+      bar.update(task, advance=1, description=line)
+
+    yield say
+
+
+def _print(console: rich.console.Console, text: str) -> None:
+  console.print(text, highlight=False, markup=False, soft_wrap=True)

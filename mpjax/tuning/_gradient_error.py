@@ -1,0 +1,262 @@
+"""The distance of a policy's gradients from float32's, beside the noise that the gradients have anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._tree import named_leaves
+from mpjax._types import Array, PyTree
+from mpjax.jaxpr import layer_pattern
+from mpjax.loss_scale import LossScaleState
+from mpjax.loss_scale._state_access import find_scaler
+from mpjax.numerics._batches import rows
+from mpjax.numerics._instrumented_step import reference_state, reference_step
+from mpjax.policy import Policy, get_policy
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step._micro_batches import split_batch
+from mpjax.step._optimizer import masters_of
+
+# Updates over which the stored state of an optimiser is compared with float32's.
+_UPDATES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+  """The noise of the gradient: how far that of one batch is from the mean over all data.
+
+  It is estimated from halves of each batch, whose gradients are g1 and g2: |g1 - g2| / |g1 + g2| relative
+  to its norm, whether the loss is a mean or a sum over rows. Batches of one row are compared with each
+  other.
+
+  Attributes:
+    total: of the whole gradient.
+    modules: by module of the parameters, relative to the norm of the module's own gradient.
+    how: it was estimated, in words.
+  """
+
+  total: float
+  modules: dict[str, float]
+  how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientError:
+  """The error of a policy, relative to float32.
+
+  Attributes:
+    gradient: |g - g32| / |g32| over all batches; infinite if the policy's gradient is not finite.
+    modules: the same by module of the parameters, relative to the norm of the module's own gradient.
+    loss: under the policy, mean over batches.
+    loss_scale: that the gradients were found with: the policy's first one, halved until they are finite.
+    update: the same distance of the weights' way over 8 updates by float32's gradients, where the policy
+      keeps weights or the optimiser's state in fewer bits; else 0.
+  """
+
+  gradient: float
+  modules: dict[str, float]
+  loss: float
+  loss_scale: float = 1.0
+  update: float = 0.0
+
+  @property
+  def total(self) -> float:
+    """Returns the larger of the errors of gradient and update."""
+    return max(self.gradient, self.update)
+
+
+class Gradients:
+  """Gradients of a training step on some batches, in float32, to compare those of policies with.
+
+  Attributes:
+    loss: in float32, mean over batches.
+    noise: of the gradients; `None` if the batches are too small to say.
+  """
+
+  def __init__(
+    self, step: TrainStep, state: TrainState, batches: Sequence[PyTree], *, needs_noise: bool = True
+  ):
+    """Computes the gradients in float32.
+
+    Args:
+      step: whose loss function and optimiser count.
+      state: of the step.
+      batches: at least one.
+      needs_noise: whether batches that are too small to estimate noise are an error.
+
+    Raises:
+      ValueError: if they are not finite, are zero, or the batches are too small to estimate their noise.
+    """
+    self._step, self._state, self._batches = step.without_mesh(), state, batches
+    self._wide, self._wide_state = reference_step(self._step), reference_state(state)
+    found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
+    self._grads = [grads for _, grads in found]
+    self.loss = float(np.mean([float(loss) for loss, _ in found]))
+    self._norms = _add(map(_squares, self._grads))
+    if not math.isfinite(self.loss) or not math.isfinite(_total(self._norms)):
+      raise ValueError(
+        f"in float32 the loss is {self.loss:g} and its gradient not finite, so there is nothing to compare a "
+        "policy with: mpjax.find_nonfinite names the first operation that is not"
+      )
+    if not _total(self._norms):
+      raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
+    self.noise = self._noise(needs_noise)
+
+  def fingerprint(self) -> str:
+    """Returns a text that differs for other parameters, batches and losses."""
+    return repr((self.loss, self.noise, sorted(self._norms.items())))
+
+  def error(self, policy: Policy) -> GradientError:
+    """Measures a policy; FP8 products are emulated where the device has no units for them."""
+    step = self._step.with_policy(_emulated(policy))
+    state = step.adopt(self._state, self._step)
+    losses, scales, differences = [], [], []
+    for batch, reference in zip(self._batches, self._grads, strict=True):
+      loss, grads, state = _finite_gradients(step, state, batch)
+      losses.append(float(loss))
+      scaler = find_scaler(state.opt_state)
+      scales.append(1.0 if scaler is None else float(scaler.scale))
+      differences.append(_squares(_minus(grads, reference)))
+    total = _add(differences)
+    finite = math.isfinite(_total(total))
+    return GradientError(
+      gradient=math.sqrt(_total(total) / _total(self._norms)) if finite else math.inf,
+      modules=_ratios(total, self._norms),
+      loss=float(np.mean(losses)),
+      loss_scale=min(scales),
+      update=self._update_error(policy),
+    )
+
+  def _update_error(self, policy: Policy) -> float:
+    """Returns how far the weights' way under a policy's storage is from float32's, in its length."""
+    stored = {
+      key: getattr(policy, key)
+      for key in ("param_dtype", "vector_dtype", "optimizer_dtype", "master_weights")
+    }
+    if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
+      return 0.0
+    wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
+    apart = _total(_squares(_minus(way, wide)))
+    return math.sqrt(apart / max(_total(_squares(wide)), 1e-30)) if math.isfinite(apart) else math.inf
+
+  def _way(self, policy: dict[str, object]) -> PyTree:
+    """Returns how far updates by float32's gradients move the master weights."""
+    # Its gradient is the batch.
+    linear = lambda params, grads: sum(
+      jnp.vdot(p.astype(jnp.float32), g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)
+    )
+    step = make_train_step(linear, self._step.inner_tx, get_policy(policy), donate=False)
+    before = get_policy("fp32").cast_to_param(masters_of(self._state.params, self._state.opt_state))
+    first = step.init(before)
+    state = first
+    for i in range(_UPDATES):
+      state, _ = step(state, self._grads[i % len(self._grads)])
+    return _minus(*(masters_of(s.params, s.opt_state) for s in (state, first)))
+
+  def _noise(self, needed: bool) -> Noise | None:
+    least = min(map(rows, self._batches))
+    if least >= 2:
+      pairs = [self._halves(batch) for batch in self._batches]
+      apart = _add(_squares(_minus(*pair)) for pair in pairs)
+      together = _add(_squares(_plus(*pair)) for pair in pairs)
+      how = "halves of the batches"
+    elif len(self._batches) >= 2:
+      # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
+      pairs = list(zip(self._grads, self._grads[1:], strict=False))
+      apart = {k: v / 2 for k, v in _add(_squares(_minus(*pair)) for pair in pairs).items()}
+      together = {k: v * len(pairs) / len(self._grads) for k, v in self._norms.items()}
+      how = "the batches"
+    elif not needed:
+      return None
+    else:
+      raise ValueError(
+        "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, "
+        "several batches, or a tolerance such as 0.01"
+      )
+    total = math.sqrt(_total(apart) / max(_total(together), 1e-30))
+    return Noise(total, _ratios(apart, together), how)
+
+  def _halves(self, batch: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the gradients of two halves of a batch; an odd row is left out."""
+    n = rows(batch)
+    even = jax.tree.map(lambda x: x if not np.ndim(x) or np.shape(x)[0] != n else x[: n - n % 2], batch)
+    split = split_batch(2, jax.tree.map(jnp.asarray, even))
+    first, second = (
+      self._wide.gradients(self._wide_state, jax.tree.map(lambda x, i=i: x[i], split))[1] for i in range(2)
+    )
+    return first, second
+
+
+def _emulated(policy: Policy) -> Policy:
+  policy = policy.without_histories()
+  if policy.fp8 is None or policy.fp8.emulate:
+    return policy
+  return dataclasses.replace(policy, fp8=dataclasses.replace(policy.fp8, emulate=True))
+
+
+def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree, TrainState]:
+  """Returns loss and gradients at the largest loss scale at which they are finite, and the state with it."""
+  scaling = step.policy.loss_scaling
+  while True:
+    loss, grads = step.gradients(state, batch)
+    scaler = find_scaler(state.opt_state)
+    if scaling is None or scaler is None or scaling.kind != "dynamic":
+      return loss, grads, state
+    smaller = float(scaler.scale) / 2
+    if smaller < scaling.min_scale or not math.isfinite(float(loss)):
+      return loss, grads, state
+    if math.isfinite(_total(_squares(grads))):
+      return loss, grads, state
+    state = state.replace(opt_state=_with_scale(state.opt_state, smaller))
+
+
+def _with_scale(opt_state: PyTree, scale: float) -> PyTree:
+  is_scale = lambda node: isinstance(node, LossScaleState)
+  change = lambda node: node._replace(scale=jnp.float32(scale)) if is_scale(node) else node
+  return jax.tree.map(change, opt_state, is_leaf=is_scale)
+
+
+@jax.jit
+def _minus(a: PyTree, b: PyTree) -> PyTree:
+  return jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
+
+
+@jax.jit
+def _plus(a: PyTree, b: PyTree) -> PyTree:
+  return jax.tree.map(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), a, b)
+
+
+@jax.jit
+def _leaf_squares(tree: PyTree) -> list[Array]:
+  return [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+
+
+def _squares(tree: PyTree) -> dict[str, float]:
+  """Returns the sum of squares by module: parameters of alike layers under one name, `blocks/*/up`."""
+  found: dict[str, float] = {}
+  for (name, _), square in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
+    module = layer_pattern(name.removeprefix("params/").rpartition("/")[0])
+    found[module] = found.get(module, 0.0) + float(square)
+  return found
+
+
+def _add(parts: object) -> dict[str, float]:
+  total: dict[str, float] = {}
+  for part in parts:  # type: ignore[attr-defined]
+    for module, square in part.items():
+      total[module] = total.get(module, 0.0) + square
+  return total
+
+
+def _total(squares: dict[str, float]) -> float:
+  return math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.inf
+
+
+def _ratios(of: dict[str, float], to: dict[str, float]) -> dict[str, float]:
+  ratio = lambda a, b: math.inf if not math.isfinite(a) or (a and not b) else math.sqrt(a / b) if b else 0.0
+  return {module: ratio(square, to[module]) for module, square in of.items()}

@@ -1,0 +1,98 @@
+"""Modules that a policy can treat apart, the level of precision of each, and the policy that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpjax.casting import Explanation
+from mpjax.jaxpr import layer_pattern
+from mpjax.patterns import component_regex
+from mpjax.policy import Policy, get_policy
+
+# Levels of precision that a module can have, from the most exact.
+LEVELS = ("fp32", "fp16", "bf16", "fp8")
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """Modules that are treated alike: layers that differ in numbers alone, or one of them.
+
+  Attributes:
+    name: `GPT/blocks/*/up`, or the path of one.
+    paths: of all of them.
+    fp8: those of the paths that have products which the recipe `current` quantises.
+  """
+
+  name: str
+  paths: tuple[str, ...]
+  fp8: frozenset[str] = frozenset()
+
+  @property
+  def levels(self) -> tuple[str, ...]:
+    """The levels at which its program differs, from the most exact."""
+    return LEVELS if self.fp8 else LEVELS[:-1]
+
+  def split(self) -> list[Module]:
+    """Returns one module for each path."""
+    return [Module(path, (path,), self.fp8 & {path}) for path in self.paths]
+
+
+def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
+  """Returns the modules in which a policy changes a dtype, in the order of the program.
+
+  Args:
+    half: of the program under a policy that computes in half precision.
+    fp8: of the program under one with FP8 products.
+  """
+  paths: dict[str, dict[str, None]] = {}
+  for row in half.rows:
+    if row.flops or (row.before == "float32" and row.after in ("bfloat16", "float16")):
+      paths.setdefault(layer_pattern(row.path), {})[row.path] = None
+  quantised = frozenset(row.path for row in fp8.rows if row.flops and row.after.startswith("float8"))
+  return [Module(name, tuple(found), frozenset(quantised & found.keys())) for name, found in paths.items()]
+
+
+def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
+  """Returns the simplest policy under which each module has its level.
+
+  Args:
+    levels: one of `LEVELS` by module.
+    among: all module paths of the program, of which a pattern must match those of its module alone.
+  """
+  count: Counter[str] = Counter()
+  for module, level in levels.items():
+    count[level] += len(module.paths)
+  has_fp8 = "fp8" in count
+  halves = {level: n for level, n in count.items() if level in ("bf16", "fp16")}
+  base = "fp8" if has_fp8 else max(halves, key=lambda level: halves[level]) if halves else "fp32"
+  if base == "fp32":
+    return get_policy("fp32")
+  rest = "bf16" if has_fp8 else base
+  changed = {m: level for m, level in levels.items() if level not in (base, rest)}
+  spec: dict[str, Any] = {"base": base}
+  if has_fp8:
+    excluded = [m for m, level in levels.items() if level == "bf16" and m.fp8]
+    if excluded:
+      spec["fp8"] = {"recipe": "current", "exclude": [pattern_of(m, among) for m in excluded]}
+  if changed:
+    # The deepest first, since the first pattern that matches decides.
+    ordered = sorted(changed, key=lambda m: -m.name.count("/"))
+    spec["overrides"] = {pattern_of(m, among): _DTYPES[changed[m]] for m in ordered}
+  if "fp16" in changed.values() and base != "fp16":
+    spec["loss_scaling"] = "dynamic"
+  return get_policy(spec)
+
+
+def pattern_of(module: Module, among: Sequence[str]) -> str:
+  """Returns the shortest regular expression that matches the paths of a module alone."""
+  parts = [re.sub(r"\*", r"\\d+", re.escape(part).replace(r"\*", "*")) for part in module.name.split("/")]
+  for start in range(len(parts) - 1, -1, -1):
+    pattern = "/".join(parts[start:])
+    if pattern and set(filter(component_regex(pattern).search, among)) == set(module.paths):
+      return pattern
+  return "^" + "/".join(parts) + "$"

@@ -1,0 +1,231 @@
+"""`mpjax.tune`: the cheapest policy whose gradients are as good as float32's, for what their noise allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from mpjax._types import PolicyLike, PyTree
+from mpjax.casting import Explanation
+from mpjax.numerics._batches import listed, rows
+from mpjax.planner import Plan, Target, get_target, plan, policy_on_target, presets_of
+from mpjax.policy import Policy
+from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.tuning._gradient_error import Gradients
+from mpjax.tuning._modules import Module, list_modules
+from mpjax.tuning._result import TuneResult
+from mpjax.tuning._search import Search
+from mpjax.tuning._trials import OBJECTIVES, Trial, TrialFile, as_policy
+
+# Of the gradient's noise, by default.
+SHARE_OF_NOISE = 0.1
+
+
+def tune(
+  loss_fn: TrainStep | Callable[..., Any],
+  params: PyTree,
+  batches: PyTree,
+  *,
+  target: str | Target | None = "here",
+  tolerance: float | str | None = None,
+  candidates: Sequence[PolicyLike] | None = None,
+  tx: optax.GradientTransformation | None = None,
+  objective: str = "time",
+  minutes: float | None = None,
+  trials: str | os.PathLike[str] | None = None,
+  plan_of: Callable[[Policy], Plan] | None = None,
+  progress: Callable[[str], None] | None = None,
+  **init: Any,
+) -> TuneResult:
+  """Finds the cheapest policy whose gradients are as good as float32's.
+
+  ```python
+  result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=optax.adamw(1e-3))
+  print(result)  # every policy that was tried, what it costs, its error, and why it was dropped
+  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), result.policy)
+  ```
+
+  The error of a policy is the distance of its gradients from float32's on the batches, relative to their
+  norm. It may be a tenth of the gradient's own noise: what gradients of other batches of the size differ by
+  anyway. The cost is what `mpjax.plan` says for the target, without its compiler.
+
+  Presets are tried as they are. If one fails that would be cheaper than the best that passes, each module is
+  tried at its level by itself; squares of errors of single changes add up to first order, which chooses the
+  set that saves most within the tolerance. The set is then measured, and made smaller while it fails. What
+  is tried and in which order depends on the arguments alone.
+
+  Parameters that have been trained a little say more than the first ones, whose gradients are large.
+
+  Args:
+    loss_fn: a loss function as `mpjax.make_train_step` takes it, or a `TrainStep`.
+    params: parameters or an `nnx.Module`; for a `TrainStep` its `TrainState`.
+    batches: a batch (a tree of arrays), or a list or any iterable of batches of one size.
+    target: the device that the cost is of, as `mpjax.plan` takes it.
+    tolerance: the largest error relative to the norm of the gradient, or a share of its noise as in
+      `"0.2 noise"`; by default `"0.1 noise"`.
+    candidates: policies to choose from, as they are; by default the presets that the target has units for,
+      and what lies between them by module.
+    tx: the optimiser, whose state counts in the plan; with `objective="memory"` it is also kept in fewer
+      bytes, and its updates compared.
+    objective: what is to be small: `"time"` (floor) or `"memory"` (peak). The other decides between equals. A
+      target without published peaks, such as a CPU, is judged by memory.
+    minutes: after which nothing more is tried beyond the presets.
+    trials: a file in which trials are kept, so that the same search goes on from it.
+    plan_of: plans a policy in place of `mpjax.plan` of the step on one device.
+    progress: called with a line before each trial.
+    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+
+  Returns:
+    A `TuneResult`: `.policy`, `.table`, `.yaml`; `str()` of it is a report.
+
+  Raises:
+    ValueError: for a loss or gradient that float32 does not make finite, batches too small to estimate noise,
+      candidates of which none passes, or arguments that are none.
+  """
+  if objective not in OBJECTIVES:
+    raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
+  if minutes is not None and not minutes > 0:
+    raise ValueError(f"minutes={minutes!r}: expected a positive number")
+  began = time.monotonic()
+  share, figure = _parse_tolerance(tolerance)
+  say = progress or (lambda line: None)
+  device = get_target(target)
+  policies = None if candidates is None else [(as_policy(c).label, as_policy(c)) for c in candidates]
+  if policies is not None and not policies:
+    raise ValueError("candidates: expected at least one policy")
+  step, state = _step_of(loss_fn, params, tx, init)
+  given = list(listed(batches))
+  if not given:
+    raise ValueError("no batch: expected a batch, or a list of at least one")
+  say("float32")
+  gradients = Gradients(step, state, given, needs_noise=figure is None)
+  allowed = figure if figure is not None else share * _known(gradients.noise).total
+  search = Search(
+    gradients,
+    plan_of or _planner(step, state, given[0], device),
+    _modules(step, state, given[0]),
+    allowed,
+    objective,
+    TrialFile(None if trials is None else pathlib.Path(trials), f"{device.name} {gradients.fingerprint()}"),
+    None if minutes is None else began + 60 * minutes,
+    say,
+    has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
+  )
+  if policies is None:
+    chosen = search.run(_presets(device))
+  else:
+    best = search.whole(policies)
+    if best is None:
+      nearest = min(search.trials, key=lambda t: t.error.total)
+      raise ValueError(
+        f"none of {len(policies)} candidates stays below {allowed:.2g}: the smallest error is that of "
+        f"{nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
+      )
+    chosen = best
+  ended = tuple(dataclasses.replace(t, why=_why(t, chosen, allowed, objective)) for t in search.trials)
+  return TuneResult(
+    policy=chosen.policy,
+    chosen=next(t for t in ended if t.policy == chosen.policy),
+    table=ended,
+    tolerance=allowed,
+    noise=gradients.noise,
+    loss=gradients.loss,
+    target=device.name,
+    objective=objective,
+    batches=len(given),
+    rows=sum(map(rows, given)),
+    notes=tuple(search.notes),
+  )
+
+
+def _known(noise: Any) -> Any:
+  assert noise is not None
+  return noise
+
+
+def _parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]:
+  """Returns a share of the noise, and the tolerance itself if it is a figure."""
+  if tolerance is None:
+    return SHARE_OF_NOISE, None
+  if isinstance(tolerance, str):
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(noise)?\s*", tolerance)
+    try:
+      number = float(found[1]) if found else math.nan
+    except ValueError:
+      number = math.nan
+    of_noise = bool(found and found[2])
+  else:
+    number, of_noise = (math.nan if isinstance(tolerance, bool) else float(tolerance)), False
+  if not 0 < number < math.inf:
+    raise ValueError(f"tolerance={tolerance!r}: expected a positive number, or a share such as '0.1 noise'")
+  return (number, None) if of_noise else (0.0, number)
+
+
+def _presets(device: Target) -> list[str]:
+  """Returns the presets to try: those that the target has units for, and that this machine can measure."""
+  names = presets_of(device)
+  ordered = [name for name in ("bf16", "fp16", "fp8", "tf32", "fp32") if name in names]
+  return [name for name in ordered if name != "tf32" or jax.default_backend() == "gpu"]
+
+
+def _step_of(
+  target: TrainStep | Callable[..., Any], params: PyTree, tx: optax.GradientTransformation | None, init: Any
+) -> tuple[TrainStep, TrainState]:
+  """Returns the step in float32, and its state."""
+  if isinstance(target, TrainStep):
+    if tx is not None or init:
+      raise ValueError(f"{', '.join(['tx', *init])} beside a TrainStep, which has its own")
+    if not isinstance(params, TrainState):
+      raise ValueError(f"params of type {type(params).__name__}: expected the TrainState of the step")
+    step = target.with_policy("fp32")
+    return step, step.adopt(params, target)
+  if not callable(target):
+    raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
+  step = make_train_step(target, optax.identity() if tx is None else tx, "fp32")
+  return step, step.init(params, **init)
+
+
+def _modules(step: TrainStep, state: TrainState, batch: PyTree) -> list[Module]:
+  alone = step.without_mesh()
+
+  def explained(spec: PolicyLike) -> Explanation:
+    other = alone.with_policy(spec)
+    return other.explain(jax.eval_shape(lambda state: other.adopt(state, step), state), batch)
+
+  return list_modules(explained("bf16"), explained({"base": "fp8", "fp8": {"emulate": True}}))
+
+
+def _planner(step: TrainStep, state: TrainState, batch: PyTree, device: Target) -> Callable[[Policy], Plan]:
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), batch)
+
+  def plan_of(policy: Policy) -> Plan:
+    there, _ = policy_on_target(policy.without_histories(), device)
+    other = step.with_policy(there)
+    abstract = jax.eval_shape(lambda s: other.adopt(s, step), state)
+    return plan(other, (abstract, shapes), target=device, compile=False)
+
+  return plan_of
+
+
+def _why(trial: Trial, chosen: Trial, tolerance: float, objective: str) -> str:
+  if trial.policy == chosen.policy:
+    return "chosen"
+  if not math.isfinite(trial.error.total):
+    return "not finite"
+  if not trial.passes:
+    what = "update" if trial.error.update > trial.error.gradient else "gradient"
+    return f"error of the {what} above the tolerance"
+  if not trial.cost.fits:
+    return "does not fit the target"
+  if chosen.cost.cheaper(trial.cost, objective):
+    return "dearer"
+  return "no cheaper, and less simple"

@@ -1,0 +1,64 @@
+"""`mpjax tune` as a user meets it."""
+
+import json
+
+import pytest
+import yaml
+
+from mpjax.cli import main
+from mpjax.train import load_config
+from tests.train._tiny_gpt import write_tiny_gpt
+
+
+@pytest.mark.slow
+def test_a_policy_is_found_written_proved_and_its_search_goes_on(tmp_path, monkeypatch, capsys):
+  [config] = write_tiny_gpt(tmp_path, layers=1)
+  monkeypatch.chdir(tmp_path)
+  arguments = ["tune", str(config), "target=h200", "steps=2", "batches=1"]
+  more = ["--out", "tuned.yaml", "--json", "tune.json", "--prove", "4", "--seeds", "2"]
+  assert main([*arguments, *more]) == 0
+  out = capsys.readouterr().out
+  assert out.splitlines()[:3] == ["loading the data and the model", "training 2 steps in float32", "float32"]
+  assert "after 4 steps, 2 seeds:" in out
+  data = json.loads((tmp_path / "tune.json").read_text())
+  assert data["target"] == "h200"
+  assert data["proof"]["steps"] == 4
+  assert len(data["proof"]["eval_losses"]["fp32"]) == 2
+  text = (tmp_path / "tuned.yaml").read_text()
+  assert "  # time floor " in text
+  tuned = load_config(tmp_path / "tuned.yaml")
+  assert tuned.policy == yaml.safe_load(data["yaml"])["policy"]
+  assert tuned.model == load_config(config).model
+  assert main([*arguments, "--json", "again.json"]) == 0
+  assert capsys.readouterr().out.splitlines()[3].startswith("tune: for h200")  # nothing was tried again
+  again = json.loads((tmp_path / "again.json").read_text())
+  assert again["table"] == data["table"]
+  assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0
+
+
+WRONG = {
+  "an unknown target": (["target=h300"], "unknown target 'h300'"),
+  "a tolerance that is none": (["--tolerance", "small"], "tolerance='small': expected a positive number"),
+  "an output that exists": (["--out", "there.yaml"], "--out there.yaml: exists; it is not overwritten"),
+  "a folder that does not": (
+    ["--json", "no/where.json"],
+    "--json no/where.json: expected a file in a directory",
+  ),
+  "a picture of no kind": (["--picture", "tune.gif"], "expected a file that ends in .png or .svg"),
+  "no steps to prove": (["--prove", "0"], "--prove 0: expected a positive number"),
+  "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
+  "an unknown key": (["train.stepz=3"], "did you mean 'steps'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_line_is_one_error(case, tmp_path, monkeypatch, capsys):
+  arguments, message = WRONG[case]
+  [config] = write_tiny_gpt(tmp_path, layers=1)
+  (tmp_path / "there.yaml").touch()
+  monkeypatch.chdir(tmp_path)
+  assert main(["tune", str(config), "steps=0", "batches=1", *arguments]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert message in error
+  assert error.count("\n") == 1
