@@ -292,9 +292,8 @@ class Inspection:
         order=order.get(name, 0),
         magnitudes=magnitudes,
         policy=None if theirs is None else (theirs.nan, theirs.inf, theirs.zero),
-        error=None if distance is None or not _compares(magnitudes) else distance.error,
-        cosine=None if distance is None or not _compares(magnitudes) else distance.cosine,
         norm=norm,
+        **_figures(distance, magnitudes, theirs),
       )
       if name in parameters:
         leaf = parameters[name]
@@ -357,9 +356,12 @@ def _arrays(
       yield (kind, path), (Magnitudes.of(summary, values), values[n:])
 
 
-def _compares(wide: Magnitudes) -> bool:
-  """Returns whether float32 has finite values, which an error can be against."""
-  return wide.nan + wide.inf < wide.count
+def _figures(distance: Distance | None, wide: Magnitudes, own: Magnitudes | None) -> dict[str, Any]:
+  """Returns errors, where float32 has finite values that they can be against."""
+  broken = wide.nan + wide.inf
+  if distance is None or broken == wide.count:
+    return {}
+  return distance.figures(wide.count, not broken and own is not None and not own.nan + own.inf)
 
 
 def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:

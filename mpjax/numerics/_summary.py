@@ -57,15 +57,16 @@ class Summary:
   @property
   def size(self) -> int:
     """Length of what is kept."""
-    return len(self.edges) + 1 + (SKETCH if self.sketch else 0)
+    return len(self.edges) + 1 + (1 + SKETCH if self.sketch else 0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns float32[size]: counts at each edge, the number of values, and the sketch.
+    """Returns float32[size]: counts at each edge, the number of values; with a sketch, their sum, and it.
 
-    A count is exact up to 2**24 and to float32's rounding above. Entry i of the sketch is the sum, with
-    random signs (the same for every array of a shape), of the values at i, i + 1016, ..., non-finite ones
-    left out. The distance of two sketches is that of the arrays: exactly for arrays no longer than the
-    sketch, otherwise with a relative standard error of up to sqrt(1 / (2 * 1016)) = 2.2%; if all of the
+    A count is exact up to 2**24 and to float32's rounding above; the sum is of the finite values.
+    Entry i of the sketch is the sum, with random signs (the same for every array of a shape), of the values
+    at i, i + 1016, ..., non-finite ones left out. The distance of two sketches is that of the arrays: exactly
+    for arrays no longer than the sketch, otherwise with a relative standard error of up to
+    sqrt(1 / (2 * 1016)) = 2.2%; if all of the
     difference is in one column, of sqrt(1 / (2 * 127)) = 6.3%, and more where the width is a multiple of 127
     (Alon, Matias, Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996; Charikar, Chen,
     Farach-Colton, Finding Frequent Items in Data Streams, 2002).
@@ -77,17 +78,21 @@ class Summary:
   @functools.partial(jax.jit, static_argnums=0)  # traced once for all arrays of a shape
   def _of(self, x: jax.Array) -> jax.Array:
     total = _over_blocks(functools.partial(self._block, whole=x.size), x)
-    counts, sketch = total if self.sketch else (total[0], None)
-    parts = [counts.astype(jnp.float32), jnp.full([1], x.size, jnp.float32)]
-    if sketch is not None:
-      parts.append(sketch if sketch.ndim == 1 else sketch.reshape(-1, SKETCH).sum(0))
+    parts = [total[0].astype(jnp.float32), jnp.full([1], x.size, jnp.float32)]
+    if self.sketch:
+      added, sketch = total[1:]
+      parts += [added[None], sketch if sketch.ndim == 1 else sketch.reshape(-1, SKETCH).sum(0)]
     return jnp.concatenate(parts)
 
   def _block(self, block: jax.Array, start: jax.Array | np.uint32, *, whole: int) -> tuple[jax.Array, ...]:
     """Returns the counts and sums of signed values of a piece whose first value is at `start`."""
     flat = block.reshape(-1)
     counts = _counts(self.edges, flat)
-    return (counts, _signed_sums(flat, start, whole)) if self.sketch else (counts,)
+    if not self.sketch:
+      return (counts,)
+    flat = flat.astype(jnp.float32)
+    finite = jnp.where(jnp.isfinite(flat), flat, 0)
+    return counts, jnp.sum(finite), _signed_sums(finite, start, whole)
 
 
 def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) -> tuple[jax.Array, ...]:
@@ -148,18 +153,16 @@ def _counts_by_scatter(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
   return jnp.sum(higher * jnp.sum(bins, 1), 1) + jnp.sum(same * bins[exponents], 1)
 
 
-def _signed_sums(flat: jax.Array, start: jax.Array | np.uint32, whole: int) -> jax.Array:
+def _signed_sums(finite: jax.Array, start: jax.Array | np.uint32, whole: int) -> jax.Array:
   """Values with random signs, added up: float32[SKETCH] of an array no longer than that, or by rows."""
-  i = jax.lax.iota(jnp.uint32, flat.size) + start
+  i = jax.lax.iota(jnp.uint32, finite.size) + start
   # A hash of the position (lowbias32 of C. Wellons, Prospecting for Hash Functions).
   i = (i ^ (i >> 16)) * np.uint32(0x7FEB352D)
   i = (i ^ (i >> 15)) * np.uint32(0x846CA68B)
-  flat = flat.astype(jnp.float32)
-  finite = jnp.where(jnp.isfinite(flat), flat, 0)
   signed = jnp.where((i >> 31) == 0, finite, -finite)
   if whole <= SKETCH:
-    return jnp.pad(signed, (0, SKETCH - flat.size))
-  lacking = -flat.size % (_ROWS * _LANES)
+    return jnp.pad(signed, (0, SKETCH - finite.size))
+  lacking = -finite.size % (_ROWS * _LANES)
   return jnp.pad(signed, (0, lacking)).reshape(-1, _ROWS, _LANES).sum(0)
 
 

@@ -198,6 +198,8 @@ class Tensor:
     policy: (NaN, infinities, zeros) in the policy's run, or `None`.
     error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
     cosine: of the angle between both, or `None`.
+    bias: mean of policy - float32, with its sign, over the root mean square of float32's values, or `None`.
+    gain: <policy - float32, float32> / |float32|^2: below 0 where values are too small throughout, or `None`.
     norm: of float32's values, of all batches together, or of an update itself; `None` if not known.
     lost: of the updates that are not zero, the share that leaves the weight as it is: in `bfloat16` and
       `float16`, rounded to the nearest, and in bfloat16 with the corrections `int8` and `int16`.
@@ -221,6 +223,8 @@ class Tensor:
   policy: tuple[float, float, float] | None = None
   error: float | None = None
   cosine: float | None = None
+  bias: float | None = None
+  gain: float | None = None
   norm: float | None = None
   lost: Mapping[str, float] | None = None
   descent: Mapping[str, float] | None = None
@@ -271,6 +275,8 @@ class Tensor:
       "policy": None if self.policy is None else dict(zip(keys, self.policy, strict=True)),
       "error": self.error,
       "cosine": self.cosine,
+      "bias": self.bias,
+      "gain": self.gain,
       "norm": self.norm,
       "lost": None if self.lost is None else dict(self.lost),
       "descent": None if self.descent is None else dict(self.descent),
@@ -317,10 +323,13 @@ class Distance:
   of_first: float = 0.0
   of_second: float = 0.0
   product: float = 0.0
+  summed: float = 0.0
 
-  def add(self, first: Sequence[float], second: Sequence[float]) -> None:
-    """Adds a batch: the sketch of the policy's array and that of float32's."""
+  def add(self, first: np.ndarray, second: np.ndarray) -> None:
+    """Adds a batch: sum and sketch ([..., 1 + n]) of the policy's array and of float32's."""
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    self.summed += float(np.sum(a[..., 0] - b[..., 0]))
+    a, b = a[..., 1:], b[..., 1:]
     self.squared += float(np.sum((a - b) ** 2))
     self.of_first += float(np.sum(a * a))
     self.of_second += float(np.sum(b * b))
@@ -332,6 +341,21 @@ class Distance:
     if not self.of_second:
       return 0.0 if not self.squared else math.inf
     return math.sqrt(self.squared / self.of_second)
+
+  def figures(self, count: float, finite: bool) -> dict[str, float | None]:
+    """Returns what a `Tensor` has of it.
+
+    Args:
+      count: values that each of the arrays had.
+      finite: whether all were; the mean of a part of them says nothing.
+    """
+    known = finite and self.of_second > 0
+    return {
+      "error": self.error,
+      "cosine": self.cosine,
+      "bias": self.summed / math.sqrt(count * self.of_second) if known else None,
+      "gain": self.product / self.of_second - 1 if known else None,
+    }
 
   @property
   def cosine(self) -> float | None:

@@ -11,6 +11,7 @@ from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import Tensor, is_half
+from mpjax.numerics.advice._biases import biases
 from mpjax.numerics.advice._weight_gradients import far_from_float32, of_weight_gradients
 
 # How much an error has to grow to be the one that began it.
@@ -31,7 +32,7 @@ def find(report: NumericsReport) -> tuple[Finding, ...]:
   found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
   found += [*_lost_updates(report), *_stored(report), *_errors(report)]
   known = any(f.severity == "problem" and f.kind != "lost updates" for f in found)
-  found += [*of_weight_gradients(report, known), *_reference(report)]
+  found += [*of_weight_gradients(report, known), *biases(report), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
