@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     LogprobMismatch,
     NonfiniteReport,
     NumericsReport,
+    SignificantDigits,
     find_nonfinite,
     inspect_numerics,
     logprob_mismatch,
+    significant_digits,
   )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
   from mpjax.tuning import TuneResult, tune
@@ -76,6 +78,7 @@ __all__ = [
   "Plan",
   "Policy",
   "PrecisionWarning",
+  "SignificantDigits",
   "TrainState",
   "TrainStep",
   "TuneResult",
@@ -115,6 +118,7 @@ __all__ = [
   "scale_history",
   "scale_loss",
   "scaled_region",
+  "significant_digits",
   "skip_report",
   "split_master_weights",
   "static_loss_scale",
@@ -135,6 +139,8 @@ _LATER = {
   "inspect_numerics": "mpjax.numerics",
   "logprob_mismatch": "mpjax.numerics",
   "NumericsReport": "mpjax.numerics",
+  "SignificantDigits": "mpjax.numerics",
+  "significant_digits": "mpjax.numerics",
   "plan": "mpjax.planner",
   "Plan": "mpjax.planner",
   "cheapest": "mpjax.planner",

@@ -5,6 +5,7 @@ from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._logprob_mismatch import LogprobMismatch, logprob_mismatch
 from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._significant_digits import SignificantDigits, significant_digits
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
 from mpjax.numerics.render._report_terminal import print_report
 
@@ -16,9 +17,11 @@ __all__ = [
   "NonfiniteReport",
   "NumericsReport",
   "Origin",
+  "SignificantDigits",
   "find_nonfinite",
   "inspect_numerics",
   "inspection_programs",
   "logprob_mismatch",
   "print_report",
+  "significant_digits",
 ]

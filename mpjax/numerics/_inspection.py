@@ -104,7 +104,7 @@ def inspect_numerics(
     raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
   if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
     raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
-  step, state, updates = _step_of(target, state, policy, tx, init)
+  step, state, updates = step_of(target, state, policy, tx, init)
   say = progress or (lambda line: None)
   parts = micro_batches(listed(batches), step.accumulate)
   inspection = Inspection(step, state, reference, updates, pieces)
@@ -368,7 +368,7 @@ def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
   return more if before is None else before + more
 
 
-def _step_of(
+def step_of(
   target: TrainStep | Callable[..., Any],
   state: PyTree,
   policy: PolicyLike | None,

@@ -161,6 +161,17 @@ def _over_pieces(
   return loss, grads, kept
 
 
+def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree]:
+  """Returns the unscaled loss under the step's policy, and its gradients times the loss scale."""
+
+  def scaled_loss(params: PyTree) -> tuple[Array, Array]:
+    return _loss(step, state, batch, step.loss.transform, params)
+
+  with _tracing(step):
+    (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(step.loss.compute_params(state))
+  return loss, grads
+
+
 def plain_loss(step: TrainStep) -> Callable[[TrainState, PyTree], Array]:
   """Returns a function from (state, batch) to the unscaled loss."""
 

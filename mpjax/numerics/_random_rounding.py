@@ -1,0 +1,128 @@
+"""Evaluates a program with its roundings to half precision at random: Monte-Carlo arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import _compat
+from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, JaxprEqn
+from mpjax.jaxpr import (
+  CallKind,
+  as_traced,
+  bind_again,
+  bodies_of,
+  call_kind,
+  default_branch,
+  interpret,
+  open_jaxpr,
+  scan_parts,
+  while_parts,
+)
+from mpjax.optim import stochastic_round
+
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_PRODUCTS = {"dot_general": jax.lax.dot_general_p, "conv_general_dilated": jax.lax.conv_general_dilated_p}
+# Operations of numbers on numbers, which have a float32 result where their operands are float32.
+_ARITHMETIC = frozenset(
+  (
+    *("add", "add_any", "sub", "mul", "div", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp"),
+    *("exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "sin", "cos"),
+    *("tan", "sinh", "cosh", "asinh", "acosh", "atan", "atan2", "reduce_sum", "cumsum"),
+  )
+)
+
+
+def with_random_rounding(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+  """Returns a function of (key, *args): `fun` with every rounding to half precision at random.
+
+  A matrix product, a convolution, an operation of arithmetic and a cast with a half-precision result are
+  computed in float32 and rounded to one of the two neighbours, with such odds that the mean is right. What is
+  inside a `shard_map`, a kernel or an FP8 product is left as it is.
+
+  Args:
+    fun: any function of arrays.
+    args: what it is traced with; shapes will do.
+  """
+  closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+  structure = jax.tree.structure(shapes)
+
+  def run(key: Array, *args: Any) -> Any:
+    return jax.tree.unflatten(structure, interpret(closed, jax.tree.leaves(args), _Rule(key)))
+
+  return run
+
+
+class _Rule:
+  """The rule of `interpret` under a key."""
+
+  def __init__(self, key: Array):
+    self._key = key
+
+  def __call__(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    kind = call_kind(equation)
+    if kind is not None:
+      return self._call(kind, equation, operands)
+    dtype = getattr(equation.outvars[0].aval, "dtype", None) if len(equation.outvars) == 1 else None
+    if dtype not in _HALF:
+      return bind_again(equation, operands)
+    with as_traced(equation):
+      wide = _in_float32(equation, operands)
+      return bind_again(equation, operands) if wide is None else [self._rounded(wide, dtype)]
+
+  def _rounded(self, x: Array, dtype: Any) -> Array:
+    # The key depends on the values: what a backward pass computes again is rounded as it was before, and the
+    # steps of a loop are not rounded alike.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return stochastic_round(x, jax.random.fold_in(self._key, jnp.sum(bits, dtype=jnp.uint32)), dtype)
+
+  def _body(self, jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
+    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+    return lambda *operands: interpret(closed, list(operands), self)
+
+  def _call(self, kind: CallKind, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    if kind is CallKind.SCAN:
+      k, n, options = scan_parts(equation)
+      body = self._body(equation.params["jaxpr"])
+
+      def step(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+        out = body(*operands[:k], *carry, *xs)
+        return out[:n], out[n:]
+
+      carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
+      return [*carry, *ys]
+    if kind is CallKind.WHILE:
+      condition, inside, first, second = while_parts(equation)
+      start = first + second
+      go_on = lambda carry: self._body(condition)(*operands[:first], *carry)[0]
+      again = lambda carry: self._body(inside)(*operands[first:start], *carry)
+      return jax.lax.while_loop(go_on, again, operands[start:])
+    if kind is CallKind.COND and default_branch(equation) is None:
+      branches = [self._body(branch) for branch in equation.params["branches"]]
+      return jax.lax.switch(operands[0], branches, *operands[1:])
+    bodies = bodies_of(equation)[:1]
+    if kind.runs_once and bodies and len(open_jaxpr(bodies[0]).invars) == len(operands):
+      return self._body(bodies[0])(*operands)
+    return bind_again(equation, operands)
+
+
+def _in_float32(equation: JaxprEqn, operands: Sequence[Any]) -> Array | None:
+  """Returns the one result of an equation before it is rounded to half precision; `None` if it is exact."""
+  name = equation.primitive.name
+  if name == "convert_element_type":
+    return jnp.asarray(operands[0]) if operands[0].dtype == jnp.float32 else None
+  wide = [jnp.asarray(x, jnp.float32) if jnp.result_type(x) in _HALF else x for x in operands]
+  if name in _PRODUCTS:
+    params = {key: value for key, value in equation.params.items() if key != "originals"}
+    params |= {
+      "preferred_element_type": jnp.dtype(jnp.float32),
+      "precision": (jax.lax.Precision.HIGHEST,) * 2,
+    }
+    return _PRODUCTS[name].bind(*wide[:2], **params)
+  if name in _ARITHMETIC:
+    (out,) = _compat.bind(equation, wide)
+    return out if out.dtype == jnp.float32 else None
+  return None
