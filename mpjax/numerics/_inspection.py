@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,15 +15,10 @@ from mpjax._tree import named_leaves
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
-from mpjax.numerics._batches import listed, micro_batches, most_pieces, rows
-from mpjax.numerics._instrumented_step import (
-  Seen,
-  is_mean_of_pieces,
-  loss_points,
-  make_pass,
-  reference_state,
-  reference_step,
-)
+from mpjax.numerics._batches import listed, micro_batches, rows
+from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
+from mpjax.numerics._kept_programs import shapes_of, step_for, step_under
+from mpjax.numerics._programs import Programs, programs_for
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._stored_state import slot_of
 from mpjax.numerics._summary import Summary
@@ -32,11 +26,7 @@ from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, 
 from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
-from mpjax.step import OVER_DEVICES, TrainState, TrainStep, make_train_step
-from mpjax.step._micro_batches import first_of_batch
-
-# Activations in float32 from which on a batch is run in pieces, in bytes.
-_LARGE = 1 << 28
+from mpjax.step import OVER_DEVICES, TrainState, TrainStep
 
 
 def inspect_numerics(
@@ -122,21 +112,12 @@ def inspect_numerics(
 
     def trial(policy: Policy) -> NumericsReport:
       say(f"trying {policy.label}")
-      changed = step.with_policy(policy.without_histories())
+      changed = step_under(step, policy.without_histories())
       one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
       one.add(first)
       return one.report(title, keep)
 
   return report.with_advice(advice_for(report, trial))
-
-
-class _Programs(NamedTuple):
-  """The passes for batches of one shape, and the points that each looks at, by module and name."""
-
-  mine: Callable[[TrainState, PyTree], Seen]
-  points: dict[tuple[str, str], Point]
-  theirs: Callable[[TrainState, PyTree], Seen] | None
-  wide_points: dict[tuple[str, str], Point]
 
 
 class Inspection:
@@ -156,8 +137,7 @@ class Inspection:
     pieces: int | None = None,
   ):
     self.count = 0
-    self.pieces = pieces
-    self._asked = pieces
+    self.pieces = self._asked = pieces
     self._step, self._state, self._updates = step, state, updates
     scaler = find_scaler(state.opt_state)
     self._scale = 1.0 if scaler is None else float(scaler.scale)
@@ -166,7 +146,7 @@ class Inspection:
     self._narrow = self._full if updates or reference is False else Summary.of([], sketch=True)
     self._reference = None if reference is False else reference_step(step) if reference is True else reference
     self._wide_state = None if self._reference is None else reference_state(state)
-    self._programs: dict[Any, _Programs] = {}
+    self._programs: dict[Any, Programs] = {}
     self._rows = 0
     self._losses: list[tuple[float, float | None]] = []
     self._magnitudes: dict[Any, Magnitudes] = {}
@@ -177,10 +157,9 @@ class Inspection:
 
   def add(self, batch: PyTree) -> None:
     """Looks at a batch."""
-    leaves, structure = jax.tree.flatten(batch)
-    shape = (structure, *((np.shape(x), jnp.result_type(x)) for x in leaves))
+    shape = shapes_of(batch)
     if shape not in self._programs:
-      self._programs[shape] = self._compile(batch)
+      self._programs[shape] = self._programs_for(batch)
     programs = self._programs[shape]
     wide = None
     seen: Seen = jax.device_get(programs.mine(self._state, batch))
@@ -204,45 +183,20 @@ class Inspection:
       before, least = self._stored.get(slot, (np.zeros(len(sums)), 0.0))
       self._stored[slot] = (before + sums.astype(np.float64), max(least, float(largest)))
 
-  def _compile(self, batch: PyTree) -> _Programs:
-    pieces = self._choose_pieces(batch)
-    part = batch
-    if pieces > 1:
-      part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
-    points = loss_points(self._step, self._state, part)
-    mine = make_pass(
-      self._step,
-      points,
-      self._narrow,
+  def _programs_for(self, batch: PyTree) -> Programs:
+    """Returns the passes for a batch, and has all batches of one inspection run in as many pieces."""
+    programs = programs_for(
+      (self._step, self._state, self._narrow),
+      None
+      if self._reference is None or self._wide_state is None
+      else (self._reference, self._wide_state, self._full),
+      batch,
       scale=self._scale,
       updates=self._updates,
-      pieces=pieces,
+      pieces=self._asked,
     )
-    if self._reference is None or self._wide_state is None:
-      return _Programs(mine, _by_name(points), None, {})
-    wide = loss_points(self._reference, self._wide_state, part)
-    # Activations in float32 take twice the memory: what is between matrix products is computed again.
-    theirs = make_pass(self._reference, wide, self._full, save_memory=True, pieces=pieces)
-    return _Programs(mine, _by_name(points), theirs, _by_name(wide))
-
-  def _choose_pieces(self, batch: PyTree) -> int:
-    """Returns the number of pieces: as asked; else 1, or more for large activations."""
-    if self._asked is not None:
-      if rows(batch) % self._asked:
-        raise ValueError(f"pieces={self._asked}: expected a divisor of the batch's {rows(batch)} rows")
-      return self._asked
-    self.pieces = 1
-    if self._reference is None or self._wide_state is None or jax.tree.leaves(self._state.model_state):
-      return 1
-    if self._step.policy.fp8:  # of fewer rows, fewer products are FP8
-      return 1
-    most = most_pieces(batch)
-    points = loss_points(self._reference, self._wide_state, batch)
-    if most == 1 or sum(4 * math.prod((*p.steps, *p.shape)) for p in points) < _LARGE:
-      return 1
-    if is_mean_of_pieces(self._reference, self._wide_state, batch, most):
-      self.pieces = most
-    return self.pieces
+    self.pieces = programs.pieces
+    return programs
 
   def report(self, title: str, keep: float) -> NumericsReport:
     """Returns the report on all batches so far."""
@@ -335,10 +289,6 @@ def module_of(parent: str, modules: Sequence[str]) -> str:
   return next(iter(ends)) if len(ends) == 1 else own or root
 
 
-def _by_name(points: list[Point]) -> dict[tuple[str, str], Point]:
-  return {(point.module, point.name): point for point in points}
-
-
 def _arrays(
   seen: Seen, points: dict[tuple[str, str], Point], summary: Summary
 ) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
@@ -384,13 +334,13 @@ def step_of(
       raise ValueError(f"state of type {type(state).__name__}: expected the TrainState of the step")
     if policy is None:
       return target, state, True
-    other = target.with_policy(get_policy(policy).without_histories())
+    other = step_under(target, get_policy(policy).without_histories())
     return other, other.adopt(state, target), True
   if not callable(target):
     raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
   resolved = get_policy({"base": resolved, **OVER_DEVICES})
-  step = make_train_step(target, optax.identity() if tx is None else tx, resolved)
+  step = step_for(target, tx, resolved)
   return step, step.init(state, **init), tx is not None
 
 

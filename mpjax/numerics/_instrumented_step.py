@@ -19,6 +19,7 @@ from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
+from mpjax.numerics._kept_programs import step_under
 from mpjax.numerics._stored_state import what_is_lost
 from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
 
 def reference_step(step: TrainStep) -> TrainStep:
   """Returns the step in float32 throughout, with matrix products in full precision on every device."""
-  return step.with_policy({"base": "fp32", "matmul_precision": "highest"})
+  return step_under(step, get_policy({"base": "fp32", "matmul_precision": "highest"}))
 
 
 def reference_state(state: TrainState) -> TrainState:

@@ -1,0 +1,107 @@
+"""The passes of an inspection for batches of one shape: in how many pieces, and kept with their steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from mpjax._types import PyTree
+from mpjax.casting._probes import Point
+from mpjax.numerics._batches import most_pieces, rows
+from mpjax.numerics._instrumented_step import Seen, is_mean_of_pieces, loss_points, make_pass
+from mpjax.numerics._kept_programs import kept, shapes_of
+from mpjax.numerics._summary import Summary
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._micro_batches import first_of_batch
+
+# Activations in float32 from which on a batch is run in pieces, in bytes.
+_LARGE = 1 << 28
+
+# A step, its state, and what is kept of each tensor.
+Side = tuple[TrainStep, TrainState, Summary]
+Points = dict[tuple[str, str], Point]
+
+
+class Programs(NamedTuple):
+  """The passes for batches of one shape, and the points that each looks at, by module and name."""
+
+  mine: Callable[[TrainState, PyTree], Seen]
+  points: Points
+  theirs: Callable[[TrainState, PyTree], Seen] | None
+  wide_points: Points
+  pieces: int
+
+
+def programs_for(
+  own: Side, wide: Side | None, batch: PyTree, *, scale: float, updates: bool, pieces: int | None
+) -> Programs:
+  """Returns the passes for batches of a batch's shape: those of the last inspection, if there was one.
+
+  Args:
+    own: the step under the policy.
+    wide: the reference, if it is run.
+    batch: of which only shapes matter, unless it is large: then its loss is computed in pieces, too.
+    scale: loss scale of the policy's run.
+    updates: whether its optimiser runs.
+    pieces: as `inspect_numerics` takes it.
+
+  Raises:
+    ValueError: for pieces that do not divide the rows.
+  """
+  pieces = _choose_pieces(own, wide, batch, pieces)
+  mine, points = _pass(own, batch, pieces, scale=scale, updates=updates)
+  if wide is None:
+    return Programs(mine, points, None, {}, pieces)
+  # Activations in float32 take twice the memory: what is between matrix products is computed again.
+  theirs, wide_points = _pass(wide, batch, pieces, save_memory=True)
+  return Programs(mine, points, theirs, wide_points, pieces)
+
+
+def _pass(
+  side: Side, batch: PyTree, pieces: int, **options: Any
+) -> tuple[Callable[[TrainState, PyTree], Seen], Points]:
+  step, state, summary = side
+
+  def make() -> tuple[Callable[[TrainState, PyTree], Seen], Points]:
+    points = _points(step, state, batch, pieces)
+    by_name = {(point.module, point.name): point for point in points}
+    return make_pass(step, points, summary, pieces=pieces, **options), by_name
+
+  return kept(step, ("pass", shapes_of((state, batch)), summary, pieces, *options.items()), make)
+
+
+def _points(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> list[Point]:
+  def find() -> list[Point]:
+    part = batch
+    if pieces > 1:
+      part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
+    return loss_points(step, state, part)
+
+  return kept(step, ("points", shapes_of((state, batch)), pieces), find)
+
+
+def _choose_pieces(own: Side, wide: Side | None, batch: PyTree, asked: int | None) -> int:
+  """Returns the number of pieces: as asked; else 1, or more for large activations."""
+  if asked is not None:
+    if rows(batch) % asked:
+      raise ValueError(f"pieces={asked}: expected a divisor of the batch's {rows(batch)} rows")
+    return asked
+  step, state, _ = own
+  # Of fewer rows, fewer products are FP8.
+  if wide is None or jax.tree.leaves(state.model_state) or step.policy.fp8:
+    return 1
+  most = most_pieces(batch)
+  reference, wide_state, _ = wide
+  if most == 1 or activations(_points(reference, wide_state, batch, 1)) < _LARGE:
+    return 1
+  check = lambda: is_mean_of_pieces(reference, wide_state, batch, most)
+  key = ("mean of pieces", shapes_of((wide_state, batch)), most)
+  return most if kept(reference, key, check) else 1
+
+
+def activations(points: list[Point]) -> int:
+  """Returns the bytes of all that is looked at, in float32."""
+  return sum(4 * math.prod((*p.steps, *p.shape)) for p in points)
