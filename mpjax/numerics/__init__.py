@@ -1,6 +1,7 @@
 """`inspect_numerics` and `find_nonfinite`: what a policy does to the numbers of a program."""
 
 from mpjax.numerics._conclusions import Advice, Finding, Measured
+from mpjax.numerics._fp8_recipes import Fp8Comparison, Fp8Operand, compare_fp8_recipes
 from mpjax.numerics._inspection import inspect_numerics
 from mpjax.numerics._instrumented_step import inspection_programs
 from mpjax.numerics._logprob_mismatch import LogprobMismatch, logprob_mismatch
@@ -12,12 +13,15 @@ from mpjax.numerics.render._report_terminal import print_report
 __all__ = [
   "Advice",
   "Finding",
+  "Fp8Comparison",
+  "Fp8Operand",
   "LogprobMismatch",
   "Measured",
   "NonfiniteReport",
   "NumericsReport",
   "Origin",
   "SignificantDigits",
+  "compare_fp8_recipes",
   "find_nonfinite",
   "inspect_numerics",
   "inspection_programs",

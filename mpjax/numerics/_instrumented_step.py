@@ -173,6 +173,12 @@ def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tup
   return loss, grads
 
 
+def differentiated(step: TrainStep, state: TrainState, batch: PyTree, transform: Transform) -> Array:
+  """Returns the scaled loss, with another transform in place of autocast: in terms of what that reads."""
+  with _tracing(step):
+    return _loss(step, state, batch, transform)[0]
+
+
 def plain_loss(step: TrainStep) -> Callable[[TrainState, PyTree], Array]:
   """Returns a function from (state, batch) to the unscaled loss."""
 

@@ -24,6 +24,7 @@ from mpjax.jaxpr import (
 )
 from mpjax.optim import stochastic_round
 
+Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _PRODUCTS = {"dot_general": jax.lax.dot_general_p, "conv_general_dilated": jax.lax.conv_general_dilated_p}
 # Operations of numbers on numbers, which have a float32 result where their operands are float32.
@@ -51,21 +52,20 @@ def with_random_rounding(fun: Callable[..., Any], *args: Any) -> Callable[..., A
   structure = jax.tree.structure(shapes)
 
   def run(key: Array, *args: Any) -> Any:
-    return jax.tree.unflatten(structure, interpret(closed, jax.tree.leaves(args), _Rule(key)))
+    return jax.tree.unflatten(structure, interpret(closed, jax.tree.leaves(args), _AtRandom(key)))
 
   return run
 
 
-class _Rule:
+class _AtRandom:
   """The rule of `interpret` under a key."""
 
   def __init__(self, key: Array):
     self._key = key
 
   def __call__(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-    kind = call_kind(equation)
-    if kind is not None:
-      return self._call(kind, equation, operands)
+    if call_kind(equation) is not None:
+      return into_bodies(equation, operands, self)
     dtype = getattr(equation.outvars[0].aval, "dtype", None) if len(equation.outvars) == 1 else None
     if dtype not in _HALF:
       return bind_again(equation, operands)
@@ -79,34 +79,41 @@ class _Rule:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return stochastic_round(x, jax.random.fold_in(self._key, jnp.sum(bits, dtype=jnp.uint32)), dtype)
 
-  def _body(self, jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
+
+def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
+  """Returns the results of a higher-order equation with `interpret`'s rule applied in its bodies.
+
+  Calls that run once are put in line; kernels, `shard_map`s and choices by platform are as they were.
+  """
+  kind = call_kind(equation)
+
+  def body(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
-    return lambda *operands: interpret(closed, list(operands), self)
+    return lambda *operands: interpret(closed, list(operands), rule)
 
-  def _call(self, kind: CallKind, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-    if kind is CallKind.SCAN:
-      k, n, options = scan_parts(equation)
-      body = self._body(equation.params["jaxpr"])
+  if kind is CallKind.SCAN:
+    k, n, options = scan_parts(equation)
+    inside = body(equation.params["jaxpr"])
 
-      def step(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
-        out = body(*operands[:k], *carry, *xs)
-        return out[:n], out[n:]
+    def step(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+      out = inside(*operands[:k], *carry, *xs)
+      return out[:n], out[n:]
 
-      carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
-      return [*carry, *ys]
-    if kind is CallKind.WHILE:
-      condition, inside, first, second = while_parts(equation)
-      start = first + second
-      go_on = lambda carry: self._body(condition)(*operands[:first], *carry)[0]
-      again = lambda carry: self._body(inside)(*operands[first:start], *carry)
-      return jax.lax.while_loop(go_on, again, operands[start:])
-    if kind is CallKind.COND and default_branch(equation) is None:
-      branches = [self._body(branch) for branch in equation.params["branches"]]
-      return jax.lax.switch(operands[0], branches, *operands[1:])
-    bodies = bodies_of(equation)[:1]
-    if kind.runs_once and bodies and len(open_jaxpr(bodies[0]).invars) == len(operands):
-      return self._body(bodies[0])(*operands)
-    return bind_again(equation, operands)
+    carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
+    return [*carry, *ys]
+  if kind is CallKind.WHILE:
+    condition, again, first, second = while_parts(equation)
+    start = first + second
+    go_on = lambda carry: body(condition)(*operands[:first], *carry)[0]
+    return jax.lax.while_loop(
+      go_on, lambda carry: body(again)(*operands[first:start], *carry), operands[start:]
+    )
+  if kind is CallKind.COND and default_branch(equation) is None:
+    return jax.lax.switch(operands[0], [body(b) for b in equation.params["branches"]], *operands[1:])
+  bodies = bodies_of(equation)[:1]
+  if kind is not None and kind.runs_once and bodies and len(open_jaxpr(bodies[0]).invars) == len(operands):
+    return body(bodies[0])(*operands)
+  return bind_again(equation, operands)
 
 
 def _in_float32(equation: JaxprEqn, operands: Sequence[Any]) -> Array | None:
