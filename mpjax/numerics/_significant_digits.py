@@ -114,7 +114,8 @@ def significant_digits(
 
   @jax.jit
   def sample(i: Array, state: TrainState, batch: PyTree) -> PyTree:
-    return rounded(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), i), state, batch)
+    # One operation for each array of bits, where threefry's hundreds would be minutes to compile.
+    return rounded(jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), i), state, batch)
 
   seen = sample(jnp.asarray(0), state, batch)
   units = jax.tree.map(lambda x: jnp.where(jnp.any(x != 0), jnp.max(jnp.abs(x), initial=0), 1), seen)
