@@ -2,10 +2,13 @@
 
     python scripts/bench.py numerics [--target h200] [--json FILE]     # memory, a GPT of 124M parameters
     python scripts/bench.py numerics --time [--json FILE]              # time, on this machine
+    python scripts/bench.py numerics --inspect [--json FILE]           # time of `inspect_numerics`
 
 Memory: the peaks of the three programs as the target's compiler says (`mpjax.plan`): the training step, the
 pass under the policy, and the pass in float32, beside which the optimiser's state stays on the device. Time:
 the median of steps and passes, interleaved, as a share of `EVERY` steps; compilation is reported by itself.
+An inspection: of one batch without advice, the first time beside the first step, both with their compilation,
+and again beside the median step.
 """
 
 from __future__ import annotations
@@ -90,13 +93,43 @@ def cost_in_time(config: str, policy: str) -> dict[str, Any]:
   return row
 
 
+def cost_of_inspection(layers: int, policy: str) -> dict[str, Any]:
+  """Seconds of a first and a second `inspect_numerics` of a GPT of so many layers, and of its steps."""
+  setup = make_setup(load_config("configs/gpt_stdlib.yaml", [f"policy={policy}", f"model.layers={layers}"]))
+  state, batches = setup.first_state(), setup.data.train()
+  batch = setup.place(next(batches))
+
+  def step() -> float:
+    nonlocal state
+    begin = time.perf_counter()
+    state, metrics = setup.step(state, batch)
+    jax.block_until_ready(metrics)
+    return time.perf_counter() - begin
+
+  def look() -> float:
+    begin = time.perf_counter()
+    mpjax.inspect_numerics(setup.step, state, [batch], advise=False)
+    return time.perf_counter() - begin
+
+  row: dict[str, Any] = {"layers": layers, "policy": policy, "first_step_s": step(), "first_look_s": look()}
+  row |= {"step_s": statistics.median(step() for _ in range(ROUNDS))}
+  row |= {"look_s": statistics.median(look() for _ in range(3))}
+  row |= {"first": row["first_look_s"] / row["first_step_s"], "again": row["look_s"] / row["step_s"]}
+  print(row, flush=True)
+  return row
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--target", default="h200", help="as mpjax.plan takes it; v5e, h200, ...")
+  parser.add_argument("--inspect", action="store_true", help="time of inspections in place of memory")
   parser.add_argument("--time", action="store_true", help="time on this machine in place of memory")
 
 
 def run(options: argparse.Namespace) -> int:
-  if options.time:
+  if options.inspect:
+    rows = [cost_of_inspection(layers, "bf16") for layers in (2, 8)]
+    report = origin(f"{COMMAND} --inspect", "flax") | {"rows": rows}
+  elif options.time:
     configs = ("gpt_stdlib", "vit_digits", "resnet_digits")
     rows = [cost_in_time(config, policy) for config in configs for policy in POLICIES]
     report = origin(f"{COMMAND} --time", "flax") | {"every": EVERY, "rows": rows}

@@ -52,6 +52,7 @@ class Point:
     dtype: in which it is held.
     shape: in one step of the loops that it is in.
     steps: lengths of the loops that it is in and whose steps are kept apart, outermost first.
+    repeated: whether it is in a loop besides whose steps are seen together.
   """
 
   module: str
@@ -60,6 +61,7 @@ class Point:
   dtype: str
   shape: tuple[int, ...]
   steps: tuple[int, ...]
+  repeated: bool = False
 
 
 def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
@@ -157,7 +159,7 @@ def _walk(
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
-        yield (node, i), _point(node, i, steps or (), seen)
+        yield (node, i), _point(node, i, steps, seen)
 
 
 def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -195,7 +197,9 @@ def _has_own_weights(node: Node) -> bool:
   return False
 
 
-def _point(node: Node, i: int, steps: tuple[int, ...], seen: collections.Counter[tuple[str, str]]) -> Point:
+def _point(
+  node: Node, i: int, steps: tuple[int, ...] | None, seen: collections.Counter[tuple[str, str]]
+) -> Point:
   equation = node.equation
   variable = equation.outvars[i]
   operation = operation_name(equation)
@@ -208,7 +212,8 @@ def _point(node: Node, i: int, steps: tuple[int, ...], seen: collections.Counter
     source_line(equation),
     dtype.name,
     shape_of(variable),
-    steps,
+    steps or (),
+    steps is None,
   )
 
 

@@ -79,7 +79,11 @@ def _numerics(options: argparse.Namespace) -> None:
     return
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
-  subject = open_subject(config, checkpoint)
+  if not console.is_terminal:
+    training = f"compiling the training step, and training {steps} steps"
+    _say(console, training if steps else "building the model and reading its state")
+  with console.status("building the model"):
+    subject = open_subject(config, checkpoint)
   recipe, used = config.resolve_policy().fp8, subject.step.policy.fp8
   if recipe and used and recipe.recipe != used.recipe:
     _say(
@@ -113,8 +117,6 @@ def _inspect(
     rich.progress.TimeElapsedColumn(),
   )
   lines = not console.is_terminal
-  if lines and steps:
-    _say(console, f"compiling the training step, and training {steps} steps")
   with rich.progress.Progress(*columns, console=console, transient=True, disable=lines) as progress:
     if steps:
       task = progress.add_task("training", total=steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._kept_programs import step_under
 from mpjax.numerics._stored_state import what_is_lost
-from mpjax.numerics._summary import Summary, look
+from mpjax.numerics._summary import Summary, Whole, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.numerics._update_sums import UpdateSums, update_sums
+from mpjax.numerics._whole_tensors import kept_whole, pair_kept_whole, whole_size
 from mpjax.optim._convert import store_step
 from mpjax.optim._quantized import unstored
 from mpjax.policy import Policy, get_policy, matmul_precision
@@ -92,6 +94,7 @@ def make_pass(
   updates: bool = False,
   save_memory: bool = False,
   pieces: int = 1,
+  whole: bool = False,
 ) -> Callable[[TrainState, PyTree], Seen]:
   """Returns a jitted pass: (state, batch) -> Seen; the state is left as it is.
 
@@ -103,31 +106,39 @@ def make_pass(
     updates: whether the optimiser runs, too.
     save_memory: whether the backward pass computes again all but the results of matrix products.
     pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
+    whole: leaves the summaries of what is seen once a step to `condensed`, which has a program for all arrays
+      of a length. Each is otherwise compiled by itself, which takes several times as long as the step.
   """
-  gradients = _probed_gradients(step, points, summary, scale, save_memory)
+  gradients = _probed_gradients(step, points, summary, scale, save_memory, whole)
 
   def run(state: TrainState, batch: PyTree) -> Seen:
     with _tracing(step):
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
-    of_updates, stored = _updates(step, state, grads, loss, summary) if updates else ({}, {})
+    sums = pair_kept_whole if whole else functools.partial(update_sums, summary)
+    of_updates, stored = _updates(step, state, grads, loss, sums) if updates else ({}, {})
     scaler = find_scaler(state.opt_state)
     if scaler is not None:
       grads = unscale(hide(grads), scaler.scale)
-    params, grads = (_each(summary, hide(tree)) for tree in (state.params, grads))
+    each = kept_whole if whole else summary
+    params, grads = ({path: each(x) for path, x in _leaves(hide(tree))} for tree in (state.params, grads))
     return Seen(loss, kept, params, grads, of_updates, stored)
 
   return jax.jit(run)
 
 
 def _probed_gradients(
-  step: TrainStep, points: list[Point], summary: Summary, scale: float, save_memory: bool
+  step: TrainStep, points: list[Point], summary: Summary, scale: float, save_memory: bool, whole: bool
 ) -> ProbedGradients:
   """Returns a function from (state, batch, pieces) to loss / pieces, its gradients, and what is kept."""
+
+  def see(x: Array, probe: Array) -> Array:
+    size = probe.shape[-1]
+    return look(x, probe, summary if size == summary.size else Whole(size), scale)
 
   def gradients(state: TrainState, batch: PyTree, pieces: int) -> tuple[Array, PyTree, list[Array]]:
     def scaled_loss(params: PyTree, probes: list[Array]) -> tuple[Array, Array]:
       def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
-        return watched(fun, policy, probes, lambda x, probe: look(x, probe, summary, scale), **options)
+        return watched(fun, policy, probes, see, **options)
 
       scaled, loss = _loss(step, state, batch, watch, params)
       # Gradients of the mean over all rows.
@@ -135,7 +146,8 @@ def _probed_gradients(
 
     if save_memory:
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
-    probes = [jnp.zeros((*point.steps, 2, summary.size), jnp.float32) for point in points]
+    sizes = [whole_size(p, summary) if whole and not p.repeated else summary.size for p in points]
+    probes = [jnp.zeros((*p.steps, 2, n), jnp.float32) for p, n in zip(points, sizes, strict=True)]
     passed = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
     (_, loss), (grads, kept) = passed(step.loss.compute_params(state), probes)
     return loss, grads, kept
@@ -251,18 +263,14 @@ def _loss(
 
 
 def _updates(
-  step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, summary: Summary
-) -> tuple[dict[str, UpdateSums], dict[str, tuple[Array, Array]]]:
+  step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, sums: Callable[[Array, Array], Any]
+) -> tuple[dict[str, Any], dict[str, tuple[Array, Array]]]:
   grads = cast_like(grads, state.params)
   masters, before = on_masters(state.params, state.opt_state)
   updates, after = step.tx.update(grads, unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))
-  of_updates = {path: update_sums(summary, weights[path], update) for path, update in _leaves(hide(updates))}
+  of_updates = {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}
   return of_updates, what_is_lost(state.params, store_step(before, after), after)
-
-
-def _each(summary: Summary, tree: PyTree) -> dict[str, Any]:
-  return {path: summary(leaf) for path, leaf in _leaves(tree)}
 
 
 def _leaves(tree: PyTree) -> list[tuple[str, Any]]:

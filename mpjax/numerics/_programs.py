@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -14,11 +14,15 @@ from mpjax.numerics._batches import most_pieces, rows
 from mpjax.numerics._instrumented_step import Seen, is_mean_of_pieces, loss_points, make_pass
 from mpjax.numerics._kept_programs import kept, shapes_of
 from mpjax.numerics._summary import Summary
+from mpjax.numerics._whole_tensors import condensed
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
 
 # Activations in float32 from which on a batch is run in pieces, in bytes.
 _LARGE = 1 << 28
+
+# Bytes up to which a pass leaves tensors whole on the device, for programs that look at them all.
+_FITS = 1 << 30
 
 # A step, its state, and what is kept of each tensor.
 Side = tuple[TrainStep, TrainState, Summary]
@@ -52,25 +56,41 @@ def programs_for(
     ValueError: for pieces that do not divide the rows.
   """
   pieces = _choose_pieces(own, wide, batch, pieces)
-  mine, points = _pass(own, batch, pieces, scale=scale, updates=updates)
+  whole = pieces == 1 and all(_can_leave_whole(side, batch) for side in (own, wide) if side is not None)
+  mine, points = _pass(own, batch, pieces, whole, scale, updates=updates)
   if wide is None:
     return Programs(mine, points, None, {}, pieces)
   # Activations in float32 take twice the memory: what is between matrix products is computed again.
-  theirs, wide_points = _pass(wide, batch, pieces, save_memory=True)
+  theirs, wide_points = _pass(wide, batch, pieces, whole, 1.0, save_memory=not whole)
   return Programs(mine, points, theirs, wide_points, pieces)
 
 
 def _pass(
-  side: Side, batch: PyTree, pieces: int, **options: Any
+  side: Side, batch: PyTree, pieces: int, whole: bool, scale: float, **options: bool
 ) -> tuple[Callable[[TrainState, PyTree], Seen], Points]:
   step, state, summary = side
+  points = _points(step, state, batch, pieces)
+  inside = 1.0 if whole else scale
+  if whole:  # the same program for every loss scale
+    summary = Summary((), sketch=summary.sketch) if not any(p.repeated for p in points) else summary
+  key = ("pass", shapes_of((state, batch)), summary, inside, whole, pieces, *options.items())
+  make = lambda: make_pass(step, points, summary, scale=inside, pieces=pieces, whole=whole, **options)
+  run = kept(step, key, make)
+  by_name = {(point.module, point.name): point for point in points}
+  if not whole:
+    return run, by_name
+  return lambda state, batch: condensed(run(state, batch), points, side[2], scale), by_name
 
-  def make() -> tuple[Callable[[TrainState, PyTree], Seen], Points]:
-    points = _points(step, state, batch, pieces)
-    by_name = {(point.module, point.name): point for point in points}
-    return make_pass(step, points, summary, pieces=pieces, **options), by_name
 
-  return kept(step, ("pass", shapes_of((state, batch)), summary, pieces, *options.items()), make)
+def _can_leave_whole(side: Side, batch: PyTree) -> bool:
+  """Returns whether all that is looked at fits on the one device beside the state."""
+  step, state, _ = side
+  arrays = jax.tree.leaves((state, batch))
+  on_one = step.layout is None or step.layout.mesh.size == 1
+  if not on_one or any(len(x.devices()) > 1 for x in arrays if isinstance(x, jax.Array)):
+    return False
+  weights = sum(4 * x.size for x in jax.tree.leaves(state.params))
+  return 2 * activations(_points(step, state, batch, 1)) + 4 * weights < _FITS
 
 
 def _points(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> list[Point]:
@@ -95,7 +115,11 @@ def _choose_pieces(own: Side, wide: Side | None, batch: PyTree, asked: int | Non
     return 1
   most = most_pieces(batch)
   reference, wide_state, _ = wide
-  if most == 1 or activations(_points(reference, wide_state, batch, 1)) < _LARGE:
+  if (
+    most == 1
+    or _can_leave_whole(wide, batch)
+    or activations(_points(reference, wide_state, batch, 1)) < _LARGE
+  ):
     return 1
   check = lambda: is_mean_of_pieces(reference, wide_state, batch, most)
   key = ("mean of pieces", shapes_of((wide_state, batch)), most)
