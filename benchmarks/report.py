@@ -19,6 +19,7 @@ from benchmarks._record import provenance
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.quality import _tables as quality_tables
+from benchmarks.tune import _suite as tune_suite
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
@@ -318,7 +319,7 @@ def chaos(report: dict[str, Any]) -> str:
 PLACES = dict.fromkeys(
   ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
   "docs/scale_out.md",
-)
+) | {f"tune_{part}": "docs/tune.md" for part in tune_suite.TABLES}
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -367,6 +368,7 @@ def main() -> None:
     ("gather_gspmd", gather_suite.table_of_gspmd),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
+    *((f"tune_{part}", table_of) for part, table_of in tune_suite.TABLES.items()),
     ("layerwise_cpu", layerwise),
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),

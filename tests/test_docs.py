@@ -20,6 +20,7 @@ SMALL = {
   "explain": _SMALL,
   "plan": f"{_SMALL} --analytic",
   "numerics": "--no-advice batches=1",
+  "tune": f"{_SMALL} steps=1 batches=1",
   "export": "",
 }
 # What a person types besides: to set up, and to look at runs.

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import os
 import pathlib
+import tempfile
 import time
 from typing import Any
 
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
   return 0
 
 
-def _tuned(config: Config, target: str) -> tuple[TuneResult, float]:
+def _tuned(config: Config, target: str, trials: pathlib.Path | None = None) -> tuple[TuneResult, float]:
   """Returns what a search finds after ten steps in float32, and its seconds."""
   subject = open_subject(config, None)
   for _ in range(_STEPS):
@@ -76,6 +77,7 @@ def _tuned(config: Config, target: str) -> tuple[TuneResult, float]:
     subject.state,
     batches,
     target=target,
+    trials=trials,
     plan_of=lambda policy: planner.plan(policy, compile=False),
     progress=lambda line: print(f"  {line}", flush=True),
   )
@@ -88,9 +90,10 @@ def _float32(name: str, *overrides: str) -> Config:
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
   rows = []
+  folder = pathlib.Path(tempfile.mkdtemp())
   for name, target in itertools.product(options.configs, TARGETS):
     print(name, target, flush=True)
-    result, seconds = _tuned(_float32(name), target)
+    result, seconds = _tuned(_float32(name), target, folder / f"{name}.jsonl")
     of = {trial.label: trial.cost for trial in result.table}
     chosen = result.chosen.cost
     rows.append(
@@ -184,7 +187,7 @@ def _proof(options: argparse.Namespace) -> dict[str, Any]:
 def _search_table(report: dict[str, Any]) -> str:
   lines = [
     "| config | target | chosen | error (may be) | time of bf16's, of fp32's | tried | s |",
-    "|---|---|---|---|---|---|---|",
+    "|---" * 7 + "|",
   ]
   for row in report["rows"]:
     ratios = [row["time_of_bf16"], row["time_of_fp32"]]
@@ -233,8 +236,3 @@ TABLES = {
   "growth": _growth_table,
   "proof": _proof_table,
 }
-
-
-def tables(name: str, report: dict[str, Any]) -> str:
-  """Returns the table of a report of this suite by its file's name."""
-  return TABLES[name.removeprefix("tune_")](report)

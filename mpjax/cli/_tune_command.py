@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,7 +73,7 @@ def _tune(options: argparse.Namespace) -> None:
   config = load_config(path, [*overrides, "policy=fp32"])
   console = rich.console.Console(width=None if rich.console.Console().is_terminal else 160)
   planner = Planner(config, target)
-  trials = pathlib.Path("runs/tune") / f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', target.name)}.jsonl"
+  trials = pathlib.Path("runs/tune") / f"{path.stem}.jsonl"
   trials.parent.mkdir(parents=True, exist_ok=True)
   with _progress(console) as say:
     subject = _subject(config, checkpoint, steps, say)

@@ -90,13 +90,12 @@ class Search:
     for trial in self.trials:
       if trial.policy == policy:
         return trial
-    known = self._kept.get(policy)
-    if known is None:
+    cost, error = self._cost(policy), self._kept.get(policy)
+    if error is None:
       self._check_time(always)
       self._say(label)
-      known = (self._cost(policy), self._gradients.error(policy))
-      self._kept.put(policy, *known)
-    cost, error = known
+      error = self._gradients.error(policy)
+      self._kept.put(policy, error)
     passes = error.total <= self._tolerance
     trial = Trial(label, kind, policy, cost, error, passes, predicted=predicted, reasons=reasons or {})
     self.trials.append(trial)

@@ -111,38 +111,37 @@ class Trial:
 
 
 class TrialFile:
-  """Measurements of earlier trials, in a file with a line each; of nothing if there is no file.
+  """Errors of policies that were measured before, in a file with a line each; of none if there is no file.
 
-  A line counts for the same policy, target, parameters, batches and loss alone.
+  A line counts for the same policy, parameters, batches and loss alone; what it costs is planned anew.
   """
 
   def __init__(self, path: pathlib.Path | None, subject: str):
     self._path = path
     self._subject = hashlib.sha256(subject.encode()).hexdigest()[:16]
-    self._found: dict[str, tuple[Cost, GradientError]] = {}
+    self._found: dict[str, GradientError] = {}
     if path is None or not path.exists():
       return
     for line in path.read_text().splitlines():
       try:
         kept = json.loads(line)
         if kept["subject"] == self._subject:
-          self._found[kept["policy"]] = (Cost(**kept["cost"]), GradientError(**kept["error"]))
+          self._found[kept["policy"]] = GradientError(**kept["error"])
       except (ValueError, KeyError, TypeError):
         continue  # a line that an interruption cut off, or one of another version
 
-  def get(self, policy: Policy) -> tuple[Cost, GradientError] | None:
-    """Returns what was measured of a policy; `None` if nothing was."""
+  def get(self, policy: Policy) -> GradientError | None:
+    """Returns the error of a policy; `None` if it was not measured."""
     return self._found.get(str(policy))
 
-  def put(self, policy: Policy, cost: Cost, error: GradientError) -> None:
-    """Keeps what was measured of a policy."""
-    self._found[str(policy)] = (cost, error)
+  def put(self, policy: Policy, error: GradientError) -> None:
+    """Keeps the error of a policy."""
+    self._found[str(policy)] = error
     if self._path is None:
       return
     values: Mapping[str, Any] = {
       "subject": self._subject,
       "policy": str(policy),
-      "cost": dataclasses.asdict(cost),
       "error": dataclasses.asdict(error),
     }
     with self._path.open("a") as file:

@@ -79,7 +79,8 @@ def tune(
     objective: what is to be small: `"time"` (floor) or `"memory"` (peak). The other decides between equals. A
       target without published peaks, such as a CPU, is judged by memory.
     minutes: after which nothing more is tried beyond the presets.
-    trials: a file in which trials are kept, so that the same search goes on from it.
+    trials: a file in which errors are kept, so that the same search goes on from it, and one for another
+      target measures only what it tries besides.
     plan_of: plans a policy in place of `mpjax.plan` of the step on one device.
     progress: called with a line before each trial.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
@@ -115,7 +116,7 @@ def tune(
     _modules(step, state, given[0]),
     allowed,
     objective,
-    TrialFile(None if trials is None else pathlib.Path(trials), f"{device.name} {gradients.fingerprint()}"),
+    TrialFile(None if trials is None else pathlib.Path(trials), gradients.fingerprint()),
     None if minutes is None else began + 60 * minutes,
     say,
     has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
