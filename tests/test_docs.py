@@ -57,7 +57,7 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch):
       assert main([*words, *small]) == 0, words
     else:
       assert shlex.join([program, *words]).startswith(OTHERS), program
-  assert set(done) == {"train", "explain", "export", "plan", "numerics"}
+  assert set(done) == {"train", "explain", "export", "plan", "numerics", "tune"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
@@ -70,7 +70,7 @@ def test_the_commands_of_a_page_name_examples_and_keys_that_there_are(page):
     keys = [a for a in arguments if "=" in a and a.partition("=")[0] not in OWN_KEYS]
     keys = [key for key in keys if not (key.startswith("policy=") and "," in key)]
     named = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    if command in ("train", "plan", "explain", "numerics") and named and (ROOT / named[0]).suffix == "":
+    if command in ("train", "plan", "explain", "numerics", "tune") and named and (ROOT / named[0]).suffix == "":
       assert named[0].startswith("runs/") or load_config(named[0], keys)
 
 
