@@ -70,7 +70,9 @@ def test_the_commands_of_a_page_name_examples_and_keys_that_there_are(page):
     keys = [a for a in arguments if "=" in a and a.partition("=")[0] not in OWN_KEYS]
     keys = [key for key in keys if not (key.startswith("policy=") and "," in key)]
     named = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    if command in ("train", "plan", "explain", "numerics", "tune") and named and (ROOT / named[0]).suffix == "":
+    if (
+      command in ("train", "plan", "explain", "numerics", "tune") and named and (ROOT / named[0]).suffix == ""
+    ):
       assert named[0].startswith("runs/") or load_config(named[0], keys)
 
 

@@ -18,6 +18,8 @@ from mpjax.tuning._trials import Cost, Trial, TrialFile
 PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")
 # A change that saves less than this share gains nothing.
 _GAINS, _CASTS = 1e-3, 1e-6
+# From which share on layers that are alike are told apart.
+_WORTH = 0.01
 # How often a set that fails is made smaller, and one that passes larger; alike layers that are told apart.
 _BACK_OFF, _ADD, _LAYERS = 6, 3, 16
 # What is tried on top of the policy found: (what it applies to, fields).
@@ -156,7 +158,7 @@ class Search:
         if name in module.levels and trial.cost.cheaper(base.cost, self._objective):
           self._single(options, module, name)
     chosen = options.choose(self._tolerance)
-    for module in options.left_out(chosen):
+    for module in options.held_back(chosen):
       if 1 < len(module.paths) <= _LAYERS:
         levels = options.take_apart(module)
         for part in module.split():
@@ -328,9 +330,15 @@ class _Options:
         chosen[module] = "bf16"
     return chosen
 
-  def left_out(self, chosen: Mapping[Module, str]) -> list[Module]:
-    """Returns modules that would save something and are not among the changes."""
-    return [module for module in self._changes if module not in chosen]
+  def held_back(self, chosen: Mapping[Module, str]) -> list[Module]:
+    """Returns modules that lose something worth having by not having the level that saves most."""
+    spent = self.base.cost.spent(self._objective)
+    found = []
+    for module, changes in self._changes.items():
+      saves = changes[chosen[module]][0] if module in chosen else 0.0
+      if changes[_saves_most(changes)][0] - saves > _WORTH * spent:
+        found.append(module)
+    return found
 
   def more(self, chosen: Mapping[Module, str]) -> list[tuple[Module, str]]:
     """Returns changes that a set could have besides, the one that adds least error for its gain first."""
