@@ -23,7 +23,7 @@ from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import Module, list_modules
 from mpjax.tuning._result import TuneResult
-from mpjax.tuning._search import Search
+from mpjax.tuning._search import PRESETS, Search
 from mpjax.tuning._trials import OBJECTIVES, Trial, TrialFile, as_policy
 
 # Of the gradient's noise, by default.
@@ -174,8 +174,8 @@ def _parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None
 def _presets(device: Target) -> list[str]:
   """Returns the presets to try: those that the target has units for, and that this machine can measure."""
   names = presets_of(device)
-  ordered = [name for name in ("bf16", "fp16", "fp8", "tf32", "fp32") if name in names]
-  return [name for name in ordered if name != "tf32" or jax.default_backend() == "gpu"]
+  measurable = [name for name in PRESETS if name != "tf32" or jax.default_backend() == "gpu"]
+  return [name for name in measurable if name in names]
 
 
 def _step_of(
