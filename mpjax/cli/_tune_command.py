@@ -14,7 +14,13 @@ import rich.progress
 import yaml
 
 from mpjax._install import pip_install
-from mpjax.cli._config_arguments import add_config, command_options, parse, whole_number
+from mpjax.cli._config_arguments import (
+  add_config,
+  command_options,
+  parse,
+  split_policies,
+  whole_number,
+)
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import get_target
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
@@ -36,7 +42,8 @@ def run(arguments: Sequence[str], prog: str) -> int:
   )
   add_config(
     parser,
-    overrides="dotted keys that override the file; target=h200, v5e and so on; checkpoint=RUN or "
+    overrides="dotted keys that override the file; target=h200, v5e and so on; policy=a,b,c to choose among "
+    "these alone; checkpoint=RUN or "
     "RUN/checkpoints/STEP for trained parameters; steps=N to train so many first (without a checkpoint "
     f"{_STEPS}); batches=N to measure on ({_BATCHES})",
   )
@@ -60,6 +67,11 @@ def run(arguments: Sequence[str], prog: str) -> int:
 
 def _tune(options: argparse.Namespace) -> None:
   own, overrides = command_options(options.overrides, ("target", "checkpoint", "steps", "batches"))
+  policies, overrides = split_policies(overrides)
+  if fixed := [o for o in overrides if o.startswith(("policy=", "policy."))]:
+    raise ConfigError(
+      f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
+    )
   checkpoint = own.get("checkpoint")
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   batches = whole_number(own, "batches", _BATCHES, 1)
@@ -84,6 +96,7 @@ def _tune(options: argparse.Namespace) -> None:
         [subject.next_batch() for _ in range(batches)],
         target=target,
         tolerance=_tolerance(options.tolerance),
+        candidates=policies or None,
         objective=options.objective,
         minutes=options.minutes,
         trials=trials,

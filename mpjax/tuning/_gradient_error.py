@@ -161,7 +161,11 @@ class Gradients:
   def _noise(self, needed: bool) -> Noise | None:
     least = min(map(rows, self._batches))
     if least >= 2:
-      pairs = [self._halves(batch) for batch in self._batches]
+      options = self._wide.options
+      fewer = [math.gcd(options.accumulate, rows(batch) // 2) for batch in self._batches]
+      halved = dataclasses.replace(options, accumulate=min(fewer))
+      step = TrainStep(self._wide.fun, self._wide.inner_tx, halved)
+      pairs = [self._halves(step, batch) for batch in self._batches]
       apart = _add(_squares(_minus(*pair)) for pair in pairs)
       together = _add(_squares(_plus(*pair)) for pair in pairs)
       how = "halves of the batches"
@@ -181,13 +185,13 @@ class Gradients:
     total = math.sqrt(_total(apart) / max(_total(together), 1e-30))
     return Noise(total, _ratios(apart, together), how)
 
-  def _halves(self, batch: PyTree) -> tuple[PyTree, PyTree]:
+  def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
     n = rows(batch)
     even = jax.tree.map(lambda x: x if not np.ndim(x) or np.shape(x)[0] != n else x[: n - n % 2], batch)
     split = split_batch(2, jax.tree.map(jnp.asarray, even))
     first, second = (
-      self._wide.gradients(self._wide_state, jax.tree.map(lambda x, i=i: x[i], split))[1] for i in range(2)
+      step.gradients(self._wide_state, jax.tree.map(lambda x, i=i: x[i], split))[1] for i in range(2)
     )
     return first, second
 

@@ -47,6 +47,7 @@ WRONG = {
   "a picture of no kind": (["--picture", "tune.gif"], "expected a file that ends in .png or .svg"),
   "no steps to prove": (["--prove", "0"], "--prove 0: expected a positive number"),
   "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
+  "a policy of its own": (["policy={base: bf16}"], "tune chooses the policy"),
   "an unknown key": (["train.stepz=3"], "did you mean 'steps'"),
 }
 

@@ -155,12 +155,13 @@ def test_a_result_is_data_and_a_picture(tmp_path):
   assert (tmp_path / "tune.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_step_and_its_state_can_be_given():
+@pytest.mark.parametrize("accumulate", [1, 256])  # one row each
+def test_a_step_and_its_state_can_be_given(accumulate):
   params, batches, loss_fn = planted()
-  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16")
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16", accumulate=accumulate)
   state = step.init(params)
   state, _ = step(state, batches[0])
-  result = mpjax.tune(step, state, batches, target="h200", candidates=["bf16", "fp32"], tolerance=TOLERANCE)
+  result = mpjax.tune(step, state, batches, target="h200", candidates=["bf16", "fp32"])
   assert result.policy == mpjax.get_policy("bf16")
   jax.block_until_ready(step(state, batches[1]))  # nothing of it was donated
 
