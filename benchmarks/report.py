@@ -319,7 +319,7 @@ def chaos(report: dict[str, Any]) -> str:
 PLACES = dict.fromkeys(
   ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
   "docs/scale_out.md",
-) | {f"tune_{part}": "docs/tune.md" for part in tune_suite.TABLES}
+) | dict.fromkeys(("tune_search", "tune_predictions"), "docs/tune.md")
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -368,7 +368,8 @@ def main() -> None:
     ("gather_gspmd", gather_suite.table_of_gspmd),
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
-    *((f"tune_{part}", table_of) for part, table_of in tune_suite.TABLES.items()),
+    ("tune_search", tune_suite.TABLES["search"]),
+    ("tune_predictions", tune_suite.TABLES["predictions"]),
     ("layerwise_cpu", layerwise),
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),
