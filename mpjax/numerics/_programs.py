@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from mpjax import _compat
 from mpjax._types import PyTree
 from mpjax.casting._probes import Point
 from mpjax.numerics._batches import most_pieces, rows
@@ -87,7 +88,9 @@ def _can_leave_whole(side: Side, batch: PyTree) -> bool:
   step, state, _ = side
   arrays = jax.tree.leaves((state, batch))
   on_one = step.layout is None or step.layout.mesh.size == 1
-  if not on_one or any(len(x.devices()) > 1 for x in arrays if isinstance(x, jax.Array)):
+  arrays = [x for x in arrays if isinstance(x, jax.Array)]
+  # On an explicit mesh, values that lie on different axes do not go into one program's arrays.
+  if not on_one or any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
     return False
   weights = sum(4 * x.size for x in jax.tree.leaves(state.params))
   return 2 * activations(_points(step, state, batch, 1)) + 4 * weights < _FITS
