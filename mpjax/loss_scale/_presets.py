@@ -131,8 +131,21 @@ class LossScaling:
   def _check_adjustment(self) -> None:
     if self.growth_factor <= 1:
       raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1")
+    # The scale is float32, and so are the factors that it is multiplied by.
+    with np.errstate(over="ignore", under="ignore"):
+      growth, backoff = np.float32(self.growth_factor), np.float32(self.backoff_factor)
+    if growth == 1:
+      raise ValueError(
+        f"growth_factor={self.growth_factor!r}: {growth} in float32, as the scale is; expected a number "
+        "such as 2, by which it grows"
+      )
     if not 0 < self.backoff_factor < 1:
       raise ValueError(f"backoff_factor={self.backoff_factor!r}: expected a number between 0 and 1")
+    if backoff in (0, 1):
+      raise ValueError(
+        f"backoff_factor={self.backoff_factor!r}: {backoff} in float32, as the scale is; expected a number "
+        "such as 0.5, by which it falls"
+      )
     if self.min_scale > self.max_scale:
       raise ValueError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
     if not self.min_scale <= self.init_scale <= self.max_scale:

@@ -25,6 +25,7 @@ from mpjax.sharding import (
   specs_like,
   with_axis_types,
 )
+from mpjax.step._micro_batches import require_same_rows
 from mpjax.step._train_state import TrainState
 
 GATHERS = ("step", "block")  # once a step, or where they are read
@@ -111,7 +112,8 @@ class Layout:
     return with_axis_types(self.mesh, around.axis_types)
 
   def check_batch(self, batch: PyTree, accumulate: int) -> None:
-    """Raises `ValueError` for a batch whose rows cannot be divided over the devices."""
+    """Raises `ValueError` for a batch whose rows differ in number or cannot be divided over the devices."""
+    require_same_rows(batch, "mesh=")
     for name, leaf in named_leaves(batch):
       if leaf.ndim and leaf.shape[0] % (self.shards * accumulate):
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""

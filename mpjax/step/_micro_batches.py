@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
+from mpjax._tree import named_leaves
 from mpjax._types import Array
 from mpjax.dtypes import at_least_float32
 
@@ -16,8 +17,9 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
   A scalar is the same in each of the `n`.
 
   Raises:
-    ValueError: for rows that cannot be divided by `n`.
+    ValueError: for rows that cannot be divided by `n`, or leaves of different numbers of rows.
   """
+  require_same_rows(batch, f"accumulate={n}")
 
   def split(x: Shaped[Array, " ..."]) -> Shaped[Array, "n ..."]:
     if not x.ndim:
@@ -27,6 +29,26 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
     return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
 
   return jax.tree.map(split, batch)
+
+
+def require_same_rows(batch: PyTree, divided: str) -> None:
+  """Raises `ValueError` for a batch whose leaves have different numbers of rows; scalars have none.
+
+  Divided, each device or micro-batch could be left with rows that broadcast, and the loss would be wrong
+  without a word.
+
+  Args:
+    batch: tree of arrays, or shapes.
+    divided: what divides it, for the error.
+  """
+  with_rows = [(name, leaf) for name, leaf in named_leaves(batch) if leaf.ndim]
+  for name, leaf in with_rows[1:]:
+    first_name, first = with_rows[0]
+    if leaf.shape[0] != first.shape[0]:
+      raise ValueError(
+        f"batch[{first_name!r}] has {first.shape[0]} rows and batch[{name!r}] {leaf.shape[0]}: {divided} "
+        "divides a batch by its rows, so all its arrays need as many; close over what is no row"
+      )
 
 
 def first_of_batch(n: int, batch: PyTree) -> PyTree:

@@ -301,8 +301,8 @@ def test_an_overflow_on_the_step_that_would_grow_backs_off():
   ("field", "value"),
   [
     *[("init_scale", v) for v in (0.0, -1.0, math.inf, math.nan, True, "big", 2.0**127, 0.5)],
-    *[("growth_factor", v) for v in (1.0, 0.5, math.inf, math.nan)],
-    *[("backoff_factor", v) for v in (0.0, 1.0, 2.0, -0.5)],
+    *[("growth_factor", v) for v in (1.0, 0.5, 1 + 1e-8, math.inf, math.nan)],
+    *[("backoff_factor", v) for v in (0.0, 1.0, 2.0, -0.5, 1 - 1e-16, 1e-60)],
     *[("growth_interval", v) for v in (0, -1, 1.5, True, 2**31)],
     *[("hysteresis", v) for v in (0, 2.5)],
     ("consecutive_hysteresis", 1),

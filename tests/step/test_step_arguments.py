@@ -80,6 +80,25 @@ def test_misuse_is_named(act, words):
   assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.parametrize(
+  ("divided", "word"),
+  [({"accumulate": 2}, "accumulate=2"), ({"mesh": 1}, "mesh="), ({"mesh": 2}, "mesh="), ({}, None)],
+)
+def test_leaves_of_different_numbers_of_rows_are_named_where_rows_are_divided(divided, word):
+  mesh = {"mesh": jax.make_mesh((divided["mesh"],), ("data",))} if "mesh" in divided else {}
+  loss = lambda p, b: jnp.mean(b["x"] @ p["w"]) + jnp.mean(b["more"]["y"]) + b["weight"]
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", donate=False, **{**divided, **mesh})
+  batch = {"x": jnp.ones((4, 4)), "more": {"y": jnp.ones((2, 1))}, "weight": jnp.ones(())}
+  state = step.init({"w": jnp.ones((4, 1))})
+  if word is None:  # nothing is divided: the loss may do as it likes
+    step(state, batch)
+    return
+  for act in (step, step.gradients):
+    with pytest.raises(ValueError, match="rows") as error:
+      act(state, batch)
+    assert all(part in str(error.value) for part in ("'x'", " 4", "'more/y'", " 2", word)), error.value
+
+
 def run(loss, accumulate=1, **init):
   step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32", accumulate=accumulate)
   return step(step.init(PARAMS, **init), BATCH)
