@@ -14,7 +14,7 @@ from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
 from mpjax.train._kinds import MODELS, TARGETS, KindSection
-from mpjax.train._sections import Float, Int, Natural, Positive, Section, describe
+from mpjax.train._sections import Float, Int, Natural, Positive, Section, Seed, describe
 from mpjax.train.data import DataConfig
 from mpjax.train.models import _classifiers, _language_model  # noqa: F401 (they register mpjax's own)
 
@@ -157,7 +157,7 @@ class Config(Section):
   """A whole training run."""
 
   policy: Any = "auto"
-  seed: Natural = 0
+  seed: Seed = 0
   out: str | None = None
   model: ModelConfig
   data: DataConfig

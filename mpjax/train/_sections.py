@@ -16,7 +16,11 @@ def _no_bool(value: object) -> object:
   return value
 
 
-Int = Annotated[int, pydantic.BeforeValidator(_no_bool)]
+# What JAX's int32, in which steps, sizes and counters are, holds; its keys take 32 bits without a sign.
+INT32_MAX, UINT32_MAX = 2**31 - 1, 2**32 - 1
+_Whole = Annotated[int, pydantic.BeforeValidator(_no_bool)]
+Int = Annotated[_Whole, pydantic.Field(ge=-INT32_MAX - 1, le=INT32_MAX)]
+Seed = Annotated[_Whole, pydantic.Field(ge=0, le=UINT32_MAX)]
 Float = Annotated[float, pydantic.BeforeValidator(_no_bool), pydantic.Field(allow_inf_nan=False)]
 Positive = Annotated[Int, pydantic.Field(gt=0)]
 Natural = Annotated[Int, pydantic.Field(ge=0)]

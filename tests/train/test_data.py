@@ -1,6 +1,8 @@
 """Datasets: what is read, how it is split, the order of batches, exact resume, and bad data."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -309,6 +311,10 @@ def with_value(value, index=(3, 2, 1)):
     ),
     ({"images": IMAGES[:, :0], "labels": LABELS}, ["images", "[40, 0, 6]", "[N, H, W]"]),
     ({"images": IMAGES, "labels": np.where(LABELS == 1, 2**40, LABELS)}, [f"labels[1]={2**40}", "int32"]),
+    (
+      {"images": IMAGES, "labels": np.where(LABELS == 1, 50_000_000, LABELS)},
+      ["labels[1]=50000000", "data.num_classes"],
+    ),
     ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 training"]),
   ],
 )
@@ -316,6 +322,36 @@ def test_unfit_arrays_are_named(tmp_path, arrays, words):
   with pytest.raises(DataError) as error:
     load("npz", path=save(tmp_path, **arrays))
   assert all(word in str(error.value) for word in words), error.value
+
+
+def test_labels_are_below_the_number_of_classes_that_is_given(tmp_path):
+  path = save(tmp_path, images=IMAGES, labels=LABELS)
+  most = int(LABELS.max())
+  assert load("npz", path=path, num_classes=5000).info.num_classes == 5000
+  assert load("npz", path=path).info.num_classes == most + 1
+  with pytest.raises(DataError, match=rf"labels\[\d+\]={most}: .*num_classes={most}"):
+    load("npz", path=path, num_classes=most)
+
+
+@pytest.mark.parametrize("at", ["walk", "is_file"])
+def test_a_folder_that_cannot_be_entered_is_named(corpus, at, monkeypatch):
+  denied = PermissionError(13, "Permission denied", str(corpus / "part1"))
+  real_scan, real_is_file = os.scandir, pathlib.Path.is_file
+
+  def refuse(real):
+    def look(path, *args, **keywords):
+      if "part1" in str(path):
+        raise denied
+      return real(path, *args, **keywords)
+
+    return look
+
+  if at == "walk":
+    monkeypatch.setattr(os, "scandir", refuse(real_scan))
+  else:
+    monkeypatch.setattr(pathlib.Path, "is_file", refuse(real_is_file))
+  with pytest.raises(DataError, match=r"part1.*: Permission denied"):
+    load("text", path=str(corpus))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +368,7 @@ def test_unfit_arrays_are_named(tmp_path, arrays, words):
     ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
     ("npz", {}, ["data.path"]),
     ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
-    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz"]),
+    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz", "without Python objects"]),
     ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),
   ],
 )

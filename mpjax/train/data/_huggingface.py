@@ -12,7 +12,14 @@ import numpy as np
 from mpjax.train._errors import DataError
 from mpjax.train._kinds import register_data
 from mpjax.train._sections import Positive
-from mpjax.train.data._images import check_labels, check_pair, images_to_rows, split_positions
+from mpjax.train.data._images import (
+  Classes,
+  check_labels,
+  check_pair,
+  images_to_rows,
+  require_classes,
+  split_positions,
+)
 from mpjax.train.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 
 # Images that are read before a run: for their mean and deviation, and to tell one dataset from another.
@@ -29,6 +36,7 @@ def load_huggingface(
   vocab_size: Positive | None = None,
   image_column: str | None = None,
   label_column: str | None = None,
+  num_classes: Classes | None = None,
   train_split: str = "train",
   eval_split: str | None = None,
   seq_len: Positive = 128,
@@ -92,6 +100,7 @@ def load_huggingface(
   labels = [np.asarray(_column(splits[split], label_column)) for split in wanted]
   for column, of_column in zip(columns, labels, strict=True):
     check_labels(of_column, label_column, column.title)
+    require_classes(of_column, label_column, column.title, num_classes)
     check_pair({"images": column.sample(), "labels": of_column[column.sampled]}, "", column.title)
   if len(wanted) == 2:
     (train, held_out), (train_labels, eval_labels) = columns, labels
@@ -100,7 +109,7 @@ def load_huggingface(
     train, held_out = columns[0].part(first), columns[0].part(second)
     train_labels, eval_labels = labels[0][first], labels[0][second]
   return images_to_rows(
-    (train, train_labels), (held_out, eval_labels), train.sample(), held_out.sample(), source
+    (train, train_labels), (held_out, eval_labels), train.sample(), held_out.sample(), source, num_classes
   )
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 
 from mpjax.train._errors import DataError
 from mpjax.train._kinds import register_data
+from mpjax.train._sections import Positive
 from mpjax.train.data._text import Loaded, Share
+
+# Beyond it, no classifier's last layer would fit a device.
+Classes = Annotated[Positive, pydantic.Field(le=1 << 24)]
+# Without `data.num_classes`, more classes than this need as many images.
+_FEW = 1024
 
 
 @register_data("digits")
@@ -25,10 +32,13 @@ def load_digits() -> Loaded:
 
 
 @register_data("npz")
-def load_npz(*, path: str | None = None, valid_fraction: Share = 0.05) -> Loaded:
+def load_npz(
+  *, path: str | None = None, num_classes: Classes | None = None, valid_fraction: Share = 0.05
+) -> Loaded:
   """Loads `images` [N, H, W] or [N, H, W, C] and `labels` [N].
 
-  `eval_images` and `eval_labels` are held out; without them, a share of the rest.
+  `eval_images` and `eval_labels` are held out; without them, a share of the rest. Labels are below
+  `num_classes`; without it the largest says how many classes there are.
   """
   if path is None:
     raise DataError(f"data.path={path!r}: expected the path of an .npz file")
@@ -40,6 +50,8 @@ def load_npz(*, path: str | None = None, valid_fraction: Share = 0.05) -> Loaded
     raise DataError(f"data.path={path!r}: no such file") from None
   except Exception as error:  # of many kinds, from the archive, its compression and NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
+    if "pickle" in reason:  # NumPy's advice would run what is in the file
+      reason = "neither an archive of arrays nor one without Python objects"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   train = check_pair(arrays, "", path)
   if "eval_images" in arrays or "eval_labels" in arrays:
@@ -55,7 +67,10 @@ def load_npz(*, path: str | None = None, valid_fraction: Share = 0.05) -> Loaded
       )
   else:
     train, held_out = split_arrays(*train, valid_fraction)
-  return arrays_to_rows(train, held_out, path)
+  for prefix in ("", "eval_"):
+    if (labels := arrays.get(f"{prefix}labels")) is not None:
+      require_classes(labels, f"{prefix}labels", path, num_classes)
+  return arrays_to_rows(train, held_out, path, num_classes)
 
 
 # Images by position, which may be read when they are asked for, and labels.
@@ -79,10 +94,13 @@ class Images:
 
 
 def arrays_to_rows(
-  train: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray], title: str
+  train: tuple[np.ndarray, np.ndarray],
+  held_out: tuple[np.ndarray, np.ndarray],
+  title: str,
+  num_classes: int | None = None,
 ) -> Loaded:
   """Standardises images by the training split's mean and deviation."""
-  return images_to_rows(train, held_out, train[0], held_out[0], title)
+  return images_to_rows(train, held_out, train[0], held_out[0], title, num_classes)
 
 
 def images_to_rows(
@@ -91,6 +109,7 @@ def images_to_rows(
   seen: np.ndarray,
   seen_held_out: np.ndarray,
   title: str,
+  num_classes: int | None = None,
 ) -> Loaded:
   """Makes rows of images that are read one by one.
 
@@ -99,6 +118,7 @@ def images_to_rows(
     seen, seen_held_out: those images, or some of them: all are standardised by the mean and deviation of
       `seen`, and told from others by both.
     title: of the dataset.
+    num_classes: how many there are; `None`: one more than the largest label.
 
   Raises:
     DataError: if a split is empty.
@@ -114,7 +134,7 @@ def images_to_rows(
     digest.update(repr((array.shape, array.dtype.str)).encode())
     digest.update(np.ascontiguousarray(array).tobytes())
   shape = (*seen.shape[1:], 1)[:3]
-  classes = int(max(labels.max(), held_out[1].max())) + 1
+  classes = num_classes or int(max(labels.max(), held_out[1].max())) + 1
   facts = {
     "image_shape": shape,
     "num_classes": classes,
@@ -164,6 +184,15 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
       f"{path}: {prefix}images has {count} values that are NaN or infinite, first at {list(map(int, first))}"
     )
   return images, labels
+
+
+def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int | None) -> None:
+  """Raises `DataError` for a label that is no class, or a single one that would decide how many there are."""
+  bound = num_classes or max(_FEW, len(labels))
+  if (large := labels >= bound).any():
+    at = int(np.argmax(large))
+    what = f"below data.num_classes={num_classes}" if num_classes else f"below {bound}, or data.num_classes"
+    raise DataError(f"{path}: {name}[{at}]={labels[at]}: expected a class {what}")
 
 
 def check_labels(labels: np.ndarray, name: str, path: str) -> None:

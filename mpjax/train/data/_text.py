@@ -54,7 +54,7 @@ def load_text(
   seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
     found = False
-    only_text = not pathlib.Path(each).is_file()
+    only_text = not _is_file(pathlib.Path(each))
     for name, file in _find(each):
       real = file.resolve()
       if real not in seen and (text := _read(file, only_text)):
@@ -149,7 +149,7 @@ def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[st
 def _find(path: str) -> list[tuple[str, pathlib.Path]]:
   """Returns (name, file) of the files at a path, sorted by name."""
   root = pathlib.Path(path)
-  if root.is_file():
+  if _is_file(root):
     return [(root.name, root)]
   if root.is_dir():
     files = _walk(root, lambda name: name.startswith("."))
@@ -161,16 +161,32 @@ def _find(path: str) -> list[tuple[str, pathlib.Path]]:
     # Names relative to the part of the pattern before its first wildcard: not to where the data lies.
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts)
     base = pathlib.Path(*fixed)
-  return sorted((file.relative_to(base).as_posix(), file) for file in files if file.is_file())
+  return sorted((file.relative_to(base).as_posix(), file) for file in files if _is_file(file))
 
 
 def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
   """Returns the files below a folder; `skip` is asked for the names of files and of whole folders."""
   found = []
-  for folder, folders, files in os.walk(root):
+
+  def refuse(error: OSError) -> None:  # os.walk would leave the folder out
+    raise DataError(f"data.path: cannot list {error.filename}: {error.strerror}") from error
+
+  for folder, folders, files in os.walk(root, onerror=refuse):
     folders[:] = [name for name in folders if not skip(name)]
     found += [pathlib.Path(folder, name) for name in files if not skip(name)]
-  return [file for file in found if file.is_file()]
+  return [file for file in found if _is_file(file)]
+
+
+def _is_file(path: pathlib.Path) -> bool:
+  """Returns whether a path is a file.
+
+  Raises:
+    DataError: if that cannot be told, as in a folder that cannot be entered.
+  """
+  try:
+    return path.is_file()
+  except OSError as error:
+    raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
 
 
 def _read(file: pathlib.Path, only_text: bool = False) -> bytes:
