@@ -79,6 +79,7 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
     (["train.steps=0"], ["train.steps", "0"]),
     (["seed=4294967296"], ["seed", "4294967295"]),
     (["seed=9223372036854775808"], ["seed", "4294967295"]),
+    (["data={kind: tokens, path: x, vocab_size: 4294967296}"], ["data.vocab_size=4294967296", "2147483647"]),
     (["train.steps=3000000000"], ["train.steps", "2147483647"]),
     (["optimizer.warmup_steps=3000000000"], ["optimizer.warmup_steps", "2147483647"]),
     (["model.dim=1099511627776"], ["model.dim", "2147483647"]),

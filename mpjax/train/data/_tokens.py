@@ -45,10 +45,6 @@ def load_tokens(
   Raises:
     DataError: for files that are missing, empty, cut off, or of other numbers.
   """
-  if vocab_size > 1 << 31:
-    raise DataError(
-      f"data.vocab_size={vocab_size}: expected at most {1 << 31}, token numbers that int32 holds"
-    )
   numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
   if numbers.itemsize == 2 and vocab_size > 1 << 16:
     raise DataError(f"data.dtype=uint16: data.vocab_size={vocab_size} needs uint32")
