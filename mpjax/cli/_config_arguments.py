@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,28 @@ from mpjax.train import ConfigError
 
 DEFAULT = "gpt_stdlib"
 _OVERRIDES = "dotted keys that override the file"
+
+
+def require_file(flag: str, name: str, *, is_new: bool = False) -> None:
+  """Raises `ConfigError` for a file that could not be written, before anything is computed.
+
+  Args:
+    flag: what names it.
+    name: its path.
+    is_new: whether it must not be there yet.
+  """
+  file = pathlib.Path(name)
+  if file.is_dir() or not file.parent.is_dir():
+    raise ConfigError(f"{flag} {name}: expected a file in a folder that exists")
+  there = os.path.lexists(file)
+  if is_new and there:
+    raise ConfigError(f"{flag} {name}: exists; it is not overwritten, choose another name")
+  try:
+    file.open("ab").close()
+    if not there:
+      file.unlink()
+  except OSError as error:
+    raise ConfigError(f"{flag} {name}: cannot be written ({error.strerror})") from error
 
 
 def add_config(parser: argparse.ArgumentParser, *, also: str = "", overrides: str = _OVERRIDES) -> None:

@@ -11,7 +11,14 @@ import rich.progress
 import yaml
 
 from mpjax import formats
-from mpjax.cli._config_arguments import add_config, command_options, parse, warn_of_policy, whole_number
+from mpjax.cli._config_arguments import (
+  add_config,
+  command_options,
+  parse,
+  require_file,
+  warn_of_policy,
+  whole_number,
+)
 from mpjax.cli._exit_status import guarded
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
@@ -211,11 +218,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
     name = getattr(options, flag)
     if name is None:
       continue
-    file = pathlib.Path(name)
-    if file.is_dir() or not file.parent.is_dir():
-      raise ConfigError(f"--{flag} {name}: expected a file in a directory that exists")
-    if flag == "apply" and file.exists():
-      raise ConfigError(f"--apply {name}: exists; it is not overwritten, choose another name")
+    require_file(f"--{flag}", name, is_new=flag == "apply")
   if options.pictures is not None and pathlib.Path(options.pictures).is_file():
     raise ConfigError(f"--pictures {options.pictures}: expected a directory, and it is a file")
 

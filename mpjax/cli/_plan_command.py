@@ -17,7 +17,7 @@ import rich.progress
 
 from mpjax._install import pip_install
 from mpjax._plain_text import bytes_text
-from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
+from mpjax.cli._config_arguments import add_config, parse, require_file, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing, presets_of
 from mpjax.planner.render import print_plans, save_picture
@@ -223,6 +223,5 @@ def _check_files(options: argparse.Namespace) -> None:
     except ImportError:
       raise ConfigError(f"--picture needs matplotlib: {pip_install('plan')}") from None
   for name in ("json", "picture"):
-    path = getattr(options, name)
-    if path and (not pathlib.Path(path).parent.is_dir() or pathlib.Path(path).is_dir()):
-      raise ConfigError(f"--{name} {path}: expected a file in a folder that exists")
+    if getattr(options, name):
+      require_file(f"--{name}", getattr(options, name))

@@ -18,6 +18,7 @@ from mpjax.cli._config_arguments import (
   add_config,
   command_options,
   parse,
+  require_file,
   split_policies,
   whole_number,
 )
@@ -160,11 +161,7 @@ def _check(options: argparse.Namespace) -> None:
     name = getattr(options, flag)
     if name is None:
       continue
-    file = pathlib.Path(name)
-    if file.is_dir() or not file.parent.is_dir():
-      raise ConfigError(f"--{flag} {name}: expected a file in a directory that exists")
-    if flag == "out" and file.exists():
-      raise ConfigError(f"--out {name}: exists; it is not overwritten, choose another name")
+    require_file(f"--{flag}", name, is_new=flag == "out")
   if options.picture:
     if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
       raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")

@@ -125,7 +125,7 @@ def _normalised(state: Fp8State) -> _Histories:
 
 def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
   formats = (recipe.forward, recipe.forward, recipe.gradient)
-  known = (lambda h: h.max()) if recipe.amax_compute == "max" else (lambda h: h[0])
+  known = jnp.max if recipe.amax_compute == "max" else _newest
   return jnp.stack(
     [
       scale_of(known(histories[name]), dtype, recipe.margin, recipe.pow2_scales)
@@ -135,5 +135,15 @@ def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
 
 
 def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
-  """Returns a history a step later; an amax that is not finite is not remembered."""
-  return jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])
+  """Returns a history a step later; an amax that is not finite is not remembered.
+
+  Where only zeros would be left, the last amax that was none stays, as the oldest: the scale is kept until
+  something is known again.
+  """
+  new = jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])
+  return jnp.where(new.any(), new, new.at[-1].set(_newest(history)))
+
+
+def _newest(history: jax.Array) -> jax.Array:
+  """Returns the newest amax that is not zero; zero if there is none."""
+  return history[jnp.argmax(history > 0)]

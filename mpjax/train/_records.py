@@ -18,6 +18,7 @@ from mpjax.train.monitors import plain
 
 _SHOWN = 20  # steps over which time and speed are averaged
 _FEW = 4  # steps from which no speed can be told
+_RATES = 2**16  # learning rates that are computed at once
 
 
 class Records:
@@ -41,15 +42,16 @@ class Records:
   def begin(self, state: TrainState, start: int) -> None:
     """Tells from which state, after which step, the steps to come are taken.
 
-    The learning rates of all are computed here: later, to read one would wait for the device.
+    Learning rates are computed many at once, the first here: each by itself would wait for the device.
     """
     scaler = find_scaler(state.opt_state)
     skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
     count = updates_taken(state)
     self.next_update = start - skipped if count is None else count
     self._steps_before, self._skipped_before = start, skipped
-    steps = self._setup.config.train.steps - start
-    self._rates = learning_rates(self._setup.schedule, self.next_update, steps)
+    self._first_update, self._rates_from = self.next_update, 0
+    self._rates = np.zeros(0, np.float32)
+    self._rate(self._first_update)
 
   def restart_clock(self) -> None:
     """Leaves out of the next step's time what has gone by since the last step."""
@@ -107,7 +109,14 @@ class Records:
   def _learning_rate(self, record: dict[str, Any]) -> float:
     """Returns the rate that a step was taken with, or, if it was skipped, would have been."""
     skipped = record["skipped_steps"] - self._skipped_before - (record["grads_finite"] is False)
-    return float(self._rates[record["step"] - 1 - self._steps_before - skipped])
+    return self._rate(self._first_update + record["step"] - 1 - self._steps_before - skipped)
+
+  def _rate(self, update: int) -> float:
+    """Returns the learning rate of an update."""
+    if not 0 <= update - self._rates_from < len(self._rates):
+      self._rates_from = update
+      self._rates = learning_rates(self._setup.schedule, update, _RATES)
+    return float(self._rates[update - self._rates_from])
 
 
 def updates_taken(state: TrainState) -> int | None:

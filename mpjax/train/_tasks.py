@@ -59,8 +59,13 @@ def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
       f"model.kind={config.model.kind} does not take the data of data.kind={config.data.kind}, rows of "
       f"{', '.join(info.row) or 'nothing'}: {error}"
     ) from error
-  except ValueError as error:
-    raise ConfigError(f"model: {' '.join(str(error).split())}{place(error)}") from error
+  except (
+    ValueError,
+    MemoryError,
+    OverflowError,
+  ) as error:  # sizes for which NumPy has no room are a config's
+    text = " ".join(str(error).split()) or type(error).__name__
+    raise ConfigError(f"model: {text}{place(error)}") from error
 
 
 def evaluate(task: Task, policy: Policy, state: TrainState, batch: PyTree) -> Metrics:

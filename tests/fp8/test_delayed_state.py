@@ -102,6 +102,24 @@ def test_without_a_history_the_scale_is_1():
   np.testing.assert_array_equal(out, 448)
 
 
+@pytest.mark.parametrize("compute", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_scale_outlasts_steps_in_which_all_is_zero(compute, length):
+  policy = delayed(amax_compute=compute, amax_history_len=length)
+  state = first_state(loss, W, X, C, policy=policy)
+  state = following(loss, state, W, *exact_batch(0, largest=4), policy=policy)
+  known = {site: {name: max(h) for name, h in of.items()} for site, of in state["amax"].items()}
+  zeros = [np.zeros_like(x) for x in exact_batch(1)]
+  for _ in range(length + 2):
+    state = following(loss, state, W, *zeros, policy=policy)
+  for site, of in state["amax"].items():
+    for name, history in of.items():
+      assert max(history) == known[site][name]
+  state = following(loss, state, W, *exact_batch(2, largest=1), policy=policy)
+  assert newest(state) == by_site(amaxes(W, *exact_batch(2, largest=1)))
+  assert all(max(h[1:], default=0) == 0 for h in (state["amax"][":0"]["lhs"],))
+
+
 def test_batches_of_other_sizes_share_a_state():
   state = first_state(loss, W, X, C)
   for rows in (ROWS, 32):

@@ -16,10 +16,12 @@ from tests.step._small_networks import (
   cross_entropy,
   mesh,
   np_tree,
+  of_statistics,
   of_weights,
   plain,
   train,
   weights,
+  with_statistics,
 )
 
 
@@ -163,6 +165,21 @@ def test_one_infinity_on_one_device_skips_the_step_on_all(kind, shape, reduce_dt
   jax.tree.map(np.testing.assert_array_equal, np_tree((state.params, state.opt_state.inner_state)), before)
   state, metrics = step(state, infinite(None))
   assert metrics["grads_finite"]
+  for copies in replicas(state):
+    for copy in copies[1:]:
+      np.testing.assert_array_equal(copy, copies[0])
+
+
+@pytest.mark.parametrize("policy", [{"base": "fp16", "loss_scaling": {"init_scale": 256}}, "bf16"])
+@pytest.mark.parametrize("shape", [{"data": 8}, {"fsdp": 8}])
+def test_statistics_of_a_step_that_one_device_spoils_are_taken_back_on_all(policy, shape):
+  options = {"mesh": mesh(**shape), "skip_nonfinite": True}
+  step = mpjax.make_train_step(with_statistics, optax.adam(1e-2), policy, **options)
+  state, _ = step(step.init(**of_statistics()), infinite(None))
+  before = np_tree((state.params, state.model_state))
+  state, metrics = step(state, infinite(np.nan))
+  assert not metrics["grads_finite"]
+  jax.tree.map(np.testing.assert_array_equal, np_tree((state.params, state.model_state)), before)
   for copies in replicas(state):
     for copy in copies[1:]:
       np.testing.assert_array_equal(copy, copies[0])
