@@ -319,7 +319,7 @@ def chaos(report: dict[str, Any]) -> str:
 PLACES = dict.fromkeys(
   ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
   "docs/scale_out.md",
-) | dict.fromkeys(("tune_search", "tune_predictions"), "docs/tune.md")
+) | dict.fromkeys(("tune_search", "tune_predictions", "tune_proof"), "docs/tune.md")
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -370,6 +370,7 @@ def main() -> None:
     ("compiled_tpu_v5e", compiled),
     ("tune_search", tune_suite.TABLES["search"]),
     ("tune_predictions", tune_suite.TABLES["predictions"]),
+    ("tune_proof", tune_suite.TABLES["proof"]),
     ("layerwise_cpu", layerwise),
     ("autocast_memory_h200", autocast_memory),
     ("autocast_memory_tpu_v5e", autocast_memory),

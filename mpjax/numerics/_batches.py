@@ -43,6 +43,6 @@ def most_pieces(batch: PyTree) -> int:
 
 
 def rows(batch: PyTree) -> int:
-  """Returns the length of the first leaf; 1 if that is a number."""
-  shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-  return shapes[0][0] if shapes and shapes[0] else 1
+  """Returns the length that most leaves of a batch have; 1 if all are numbers."""
+  lengths = [shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape]
+  return max(lengths, key=lengths.count, default=1)

@@ -19,7 +19,6 @@ from mpjax.numerics._batches import rows
 from mpjax.numerics._instrumented_step import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep, make_train_step
-from mpjax.step._micro_batches import split_batch
 from mpjax.step._optimizer import masters_of
 
 # Updates over which the stored state of an optimiser is compared with float32's.
@@ -188,11 +187,10 @@ class Gradients:
   def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
     n = rows(batch)
-    even = jax.tree.map(lambda x: x if not np.ndim(x) or np.shape(x)[0] != n else x[: n - n % 2], batch)
-    split = split_batch(2, jax.tree.map(jnp.asarray, even))
-    first, second = (
-      step.gradients(self._wide_state, jax.tree.map(lambda x, i=i: x[i], split))[1] for i in range(2)
-    )
+    has_rows = lambda x: np.ndim(x) > 0 and np.shape(x)[0] == n
+    part = lambda half: jax.tree.map(lambda x: jnp.asarray(x)[half] if has_rows(x) else x, batch)
+    halves = slice(0, n - n % 2, 2), slice(1, n, 2)
+    first, second = (step.gradients(self._wide_state, part(half))[1] for half in halves)
     return first, second
 
 

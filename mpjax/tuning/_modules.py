@@ -88,9 +88,15 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
   return get_policy(spec)
 
 
+def _part(names: Sequence[str]) -> str:
+  """Returns a regular expression of a component of paths, which differ in numbers alone."""
+  escaped = re.escape(names[0])
+  return escaped if len(set(names)) == 1 else re.sub(r"\d+", r"\\d+", escaped)
+
+
 def pattern_of(module: Module, among: Sequence[str]) -> str:
   """Returns the shortest regular expression that matches the paths of a module alone."""
-  parts = [re.sub(r"\*", r"\\d+", re.escape(part).replace(r"\*", "*")) for part in module.name.split("/")]
+  parts = [_part(names) for names in zip(*(path.split("/") for path in module.paths), strict=True)]
   for start in range(len(parts) - 1, -1, -1):
     pattern = "/".join(parts[start:])
     if pattern and set(filter(component_regex(pattern).search, among)) == set(module.paths):

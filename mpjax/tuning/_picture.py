@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from mpjax.tuning._result import TuneResult
 
-_COLOURS = {"preset": "#1f77b4", "module": "#bbbbbb", "mixed": "#2ca02c", "option": "#9467bd"}
+_COLOURS = {
+  "preset": "#1f77b4",
+  "candidate": "#1f77b4",
+  "module": "#bbbbbb",
+  "mixed": "#2ca02c",
+  "option": "#9467bd",
+}
 
 
 def save_picture(result: TuneResult, path: str | os.PathLike[str]) -> None:
@@ -32,7 +38,7 @@ def save_picture(result: TuneResult, path: str | os.PathLike[str]) -> None:
   front = result.front
   axes.plot([cost(t) for t in front], [max(t.error.total, least) for t in front], c="#888888", lw=1)
   for trial in finite:
-    if trial.kind == "preset" or trial == result.chosen:
+    if trial.kind in ("preset", "candidate") or trial == result.chosen:
       axes.annotate(trial.label, (cost(trial), max(trial.error.total, least)), fontsize=8)
   axes.axhline(result.tolerance, c="#d62728", ls="--", lw=1, label="tolerance")
   axes.set_yscale("log")

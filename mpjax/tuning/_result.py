@@ -19,7 +19,13 @@ from mpjax.tuning._picture import save_picture
 from mpjax.tuning._trials import Trial
 
 _BAR = 24
-_SHORT = {"module": "one module", "mixed": "set of modules", "option": "option", "preset": "preset"}
+_SHORT = {
+  "module": "one module",
+  "mixed": "set of modules",
+  "option": "option",
+  "preset": "preset",
+  "candidate": "as given",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Search:
     """Tries policies as they are; returns the cheapest that passes, of equal ones the first."""
     best = None
     for label, policy in policies:
-      trial = self.try_policy(policy, label, "preset", always=True)
+      is_preset = label in PRESETS and policy == get_policy(label)
+      trial = self.try_policy(policy, label, "preset" if is_preset else "candidate", always=True)
       if trial.passes and (best is None or trial.cost.cheaper(best.cost, self._objective)):
         best = trial
     return best

@@ -75,7 +75,8 @@ class Trial:
 
   Attributes:
     label: what it is called.
-    kind: `preset`, `module` (one module changed), `mixed` (a set of modules), or `option`.
+    kind: `preset`, `candidate` (a policy that was given), `module` (one module changed), `mixed` (a set),
+      or `option`.
     policy: the policy.
     cost: on the target.
     error: against float32.
@@ -113,16 +114,29 @@ class Trial:
 class TrialFile:
   """Errors of policies that were measured before, in a file with a line each; of none if there is no file.
 
-  A line counts for the same policy, parameters, batches and loss alone; what it costs is planned anew.
+  A line counts for the same policy, program, parameters and batches alone; what it costs is planned anew.
+
+  Raises:
+    ValueError: for a path that is no file, or where none can be made.
   """
 
   def __init__(self, path: pathlib.Path | None, subject: str):
     self._path = path
     self._subject = hashlib.sha256(subject.encode()).hexdigest()[:16]
     self._found: dict[str, GradientError] = {}
-    if path is None or not path.exists():
+    if path is None:
       return
-    for line in path.read_text().splitlines():
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with path.open("a+b") as file:
+        file.seek(0)
+        content = file.read()
+        if content and not content.endswith(b"\n"):  # cut off by an interruption
+          file.write(b"\n")
+    except OSError as error:
+      problem = f"trials={str(path)!r}: {error.strerror}; expected a file, or where to make one"
+      raise ValueError(problem) from error
+    for line in content.decode(errors="replace").splitlines():
       try:
         kept = json.loads(line)
         if kept["subject"] == self._subject:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,29 +94,28 @@ def tune(
   """
   if objective not in OBJECTIVES:
     raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
-  if minutes is not None and not minutes > 0:
+  if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
     raise ValueError(f"minutes={minutes!r}: expected a positive number")
   began = time.monotonic()
   share, figure = _parse_tolerance(tolerance)
   say = progress or (lambda line: None)
   device = get_target(target)
-  policies = None if candidates is None else [(as_policy(c).label, as_policy(c)) for c in candidates]
-  if policies is not None and not policies:
-    raise ValueError("candidates: expected at least one policy")
+  policies = None if candidates is None else _named(candidates)
   step, state = _step_of(loss_fn, params, tx, init)
   given = list(listed(batches))
-  if not given:
-    raise ValueError("no batch: expected a batch, or a list of at least one")
+  if not given or not min(map(rows, given)):
+    raise ValueError("no batch, or one of no rows: expected a batch, or a list of at least one")
   say("float32")
   gradients = Gradients(step, state, given, needs_noise=figure is None)
   allowed = figure if figure is not None else share * _known(gradients.noise).total
+  modules, program = _modules(step, state, given[0])
   search = Search(
     gradients,
     plan_of or _planner(step, state, given[0], device),
-    _modules(step, state, given[0]),
+    modules,
     allowed,
     objective,
-    TrialFile(None if trials is None else pathlib.Path(trials), gradients.fingerprint()),
+    TrialFile(None if trials is None else pathlib.Path(trials), gradients.fingerprint() + program),
     None if minutes is None else began + 60 * minutes,
     say,
     has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
@@ -146,6 +145,20 @@ def tune(
     rows=sum(map(rows, given)),
     notes=tuple(search.notes),
   )
+
+
+def _named(candidates: Sequence[PolicyLike]) -> list[tuple[str, Policy]]:
+  """Returns candidates with a name each."""
+  if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Iterable):
+    raise ValueError(f"candidates={candidates!r}: expected a list of policies")
+  policies = list(dict.fromkeys(map(as_policy, candidates)))
+  if not policies:
+    raise ValueError("candidates: expected at least one policy")
+  if jax.default_backend() != "gpu" and any(p.matmul_precision == "tensorfloat32" for p in policies):
+    raise ValueError("candidates: the products of tf32 can be measured on a GPU alone; leave it out here")
+  labels = [policy.label for policy in policies]
+  alike = lambda i: f"{labels[i]} ({labels[: i + 1].count(labels[i])})"
+  return [(label if labels.count(label) == 1 else alike(i), policies[i]) for i, label in enumerate(labels)]
 
 
 def _known(noise: Any) -> Any:
@@ -195,14 +208,18 @@ def _step_of(
   return step, step.init(params, **init)
 
 
-def _modules(step: TrainStep, state: TrainState, batch: PyTree) -> list[Module]:
+def _modules(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[Module], str]:
+  """Returns the modules of a step, and a text that differs for programs that a policy treats otherwise."""
   alone = step.without_mesh()
 
   def explained(spec: PolicyLike) -> Explanation:
     other = alone.with_policy(spec)
     return other.explain(jax.eval_shape(lambda state: other.adopt(state, step), state), batch)
 
-  return list_modules(explained("bf16"), explained({"base": "fp8", "fp8": {"emulate": True}}))
+  half, fp8 = explained("bf16"), explained({"base": "fp8", "fp8": {"emulate": True}})
+  rows = [(row.path, row.before, row.after, row.flops) for each in (half, fp8) for row in each.rows]
+  versions = (jax.__version__, str(jax.tree.structure(state.opt_state)))
+  return list_modules(half, fp8), repr((rows, versions))
 
 
 def _planner(step: TrainStep, state: TrainState, batch: PyTree, device: Target) -> Callable[[Policy], Plan]:
@@ -229,4 +246,4 @@ def _why(trial: Trial, chosen: Trial, tolerance: float, objective: str) -> str:
     return "does not fit the target"
   if chosen.cost.cheaper(trial.cost, objective):
     return "dearer"
-  return "no cheaper, and less simple"
+  return "no cheaper"

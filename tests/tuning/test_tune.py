@@ -1,6 +1,7 @@
 """`mpjax.tune`: the best set of known models, tolerances, trials that are kept, and what it cannot do."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 import mpjax
-from mpjax.tuning._modules import LEVELS, list_modules, mixed_policy
+from mpjax.tuning._modules import LEVELS, Module, list_modules, mixed_policy, pattern_of
 from tests.tuning._planted_models import LAYERS, planted
 
 TOLERANCE = 0.25
@@ -99,7 +100,7 @@ def test_the_cheapest_that_passes_is_chosen_and_the_plain_preset_if_nothing_is_c
   assert result.yaml.startswith("policy: bf16  # ")
   assert {t.label: t.why for t in result.table} == {
     "bf16": "chosen",
-    "fp16": "no cheaper, and less simple",
+    "fp16": "no cheaper",
     "fp32": "dearer",
   }
   assert "plain preset" in str(result)
@@ -131,6 +132,9 @@ def test_a_trial_that_was_made_is_not_made_again(tmp_path):
   again = tuned(trials=file, progress=lines.append, candidates=["bf16", "fp16", "fp32"])
   assert lines == ["float32", "fp16"]
   assert again.table[0] == first.table[0]
+  lines.clear()
+  tuned(trials=file, progress=lines.append, candidates=["fp16", "fp32"])  # its line is one of its own
+  assert lines == ["float32"]
   lines.clear()
   tuned("outlier", trials=file, progress=lines.append, candidates=["bf16"])  # of another model
   assert lines == ["float32", "bf16"]
@@ -173,6 +177,12 @@ def test_a_step_and_its_state_can_be_given(accumulate):
     ({"tolerance": "0.1 of it"}, "expected a positive number, or a share such as '0.1 noise'"),
     ({"objective": "speed"}, "objective='speed': expected one of time, memory"),
     ({"candidates": []}, "expected at least one policy"),
+    ({"candidates": "bf16"}, "candidates='bf16': expected a list of policies"),
+    ({"candidates": 3}, "candidates=3: expected a list of policies"),
+    ({"candidates": ["tf32"]}, "tf32 can be measured on a GPU alone"),
+    ({"minutes": "3"}, "minutes='3': expected a positive number"),
+    ({"trials": "/"}, "trials='/': Is a directory"),
+    ({"trials": "/proc/x/y"}, "trials='/proc/x/y': No such file or directory"),
     ({"candidates": ["bf15"]}, "candidates: unknown policy 'bf15'"),
     (
       {"candidates": ["bf16"], "tolerance": 1e-9},
@@ -197,8 +207,46 @@ def test_what_cannot_be_judged_is_an_error_that_says_what_to_do():
     mpjax.tune(loss_fn, params, row)
   with pytest.raises(ValueError, match="gradient in float32 is zero"):
     mpjax.tune(lambda params, batch: 0.0 * loss_fn(params, batch), params, batches)
-  with pytest.raises(ValueError, match="no batch"):
-    mpjax.tune(loss_fn, params, [])
+  for batches in ([], jax.tree.map(lambda x: x[:0], row)):
+    with pytest.raises(ValueError, match="no batch"):
+      mpjax.tune(loss_fn, params, batches)
+
+
+def test_candidates_that_are_mappings_are_written_out_and_told_apart(tmp_path):
+  overridden = [{"base": "bf16", "overrides": {layer: "float32"}} for layer in ("near", "one")]
+  result = tuned("near", candidates=[*overridden, "fp32"])
+  assert result.policy == mpjax.get_policy(overridden[0])
+  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
+  assert [t.label for t in result.table] == ["bf16,overrides=... (1)", "bf16,overrides=... (2)", "fp32"]
+  assert "plain preset" not in result.conclusion
+
+
+def test_what_has_no_rows_is_in_both_halves_of_a_batch():
+  params, batches, loss_fn = planted()
+
+  def masked(params, batch):
+    return loss_fn(params, {k: batch[k] for k in ("x", "y")}) * batch["mask"].sum() + 0 * batch["key"].sum()
+
+  more = {"mask": jnp.eye(3), "key": jax.random.PRNGKey(0)}
+  plain, with_more = (
+    mpjax.tune(fun, params, [batch | extra for batch in batches], target="h200", candidates=["bf16"])
+    for fun, extra in ((loss_fn, {}), (masked, more))
+  )
+  assert with_more.noise.total == pytest.approx(plain.noise.total, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("paths", "pattern"),
+  [
+    (["up"], "up"),
+    (["a*b", "ab", "a1b"], r"a\*b"),
+    (["blocks/0/up", "blocks/1/up"], "up"),
+    (["layers.0", "layers.1", "layersx0"], r"layers\.\d+"),
+  ],
+)
+def test_a_pattern_matches_the_paths_of_its_module_alone(paths, pattern):
+  module = Module(paths[0], tuple(path for path in paths if re.fullmatch(f"(.*/)?{pattern}", path)))
+  assert pattern_of(module, paths).strip("^$") == pattern
 
 
 def test_a_mixed_policy_does_what_it_says():
