@@ -10,7 +10,8 @@ from mpjax.cli._config_arguments import add_config, parse, warn_of_policy
 from mpjax.cli._exit_status import outcome_of
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._config_file import read_waits
-from mpjax.train._loop import train_together
+from mpjax.train._output import Output
+from mpjax.train._together import train_together
 from mpjax.train.multiprocess import Flags, start
 
 
@@ -30,6 +31,11 @@ def run(arguments: Sequence[str], prog: str) -> int:
   group.add_argument("--process-id", metavar="I", type=int, help="which one this is, from 0")
   options = parse(parser, list(arguments))
   flags = Flags(options.coordinator, options.num_processes, options.process_id)
+  with Output() as output:
+    return _train(options, flags, output)
+
+
+def _train(options: argparse.Namespace, flags: Flags, output: Output) -> int:
   try:
     processes = start(flags, read_waits(options.config, options.overrides))
   except ConfigError as error:
@@ -43,4 +49,4 @@ def run(arguments: Sequence[str], prog: str) -> int:
       warn_of_policy(config.policy)
     return config
 
-  return processes.end(lambda: train_together(load, processes), outcome_of)
+  return processes.end(lambda: train_together(load, processes, output), outcome_of)

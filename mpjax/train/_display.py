@@ -68,8 +68,15 @@ class Display:
       self._cell.update(self._progress)
       self._shown = now
 
+  def _look(self) -> None:
+    """Goes on line by line once the terminal is gone."""
+    if self._live and not (self._console.is_terminal or self._console.is_jupyter):
+      self._live = False
+      self._progress.stop()
+
   def step(self, step: int, record: Mapping[str, Any], logged: bool) -> None:
     """Shows the metrics of a finished step."""
+    self._look()
     shown = [f"loss {_number(record['loss'])}"]
     if self._has_scale:
       shown.append(f"scale {_power(record['loss_scale'])}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import pathlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,72 +19,39 @@ from grain import DatasetIterator
 from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._config import Config, OptimizerConfig
-from mpjax.train._display import Display, finished_already, header, summary_table
+from mpjax.train._display import Display, header, summary_table
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import export_text, params_to_export, save_safetensors
 from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
-from mpjax.train._setup import Setup, for_evaluation, make_setup
+from mpjax.train._setup import Setup, for_evaluation
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
-from mpjax.train.data import Batch, data_mismatch, describe
+from mpjax.train.data import Batch, describe
 from mpjax.train.monitors import (
   Events,
   MetricsFile,
   RunDirectory,
   Watcher,
-  config_mismatch,
   first_nonfinite,
   nonfinite_report,
   peak_memory,
   plain,
+  run_mismatch,
 )
 from mpjax.train.multiprocess import Interrupt, Poll, Processes
 
 # Steps whose metrics may still be on the device: the host never waits for the newest.
 _LAG = 2
+# A month in seconds.
+_FOR_EVER = 30 * 24 * 3600
 
 
 class _Pending(NamedTuple):
   step: int
   metrics: dict[str, jax.Array]
   batch: PyTree
-
-
-def train_together(
-  load: Callable[[], Config], processes: Processes, console: rich.console.Console | None = None
-) -> dict[str, Any]:
-  """Does `mpjax.train.run` in one of several processes, each of which loads the config for itself."""
-  console = console or rich.console.Console(quiet=not processes.first)
-  config, _ = processes.agree(load, lambda config: yaml.safe_load(config.to_yaml()), config_mismatch)
-  processes.directory = pathlib.Path(str(config.out))
-
-  def set_up() -> Setup:
-    made = make_setup(config)
-    made.check_step()
-    return made
-
-  setup, _ = processes.agree(set_up, lambda setup: setup.info.fingerprint, data_mismatch)
-  directory, summary = processes.agree(
-    lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
-  )
-  try:
-    if summary is not None:
-      finished_already(console, summary, directory.path)
-      return summary
-    run = TrainingRun(config, setup, directory, processes, console)
-    try:
-      with run.storage_errors():
-        summary = run.train()
-    except BaseException as error:
-      if processes.are_together(error):  # what is being written would wait for the others
-        run.checkpoints.close()
-      raise
-    run.checkpoints.close()
-    return summary
-  finally:
-    directory.close()
 
 
 class TrainingRun:
@@ -100,19 +68,27 @@ class TrainingRun:
     self.config, self.setup, self.directory, self.processes = config, setup, directory, processes
     self.console = console
     self.policy, self.task, self.data = setup.policy, setup.task, setup.data
-    self.checkpoints, _ = processes.agree(
-      lambda: Checkpoints(
-        directory.checkpoints,
-        config.train.keep_checkpoints,
-        timeout_s=round(config.distributed.hang_timeout_s) or 1,
-        by_head=setup.task.by_head,
-      )
-    )
+    self.checkpoints, _ = processes.agree(lambda: self._open_checkpoints(directory.checkpoints))
     self._watcher = Watcher(self.setup.step, config.numerics.every)
     self._pending: collections.deque[_Pending] = collections.deque()
     self._records = Records(setup)
     self._source = ""
+    self._logged: int | None = None
     self._stuck: _Pending | None = None
+    self._has_told_events = False
+
+  def _open_checkpoints(self, folder: pathlib.Path) -> Checkpoints:
+    settings = self.config.distributed
+    return Checkpoints(
+      folder,
+      self.config.train.keep_checkpoints,
+      timeout_s=round(settings.hang_timeout_s) or 1,
+      # By its own clock: time in which the process is stopped counts there, and not for who watches over it.
+      write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
+      by_head=self.setup.task.by_head,
+      run=yaml.safe_load(self.config.to_yaml()),
+      mismatch=run_mismatch,
+    )
 
   def train(self) -> dict[str, Any]:
     """Trains from the last checkpoint to the end and returns the summary."""
@@ -123,7 +99,10 @@ class TrainingRun:
     run = f"resumed after step {start}" if start else self._source
     header(self.console, header_rows(self.setup, state, self.directory.path, run, self.processes.count))
     first = self.processes.first
-    self._metrics_file = MetricsFile(self.directory.path / "metrics.jsonl", start, owner=first)
+    metrics = self.directory.path / "metrics.jsonl"
+    self._metrics_file = MetricsFile(metrics, start, self._logged, owner=first)
+    for line in (*self.directory.said, *self._metrics_file.said):
+      self._print(line)
     self._events = Events(self.directory.path / "tensorboard", start, owner=first)
     self._poll = Poll(self.processes.count > 1)
     has_scale = self.policy.loss_scaling is not None
@@ -152,13 +131,12 @@ class TrainingRun:
     before = self.directory.before
     ended = describe_end(self.config.optimizer, self.config.train.steps, update) if self._source else None
     if ended is not None:
-      self.console.print(ended, highlight=False, markup=False, soft_wrap=True)
+      self._print(ended)
     if before is None:
       return
     old = OptimizerConfig.model_validate(before["optimizer"])
     steps = self.config.train.steps, before["train"]["steps"]
-    line = describe_growth(self.config.optimizer, steps[0], old, steps[1], update)
-    self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+    self._print(describe_growth(self.config.optimizer, steps[0], old, steps[1], update))
     self.directory.grow(self.config)
 
   @contextlib.contextmanager
@@ -167,7 +145,8 @@ class TrainingRun:
     try:
       yield
     except OSError as error:
-      if error.errno not in STORAGE_ERRORS:
+      lost = error.errno in (errno.ENOENT, errno.ENOTDIR) and not self.directory.is_there
+      if not (lost or error.errno in STORAGE_ERRORS):
         raise
       kept = self._resumes(self.checkpoints.latest())
       raise CheckpointError(
@@ -222,6 +201,8 @@ class TrainingRun:
     evaluate = last or step % settings.eval_every == 0
     save = last or step % settings.checkpoint_every == 0 or signum is not None
     if not (evaluate or save):
+      if step % settings.log_every == 0:
+        self._require_directory(step, state, iterator)
       return
     records = self._fetch_pending()
     eval_loss, extra = None, {}
@@ -242,7 +223,7 @@ class TrainingRun:
     self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
-      name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+      name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
       message = (
         f"{name}: checkpoint of step {step} saved in {self.directory.path}; the same command resumes from it"
       )
@@ -271,6 +252,9 @@ class TrainingRun:
       self._metrics_file.write(record)
       for name, value in self._records.scalars(record).items():
         self._events.add_scalar(name, value, record["step"])
+      if self._events.problem is not None and not self._has_told_events:
+        self._has_told_events = True
+        self._display.line(f"the run goes on without TensorBoard's file: {self._events.problem}")
     self._display.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
@@ -345,7 +329,7 @@ class TrainingRun:
         state, self._source = start_from(self.setup, state)
       return state, 0
     for damage in resumed.damaged:
-      self.console.print(damage, highlight=False, markup=False, soft_wrap=True)
+      self._print(damage)
     restored = resumed.restored
     if restored.loop["fingerprint"] != self.data.info.fingerprint:
       raise ConfigError(
@@ -354,15 +338,60 @@ class TrainingRun:
       )
     iterator.set_state(restored.data)
     self._records.last = restored.loop["last"]
+    self._logged = restored.loop.get("records")
     return restored.state, resumed.step
 
   def _save(self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None) -> None:
     self.processes.doing(f"the checkpoint of step {step}")
+    self._require_directory(step, state, iterator, eval_loss)
     self._events.flush()
-    loop = {"fingerprint": self.data.info.fingerprint, "last": self._records.last}
-    self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
-    if self.config.train.checkpoint_wait:
+    self._metrics_file.sync()
+    loop = self._loop_state()
+    try:
+      self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
+      if self.config.train.checkpoint_wait:
+        self.checkpoints.wait()
+    except CheckpointError:
+      self._require_directory(step, state, iterator, eval_loss)
+      raise
+
+  def _loop_state(self) -> dict[str, Any]:
+    """Returns what a checkpoint has of the loop itself."""
+    records = {"records": self._metrics_file.count} if self.processes.first else {}
+    return {"fingerprint": self.data.info.fingerprint, "last": self._records.last, **records}
+
+  def _require_directory(
+    self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None = None
+  ) -> None:
+    """Ends the run if its directory was moved, deleted or replaced, with a checkpoint where there can be one.
+
+    Raises:
+      CheckpointError: if the directory is no longer there.
+    """
+    path = self.directory.path
+    if not self.processes.first or self.directory.is_there:
+      return
+    gone = f"{path} was moved, deleted or replaced while the run went on, and nothing more is written there"
+    if self.processes.count > 1:  # the others would have to take part in a checkpoint elsewhere
+      raise CheckpointError(f"{gone}; its checkpoints are where it is now")
+    for record in self._fetch_pending():
+      self._write(record, {})
+    self._metrics_file.sync()
+    with contextlib.suppress(CheckpointError):  # one that was being written
       self.checkpoints.wait()
+    refuge = self.directory.refuge()
+    checkpoints = self._open_checkpoints(refuge / "checkpoints")
+    try:
+      checkpoints.save(step, state, iterator.get_state(), self._loop_state(), eval_loss)
+    finally:
+      checkpoints.close()
+    raise CheckpointError(
+      f"{gone}; a checkpoint of step {step} is in {refuge}, and the same command with out={refuge} resumes "
+      "from it"
+    )
+
+  def _print(self, line: str) -> None:
+    self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
@@ -385,7 +414,7 @@ class TrainingRun:
       if export is not None:
         file = self.directory.path / "model.safetensors"
         save_safetensors(file, self.config, self.data.info, params, model_state, dtype)
-        self.console.print(export_text(file), highlight=False, markup=False, soft_wrap=True)
+        self._print(export_text(file))
       self.directory.write_summary(summary)
       summary_table(self.console, summary, self.directory.path)
     return summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import pathlib
@@ -33,6 +34,13 @@ def load_plugins(names: Iterable[str]) -> None:
       if kind in owners:
         raise ConfigError(f"--plugin {name}: {kind} is registered by --plugin {owners[kind]}, too")
       owners[kind] = name
+
+
+def plugin_digests() -> dict[str, str]:
+  """Returns what tells the source of each plug-in from another's, by its name."""
+  files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LOADED}
+  read = {name: pathlib.Path(file).read_bytes() for name, file in files.items() if file is not None}
+  return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
 
 
 def _registered() -> dict[str, Kind]:

@@ -11,8 +11,9 @@ import rich.console
 
 from mpjax.train._config import Config
 from mpjax.train._config_file import ConfigSource, load_config, read_waits
-from mpjax.train._loop import train_together
+from mpjax.train._output import Output
 from mpjax.train._plugins import load_plugins
+from mpjax.train._together import train_together
 from mpjax.train.multiprocess import Processes
 
 
@@ -91,7 +92,7 @@ def run(
     load_plugins(plugins)
     return load_config(config, overrides)
 
-  with Processes(read_waits(config, overrides), may_exit=False) as processes:
-    summary = train_together(load, processes, console)
+  with Output() as output, Processes(read_waits(config, overrides), may_exit=False) as processes:
+    summary = train_together(load, processes, output, console)
     assert processes.directory is not None
     return RunResult(processes.directory, summary)

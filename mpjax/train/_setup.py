@@ -85,12 +85,15 @@ class Setup:
     Raises:
       ConfigError: for a loss function or an evaluation that is none.
     """
-    at = self.layout.batch_sharding
-    batch = jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
-    state = self.abstract_state()
+    state, batch = self._step_shapes()
     with model_errors(self.config, self.info):
       jax.eval_shape(self.step.jitted, state, batch)
       jax.eval_shape(self.evaluate, for_evaluation(state), batch)
+
+  def program(self) -> str:
+    """Returns the StableHLO of a step: the same text wherever the same code and versions run."""
+    text: str = self.step.jitted.lower(*self._step_shapes()).as_text()
+    return text
 
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], Metrics]:
@@ -116,6 +119,10 @@ class Setup:
   def batch_shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of a global batch."""
     return self.info.batch_shapes(self.config.data.batch_size)
+
+  def _step_shapes(self) -> tuple[TrainState, PyTree]:
+    at = self.layout.batch_sharding
+    return self.abstract_state(), jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
 
   def _init(self) -> TrainState:
     return init_state(self.config, self.task, self.step, self.batch_shapes())

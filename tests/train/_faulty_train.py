@@ -1,4 +1,4 @@
-"""`scripts/train.py` with faults in the training data of processes: FAULTS='{"what": [process, step]}'."""
+"""`scripts/train.py` with faults in processes: FAULTS='{"missing" or "inf": [process, step], "code": process}'."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 import numpy as np
 
 from mpjax.cli import main
+from mpjax.train import _setup
 from mpjax.train.data import Data
 
 FAULTS = json.loads(os.environ["FAULTS"])
@@ -33,7 +34,14 @@ def faulty(data, rows):
   return Faulty(good(data, rows), int(sys.argv[sys.argv.index("--process-id") + 1]))
 
 
+def other_step(*arguments, **options):
+  return make_train_step(*arguments, **options | {"skip_nonfinite": False})
+
+
 good, Data.train = Data.train, faulty
+make_train_step = _setup.make_train_step
+if str(FAULTS.get("code")) == sys.argv[sys.argv.index("--process-id") + 1]:
+  _setup.make_train_step = other_step
 
 if __name__ == "__main__":
   sys.exit(main(["train", *sys.argv[1:]]))

@@ -265,6 +265,24 @@ def test_processes_of_different_configs_are_refused_together(start, tiny_gpt, tm
 
 
 @pytest.mark.slow
+def test_processes_of_different_code_are_refused_together(start, tiny_gpt, tmp_path):
+  out = tmp_path / "run"
+  group = start(
+    2,
+    [*tiny_gpt, "mesh.data=-1", "policy=bf16", f"out={out}"],
+    "tests/train/_faulty_train.py",
+    FAULTS='{"code": 1}',
+  )
+  statuses, _, errors = group.end()
+  assert statuses == [2, 2]
+  assert re.search(
+    "different code .program of the step: [0-9a-f]+ in process 0, [0-9a-f]+ in process 1", errors[0]
+  )
+  assert errors[0].count("\n") == 1
+  assert not out.exists()
+
+
+@pytest.mark.slow
 def test_what_does_not_move_ends_the_process(tmp_path):
   (tmp_path / "checkpoints" / "40").mkdir(parents=True)
   program = """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import json
 import math
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
+from mpjax.train._files import unused
 from mpjax.train._head_order import ByHead, reordered_params, reordered_state
 from mpjax.train.checkpoints import _integrity as reading
 from mpjax.train.checkpoints._orbax_errors import reason
@@ -59,6 +60,10 @@ class Checkpoints:
     read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
     by_head: the kernels of the model whose columns are by head, as `Task.by_head` says; what was saved before
       they were is read in that order.
+    run: what tells this run from others, in plain data; saved with each checkpoint.
+    mismatch: of another run's `run` and this one's, how they differ, or `None`; a checkpoint of another run
+      counts as damaged.
+    write_timeout_s: how long a write may take, in seconds, where that is not `timeout_s`.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
@@ -72,7 +77,11 @@ class Checkpoints:
     timeout_s: int = 600,
     read_only: bool = False,
     by_head: ByHead | None = None,
+    run: dict[str, Any] | None = None,
+    mismatch: Callable[[dict[str, Any], dict[str, Any]], str | None] = lambda theirs, ours: None,
+    write_timeout_s: int | None = None,
   ):
+    self._run, self._mismatch = run, mismatch
     self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
     self._by_head = by_head or {}
     self._writing: int | None = None
@@ -95,7 +104,7 @@ class Checkpoints:
       best_mode="min",
       read_only=read_only,
       create=False,
-      async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
+      async_options=ocp.AsyncOptions(timeout_secs=write_timeout_s or timeout_s),
       multiprocessing_options=self._multiprocessing,
     )
     self._prepare()
@@ -118,7 +127,8 @@ class Checkpoints:
     # One that was not evaluated, or is not finite, is never the best.
     ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
     metrics = {"eval_loss": ranked}
-    parts = reading.sealed(_to_tree(state), data, loop, metrics, self._by_head)
+    origin = {"step": step} | ({} if self._run is None else {"run": self._run})
+    parts = reading.sealed(_to_tree(state), data, loop, metrics, self._by_head, origin)
     with self._explained(step):
       _write_a_little(self._directory)
       self._manager.save(
@@ -235,7 +245,8 @@ class Checkpoints:
     """Returns the checkpoint of a step, in every process or in none; raises `Damaged` if it is damaged."""
     metrics = self._manager.metrics(step)
     try:
-      parts = reading.read(self._path(step), _to_tree(like), metrics, self._timeout_s)
+      foreign = functools.partial(self._foreign, step)
+      parts = reading.read(self._path(step), _to_tree(like), metrics, self._timeout_s, foreign)
     except reading.OtherState as error:
       raise CheckpointError(
         f"the checkpoint of step {step} in {self._directory} is of another state: {error}; nothing was "
@@ -247,6 +258,14 @@ class Checkpoints:
     if self._by_head and not parts.is_by_head:
       state = _by_head(state, self._by_head)
     return Restored(state, parts.data, parts.loop)
+
+  def _foreign(self, step: int, origin: dict[str, Any]) -> str | None:
+    """Returns why a checkpoint is not this run's of `step`; one of an earlier release does not say."""
+    if origin.get("step", step) != step:
+      return f"it is of step {origin['step']}"
+    theirs = origin.get("run")
+    differ = None if theirs is None or self._run is None else self._mismatch(theirs, self._run)
+    return None if differ is None else f"it is of another run ({differ}), for which there is train.init_from"
 
   def _handlers(self) -> ocp.handlers.CheckpointHandlerRegistry:
     """Returns how arrays are written: in one transaction, so that a full disk meets one write, not many."""
@@ -287,7 +306,7 @@ class Checkpoints:
       try:
         folder.mkdir(exist_ok=True)
         for step in steps:
-          targets.append(str(_unused(folder / str(step))))
+          targets.append(str(unused(folder / str(step))))
           os.rename(self._path(step), targets[-1])
       except OSError as error:
         problem = reason(error)
@@ -342,12 +361,6 @@ def _write_a_little(directory: pathlib.Path) -> None:
     file.write(bytes(_A_LITTLE))
     file.flush()
     os.fsync(file.fileno())
-
-
-def _unused(path: pathlib.Path) -> pathlib.Path:
-  """Returns the path, or the first of `path.1`, `path.2`, ... that does not exist yet."""
-  paths = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
-  return next(path for path in paths if not path.exists())
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
@@ -43,9 +44,20 @@ class Parts(NamedTuple):
 
 
 def sealed(
-  state: dict[str, Any], data: object, loop: dict[str, Any], metrics: dict[str, Any], by_head: ByHead
+  state: dict[str, Any],
+  data: object,
+  loop: dict[str, Any],
+  metrics: dict[str, Any],
+  by_head: ByHead,
+  origin: dict[str, Any],
 ) -> Parts:
-  """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays."""
+  """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays.
+
+  Args:
+    state, data, loop, metrics: what to save.
+    by_head: kernels whose columns are by head.
+    origin: what the checkpoint is of: its step, and the run.
+  """
   # Written by a thread, while the caller may go on to change its own.
   data, loop = copy.deepcopy((data, loop))
   # In the kinds, so that a release which does not know of it says that this is another state.
@@ -54,10 +66,17 @@ def sealed(
   integrity = {"kinds": kinds, "state": tree_checksums(state)} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }
+  integrity["origin"] = origin
   return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
 
 
-def read(folder: pathlib.Path, like: dict[str, Any], metrics: object, timeout_s: int) -> Parts:
+def read(
+  folder: pathlib.Path,
+  like: dict[str, Any],
+  metrics: object,
+  timeout_s: int,
+  foreign: Callable[[dict[str, Any]], str | None],
+) -> Parts:
   """Reads the parts of a checkpoint, as they were given to `sealed`; in every process, or in none.
 
   Args:
@@ -65,15 +84,16 @@ def read(folder: pathlib.Path, like: dict[str, Any], metrics: object, timeout_s:
     like: abstract arrays with the structure, dtypes and shardings to restore the state with.
     metrics: what has been read as its metrics.
     timeout_s: how long one process waits for the others, in seconds.
+    foreign: of what a checkpoint is of, why it does not belong here; `None` if it does.
 
   Raises:
-    Damaged: if a part cannot be read in some process, or is not what was saved.
+    Damaged: if a part cannot be read in some process, is not what was saved, or belongs elsewhere.
     OtherState: if the state has other leaves, dtypes or shapes than `like`.
     TimeoutError: if another process did not come.
   """
   parts, outcome = None, ("", "")
   try:
-    parts = _read(folder, like, metrics)
+    parts = _read(folder, like, metrics, foreign)
   except OtherState as error:
     outcome = ("other", str(error))
   except Damaged as error:
@@ -91,7 +111,12 @@ def read(folder: pathlib.Path, like: dict[str, Any], metrics: object, timeout_s:
   return parts
 
 
-def _read(folder: pathlib.Path, like: dict[str, Any], metrics: object) -> Parts:
+def _read(
+  folder: pathlib.Path,
+  like: dict[str, Any],
+  metrics: object,
+  foreign: Callable[[dict[str, Any]], str | None],
+) -> Parts:
   """Reads in this process, without comparing checksums of arrays, for which it needs the others."""
   data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
   seal, integrity = loop.pop(_SEAL, None), None
@@ -102,6 +127,8 @@ def _read(folder: pathlib.Path, like: dict[str, Any], metrics: object) -> Parts:
     for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
       if json_checksum(part) != integrity[name]:
         raise Damaged(f"{name}: not what was saved")
+    if (problem := foreign(integrity.get("origin", {}))) is not None:
+      raise Damaged(problem)
     kinds, saved = tree_kinds(like), _shapes(integrity)
     differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
     if differ:

@@ -3,8 +3,9 @@
 from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
 from mpjax.train.monitors._events import Events
 from mpjax.train.monitors._histograms import Watcher
+from mpjax.train.monitors._metrics_file import MetricsFile
 from mpjax.train.monitors._peak_memory import peak_memory
-from mpjax.train.monitors._run_directory import MetricsFile, RunDirectory, config_mismatch, plain
+from mpjax.train.monitors._run_directory import RunDirectory, config_mismatch, plain, run_mismatch
 
 __all__ = [
   "Events",
@@ -16,4 +17,5 @@ __all__ = [
   "nonfinite_report",
   "peak_memory",
   "plain",
+  "run_mismatch",
 ]

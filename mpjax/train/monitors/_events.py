@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import socket
 import time
@@ -13,7 +14,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Events:
-  """Scalars and histograms of a run; what cannot be written raises an `OSError` where it is written.
+  """Scalars and histograms of a run; a disk that cannot be written raises an `OSError` where it is written.
+
+  Anything else that goes wrong ends them, and not the run.
+
+  Attributes:
+    problem: what ended them; `None` while they are written.
 
   Args:
     folder: of the event files; made if missing.
@@ -23,6 +29,7 @@ class Events:
 
   def __init__(self, folder: pathlib.Path, start: int, owner: bool = True):
     self._writer: RecordWriter | None = None
+    self.problem: str | None = None
     if not owner:
       return
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +79,15 @@ class Events:
       self._writer.close()
 
   def _write(self, event: Event) -> None:
-    if self._writer is not None:
+    if self._writer is None:
+      return
+    try:
       event.wall_time = time.time()
       self._writer.write(event.SerializeToString())
+    except OSError:
+      raise
+    except Exception as error:  # of any kind, from TensorBoard's own code: a run is more than its pictures
+      self.problem = " ".join(f"{type(error).__name__}: {error}".split())
+      with contextlib.suppress(Exception):  # as above
+        self._writer.close()
+      self._writer = None

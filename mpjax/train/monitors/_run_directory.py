@@ -1,4 +1,4 @@
-"""A run's directory: one owner at a time, one config for ever, metrics without a gap or a repeat."""
+"""A run's directory: one owner at a time, one config for ever, one place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mpjax._types import ArrayLike
 from mpjax.train._config import Config, parse_config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
+from mpjax.train._files import set_aside, unused, write_atomically
 
 
 class RunDirectory:
@@ -23,6 +24,7 @@ class RunDirectory:
   Attributes:
     path: where it is.
     before: the config that the run had, as plain data, if it had fewer steps; else `None`.
+    said: what a person has to know of the directory as it was found, a line each.
 
   Args:
     config: of the run.
@@ -35,6 +37,9 @@ class RunDirectory:
 
   def __init__(self, config: Config, owner: bool = True):
     self._lock: IO[str] | None = None
+    self._held: int | None = None
+    self._config = config
+    self.said: list[str] = []
     if "\0" in str(config.out):
       raise ConfigError(f"out={config.out!r}: expected the name of a directory")
     self.path = pathlib.Path(str(config.out))
@@ -48,7 +53,8 @@ class RunDirectory:
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
-        _write_atomically(self.path / "config.yaml", text)
+        write_atomically(self.path / "config.yaml", text.encode())
+      self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else None
     except OSError as error:
       raise ConfigError(f"out={self.path}: cannot be written ({error.strerror})") from error
 
@@ -66,61 +72,66 @@ class RunDirectory:
     if self._lock is None or self.before is not None or not file.exists():
       return None
     try:
-      summary: dict[str, Any] = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-      raise ConfigError(f"{file}: not the summary of a run ({error}); choose another out=") from error
-    return summary
+      summary = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+      summary = None
+    if isinstance(summary, dict) and summary.keys() >= {"steps", "final_loss"}:
+      return summary
+    self.said.append(
+      f"{file.name} is not the summary of a run, which therefore goes on; it was moved to {set_aside(file)}"
+    )
+    return None
+
+  @property
+  def is_there(self) -> bool:
+    """Returns whether the path still leads to this directory, which nobody moved, deleted or replaced."""
+    if self._held is None:
+      return True
+    try:
+      return os.path.samestat(os.stat(self.path), os.fstat(self._held))
+    except (FileNotFoundError, NotADirectoryError):
+      return False
+
+  def refuge(self) -> pathlib.Path:
+    """Returns where a checkpoint can be saved once the directory is no longer there.
+
+    It is the directory at its new path; if it was deleted, one of the run's own with its config alone, at the
+    old path or, where that is taken, beside it.
+    """
+    now = self._moved_to()
+    if now is not None:
+      return now
+    path = unused(self.path)
+    path.mkdir(parents=True)
+    write_atomically(path / "config.yaml", self._config.to_yaml().encode())
+    return path
+
+  def _moved_to(self) -> pathlib.Path | None:
+    assert self._held is not None
+    here = os.fstat(self._held)
+    try:  # Linux says where an open directory is; elsewhere, nobody does
+      now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
+      return now if os.path.samestat(os.stat(now), here) else None
+    except OSError:
+      return None
 
   def grow(self, config: Config) -> None:
     """Writes the config with more steps; the run is no longer a finished one."""
     (self.path / "summary.json").unlink(missing_ok=True)
-    _write_atomically(self.path / "config.yaml", config.to_yaml())
+    write_atomically(self.path / "config.yaml", config.to_yaml().encode())
     self.before = None
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`, which marks the run as finished."""
-    _write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
   def close(self) -> None:
     """Lets another process have the directory."""
     if self._lock is not None:
       self._lock.close()
-
-
-class MetricsFile:
-  """`metrics.jsonl`: one JSON object a line, in step order.
-
-  Args:
-    path: the file; lines of steps after `resume_step`, and a line that a kill cut short, are dropped, since
-      the resumed run writes them again.
-    resume_step: step of the checkpoint that the run resumes from.
-    owner: whether this process writes it; otherwise nothing happens here.
-  """
-
-  def __init__(self, path: pathlib.Path, resume_step: int, owner: bool = True):
-    self._file: IO[str] | None = None
-    if not owner:
-      return
-    kept = []
-    if path.exists():
-      for line in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-          if line.endswith("\n") and json.loads(line)["step"] <= resume_step:
-            kept.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-          break
-    _write_atomically(path, "".join(kept))
-    self._file = path.open("a", buffering=1)
-
-  def write(self, record: dict[str, Any]) -> None:
-    """Appends a record; the line is handed to the operating system before this returns."""
-    if self._file is not None:
-      self._file.write(json.dumps(record) + "\n")
-
-  def close(self) -> None:
-    """Closes the file."""
-    if self._file is not None:
-      self._file.close()
+    if self._held is not None:
+      os.close(self._held)
+      self._held = None
 
 
 def plain(value: ArrayLike) -> Any:
@@ -187,6 +198,13 @@ def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) 
   return f"the processes have different configs ({'; '.join(found[:3])}): start all with the same one"
 
 
+def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+  """Returns how the config of one run differs from another's in what a run keeps; `None` for not at all."""
+  found = differences(_with_defaults(theirs), ours, "there", "here", _FREE)
+  found = [line for line in found if not line.startswith(_GROWING)]
+  return "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "") if found else None
+
+
 def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   """Returns the config in a run directory, if it differs by fewer steps alone; `None` for the same.
 
@@ -204,6 +222,11 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
         f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes in its own directory "
         "alone: nothing was changed; remove the link, or make out= the directory that it leads to"
       )
+  for name, is_right in _KINDS.items():
+    entry = path / name
+    if entry.exists() and not is_right(entry):
+      kind = "a folder" if entry.is_dir() else "no folder"
+      raise ConfigError(f"out={path}: {name} in it is {kind}, and nothing was changed; choose another out=")
   if not file.exists():
     return None
   try:
@@ -233,6 +256,11 @@ def _never_began(path: pathlib.Path) -> bool:
   return not (kept or (metrics.exists() and metrics.stat().st_size))
 
 
+# What the entries of a run directory are.
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
+  ("checkpoints", "tensorboard", "damaged"), pathlib.Path.is_dir
+)
 # What a run may have otherwise when it is resumed with more steps.
 _GROWING = ("train.steps: ", "optimizer.schedule_steps: ")
 
@@ -264,9 +292,3 @@ def _lock(path: pathlib.Path) -> IO[str]:
     file.close()
     raise ConfigError(f"out={path.parent}: another process is running in this directory") from None
   return file
-
-
-def _write_atomically(path: pathlib.Path, text: str) -> None:
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(text)
-  os.replace(temporary, path)

@@ -3,6 +3,17 @@
 from mpjax.train.multiprocess._agreement import everyone
 from mpjax.train.multiprocess._interrupt import Interrupt, Poll
 from mpjax.train.multiprocess._processes import Processes
+from mpjax.train.multiprocess._same_program import code_mismatch, digest, versions
 from mpjax.train.multiprocess._start import Flags, start
 
-__all__ = ["Flags", "Interrupt", "Poll", "Processes", "everyone", "start"]
+__all__ = [
+  "Flags",
+  "Interrupt",
+  "Poll",
+  "Processes",
+  "code_mismatch",
+  "digest",
+  "everyone",
+  "start",
+  "versions",
+]

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag between steps; in several processes, after the same step."""
+"""SIGTERM, SIGHUP and Ctrl-C as a flag between steps; in several processes, after the same step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 class Interrupt:
-  """While entered, the first SIGTERM or SIGINT sets `signum`; a second one acts as it always does.
+  """While entered, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second one acts as it always does.
+
+  A SIGHUP that the process ignores (`nohup`) stays ignored.
 
   Attributes:
     signum: the signal that came, or `None`.
@@ -26,7 +28,11 @@ class Interrupt:
 
   def __enter__(self) -> Interrupt:
     if threading.current_thread() is threading.main_thread():
-      self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGTERM, signal.SIGINT)}
+      hangup = getattr(signal, "SIGHUP", None)
+      signals = [signal.SIGTERM, signal.SIGINT]
+      if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+        signals.append(hangup)
+      self._before = {signum: signal.signal(signum, self._receive) for signum in signals}
     return self
 
   def __exit__(self, *_: object) -> None:

@@ -73,9 +73,14 @@ class Processes:
     """True if this process writes files and speaks for all."""
     return self.process == 0
 
+  @property
+  def are_watched(self) -> bool:
+    """True if what hangs ends this process, whoever waits for it."""
+    return self.count > 1 or self._may_exit
+
   def __enter__(self) -> Processes:
     self._since = time.monotonic()
-    if self.count == 1 and not self._may_exit:
+    if not self.are_watched:
       return self
     self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
     self._watch.start()

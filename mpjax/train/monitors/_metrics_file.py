@@ -1,0 +1,100 @@
+"""`metrics.jsonl`: the records of a run, through kills, damage and lost files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import IO, Any, NamedTuple
+
+from mpjax.train._files import set_aside, write_atomically
+
+
+class MetricsFile:
+  """`metrics.jsonl`: one JSON object a line, in step order.
+
+  Records of steps after `resume_step`, and a line that a kill cut short, are dropped, since the resumed run
+  writes them again. Every other record is kept. Where there are lines that are none, the file as it was is
+  kept in `damaged/` beside it.
+
+  Attributes:
+    said: what a person has to know of the file as it was found, a line each.
+    count: records in it.
+
+  Args:
+    path: the file.
+    resume_step: step of the checkpoint that the run resumes from.
+    expected: how many records the file had when that checkpoint was saved; `None` if that is not known.
+    owner: whether this process writes it; otherwise nothing happens here.
+  """
+
+  def __init__(self, path: pathlib.Path, resume_step: int, expected: int | None = None, owner: bool = True):
+    self._file: IO[str] | None = None
+    self.said: list[str] = []
+    self.count = 0
+    if not owner:
+      return
+    found = _read(path.read_bytes() if path.exists() else b"", resume_step)
+    if found.bad:
+      numbers = ", ".join(map(str, found.bad[:3])) + (", ..." if len(found.bad) > 3 else "")
+      lines = f"line {numbers} is no record" if len(found.bad) == 1 else f"lines {numbers} are no records"
+      copy = set_aside(path, keep=True)
+      self.said.append(f"{path.name}: {lines}, and all others are kept; the file as it was is {copy}")
+    self.count = len(found.records)
+    if expected is not None and self.count < expected:
+      last = f", of which step {found.last} is the last one" if found.last is not None else ""
+      self.said.append(
+        f"{path.name}: {expected - self.count} of {expected} records up to step {resume_step} are missing: "
+        f"the checkpoint knows of {expected}, the file has {self.count}{last}"
+      )
+    write_atomically(path, b"".join(found.records))
+    self._file = path.open("a", buffering=1, encoding="utf-8")
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Appends a record; the line is handed to the operating system before this returns."""
+    if self._file is not None:
+      self._file.write(json.dumps(record) + "\n")
+      self.count += 1
+
+  def sync(self) -> None:
+    """Waits until every record is on the disk."""
+    if self._file is not None:
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Closes the file."""
+    if self._file is not None:
+      self._file.close()
+
+
+class _Found(NamedTuple):
+  """The lines of a file: records to keep, the step of the last, and the numbers of lines that are none."""
+
+  records: list[bytes]
+  last: int | None
+  bad: list[int]
+
+
+def _read(content: bytes, resume_step: int) -> _Found:
+  *lines, cut = content.split(b"\n")
+  records: dict[int, bytes] = {}
+  bad = []
+  for number, line in enumerate(lines, 1):
+    step = _step(line)
+    if step is None or step in records:
+      bad.append(number)
+    elif step <= resume_step:
+      records[step] = line + b"\n"
+  step = _step(cut)
+  if step is not None and step <= resume_step and step not in records:
+    records[step] = cut + b"\n"
+  return _Found(list(records.values()), max(records, default=None), bad)
+
+
+def _step(line: bytes) -> int | None:
+  """Returns the step of a record; `None` for a line that is none."""
+  try:
+    step = json.loads(line)["step"]
+  except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    return None
+  return step if isinstance(step, int) and not isinstance(step, bool) else None
