@@ -127,7 +127,7 @@ def test_a_directory_of_another_config_is_refused_and_left_alone(finished, capsy
 
 def test_an_out_that_cannot_be_a_directory_is_refused(tiny_gpt, tmp_path, capsys):
   (tmp_path / "file").write_text("x")
-  for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here"):
+  for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here", tmp_path / ("x" * 300)):
     assert main(["train", *tiny_gpt, f"out={out}"]) == 2
     error = capsys.readouterr().err
     assert f"out={out}" in error

@@ -47,9 +47,9 @@ class RunDirectory:
     if not owner:
       return
     text = config.to_yaml()
-    if self.path.exists():
-      self.before = _require_same(self.path, text)
     try:
+      if self.path.exists():
+        self.before = _require_same(self.path, text)
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = _lock(self.path / ".lock")
       if _never_began(self.path):
