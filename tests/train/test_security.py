@@ -51,7 +51,8 @@ CONFIGS = {
   "an alias of itself": ("optimizer: {{options: &a {{b: *a}}}}\n", "recursive"),
   "references that double": ("a0: x\n" + doubling("a{j}: ${{{{a{i}}}}}${{{{a{i}}}}}\n"), "at most 16"),
   "a reference to itself": ("seed: ${{seed}}\n", "Recursive"),
-  "brackets that overrun the stack": ("optimizer: {{options: " + "[" * 200_000, "nested more than 50"),
+  "brackets too deep": ("optimizer: {{options: " + "[" * 60 + "]" * 60 + "}}", "nested more than 50"),
+  "brackets that overrun the stack": ("optimizer: {{options: " + "[" * 200_000, "nest"),  # ours, or libyaml's
   "an integer of a million digits": ("seed: " + "9" * 1_000_000, "digits"),
   "the environment": ("out: ${{oc.env:A_SECRET}}\n", "only another key"),
   "the environment, hidden": ("x: env\nout: ${{oc.${{x}}:A_SECRET}}\n", "only another key"),
