@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -18,7 +19,9 @@ if os.environ.get("MPJAX_TYPECHECK"):
   _array_types.install()
 
 
-_MOST_BYTES = 1 << 30  # of compiled programs that are kept for the next run, in .pytest_cache
+# Compiled programs are kept for the next run, of another clone, too: their keys have the versions, flags and processor.
+_COMPILED = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "mpjax" / "tests"
+_MOST_BYTES = 1 << 30
 
 
 def pytest_addoption(parser):
@@ -75,13 +78,17 @@ def _clear_caches():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _compile_once(request, tmp_path_factory):
+def _compile_once(tmp_path_factory):
   """A program is compiled once, whichever test, worker, process of its own or earlier run is the first to need it."""
-  cache = getattr(request.config, "cache", None)
-  folder = tmp_path_factory.mktemp("compiled") if cache is None else cache.mkdir("compiled")
-  sizes = {entry: entry.stat().st_size for entry in folder.iterdir()}
-  for entry, size in sizes.items():  # of a process that was killed as it wrote, or of many versions by now
-    if not size or sum(sizes.values()) > _MOST_BYTES:
+  folder = _COMPILED
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError:  # nothing can be kept there
+    folder = tmp_path_factory.mktemp("compiled")
+  entries = [(entry, _size(entry)) for entry in folder.iterdir()]
+  is_full = sum(size for _, size in entries) > _MOST_BYTES  # of many versions by now
+  for entry, size in entries:
+    if is_full or not size:  # of a process that was killed as it wrote
       entry.unlink(missing_ok=True)
   with pytest.MonkeyPatch.context() as patch:
     for name, value in {
@@ -92,6 +99,13 @@ def _compile_once(request, tmp_path_factory):
       patch.setenv(name.upper(), str(value))
       jax.config.update(name, value)
     yield
+
+
+def _size(entry):
+  try:
+    return entry.stat().st_size
+  except FileNotFoundError:  # another worker took it away
+    return 0
 
 
 @pytest.fixture
