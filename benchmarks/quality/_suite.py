@@ -29,7 +29,7 @@ import jax
 
 from benchmarks._record import origin, write
 from benchmarks.quality._tables import pictures, tables
-from mpjax.train import load_config
+from mpjax.train import load_config, load_plugins
 from mpjax.train.monitors import RunDirectory
 
 __all__ = ["add_arguments", "pictures", "run", "tables"]
@@ -69,6 +69,7 @@ class Task:
 
   Attributes:
     seeds: more of them where they are quick and far apart.
+    plugin: registers the config's model.
   """
 
   title: str
@@ -77,15 +78,16 @@ class Task:
   overrides: tuple[str, ...] = ()
   policies: tuple[str, ...] = USUAL
   seeds: int = 3
+  plugin: str | None = None
 
 
-FEW_BYTES = ("fp32", "bf16", "int8", "e4m3", "bf16-state", "int16", "lean", "stochastic", "no-masters")
+FEW_BYTES = ("fp32", "bf16", "int8", "e4m3", "bf16-state", "int16", "lean")
 
 # Steps, and one evaluation at the end.
 _ONCE = ("train.eval_every=1000", "train.checkpoint_every=1000")
 
 
-def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...]) -> Task:
+def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...], seeds: int = 3) -> Task:
   options = {"sgd": ("optimizer.options={momentum: 0.9}", "optimizer.weight_decay=0"), "adamw": ()}.get(
     optimizer, ("optimizer.options={}",)
   )
@@ -104,6 +106,7 @@ def _small_gpt(optimizer: str, rate: str, policies: tuple[str, ...]) -> Task:
       ),
     ),
     policies,
+    seeds,
   )
 
 
@@ -141,11 +144,35 @@ TASKS = {
     policies=(*USUAL, "fp32-reordered"),
     seeds=6,
   ),
-  "gpt-small": _small_gpt("adamw", "2e-3", FEW_BYTES),
-  **{
-    f"gpt-small-{name}": _small_gpt(name, rate, ("fp32", "bf16", "int8", "lean"))
-    for name, rate in (("lion", "5e-4"), ("muon", "5e-3"), ("sgd", "0.1"))
-  },
+  "gpt-small": _small_gpt("adamw", "2e-3", (*FEW_BYTES, "stochastic", "no-masters")),
+  "gpt-small-lion": _small_gpt("lion", "5e-4", ("fp32", "bf16", "int8", "lean"), seeds=2),
+  "gpt-small-muon": _small_gpt("muon", "5e-3", ("fp32", "bf16", "int8", "bf16-state", "lean"), seeds=2),
+  "gpt-small-sgd": _small_gpt("sgd", "0.1", ("fp32", "bf16", "int8", "lean"), seeds=2),
+  "vit-few-bytes": Task(
+    "ViT on digits, adamw",
+    "320 images held out",
+    "configs/vit_digits.yaml",
+    ("train.steps=400", *_ONCE),
+    FEW_BYTES,
+  ),
+  "resnet-few-bytes": Task(
+    "ResNet on digits, adamw",
+    "320 images held out",
+    "configs/resnet_digits.yaml",
+    (
+      *("optimizer.name=adamw", "optimizer.options={}", "optimizer.learning_rate=2e-3"),
+      *("train.steps=300", *_ONCE),
+    ),
+    FEW_BYTES,
+  ),
+  "llama-few-bytes": Task(
+    "Llama, 1,024 bytes a batch, adamw",
+    "102,400 bytes held out",
+    "examples/llama/stdlib.yaml",
+    ("model.layers=2", "data.batch_size=8", "data.eval_batches=100", "train.steps=300", *_ONCE),
+    FEW_BYTES,
+    plugin="examples/llama/llama.py",
+  ),
 }
 
 
@@ -166,7 +193,14 @@ class Run:
   @property
   def arguments(self) -> list[str]:
     """Of `scripts/train.py`, but for the run directory."""
-    return [TASKS[self.task].config, *POLICIES[self.policy][1], f"seed={self.seed}", *self.overrides]
+    task = TASKS[self.task]
+    plugin = ["--plugin", task.plugin] if task.plugin else []
+    return [task.config, *plugin, *self.changes]
+
+  @property
+  def changes(self) -> list[str]:
+    """Of the config."""
+    return [*POLICIES[self.policy][1], f"seed={self.seed}", *self.overrides]
 
   @property
   def command(self) -> str:
@@ -189,6 +223,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   """Trains what is not on file yet, and returns the report of all that is."""
   report = _opened(options)
   wanted = list(_matrix(options))
+  load_plugins(str(ROOT / plugin) for each in wanted if (plugin := TASKS[each.task].plugin))
   known = {run["command"] for run in report["runs"]}
   left = [each for each in wanted if each.command not in known]
   cells = {_cell(dataclasses.asdict(each)) for each in left}
@@ -278,7 +313,7 @@ def _train(each: Run, folder: pathlib.Path) -> tuple[dict[str, Any], float]:
   """The result of a run, done now unless its directory holds it, and the seconds that it took."""
   start, out = time.perf_counter(), folder / each.name
   arguments = [*each.arguments, f"out={out}"]
-  directory = RunDirectory(load_config(ROOT / arguments[0], arguments[1:]))
+  directory = RunDirectory(load_config(ROOT / TASKS[each.task].config, [*each.changes, f"out={out}"]))
   finished = directory.summary() is not None
   directory.close()
   status, text = (0, "") if finished else _script("train.py", arguments, folder, each.policy)
