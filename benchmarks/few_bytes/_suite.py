@@ -10,7 +10,7 @@ normal, and their sizes spread log-normally. Beside the formats of mpjax are bfl
 and square roots in 8 bits with a float16 scale for 32 entries, as published.
 `time` runs updates of 16.8 million parameters on this machine; with an interpreter that has torch, also those
 of torchao and bitsandbytes. `memory` compiles the update of 201 million parameters for an H200 or a TPU v5e,
-without the device.
+without the device; bytes accessed are operands and results of its kernels in the device's main memory.
 """
 
 from __future__ import annotations

@@ -31,17 +31,37 @@ def test_a_gpu_is_found_among_the_described_ones(kind, name, monkeypatch):
   assert _measured.described_here() == name
 
 
-def test_the_bytes_that_a_compiled_update_accesses():
+def test_the_bytes_that_a_compiled_update_moves_through_main_memory():
   hlo = """HloModule jit_f
 
-ENTRY %main (p0: f32[8,4], p1: s8[8,4]) -> (f32[8,4], s8[8,4]) {
+ENTRY %main (p0: f32[8,4], p1: s8[8,4]) -> f32[8,4] {
   %p0 = f32[8,4]{1,0} parameter(0)
   %p1 = s8[8,4]{1,0} parameter(1)
-  %both = (f32[8,4]{1,0}, s8[8,4]{1,0}) fusion(%p0, %p1), kind=kLoop, calls=%body
-  %first = f32[8,4]{1,0} get-tuple-element(%both), index=0
-  ROOT %out = bf16[8,4]{1,0} convert(%first)
+  %slice-start = ((f32[8,4]{1,0}), f32[2,4]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%p0), slice={[0:2], [0:4]}
+  %on_chip = f32[2,4]{1,0:S(1)} slice-done(%slice-start)
+  %both = (f32[8,4]{1,0:S(1)}, s8[8,4]{1,0}) fusion(%on_chip, %p1), kind=kLoop, calls=%body
+  %first = f32[8,4]{1,0:S(1)} get-tuple-element(%both), index=0
+  %copy-start = (f32[8,4]{1,0}, f32[8,4]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%first)
+  ROOT %out = f32[8,4]{1,0} copy-done(%copy-start)
 }"""
-  assert few_bytes.operands_and_results(hlo) == 2 * (128 + 32) + 128 + 64
+  a_slice, codes, out = 32, 32, 128
+  assert few_bytes.main_memory_bytes(hlo) == a_slice + 2 * codes + out
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("%x = f32[8]{0} while(%p0), condition=%c, body=%b", "what a while moves"),
+    (
+      "%s = (f32[8]{0}, f32[8]{0}) async-start(%p0), calls=%c\n  %x = f32[8]{0} async-done(%s)",
+      "async-start",
+    ),
+  ],
+)
+def test_what_does_not_say_what_it_moves_is_refused(line, message):
+  hlo = f"ENTRY %main (p0: f32[8]) -> f32[8] {{\n  %p0 = f32[8]{{0}} parameter(0)\n  {line}\n}}"
+  with pytest.raises(ValueError, match=message):
+    few_bytes.main_memory_bytes(hlo)
 
 
 def test_the_rule_of_others_comes_back_close():
