@@ -54,9 +54,8 @@ VARIANTS = {"whole logits": whole, **{f"{rows} rows": in_chunks(rows) for rows i
 
 def program(loss: Loss, policy: str, scale: float = 1.0) -> Callable[..., Any]:
   """Loss and gradients by x, in the compute dtype, and a float32 kernel."""
-  under = mpjax.autocast(loss, policy)
-  wide = lambda x, kernel, labels: scale * under(x.astype(jnp.float32), kernel, labels)
-  return jax.value_and_grad(wide, (0, 1))
+  under = mpjax.autocast(lambda x, kernel, labels: loss(x.astype(jnp.float32), kernel, labels), policy)
+  return jax.value_and_grad(lambda *args: scale * under(*args), (0, 1))
 
 
 def memory(target: str) -> dict[str, Any]:

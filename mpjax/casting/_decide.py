@@ -125,6 +125,7 @@ class _Body:
     self._feeding = rules.feeding(jaxpr)
     self._depth: dict[Var, int] = {}
     self._linear = set(self.inputs[len(self.inputs) - tangents :])
+    self._float16: set[Var] = set()  # that the user's program widens
 
   def plan(self, wanted: Sequence[np.dtype | None]) -> CastPlan:
     """Decides about every equation in order, then about islands, and freezes it all."""
@@ -273,6 +274,8 @@ class _Body:
     if OUTPUT in path.split("/"):
       return node(Mode.CAST, "the end of an inner autocast", Held(Kind.ISLAND, FLOAT32))
     if is_float(source.aval):
+      if dtype_of(source) == np.float16:
+        self._float16.add(result)
       pinned = dtype_of(source).itemsize < 4
       return node(Mode.CAST, "the user's own cast", Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32))
     # Counts and token numbers have more digits than float16 has.
@@ -288,7 +291,8 @@ class _Body:
     if half is not None and at_region_edge(path):
       (source,), (result,) = equation.invars, equation.outvars
       if castable(source.aval) and dtype_of(result) == half:
-        mode = Mode.EDGE if half == np.float16 else Mode.HALF
+        fits = half != np.float16 or (is_variable(source) and source in self._float16)
+        mode = Mode.HALF if fits else Mode.EDGE
         return node(mode, "it enters a half_precision region", _outs(equation, Held(Kind.FIXED, half)))
       if castable(result.aval) and dtype_of(source) == half:
         return node(Mode.EACH, "it leaves a half_precision region", _outs(equation, Held(Kind.HALF, half)))

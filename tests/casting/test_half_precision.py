@@ -155,6 +155,15 @@ def test_what_leaves_float16s_range_is_its_largest_value():
   np.testing.assert_array_equal(out, np.float32([np.float16(np.exp(1.0)), 65504]))
 
 
+@pytest.mark.parametrize(("dtype", "clipped"), [("float16", 0), ("bfloat16", 1), ("float32", 1)])
+def test_what_was_float16_outside_is_within_its_range(dtype, clipped):
+  def f(x):
+    return mpjax.half_precision(jnp.sin)(x.astype(jnp.float32))
+
+  program = jax.make_jaxpr(mpjax.autocast(f, "fp16"))(jnp.ones(3, dtype))
+  assert str(program).count("name=clip") == clipped
+
+
 def test_gradients_out_of_range_are_not_hidden():
   def f(x):
     return jnp.sum(mpjax.half_precision(lambda x: x * 2)(x) * 1e6)
