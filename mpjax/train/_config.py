@@ -88,6 +88,10 @@ class MeshConfig(Section):
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
       raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
+    if self.gather == "block" and self.fsdp == 1:
+      raise ValueError(
+        "gather=block is for parameters that are divided over fsdp: expected fsdp of 2 or more, or -1"
+      )
     ShardingRules(self.rules)
     return self
 

@@ -89,6 +89,7 @@ def test_an_override_inside_a_named_policy_keeps_the_rest_of_it(minimal):
     (["data.path=x"], ["data", "path", "stdlib"]),
     (["mesh.fsdp=0"], ["mesh", "fsdp=0", "-1"]),
     (["mesh.fsdp=-1"], ["mesh", "data=-1", "fsdp=-1", "one axis"]),
+    (["mesh.gather=block"], ["mesh", "gather=block", "fsdp", "2 or more, or -1"]),
     (["mesh=4"], ["mesh", "mapping", "data, fsdp, tensor"]),
     (["mesh.rules={a: fsdp}"], ["mesh", "'a'", "[fsdp, null]"]),
     (["mesh.rules={a: [data]}"], ["mesh", "'a'", "fsdp, tensor or null"]),
