@@ -36,7 +36,7 @@ SUITES = {
   "scaling": ("weak scaling on 1 to 256 described chips", "scaling._suite"),
   "gather": ("when divided parameters are gathered: compiled memory and collectives", "gather._suite"),
   "tune": ("what a search for a policy finds, and how good its predictions are", "tune._suite"),
-  "chaos": ("runs of several processes, killed at random moments", "chaos._suite"),
+  "chaos": ("training runs under faults, beside undisturbed twins", "chaos._suite"),
 }
 
 

@@ -13,10 +13,9 @@ import jax
 
 def origin(command: str, *packages: str, device: str | None = None) -> dict[str, Any]:
   """The first entries of a report: the command, the device and the versions."""
-  here = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
   return {
     "command": f"python scripts/bench.py {command}".strip(),
-    "device": device or here,
+    "device": device or f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
     "versions": {name: version for name in ("jax", *packages, "mpjax") if (version := installed(name))},
   }
 

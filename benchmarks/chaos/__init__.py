@@ -1,1 +1,1 @@
-"""Runs of several processes that are killed at random moments."""
+"""Training runs under faults: killed, paused, out of disk, with damaged files, beside undisturbed twins."""

@@ -1,200 +1,135 @@
-"""Runs of several processes that are killed at random moments: whether each ends as if nothing had happened.
+"""Training runs under the faults of a month of use, each compared bit for bit with an undisturbed twin.
 
-    python scripts/bench.py chaos [--runs 20] [--kills 2] [--processes 2] [--seed 0] [--json FILE]
+    python -m benchmarks.chaos --hours 1 [--seed 0] [--json FILE]      (or: python scripts/bench.py chaos ...)
+    python -m benchmarks.chaos --mutations 400
 
-A small GPT trains in fp16 with overflows, dropout and accumulation, over the processes given (CPU, gloo).
-Once it is left alone. Then, in each run, one process chosen at random gets SIGKILL at a random moment, at
-times while it starts, so many times, and the same command starts again; the last start is left alone.
-Reported are the final loss beside that of the run left alone (as the same text, so bit for bit), and the
-steps that each kill threw away: those that metrics.jsonl had logged after the checkpoint that the next start
-resumes from.
+Small runs of the three example configs, one of them of two processes, are killed, signalled, paused, moved,
+deleted, run out of disk, given a clock that jumps, a standard output that nobody reads and another mesh; while
+they stand still, their files are damaged. The same command then goes on. In the end the records, the arrays of
+the last checkpoint and the summary have to be those of a run that was left alone, but for records that were
+destroyed, which a start has to tell. `--mutations` starts the command with wrong configs instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import collections
 import os
 import pathlib
+import platform
 import random
-import re
-import socket
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
 from typing import Any
 
-from benchmarks._record import origin, write
+from benchmarks._record import origin, provenance, write
+from benchmarks.chaos import _mutations
+from benchmarks.chaos._disturbance import Place, places
+from benchmarks.chaos._run import EVERY, STEPS, Example, Run, twin_of
+from benchmarks.chaos._starts import warm_up
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-INTERVAL = 40
-CONFIG = f"""
-policy: {{base: fp16, loss_scaling: {{init_scale: 16777216, growth_interval: 20}}}}
-seed: 3
-model: {{kind: gpt, dim: 32, layers: 2, heads: 2, dropout: 0.1}}
-data: {{kind: text, path: CORPUS, seq_len: 32, batch_size: 8, valid_fraction: 0.2, eval_batches: 2}}
-optimizer: {{learning_rate: 1e-2, warmup_steps: 2, clip_norm: 1.0}}
-distributed: {{heartbeat_timeout_s: 10, start_timeout_s: 30}}
-train:
-  steps: 600
-  accumulate: 2
-  log_every: 1
-  eval_every: 200
-  checkpoint_every: {INTERVAL}
-  checkpoint_wait: true
-"""
-
-
-class Team:
-  """The processes of one start of a run."""
-
-  def __init__(self, config: pathlib.Path, out: pathlib.Path, count: int):
-    with socket.socket() as free:
-      free.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = ["--coordinator", address, "--num-processes", str(count)]
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(config), f"out={out}"]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "compiled")}
-    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-    environment = os.environ | cache | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    self.metrics = out / "metrics.jsonl"
-    self.inode = inode(self.metrics)
-    self.processes = [
-      subprocess.Popen(
-        [*command, *(flags if count > 1 else []), *(["--process-id", str(i)] if count > 1 else [])],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-      )
-      for i in range(count)
-    ]
-
-  def wait(self, timeout: float) -> list[tuple[int, str]]:
-    """Exit status and output of each process; kills those that do not end in time, with status 'hung'."""
-    out = []
-    end = time.monotonic() + timeout
-    for process in self.processes:
-      try:
-        text, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
-      except subprocess.TimeoutExpired:
-        process.kill()
-        text = "hung: " + process.communicate()[0]
-      out.append((process.returncode, text))
-    return out
-
-  def wait_for(self, step: int, timeout: float) -> None:
-    """Waits until this start has logged a step, or ended."""
-    end = time.monotonic() + timeout
-    while all(p.poll() is None for p in self.processes) and time.monotonic() < end:
-      # A start that resumes begins the file anew.
-      if inode(self.metrics) != self.inode and last_step(self.metrics) >= step:
-        return
-      time.sleep(0.002)
-
-
-def inode(file: pathlib.Path) -> int | None:
-  """What changes when another file takes a file's place."""
-  try:
-    return file.stat().st_ino
-  except FileNotFoundError:
-    return None
-
-
-def last_step(metrics: pathlib.Path) -> int:
-  """The newest step that is logged."""
-  steps = re.findall(r'^\{"step": (\d+),', metrics.read_text(), re.MULTILINE) if metrics.exists() else []
-  return int(steps[-1]) if steps else 0
-
-
-def newest_checkpoint(out: pathlib.Path) -> int:
-  """The step that a start resumes from."""
-  folder = out / "checkpoints"
-  steps = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()] if folder.exists() else []
-  return max(steps, default=0)
-
-
-def killed_run(config: pathlib.Path, out: pathlib.Path, count: int, kills: int, chance: random.Random) -> Any:
-  """One run with its kills; what each threw away, how long the others took to end, and how all ended."""
-  record: dict[str, Any] = {"kills": []}
-  for _ in range(kills):
-    resumed = newest_checkpoint(out)
-    team = Team(config, out, count)
-    if chance.random() < 0.15:  # while it starts
-      time.sleep(chance.random() * 8)
-    else:
-      team.wait_for(resumed + chance.randrange(1, 250), timeout=180)
-      time.sleep(chance.random() * 0.05)
-    victim = chance.randrange(count)
-    team.processes[victim].kill()
-    start = time.monotonic()
-    results = team.wait(120)
-    logged, kept = last_step(out / "metrics.jsonl"), newest_checkpoint(out)
-    record["kills"].append(
-      {
-        "process": victim,
-        "at_step": logged,
-        "resumes_from": kept,
-        "lost_steps": logged - kept,
-        "others_ended_after_s": round(time.monotonic() - start, 1),
-        "statuses": [status for status, _ in results],
-        "hung": any(text.startswith("hung") for _, text in results),
-      }
-    )
-    if (out / "summary.json").exists():
-      break
-  results = Team(config, out, count).wait(300)
-  record["statuses"] = [status for status, _ in results]
-  if (out / "summary.json").exists():
-    record["summary"] = json.loads((out / "summary.json").read_text())
-  else:
-    record["output"] = [text[-2000:] for _, text in results]
-  return record
+_FP16 = "policy={base: fp16, loss_scaling: {init_scale: 16777216, growth_interval: 20}}"
+_SMALL = ("model.layers=1", "model.heads=2", "data.batch_size=8")
+_GPT = (_FP16, *_SMALL, "model.dim=32", "model.dropout=0.1", "data.seq_len=32", "data.eval_batches=2")
+EXAMPLES = {
+  Example("gpt_stdlib", _GPT): 3,
+  Example("vit_digits", ("policy=bf16", *_SMALL, "model.dim=16")): 3,
+  Example("resnet_digits", (_FP16, "model.stages=[1]", "model.width=4", "data.batch_size=8")): 3,
+  Example("gpt_stdlib", _GPT, processes=2): 2,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("--runs", type=int, default=20)
-  parser.add_argument("--kills", type=int, default=2, help="of each run")
-  parser.add_argument("--processes", type=int, default=2)
+  parser.add_argument("--hours", type=float, default=0.05, help="how long runs are begun")
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--mutations", type=int, metavar="N", help="start with N wrong configs instead")
+  parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where runs go that end otherwise")
 
 
 def run(options: argparse.Namespace) -> int:
-  chance = random.Random(options.seed)
   with tempfile.TemporaryDirectory(prefix="mpjax-chaos-") as folder:
     root = pathlib.Path(folder)
-    for i in range(8):
-      text = "".join(f"def f{j}(x):\n  return x + {i * j}\n" for j in range(120))
-      (root / "corpus").mkdir(exist_ok=True)
-      (root / "corpus" / f"{i}.txt").write_text(text)
-    config = root / "chaos.yaml"
-    config.write_text(CONFIG.replace("CORPUS", str(root / "corpus")))
-    alone = Team(config, root / "alone", options.processes).wait(600)
-    if any(status for status, _ in alone):
-      sys.exit(f"the run left alone failed:\n{alone}")
-    expected = json.loads((root / "alone" / "summary.json").read_text())
-    words = ("final_loss", "eval_loss", "best_eval_loss", "skipped_steps", "loss_scale")
-    report = origin(f"chaos --runs {options.runs}", "orbax-checkpoint") | {
-      "processes": options.processes,
-      "checkpoint_every": INTERVAL,
-      "expected": {word: expected[word] for word in words},
-      "runs": [],
-    }
-    print(
-      f"left alone: loss {expected['final_loss']!r}, {expected['skipped_steps']} skipped steps", flush=True
-    )
-    good = 0
-    for number in range(options.runs):
-      run = killed_run(config, root / str(number), options.processes, options.kills, chance)
-      summary = run.pop("summary", {})
-      run["same"] = all(repr(summary.get(word)) == repr(expected[word]) for word in words)
-      run["most_lost"] = max(kill["lost_steps"] for kill in run["kills"])
-      good += run["same"] and run["most_lost"] <= INTERVAL and not any(kill["hung"] for kill in run["kills"])
-      report["runs"].append(run)
-      shown = ", ".join(f"{k['at_step']} (lost {k['lost_steps']})" for k in run["kills"])
-      print(f"run {number + 1}: killed at {shown}: {'same' if run['same'] else 'NOT the same'}", flush=True)
-    print(f"{good} of {options.runs} ended the same, none of them losing more than {INTERVAL} steps")
-    report["good"] = good
-    write(report, options.json)
-  return 0 if good == options.runs else 1
+    warm_up(root / "compiled")
+    if options.mutations is not None:
+      report, good = _mutations.report(root, options.mutations, options.seed)
+    else:
+      report, good = _soak(root, options)
+  mode = f"--hours {options.hours:g}" if options.mutations is None else f"--mutations {options.mutations}"
+  cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+  write(origin(f"chaos {mode}", "jaxlib", "orbax-checkpoint", device=cores) | report, options.json)
+  return 0 if good else 1
+
+
+def _soak(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+  chance, runs, start = random.Random(options.seed), [], time.monotonic()
+  scratch = root / "scratch"
+  scratch.mkdir()
+  with places(root) as disks:
+    try:
+      twins = {example: twin_of(example, disks[0].folder, scratch) for example in EXAMPLES}
+    except RuntimeError as error:
+      sys.exit(str(error))
+    print(f"twins trained, {time.monotonic() - start:.0f} s; disks: {len(disks)}", flush=True)
+    while time.monotonic() - start < options.hours * 3600:
+      number = len(runs) + 1
+      (example,) = chance.choices(list(EXAMPLES), list(EXAMPLES.values()))
+      runs.append(_one(number, example, chance.choice(disks), scratch, twins[example], chance, options.keep))
+    report: dict[str, Any] = {"seed": options.seed, "steps": STEPS, "checkpoint_every": EVERY}
+    report |= {"minutes": round((time.monotonic() - start) / 60), "small_disk": len(disks) > 1, "runs": runs}
+  good = sum(run["same"] for run in runs)
+  faults = sum(len(run["faults"]) for run in runs)
+  print(f"{good} of {len(runs)} runs ended as their twins, after {faults} faults", flush=True)
+  return report, good == len(runs)
+
+
+def _one(
+  number: int,
+  example: Example,
+  place: Place,
+  scratch: pathlib.Path,
+  twin: dict[str, Any],
+  chance: random.Random,
+  keep: pathlib.Path | None,
+) -> dict[str, Any]:
+  """Makes one run and returns what is reported of it."""
+  seed = chance.getrandbits(32)
+  folder = place.folder / str(number)
+  folder.mkdir()
+  made = Run(example, folder / "run", place, scratch, twin, random.Random(seed))
+  made.go()
+  shown = "; ".join(f"{f.kind} ({f.detail}): {f.outcome}" for f in made.faults)
+  print(f"{number} {example.name} on a {'small' if place.small else 'usual'} disk: {shown}", flush=True)
+  if made.problem:
+    print(f"{number} IS NOT AS ITS TWIN: {made.problem}", flush=True)
+    if keep is not None:
+      shutil.copytree(folder, keep / str(number), dirs_exist_ok=True)
+  shutil.rmtree(folder)
+  return {
+    "example": example.name,
+    "faults": [fault._asdict() for fault in made.faults],
+    "same": not made.problem,
+    "taken_again": made.taken_again,
+  } | ({"problem": made.problem} if made.problem else {})
+
+
+def table(report: dict[str, Any]) -> str:
+  """Faults by kind and outcome, and how many of the runs that had them ended as their twins."""
+  rows: dict[str, list[tuple[str, bool]]] = {}
+  for run in report["runs"]:
+    for fault in run["faults"]:
+      rows.setdefault(fault["kind"], []).append((fault["outcome"], run["same"]))
+  lines = ["| fault | times | what the run made of it | ended bit for bit as the twin |", "|---|---|---|---|"]
+  for kind, found in sorted(rows.items()):
+    counts = collections.Counter(outcome for outcome, _ in found).most_common()
+    told = "; ".join(f"{outcome}: {count}" for outcome, count in counts)
+    lines.append(f"| {kind} | {len(found)} | {told} | {sum(same for _, same in found)} |")
+  same = sum(run["same"] for run in report["runs"])
+  again = [steps for run in report["runs"] for steps in run["taken_again"]]
+  text = (
+    f"{same} of {len(report['runs'])} runs ended as their twins, after {sum(map(len, rows.values()))} faults in "
+    f"{report['minutes']} minutes. A kill cost {sum(again) / max(len(again), 1):.0f} steps on average and "
+    f"{max(again, default=0)} at most, with checkpoints {report['checkpoint_every']} steps apart."
+  )
+  return "\n".join([*lines, "", text, "", provenance(report)])

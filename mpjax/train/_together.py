@@ -16,6 +16,7 @@ from mpjax.train._loop import TrainingRun
 from mpjax.train._output import Output
 from mpjax.train._plugins import plugin_digests
 from mpjax.train._setup import Setup, make_setup
+from mpjax.train.checkpoints import silent_drops
 from mpjax.train.data import data_mismatch
 from mpjax.train.monitors import RunDirectory, config_mismatch
 from mpjax.train.multiprocess import Processes, code_mismatch, digest, versions
@@ -47,18 +48,22 @@ def train_together(
     if summary is not None:
       finished_already(console, summary, directory.path)
       return summary
-    run = TrainingRun(config, setup, directory, processes, console)
-    try:
-      with run.storage_errors():
-        summary = run.train()
-    except BaseException as error:
-      if processes.are_together(error):  # what is being written would wait for the others
-        run.checkpoints.close()
-      raise
-    run.checkpoints.close()
-    return summary
+    with silent_drops():
+      return _train(TrainingRun(config, setup, directory, processes, console))
   finally:
     directory.close()
+
+
+def _train(run: TrainingRun) -> dict[str, Any]:
+  try:
+    with run.storage_errors():
+      summary = run.train()
+  except BaseException as error:
+    if run.processes.are_together(error):  # what is being written would wait for the others
+      run.checkpoints.close()
+    raise
+  run.checkpoints.close()
+  return summary
 
 
 def _tell_config(config: Config) -> dict[str, Any]:

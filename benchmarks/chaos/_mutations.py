@@ -1,0 +1,124 @@
+"""Wrong configs: each is refused in one line, or trains; none brings a traceback."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pathlib
+import random
+import shutil
+from typing import Any
+
+import jax
+import yaml
+
+from benchmarks.chaos._starts import HUNG, ended, fork
+from mpjax.cli import main
+from mpjax.train import load_config
+
+BASE = {
+  "gpt_stdlib": {"dim": 16, "layers": 1, "heads": 2},
+  "vit_digits": {"dim": 16, "layers": 1, "heads": 2},
+  "resnet_digits": {"stages": [1], "width": 4},
+}
+TIMEOUT_S = 60
+_NUMBERS = (0, -1, 1, 2, 3, 7, 0.5, -0.0, 1e-30, 1e30, 2**31, 2**32, 2**63, 2**64, 10**40)
+_ODD = (
+  *(None, True, False, "", " ", "é\n", "\0", "null", "1e3", "0x10", "fp16", "bf16", "fp8", "float13", "auto"),
+  *(".inf", float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}, {1: 2}, [None], "a" * 300),
+  *("/", "/dev/null", "/nowhere/x", "../..", "-", "~", "*", "{", "$HOME", "%s"),
+)
+_OVERRIDES = ("", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..steps=1", "train.steps", "a.b.c=1")
+_OVERRIDES += ("train.steps=[", "model={", "data=&a [*a]", "policy=!!python/object:os.system x", "out", "seed=1=2")
+
+
+def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], bool]:
+  """Starts the command with so many wrong configs.
+
+  Returns:
+    Their number by outcome, and those with a wrong one; whether there are none of those.
+  """
+  chance = random.Random(seed)
+  outcomes: collections.Counter[str] = collections.Counter()
+  wrong = []
+  for number in range(count):
+    file, overrides, told = mutated(root, chance)
+    outcome, said = _tried(root, file, overrides)
+    outcomes[outcome] += 1
+    if outcome not in _RIGHT:
+      wrong.append({"number": number, "outcome": outcome, "mutation": told, "overrides": overrides, "said": said})
+      print(f"{number} {outcome}: {told}, {overrides}:\n{said}", flush=True)
+  print(", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common()), flush=True)
+  return {"seed": seed, "mutations": count, "outcomes": dict(outcomes), "wrong": wrong}, not wrong
+
+
+def mutated(root: pathlib.Path, chance: random.Random) -> tuple[pathlib.Path, list[str], list[str]]:
+  """Writes a wrong config; returns its file, overrides to go with it, and what was done to it."""
+  name = chance.choice(sorted(BASE))
+  tree = load_config(name).model_dump(mode="json")
+  tree["model"] |= BASE[name]
+  tree["train"] |= {"steps": 3, "eval_every": 3, "checkpoint_every": 3, "log_every": 1}
+  tree["data"] |= {"batch_size": 8, **({"seq_len": 16, "eval_batches": 1} if "gpt" in name else {})}
+  del tree["out"]
+  overrides, told = [], [name]
+  for _ in range(chance.choice((1, 1, 1, 2, 3))):
+    if chance.random() < 0.12:
+      overrides.append(chance.choice(_OVERRIDES))
+    else:
+      told.append(_mutate(tree, chance))
+  text = yaml.safe_dump(tree, allow_unicode=True)
+  if chance.random() < 0.08:
+    at = chance.randrange(len(text))
+    text = text[:at] + chance.choice(("", "\t", ":", "&a ", "*b", "{", "- ", "\x07", "!!set ")) + text[at + 1 :]
+    told.append(f"text at {at}")
+  file = root / "mutated.yaml"
+  file.write_text(text, encoding="utf-8")
+  return file, overrides, told
+
+
+def _mutate(tree: dict[str, Any], chance: random.Random) -> str:
+  """Changes one place of a config, as plain data, and says which."""
+  sections = [name for name in tree if isinstance(tree[name], dict)]
+  section = chance.choice(sections) if sections and chance.random() < 0.8 else None
+  part = tree if section is None else tree[section]
+  key = chance.choice(sorted(part, key=str)) if part else "x"
+  way = chance.random()
+  place = key if section is None else f"{section}.{key}"
+  if way < 0.1:
+    part.pop(key, None)
+    return f"without {place}"
+  if way < 0.2:
+    part[f"{key}{chance.choice('sx_ ')}"] = copy.deepcopy(part.get(key))
+    return f"more than {place}"
+  value = chance.choice(_NUMBERS if chance.random() < 0.5 else _ODD)
+  part[key] = copy.deepcopy(value)
+  return f"{place}={value!r}"[:80]
+
+
+_RIGHT = ("refused in one line", "trained", "still tracing or training when its time was over", "every step skipped")
+
+
+def _tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple[str, str]:
+  """Starts the command with a config; returns the outcome and, where that is wrong, what was said."""
+  log, out = root / "mutated.log", root / "mutated"
+  log.unlink(missing_ok=True)
+  shutil.rmtree(out, ignore_errors=True)
+
+  def work() -> int:
+    jax.config.update("jax_num_cpu_devices", 1)
+    return main(["train", str(file), *overrides, f"out={out}"])
+
+  status = ended(fork(work, log), TIMEOUT_S)
+  said = log.read_text(errors="replace")
+  errors = [line for line in said.splitlines() if line.startswith("error: ")]
+  if "Traceback (most recent call last)" in said:
+    return "a traceback", said[-2000:]
+  if status == HUNG:
+    return _RIGHT[2], ""
+  if status == 0:
+    return _RIGHT[1], ""
+  if status == 3 and len(errors) == 1:
+    return _RIGHT[3], ""
+  if status == 2 and len(errors) == 1 and said.splitlines()[-1] == errors[0]:
+    return _RIGHT[0], ""
+  return f"status {status}", said[-2000:]
