@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.train.data import DataError
+from mpjax.train.data import DataError, _text
 from tests.train._datasets import IMAGES, LABELS, letters, load, spec
 
 
@@ -80,6 +80,19 @@ def test_a_binary_file_is_read_where_it_is_named(corpus):
   for path in (str(corpus / "image.bin"), [str(corpus), str(corpus / "image.bin")]):
     data = load("text", path=path, seq_len=2)
     assert {1, 2} <= letters(data, "train") | letters(data, "eval")
+
+
+def test_a_large_file_is_mapped_and_its_rows_are_the_same(corpus, monkeypatch):
+  file = corpus / "part0" / "0.txt"
+  file.write_bytes(bytes(range(1, 200)) * 5)
+  in_memory, folder = load("text", path=str(file)), load("text", path=str(corpus))
+  monkeypatch.setattr(_text, "_MAPPED", 1)
+  mapped = load("text", path=str(file))
+  assert isinstance(_text._read(file), memoryview)
+  assert mapped.info.fingerprint == in_memory.info.fingerprint
+  rows = [take(data.train(range(4)), 3) for data in (mapped, in_memory)]
+  np.testing.assert_equal(*rows)
+  assert load("text", path=str(corpus)).info.fingerprint == folder.info.fingerprint
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import mmap
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,8 +23,13 @@ from mpjax.train._sections import Positive
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
 # Training rows, rows held out, and facts about them.
 Loaded = tuple[Any, Any, dict[str, Any]]
+# What a document is kept as: in memory, or mapped.
+Document = bytes | memoryview
 
 _SEPARATOR = b"\0"
+# A single file of so many bytes is mapped: it need not fit into memory.
+_MAPPED = 1 << 30
+_TOO_LARGE = "larger than memory: expected a single file, which is mapped, or files for data.kind=tokens"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -50,7 +56,7 @@ def load_text(
   paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
     raise DataError("data.path: missing; expected a text file, a folder, a glob or a list of these")
-  documents: dict[str, bytes] = {}
+  documents: dict[str, Document] = {}
   seen: set[pathlib.Path] = set()
   for position, each in enumerate(paths):
     found = False
@@ -84,7 +90,7 @@ class Windows:
 
 
 def documents_to_rows(
-  documents: dict[str, bytes],
+  documents: Mapping[str, Document],
   title: str,
   seq_len: int,
   valid_fraction: float,
@@ -107,7 +113,7 @@ def documents_to_rows(
     train, held_out = {name: text[:cut]}, {name: text[cut:]}
   else:
     train, held_out = split_by_name(documents, valid_fraction)
-  streams = [np.frombuffer(_SEPARATOR.join(split.values()), np.uint8) for split in (train, held_out)]
+  streams = [np.frombuffer(_joined(list(split.values()), title), np.uint8) for split in (train, held_out)]
   facts = {"vocab_size": 256, "bytes_per_token": 1}
   return streams_to_rows(streams, title, "bytes", seq_len, facts)
 
@@ -137,7 +143,18 @@ def streams_to_rows(
   return Windows(streams[0], seq_len), Windows(streams[1], seq_len), facts
 
 
-def split_by_name(documents: dict[str, bytes], fraction: float) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def _joined(documents: list[Document], title: str) -> Document:
+  if len(documents) == 1:
+    return documents[0]
+  try:
+    return _SEPARATOR.join(documents)
+  except MemoryError as error:
+    raise DataError(f"{title}: {_TOO_LARGE}") from error
+
+
+def split_by_name(
+  documents: Mapping[str, Document], fraction: float
+) -> tuple[dict[str, Document], dict[str, Document]]:
   """Returns (train, held out): about `fraction` held out, chosen by a hash of the name, at least one each."""
   order = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
   count = min(max(1, round(len(order) * fraction)), len(order) - 1)
@@ -189,11 +206,17 @@ def _is_file(path: pathlib.Path) -> bool:
     raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
 
 
-def _read(file: pathlib.Path, only_text: bool = False) -> bytes:
+def _read(file: pathlib.Path, only_text: bool = False) -> Document:
   """Returns the content; with `only_text`, nothing if it is not text, and does not read to its end then."""
   try:
     with file.open("rb") as stream:
       head = stream.read(1024)
-      return b"" if only_text and b"\0" in head else head + stream.read()
+      if only_text and b"\0" in head:
+        return b""
+      if not only_text and os.fstat(stream.fileno()).st_size >= _MAPPED:
+        return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+      return head + stream.read()
   except OSError as error:
     raise DataError(f"data.path: cannot read {file}: {error.strerror}") from error
+  except MemoryError as error:
+    raise DataError(f"data.path: {file}: {_TOO_LARGE}") from error
