@@ -1,4 +1,4 @@
-"""What happens to a run while it trains: signals, pauses, full disks, lost readers, moved folders and clocks."""
+"""What happens to a run while it trains: signals, pauses, full disks, lost readers, moved folders, clocks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def moved_clock(chance: random.Random) -> tuple[str, Callable[[], None]]:
 
 
 def limited_files(chance: random.Random) -> tuple[str, Callable[[], None]]:
-  """Returns a size that no file may pass, and what puts that limit on this process: for any disk, like a full one."""
+  """Returns a size that no file may pass, as on a full disk, and what puts that limit on this process."""
   limit = chance.randrange(12_000, 120_000)
   return f"no file over {limit} bytes", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 import pathlib
 import random
 import shutil
@@ -23,13 +24,27 @@ BASE = {
 }
 TIMEOUT_S = 60
 _NUMBERS = (0, -1, 1, 2, 3, 7, 0.5, -0.0, 1e-30, 1e30, 2**31, 2**32, 2**63, 2**64, 10**40)
-_ODD = (
-  *(None, True, False, "", " ", "é\n", "\0", "null", "1e3", "0x10", "fp16", "bf16", "fp8", "float13", "auto"),
-  *(".inf", float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}, {1: 2}, [None], "a" * 300),
-  *("/", "/dev/null", "/nowhere/x", "../..", "-", "~", "*", "{", "$HOME", "%s"),
-)
-_OVERRIDES = ("", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..steps=1", "train.steps", "a.b.c=1")
-_OVERRIDES += ("train.steps=[", "model={", "data=&a [*a]", "policy=!!python/object:os.system x", "out", "seed=1=2")
+_WORDS = "| |é|null|1e3|0x10|fp16|bf16|fp8|float13|auto|.inf|/|/dev/null|/nowhere/x|../..|-|~|*|{|$HOME|%s"
+_ODD: list[Any] = [None, True, False, "\0", "a\n", "a" * 300, *_WORDS.split("|")]
+_ODD += [float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}, {1: 2}, [None]]
+_OVERRIDES = ["", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..steps=1", "train.steps"]
+_OVERRIDES += [
+  "a.b.c=1",
+  "train.steps=[",
+  "model={",
+  "data=&a [*a]",
+  "policy=!!python/object:os.system x",
+  "seed=1=2",
+]
+_CHARACTERS = ("", "\t", ":", "&a ", "*b", "{", "- ", "\x07", "!!set ")
+_SLOW = "still tracing or training when its time was over"
+# What a wrong config may come to, by the exit status.
+_RIGHT = {
+  0: "trained",
+  2: "refused in one line",
+  3: "every step skipped",
+  5: "given no time to do anything in",
+}
 
 
 def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], bool]:
@@ -38,24 +53,40 @@ def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], b
   Returns:
     Their number by outcome, and those with a wrong one; whether there are none of those.
   """
-  chance = random.Random(seed)
+  chance, trees = random.Random(seed), _good_configs(root)
   outcomes: collections.Counter[str] = collections.Counter()
   wrong = []
   for number in range(count):
-    file, overrides, told = mutated(root, chance)
+    file, overrides, told = _mutated(root, trees, chance)
     outcome, said = _tried(root, file, overrides)
     outcomes[outcome] += 1
-    if outcome not in _RIGHT:
-      wrong.append({"number": number, "outcome": outcome, "mutation": told, "overrides": overrides, "said": said})
+    if outcome not in (*_RIGHT.values(), _SLOW):
+      wrong.append({"outcome": outcome, "config": told, "overrides": overrides, "said": said})
       print(f"{number} {outcome}: {told}, {overrides}:\n{said}", flush=True)
   print(", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common()), flush=True)
   return {"seed": seed, "mutations": count, "outcomes": dict(outcomes), "wrong": wrong}, not wrong
 
 
-def mutated(root: pathlib.Path, chance: random.Random) -> tuple[pathlib.Path, list[str], list[str]]:
+def _good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Returns the example configs with all keys, as plain data; in another process, since it takes a device."""
+  file = root / "configs.json"
+
+  def work() -> int:
+    file.write_text(json.dumps({name: load_config(name).model_dump(mode="json") for name in BASE}))
+    return 0
+
+  if ended(fork(work, root / "configs.log"), TIMEOUT_S):
+    raise RuntimeError((root / "configs.log").read_text())
+  trees: dict[str, dict[str, Any]] = json.loads(file.read_text())
+  return trees
+
+
+def _mutated(
+  root: pathlib.Path, trees: dict[str, dict[str, Any]], chance: random.Random
+) -> tuple[pathlib.Path, list[str], list[str]]:
   """Writes a wrong config; returns its file, overrides to go with it, and what was done to it."""
-  name = chance.choice(sorted(BASE))
-  tree = load_config(name).model_dump(mode="json")
+  name = chance.choice(sorted(trees))
+  tree = copy.deepcopy(trees[name])
   tree["model"] |= BASE[name]
   tree["train"] |= {"steps": 3, "eval_every": 3, "checkpoint_every": 3, "log_every": 1}
   tree["data"] |= {"batch_size": 8, **({"seq_len": 16, "eval_batches": 1} if "gpt" in name else {})}
@@ -69,7 +100,7 @@ def mutated(root: pathlib.Path, chance: random.Random) -> tuple[pathlib.Path, li
   text = yaml.safe_dump(tree, allow_unicode=True)
   if chance.random() < 0.08:
     at = chance.randrange(len(text))
-    text = text[:at] + chance.choice(("", "\t", ":", "&a ", "*b", "{", "- ", "\x07", "!!set ")) + text[at + 1 :]
+    text = text[:at] + chance.choice(_CHARACTERS) + text[at + 1 :]
     told.append(f"text at {at}")
   file = root / "mutated.yaml"
   file.write_text(text, encoding="utf-8")
@@ -95,9 +126,6 @@ def _mutate(tree: dict[str, Any], chance: random.Random) -> str:
   return f"{place}={value!r}"[:80]
 
 
-_RIGHT = ("refused in one line", "trained", "still tracing or training when its time was over", "every step skipped")
-
-
 def _tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tuple[str, str]:
   """Starts the command with a config; returns the outcome and, where that is wrong, what was said."""
   log, out = root / "mutated.log", root / "mutated"
@@ -110,15 +138,11 @@ def _tried(root: pathlib.Path, file: pathlib.Path, overrides: list[str]) -> tupl
 
   status = ended(fork(work, log), TIMEOUT_S)
   said = log.read_text(errors="replace")
-  errors = [line for line in said.splitlines() if line.startswith("error: ")]
+  errors = sum(line.startswith("error: ") for line in said.splitlines())
   if "Traceback (most recent call last)" in said:
     return "a traceback", said[-2000:]
   if status == HUNG:
-    return _RIGHT[2], ""
-  if status == 0:
-    return _RIGHT[1], ""
-  if status == 3 and len(errors) == 1:
-    return _RIGHT[3], ""
-  if status == 2 and len(errors) == 1 and said.splitlines()[-1] == errors[0]:
-    return _RIGHT[0], ""
+    return _SLOW, ""
+  if status in _RIGHT and errors == (status != 0):
+    return _RIGHT[status], ""
   return f"status {status}", said[-2000:]

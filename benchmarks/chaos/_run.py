@@ -85,7 +85,7 @@ class Run:
     self.destroyed: set[int] = set()
     self.taken_again: list[int] = []
     self.problem = ""
-    self._mesh, self._devices = mesh_of('data', example.processes > 1)[0], 1
+    self._mesh, self._devices = mesh_of("data", example.processes > 1)[0], 1
 
   def go(self) -> None:
     """Disturbs the run a few times, lets it end, and compares it; `problem` says what is wrong then."""

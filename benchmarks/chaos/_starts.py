@@ -46,7 +46,9 @@ def fork(work: Callable[[], int], log: pathlib.Path, stdout: int | None = None) 
     return process
   status = 1
   try:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    # A shell has some ignored in what it starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file if stdout is None else stdout, 1)
     os.dup2(file, 2)

@@ -3,11 +3,11 @@
     python -m benchmarks.chaos --hours 1 [--seed 0] [--json FILE]      (or: python scripts/bench.py chaos ...)
     python -m benchmarks.chaos --mutations 400
 
-Small runs of the three example configs, one of them of two processes, are killed, signalled, paused, moved,
-deleted, run out of disk, given a clock that jumps, a standard output that nobody reads and another mesh; while
-they stand still, their files are damaged. The same command then goes on. In the end the records, the arrays of
-the last checkpoint and the summary have to be those of a run that was left alone, but for records that were
-destroyed, which a start has to tell. `--mutations` starts the command with wrong configs instead.
+Small runs of the three example configs, one of them of two processes, are killed, signalled, paused, moved
+and deleted, run out of disk, and get a clock that jumps, a standard output that nobody reads, another mesh.
+While they stand still, their files are damaged. The same command then goes on. In the end the records, the
+arrays of the last checkpoint and the summary have to be those of a run that was left alone, but for records
+that were destroyed, which a start has to tell. `--mutations` starts the command with wrong configs instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _soak(root: pathlib.Path, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-  chance, runs, start = random.Random(options.seed), [], time.monotonic()
+  chance, start = random.Random(options.seed), time.monotonic()
+  runs: list[dict[str, Any]] = []
   scratch = root / "scratch"
   scratch.mkdir()
   with places(root) as disks:
@@ -127,8 +128,9 @@ def table(report: dict[str, Any]) -> str:
     lines.append(f"| {kind} | {len(found)} | {told} | {sum(same for _, same in found)} |")
   same = sum(run["same"] for run in report["runs"])
   again = [steps for run in report["runs"] for steps in run["taken_again"]]
+  count = sum(map(len, rows.values()))
   text = (
-    f"{same} of {len(report['runs'])} runs ended as their twins, after {sum(map(len, rows.values()))} faults in "
+    f"{same} of {len(report['runs'])} runs ended as their twins, after {count} faults in "
     f"{report['minutes']} minutes. A kill cost {sum(again) / max(len(again), 1):.0f} steps on average and "
     f"{max(again, default=0)} at most, with checkpoints {report['checkpoint_every']} steps apart."
   )

@@ -39,6 +39,7 @@ from mpjax.step import TrainState
 from mpjax.step._optimizer import masters_of
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
+from mpjax.train._files import unfinished
 from mpjax.train._head_order import reordered_params
 from mpjax.train._kinds import MODELS
 from mpjax.train._setup import build_step, init_state, make_setup
@@ -148,7 +149,7 @@ def save_safetensors(
     "config": json.dumps({"policy": policy.to_dict(), **sections}),
     "data": json.dumps(_without_folders(dataclasses.asdict(info)) | {"description": described}),
   }
-  temporary = path.with_name(path.name + ".tmp")
+  temporary = unfinished(path)
   try:
     temporary.unlink(missing_ok=True)  # a link in its place would be written through
     temporary.touch()

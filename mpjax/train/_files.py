@@ -9,13 +9,25 @@ import shutil
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
-  """Writes a file; a kill or a crash at any moment leaves the old one or the new one."""
-  temporary = path.with_name(path.name + ".tmp")
-  with temporary.open("wb") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  """Writes a file; a kill or a crash at any moment leaves the old one or the new one.
+
+  What a kill leaves, too, is the `unfinished` one.
+  """
+  temporary = unfinished(path)
+  try:
+    with temporary.open("wb") as file:
+      file.write(content)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except OSError:
+    temporary.unlink(missing_ok=True)
+    raise
+
+
+def unfinished(path: pathlib.Path) -> pathlib.Path:
+  """Returns where a file is while it is written."""
+  return path.with_name(path.name + ".tmp")
 
 
 def set_aside(path: pathlib.Path, *, keep: bool = False) -> pathlib.Path:

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from mpjax.cli import main
-from mpjax.train import parse_config
+from mpjax.train import ConfigError, parse_config
 from mpjax.train._display import Display
 from mpjax.train._output import Output
 from mpjax.train.monitors import Events, MetricsFile, RunDirectory
@@ -233,6 +233,22 @@ def test_a_summary_that_is_none_is_no_end_of_a_run(tmp_path, text):
   directory.close()
   assert "is not the summary of a run" in directory.said[0]
   assert (tmp_path / "run" / "damaged" / "summary.json").read_text() == text
+
+
+def test_a_start_that_was_over_before_it_had_a_config_leaves_a_directory_to_start_in(tmp_path, monkeypatch):
+  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
+
+  def full(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+      RunDirectory(config)
+  assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+  (tmp_path / "run" / "config.yaml.tmp").write_text("polic")  # as a kill leaves it
+  RunDirectory(config).close()
+  assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "checkpoints", "tensorboard"])

@@ -15,7 +15,7 @@ from mpjax._types import ArrayLike
 from mpjax.train._config import Config, parse_config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
-from mpjax.train._files import set_aside, unused, write_atomically
+from mpjax.train._files import set_aside, unfinished, unused, write_atomically
 
 
 class RunDirectory:
@@ -212,7 +212,8 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
     ConfigError: for another config, or a directory that is not of a run.
   """
   file = path / "config.yaml"
-  if not path.is_dir() or (not file.exists() and any(p.name != ".lock" for p in path.iterdir())):
+  begun = {path / ".lock", unfinished(file)}  # all that a start leaves that was over before it had a config
+  if not path.is_dir() or (not file.exists() and set(path.iterdir()) - begun):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
     )
