@@ -28,7 +28,8 @@ from mpjax.train._inspecting import open_subject
 from mpjax.train._proving import prove
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._gradient_error import Gradients
-from mpjax.tuning._modules import list_modules, mixed_policy
+from mpjax.tuning._modules import Module, mixed_policy
+from mpjax.tuning._tune import modules_of
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "llama"
 CONFIGS = {
@@ -78,10 +79,15 @@ def _tuned(config: Config, target: str, trials: pathlib.Path | None = None) -> t
     batches,
     target=target,
     trials=trials,
-    plan_of=lambda policy: planner.plan(policy, compile=False),
+    plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
     progress=lambda line: print(f"  {line}", flush=True),
   )
   return result, time.perf_counter() - began
+
+
+def _modules(config: Config) -> list[Module]:
+  subject = open_subject(config, None)
+  return modules_of(subject.step, subject.state, subject.next_batch())[0]
 
 
 def _float32(name: str, *overrides: str) -> Config:
@@ -128,9 +134,7 @@ def _predictions(options: argparse.Namespace) -> dict[str, Any]:
     subject.train()
   batches = [subject.next_batch() for _ in range(_BATCHES)]
   gradients = Gradients(subject.step, subject.state, batches)
-  alone = subject.step.without_mesh()
-  explained = lambda spec: alone.with_policy(spec).explain(subject.state, batches[0])
-  modules = list_modules(explained("bf16"), explained({"base": "fp8", "fp8": {"emulate": True}}))
+  modules, _ = modules_of(subject.step, subject.state, batches[0])
   paths = [path for module in modules for path in module.paths]
   error = lambda levels: (
     gradients.error(mixed_policy({m: levels.get(m, "fp32") for m in modules}, paths)).total
@@ -158,11 +162,20 @@ def _predictions(options: argparse.Namespace) -> dict[str, Any]:
 
 def _growth(options: argparse.Namespace) -> dict[str, Any]:
   rows = []
-  for layers in (2, 4, 8):
-    result, seconds = _tuned(_float32("gpt_stdlib", f"model.layers={layers}"), "h200")
+  for layers in (1, 2, 4):
+    config = _float32("gpt_stdlib", f"model.layers={layers}")
+    result, seconds = _tuned(config, "h200")
     rows.append(
-      {"layers": layers, "trials": len(result.table), "seconds": seconds, "chosen": result.chosen.label}
+      {
+        "layers": layers,
+        "modules": sum(len(module.paths) for module in _modules(config)),
+        "trials": len(result.table),
+        "seconds": seconds,
+        "chosen": result.chosen.label,
+      }
     )
+    print(rows[-1], flush=True)
+    jax.clear_caches()
   return {"rows": rows, "cores": os.cpu_count()}
 
 
@@ -211,10 +224,12 @@ def _predictions_table(report: dict[str, Any]) -> str:
 
 
 def _growth_table(report: dict[str, Any]) -> str:
-  lines = ["| layers | policies tried | seconds | each |", "|---|---|---|---|"]
+  lines = ["| layers | modules | policies tried | seconds | each |", "|---" * 5 + "|"]
   for row in report["rows"]:
     each = row["seconds"] / row["trials"]
-    lines.append(f"| {row['layers']} | {row['trials']} | {row['seconds']:.0f} | {each:.1f} |")
+    lines.append(
+      f"| {row['layers']} | {row['modules']} | {row['trials']} | {row['seconds']:.0f} | {each:.1f} |"
+    )
   return "\n".join([*lines, "", provenance(report)])
 
 

@@ -7,7 +7,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import rich.console
 import rich.progress
@@ -24,7 +24,8 @@ from mpjax.cli._config_arguments import (
 )
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import get_target
-from mpjax.train import ConfigError, Planner, load_config, load_plugins
+from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
+from mpjax.train._config import Recompute
 from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, open_subject
 from mpjax.train._proving import prove
@@ -101,7 +102,8 @@ def _tune(options: argparse.Namespace) -> None:
         objective=options.objective,
         minutes=options.minutes,
         trials=trials,
-        plan_of=lambda policy: planner.plan(policy, compile=False),
+        plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
+        recompute=[choice for choice in get_args(Recompute) if choice != config.train.recompute],
         progress=say,
       )
     except ConfigError:
@@ -119,7 +121,7 @@ def _tune(options: argparse.Namespace) -> None:
   if options.prove:
     with _progress(console) as say:
       proof = prove(
-        config,
+        config if result.recompute is None else _recomputing(config, result.recompute),
         result.policy,
         result.chosen.label,
         steps=options.prove,
@@ -131,6 +133,10 @@ def _tune(options: argparse.Namespace) -> None:
   if options.json:
     pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     _print(console, f"data: {options.json}")
+
+
+def _recomputing(config: Config, recompute: str) -> Config:
+  return config.model_copy(update={"train": config.train.model_copy(update={"recompute": recompute})})
 
 
 def _subject(config: Any, checkpoint: str | None, steps: int, say: Any) -> Subject:
@@ -178,6 +184,8 @@ def _write_config(
   tree = read_tree(path, overrides)
   for key in ("policy", "out"):  # a run of another policy is another run
     tree.pop(key, None)
+  if result.recompute is not None:
+    tree.setdefault("train", {})["recompute"] = result.recompute
   text = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
   try:
     out.write_text(text + result.yaml + yaml.safe_dump(tree, sort_keys=False))

@@ -101,7 +101,8 @@ def step_recompute(recompute: str) -> str:
   return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
 
 
-DEFAULT_RECOMPUTE: Literal["islands"] = "islands"
+Recompute = Literal["islands", "dots", "blocks", "nothing"]
+DEFAULT_RECOMPUTE: Recompute = "islands"
 
 
 class TrainConfig(Section):
@@ -125,7 +126,7 @@ class TrainConfig(Section):
   keep_checkpoints: Positive = 2
   skip_nonfinite: bool = True
   max_skips: Positive = 50
-  recompute: Literal["islands", "dots", "blocks", "nothing"] = DEFAULT_RECOMPUTE
+  recompute: Recompute = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
   export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 

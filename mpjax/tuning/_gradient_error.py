@@ -122,9 +122,8 @@ class Gradients:
       scales.append(1.0 if scaler is None else float(scaler.scale))
       differences.append(_squares(_minus(grads, reference)))
     total = _add(differences)
-    finite = math.isfinite(_total(total))
     return GradientError(
-      gradient=math.sqrt(_total(total) / _total(self._norms)) if finite else math.inf,
+      gradient=_ratio(_total(total), _total(self._norms)),
       modules=_ratios(total, self._norms),
       loss=float(np.mean(losses)),
       loss_scale=min(scales),
@@ -140,8 +139,8 @@ class Gradients:
     if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
       return 0.0
     wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
-    apart = _total(_squares(_minus(way, wide)))
-    return math.sqrt(apart / max(_total(_squares(wide)), 1e-30)) if math.isfinite(apart) else math.inf
+    apart, moved = _total(_squares(_minus(way, wide))), _total(_squares(wide))
+    return _ratio(apart, moved)
 
   def _way(self, policy: dict[str, object]) -> PyTree:
     """Returns how far updates by float32's gradients move the master weights."""
@@ -181,16 +180,18 @@ class Gradients:
         "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, "
         "several batches, or a tolerance such as 0.01"
       )
-    total = math.sqrt(_total(apart) / max(_total(together), 1e-30))
+    # Of halves whose gradients are opposite, the noise is not without bounds.
+    total = _ratio(_total(apart), max(_total(together), 1e-12 * _total(apart)))
     return Noise(total, _ratios(apart, together), how)
 
   def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
     n = rows(batch)
     has_rows = lambda x: np.ndim(x) > 0 and np.shape(x)[0] == n
-    part = lambda half: jax.tree.map(lambda x: jnp.asarray(x)[half] if has_rows(x) else x, batch)
-    halves = slice(0, n - n % 2, 2), slice(1, n, 2)
-    first, second = (step.gradients(self._wide_state, part(half))[1] for half in halves)
+    # Not a slice with a stride, which an explicit mesh does not take.
+    pairs = lambda x: x[: n - n % 2].reshape(n // 2, 2, *x.shape[1:])
+    part = lambda i: jax.tree.map(lambda x: pairs(jnp.asarray(x))[:, i] if has_rows(x) else x, batch)
+    first, second = (step.gradients(self._wide_state, part(i))[1] for i in (0, 1))
     return first, second
 
 
@@ -234,16 +235,28 @@ def _plus(a: PyTree, b: PyTree) -> PyTree:
 
 
 @jax.jit
-def _leaf_squares(tree: PyTree) -> list[Array]:
-  return [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+def _leaf_squares(tree: PyTree) -> list[tuple[Array, Array]]:
+  """Returns the largest magnitude of each leaf, and the sum of squares in its unit, which is in range."""
+
+  def of(x: Array) -> tuple[Array, Array]:
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), initial=0.0)
+    return largest, jnp.sum(jnp.square(x / jnp.where(largest == 0, 1, largest)))
+
+  return [of(x) for x in jax.tree.leaves(tree)]
 
 
 def _squares(tree: PyTree) -> dict[str, float]:
-  """Returns the sum of squares by module: parameters of alike layers under one name, `blocks/*/up`."""
+  """Returns the sum of squares by module: parameters of alike layers under one name, `blocks/*/up`.
+
+  A parameter at the root of the tree is a module of its own.
+  """
   found: dict[str, float] = {}
-  for (name, _), square in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
-    module = layer_pattern(name.removeprefix("params/").rpartition("/")[0])
-    found[module] = found.get(module, 0.0) + float(square)
+  for (name, _), sums in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
+    largest, square = map(float, sums)
+    path = name.removeprefix("params/")
+    module = layer_pattern(path.rpartition("/")[0] or path)
+    found[module] = found.get(module, 0.0) + largest**2 * square
   return found
 
 
@@ -260,5 +273,11 @@ def _total(squares: dict[str, float]) -> float:
 
 
 def _ratios(of: dict[str, float], to: dict[str, float]) -> dict[str, float]:
-  ratio = lambda a, b: math.inf if not math.isfinite(a) or (a and not b) else math.sqrt(a / b) if b else 0.0
-  return {module: ratio(square, to[module]) for module, square in of.items()}
+  return {module: _ratio(square, to[module]) for module, square in of.items()}
+
+
+def _ratio(of: float, to: float) -> float:
+  """Returns the ratio of two norms, of their squares; 0 of nothing to nothing."""
+  if not math.isfinite(of) or (of and not to):
+    return math.inf
+  return math.sqrt(of / to) if to else 0.0

@@ -15,6 +15,7 @@ _COLOURS = {
   "module": "#bbbbbb",
   "mixed": "#2ca02c",
   "option": "#9467bd",
+  "recompute": "#9467bd",
 }
 
 

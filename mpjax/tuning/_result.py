@@ -23,6 +23,7 @@ _SHORT = {
   "module": "one module",
   "mixed": "set of modules",
   "option": "option",
+  "recompute": "option",
   "preset": "preset",
   "candidate": "as given",
 }
@@ -58,6 +59,11 @@ class TuneResult:
   notes: tuple[str, ...] = ()
 
   @property
+  def recompute(self) -> str | None:
+    """What `mpjax.make_train_step` is to compute again; `None` for what the step does anyway."""
+    return self.chosen.recompute
+
+  @property
   def front(self) -> tuple[Trial, ...]:
     """The trials that no other beats in both cost and error, the cheapest first."""
     cost = lambda trial: trial.cost.figures(self.objective)
@@ -74,7 +80,7 @@ class TuneResult:
     name = self.chosen.label
     plain = self.chosen.kind == "preset"
     if name == "fp32":
-      tried = [t for t in self.table if t is not self.chosen]
+      tried = [t for t in self.table if t.policy != self.policy]
       nearest = min((t.error.total for t in tried), default=math.inf)
       cheaper = [t for t in tried if t.cost.cheaper(self.chosen.cost, self.objective)]
       if not cheaper:
@@ -121,10 +127,11 @@ class TuneResult:
           if name == "exclude" and setting:
             lines.append("    exclude:  # modules that FP8 costs more than it gives")
             lines += [f"      - {_plain(pattern)}  # {self._why(pattern)}" for pattern in setting]
-          elif name != "recipe" and setting != usual["fp8"][name]:
+          elif name != "recipe" and setting != usual["fp8"].get(name):
             lines.append(f"    {name}: {_plain(setting)}  # {_WHY.get(name, _CHEAPER)}")
       elif key == "loss_scaling":
-        lines.append(f"  loss_scaling: {value['kind']}  # float16 needs it: its range begins at 6e-8")
+        why = "float16 needs it: its range begins at 6e-8" if value else "the loss is not scaled"
+        lines.append(f"  loss_scaling: {_scaling(value)}  # {why}")
       else:
         lines.append(f"  {key}: {_plain(value)}  # {_WHY.get(key, _CHEAPER)}")
     return "\n".join(lines) + "\n"
@@ -155,6 +162,7 @@ class TuneResult:
       self.conclusion,
       "",
       self.yaml.rstrip(),
+      *([] if self.recompute is None else ["train:", f"  recompute: {self.recompute}  # changes no number"]),
     ]
     return "\n".join(lines)
 
@@ -216,6 +224,7 @@ class TuneResult:
         "yaml": self.yaml,
         "conclusion": self.conclusion,
         "chosen": self.chosen.label,
+        "recompute": self.recompute,
         "front": [t.label for t in self.front],
         "table": [t.to_dict() for t in self.table],
         "notes": list(self.notes),
@@ -249,6 +258,13 @@ _WHY = {
 
 def _share(value: float) -> str:
   return f"{100 * value:.2g}%" if math.isfinite(value) else "not finite"
+
+
+def _scaling(value: dict[str, Any] | None) -> str:
+  """Returns a loss scaling as YAML in one line: its kind, and what is not as it is by default."""
+  usual = get_policy("fp16").to_dict()["loss_scaling"] | {"kind": ""}
+  changed = {} if value is None else {key: of for key, of in value.items() if of != usual[key]}
+  return _plain(changed if len(changed) > 1 else changed.get("kind"))
 
 
 def _plain(value: Any) -> str:

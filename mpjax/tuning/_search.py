@@ -57,7 +57,7 @@ class Search:
   def __init__(
     self,
     gradients: Gradients,
-    plan_of: Callable[[Policy], Plan],
+    plan_of: Callable[[Policy, str | None], Plan],
     modules: Sequence[Module],
     tolerance: float,
     objective: str,
@@ -65,11 +65,12 @@ class Search:
     deadline: float | None,
     progress: Callable[[str], None],
     has_state: bool,
+    recompute: Sequence[str],
   ):
     self._gradients, self._plan_of, self._modules = gradients, plan_of, list(modules)
     self._paths = [path for module in modules for path in module.paths]
     self._tolerance, self._objective, self._kept = tolerance, objective, kept
-    self._deadline, self._say, self._has_state = deadline, progress, has_state
+    self._deadline, self._say, self._has_state, self._recompute = deadline, progress, has_state, recompute
     self._costs: dict[Policy, Cost] = {}
     self.trials: list[Trial] = []
     self.notes: list[str] = []
@@ -106,7 +107,7 @@ class Search:
   def _cost(self, policy: Policy) -> Cost:
     """Returns what a policy costs; planned once."""
     if policy not in self._costs:
-      self._costs[policy] = Cost.of(self._plan_of(policy))
+      self._costs[policy] = Cost.of(self._plan_of(policy, None))
     return self._costs[policy]
 
   def _check_time(self, always: bool = False) -> None:
@@ -127,6 +128,10 @@ class Search:
     """Returns the best trial; ends early if the time is over."""
     best = self.whole([(name, get_policy(name)) for name in presets])
     assert best is not None, "fp32 has no error"
+    if len(self._paths) < 2:
+      self.notes.append(
+        "the loss function has no named scopes, so that no module can be treated apart (jax.named_scope)"
+      )
     try:
       best = self._by_module(best)
       best = self._with_options(best)
@@ -135,6 +140,9 @@ class Search:
       self.notes.append(
         "the time was over before the search was: more of --minutes may find a cheaper policy"
       )
+    best = self._with_recompute(best)
+    if not best.cost.fits:
+      self.notes.append("nothing that was tried fits the target's memory")
     return best
 
   def _best(self) -> Trial:
@@ -226,6 +234,7 @@ class Search:
 
   def _with_options(self, best: Trial) -> Trial:
     """Returns the trial with what else makes it cheaper: FP8 in more places, state in fewer bytes."""
+    plain, taken = best.label, dict[str, str]()
     for applies, label, fields in _OPTIONS:
       policy = best.policy
       if applies == "fp8":
@@ -240,8 +249,27 @@ class Search:
         changed = get_policy({"base": policy, **fields})
       self._check_time()
       if self._cost(changed).cheaper(best.cost, self._objective):
-        trial = self.try_policy(changed, f"{best.label}, {label}", "option", reasons=best.reasons)
-        best = trial if trial.passes else best
+        # A later choice for the optimiser's state or the masters takes the place of an earlier one.
+        with_it = taken | {label if applies == "fp8" else applies: label}
+        trial = self.try_policy(
+          changed, ", ".join([plain, *with_it.values()]), "option", reasons=best.reasons
+        )
+        if trial.passes:
+          best, taken = trial, with_it
+    return best
+
+  def _with_recompute(self, best: Trial) -> Trial:
+    """Returns the trial with what the backward pass computes again, where memory counts: it has no error."""
+    if self._objective != "memory" and best.cost.fits:
+      return best
+    plain = best
+    for choice in self._recompute:
+      cost = Cost.of(self._plan_of(plain.policy, choice))
+      label = f"{plain.label}, recompute={choice}"
+      trial = dataclasses.replace(plain, label=label, kind="recompute", cost=cost, recompute=choice)
+      self.trials.append(trial)
+      if cost.cheaper(best.cost, self._objective):
+        best = trial
     return best
 
 

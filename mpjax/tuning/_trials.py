@@ -76,7 +76,7 @@ class Trial:
   Attributes:
     label: what it is called.
     kind: `preset`, `candidate` (a policy that was given), `module` (one module changed), `mixed` (a set),
-      or `option`.
+      `option`, or `recompute`.
     policy: the policy.
     cost: on the target.
     error: against float32.
@@ -84,6 +84,7 @@ class Trial:
     why: it was chosen or dropped, in words; empty until the search has ended.
     predicted: error that the sum of single changes says; `None` for what is none.
     reasons: why modules are not at the cheapest level, by the pattern that the policy has for them.
+    recompute: what the backward pass computes again; `None` for what the step does anyway.
   """
 
   label: str
@@ -95,6 +96,7 @@ class Trial:
   why: str = ""
   predicted: float | None = None
   reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  recompute: str | None = None
 
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data."""
@@ -108,6 +110,7 @@ class Trial:
       "why": self.why,
       "predicted": self.predicted,
       "reasons": dict(self.reasons),
+      "recompute": self.recompute,
     }
 
 
@@ -140,8 +143,10 @@ class TrialFile:
       try:
         kept = json.loads(line)
         if kept["subject"] == self._subject:
-          self._found[kept["policy"]] = GradientError(**kept["error"])
-      except (ValueError, KeyError, TypeError):
+          found = GradientError(**kept["error"])
+          if all(isinstance(x, float) for x in (found.total, found.loss, *found.modules.values())):
+            self._found[kept["policy"]] = found
+      except (ValueError, KeyError, TypeError, AttributeError):
         continue  # a line that an interruption cut off, or one of another version
 
   def get(self, policy: Policy) -> GradientError | None:

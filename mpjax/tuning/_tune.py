@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import Explanation
+from mpjax.casting._casting_rules import RECOMPUTE
 from mpjax.numerics._batches import listed, rows
 from mpjax.planner import Plan, Target, get_target, plan, policy_on_target, presets_of
 from mpjax.policy import Policy
@@ -42,7 +44,8 @@ def tune(
   objective: str = "time",
   minutes: float | None = None,
   trials: str | os.PathLike[str] | None = None,
-  plan_of: Callable[[Policy], Plan] | None = None,
+  plan_of: Callable[[Policy, str | None], Plan] | None = None,
+  recompute: Sequence[str] | None = None,
   progress: Callable[[str], None] | None = None,
   **init: Any,
 ) -> TuneResult:
@@ -78,15 +81,18 @@ def tune(
       bytes, and its updates compared.
     objective: what is to be small: `"time"` (floor) or `"memory"` (peak). The other decides between equals. A
       target without published peaks, such as a CPU, is judged by memory.
-    minutes: after which nothing more is tried beyond the presets.
+    minutes: after which nothing more is measured beyond the presets or candidates.
     trials: a file in which errors are kept, so that the same search goes on from it, and one for another
       target measures only what it tries besides.
-    plan_of: plans a policy in place of `mpjax.plan` of the step on one device.
+    plan_of: (policy, recompute) to the plan, in place of `mpjax.plan` of the step on one device.
+    recompute: what the backward pass may compute again; by default what `mpjax.make_train_step` takes. It
+      changes no number, and is planned for the policy found with `objective="memory"`, or if that does not
+      fit the target. `None` as an argument of `plan_of` is what the step does anyway.
     progress: called with a line before each trial.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 
   Returns:
-    A `TuneResult`: `.policy`, `.table`, `.yaml`; `str()` of it is a report.
+    A `TuneResult`: `.policy`, `.recompute`, `.table`, `.yaml`; `str()` of it is a report.
 
   Raises:
     ValueError: for a loss or gradient that float32 does not make finite, batches too small to estimate noise,
@@ -94,7 +100,8 @@ def tune(
   """
   if objective not in OBJECTIVES:
     raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
-  if minutes is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
+  is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
+  if minutes is not None and not (is_number and minutes > 0):
     raise ValueError(f"minutes={minutes!r}: expected a positive number")
   began = time.monotonic()
   share, figure = _parse_tolerance(tolerance)
@@ -108,7 +115,7 @@ def tune(
   say("float32")
   gradients = Gradients(step, state, given, needs_noise=figure is None)
   allowed = figure if figure is not None else share * _known(gradients.noise).total
-  modules, program = _modules(step, state, given[0])
+  modules, program = modules_of(step, state, given[0])
   search = Search(
     gradients,
     plan_of or _planner(step, state, given[0], device),
@@ -119,6 +126,7 @@ def tune(
     None if minutes is None else began + 60 * minutes,
     say,
     has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
+    recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
   )
   if policies is None:
     chosen = search.run(_presets(device))
@@ -131,10 +139,10 @@ def tune(
         f"{nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
       )
     chosen = best
-  ended = tuple(dataclasses.replace(t, why=_why(t, chosen, allowed, objective)) for t in search.trials)
+  ended = tuple(dataclasses.replace(t, why=_why(t, chosen, objective)) for t in search.trials)
   return TuneResult(
     policy=chosen.policy,
-    chosen=next(t for t in ended if t.policy == chosen.policy),
+    chosen=next(t for t in ended if _is_same(t, chosen)),
     table=ended,
     tolerance=allowed,
     noise=gradients.noise,
@@ -178,7 +186,8 @@ def _parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None
       number = math.nan
     of_noise = bool(found and found[2])
   else:
-    number, of_noise = (math.nan if isinstance(tolerance, bool) else float(tolerance)), False
+    is_number = isinstance(tolerance, (int, float, np.number)) and not isinstance(tolerance, bool)
+    number, of_noise = (float(tolerance) if is_number else math.nan), False
   if not 0 < number < math.inf:
     raise ValueError(f"tolerance={tolerance!r}: expected a positive number, or a share such as '0.1 noise'")
   return (number, None) if of_noise else (0.0, number)
@@ -208,7 +217,7 @@ def _step_of(
   return step, step.init(params, **init)
 
 
-def _modules(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[Module], str]:
+def modules_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[Module], str]:
   """Returns the modules of a step, and a text that differs for programs that a policy treats otherwise."""
   alone = step.without_mesh()
 
@@ -222,20 +231,27 @@ def _modules(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[Mo
   return list_modules(half, fp8), repr((rows, versions))
 
 
-def _planner(step: TrainStep, state: TrainState, batch: PyTree, device: Target) -> Callable[[Policy], Plan]:
+def _planner(
+  step: TrainStep, state: TrainState, batch: PyTree, device: Target
+) -> Callable[[Policy, str | None], Plan]:
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), batch)
 
-  def plan_of(policy: Policy) -> Plan:
+  def plan_of(policy: Policy, recompute: str | None) -> Plan:
     there, _ = policy_on_target(policy.without_histories(), device)
-    other = step.with_policy(there)
+    options = dataclasses.replace(step.options, policy=there, recompute=recompute or step.options.recompute)
+    other = TrainStep(step.fun, step.inner_tx, options)
     abstract = jax.eval_shape(lambda s: other.adopt(s, step), state)
     return plan(other, (abstract, shapes), target=device, compile=False)
 
   return plan_of
 
 
-def _why(trial: Trial, chosen: Trial, tolerance: float, objective: str) -> str:
-  if trial.policy == chosen.policy:
+def _is_same(trial: Trial, other: Trial) -> bool:
+  return (trial.policy, trial.recompute) == (other.policy, other.recompute)
+
+
+def _why(trial: Trial, chosen: Trial, objective: str) -> str:
+  if _is_same(trial, chosen):
     return "chosen"
   if not math.isfinite(trial.error.total):
     return "not finite"

@@ -1,5 +1,6 @@
 """`mpjax.tune`: the best set of known models, tolerances, trials that are kept, and what it cannot do."""
 
+import functools
 import json
 import re
 
@@ -9,8 +10,11 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from flax import nnx
 
 import mpjax
+from mpjax.patterns import component_regex
+from mpjax.tuning import Cost, GradientError, Trial, TuneResult
 from mpjax.tuning._modules import LEVELS, Module, list_modules, mixed_policy, pattern_of
 from tests.tuning._planted_models import LAYERS, planted
 
@@ -122,11 +126,118 @@ def test_memory_is_saved_by_state_in_few_bytes():
   assert 0 < result.chosen.error.update <= TOLERANCE
 
 
+# Losses with parameters and batches of many kinds: bare arrays, numbers, Flax and Equinox modules, a mesh.
+def of_one_layer(w, batch):
+  return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def of_tokens(params, batch):
+  x = params["table"][batch["tokens"]] @ params["table"].T
+  return jnp.mean(x**2) * batch["factor"] * params["scale"]
+
+
+class Flax(nnx.Module):
+  def __init__(self):
+    self.hidden = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.norm(jnp.tanh(self.hidden(x)))
+
+
+def as_are(names):
+  """Parameters, batch, loss and expected modules, by what is particular."""
+  x, y = jax.random.normal(jax.random.key(0), (2, 16, 8))
+  batch = {"x": x, "y": y}
+  if names == "bare arrays":
+    return x[:8, :8], x, lambda w, batch: jnp.mean((batch @ w) ** 2), [""]
+  if names == "integers and numbers":
+    batch = {"tokens": jnp.arange(32).reshape(16, 2) % 5, "factor": 0.5}
+    params = {"table": jax.random.normal(jax.random.key(1), (5, 3)), "scale": jnp.float32(1)}
+    return params, batch, of_tokens, ["scale", "table"]
+  if names == "a Flax module":
+    return (
+      Flax(),
+      batch,
+      lambda m, batch: jnp.mean((m(batch["x"])[:, :8] - batch["y"]) ** 2),
+      ["hidden", "norm"],
+    )
+  if names == "large gradients":
+    return x[:8, :8], batch, lambda w, batch: 1e29 * of_one_layer(w, batch), [""]
+  assert names == "small gradients"
+  return x[:8, :8], batch, lambda w, batch: 1e-27 * of_one_layer(w, batch), [""]
+
+
+@pytest.mark.parametrize(
+  "names", ["bare arrays", "integers and numbers", "a Flax module", "large gradients", "small gradients"]
+)
+def test_parameters_and_batches_are_of_any_kind(names):
+  params, batch, loss, modules = as_are(names)
+  result = mpjax.tune(loss, params, batch, target="h200", candidates=["bf16", "fp32"])
+  assert list(result.noise.modules) == modules
+  assert 0.1 < result.noise.total < 3
+  bf16 = result.table[0]
+  assert 1e-4 < bf16.error.gradient < 0.03
+  assert list(bf16.error.modules) == modules
+
+
+def test_names_that_are_patterns_are_taken_literally():
+  names = ["a+b", "(c)", "d[0]", "e$", "^g", "h.i", "j|k", "l?m", "n p", "r:s"]
+  paths = [f"{root}/{name}" for name in names for root in ("one", "two")]
+  for path in paths:
+    pattern = pattern_of(Module(path, (path,)), paths)
+    spec = yaml.safe_load(yaml.safe_dump({"base": "bf16", "overrides": {pattern: "float32"}}))
+    [(found, _)] = mpjax.get_policy(spec).overrides
+    assert list(filter(component_regex(found).search, paths)) == [path]
+
+
+@pytest.mark.parametrize(
+  "spec",
+  [
+    "bf16_lean",
+    "params=bfloat16,compute=float16",
+    {"base": "fp16", "loss_scaling": 128},
+    {"base": "fp16", "loss_scaling": {"kind": "dynamic", "growth_interval": 7}},
+    {"base": "fp8", "fp8": {"recipe": "delayed", "margin": 1}},
+    {"base": "fp8", "fp8": {"recipe": "current", "include": ["b: c"], "exclude": ["#a"], "min_dim": 16}},
+    {"base": "bf16", "overrides": {"a: b#": "float32", "^x$": {"recompute": "nothing"}}},
+  ],
+)
+def test_a_policy_is_written_so_that_it_reads_as_itself(spec):
+  policy = mpjax.get_policy(spec)
+  cost, error = Cost(1.0, 1.0, 1, 1, 0, True), GradientError(0.1, {}, 1.0)
+  chosen = Trial("it", "candidate", policy, cost, error, True)
+  result = TuneResult(policy, chosen, (chosen,), 1.0, None, 1.0, "h200", "time", 1, 1)
+  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == policy
+
+
+def test_memory_is_saved_by_computing_again():
+  weights = {name: jnp.eye(8) for name in ("one", "two")}
+
+  def deep(weights, x):
+    for name, w in weights.items():
+      with jax.named_scope(name):
+        x = jnp.tanh(jnp.tanh(jnp.tanh(x @ w)))
+    return jnp.mean(x**2)
+
+  x = jax.random.normal(jax.random.key(0), (1 << 16, 8))
+  tune = functools.partial(mpjax.tune, deep, weights, x, target="h200", tolerance=0.1)
+  result = tune(objective="memory")
+  assert result.recompute == "dots"
+  assert result.policy == mpjax.get_policy("bf16")
+  assert {t.recompute for t in result.table} == {None, "dots", "nothing"}
+  assert "\n  recompute: dots" in str(result)
+  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
+  assert tune().recompute is None
+
+
 def test_a_trial_that_was_made_is_not_made_again(tmp_path):
   file, lines = tmp_path / "trials.jsonl", []
   first = tuned(trials=file, progress=lines.append, candidates=["bf16", "fp32"])
   assert lines == ["float32", "bf16", "fp32"]
   with file.open("a") as kept:
+    for wrong in ("3", "null", file.read_text().splitlines()[0].replace('"update": 0.0', '"update": "a"')):
+      kept.write(f"{wrong}\n")
     kept.write('{"subject": "cut o')
   lines.clear()
   again = tuned(trials=file, progress=lines.append, candidates=["bf16", "fp16", "fp32"])
@@ -174,12 +285,15 @@ def test_a_step_and_its_state_can_be_given(accumulate):
   ("options", "message"),
   [
     ({"tolerance": 0}, "tolerance=0: expected a positive number"),
+    ({"tolerance": [1]}, r"tolerance=\[1\]: expected a positive number"),
+    ({"tolerance": True}, "tolerance=True: expected a positive number"),
     ({"tolerance": "0.1 of it"}, "expected a positive number, or a share such as '0.1 noise'"),
     ({"objective": "speed"}, "objective='speed': expected one of time, memory"),
     ({"candidates": []}, "expected at least one policy"),
     ({"candidates": "bf16"}, "candidates='bf16': expected a list of policies"),
     ({"candidates": 3}, "candidates=3: expected a list of policies"),
     ({"candidates": ["tf32"]}, "tf32 can be measured on a GPU alone"),
+    ({"minutes": True}, "minutes=True: expected a positive number"),
     ({"minutes": "3"}, "minutes='3': expected a positive number"),
     ({"trials": "/"}, "trials='/': Is a directory"),
     ({"trials": "/proc/x/y"}, "trials='/proc/x/y': No such file or directory"),
