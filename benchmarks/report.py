@@ -253,6 +253,13 @@ def large_vocabulary_time(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def tune_predictions(report: dict[str, Any]) -> str:
+  """How good the sum of single changes is: a scatter, and its figures."""
+  _save(tune_suite.picture(report), "tune_predictions.png")
+  shown = "![predicted and measured errors](../benchmarks/pictures/tune_predictions.png)"
+  return f"{shown}\n\n{tune_suite.TABLES['predictions'](report)}"
+
+
 def plan_accuracy(report: dict[str, Any]) -> str:
   """The analytic peak over the compiled one, and what the compiled one's parts account for."""
   lines = [
@@ -319,7 +326,7 @@ def chaos(report: dict[str, Any]) -> str:
 PLACES = dict.fromkeys(
   ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
   "docs/scale_out.md",
-) | dict.fromkeys(("tune_search", "tune_predictions", "tune_proof"), "docs/tune.md")
+) | dict.fromkeys(("tune_search", "tune_predictions", "tune_growth", "tune_proof"), "docs/tune.md")
 
 
 SUITES = ("overhead", "memory", "quality", "gpu")
@@ -328,7 +335,6 @@ SUITES = ("overhead", "memory", "quality", "gpu")
 def suites() -> None:
   """Tables and pictures of the suites' reports; a picture stands above its table."""
   readme = FOLDER / "README.md"
-  (FOLDER / "pictures").mkdir(exist_ok=True)
   for suite in SUITES:
     tables = "_tables" if suite in ("overhead", "quality") else "_suite"
     module = importlib.import_module(f"benchmarks.{suite}.{tables}")
@@ -338,10 +344,15 @@ def suites() -> None:
         continue
       shown = []
       for name, figure in module.pictures(report).items():
-        file = f"pictures/{name or path.stem}.png"
-        figure.savefig(FOLDER / file, dpi=100, metadata={"Software": None})
-        shown.append(f"![{suite}: {path.stem}]({file})")
+        file = f"{name or path.stem}.png"
+        _save(figure, file)
+        shown.append(f"![{suite}: {path.stem}](pictures/{file})")
       put(readme, path.stem, "\n\n".join([*shown, module.tables(report)]))
+
+
+def _save(figure: Any, name: str) -> None:
+  (FOLDER / "pictures").mkdir(exist_ok=True)
+  figure.savefig(FOLDER / "pictures" / name, dpi=100, metadata={"Software": None})
 
 
 def put(file: pathlib.Path, name: str, table: str) -> None:
@@ -369,7 +380,8 @@ def main() -> None:
     ("compiled_h200", compiled),
     ("compiled_tpu_v5e", compiled),
     ("tune_search", tune_suite.TABLES["search"]),
-    ("tune_predictions", tune_suite.TABLES["predictions"]),
+    ("tune_predictions", tune_predictions),
+    ("tune_growth", tune_suite.TABLES["growth"]),
     ("tune_proof", tune_suite.TABLES["proof"]),
     ("layerwise_cpu", layerwise),
     ("autocast_memory_h200", autocast_memory),

@@ -30,6 +30,7 @@ from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, open_subject
 from mpjax.train._proving import prove
 from mpjax.tuning import TuneResult, tune
+from mpjax.tuning._tune import parse_tolerance
 
 _STEPS, _BATCHES = 10, 2
 
@@ -97,7 +98,7 @@ def _tune(options: argparse.Namespace) -> None:
         subject.state,
         [subject.next_batch() for _ in range(batches)],
         target=target,
-        tolerance=_tolerance(options.tolerance),
+        tolerance=options.tolerance,
         candidates=policies or None,
         objective=options.objective,
         minutes=options.minutes,
@@ -150,18 +151,15 @@ def _subject(config: Any, checkpoint: str | None, steps: int, say: Any) -> Subje
   return subject
 
 
-def _tolerance(text: str | None) -> float | str | None:
-  try:
-    return None if text is None else float(text)
-  except ValueError:
-    return text
-
-
 def _check(options: argparse.Namespace) -> None:
   """Raises for arguments that are none and files that could not be written, before anything is computed."""
-  for flag in ("prove", "seeds"):
+  try:
+    parse_tolerance(options.tolerance)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  for flag in ("prove", "seeds", "minutes"):
     value = getattr(options, flag)
-    if value is not None and value < 1:
+    if value is not None and not value > 0:
       raise ConfigError(f"--{flag} {value}: expected a positive number")
   for flag in ("out", "json", "picture"):
     name = getattr(options, flag)

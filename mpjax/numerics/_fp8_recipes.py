@@ -14,6 +14,7 @@ import numpy as np
 
 from mpjax._plain_text import table
 from mpjax._types import Array, JaxprEqn, PolicyLike, PyTree
+from mpjax.fp8._eligibility import conv_operands, conv_result, windows_of
 from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import (
@@ -28,15 +29,19 @@ from mpjax.jaxpr import (
   shape_of,
   source_line,
 )
+from mpjax.numerics._batches import listed
 from mpjax.numerics._inspection import step_of
 from mpjax.numerics._instrumented_step import differentiated, reference_state, reference_step
 from mpjax.numerics._random_rounding import Rule, into_bodies
 
 FORMATS = {"E4M3": np.dtype(jnp.float8_e4m3fn), "E5M2": np.dtype(jnp.float8_e5m2)}
-SCALES = ("tensor", "row", "block")
-# `E4M3 tensor` is what recipe: current does, and delayed but for the age of its scale; `E4M3 block` is MXFP8.
+SCALES = ("tensor", "row", "block", "delayed")
+# `E4M3 tensor` is what recipe: current does; `E4M3 block` is MXFP8.
 RECIPES = tuple(f"{name} {scale}" for name in FORMATS for scale in SCALES)
 OPERANDS = ("lhs", "rhs", "gradient")
+_PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
+# Where the largest value stands in what is kept of an operand.
+_AMAX = 1 + 4 * len(RECIPES)
 
 
 _Place = tuple[int, ...]  # identities of the calls that a product is in, and its own
@@ -56,8 +61,12 @@ class Fp8Operand:
     line: of the user's program, `model.py:31`.
     operand: `lhs` or `rhs` of the forward product, or the `gradient` of its result.
     shape: of the operand.
-    errors: by recipe of `RECIPES`, |quantised - value| / |value|; `None` where blocks do not fit.
+    errors: by recipe, |quantised - value| / |value|; `None` where blocks do not fit. Rows and blocks of lhs
+      and rhs go along what the product sums, those of the gradient along what the gradient of lhs sums.
     underflow: the share of the values that are not zero which become zero; or `None`.
+    transposed: `errors` for the other product that reads the operand: that of the gradient of rhs (the
+      weight's) for lhs and gradient, that of the gradient of lhs for rhs.
+    transposed_underflow: as `underflow`.
   """
 
   module: str
@@ -66,6 +75,8 @@ class Fp8Operand:
   shape: tuple[int, ...]
   errors: dict[str, float | None]
   underflow: dict[str, float | None]
+  transposed: dict[str, float | None]
+  transposed_underflow: dict[str, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +85,11 @@ class Fp8Comparison:
 
   Attributes:
     operands: in the order of the program, three for each product.
+    recipes: that they are quantised by.
   """
 
   operands: tuple[Fp8Operand, ...]
+  recipes: tuple[str, ...]
 
   def of(self, module: str, operand: str | None = None) -> list[Fp8Operand]:
     """Returns the operands of a module's products; those of one kind, if it is named."""
@@ -84,39 +97,52 @@ class Fp8Comparison:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data."""
-    return {"recipes": list(RECIPES), "operands": [dataclasses.asdict(o) for o in self.operands]}
+    return {"recipes": list(self.recipes), "operands": [dataclasses.asdict(o) for o in self.operands]}
 
   def __str__(self) -> str:
     cell = lambda error: "" if error is None else f"{error:.2g}"
     lost = lambda share: f" ({100 * share:.2g}% lost)" if share and share >= 1e-3 else ""
-    rows = [["module", "operand", *RECIPES]]
+    rows = [["module", "operand", *self.recipes]]
     for o in self.operands:
-      rows.append([o.module, o.operand, *(f"{cell(o.errors[r])}{lost(o.underflow[r])}" for r in RECIPES)])
+      for name, errors, gone in (
+        (o.operand, o.errors, o.underflow),
+        (f"{o.operand} transposed", o.transposed, o.transposed_underflow),
+      ):
+        rows.append([o.module, name, *(f"{cell(errors[r])}{lost(gone[r])}" for r in self.recipes)])
     return "\n".join(line for (line,) in table(rows))
 
 
 def compare_fp8_recipes(
-  target: Any, state: PyTree, batch: PyTree, policy: PolicyLike | None = None, **init: Any
+  target: Any,
+  state: PyTree,
+  batch: PyTree,
+  policy: PolicyLike | None = None,
+  *,
+  earlier: PyTree | None = None,
+  **init: Any,
 ) -> Fp8Comparison:
   """Says what FP8 would do to both operands and the output gradient of each matrix product, recipe by recipe.
 
   Runs the loss and its gradients once in float32, whatever the policy, and quantises nothing on the way. A
-  scale is shared by a `tensor` (recipe: current; delayed has the same but for its age), by a `row`, the
-  values that are summed together, or by a `block` of 32 of those (recipe: block). Rows and blocks of a
-  gradient go along what its product with rhs sums.
+  scale is shared by a `tensor` (recipe: current), by a `row`, the values that are summed together, or by a
+  `block` of 32 of those (recipe: block). Each operand is in two products, which sum along other dimensions:
+  it has figures for both. With `earlier` batches there is `delayed`, whose scale is that of the largest value
+  in those, beyond which values are clipped.
 
   ```python
   print(mpjax.compare_fp8_recipes(loss_fn, params, batch))
   ```
 
-  Not looked at are convolutions, products inside a `while_loop`, a `shard_map` or a custom derivative rule,
-  and those that the loss does not depend on. The steps of a loop are taken together.
+  Not looked at are products inside a `while_loop`, a `shard_map` or a custom derivative rule, those that the
+  loss does not depend on, and convolutions whose windows overlap, which no recipe here quantises. The steps
+  of a loop are taken together, and have no figure for `delayed`.
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
     state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
     batch: a tree of arrays.
     policy: of the step; says how parameters are kept, no more.
+    earlier: batches of the same shapes that come before, in a list, or one. Parameters are those of now.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
   """
   step, state, _ = step_of(target, state, policy, None, init)
@@ -135,11 +161,20 @@ def compare_fp8_recipes(
   jax.eval_shape(lambda state, batch: differentiated(step, state, batch, watch({})), state, batch)
   found = dict(products)
   # Of the tracings to come, the equations are others: their order is the same.
-  probes = {i: jnp.zeros((3, 1 + 2 * len(RECIPES))) for i in range(len(found))}
+  probes = {i: jnp.zeros((3, _AMAX + 1)) for i in range(len(found))}
   products.clear()
-  seen = jax.device_get(jax.jit(run)(probes, state, batch))
+  look = jax.jit(run)
+  for before in [] if earlier is None else listed(earlier):
+    for i, stats in look(probes, state, before).items():
+      once = stats[:, :1] == 1  # the largest values of a loop's steps are added up
+      history = jnp.maximum(probes[i][:, _AMAX:], jnp.where(once, stats[:, _AMAX:], 0))
+      probes[i] = probes[i].at[:, _AMAX:].set(history)
+  seen = jax.device_get(look(probes, state, batch))
+  recipes = tuple(r for r in RECIPES if earlier is not None or not r.endswith("delayed"))
   pairs = zip(found.values(), seen.values(), strict=True)
-  return Fp8Comparison(tuple(o for product, stats in pairs for o in _operands(product, stats)))
+  return Fp8Comparison(
+    tuple(o for product, stats in pairs for o in _operands(product, stats, recipes)), recipes
+  )
 
 
 def _watched(
@@ -190,7 +225,14 @@ def _watched(
       if number not in probes:
         return out
       lhs, rhs = (jax.lax.stop_gradient(x) for x in operands)
-      return [_look(out[0], lhs, rhs, probes[number], equation.params["dimension_numbers"])]
+      if equation.primitive is jax.lax.dot_general_p:
+        return [_look(out[0], lhs, rhs, probes[number], equation.params["dimension_numbers"])]
+      windows = windows_of(equation)
+      assert windows is not None
+      x, w = conv_operands(lhs, rhs, windows)
+      dims = (((x.ndim - 1,), (0,)), ((), ()))
+      order = (windows.out_spec[0], *windows.out_spec[2:], windows.out_spec[1])
+      return [conv_result(_look(out[0].transpose(order), x, w, probes[number], dims), windows)]
 
     return rule
 
@@ -199,12 +241,14 @@ def _watched(
 
 def _is_product(equation: JaxprEqn) -> bool:
   floating = all(jnp.issubdtype(dtype_of(v), jnp.floating) for v in equation.invars[:2])
+  if equation.primitive is jax.lax.conv_general_dilated_p:
+    return floating and windows_of(equation) is not None
   return equation.primitive is jax.lax.dot_general_p and floating
 
 
 def _has_product(jaxpr: Any) -> bool:
   equations = open_jaxpr(jaxpr).eqns
-  return any(e.primitive is jax.lax.dot_general_p or any(map(_has_product, bodies_of(e))) for e in equations)
+  return any(e.primitive in _PRODUCTS or any(map(_has_product, bodies_of(e))) for e in equations)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -216,64 +260,98 @@ def _look(out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any) -> Array:
 def _look_forward(
   out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any
 ) -> tuple[Array, tuple[Array, Array, tuple[Array, Array]]]:
-  (of_lhs, of_rhs), _ = dims
-  return out, (_kept(lhs, of_lhs), _kept(rhs, of_rhs), (jnp.zeros_like(lhs), jnp.zeros_like(rhs)))
+  kept = [
+    _kept(x, summed, [i for i in range(x.ndim) if i not in (*summed, *batch)], probe[i, _AMAX])
+    for i, (x, summed, batch) in enumerate(zip((lhs, rhs), *dims, strict=True))
+  ]
+  return out, (jnp.stack(kept), probe[2, _AMAX], (jnp.zeros_like(lhs), jnp.zeros_like(rhs)))
 
 
 def _look_backward(
   dims: Any, residuals: tuple[Array, Array, tuple[Array, Array]], ct: Array
 ) -> tuple[Array, ...]:
-  of_lhs, of_rhs, (lhs, rhs) = residuals
+  of_operands, amax, (lhs, rhs) = residuals
   (_, contracted), (_, batch) = dims
-  free = rhs.ndim - len(contracted) - len(batch)
-  of_ct = _kept(ct, tuple(range(ct.ndim - free, ct.ndim)))
-  return ct, lhs, rhs, jnp.stack([of_lhs, of_rhs, of_ct])
+  first = ct.ndim - (rhs.ndim - len(contracted) - len(batch))
+  of_ct = _kept(ct, range(first, ct.ndim), range(len(batch), first), amax)
+  return ct, lhs, rhs, jnp.concatenate([of_operands, of_ct[None]])
 
 
 _look.defvjp(_look_forward, _look_backward)
 
 
-def _kept(x: Array, contracted: Sequence[int]) -> Array:
-  """Returns float32[1 + 2 * recipes]: 1, and by recipe the squared relative error, the share that is lost."""
-  rest = [i for i in range(x.ndim) if i not in contracted]
-  rows = jnp.transpose(x, (*rest, *contracted)).astype(jnp.float32)
-  rows = rows.reshape(math.prod(x.shape[i] for i in rest), -1)  # [rows, what is summed]
+def _kept(x: Array, summed: Sequence[int], summed_next: Sequence[int], earlier: Array) -> Array:
+  """Returns float32[2 + 4 * recipes] of an operand.
+
+  They are 1, by recipe the squared relative error and the share that is lost, both again for the other
+  product that reads the operand, and its largest value.
+
+  Args:
+    x: the operand.
+    summed: dimensions along which the product sums.
+    summed_next: those along which the other one does.
+    earlier: the largest value of earlier batches, f32[]; 0 if there are none.
+  """
+  x = x.astype(jnp.float32)
+  amax = amax_of(x)
   # In a unit that is a power of two, which moves no scale of a block, squares are in float32's range.
-  rows = rows * scale_of(amax_of(rows), jnp.float8_e5m2, pow2=True)
-  whole, there = jnp.sum(rows * rows), rows != 0
-  whole = jnp.where(whole > 0, whole, 1)
-  errors, shares = [], []
-  for dtype in FORMATS.values():
-    for scale in SCALES:
-      back = _quantised(rows, dtype, scale)
-      errors.append(jnp.sum((back - rows) ** 2) / whole)
-      shares.append(jnp.sum(there & (back == 0)) / jnp.maximum(jnp.sum(there), 1))
-  return jnp.stack([jnp.ones([]), *errors, *shares]).astype(jnp.float32)
+  unit = scale_of(amax, jnp.float8_e5m2, pow2=True)
+  x, whole = x * unit, {}
+  for name, dtype in FORMATS.items():
+    whole[f"{name} tensor"] = _figures(x, _with_scale(x, scale_of(amax * unit, dtype), dtype))
+    late = _figures(x, _with_scale(x, scale_of(earlier * unit, dtype), dtype))
+    whole[f"{name} delayed"] = tuple(jnp.where(earlier > 0, figure, jnp.nan) for figure in late)
+  both = []
+  for along in (summed, summed_next):
+    rest = [i for i in range(x.ndim) if i not in along]
+    rows = jnp.transpose(x, (*rest, *along))
+    # [rows, what is summed]
+    rows = rows.reshape(math.prod(x.shape[i] for i in rest), math.prod(x.shape[i] for i in along))
+    figures = dict(whole)
+    for name, dtype in FORMATS.items():
+      figures[f"{name} row"] = _figures(
+        rows, _with_scale(rows, scale_of(amax_of(rows, 1), dtype)[:, None], dtype)
+      )
+      figures[f"{name} block"] = _figures(rows, _in_blocks(rows, dtype))
+    both += [figures[recipe][i] for i in (0, 1) for recipe in RECIPES]
+  return jnp.stack([jnp.ones([]), *both, amax]).astype(jnp.float32)
 
 
-def _quantised(rows: Array, dtype: np.dtype, scale: str) -> Array:
-  """Returns float32 rows as they come back from FP8; NaN where blocks do not fit."""
-  if scale == "block":
-    if rows.shape[1] % BLOCK:
-      return jnp.full_like(rows, jnp.nan)
-    q, units = quantise_blocks(rows, 1, BLOCK, dtype)
-    return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), BLOCK, 1)
-  factor = scale_of(amax_of(rows, int(scale == "row")), dtype)
-  return quantise(rows, factor, dtype).astype(jnp.float32) / (factor[:, None] if scale == "row" else factor)
+def _figures(x: Array, back: Array) -> tuple[Array, ...]:
+  """Returns the squared relative error of what comes back, and the share of values that are lost."""
+  whole, there = jnp.sum(x * x), x != 0
+  error = jnp.sum((back - x) ** 2) / jnp.where(whole > 0, whole, 1)
+  return error, jnp.sum(there & (back == 0)) / jnp.maximum(jnp.sum(there), 1)
 
 
-def _operands(product: _Product, stats: np.ndarray) -> list[Fp8Operand]:
+def _with_scale(x: Array, scale: Array, dtype: np.dtype) -> Array:
+  return quantise(x * scale, jnp.ones([]), dtype).astype(jnp.float32) / scale
+
+
+def _in_blocks(rows: Array, dtype: np.dtype) -> Array:
+  """Returns float32 rows as they come back from MXFP8; NaN where blocks do not fit."""
+  if rows.shape[1] % BLOCK:
+    return jnp.full_like(rows, jnp.nan)
+  q, units = quantise_blocks(rows, 1, BLOCK, dtype)
+  return q.astype(jnp.float32) * jnp.repeat(units.astype(jnp.float32), BLOCK, 1)
+
+
+def _operands(product: _Product, stats: np.ndarray, recipes: Sequence[str]) -> list[Fp8Operand]:
   """Returns what is known of a product: nothing if the loss does not depend on it."""
   if not stats[0, 0]:
     return []
   path, equation = product
   shapes = [shape_of(v) for v in (*equation.invars[:2], *equation.outvars)]
-  n, found = len(RECIPES), []
+  found = []
   for name, shape, kept in zip(OPERANDS, shapes, stats.astype(np.float64), strict=True):
-    means = kept[1:] / kept[0]
-    known = lambda x: None if math.isnan(x) else float(x)
-    errors = {recipe: known(math.sqrt(x)) for recipe, x in zip(RECIPES, means[:n], strict=True)}
-    share = dict(zip(RECIPES, means[n:], strict=True))
-    underflow = {recipe: None if errors[recipe] is None else float(share[recipe]) for recipe in RECIPES}
-    found.append(Fp8Operand(path, source_line(equation), name, tuple(shape), errors, underflow))
+    means = (kept[1:_AMAX] / kept[0]).reshape(2, 2, len(RECIPES))
+    figures: list[dict[str, float | None]] = []
+    for squares, shares in means:
+      by_recipe = {r: (e, s) for r, e, s in zip(RECIPES, squares, shares, strict=True) if r in recipes}
+      known = {recipe: not math.isnan(square) for recipe, (square, _) in by_recipe.items()}
+      figures += [
+        {recipe: math.sqrt(square) if known[recipe] else None for recipe, (square, _) in by_recipe.items()},
+        {recipe: float(share) if known[recipe] else None for recipe, (_, share) in by_recipe.items()},
+      ]
+    found.append(Fp8Operand(path, source_line(equation), name, tuple(shape), *figures))
   return found

@@ -104,7 +104,7 @@ def tune(
   if minutes is not None and not (is_number and minutes > 0):
     raise ValueError(f"minutes={minutes!r}: expected a positive number")
   began = time.monotonic()
-  share, figure = _parse_tolerance(tolerance)
+  share, figure = parse_tolerance(tolerance)
   say = progress or (lambda line: None)
   device = get_target(target)
   policies = None if candidates is None else _named(candidates)
@@ -174,8 +174,12 @@ def _known(noise: Any) -> Any:
   return noise
 
 
-def _parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]:
-  """Returns a share of the noise, and the tolerance itself if it is a figure."""
+def parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]:
+  """Returns a share of the noise, and the tolerance itself if it is a figure.
+
+  Raises:
+    ValueError: for what is neither.
+  """
   if tolerance is None:
     return SHARE_OF_NOISE, None
   if isinstance(tolerance, str):

@@ -72,6 +72,57 @@ def test_errors_and_losses_of_each_operand_are_those_of_numpy(policy):
       error, lost = by_hand(x, axis, recipe)
       assert one.errors[recipe] == pytest.approx(error, rel=0.02), (module, operand, recipe)
       assert one.underflow[recipe] == pytest.approx(lost, abs=2e-3), (module, operand, recipe)
+      error, lost = by_hand(x, 1 - axis, recipe)  # in the product of the other gradient
+      assert one.transposed[recipe] == pytest.approx(error, rel=0.02), (module, operand, recipe)
+      assert one.transposed_underflow[recipe] == pytest.approx(lost, abs=2e-3), (module, operand, recipe)
+
+
+def test_a_delayed_scale_is_that_of_earlier_batches():
+  params, batch = setting(spread=0.0)
+  smaller = jax.tree.map(lambda x: x / 8, batch)
+  found = mpjax.compare_fp8_recipes(loss_fn, params, batch, earlier=[smaller, smaller])
+  [x] = found.of("one", "lhs")
+  values = np.asarray(batch["x"], np.float64)
+  unit = np.abs(values).max() / 8 / 448
+  back = (
+    np.clip(values / unit, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+  )
+  wanted = np.linalg.norm(back * unit - values) / np.linalg.norm(values)
+  assert x.errors["E4M3 delayed"] == pytest.approx(wanted, rel=0.02)
+  assert x.transposed["E4M3 delayed"] == x.errors["E4M3 delayed"] > 5 * x.errors["E4M3 tensor"]
+  [w] = found.of("one", "rhs")  # the same in every batch
+  assert w.errors["E4M3 delayed"] == pytest.approx(w.errors["E4M3 tensor"])
+  assert "E4M3 delayed" in str(found)
+
+
+def test_a_convolution_of_patches_is_a_product():
+  kernel = jax.random.normal(jax.random.key(0), (2, 2, 8, 32)) / 6  # HWIO
+  images = jax.random.normal(jax.random.key(1), (4, 6, 6, 8)) * jnp.exp2(jnp.arange(6.0))[:, None, None]
+
+  def patches(kernel, images):
+    with jax.named_scope("patches"):
+      x = jax.lax.conv_general_dilated(
+        images, kernel, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+      )
+    with jax.named_scope("overlapping"):
+      same = jnp.ones((3, 3, 32, 4))
+      x = jax.lax.conv_general_dilated(x, same, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.mean(x**2)
+
+  def as_product(kernel, images):
+    with jax.named_scope("patches"):
+      x = images.reshape(4, 3, 2, 3, 2, 8).swapaxes(2, 3).reshape(4, 3, 3, 32)
+      x = x @ kernel.reshape(32, 32)
+    same = jnp.ones((3, 3, 32, 4))
+    x = jax.lax.conv_general_dilated(x, same, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.mean(x**2)
+
+  found, wanted = (mpjax.compare_fp8_recipes(fun, kernel, images) for fun in (patches, as_product))
+  assert len(found.operands) == len(wanted.operands) == 3
+  for one, other in zip(found.operands, wanted.operands, strict=True):
+    assert (one.module, one.operand) == ("patches", other.operand)
+    for mine, theirs in ((one.errors, other.errors), (one.transposed, other.transposed)):
+      assert list(mine.values()) == [pytest.approx(x, rel=1e-3) if x else x for x in theirs.values()]
 
 
 def test_rows_of_different_sizes_want_scales_of_their_own():
@@ -97,7 +148,9 @@ def test_layers_of_a_loop_and_of_a_checkpoint_are_looked_at(loop):
       batch, _ = layer(batch, params["w"][i])
     return jnp.mean(batch**2)
 
-  found = mpjax.compare_fp8_recipes(deep, {"w": w}, x, "bf16")
+  found = mpjax.compare_fp8_recipes(deep, {"w": w}, x, "bf16", earlier=x if loop else None)
+  if loop:  # of whose steps there is no largest value
+    assert all(o.errors["E4M3 delayed"] is None for o in found.operands)
   assert len(found.of("layers", "gradient")) == (1 if loop else 3)
   wanted = np.sqrt(np.mean([by_hand(w[i], 0, "E4M3 tensor")[0] ** 2 for i in range(3)]))
   errors = [o.errors["E4M3 tensor"] for o in found.of("layers", "rhs")]

@@ -15,7 +15,7 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._instrumented_step import Seen, loss_points, make_pass
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import BINS, GRADIENTS, Magnitudes, binades
-from mpjax.numerics._update_sums import KEPT_IN
+from mpjax.numerics._update_sums import as_numbers, descent, lost
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.train.monitors._events import Events
@@ -65,10 +65,12 @@ class Watcher:
       events.add_scalar(f"{tag} lost in {half}", shares.underflow * total.count / there, step)
       events.add_scalar(f"{tag} overflown in {half}", shares.overflow, step)
       events.add_scalar(f"{tag} zero", total.zero / total.count, step)
-    counts = np.sum([np.asarray(u.counts, np.float64) for u in seen.updates.values()], axis=0)
-    for name, stay in zip(KEPT_IN, counts[1:], strict=True):
-      weights = f"bfloat16 with {name}" if name.startswith("int") else name
-      events.add_scalar(f"numerics/updates lost in {weights} weights", stay / (counts[0] or 1.0), step)
+    sums = np.sum([as_numbers(u) for u in seen.updates.values()], axis=0)
+    of_updates = {"updates lost in": lost(sums), "descent made by": descent(sums)[1]}
+    for what, by_format in of_updates.items():
+      for name, share in by_format.items():
+        weights = f"bfloat16 with {name}" if name.startswith("int") else name
+        events.add_scalar(f"numerics/{what} {weights} weights", share, step)
 
   def _tensors(self, seen: Seen) -> Iterator[tuple[str, str, Any]]:
     for point, kept in zip(self._points, seen.watched, strict=True):
