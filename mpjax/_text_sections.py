@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpjax._plain_text import fold, table, table_width
@@ -51,6 +51,22 @@ def beside(title: str, labels: Iterable[str], groups: RowGroups, lines: Sequence
   """Returns a section with a column for the names of rows, and one for each of the things compared."""
   columns = [TextColumn("", folds=True), *(TextColumn(label, right=True) for label in labels)]
   return TextSection(title, columns, groups, lines)
+
+
+def of_rows(
+  title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), lines: Sequence[str] = ()
+) -> TextSection:
+  """Returns a section of cells, whose first row is the heading.
+
+  Args:
+    title: of the section.
+    rows: cells.
+    left: numbers of the columns that are flush left, as for `mpjax._plain_text.table`.
+    lines: sentences under the table.
+  """
+  heading, *body = rows
+  columns = [TextColumn(name, right=i not in left, folds=i in left) for i, name in enumerate(heading)]
+  return TextSection(title, columns, [[TextRow(row) for row in body]], lines)
 
 
 def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> Iterator[TextSection]:

@@ -16,8 +16,10 @@ import jax
 import jmp
 import numpy as np
 
+from mpjax._html_sections import sections_html
 from mpjax._override import CHOICES, Override, require_possible
 from mpjax._policy_text import brief, plain, read_text, write_text
+from mpjax._text_sections import of_rows
 from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import (
   DTYPE_NAMES,
@@ -208,6 +210,11 @@ class Policy(jmp.Policy):
 
   def __repr__(self) -> str:
     return f"get_policy({str(self)!r})"
+
+  def _repr_html_(self) -> str:
+    fields = {key: getattr(self, key).name for key in dict.fromkeys(_SHORT.values())} | self._others()
+    rows = [write_text({key: value}).split("=", 1) for key, value in fields.items()]
+    return sections_html([of_rows(f"policy {self.full_label}", [["field", "value"], *rows], left=(0, 1))])
 
   def __eq__(self, other: object) -> bool:
     return self._key() == other._key() if isinstance(other, Policy) else NotImplemented

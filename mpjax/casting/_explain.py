@@ -13,7 +13,7 @@ import numpy as np
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._explain_text import explanations_text
+from mpjax.casting._explain_text import explanations_html, explanations_text
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation, ExplainedProgram
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
@@ -61,6 +61,9 @@ class Explanation(ExplainedProgram):
 
   def __str__(self) -> str:
     return explanations_text([self])
+
+  def _repr_html_(self) -> str:
+    return explanations_html([self])
 
 
 def explain(

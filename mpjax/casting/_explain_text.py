@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from mpjax._html_sections import sections_html
 from mpjax._plain_text import bytes_text, with_prefix
 from mpjax._text_sections import (
   TextColumn,
@@ -39,6 +40,11 @@ _Item = TypeVar("_Item")
 def explanations_text(explanations: Sequence[ExplainedProgram]) -> str:
   """Returns explanations side by side as plain text, at most 116 columns wide."""
   return sections_text(_sections(explanations))
+
+
+def explanations_html(explanations: Sequence[ExplainedProgram]) -> str:
+  """Returns explanations side by side as HTML for a notebook."""
+  return sections_html(_sections(explanations))
 
 
 def print_explanations(explanations: Sequence[ExplainedProgram], console: rich.console.Console) -> None:

@@ -19,6 +19,7 @@ from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, descent_quali
 from mpjax.numerics.render import (
   advice_lines,
   plain_data,
+  report_html,
   save_html,
   save_pictures,
   stored_lines,
@@ -201,3 +202,6 @@ class NumericsReport:
     if self.advice is not None:
       lines += ["", *advice_lines(self.advice, self.findings), self.advice.yaml.rstrip()]
     return "\n".join(lines)
+
+  def _repr_html_(self) -> str:
+    return report_html(self)

@@ -26,7 +26,7 @@ from mpjax.planner.analytic import (
   time_floor,
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
-from mpjax.planner.render import as_text
+from mpjax.planner.render import as_html, as_text
 
 _WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
@@ -41,6 +41,9 @@ class Plan(PlanFigures):
 
   def __str__(self) -> str:
     return as_text([self])
+
+  def _repr_html_(self) -> str:
+    return as_html([self])
 
 
 def plan(

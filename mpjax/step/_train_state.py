@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._html_sections import sections_html
 from mpjax._lazy import nnx
 from mpjax._plain_text import bytes_text
+from mpjax._text_sections import of_rows
 from mpjax._types import Array, PyTree
+from mpjax.loss_scale._state_access import find_loss_scales
 
 
 @functools.partial(
@@ -64,15 +67,25 @@ class TrainState:
     return dataclasses.replace(self, **changes)
 
   def __repr__(self) -> str:
-    trees = {
-      name: getattr(self, name)
-      for name in ("params", "model_state", "opt_state", "fp8_state")
-      if jax.tree.leaves(getattr(self, name))
-    }
-    shown = [f"step={_number_text(self.step)}", *(f"{name}: {_tree_text(x)}" for name, x in trees.items())]
+    shown = [f"step={_number_text(self.step)}"]
+    shown += [f"{name}: {', '.join(filter(None, facts))}" for name, facts in self._facts().items()]
     shown += [] if self.rng is None else ["rng"]
     shown += [] if self.graphdef is None else ["an nnx.Module"]
     return f"TrainState({'; '.join(shown)})"
+
+  def _repr_html_(self) -> str:
+    rows = [["part", "holds", "bytes", "dtypes"], *([name, *of] for name, of in self._facts().items())]
+    lines = [] if self.graphdef is None else ["of an nnx.Module"]
+    for path, scale in find_loss_scales(self.opt_state).items():
+      figures = [f"{name} {_number_text(getattr(scale, name))}" for name in ("scale", "skipped_steps")]
+      lines.append(f"loss scale at opt_state{path}: {', '.join(figures)}")
+    title = f"TrainState, step {_number_text(self.step)}"
+    return sections_html([of_rows(title, rows, left=(0, 3), lines=lines)])
+
+  def _facts(self) -> dict[str, list[str]]:
+    """Returns number of arrays, bytes and dtypes of the trees that have any."""
+    names = ("params", "model_state", "opt_state", "fp8_state")
+    return {name: _tree_facts(tree) for name in names if jax.tree.leaves(tree := getattr(self, name))}
 
 
 def _number_text(x: object) -> str:
@@ -84,12 +97,12 @@ def _number_text(x: object) -> str:
   return str(x) if x.ndim == 0 else f"{x.dtype}{list(x.shape)}"
 
 
-def _tree_text(tree: PyTree) -> str:
-  """Number of arrays, their bytes and dtypes: `12 arrays, 1.20 MB, float32`."""
+def _tree_facts(tree: PyTree) -> list[str]:
+  """Number of arrays, their bytes and dtypes: `12 arrays`, `1.20 MB`, `float32`."""
   leaves = jax.tree.leaves(tree)
   arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
   if len(arrays) < len(leaves):  # such as shardings
-    return f"{len(leaves)} of {', '.join(sorted({type(x).__name__ for x in leaves}))}"
+    return [f"{len(leaves)} of {', '.join(sorted({type(x).__name__ for x in leaves}))}", "", ""]
   size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
   dtypes = ", ".join(sorted({str(x.dtype) for x in arrays}))
-  return f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}, {bytes_text(size)}, {dtypes}"
+  return [f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}", bytes_text(size), dtypes]

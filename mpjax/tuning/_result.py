@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 
+from mpjax._html_sections import sections_html
 from mpjax._plain_text import bytes_text, table, with_prefix
+from mpjax._text_sections import TextSection, of_rows
 from mpjax.numerics.render import plain_data
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Noise
@@ -19,6 +21,7 @@ from mpjax.tuning._picture import save_picture
 from mpjax.tuning._trials import Trial
 
 _BAR = 24
+_LEFT, _LEFT_OF_MODULES = (0, 1, 6), (0, 3)
 _SHORT = {
   "module": "one module",
   "mixed": "set of modules",
@@ -143,20 +146,27 @@ class TuneResult:
   def _why(self, pattern: str) -> str:
     return self.chosen.reasons.get(pattern, _CHEAPER)
 
-  def __str__(self) -> str:
+  def _heading(self) -> list[str]:
     noise = (
       ""
       if self.noise is None
       else f"noise of the gradient {_share(self.noise.total)} (from {self.noise.how}), "
     )
     many = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-    lines = [
+    return [
       f"tune: for {self.target}, by {self.objective}; {len(self.table)} policies tried",
       f"{noise}tolerance {_share(self.tolerance)}; {many} of {self.rows} rows in all",
+    ]
+
+  def __str__(self) -> str:
+    modules = self._module_rows()
+    lines = [
+      *self._heading(),
       "",
-      *self._table_lines(),
+      *(line for row in table(self._table_rows(), left=_LEFT) for line in row),
       "",
-      *self._module_lines(),
+      *(line for row in table(modules, left=_LEFT_OF_MODULES) for line in row),
+      *([""] if modules else ()),
       *(f"note: {note}" for note in self.notes),
       "",
       self.conclusion,
@@ -166,7 +176,20 @@ class TuneResult:
     ]
     return "\n".join(lines)
 
-  def _table_lines(self) -> list[str]:
+  def _repr_html_(self) -> str:
+    tried = of_rows(self._heading()[0], self._table_rows(), left=_LEFT, lines=self._heading()[1:])
+    [trials] = tried.groups
+    marked = [row._replace(strong=t is self.chosen) for row, t in zip(trials, self.table, strict=True)]
+    sections = [dataclasses.replace(tried, groups=[marked])]
+    if modules := self._module_rows():
+      # Without the axis, which needs letters of one width.
+      rows = [row[:-1] for row in modules]
+      sections.append(of_rows("Noise and error by module", rows))
+    notes = [f"note: {note}" for note in self.notes]
+    sections.append(TextSection(self.conclusion, lines=[*notes, self.yaml.rstrip()]))
+    return sections_html(sections)
+
+  def _table_rows(self) -> list[list[str]]:
     rows = [["policy", "what", "time floor", "peak", "error", "of tolerance", ""]]
     for t in self.table:
       seconds = "" if t.cost.seconds is None else with_prefix(t.cost.seconds, "s")
@@ -182,10 +205,10 @@ class TuneResult:
           t.why,
         ]
       )
-    return [line for row in table(rows, left=(0, 1, 6)) for line in row]
+    return rows
 
-  def _module_lines(self) -> list[str]:
-    """Returns noise and error by module on one axis, of decades."""
+  def _module_rows(self) -> list[list[str]]:
+    """Returns noise and error by module, and where they lie on one axis, of decades."""
     if self.noise is None or not self.noise.modules:
       return []
     errors = self.chosen.error.modules
@@ -206,7 +229,7 @@ class TuneResult:
           place = min(at(value), _BAR - 1) if math.isfinite(value) else _BAR - 1
           bar[place] = "*" if bar[place] not in (" ", mark) else mark
       rows.append([module or "the root", _share(noise), _share(error), "|" + "".join(bar) + "|"])
-    return [*(line for row in table(rows, left=(0, 3)) for line in row), ""]
+    return rows
 
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data; numbers that are not finite are strings, as JSON has none."""

@@ -1,15 +1,43 @@
-"""Text of a numerics report: a table by kind of tensor, and what is advised."""
+"""Text of a numerics report: a table by kind of tensor, and what is advised; the same as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from mpjax._html_sections import sections_html
 from mpjax._plain_text import percent, power_of_two_text, table
+from mpjax._text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
+if TYPE_CHECKING:
+  from mpjax.numerics._report import NumericsReport
+
+_MOST_MODULES = 12
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
+
+
+def report_html(report: NumericsReport) -> str:
+  """Returns a report as HTML for a notebook: what `str` of it says, with the largest errors by module."""
+  sections = [
+    TextSection("\n".join(report.heading())),
+    of_rows("Tensors", summary_rows(report.tensors, report.loss_scale)),
+  ]
+  if report.stored:
+    sections.append(of_rows("State as it is stored", stored_rows(report.stored)))
+  errors = {kind: report.error_by_module(kind) for kind in ("activation", "activation gradient")}
+  worst = {m: max(found.get(m, 0.0) for found in errors.values()) for found in errors.values() for m in found}
+  largest = sorted(worst, key=lambda module: -worst[module])[:_MOST_MODULES]
+  if largest:
+    figures = [[f"{found[m]:.2g}" if m in found else "" for found in errors.values()] for m in largest]
+    rows = [[m or "(no module)", *row] for m, row in zip(largest, figures, strict=True)]
+    sections.append(of_rows("Largest errors against float32", [["module", "values", "gradients"], *rows]))
+  said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
+  if report.advice is not None:
+    said += [*advice_lines(report.advice, report.findings), report.advice.yaml.rstrip()]
+  return sections_html([*sections, TextSection("Findings", lines=said)] if said else sections)
 
 
 def summary_lines(tensors: Sequence[Tensor], loss_scale: float) -> list[str]:

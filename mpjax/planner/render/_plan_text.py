@@ -1,4 +1,4 @@
-"""Plans as tables, one column a plan: plain text, and in colour where `rich` is installed."""
+"""Plans as tables, one column a plan: plain text, HTML, and in colour where `rich` is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mpjax._html_sections import sections_html
 from mpjax._plain_text import bytes_text, with_prefix
 from mpjax._text_sections import (
   TEXT_WIDTH,
@@ -35,6 +36,11 @@ _MOST_PRODUCTS = 10
 def as_text(plans: Sequence[PlanFigures]) -> str:
   """Returns plans side by side as plain text, at most 116 columns wide but for long shapes and lines."""
   return sections_text(_sections(plans, TEXT_WIDTH))
+
+
+def as_html(plans: Sequence[PlanFigures]) -> str:
+  """Returns plans side by side as HTML for a notebook."""
+  return sections_html(_sections(plans, TEXT_WIDTH))
 
 
 def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | None = None) -> None:

@@ -1,0 +1,126 @@
+"""What shows itself in notebooks: tables that are small, without scripts, with every text escaped."""
+
+import html.parser
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import treescope
+
+import mpjax
+from mpjax._html_sections import sections_html
+from mpjax._text_sections import TextColumn, TextRow, TextSection, of_rows
+
+NASTY = "<script>alert('x')</script> & \"quoted\""
+
+
+class Parsed(html.parser.HTMLParser):
+  """Text and elements of a fragment; raises where an element is not closed."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.text, self.tags, self._open = [], set(), []
+    self.feed(text)
+    self.close()
+    assert not self._open
+
+  def handle_starttag(self, tag, attributes):
+    self.tags.add(tag)
+    self._open.append(tag)
+    assert {name for name, _ in attributes} <= {"class"}
+
+  def handle_endtag(self, tag):
+    assert self._open.pop() == tag
+
+  def handle_data(self, data):
+    if self._open[-1] != "style":
+      self.text.append(data)
+
+
+def test_every_text_is_escaped():
+  section = TextSection(NASTY, [TextColumn(NASTY)], [[TextRow([NASTY])]], [NASTY])
+  parsed = Parsed(sections_html([section]))
+  assert parsed.text == [NASTY] * 4
+  assert "script" not in parsed.tags
+
+
+def test_what_is_long_is_cut_and_says_so():
+  rows = [["module", "count"], *([f"layer {i} {'x' * 100}", str(i)] for i in range(1000))]
+  sections = [of_rows("first", rows), of_rows("second", rows), TextSection("third", lines=["more"])]
+  text = sections_html(sections)
+  assert len(text.encode()) < 20_000
+  shown = text.count("<tr>") - 1
+  assert f"{2000 - shown + 1} more rows: print() shows all." in text
+  assert "second" not in text  # a title without its table
+  assert len(sections_html([of_rows("&" * 10**5, [["&" * 10**5], ["&" * 10**6]])]).encode()) < 20_000
+
+
+def test_figures_are_flush_right_and_strong_rows_marked():
+  section = TextSection("", [TextColumn("a"), TextColumn("b", right=True)], [[TextRow(["1", "2"], True)]])
+  assert '<tr class="s"><td>1</td><td class="r">2</td></tr>' in sections_html([section])
+
+
+def loss_fn(params, batch):
+  with jax.named_scope("up"):
+    hidden = jnp.tanh(batch["x"] @ params["up"])
+  return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def shown():
+  """Everything that shows itself, by name."""
+  params = {"up": jnp.full((8, 16), 0.1), "down": jnp.full((16, 4), 0.1)}
+  batch = {"x": np.ones((16, 8), np.float32), "y": np.ones((16, 4), np.float32)}
+  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), "fp16", donate=False)
+  state = step.init(params)
+  return {
+    "policy": mpjax.get_policy({"base": "fp16", "overrides": {".*/<b>": "fp32"}}),
+    "explain": mpjax.explain(loss_fn, "bf16")(params, batch),
+    "state": state,
+    "plan": mpjax.plan(step, (state, batch), target="h100", compile=False),
+    "report": mpjax.inspect_numerics(step, state, [batch], advise=False),
+    "tune": mpjax.tune(loss_fn, params, [batch], target="h100", candidates=["bf16", "fp32"], tolerance=0.1),
+  }
+
+
+NAMES = {
+  "policy": ["compute_dtype", "float16", "loss_scaling", '{".*/<b>":"float32"}'],
+  "explain": ["policy bf16", "tanh", "up"],
+  "state": ["TrainState, step 0", "params", "768 B", "scale 65536.0"],
+  "plan": ["target h100", "optimizer state", "Memory of one device"],
+  "report": ["Tensors", "activations", "Largest errors against float32"],
+  "tune": ["policies tried", "chosen", "bf16", "policy: bf16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_shows_itself_in_a_small_table(name, shown):
+  text = shown[name]._repr_html_()
+  parsed = Parsed(text)
+  assert len(text.encode()) < 20_000
+  assert parsed.tags <= {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td"}
+  assert not re.search(r"https?://|javascript:|url\(|@import", text)
+  said = "\n".join(parsed.text)
+  assert all(word in said for word in NAMES[name]), said
+
+
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # NumPy's, of treescope
+def test_treescope_shows_it_as_well():
+  assert "loss_scaling" in treescope.render_to_html(mpjax.get_policy("fp16"), compressed=False)
+
+
+def test_a_state_whose_arrays_are_gone_or_abstract_still_shows_itself():
+  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), "fp16")
+  state = step.init({"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))})
+  assert "step ShapeDtypeStruct" in jax.eval_shape(lambda: state)._repr_html_()
+  step(state, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 4))})
+  assert "step deleted" in state._repr_html_()
+
+
+def test_a_report_without_tensors_shows_itself():
+  report = mpjax.NumericsReport("<b>", mpjax.get_policy("bf16"), 1.0, 0, 1, 4, 1.0, None, ())
+  assert "&lt;b&gt;" in report._repr_html_()
