@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Iterable
+from typing import Any
 
 from mpjax._text_sections import TextSection
 
@@ -31,6 +32,19 @@ def sections_html(sections: Iterable[TextSection]) -> str:
   if room.left_out:
     body += _paragraph(f"{room.left_out} more rows: print() shows all.")
   return f'<div class="mpjax"><style>{_STYLE}</style>{body}</div>'
+
+
+class Shown:
+  """Shows itself in a notebook: as tables there, and as its `str` on IPython's terminal."""
+
+  def _sections(self) -> Iterable[TextSection]:
+    raise NotImplementedError
+
+  def _repr_html_(self) -> str:
+    return sections_html(self._sections())
+
+  def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    printer.text(str(self))
 
 
 @dataclasses.dataclass

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._html_sections import Shown
+from mpjax._text_sections import TextSection
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._explain_text import explanations_html, explanations_text
+from mpjax.casting._explain_text import explanations_text, sections_of
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation, ExplainedProgram
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
@@ -46,7 +48,7 @@ from mpjax.policy import get_policy
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation(ExplainedProgram):
+class Explanation(Shown, ExplainedProgram):
   """The decisions of autocast for a program: `rows` as data, `str()` as a table by module.
 
   Attributes:
@@ -62,8 +64,8 @@ class Explanation(ExplainedProgram):
   def __str__(self) -> str:
     return explanations_text([self])
 
-  def _repr_html_(self) -> str:
-    return explanations_html([self])
+  def _sections(self) -> Iterator[TextSection]:
+    return sections_of([self])
 
 
 def explain(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from mpjax._html_sections import sections_html
 from mpjax._plain_text import bytes_text, with_prefix
 from mpjax._text_sections import (
   TextColumn,
@@ -39,20 +38,16 @@ _Item = TypeVar("_Item")
 
 def explanations_text(explanations: Sequence[ExplainedProgram]) -> str:
   """Returns explanations side by side as plain text, at most 116 columns wide."""
-  return sections_text(_sections(explanations))
-
-
-def explanations_html(explanations: Sequence[ExplainedProgram]) -> str:
-  """Returns explanations side by side as HTML for a notebook."""
-  return sections_html(_sections(explanations))
+  return sections_text(sections_of(explanations))
 
 
 def print_explanations(explanations: Sequence[ExplainedProgram], console: rich.console.Console) -> None:
   """Prints explanations of one program under several policies, side by side, in the width of a console."""
-  print_sections(_sections(explanations), console)
+  print_sections(sections_of(explanations), console)
 
 
-def _sections(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
+def sections_of(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSection]:
+  """Yields the tables of explanations side by side."""
   labels = [one.policy.full_label for one in explanations]
   each: Sequence[Callable[[ExplainedProgram], TextSection | None]]
   each = (_kernels, _full, _what_follows, _not_fp8, _unknown, _islands, _carries, _gathers)

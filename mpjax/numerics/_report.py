@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
+from mpjax._html_sections import Shown
 from mpjax._plain_text import power_of_two_text
+from mpjax._text_sections import TextSection
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
@@ -19,9 +21,9 @@ from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, descent_quali
 from mpjax.numerics.render import (
   advice_lines,
   plain_data,
-  report_html,
   save_html,
   save_pictures,
+  sections_of,
   stored_lines,
   summary_lines,
 )
@@ -31,7 +33,7 @@ _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 
 @dataclasses.dataclass(frozen=True)
-class NumericsReport:
+class NumericsReport(Shown):
   """The report that `mpjax.inspect_numerics` returns; `str()` of it is a text.
 
   Attributes:
@@ -203,5 +205,5 @@ class NumericsReport:
       lines += ["", *advice_lines(self.advice, self.findings), self.advice.yaml.rstrip()]
     return "\n".join(lines)
 
-  def _repr_html_(self) -> str:
-    return report_html(self)
+  def _sections(self) -> list[TextSection]:
+    return sections_of(self)

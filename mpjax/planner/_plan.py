@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from mpjax._html_sections import Shown
 from mpjax._plain_text import bytes_text
+from mpjax._text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
 from mpjax.jaxpr import constants_of
 from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup
@@ -26,14 +28,14 @@ from mpjax.planner.analytic import (
   time_floor,
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
-from mpjax.planner.render import as_html, as_text
+from mpjax.planner.render import as_text, sections_of
 
 _WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(PlanFigures):
+class Plan(Shown, PlanFigures):
   """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it are tables.
 
   The attributes are those of `PlanFigures`.
@@ -42,8 +44,8 @@ class Plan(PlanFigures):
   def __str__(self) -> str:
     return as_text([self])
 
-  def _repr_html_(self) -> str:
-    return as_html([self])
+  def _sections(self) -> Iterator[TextSection]:
+    return sections_of([self])
 
 
 def plan(

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mpjax._html_sections import sections_html
+from mpjax._html_sections import Shown
 from mpjax._plain_text import bytes_text, table, with_prefix
 from mpjax._text_sections import TextSection, of_rows
 from mpjax.numerics.render import plain_data
@@ -33,7 +33,7 @@ _SHORT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneResult:
+class TuneResult(Shown):
   """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is a report.
 
   Attributes:
@@ -176,7 +176,7 @@ class TuneResult:
     ]
     return "\n".join(lines)
 
-  def _repr_html_(self) -> str:
+  def _sections(self) -> list[TextSection]:
     tried = of_rows(self._heading()[0], self._table_rows(), left=_LEFT, lines=self._heading()[1:])
     [trials] = tried.groups
     marked = [row._replace(strong=t is self.chosen) for row, t in zip(trials, self.table, strict=True)]
@@ -186,8 +186,7 @@ class TuneResult:
       rows = [row[:-1] for row in modules]
       sections.append(of_rows("Noise and error by module", rows))
     notes = [f"note: {note}" for note in self.notes]
-    sections.append(TextSection(self.conclusion, lines=[*notes, self.yaml.rstrip()]))
-    return sections_html(sections)
+    return [*sections, TextSection(self.conclusion, lines=[*notes, self.yaml.rstrip()])]
 
   def _table_rows(self) -> list[list[str]]:
     rows = [["policy", "what", "time floor", "peak", "error", "of tolerance", ""]]

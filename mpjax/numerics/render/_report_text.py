@@ -1,11 +1,10 @@
-"""Text of a numerics report: a table by kind of tensor, and what is advised; the same as HTML."""
+"""Text of a numerics report: a table by kind of tensor, and what is advised; the same in sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpjax._html_sections import sections_html
 from mpjax._plain_text import percent, power_of_two_text, table
 from mpjax._text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice, Finding
@@ -19,8 +18,8 @@ _MOST_MODULES = 12
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 
 
-def report_html(report: NumericsReport) -> str:
-  """Returns a report as HTML for a notebook: what `str` of it says, with the largest errors by module."""
+def sections_of(report: NumericsReport) -> list[TextSection]:
+  """Returns what `str` of a report says as tables for a notebook, with the largest errors by module."""
   sections = [
     TextSection("\n".join(report.heading())),
     of_rows("Tensors", summary_rows(report.tensors, report.loss_scale)),
@@ -37,7 +36,7 @@ def report_html(report: NumericsReport) -> str:
   said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
   if report.advice is not None:
     said += [*advice_lines(report.advice, report.findings), report.advice.yaml.rstrip()]
-  return sections_html([*sections, TextSection("Findings", lines=said)] if said else sections)
+  return [*sections, TextSection("Findings", lines=said)] if said else sections
 
 
 def summary_lines(tensors: Sequence[Tensor], loss_scale: float) -> list[str]:

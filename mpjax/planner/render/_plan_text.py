@@ -1,4 +1,4 @@
-"""Plans as tables, one column a plan: plain text, HTML, and in colour where `rich` is installed."""
+"""Plans as tables, one column a plan: plain text, and in colour where `rich` is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._html_sections import sections_html
 from mpjax._plain_text import bytes_text, with_prefix
 from mpjax._text_sections import (
   TEXT_WIDTH,
@@ -35,12 +34,7 @@ _MOST_PRODUCTS = 10
 
 def as_text(plans: Sequence[PlanFigures]) -> str:
   """Returns plans side by side as plain text, at most 116 columns wide but for long shapes and lines."""
-  return sections_text(_sections(plans, TEXT_WIDTH))
-
-
-def as_html(plans: Sequence[PlanFigures]) -> str:
-  """Returns plans side by side as HTML for a notebook."""
-  return sections_html(_sections(plans, TEXT_WIDTH))
+  return sections_text(sections_of(plans))
 
 
 def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | None = None) -> None:
@@ -53,7 +47,7 @@ def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | No
   import rich.console
 
   console = console or rich.console.Console()
-  print_sections(_sections(plans, console.width), console, alarm=rf"\S+ %  {NO_FIT}")
+  print_sections(sections_of(plans, console.width), console, alarm=rf"\S+ %  {NO_FIT}")
 
 
 class _Room(NamedTuple):
@@ -69,7 +63,7 @@ _SHORT = _Room(18, 12, False)  # `123.45 GB`, `matrix units`
 _GAP = 2  # between columns
 
 
-def _sections(plans: Sequence[PlanFigures], width: int) -> Iterator[TextSection]:
+def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterator[TextSection]:
   """Yields what there is to say of plans: first what they need, then the parts."""
   room = _LONG if len(plans) * (_LONG.cell + _GAP) <= width - _LONG.first else _SHORT
   word = max((len(word) for plan in plans for word in plan.label.split()), default=0)

@@ -1,0 +1,94 @@
+"""Runs the notebooks of docs/ and stores what they show: python scripts/notebooks.py [NAME.ipynb ...].
+
+Cells run in this process, one after the other, by Python alone, here and in the tests. A kernel would import
+JAX and compile anew for each notebook, and would hide warnings, which are errors here.
+"""
+
+import ast
+import base64
+import contextlib
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "notebooks"
+_DPI = 80
+
+Notebook = dict[str, Any]
+Output = dict[str, Any]
+
+
+def main() -> None:
+  """Runs the notebooks that are named, or all, and stores their outputs."""
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  sys.path.insert(0, str(FOLDER.parents[1]))  # the checkout's own mpjax
+  warnings.simplefilter("error")
+  for path in [pathlib.Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+      executed = execute(notebook)
+    path.write_text(json.dumps(executed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB", flush=True)
+
+
+def execute(notebook: Notebook) -> Notebook:
+  """Runs the code of a notebook in a namespace of its own, and returns the notebook with its outputs.
+
+  Raises:
+    Exception: what a cell raises.
+  """
+  import matplotlib
+
+  matplotlib.use("agg")
+  names: dict[str, Any] = {"__name__": "__main__"}
+  cells, number = [], 0
+  for cell in notebook["cells"]:
+    if cell["cell_type"] == "code":
+      number += 1
+      outputs = list(_run("".join(cell["source"]), names, number))
+      cell = {**cell, "execution_count": number, "outputs": outputs}
+    cells.append(cell)
+  return {**notebook, "cells": cells}
+
+
+def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
+  """Runs a cell and yields what it shows: its prints, its figures, and the value of its last expression."""
+  tree = ast.parse(source)
+  last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+  file, value = f"cell_{number}", None
+  with contextlib.redirect_stdout(io.StringIO()) as printed:
+    exec(compile(tree, file, "exec"), names)
+    if last is not None:
+      value = eval(compile(ast.Expression(last.value), file, "eval"), names)
+  if printed.getvalue():
+    yield {"output_type": "stream", "name": "stdout", "text": printed.getvalue().splitlines(keepends=True)}
+  for png in _figures():
+    yield {"output_type": "display_data", "metadata": {}, "data": {"image/png": png}}
+  # A semicolon at the end keeps a value from being shown, as in Jupyter.
+  if value is not None and not source.rstrip().endswith(";"):
+    text = str(value) if hasattr(value, "_repr_pretty_") else repr(value)  # as IPython's terminal has it
+    data = {"text/plain": text.splitlines(keepends=True)}
+    if hasattr(value, "_repr_html_"):
+      data["text/html"] = value._repr_html_().splitlines(keepends=True)
+    yield {"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data}
+
+
+def _figures() -> Iterator[str]:
+  """Yields the figures that are open, as PNG in base64, and closes them."""
+  from matplotlib import pyplot as plt
+
+  for figure in map(plt.figure, plt.get_fignums()):
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=_DPI, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+    yield base64.b64encode(file.getvalue()).decode() + "\n"
+
+
+if __name__ == "__main__":
+  main()
