@@ -1,15 +1,42 @@
-"""How an extra of mpjax is installed: from the checkout that runs, or beside the installed package."""
+"""How an extra of mpjax is installed from where mpjax came: a checkout, a wheel, a repository, an index."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import pathlib
+import urllib.parse
+import urllib.request
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def pip_install(extras: str) -> str:
   """Returns the command that installs extras of mpjax, such as `plan` or `train,plan`."""
-  if not (_ROOT / "pyproject.toml").is_file():
-    return f'pip install "mpjax[{extras}]"'
-  folder = "." if pathlib.Path.cwd() == _ROOT else str(_ROOT)
-  return f'pip install -e "{folder}[{extras}]"'
+  if (_ROOT / "pyproject.toml").is_file():
+    folder = "." if pathlib.Path.cwd() == _ROOT else str(_ROOT)
+    return f'pip install -e "{folder}[{extras}]"'
+  if source := _source():
+    return f'pip install "mpjax[{extras}] @ {source}"'
+  return f'pip install "mpjax[{extras}]", or in a checkout pip install -e ".[{extras}]"'
+
+
+def _source() -> str | None:
+  """Returns the URL that mpjax was installed from; `None` for an index, and for a file that is gone.
+
+  pip writes it down (PEP 610) where the package did not come from an index.
+  """
+  try:
+    written = importlib.metadata.distribution("mpjax").read_text("direct_url.json")
+  except importlib.metadata.PackageNotFoundError:
+    return None
+  if written is None:
+    return None
+  found = json.loads(written)
+  url = str(found["url"])
+  if vcs := found.get("vcs_info"):
+    return f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+  parts = urllib.parse.urlsplit(url)
+  if parts.scheme == "file" and not pathlib.Path(urllib.request.url2pathname(parts.path)).exists():
+    return None
+  return url

@@ -1,4 +1,4 @@
-"""Records a training run as a terminal shows it, as docs/run.svg: python scripts/record_run.py [key=value ...].
+"""Records a run as a terminal shows it, as docs/run.svg: python scripts/record_run.py [key=value ...].
 
 The run is a real one, of `mpjax train gpt_stdlib policy=fp16`, in a terminal of its own and a folder that is
 removed. Needs the extra `train`, and a system with pseudo-terminals.

@@ -15,7 +15,9 @@ SPEC.loader.exec_module(record_run)
 
 
 def test_a_progress_bar_is_shown_as_it_was_last():
-  written = "\x1b[?25lhead\r\n\r\x1b[2Kbar 1\r\x1b[2Ksaid above\r\nbar 1\r\x1b[2Kbar \x1b[1m2\x1b[0m\r\n\x1b[?25h"
+  written = (
+    "\x1b[?25lhead\r\n\r\x1b[2Kbar 1\r\x1b[2Ksaid above\r\nbar 1\r\x1b[2Kbar \x1b[1m2\x1b[0m\r\n\x1b[?25h"
+  )
   assert record_run.screen(written) == "head\nsaid above\nbar \x1b[1m2\x1b[0m"
 
 

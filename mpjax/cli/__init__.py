@@ -21,6 +21,7 @@ COMMANDS = {
   "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
   "tune": ("find the cheapest policy that is good enough, and prove it", "train"),
   "export": ("write the parameters of a run as safetensors", "train"),
+  "env": ("say which versions, devices and flags are here, for a report of a fault", ""),
   "bench": ("measure mpjax beside what one would use instead (from a checkout)", "bench"),
 }
 

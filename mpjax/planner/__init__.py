@@ -16,7 +16,7 @@ from mpjax.planner._results import (
   Saved,
 )
 from mpjax.planner._search import Fit, cheapest, largest_batch
-from mpjax.planner._targets import Target, get_target, presets_of, target_names
+from mpjax.planner._targets import Target, device_memory, get_target, presets_of, target_names
 from mpjax.planner.compiled import CompileError, missing
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
   "Saved",
   "Target",
   "cheapest",
+  "device_memory",
   "get_target",
   "largest_batch",
   "missing",

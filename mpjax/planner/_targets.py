@@ -195,9 +195,9 @@ def _here() -> Target:
     names = data["jax_names"]
     if any(words == n or (kind == "gpu" and re.match(rf"{re.escape(n)}(?![a-z0-9])", words)) for n in names):
       found = _from_data(HERE, data, len(devices), "")
-      limit = _memory(device) or found.usable
+      limit = device_memory(device) or found.usable
       return dataclasses.replace(found, device=device.device_kind, usable=limit)
-  memory = _memory(device)
+  memory = device_memory(device)
   return Target(
     name=HERE,
     device=f"{device.device_kind} (this machine)",
@@ -215,9 +215,9 @@ def _here() -> Target:
   )
 
 
-def _memory(device: jax.Device) -> int:
-  """Returns the bytes of a device, or of this machine for a CPU; 0 if not known."""
-  if device.platform == "cpu":
+def device_memory(device: jax.Device | None) -> int:
+  """Returns the bytes of a device, or of this machine for a CPU or `None`; 0 if not known."""
+  if device is None or device.platform == "cpu":
     try:
       return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

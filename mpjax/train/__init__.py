@@ -1,12 +1,14 @@
 """Training runs: a config, its data and model, the loop, checkpoints, several processes.
 
-Its packages (grain, orbax and so on) come with `pip install "mpjax[train]"` and are imported at first use.
+Its packages (grain, orbax and so on) come with the extra `train`, and are imported at first use.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from mpjax._install import pip_install
 
 if TYPE_CHECKING:
   from mpjax.train._config import Config, parse_config
@@ -72,7 +74,14 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
   if name not in _MODULE_OF:
     raise AttributeError(f"module 'mpjax.train' has no attribute {name!r}")
-  value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
+  try:
+    value = getattr(importlib.import_module(f"mpjax.train.{_MODULE_OF[name]}"), name)
+  except ModuleNotFoundError as error:
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "mpjax"):
+      raise
+    said = f"mpjax.train.{name} needs {package}: {pip_install('train')}"
+    raise ModuleNotFoundError(said, name=error.name) from error
   globals()[name] = value
   return value
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
@@ -95,6 +96,49 @@ def test_advice_to_install_names_the_checkout(tmp_path, monkeypatch):
   assert pip_install("plan") == 'pip install -e ".[plan]"'
   monkeypatch.chdir(tmp_path)
   assert pip_install("plan") == f'pip install -e "{root}[plan]"'
+
+
+@pytest.mark.parametrize(
+  ("written", "command"),
+  [
+    (None, 'pip install "mpjax[plan]", or in a checkout pip install -e ".[plan]"'),
+    ({"url": "file://HERE", "dir_info": {}}, 'pip install "mpjax[plan] @ file://HERE"'),
+    ({"url": "file://HERE/x.whl", "archive_info": {}}, 'pip install "mpjax[plan] @ file://HERE/x.whl"'),
+    (
+      {"url": "file://HERE/gone.whl", "archive_info": {}},
+      'pip install "mpjax[plan]", or in a checkout pip install -e ".[plan]"',
+    ),
+    (
+      {"url": "https://example.org/mpjax.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+      'pip install "mpjax[plan] @ git+https://example.org/mpjax.git@abc"',
+    ),
+  ],
+  ids=["index", "folder", "wheel", "wheel that is gone", "repository"],
+)
+def test_advice_to_install_names_where_mpjax_came_from(written, command, tmp_path, monkeypatch):
+  (tmp_path / "x.whl").touch()
+  here = lambda text: text.replace("HERE", str(tmp_path))
+  text = None if written is None else here(json.dumps(written))
+  monkeypatch.setattr("mpjax._install._ROOT", tmp_path)  # no checkout
+  monkeypatch.setattr(
+    "importlib.metadata.distribution", lambda _: types.SimpleNamespace(read_text=lambda _: text)
+  )
+  assert pip_install("plan") == here(command)
+
+
+def test_training_from_python_without_its_packages_says_what_to_install(monkeypatch):
+  monkeypatch.delitem(vars(mpjax.train), "Planner", raising=False)
+  monkeypatch.delitem(sys.modules, "mpjax.train._planning", raising=False)
+
+  class Missing:
+    def find_spec(self, name, path=None, target=None):
+      if name == "mpjax.train._planning":
+        raise ModuleNotFoundError("No module named 'grain.python'", name="grain.python")
+
+  monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+  with pytest.raises(ModuleNotFoundError) as error:
+    mpjax.train.Planner  # noqa: B018
+  assert str(error.value) == f"mpjax.train.Planner needs grain: {pip_install('train')}"
 
 
 def test_examples_are_found_by_name_and_are_the_default(tmp_path, monkeypatch):
