@@ -15,6 +15,7 @@ import re
 import textwrap
 from typing import Any
 
+from benchmarks import _headlines
 from benchmarks._record import provenance
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.memory import _suite as memory_suite
@@ -350,9 +351,16 @@ def suites() -> None:
       put(readme, path.stem, "\n\n".join([*shown, module.tables(report)]))
 
 
-def _save(figure: Any, name: str) -> None:
+def headlines() -> None:
+  """The first table and picture of docs/benchmarks.md, which README.md shows, too."""
+  rows = _headlines.headlines()
+  put(FOLDER.parent / "docs" / "benchmarks.md", "headlines", _headlines.table(rows))
+  _save(_headlines.picture(rows), "headlines.png", dpi=160)
+
+
+def _save(figure: Any, name: str, dpi: int = 100) -> None:
   (FOLDER / "pictures").mkdir(exist_ok=True)
-  figure.savefig(FOLDER / "pictures" / name, dpi=100, metadata={"Software": None})
+  figure.savefig(FOLDER / "pictures" / name, dpi=dpi, metadata={"Software": None})
 
 
 def put(file: pathlib.Path, name: str, table: str) -> None:
@@ -418,6 +426,7 @@ def main() -> None:
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
     put(FOLDER.parent / PLACES.get(name, "benchmarks/README.md"), name, table)
+  headlines()
   suites()
 
 

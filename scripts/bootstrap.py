@@ -63,7 +63,8 @@ def test_everything(newest: str) -> int:
     The exit status of the first that fails, or 0.
   """
   python = environment(newest, "test")
-  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest", "-n", "2"]):
+  site = ["mkdocs", "build", "--strict"]
+  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], site, ["pytest", "-n", "2"]):
     if status := run(python, *check):
       return status
   if newest == sys.executable:

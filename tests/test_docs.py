@@ -1,4 +1,4 @@
-"""The snippets of README and docs run as they stand, each page from top to bottom."""
+"""The snippets of README and docs run as they stand, each page from top to bottom; the API pages have every name."""
 
 import pathlib
 import re
@@ -7,13 +7,17 @@ import shlex
 import pytest
 import yaml
 
+import mpjax
 from mpjax.cli import COMMANDS, main
 from mpjax.train import load_config, make_setup
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# Those with code; a block with a title shows what is to be replaced, or another library's.
+WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text()]
 
-# A command of README runs with a model and data that are small; its own keys come before these.
+# A command of these pages runs with a model and data that are small; its own keys come before these.
 _SMALL = "model.dim=16 model.layers=1 model.heads=2 data.batch_size=8 data.eval_batches=1"
 SMALL = {
   "train": f"{_SMALL} train.steps=2 train.eval_every=2 train.log_every=1 optimizer.warmup_steps=0",
@@ -39,17 +43,22 @@ def shell_lines(page):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  ("page", "expected"),
+  [
+    ("README.md", {"train", "explain", "export", "plan", "numerics", "tune"}),
+    ("docs/train.md", {"train", "explain", "export"}),
+    ("docs/guides/own_model.md", {"train", "plan", "export"}),
+  ],
+)
+def test_the_commands_of_a_page_run_in_order(page, expected, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  for folder in ("configs", "examples"):
-    (tmp_path / folder).symlink_to(ROOT / folder)
-  plugins = (ROOT / "docs" / "plugins.md").read_text()
-  for name, language in (("waves.py", "python"), ("waves.yaml", "yaml")):
-    (tmp_path / name).write_text(
-      plugins.partition(f"`{name}`:")[2].split(f"```{language}\n")[1].split("```")[0]
-    )
+  (tmp_path / "configs").symlink_to(ROOT / "configs")
+  text = (ROOT / page).read_text()
+  for name, block in re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)```", text, re.DOTALL | re.MULTILINE):
+    (tmp_path / name).write_text(block)
   done = []
-  for program, *words in shell_lines(ROOT / "README.md"):
+  for program, *words in shell_lines(ROOT / page):
     if program == "mpjax":
       done.append(words[0])
       own = "--plugin" in words  # with a model of its own
@@ -57,10 +66,10 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch):
       assert main([*words, *small]) == 0, words
     else:
       assert shlex.join([program, *words]).startswith(OTHERS), program
-  assert set(done) == {"train", "explain", "export", "plan", "numerics", "tune"}
+  assert set(done) == expected
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_name_examples_and_keys_that_there_are(page):
   for program, *words in shell_lines(page):
     if program != "mpjax":
@@ -76,12 +85,8 @@ def test_the_commands_of_a_page_name_examples_and_keys_that_there_are(page):
       assert named[0].startswith("runs/") or load_config(named[0], keys)
 
 
-def test_the_policies_of_the_readme_fit_its_own_example():
-  [block] = [
-    block
-    for block in re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    if "policy:" in block
-  ]
+def test_the_policies_of_the_page_of_policies_fit_the_first_example():
+  [block] = re.findall(r"```yaml\n(.*?)```", (DOCS / "policies.md").read_text(), re.DOTALL)
   lines = block.strip().splitlines()
   assert len(lines) > 3
   for line in lines:
@@ -93,29 +98,27 @@ def test_the_policies_of_the_readme_fit_its_own_example():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # some write files
   text = page.read_text()
-  # A language with a library's name behind it (python torch) shows what is to be replaced.
   blocks = list(re.finditer(r"```python\n(.*?)```", text, re.DOTALL))
-  assert blocks
   names = {}
   for block in blocks:
     line = text[: block.start()].count("\n") + 1
     exec(compile("\n" * line + block[1], str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_of_mpjax_on_a_page_exists(page):
-  import mpjax
-
   for name in set(re.findall(r"\bmpjax\.([A-Za-z_]\w*)", page.read_text())):
     assert hasattr(mpjax, name), name
 
 
 @pytest.mark.parametrize(
-  "page", [*PAGES, ROOT / "README.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
+  "page",
+  [*PAGES, ROOT / "README.md", ROOT / "benchmarks" / "README.md"],
+  ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_every_file_on_a_page_exists(page):
   text = page.read_text()
@@ -123,3 +126,12 @@ def test_every_file_on_a_page_exists(page):
   linked = [page.parent / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
   for path in [*(ROOT / name for name in named), *linked]:
     assert path.exists(), path
+
+
+def test_the_api_pages_have_every_public_name():
+  pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+  shown = re.findall(r"^::: mpjax\.(\S+)$", pages, re.MULTILINE)
+  public = set(dir(mpjax)) - {"__version__", "train", "formats"}
+  public |= {f"train.{name}" for name in dir(mpjax.train)}
+  public |= {f"formats.{name}" for name in mpjax.formats.__all__}
+  assert sorted(shown) == sorted(public)  # each once
