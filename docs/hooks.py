@@ -83,7 +83,9 @@ def target(link: str, uri: str) -> str | None:
     shown = re.sub(r"\.ipynb$", ".md", found.removeprefix("docs/"))
     return shown if outside or found.endswith(".ipynb") else None
   if (ROOT / found).is_dir():
-    return f"{PREFIX}{found}/README.md"
+    found += "/README.md"
+  # Under its own name MkDocs would make it the index of a section.
+  found = re.sub(r"README\.md$", "readme.md", found)
   return f"{PREFIX}{found}" + ("" if found.endswith((".md", *PICTURES)) else ".md")
 
 
@@ -102,7 +104,7 @@ def is_source(uri: str) -> bool:
 
 def text_of(uri: str) -> str | None:
   """Returns the Markdown of a page for a file or folder; None if there is none."""
-  path = ROOT / uri.removeprefix(PREFIX)
+  path = ROOT / re.sub(r"readme\.md$", "README.md", uri.removeprefix(PREFIX))
   if path.suffix in PICTURES:
     return "" if path.is_file() else None
   if path.is_file():

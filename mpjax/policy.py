@@ -247,8 +247,14 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Policy) if field.name
 def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
   """Returns the policy that `spec` describes.
 
+  ```python
+  policy = mpjax.get_policy("fp16")
+  policy = mpjax.get_policy({"base": "fp16", "overrides": {".*/head": "fp32"}})
+  ```
+
   Args:
     spec: one of
+
       - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, `bf16_lean`, or `auto` (chosen by
         backend); also by the names of Keras (`mixed_bfloat16`, ...) and Lightning (`bf16-mixed`, ...);
       - a dtype or its name, for all three (`half`, `full`, `float16`, `f32`, ... as in `jmp`);

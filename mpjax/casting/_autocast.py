@@ -110,6 +110,10 @@ def autocast(
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
   """Returns `fun` as a region that `autocast` leaves in float32, matrix products too.
 
+  ```python
+  scores = mpjax.full_precision(lambda x: jax.nn.softmax(x @ router))(x)
+  ```
+
   What comes in from half-precision operations is cast to float32. Without an autocast outside it does
   nothing. Also a decorator.
 

@@ -77,6 +77,10 @@ def explain(
 ) -> Callable[..., Explanation]:
   """Says what would run where, were `fun` under `mpjax.autocast` with these arguments; nothing is computed.
 
+  ```python
+  print(mpjax.explain(loss_fn, "bf16")(params, batch))
+  ```
+
   Args:
     fun: any function that `mpjax.autocast` takes.
     policy: whatever `mpjax.get_policy` takes.

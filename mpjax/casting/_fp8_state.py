@@ -31,7 +31,7 @@ def init_fp8_state(
 
   One tree, whatever the model is written in; checkpoint, shard (it is small: replicate) and donate it as any
   other. Each differentiated call takes the state once: where a loss calls a model twice, put the autocast
-  round the loss. On a step whose gradients are not finite, keep the old state; in a tree of parameters under
+  around the loss. On a step whose gradients are not finite, keep the old state; in a tree of parameters under
   `_overwrite_with_gradient`, mpjax's loss scaling does that.
 
   Args:

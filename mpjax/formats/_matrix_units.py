@@ -132,6 +132,7 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
     "cpu": MatrixUnit("no matrix units: every shape runs alike"),
   }
 )
+"""Kinds of matrix units by name, as a device's file names them."""
 
 
 def _unit(unit: MatrixUnit | str) -> MatrixUnit:

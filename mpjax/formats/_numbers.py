@@ -185,3 +185,4 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
   | {"tensorfloat32": _TENSORFLOAT32}
   | {name: _format(name) for name in ("bfloat16", "float16", *_FLOAT8, *_BELOW_8)}
 )
+"""Number formats by name, `float64` first; `tensorfloat32` is among them, and is no dtype."""

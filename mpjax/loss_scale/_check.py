@@ -31,6 +31,10 @@ _WAY_OUT = (
 def check_loss_scaling(tx: optax.GradientTransformation, params: PyTree, **extra_args: object) -> None:
   """Tries `tx` on made-up gradients, and raises if its loss scale does not do its work.
 
+  ```python
+  mpjax.check_loss_scaling(tx, params)  # before the first step
+  ```
+
   Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
   leaf in turn, has to leave parameters and state bit for bit as they were. So it finds a clip or a moving
   average outside the loss scale, a mask that lets a leaf by, a count that goes on.

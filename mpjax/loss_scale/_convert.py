@@ -36,6 +36,10 @@ def import_loss_scale(
 ) -> tuple[optax.GradientTransformationExtraArgs, LossScaleState]:
   """Returns the transform and the state that go on where another library's loss scale stopped.
 
+  ```python
+  tx, opt_state = mpjax.import_loss_scale(dynamic_scale, optax.adamw(1e-3), old_opt_state)
+  ```
+
   Args:
     source: a `jmp` loss scale, a `flax.training.dynamic_scale.DynamicScale`, or the `state_dict()` of a
       `torch.amp.GradScaler`; concrete, not traced. Where it has no bound, that of float32 is taken;

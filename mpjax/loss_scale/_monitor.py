@@ -113,6 +113,11 @@ def track_skips(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps a transform that holds a loss scale, and records its history and why steps were skipped.
 
+  ```python
+  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
+  print(mpjax.skip_report(opt_state))  # after some steps
+  ```
+
   The elements of each leaf are counted only on a skipped step, by a conditional (under `vmap`, whose
   conditionals are selects, on every step). `skip_report` and `scale_history` read the record.
 

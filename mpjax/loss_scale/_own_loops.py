@@ -77,6 +77,11 @@ def value_and_grad(
 def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None) -> T:
   """Returns `new` if the last step's gradients were finite, else `old`, leaf by leaf.
 
+  ```python
+  updates, opt_state = tx.update(grads, opt_state, params)
+  stats = mpjax.keep_if_finite(opt_state, new_stats, stats)  # after the update, which knows
+  ```
+
   A skipped step leaves parameters and optimiser as they were. Whatever else a step changes needs this:
   BatchNorm statistics, counters, caches.
 

@@ -55,6 +55,10 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with a loss scale that backs off on overflow and grows after finite steps.
 
+  ```python
+  tx = mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+  ```
+
   `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). Finite gradients reach
   `inner` unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
   On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was.
@@ -147,6 +151,10 @@ def with_loss_scaling(
   branch_on_cpu: bool = False,
 ) -> optax.GradientTransformation:
   """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself where there is none.
+
+  ```python
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), mpjax.get_policy("fp16"))  # around the whole chain
+  ```
 
   Args:
     inner: any optax transform; it sees the unscaled gradients.

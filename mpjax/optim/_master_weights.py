@@ -50,12 +50,17 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` for bfloat16 parameters, so that no small update is lost.
 
+  ```python
+  tx = mpjax.master_weights(mpjax.quantized_state(optax.adamw(3e-4, b2=0.95)), "int8")
+  opt_state = tx.init(mpjax.cast_floating(params, jnp.bfloat16))
+  ```
+
   `inner` sees the master weights in place of the parameters (so weight decay is right), and gradients in
   float32. The updates are such that `optax.apply_updates` makes each parameter the rounding of its new
   master weight. There is none where a parameter shrinks by more than 2^16 in one step, or is subnormal:
   there the master weight becomes the parameter that it gives.
 
-  Parameters in float32 pass through as they are, and need no correction. Belongs round the whole chain that
+  Parameters in float32 pass through as they are, and need no correction. Belongs around the whole chain that
   makes updates (a transform after it would change them), and inside `mpjax.dynamic_loss_scale` and
   `optax.MultiSteps`.
 

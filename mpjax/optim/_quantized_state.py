@@ -43,6 +43,10 @@ def quantized_state(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` so that its state is kept in few bytes; `inner` computes in float32 as before.
 
+  ```python
+  tx = mpjax.quantized_state(optax.adamw(3e-4, b2=0.95), exclude=["embed"])
+  ```
+
   The floating leaves of the state that have a parameter's path and shape (moments) are stored in `dtype`
   between steps: Adam's take 2.06 bytes a parameter in place of 8. Codes have the parameter's shape, are
   divided over devices as it is, and have the same bits on any mesh; no collective is added where a device's

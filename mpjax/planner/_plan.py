@@ -61,6 +61,11 @@ def plan(
 ) -> Plan:
   """Says what a step costs on a device that need not be there: memory, matrix units, collectives, time.
 
+  ```python
+  plan = mpjax.plan(step, (state, batch), target="h200")  # arrays, or their shapes
+  print(plan)
+  ```
+
   Nothing is allocated: the step is traced for the shapes of its arguments, and compiled by the target's own
   compiler where that is installed.
 

@@ -34,7 +34,7 @@ def with_policy(
   Args:
     tx: any optax transform.
     policy: of the step.
-    skip_nonfinite: puts a guard round it where the policy does not scale the loss.
+    skip_nonfinite: puts a guard around it where the policy does not scale the loss.
     branch_on_cpu: as `with_loss_scaling` takes it, for policies that compute in half precision.
     give_new: makes updates for `apply_step`, which needs no exception for master weights.
 
@@ -65,7 +65,7 @@ def with_policy(
     if len(scales) > 1:
       raise ValueError(
         f"{len(scales)} loss scales, at {', '.join(scales)}: a training step scales one loss by one scale, "
-        f"round the whole of tx or from the policy (loss_scaling={policy.loss_scaling}, "
+        f"around the whole of tx or from the policy (loss_scaling={policy.loss_scaling}, "
         f"skip_nonfinite={skip_nonfinite}); take the others away"
       )
     return state
@@ -163,7 +163,7 @@ def adopt_opt_state(
   """Makes an optimiser's state of one of another policy: what fits stays, the rest begins anew.
 
   Args:
-    tx: the optimiser, with what the new policy puts round it.
+    tx: the optimiser, with what the new policy puts around it.
     params: the parameters under the new policy.
     old: the state under the old policy.
     same_scaling: keeps the loss scale, too.
@@ -202,7 +202,7 @@ def _with_inner(state: PyTree, inner: PyTree) -> PyTree:
 
 
 def _moments(state: PyTree) -> PyTree:
-  """Returns the state of the user's optimiser in what a policy puts round it."""
+  """Returns the state of the user's optimiser in what a policy puts around it."""
   inner = _inner(state)
   if isinstance(inner, MasterWeightsState):
     inner = inner.inner_state

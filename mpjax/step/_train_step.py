@@ -78,6 +78,12 @@ def make_train_step(
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
+  ```python
+  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), policy="fp16", accumulate=4)
+  state = step.init(params)
+  state, metrics = step(state, batch)
+  ```
+
   `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
   `(loss, metrics, model_state)` when it takes `model_state`. It takes more arguments by keyword if its
   signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
@@ -93,7 +99,7 @@ def make_train_step(
 
   Args:
     loss_fn: see above.
-    tx: any optax transform; the loss scaling that the policy asks for is put round it. If it has a loss
+    tx: any optax transform; the loss scaling that the policy asks for is put around it. If it has a loss
       scale of its own, the policy must have none.
     policy: whatever `mpjax.get_policy` takes.
     accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
@@ -158,7 +164,7 @@ class TrainStep:
     inner_tx: the optimiser that it was made with.
     options: how it runs.
     policy: the `Policy` in force.
-    tx: `inner_tx` with what the policy puts round it: how its state is kept, master weights, loss scaling.
+    tx: `inner_tx` with what the policy puts around it: how its state is kept, master weights, loss scaling.
     loss: the loss function under the policy.
     layout: where state and batches lie on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.

@@ -194,7 +194,7 @@ def register_optimizer(target: str) -> Callable[[_F], _F]:
   """Makes a function an optimiser: `optimizer.target` in a config.
 
   The function takes the learning rate, a schedule by update, and returns an optax transform. Its keyword-only
-  arguments are the keys of `optimizer.options`. Clipping and the loss scale are put round it.
+  arguments are the keys of `optimizer.options`. Clipping and the loss scale are put around it.
 
   ```python
   @mpjax.train.register_optimizer("ademamix")

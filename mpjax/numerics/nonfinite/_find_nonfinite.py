@@ -99,6 +99,10 @@ def find_nonfinite(
 ) -> NonfiniteReport:
   """Names the first operation of a training step that made a non-finite value, and what to try.
 
+  ```python
+  print(mpjax.find_nonfinite(step, state, batch))
+  ```
+
   The loss and gradients are computed once more, operation by operation in program order, under the step's
   policy and at the state's loss scale; nothing is updated or donated. To blame is an operation whose result
   has NaN or infinity that its operands do not explain, and from which non-finite values lead to the loss or
