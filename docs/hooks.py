@@ -42,6 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     if source := files.get_file_from_path(f"notebooks/{path.name}"):
       files.remove(source)
     files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
+  if notebooks():
+    lines = "\n".join(f"- [{path.stem}]({path.stem}.md)" for path in notebooks())
+    files.append(File.generated(config, "notebooks/index.md", content=f"# Notebooks\n\n{lines}\n"))
   waiting = [uri for uri in nav_pages(config.nav) if uri.startswith(PREFIX)]
   for file in files.documentation_pages():
     waiting += targets(file.content_string, file.src_uri)
@@ -80,6 +83,8 @@ def target(link: str, uri: str) -> str | None:
   path = uri.removeprefix(PREFIX) if outside else f"docs/{uri}"
   found = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
   if found.startswith("docs/"):
+    if (ROOT / found).is_dir():
+      found += "/index.md"
     shown = re.sub(r"\.ipynb$", ".md", found.removeprefix("docs/"))
     return shown if outside or found.endswith(".ipynb") else None
   if (ROOT / found).is_dir():

@@ -88,7 +88,7 @@ def explain(
     overrides: policies by regex on the module path.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns an `Explanation`: `.rows`
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns an `Explanation`. `.rows`
     is the data, `str()` a table by module with the reason for all that is in float32.
 
   Raises:

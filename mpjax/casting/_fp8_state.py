@@ -41,9 +41,9 @@ def init_fp8_state(
     overrides: as for `autocast`.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state: for each FP8
-    product, by module path, float32[amax_history_len] for `lhs`, `rhs` and `gradient`; nothing is computed.
-    Without products under delayed scaling it has no histories.
+    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns the state. It has for each
+    FP8 product, by module path, float32[amax_history_len] for `lhs`, `rhs` and `gradient`. Nothing is
+    computed. Without products under delayed scaling it has no histories.
 
   Raises:
     ValueError: for a policy that is not understood, or a pattern in it that matches no module path.

@@ -49,7 +49,7 @@ def import_loss_scale(
     axis_name: as for `mpjax.dynamic_loss_scale`.
 
   Returns:
-    `(tx, opt_state)`: `inner` wrapped with the same rules, and its state at the same scale and the
+    `(tx, opt_state)`, which are `inner` wrapped with the same rules, and its state at the same scale and the
     same count of finite steps. Skipped steps are counted from zero.
 
   Raises:

@@ -25,7 +25,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     tree: any pytree; leaves of any shape, dtype and sharding.
 
   Returns:
-    bool[]: replicated when the leaves are sharded under one `jit`.
+    bool[], replicated when the leaves are sharded under one `jit`.
   """
   leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
   return functools.reduce(operator.and_, leaves, jnp.asarray(True))

@@ -197,7 +197,7 @@ def scale_history(opt_state: PyTree) -> dict[str, np.ndarray]:
   """Returns the last steps of `track_skips`' record, oldest first.
 
   Returns:
-    Arrays of one length: `step` int, `loss_scale` float32 (what each loss was multiplied by) and
+    Arrays of one length, `step` int, `loss_scale` float32 (what each loss was multiplied by) and
     `grads_finite` bool.
 
   Raises:

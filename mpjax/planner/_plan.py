@@ -84,7 +84,7 @@ def plan(
     donate_argnums: of a plain function; of a jitted one it is known.
 
   Returns:
-    A `Plan`: `str()` of it is a report, `to_dict()` the data.
+    A `Plan`, whose `str()` is a report and whose `to_dict()` is the data.
 
   Raises:
     ValueError: for an unknown target (lists them), a mesh larger than the target, a step that cannot be

@@ -130,7 +130,7 @@ def make_train_step(
       any clipping. It reads each gradient once more.
 
   Returns:
-    A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
+    A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
     `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
 
   Raises:

@@ -221,7 +221,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   """Reads the model in a file that `save_safetensors`, `mpjax export` or `train.export` wrote.
 
   Returns:
-    The model: `.logits(inputs)` runs it under its policy, `.params` and `.model_state` are its arrays.
+    The model. `.logits(inputs)` runs it under its policy; `.params` and `.model_state` are its arrays.
 
   Raises:
     ConfigError: if the file is missing, was written by something else, or lacks a tensor of the model.

@@ -92,7 +92,7 @@ def tune(
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 
   Returns:
-    A `TuneResult`: `.policy`, `.recompute`, `.table`, `.yaml`; `str()` of it is a report.
+    A `TuneResult` with `.policy`, `.recompute`, `.table` and `.yaml`; `str()` of it is a report.
 
   Raises:
     ValueError: for a loss or gradient that float32 does not make finite, batches too small to estimate noise,
