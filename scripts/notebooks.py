@@ -60,11 +60,13 @@ def execute(notebook: Notebook) -> Notebook:
 def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
   """Runs a cell and yields what it shows: its prints, its figures, and the value of its last expression."""
   tree = ast.parse(source)
-  last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+  last = next(reversed(tree.body), None)
+  if isinstance(last, ast.Expr):
+    tree.body.pop()
   file, value = f"cell_{number}", None
   with contextlib.redirect_stdout(io.StringIO()) as printed:
     exec(compile(tree, file, "exec"), names)
-    if last is not None:
+    if isinstance(last, ast.Expr):
       value = eval(compile(ast.Expression(last.value), file, "eval"), names)
   if printed.getvalue():
     yield {"output_type": "stream", "name": "stdout", "text": printed.getvalue().splitlines(keepends=True)}
