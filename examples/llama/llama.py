@@ -3,8 +3,8 @@
     mpjax train examples/llama/stdlib.yaml --plugin examples/llama/llama.py policy=bf16
     mpjax plan examples/llama/llama3_8b.yaml --plugin examples/llama/llama.py target=h100:8 mesh.fsdp=8
 
-It is written in float32, without a cast: the policy says what runs in which dtype. Weights have the layout of
-flax, [in, out]; `to_transformers.py` writes them as the `transformers` package names them.
+It is written in float32: the policy says what runs in which dtype. Weights have the layout of flax, [in, out];
+`to_transformers.py` writes them as the `transformers` package names them.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class Llama(nn.Module):
   def __call__(self, tokens: jax.Array, head: bool = True) -> jax.Array:
     init = nn.initializers.normal(0.02)
     x = nn.Embed(self.vocab_size, self.dim, embedding_init=init, name="embed")(tokens)
+    x = x.astype(jnp.float32)  # also of half-precision parameters: layers in a scan return what they take
     block = nn.remat(Block, prevent_cse=False) if self.remat else Block
     blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
     x, _ = blocks(**self.block, name="blocks")(x, None)

@@ -10,6 +10,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 
@@ -118,6 +119,16 @@ def test_gradients_under_a_policy_are_near_those_of_float32(policy):
   found = jax.grad(mpjax.autocast(model.loss_fn, policy))(params, {"tokens": TOKENS})
   for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
     assert jnp.linalg.norm(got - want) < (0.03 if isinstance(policy, str) else 0.15) * jnp.linalg.norm(want)
+
+
+@pytest.mark.slow
+def test_it_trains_with_parameters_in_half_precision():
+  model = task()
+  params = model.init(jax.random.key(0))
+  exact = model.loss_fn(params, {"tokens": TOKENS})
+  step = mpjax.make_train_step(model.loss_fn, optax.adamw(1e-3), policy="bf16_lean")
+  _, metrics = step(step.init(params), {"tokens": TOKENS})
+  np.testing.assert_allclose(metrics["loss"], exact, rtol=2e-3)
 
 
 @pytest.mark.slow
