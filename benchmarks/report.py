@@ -215,6 +215,17 @@ def few_bytes_memory(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def few_bytes_step(report: dict[str, Any]) -> str:
+  """Bytes a parameter of a whole step: what is held, temporary and its peak."""
+  lines = ["| policy | recompute | held | temporary | of bf16's | peak |", "|---" * 6 + "|"]
+  lines += [
+    f"| {row['policy']} | {row['recompute']} | {row['held']:.2f} | {row['temporaries']:.2f} | "
+    f"{row['ratio']:.2f} | {row['peak']:.2f} |"
+    for row in report["rows"]
+  ]
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def large_vocabulary_memory(report: dict[str, Any]) -> str:
   """Temporaries of the loss and its gradients, whole and in chunks of rows."""
   lines = [
@@ -414,6 +425,7 @@ def main() -> None:
     ("few_bytes_time_cpu", few_bytes_time),
     ("few_bytes_memory_h200", few_bytes_memory),
     ("few_bytes_memory_v5e", few_bytes_memory),
+    ("few_bytes_step_h200", few_bytes_step),
     ("large_vocabulary_memory_h200", large_vocabulary_memory),
     ("large_vocabulary_memory_v5e", large_vocabulary_memory),
     ("large_vocabulary_errors_cpu", large_vocabulary_errors),
