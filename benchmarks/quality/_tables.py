@@ -58,6 +58,8 @@ class Row:
       return f"{self.diverged} of {len(self.losses)} diverged"
     if not math.isfinite(self.difference):
       return "fp32 diverged"
+    if len(self.losses) < 2:
+      return "one seed"
     if abs(self.difference) <= max(BAR, self.error):
       return "within"
     return "better" if self.difference < 0 else "worse"
@@ -103,7 +105,8 @@ def _losses(report: dict[str, Any], rows: list[Row]) -> str:
   for row in rows:
     cells = [report["policies"][row.policy], _by_seed(row.losses), f"{row.mean:.4f}"]
     same = row.policy == "fp32"
-    cells += ["-"] * 3 if same else [f"{row.difference:+.2%}", f"{row.error:.2%}", row.verdict]
+    error = f"{row.error:.2%}" if len(row.losses) > 1 else "-"
+    cells += ["-"] * 3 if same else [f"{row.difference:+.2%}", error, row.verdict]
     skipped = [run["skipped_steps"] for run in row.runs]
     cells.append(" ".join(map(str, skipped)) if any(skipped) else "0")
     if accuracy:

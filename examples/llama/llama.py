@@ -3,8 +3,8 @@
     mpjax train examples/llama/stdlib.yaml --plugin examples/llama/llama.py policy=bf16
     mpjax plan examples/llama/llama3_8b.yaml --plugin examples/llama/llama.py target=h100:8 mesh.fsdp=8
 
-It is written in float32: the policy says what runs in which dtype. Weights have the layout of flax, [in, out];
-`to_transformers.py` writes them as the `transformers` package names them.
+It is written in float32: the policy says what runs in which dtype. Weights have the layout of flax, [in,
+out]; `to_transformers.py` writes them as the `transformers` package names them.
 """
 
 from __future__ import annotations
