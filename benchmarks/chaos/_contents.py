@@ -38,9 +38,9 @@ def difference(found: dict[str, Any], expected: dict[str, Any], destroyed: set[i
   for part in ("summary", "arrays", "step"):
     if found[part] != expected[part]:
       return f"{part}: {_first(found[part], expected[part])}"
-  kept = {step: text for step, text in expected["records"].items() if int(step) not in destroyed}
-  extra = {step: text for step, text in found["records"].items() if int(step) not in destroyed}
-  return f"records: {_first(extra, kept)}" if extra != kept else ""
+  there, lost = found["records"], {str(step) for step in destroyed} - found["records"].keys()
+  kept = {step: text for step, text in expected["records"].items() if step not in lost}
+  return f"records: {_first(there, kept)}" if there != kept else ""
 
 
 def _first(found: Any, expected: Any) -> str:

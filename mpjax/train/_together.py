@@ -38,7 +38,9 @@ def train_together(
     made.check_step()
     return made
 
-  setup, _ = processes.agree(set_up, _tell_setup, _setup_mismatch)
+  # Alone, a run has no use for the text of its program, which is long.
+  tell = _tell_setup if processes.count > 1 else lambda setup: None
+  setup, _ = processes.agree(set_up, tell, _setup_mismatch)
   directory, summary = processes.agree(
     lambda: RunDirectory(config, owner=processes.first), lambda directory: directory.summary()
   )

@@ -235,6 +235,17 @@ def test_a_summary_that_is_none_is_no_end_of_a_run(tmp_path, text):
   assert (tmp_path / "run" / "damaged" / "summary.json").read_text() == text
 
 
+def test_a_summary_that_cannot_be_set_aside_is_an_error_of_one_line(tmp_path):
+  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
+  RunDirectory(config).close()
+  (tmp_path / "run" / "summary.json").write_text("{}")
+  directory = RunDirectory(config)
+  (tmp_path / "run" / "damaged").write_text("no folder")
+  with pytest.raises(ConfigError, match=r"summary.json: cannot be read or moved \("):
+    directory.summary()
+  directory.close()
+
+
 def test_a_start_that_was_over_before_it_had_a_config_leaves_a_directory_to_start_in(tmp_path, monkeypatch):
   config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
 

@@ -72,13 +72,14 @@ class RunDirectory:
     if self._lock is None or self.before is not None or not file.exists():
       return None
     try:
-      summary = json.loads(file.read_text())
-    except (ValueError, RecursionError):
-      summary = None
-    if isinstance(summary, dict) and summary.keys() >= {"steps", "final_loss"}:
-      return summary
+      summary = _json(file.read_bytes())
+      if isinstance(summary, dict) and summary.keys() >= {"steps", "final_loss"}:
+        return summary
+      moved = set_aside(file)
+    except OSError as error:
+      raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
     self.said.append(
-      f"{file.name} is not the summary of a run, which therefore goes on; it was moved to {set_aside(file)}"
+      f"{file.name} is not the summary of a run, which therefore goes on; it was moved to {moved}"
     )
     return None
 
@@ -132,6 +133,14 @@ class RunDirectory:
     if self._held is not None:
       os.close(self._held)
       self._held = None
+
+
+def _json(content: bytes) -> Any:
+  """Returns the value of JSON text; `None` for text that is none."""
+  try:
+    return json.loads(content)
+  except (ValueError, RecursionError):
+    return None
 
 
 def plain(value: ArrayLike) -> Any:
