@@ -12,11 +12,12 @@ import importlib
 import json
 import pathlib
 import re
-import textwrap
 from typing import Any
 
 from benchmarks import _headlines
 from benchmarks._record import provenance
+from benchmarks.chaos import _mutations as chaos_mutations
+from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.quality import _tables as quality_tables
@@ -318,25 +319,9 @@ def scaling(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
-def chaos(report: dict[str, Any]) -> str:
-  """How many killed runs ended as the one left alone, and what the kills cost."""
-  kills = [kill for run in report["runs"] for kill in run["kills"]]
-  ended = [kill["others_ended_after_s"] for kill in kills]
-  same = sum(run["same"] for run in report["runs"])
-  lost = [kill["lost_steps"] for kill in kills]
-  runs, mean, apart = len(report["runs"]), sum(lost) / len(lost), report["checkpoint_every"]
-  text = (
-    f"{same} of {runs} runs of {report['processes']} processes ended with bit for bit the losses and the "
-    f"skips of the run left alone, after {len(kills)} kills. A kill cost {mean:.0f} steps on average and "
-    f"{max(lost)} at most, checkpoints being {apart} steps apart; the others had "
-    f"ended {max(ended):.0f} s after it at the latest."
-  )
-  return f"{textwrap.fill(text, 118)}\n\n{provenance(report)}"
-
-
 # Tables by the file that they stand in.
 PLACES = dict.fromkeys(
-  ("scaling_tpu_v5e", "chaos_cpu", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
+  ("scaling_tpu_v5e", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
   "docs/scale_out.md",
 ) | dict.fromkeys(("tune_search", "tune_predictions", "tune_growth", "tune_proof"), "docs/tune.md")
 
@@ -391,7 +376,8 @@ def main() -> None:
   """Writes them all."""
   for name, make in (
     ("scaling_tpu_v5e", scaling),
-    ("chaos_cpu", chaos),
+    ("chaos_cpu", chaos_suite.table),
+    ("chaos_mutations", chaos_mutations.table),
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),
     ("gather_large", gather_suite.table_of_large),

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import yaml
 
+from benchmarks._record import provenance
 from benchmarks.chaos._starts import HUNG, ended, fork
 from mpjax.cli import main
 from mpjax.train import load_config
@@ -24,18 +25,17 @@ BASE = {
 }
 TIMEOUT_S = 60
 _NUMBERS = (0, -1, 1, 2, 3, 7, 0.5, -0.0, 1e-30, 1e30, 2**31, 2**32, 2**63, 2**64, 10**40)
-_WORDS = "| |é|null|1e3|0x10|fp16|bf16|fp8|float13|auto|.inf|/|/dev/null|/nowhere/x|../..|-|~|*|{|$HOME|%s"
-_ODD: list[Any] = [None, True, False, "\0", "a\n", "a" * 300, *_WORDS.split("|")]
-_ODD += [float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}, {1: 2}, [None]]
-_OVERRIDES = ["", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..steps=1", "train.steps"]
-_OVERRIDES += [
-  "a.b.c=1",
-  "train.steps=[",
-  "model={",
-  "data=&a [*a]",
-  "policy=!!python/object:os.system x",
-  "seed=1=2",
+_ODD: list[Any] = [None, True, False, "", " ", "é\n", "\0", "null", "1e3", "0x10", "fp16", "bf16", "fp8"]
+_ODD += ["float13", "auto", ".inf", float("inf"), float("-inf"), float("nan"), [], [1], [[]], {}, {"a": 1}]
+_ODD += [
+  {1: 2},
+  [None],
+  "a" * 300,
+  *["/", "/dev/null", "/nowhere/x", "../..", "-", "~", "*", "{", "$HOME", "%s"],
 ]
+_OVERRIDES = ["", "=", "x", "=1", "train=", "train.=1", ".steps=1", "train..steps=1", "train.steps"]
+_OVERRIDES += ["a.b.c=1", "train.steps=[", "model={", "data=&a [*a]", "policy=!!python/object:os.system x"]
+_OVERRIDES += ["out", "seed=1=2"]
 _CHARACTERS = ("", "\t", ":", "&a ", "*b", "{", "- ", "\x07", "!!set ")
 _SLOW = "still tracing or training when its time was over"
 # What a wrong config may come to, by the exit status.
@@ -65,6 +65,13 @@ def report(root: pathlib.Path, count: int, seed: int) -> tuple[dict[str, Any], b
       print(f"{number} {outcome}: {told}, {overrides}:\n{said}", flush=True)
   print(", ".join(f"{outcome}: {times}" for outcome, times in outcomes.most_common()), flush=True)
   return {"seed": seed, "mutations": count, "outcomes": dict(outcomes), "wrong": wrong}, not wrong
+
+
+def table(report: dict[str, Any]) -> str:
+  """What wrong configs came to."""
+  lines = ["| what a wrong config came to | of " + str(report["mutations"]) + " |", "|---|---|"]
+  lines += [f"| {outcome} | {times} |" for outcome, times in report["outcomes"].items()]
+  return "\n".join([*lines, "", provenance(report)])
 
 
 def _good_configs(root: pathlib.Path) -> dict[str, dict[str, Any]]:

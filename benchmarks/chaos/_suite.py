@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     else:
       report, good = _soak(root, options)
   mode = f"--hours {options.hours:g}" if options.mutations is None else f"--mutations {options.mutations}"
+  mode += f" --seed {options.seed}"
   cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
   write(origin(f"chaos {mode}", "jaxlib", "orbax-checkpoint", device=cores) | report, options.json)
   return 0 if good else 1
