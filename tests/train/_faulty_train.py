@@ -1,13 +1,15 @@
-"""`scripts/train.py` with faults in processes: FAULTS='{"missing" or "inf": [process, step], "code": process}'."""
+"""`scripts/train.py` with faults: FAULTS='{"missing" or "inf": [process, step], "code" or "disk": process}'."""
 
 import json
 import os
+import resource
 import sys
 
 import numpy as np
 
 from mpjax.cli import main
 from mpjax.train import _setup
+from mpjax.train.checkpoints import _checkpoints
 from mpjax.train.data import Data
 
 FAULTS = json.loads(os.environ["FAULTS"])
@@ -38,7 +40,15 @@ def other_step(*arguments, **options):
   return make_train_step(*arguments, **options | {"skip_nonfinite": False})
 
 
+def full_disk_soon(directory):
+  write_a_little(directory)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+
+
 good, Data.train = Data.train, faulty
+write_a_little = _checkpoints._write_a_little
+if str(FAULTS.get("disk")) == sys.argv[sys.argv.index("--process-id") + 1]:
+  _checkpoints._write_a_little = full_disk_soon
 make_train_step = _setup.make_train_step
 if str(FAULTS.get("code")) == sys.argv[sys.argv.index("--process-id") + 1]:
   _setup.make_train_step = other_step

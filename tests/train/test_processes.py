@@ -283,6 +283,19 @@ def test_processes_of_different_code_are_refused_together(start, tiny_gpt, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_path, full):
+  out = tmp_path / "run"
+  settings = [f"out={out}", "train.log_every=20", "train.checkpoint_every=4", "mesh.data=1", "mesh.fsdp=2"]
+  group = start(2, [*tiny_gpt, *settings], "tests/train/_faulty_train.py", FAULTS=json.dumps({"disk": full}))
+  statuses, _, errors = group.end()
+  assert statuses == [4, 4]
+  assert "the checkpoint of step 4 cannot be written" in errors[full]
+  assert "File too large" in errors[full]
+  assert not [text for text in errors if "Traceback" in text]
+
+
+@pytest.mark.slow
 def test_what_does_not_move_ends_the_process(tmp_path):
   (tmp_path / "checkpoints" / "40").mkdir(parents=True)
   program = """

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from mpjax.train.multiprocess import everyone
 
 # What must be writable before orbax begins: more than all that it writes besides the arrays.
 _A_LITTLE = 2**20
+# How often several processes look whether a write has failed, in seconds.
+_TICK_S = 0.02
 
 
 class Restored(NamedTuple):
@@ -209,6 +212,8 @@ class Checkpoints:
     step, self._writing = self._writing, None
     if step is not None:
       with self._explained(step):
+        if jax.process_count() > 1:
+          self._manager.wait_unless_failed()
         self._manager.wait_until_finished()
 
   def close(self) -> None:
@@ -328,7 +333,26 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-  """Opens a folder whose metrics are damaged, too."""
+  """Opens a folder whose metrics are damaged, too, and tells of a failed write before the others have met."""
+
+  _failure: Exception | None = None
+
+  def wait_unless_failed(self) -> None:
+    """Blocks until what was saved is on disk; raises as soon as this process could not write its part.
+
+    orbax's own wait would go on: its thread waits for the others to finish, and they for that part.
+    """
+    while self.is_saving_in_progress():
+      if self._failure is not None:
+        raise self._failure
+      time.sleep(_TICK_S)
+
+  def _wait_for_checkpointers(self) -> None:  # of orbax; without it, the run's own time-out ends the wait
+    try:
+      super()._wait_for_checkpointers()
+    except Exception as error:
+      self._failure = error
+      raise
 
   def metrics(self, step: int) -> dict[str, float] | None:
     """Returns the metrics of a step; `None` where there are none that can be ranked."""
