@@ -94,9 +94,11 @@ def full_disk(place: Place, chance: random.Random, at_once: bool) -> Iterator[tu
   filler = place.folder / "filler"
 
   def fill() -> None:
-    free = shutil.disk_usage(place.folder).free
-    with filler.open("wb") as file, contextlib.suppress(OSError):  # the run was faster
-      os.posix_fallocate(file.fileno(), 0, max(free - left, 1))
+    size = 0
+    with filler.open("wb") as file, contextlib.suppress(OSError):  # the run took the rest
+      while (more := shutil.disk_usage(place.folder).free - left) > 0:
+        os.posix_fallocate(file.fileno(), size, min(more, 1 << 20))
+        size += min(more, 1 << 20)
 
   if at_once:
     fill()
