@@ -162,6 +162,21 @@ def numerics_time(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def numerics_inspect(report: dict[str, Any]) -> str:
+  """Time of inspections beside that of steps, the first and again."""
+  lines = [
+    "| layers | first step s | first inspection s | ratio | step ms | both gradients ms | inspection ms | ratio |",
+    "|---" * 8 + "|",
+  ]
+  for row in report["rows"]:
+    step, both, look = (1e3 * row[f"{name}_s"] for name in ("step", "gradients", "look"))
+    lines.append(
+      f"| {row['layers']} | {row['first_step_s']:.1f} | {row['first_look_s']:.1f} | {row['first']:.1f} | "
+      f"{step:.0f} | {both:.0f} | {look:.0f} | {row['again']:.1f} |"
+    )
+  return "\n".join([*lines, "", provenance(report)])
+
+
 def gradients(report: dict[str, Any]) -> str:
   """The error of each weight's gradient, blocks and stages together by their largest."""
   lines: list[str] = []
@@ -405,6 +420,7 @@ def main() -> None:
     ("numerics_memory_h200", numerics_memory),
     ("numerics_memory_v5e", numerics_memory),
     ("numerics_time_cpu", numerics_time),
+    ("numerics_inspect_cpu", numerics_inspect),
     ("gradients_cpu_jax_0_10", gradients),
     ("gradients_cpu_jax_0_12", gradients),
     ("few_bytes_tracking_cpu", few_bytes_tracking),

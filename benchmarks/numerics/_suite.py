@@ -8,7 +8,8 @@ Memory: the peaks of the three programs as the target's compiler says (`mpjax.pl
 pass under the policy, and the pass in float32, beside which the optimiser's state stays on the device. Time:
 the median of steps and passes, interleaved, as a share of `EVERY` steps; compilation is reported by itself.
 An inspection: of one batch without advice, the first time beside the first step, both with their compilation,
-and again beside the median step.
+and again beside the median step, and beside what it cannot do without: the gradients under the policy and in
+float32. These are seconds of the processor, all cores together, which other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -94,26 +95,31 @@ def cost_in_time(config: str, policy: str) -> dict[str, Any]:
 
 
 def cost_of_inspection(layers: int, policy: str) -> dict[str, Any]:
-  """Seconds of a first and a second `inspect_numerics` of a GPT of so many layers, and of its steps."""
+  """Seconds of a first and a second `inspect_numerics` of a GPT of so many layers, its steps and gradients."""
   setup = make_setup(load_config("configs/gpt_stdlib.yaml", [f"policy={policy}", f"model.layers={layers}"]))
   state, batches = setup.first_state(), setup.data.train()
   batch = setup.place(next(batches))
 
-  def step() -> float:
+  def seconds(run: Any) -> float:
+    begin = time.process_time()
+    jax.block_until_ready(run())
+    return time.process_time() - begin
+
+  def step() -> Any:
     nonlocal state
-    begin = time.perf_counter()
     state, metrics = setup.step(state, batch)
-    jax.block_until_ready(metrics)
-    return time.perf_counter() - begin
+    return metrics
 
-  def look() -> float:
-    begin = time.perf_counter()
-    mpjax.inspect_numerics(setup.step, state, [batch], advise=False)
-    return time.perf_counter() - begin
-
-  row: dict[str, Any] = {"layers": layers, "policy": policy, "first_step_s": step(), "first_look_s": look()}
-  row |= {"step_s": statistics.median(step() for _ in range(ROUNDS))}
-  row |= {"look_s": statistics.median(look() for _ in range(3))}
+  look = lambda: mpjax.inspect_numerics(setup.step, state, [batch], advise=False).loss
+  again = lambda run: statistics.median(seconds(run) for _ in range(ROUNDS))
+  row: dict[str, Any] = {"layers": layers, "policy": policy}
+  row |= {"first_step_s": seconds(step), "first_look_s": seconds(look)}
+  row |= {"step_s": again(step), "look_s": again(look)}
+  wide = setup.step.with_policy("fp32")
+  wide_state = wide.adopt(state, setup.step)
+  gradients = lambda: (setup.step.gradients(state, batch), wide.gradients(wide_state, batch))
+  seconds(gradients)
+  row |= {"gradients_s": again(gradients)}
   row |= {"first": row["first_look_s"] / row["first_step_s"], "again": row["look_s"] / row["step_s"]}
   print(row, flush=True)
   return row

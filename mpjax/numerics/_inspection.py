@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,7 +102,9 @@ def inspect_numerics(
     if i == 0:
       first = batch
       say("compiling")
-    inspection.add(batch)
+    seen = inspection.add(batch)
+    if i == 0:
+      in_float32 = seen
     say(f"batch {i + 1}")
   if not inspection.count:
     raise ValueError("no batch: expected a batch, or a list of at least one")
@@ -114,7 +116,7 @@ def inspect_numerics(
       say(f"trying {policy.label}")
       changed = step_under(step, policy.without_histories())
       one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
-      one.add(first)
+      one.add(first, in_float32)
       return one.report(title, keep)
 
   return report.with_advice(advice_for(report, trial))
@@ -155,16 +157,29 @@ class Inspection:
     self._counts: dict[str, Any] = {}
     self._stored: dict[str, tuple[np.ndarray, float]] = {}
 
-  def add(self, batch: PyTree) -> None:
-    """Looks at a batch."""
+  def add(self, batch: PyTree, known: tuple[Hashable, Seen] | None = None) -> tuple[Hashable, Seen] | None:
+    """Looks at a batch.
+
+    Args:
+      batch: the batch.
+      known: what `add` of another inspection of the same state returned for it, in as many pieces.
+
+    Returns:
+      what float32's pass gave, and what that depends on of the policy; `None` without one.
+    """
     shape = shapes_of(batch)
     if shape not in self._programs:
       self._programs[shape] = self._programs_for(batch)
     programs = self._programs[shape]
+    policy = self._step.policy
+    of_policy = (self._scale, policy.param_dtype, policy.vector_dtype, policy.master_weights)
     wide = None
     seen: Seen = jax.device_get(programs.mine(self._state, batch))
     if programs.theirs is not None and self._wide_state is not None:
-      wide = jax.device_get(programs.theirs(self._wide_state, batch))
+      if known is not None and known[0] == of_policy:
+        wide = known[1]
+      else:
+        wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += rows(batch)
     self.count += 1
@@ -182,6 +197,7 @@ class Inspection:
     for slot, (sums, largest) in seen.stored.items():
       before, least = self._stored.get(slot, (np.zeros(len(sums)), 0.0))
       self._stored[slot] = (before + sums.astype(np.float64), max(least, float(largest)))
+    return None if wide is None else (of_policy, wide)
 
   def _programs_for(self, batch: PyTree) -> Programs:
     """Returns the passes for a batch, and has all batches of one inspection run in as many pieces."""
@@ -337,7 +353,7 @@ def step_of(
     other = step_under(target, get_policy(policy).without_histories())
     return other, other.adopt(state, target), True
   if not callable(target):
-    raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
+    raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
   resolved = get_policy({"base": resolved, **OVER_DEVICES})
   step = step_for(target, tx, resolved)

@@ -14,7 +14,7 @@ from mpjax.casting._probes import Point
 from mpjax.numerics._batches import most_pieces, rows
 from mpjax.numerics._instrumented_step import Seen, is_mean_of_pieces, loss_points, make_pass
 from mpjax.numerics._kept_programs import kept, shapes_of
-from mpjax.numerics._summary import Summary
+from mpjax.numerics._summary import Summary, padded_size
 from mpjax.numerics._whole_tensors import condensed
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
@@ -23,7 +23,7 @@ from mpjax.step._micro_batches import first_of_batch
 _LARGE = 1 << 28
 
 # Bytes up to which a pass leaves tensors whole on the device, for programs that look at them all.
-_FITS = 1 << 30
+_FITS = 1 << 29
 
 # A step, its state, and what is kept of each tensor.
 Side = tuple[TrainStep, TrainState, Summary]
@@ -92,8 +92,10 @@ def _can_leave_whole(side: Side, batch: PyTree) -> bool:
   # On an explicit mesh, values that lie on different axes do not go into one program's arrays.
   if not on_one or any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
     return False
-  weights = sum(4 * x.size for x in jax.tree.leaves(state.params))
-  return 2 * activations(_points(step, state, batch, 1)) + 4 * weights < _FITS
+  weights = sum(4 * padded_size(x.size) for x in jax.tree.leaves(state.params))
+  points = _points(step, state, batch, 1)
+  each = [4 * math.prod(p.steps) * padded_size(math.prod(p.shape)) for p in points]
+  return 2 * sum(each) + 4 * weights < _FITS
 
 
 def _points(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> list[Point]:

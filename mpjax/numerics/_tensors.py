@@ -44,6 +44,16 @@ class Shares(NamedTuple):
   overflow: float
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@functools.lru_cache(1 << 14)  # of a report's many questions
+def _bits_of(magnitude: float) -> int:
+  """Returns the bits of the smallest float32 that is no smaller."""
+  rounded = np.float32(magnitude)
+  return int(rounded.view(np.uint32)) + bool(float(rounded) < magnitude)
+
+
 @functools.cache
 def full_summary(scale: float) -> Summary:
   """Returns what is kept of a tensor in float32: binades, and the formats' edges at scale 1 and another."""
@@ -60,6 +70,7 @@ def binades() -> Summary:
   return Summary(full_summary(1.0).edges)
 
 
+@functools.lru_cache(1 << 12)
 def _edges(name: str, scale: float) -> tuple[float, float, float]:
   """Returns the magnitudes from which a number times a scale is not rounded to zero, is normal, overflows."""
   known = FORMATS[name]
@@ -127,9 +138,9 @@ class Magnitudes:
     """Returns how many are at least so large; between two edges, logarithms count as evenly spread."""
     if magnitude <= 0:
       return self.count
-    if magnitude > float(np.finfo(np.float32).max):
+    if magnitude > _LARGEST:
       return self.above[-2]
-    bits = int(np.float32(magnitude).view(np.uint32)) + bool(float(np.float32(magnitude)) < magnitude)
+    bits = _bits_of(magnitude)
     i = bisect.bisect_left(self.edges, bits)
     if self.edges[i] == bits or i == 0:
       return self.above[i]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._tree import named_leaves
 from mpjax._types import Array
-from mpjax.numerics._summary import Summary
+from mpjax.numerics._summary import Summary, Whole
 from mpjax.numerics._tensors import is_half
 from mpjax.step import TrainState
 from mpjax.step._optimizer import corrections_of
@@ -40,7 +40,19 @@ class UpdateSums(NamedTuple):
 
 def update_sums(summary: Summary, weight: Array, update: Array) -> UpdateSums:
   """Returns what is kept of the updates of a (master) weight."""
-  w, u = weight.astype(jnp.float32), update.astype(jnp.float32)
+  sums = _sums(weight.astype(jnp.float32), update.astype(jnp.float32))
+  return sums._replace(ratio=summary(sums.ratio))
+
+
+@jax.jit
+def whole_update_sums(weight: Array, update: Array) -> UpdateSums:
+  """Returns the same with the ratios whole, as `kept_whole` has arrays; of arrays that it filled up."""
+  sums = _sums(weight, update)
+  return sums._replace(ratio=Whole(weight.size + 1)(sums.ratio)[None])
+
+
+def _sums(w: Array, u: Array) -> UpdateSums:
+  """Returns the sums, and the ratios themselves."""
   moved = u != 0
   ratio = jnp.where(w != 0, jnp.abs(u) / jnp.where(w != 0, jnp.abs(w), 1), 0)
   largest = jnp.max(jnp.abs(u))
@@ -53,7 +65,7 @@ def update_sums(summary: Summary, weight: Array, update: Array) -> UpdateSums:
       counts.append(moved & (after == kept))
     sums.append(unit * ((after - kept) / jnp.where(largest > 0, largest, 1)))
   return UpdateSums(
-    summary(ratio),
+    ratio,
     jnp.stack([jnp.sum(c, dtype=jnp.int32).astype(jnp.float32) for c in counts]),
     jnp.stack([largest, *map(jnp.sum, sums)]),
   )

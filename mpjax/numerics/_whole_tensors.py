@@ -18,7 +18,7 @@ import numpy as np
 from mpjax._types import Array
 from mpjax.casting._probes import Point
 from mpjax.numerics._summary import Summary, Whole, padded_size
-from mpjax.numerics._update_sums import UpdateSums, update_sums
+from mpjax.numerics._update_sums import whole_update_sums
 
 
 def whole_size(point: Point, summary: Summary) -> int:
@@ -39,7 +39,7 @@ def pair_kept_whole(weight: Array, update: Array) -> tuple[Array, Array, np.ndar
 
 
 def condensed(seen: Any, points: Sequence[Point], summary: Summary, scale: float) -> Any:
-  """Returns the `Seen` of a pass that looks at each tensor, of that of one that keeps them whole.
+  """Returns the `Seen` of a pass that looks at each tensor, of one that keeps them whole; on the host.
 
   Args:
     seen: of `make_pass` with `whole`, at a scale of 1.
@@ -55,12 +55,21 @@ def condensed(seen: Any, points: Sequence[Point], summary: Summary, scale: float
       x = _summaries(x, units, np.float32(size), summary, padded_size(size))
     looked.append(x)
   one = np.ones(1, np.float32)
-  each = lambda part: {
-    path: _summaries(x, one, count, summary, x.shape[-1] - 1)[0] for path, (x, count) in part.items()
-  }
-  updates = {path: _update_sums(summary, *kept) for path, kept in seen.updates.items()}
-  return seen._replace(
+  row = lambda x, count: _summaries(x, one, count, summary, x.shape[-1] - 1)
+  each = lambda part: {path: row(x, count) for path, (x, count) in part.items()}
+  updates = {}
+  for path, (weight, update, count) in seen.updates.items():
+    sums = whole_update_sums(weight, update)
+    updates[path] = sums._replace(ratio=row(sums.ratio, count))
+  found = seen._replace(
     watched=looked, parameters=each(seen.parameters), gradients=each(seen.gradients), updates=updates
+  )
+  found = jax.device_get(found)
+  first = lambda part: {path: x[0] for path, x in part.items()}
+  return found._replace(
+    parameters=first(found.parameters),
+    gradients=first(found.gradients),
+    updates={path: sums._replace(ratio=sums.ratio[0]) for path, sums in found.updates.items()},
   )
 
 
@@ -75,12 +84,6 @@ def _summaries(x: Array, units: Array, count: Array, summary: Summary, size: int
   each = jnp.broadcast_to(units, x.shape[:-1]).reshape(-1)
   rows = jax.lax.map(of_row, (x.reshape(-1, x.shape[-1]), each))
   return rows.reshape(*x.shape[:-1], summary.size)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _update_sums(summary: Summary, weight: Array, update: Array, count: Array) -> UpdateSums:
-  sums = update_sums(summary, weight, update)
-  return sums._replace(ratio=_counted(summary, sums.ratio, count))
 
 
 def _counted(summary: Summary, kept: Array, count: Array) -> Array:

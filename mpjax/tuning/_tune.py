@@ -216,7 +216,7 @@ def _step_of(
     step = target.with_policy("fp32")
     return step, step.adopt(params, target)
   if not callable(target):
-    raise ValueError(f"{target!r}: expected a TrainStep or a loss function")
+    raise ValueError(f"loss_fn of type {type(target).__name__}: expected a TrainStep or a loss function")
   step = make_train_step(target, optax.identity() if tx is None else tx, "fp32")
   return step, step.init(params, **init)
 

@@ -10,7 +10,9 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.numerics import _inspection
 from tests.numerics._by_hand import batch_of, loss_fn, params_of
+from tests.numerics._planted_models import chain
 
 
 @pytest.fixture
@@ -75,3 +77,26 @@ def test_nothing_stays_of_a_function_that_is_gone():
   jax.clear_caches()
   gc.collect()
   assert gone() is None
+
+
+@pytest.mark.slow
+def test_what_float32_gives_is_not_computed_again_for_each_advice(monkeypatch):
+  params, batch, loss = chain(big=1e4)
+  runs = []
+  make = _inspection.programs_for
+
+  def counted(*args, **options):
+    programs = make(*args, **options)
+    again = lambda state, batch: runs.append("float32") or programs.theirs(state, batch)
+    return programs._replace(theirs=again)
+
+  monkeypatch.setattr(_inspection, "programs_for", counted)
+  policy = {"base": "fp16", "loss_scaling": 64}
+  lines = []
+  report = mpjax.inspect_numerics(loss, params, batch, policy, progress=lines.append)
+  assert any(line.startswith("trying") for line in lines)
+  assert runs == ["float32"]
+  add = _inspection.Inspection.add
+  monkeypatch.setattr(_inspection.Inspection, "add", lambda self, batch, known=None: add(self, batch))
+  assert mpjax.inspect_numerics(loss, params, batch, policy).to_dict() == report.to_dict()
+  assert len(runs) > 2

@@ -147,7 +147,11 @@ WRONG = {
     {"keep": "most"},
     "keep='most': expected a share",
   ),
-  "target": (lambda: ("gpt", params_of(), batch_of()), {}, "'gpt': expected a TrainStep or a loss function"),
+  "target": (
+    lambda: ("gpt", params_of(), batch_of()),
+    {},
+    "target of type str: expected a TrainStep or a loss function",
+  ),
   "state": (lambda: (STEP, params_of(), batch_of()), {}, "state of type dict: expected the TrainState"),
   "tx": (
     lambda: (STEP, STEP.init(params_of()), batch_of()),
