@@ -165,7 +165,7 @@ def numerics_time(report: dict[str, Any]) -> str:
 def numerics_inspect(report: dict[str, Any]) -> str:
   """Time of inspections beside that of steps, the first and again."""
   lines = [
-    "| layers | first step s | first inspection s | ratio | step ms | both gradients ms | inspection ms | ratio |",
+    "| layers | first step s | first inspection s | ratio | step ms | gradients ms | inspection ms | ratio |",
     "|---" * 8 + "|",
   ]
   for row in report["rows"]:

@@ -9,7 +9,7 @@ pass under the policy, and the pass in float32, beside which the optimiser's sta
 the median of steps and passes, interleaved, as a share of `EVERY` steps; compilation is reported by itself.
 An inspection: of one batch without advice, the first time beside the first step, both with their compilation,
 and again beside the median step, and beside what it cannot do without: the gradients under the policy and in
-float32. These are seconds of the processor, all cores together, which other work on the machine changes least.
+float32. These are seconds of the processor, all cores together, which other work on it changes least.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cost_in_time(config: str, policy: str) -> dict[str, Any]:
 
 
 def cost_of_inspection(layers: int, policy: str) -> dict[str, Any]:
-  """Seconds of a first and a second `inspect_numerics` of a GPT of so many layers, its steps and gradients."""
+  """Seconds of a first and a second `inspect_numerics` of a GPT of so many layers, and of its steps."""
   setup = make_setup(load_config("configs/gpt_stdlib.yaml", [f"policy={policy}", f"model.layers={layers}"]))
   state, batches = setup.first_state(), setup.data.train()
   batch = setup.place(next(batches))

@@ -183,7 +183,7 @@ def _write_config(
   for key in ("policy", "out"):  # a run of another policy is another run
     tree.pop(key, None)
   if result.recompute is not None:
-    tree.setdefault("train", {})["recompute"] = result.recompute
+    tree["train"] = (tree.get("train") or {}) | {"recompute": result.recompute}
   text = f"# {path.name} with the policy that `mpjax tune` found for {result.target}.\n"
   try:
     out.write_text(text + result.yaml + yaml.safe_dump(tree, sort_keys=False))

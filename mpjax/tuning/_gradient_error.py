@@ -180,7 +180,7 @@ class Gradients:
         "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, "
         "several batches, or a tolerance such as 0.01"
       )
-    # Of halves whose gradients are opposite, the noise is not without bounds.
+    # At most 1e6, of gradients that are opposite.
     total = _ratio(_total(apart), max(_total(together), 1e-12 * _total(apart)))
     return Noise(total, _ratios(apart, together), how)
 
