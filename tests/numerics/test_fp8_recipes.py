@@ -122,7 +122,9 @@ def test_a_convolution_of_patches_is_a_product():
   for one, other in zip(found.operands, wanted.operands, strict=True):
     assert (one.module, one.operand) == ("patches", other.operand)
     for mine, theirs in ((one.errors, other.errors), (one.transposed, other.transposed)):
-      assert list(mine.values()) == [pytest.approx(x, rel=1e-3) if x else x for x in theirs.values()]
+      assert list(mine.values()) == [
+        pytest.approx(x, rel=1e-3, abs=1e-6) if x else x for x in theirs.values()
+      ]
 
 
 def test_rows_of_different_sizes_want_scales_of_their_own():
