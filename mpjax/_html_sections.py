@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Iterable
-from typing import Any
 
 from mpjax._text_sections import TextSection
 
@@ -35,7 +34,10 @@ def sections_html(sections: Iterable[TextSection]) -> str:
 
 
 class Shown:
-  """Shows itself in a notebook: as tables there, and as its `str` on IPython's terminal."""
+  """Shows itself where it stands alone: as tables in a notebook, and as its `str` at a prompt.
+
+  A dataclass that is one needs `repr=False`, or its fields would be shown.
+  """
 
   def _sections(self) -> Iterable[TextSection]:
     raise NotImplementedError
@@ -43,8 +45,8 @@ class Shown:
   def _repr_html_(self) -> str:
     return sections_html(self._sections())
 
-  def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-    printer.text(str(self))
+  def __repr__(self) -> str:
+    return str(self)
 
 
 @dataclasses.dataclass

@@ -60,22 +60,21 @@ def execute(notebook: Notebook) -> Notebook:
 def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
   """Runs a cell and yields what it shows: its prints, its figures, and the value of its last expression."""
   tree = ast.parse(source)
-  last = next(reversed(tree.body), None)
-  if isinstance(last, ast.Expr):
-    tree.body.pop()
-  file, value = f"cell_{number}", None
+  file, last, value = f"cell_{number}", None, None
+  if tree.body and isinstance(end := tree.body[-1], ast.Expr):
+    last = ast.Expression(end.value)
+    del tree.body[-1]
   with contextlib.redirect_stdout(io.StringIO()) as printed:
     exec(compile(tree, file, "exec"), names)
-    if isinstance(last, ast.Expr):
-      value = eval(compile(ast.Expression(last.value), file, "eval"), names)
+    if last is not None:
+      value = eval(compile(last, file, "eval"), names)
   if printed.getvalue():
     yield {"output_type": "stream", "name": "stdout", "text": printed.getvalue().splitlines(keepends=True)}
   for png in _figures():
     yield {"output_type": "display_data", "metadata": {}, "data": {"image/png": png}}
   # A semicolon at the end keeps a value from being shown, as in Jupyter.
   if value is not None and not source.rstrip().endswith(";"):
-    text = str(value) if hasattr(value, "_repr_pretty_") else repr(value)  # as IPython's terminal has it
-    data = {"text/plain": text.splitlines(keepends=True)}
+    data = {"text/plain": repr(value).splitlines(keepends=True)}
     if hasattr(value, "_repr_html_"):
       data["text/html"] = value._repr_html_().splitlines(keepends=True)
     yield {"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data}

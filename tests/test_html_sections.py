@@ -121,6 +121,12 @@ def test_a_state_whose_arrays_are_gone_or_abstract_still_shows_itself():
   assert "step deleted" in state._repr_html_()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["explain", "plan", "report", "tune"])
+def test_at_a_prompt_a_report_is_what_print_shows(name, shown):
+  assert repr(shown[name]) == str(shown[name])
+
+
 def test_a_report_without_tensors_shows_itself():
   report = mpjax.NumericsReport("<b>", mpjax.get_policy("bf16"), 1.0, 0, 1, 4, 1.0, None, ())
   assert "&lt;b&gt;" in report._repr_html_()

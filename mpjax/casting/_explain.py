@@ -47,7 +47,7 @@ from mpjax.jaxpr import (
 from mpjax.policy import get_policy
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown, ExplainedProgram):
   """The decisions of autocast for a program: `rows` as data, `str()` as a table by module.
 

@@ -32,7 +32,7 @@ from mpjax.policy import Policy
 _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NumericsReport(Shown):
   """The report that `mpjax.inspect_numerics` returns; `str()` of it is a text.
 

@@ -34,7 +34,7 @@ _WORTH_A_NOTE = 10**6
 COMPILE = ("auto", True, False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown, PlanFigures):
   """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it are tables.
 

@@ -32,7 +32,7 @@ _SHORT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TuneResult(Shown):
   """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is a report.
 

@@ -37,7 +37,7 @@ def test_the_same_as_json(capsys):
 
 REQUIREMENTS = [
   "jax>=0.10",
-  "grain>=0.2; extra == 'train'",
+  "optax>=0.2; extra == 'train'",
   "no-such-package; extra == 'train'",
   'rich>=13; extra == "plan"',
   "mpjax[plan]; extra == 'plan-tpu'",
