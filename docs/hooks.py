@@ -74,7 +74,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
       return match[0]
     return match[1] + posixpath.relpath(found, posixpath.dirname(uri) or ".") + (match[3] or "")
 
-  return LINK.sub(replaced, markdown)
+  markdown = LINK.sub(replaced, markdown)
+  return markdown if uri.startswith("notebooks/") else indented_by_four(markdown)
+
+
+def indented_by_four(markdown: str) -> str:
+  """Returns a page whose lists are indented twice as far: Python-Markdown asks for four spaces."""
+  lines = []
+  in_list, fence, more = False, "", 0
+  for line in markdown.split("\n"):
+    text = line.lstrip(" ")
+    opened = re.match(r"`{3,}", text)
+    if not fence:
+      if text and not line.startswith(" "):
+        in_list = re.match(r"(-|\d+\.) ", text) is not None
+      more = len(line) - len(text) if in_list else 0
+      fence = opened[0] if opened else ""
+    elif text.rstrip() == fence:
+      fence = ""
+    lines.append(" " * more + line if text else line)
+  return "\n".join(lines)
 
 
 def target(link: str, uri: str) -> str | None:
