@@ -69,7 +69,7 @@ def dynamic_loss_scale(
   scale remains one: the bounds are then rounded inwards to powers of two. Other libraries' rules are
   presets of `mpjax.with_loss_scaling`.
 
-  It belongs outermost, round everything that reads gradients: what stands before it in a chain sees
+  It belongs outermost, around everything that reads gradients: what stands before it in a chain sees
   them scaled, and infinite. `mpjax.check_loss_scaling` tells whether a transform is right.
 
   Keyword arguments of `update` are passed on to `inner`. `grad` is the gradient of the scaled loss, as the
@@ -125,7 +125,7 @@ def static_loss_scale(
 
   Args:
     inner: any optax transform; it sees the unscaled gradients.
-    scale: the scale, from 2**-126 to 2**126.
+    scale: the scale, from `2**-126` to `2**126`.
     skip_nonfinite: whether a step with non-finite gradients is skipped, as by `dynamic_loss_scale`;
       otherwise they reach `inner`, and are still counted.
     axis_name: as for `dynamic_loss_scale`.

@@ -100,8 +100,9 @@ class NumericsReport(Shown):
   def descent_quality(self) -> float | None:
     """The share of the descent that the step's updates intend which the weights make as they are kept.
 
-    <actual update, intended update> / |intended update|^2 over all parameters: 1 if nothing is lost, 0 if no
-    weight moves along it (the effective descent quality of arXiv 2405.18710); `None` if there are no updates.
+    `<actual update, intended update> / |intended update|^2` over all parameters: 1 if nothing is lost, 0 if
+    no weight moves along it (the effective descent quality of arXiv 2405.18710). `None` if there are no
+    updates.
     """
     return descent_quality(self.of("update"))
 
