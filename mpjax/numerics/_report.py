@@ -207,4 +207,7 @@ class NumericsReport(Shown):
     return "\n".join(lines)
 
   def _sections(self) -> list[TextSection]:
-    return sections_of(self)
+    errors = {kind: self.error_by_module(kind) for kind in ("activation", "activation gradient")}
+    return sections_of(
+      self.heading(), self.tensors, self.loss_scale, self.stored, errors, self.findings, self.advice
+    )

@@ -16,7 +16,6 @@ from mpjax.train._loop import TrainingRun
 from mpjax.train._output import Output
 from mpjax.train._plugins import plugin_digests
 from mpjax.train._setup import Setup, make_setup
-from mpjax.train.checkpoints import silent_drops
 from mpjax.train.data import data_mismatch
 from mpjax.train.monitors import RunDirectory, config_mismatch
 from mpjax.train.multiprocess import Processes, code_mismatch, digest, versions
@@ -50,8 +49,7 @@ def train_together(
     if summary is not None:
       finished_already(console, summary, directory.path)
       return summary
-    with silent_drops():
-      return _train(TrainingRun(config, setup, directory, processes, console))
+    return _train(TrainingRun(config, setup, directory, processes, console))
   finally:
     directory.close()
 

@@ -263,7 +263,15 @@ class TuneResult(Shown):
     Raises:
       ImportError: without matplotlib.
     """
-    save_picture(self, path)
+    save_picture(
+      path,
+      self.table,
+      self.front,
+      self.chosen,
+      objective=self.objective,
+      target=self.target,
+      tolerance=self.tolerance,
+    )
 
 
 _CHEAPER = "cheaper, and within the tolerance"

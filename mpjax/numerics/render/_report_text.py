@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from mpjax._plain_text import percent, power_of_two_text, table
 from mpjax._text_sections import TextSection, of_rows
@@ -11,31 +10,42 @@ from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
-if TYPE_CHECKING:
-  from mpjax.numerics._report import NumericsReport
-
 _MOST_MODULES = 12
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 
 
-def sections_of(report: NumericsReport) -> list[TextSection]:
-  """Returns what `str` of a report says as tables for a notebook, with the largest errors by module."""
-  sections = [
-    TextSection("\n".join(report.heading())),
-    of_rows("Tensors", summary_rows(report.tensors, report.loss_scale)),
-  ]
-  if report.stored:
-    sections.append(of_rows("State as it is stored", stored_rows(report.stored)))
-  errors = {kind: report.error_by_module(kind) for kind in ("activation", "activation gradient")}
+def sections_of(
+  heading: Sequence[str],
+  tensors: Sequence[Tensor],
+  loss_scale: float,
+  stored: Sequence[StoredSlot],
+  errors: Mapping[str, Mapping[str, float]],
+  findings: Sequence[Finding],
+  advice: Advice | None,
+) -> list[TextSection]:
+  """Returns what `str` of a report says as tables for a notebook, with the largest errors by module.
+
+  Args:
+    heading: its first lines.
+    tensors: that were looked at.
+    loss_scale: of the run.
+    stored: slots of the optimiser's state.
+    errors: by module, of activations and of their gradients.
+    findings: about them.
+    advice: what follows, if it was asked for.
+  """
+  sections = [TextSection("\n".join(heading)), of_rows("Tensors", summary_rows(tensors, loss_scale))]
+  if stored:
+    sections.append(of_rows("State as it is stored", stored_rows(stored)))
   worst = {m: max(found.get(m, 0.0) for found in errors.values()) for found in errors.values() for m in found}
   largest = sorted(worst, key=lambda module: -worst[module])[:_MOST_MODULES]
   if largest:
     figures = [[f"{found[m]:.2g}" if m in found else "" for found in errors.values()] for m in largest]
     rows = [[m or "(no module)", *row] for m, row in zip(largest, figures, strict=True)]
     sections.append(of_rows("Largest errors against float32", [["module", "values", "gradients"], *rows]))
-  said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
-  if report.advice is not None:
-    said += [*advice_lines(report.advice, report.findings), report.advice.yaml.rstrip()]
+  said = [f"{finding.severity}: {finding.text}" for finding in findings]
+  if advice is not None:
+    said += [*advice_lines(advice, findings), advice.yaml.rstrip()]
   return [*sections, TextSection("Findings", lines=said)] if said else sections
 
 

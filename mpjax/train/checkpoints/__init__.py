@@ -2,6 +2,6 @@
 
 from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints._checkpoints import Checkpoints
-from mpjax.train.checkpoints._orbax_errors import STORAGE_ERRORS, silent_drops
+from mpjax.train.checkpoints._orbax_errors import STORAGE_ERRORS
 
-__all__ = ["STORAGE_ERRORS", "CheckpointError", "Checkpoints", "silent_drops"]
+__all__ = ["STORAGE_ERRORS", "CheckpointError", "Checkpoints"]

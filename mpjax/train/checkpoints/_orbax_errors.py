@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import sys
-from collections.abc import Iterator
-from typing import Any
 
 # What the operating system says of files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -33,23 +29,3 @@ def reason(error: BaseException) -> str:
   if not isinstance(error, (OSError, ValueError)) or not text:
     text = f"{type(error).__name__}: {text}"
   return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-@contextlib.contextmanager
-def silent_drops() -> Iterator[None]:
-  """Keeps off stderr what Python says of each array whose write orbax gave up when another one failed.
-
-  The failure itself is raised. What still comes of the others finds nobody waiting for it.
-  """
-  before = sys.unraisablehook
-
-  def hook(unraisable: Any) -> None:
-    error = unraisable.exc_value
-    if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
-      before(unraisable)
-
-  sys.unraisablehook = hook
-  try:
-    yield
-  finally:
-    sys.unraisablehook = before
