@@ -33,8 +33,7 @@ def test_the_commands_of_the_workflows_name_what_there_is():
   text = "\n".join(commands())
   assert set(re.findall(r"mpjax (\w+)", text)) <= {*COMMANDS}
   for extras in re.findall(r'\.\[([\w,-]+)\]"', text):
-    others = {"docs"}  # of the site, which may come by itself
-    assert {*extras.split(",")} <= {*PROJECT["optional-dependencies"], *others}
+    assert {*extras.split(",")} <= {*PROJECT["optional-dependencies"]}
   for file in re.findall(r"\b(?:scripts|examples|tests)/[\w./-]+\.\w+", text):
     assert (ROOT / file).exists(), file
 
