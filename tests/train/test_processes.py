@@ -290,9 +290,10 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
   group = start(2, [*tiny_gpt, *settings], "tests/train/_faulty_train.py", FAULTS=json.dumps({"disk": full}))
   statuses, _, errors = group.end()
   assert statuses == [4, 4]
-  assert "the checkpoint of step 4 cannot be written" in errors[full]
+  assert errors[full].count("the checkpoint of step 4 cannot be written") == 1
   assert "File too large" in errors[full]
-  assert not [text for text in errors if "Traceback" in text]
+  # In the one that is full, tensorstore's threads print that a loop is closed, in between too.
+  assert "Traceback" not in errors[1 - full]
 
 
 @pytest.mark.slow
