@@ -19,7 +19,8 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
   Raises:
     ValueError: for rows that cannot be divided by `n`, or leaves of different numbers of rows.
   """
-  require_same_rows(batch, f"accumulate={n}")
+  if n > 1:
+    require_same_rows(batch, f"accumulate={n}")
 
   def split(x: Shaped[Array, " ..."]) -> Shaped[Array, "n ..."]:
     if not x.ndim:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import pathlib
 import shutil
+
+# What is said of a directory that is no longer there; the last one if another machine took it away.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:

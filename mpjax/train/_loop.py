@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import pathlib
 import signal
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from mpjax.train._config import Config, OptimizerConfig
 from mpjax.train._display import Display, header, summary_table
 from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
 from mpjax.train._export import export_text, params_to_export, save_safetensors
+from mpjax.train._files import GONE
 from mpjax.train._init_from import start_from
 from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
@@ -145,7 +145,7 @@ class TrainingRun:
     try:
       yield
     except OSError as error:
-      lost = error.errno in (errno.ENOENT, errno.ENOTDIR) and not self.directory.is_there
+      lost = error.errno in GONE and not self.directory.is_there
       if not (lost or error.errno in STORAGE_ERRORS):
         raise
       kept = self._resumes(self.checkpoints.latest())

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
 LOG = "train.log"
@@ -84,13 +85,18 @@ class _Steady:
     try:
       try:
         self._stream.write(text)
-      except UnicodeEncodeError as error:
-        self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+      except UnicodeEncodeError:  # whose own `encoding` is "charmap" for many
+        encoding = self._stream.encoding
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     except (OSError, ValueError) as error:
       self._lose(error)
     if "\n" in text:
       self.flush()
     return len(text)
+
+  def writelines(self, lines: Iterable[str]) -> None:
+    """Writes several texts."""
+    self.write("".join(lines))
 
   def flush(self) -> None:
     """Hands what was written to the operating system."""

@@ -81,15 +81,16 @@ class TuneResult(Shown):
   def conclusion(self) -> str:
     """What the search says, in a sentence or two."""
     name = self.chosen.label
-    plain = self.chosen.kind == "preset"
-    if name == "fp32":
+    preset = next((t.label for t in self.table if t.kind == "preset" and t.policy == self.policy), None)
+    plain = preset is not None
+    if preset == "fp32":
       tried = [t for t in self.table if t.policy != self.policy]
       nearest = min((t.error.total for t in tried), default=math.inf)
       cheaper = [t for t in tried if t.cost.cheaper(self.chosen.cost, self.objective)]
       if not cheaper:
-        return f"fp32: nothing that was tried is cheaper on {self.target}"
+        return f"{name}: nothing that was tried is cheaper on {self.target}"
       return (
-        f"fp32: nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {nearest:.2g}. If "
+        f"{name}: nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {nearest:.2g}. If "
         "that is good enough, give a larger tolerance"
       )
     others = [t for t in self.table if t.label in ("bf16", "fp32") and t.label != name]
@@ -186,7 +187,7 @@ class TuneResult(Shown):
       rows = [row[:-1] for row in modules]
       sections.append(of_rows("Noise and error by module", rows))
     notes = [f"note: {note}" for note in self.notes]
-    return [*sections, TextSection(self.conclusion, lines=[*notes, self.yaml.rstrip()])]
+    return [*sections, TextSection(self.conclusion, lines=[*notes, *self.yaml.splitlines()])]
 
   def _table_rows(self) -> list[list[str]]:
     rows = [["policy", "what", "time floor", "peak", "error", "of tolerance", ""]]

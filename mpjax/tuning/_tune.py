@@ -87,7 +87,8 @@ def tune(
     plan_of: (policy, recompute) to the plan, in place of `mpjax.plan` of the step on one device.
     recompute: what the backward pass may compute again; by default what `mpjax.make_train_step` takes. It
       changes no number, and is planned for the policy found with `objective="memory"`, or if that does not
-      fit the target. `None` as an argument of `plan_of` is what the step does anyway.
+      fit the target; not with `candidates`, which are taken as they are. `None` as an argument of `plan_of`
+      is what the step does anyway.
     progress: called with a line before each trial.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 

@@ -346,6 +346,13 @@ def test_labels_are_below_the_number_of_classes_that_is_given(tmp_path):
     load("npz", path=path, num_classes=most)
 
 
+def test_a_few_images_held_out_may_be_of_many_classes(tmp_path):
+  many = 2000
+  arrays = {"images": np.zeros((many, 2, 2), np.float32), "labels": np.arange(many)}
+  arrays |= {"eval_images": arrays["images"][-4:], "eval_labels": arrays["labels"][-4:]}
+  assert load("npz", path=save(tmp_path, **arrays)).info.num_classes == many
+
+
 @pytest.mark.parametrize("at", ["walk", "is_file"])
 def test_a_folder_that_cannot_be_entered_is_named(corpus, at, monkeypatch):
   denied = PermissionError(13, "Permission denied", str(corpus / "part1"))
@@ -381,7 +388,7 @@ def test_a_folder_that_cannot_be_entered_is_named(corpus, at, monkeypatch):
     ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
     ("npz", {}, ["data.path"]),
     ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
-    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz", "without Python objects"]),
+    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz", "has Python objects"]),
     ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),
   ],
 )

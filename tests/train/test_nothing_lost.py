@@ -43,7 +43,7 @@ def line(step):
     ),
     (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
     (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
-    (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 is no record"]),
+    (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 repeats a step"]),
     (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is no record"]),
     (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
     (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),
@@ -62,7 +62,7 @@ def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path, content, k
   assert all(word in " ".join(metrics.said) for word in said)
   assert bool(metrics.said) == bool(said)
   assert metrics.count == len(kept) + 1
-  has_bad = "no record" in " ".join(metrics.said)
+  has_bad = ", and all others are kept" in " ".join(metrics.said)
   assert (tmp_path / "damaged" / "metrics.jsonl").exists() == has_bad
   if has_bad:
     assert (tmp_path / "damaged" / "metrics.jsonl").read_bytes() == content
@@ -117,9 +117,10 @@ def test_closed_streams_and_a_directory_that_is_known_late(tmp_path, monkeypatch
   assert "error\n" in log
 
 
-def test_a_character_that_a_terminal_has_not_is_shown_as_its_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize("encoding", ["ascii", "cp1251"])
+def test_a_character_that_a_terminal_has_not_is_shown_as_its_code(encoding, tmp_path, monkeypatch):
   raw = io.BytesIO()
-  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
   with Output() as output:
     output.log_to(tmp_path)
     print("runs/é")

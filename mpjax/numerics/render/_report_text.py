@@ -45,7 +45,7 @@ def sections_of(
     sections.append(of_rows("Largest errors against float32", [["module", "values", "gradients"], *rows]))
   said = [f"{finding.severity}: {finding.text}" for finding in findings]
   if advice is not None:
-    said += [*advice_lines(advice, findings), advice.yaml.rstrip()]
+    said += [*advice_lines(advice, findings), *advice.yaml.splitlines()]
   return [*sections, TextSection("Findings", lines=said)] if said else sections
 
 

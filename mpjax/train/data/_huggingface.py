@@ -100,7 +100,7 @@ def load_huggingface(
   labels = [np.asarray(_column(splits[split], label_column)) for split in wanted]
   for column, of_column in zip(columns, labels, strict=True):
     check_labels(of_column, label_column, column.title)
-    require_classes(of_column, label_column, column.title, num_classes)
+    require_classes(of_column, label_column, column.title, num_classes, sum(map(len, labels)))
     check_pair({"images": column.sample(), "labels": of_column[column.sampled]}, "", column.title)
   if len(wanted) == 2:
     (train, held_out), (train_labels, eval_labels) = columns, labels

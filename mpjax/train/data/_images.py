@@ -51,7 +51,7 @@ def load_npz(
   except Exception as error:  # of many kinds, from the archive, its compression and NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
     if "pickle" in reason:  # NumPy's advice would run what is in the file
-      reason = "neither an archive of arrays nor one without Python objects"
+      reason = "it is no archive of arrays, or has Python objects, which are not read"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   train = check_pair(arrays, "", path)
   if "eval_images" in arrays or "eval_labels" in arrays:
@@ -67,9 +67,9 @@ def load_npz(
       )
   else:
     train, held_out = split_arrays(*train, valid_fraction)
-  for prefix in ("", "eval_"):
-    if (labels := arrays.get(f"{prefix}labels")) is not None:
-      require_classes(labels, f"{prefix}labels", path, num_classes)
+  labelled = {name: arrays[name] for name in ("labels", "eval_labels") if name in arrays}
+  for name, labels in labelled.items():
+    require_classes(labels, name, path, num_classes, sum(map(len, labelled.values())))
   return arrays_to_rows(train, held_out, path, num_classes)
 
 
@@ -186,9 +186,12 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
   return images, labels
 
 
-def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int | None) -> None:
-  """Raises `DataError` for a label that is no class, or a single one that would decide how many there are."""
-  bound = num_classes or max(_FEW, len(labels))
+def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int | None, images: int) -> None:
+  """Raises `DataError` for a label that is no class, or a single one that would decide how many there are.
+
+  Without `num_classes` there are at most as many as `images` of all splits together.
+  """
+  bound = num_classes or max(_FEW, images)
   if (large := labels >= bound).any():
     at = int(np.argmax(large))
     what = f"below data.num_classes={num_classes}" if num_classes else f"below {bound}, or data.num_classes"

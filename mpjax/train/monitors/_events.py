@@ -6,7 +6,8 @@ import contextlib
 import pathlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
@@ -70,20 +71,21 @@ class Events:
 
   def flush(self) -> None:
     """Hands what was written to the operating system."""
-    if self._writer is not None:
-      self._writer.flush()
+    self._guarded(lambda writer: writer.flush())
 
   def close(self) -> None:
     """Flushes and closes the file; closed it is even where that raises."""
-    if self._writer is not None:
-      self._writer.close()
+    self._guarded(lambda writer: writer.close())
 
   def _write(self, event: Event) -> None:
+    event.wall_time = time.time()
+    self._guarded(lambda writer: writer.write(event.SerializeToString()))
+
+  def _guarded(self, action: Callable[[Any], None]) -> None:
     if self._writer is None:
       return
     try:
-      event.wall_time = time.time()
-      self._writer.write(event.SerializeToString())
+      action(self._writer)
     except OSError:
       raise
     except Exception as error:  # of any kind, from TensorBoard's own code: a run is more than its pictures

@@ -14,8 +14,8 @@ class MetricsFile:
   """`metrics.jsonl`: one JSON object a line, in step order.
 
   Records of steps after `resume_step`, and a line that a kill cut short, are dropped, since the resumed run
-  writes them again. Every other record is kept. Where there are lines that are none, the file as it was is
-  kept in `damaged/` beside it.
+  writes them again. Every other record is kept, the first of each step. Where there are other lines, the file
+  as it was is kept in `damaged/` beside it.
 
   Attributes:
     said: what a person has to know of the file as it was found, a line each.
@@ -35,11 +35,12 @@ class MetricsFile:
     if not owner:
       return
     found = _read(path.read_bytes() if path.exists() else b"", resume_step)
-    if found.bad:
-      numbers = ", ".join(map(str, found.bad[:3])) + (", ..." if len(found.bad) > 3 else "")
-      lines = f"line {numbers} is no record" if len(found.bad) == 1 else f"lines {numbers} are no records"
+    wrong = [*_lines(found.bad, "is no record", "are no records")]
+    wrong += _lines(found.repeated, "repeats a step", "repeat a step")
+    if wrong:
       copy = set_aside(path, keep=True)
-      self.said.append(f"{path.name}: {lines}, and all others are kept; the file as it was is {copy}")
+      said = f"{path.name}: {' and '.join(wrong)}, and all others are kept"
+      self.said.append(f"{said}; the file as it was is {copy}")
     self.count = len(found.records)
     if expected is not None and self.count < expected:
       last = f", of which step {found.last} is the last one" if found.last is not None else ""
@@ -68,27 +69,36 @@ class MetricsFile:
 
 
 class _Found(NamedTuple):
-  """The lines of a file: records to keep, the step of the last, and the numbers of lines that are none."""
+  """Lines of a file: records to keep, the last step, and numbers of lines that are none or repeat one."""
 
   records: list[bytes]
   last: int | None
   bad: list[int]
+  repeated: list[int]
 
 
 def _read(content: bytes, resume_step: int) -> _Found:
   *lines, cut = content.split(b"\n")
   records: dict[int, bytes] = {}
-  bad = []
+  bad, repeated = [], []
   for number, line in enumerate(lines, 1):
     step = _step(line)
-    if step is None or step in records:
+    if step is None:
       bad.append(number)
+    elif step in records:
+      repeated.append(number)
     elif step <= resume_step:
       records[step] = line + b"\n"
   step = _step(cut)
   if step is not None and step <= resume_step and step not in records:
     records[step] = cut + b"\n"
-  return _Found(list(records.values()), max(records, default=None), bad)
+  return _Found(list(records.values()), max(records, default=None), bad, repeated)
+
+
+def _lines(numbers: list[int], one: str, several: str) -> list[str]:
+  """Returns what is wrong with lines, as one text or none."""
+  shown = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+  return [f"line {shown} {one}" if len(numbers) == 1 else f"lines {shown} {several}"] if numbers else []
 
 
 def _step(line: bytes) -> int | None:

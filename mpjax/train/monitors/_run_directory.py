@@ -15,7 +15,7 @@ from mpjax._types import ArrayLike
 from mpjax.train._config import Config, parse_config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
-from mpjax.train._files import set_aside, unfinished, unused, write_atomically
+from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomically
 
 
 class RunDirectory:
@@ -73,7 +73,7 @@ class RunDirectory:
       return None
     try:
       summary = _json(file.read_bytes())
-      if isinstance(summary, dict) and summary.keys() >= {"steps", "final_loss"}:
+      if isinstance(summary, dict) and "final_loss" in summary and isinstance(summary.get("steps"), int):
         return summary
       moved = set_aside(file)
     except OSError as error:
@@ -90,8 +90,10 @@ class RunDirectory:
       return True
     try:
       return os.path.samestat(os.stat(self.path), os.fstat(self._held))
-    except (FileNotFoundError, NotADirectoryError):
-      return False
+    except OSError as error:
+      if error.errno in GONE:
+        return False
+      raise
 
   def refuge(self) -> pathlib.Path:
     """Returns where a checkpoint can be saved once the directory is no longer there.
@@ -109,10 +111,9 @@ class RunDirectory:
 
   def _moved_to(self) -> pathlib.Path | None:
     assert self._held is not None
-    here = os.fstat(self._held)
     try:  # Linux says where an open directory is; elsewhere, nobody does
       now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
-      return now if os.path.samestat(os.stat(now), here) else None
+      return now if os.path.samestat(os.stat(now), os.fstat(self._held)) else None
     except OSError:
       return None
 
