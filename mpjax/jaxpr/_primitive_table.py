@@ -17,12 +17,12 @@ from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, register
 from mpjax.jaxpr._primitives import Trait as T
 
 Key = Primitive | str  # of several names, with spaces between
-Rows = tuple[T, tuple[Key, ...], CallKind | None]
+Rows = tuple[T, tuple[Key, ...], CallKind | None, str]
 
 
-def of(traits: T, *keys: Key, call: CallKind | None = None) -> Rows:
+def of(traits: T, *keys: Key, call: CallKind | None = None, collective: str = "") -> Rows:
   """Primitives with the same traits."""
-  return traits, keys, call
+  return traits, keys, call, collective
 
 
 def decide(
@@ -41,8 +41,8 @@ def decide(
     in_float16: what float16 adds to the reason.
   """
   for entry in rows:
-    traits, keys, call = entry if isinstance(entry, tuple) else of(T.NONE, entry)
-    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call, in_float16)
+    traits, keys, call, collective = entry if isinstance(entry, tuple) else of(T.NONE, entry)
+    row = PrimitiveFacts(listed, reason, float16, recompute, traits, call, in_float16, collective)
     for key in keys:
       for primitive in key.split() if isinstance(key, str) else [key]:
         register(primitive, row)
@@ -139,9 +139,10 @@ decide(
 decide(
   "deny",
   "sums over devices: the error would depend on how many there are",
-  "unreduced_psum unreduced_reduce_scatter",
-  of(T.ADDS | T.READS_STORED, lax.psum_p, "psum_invariant"),
-  of(T.ADDS | T.READS_STORED | T.STORES_RESULT, "reduce_scatter"),
+  of(T.NONE, "unreduced_psum", collective="all-reduce"),
+  of(T.NONE, "unreduced_reduce_scatter", collective="reduce-scatter"),
+  of(T.ADDS | T.READS_STORED, lax.psum_p, "psum_invariant", collective="all-reduce"),
+  of(T.ADDS | T.READS_STORED | T.STORES_RESULT, "reduce_scatter", collective="reduce-scatter"),
   recompute=False,
 )
 decide(
@@ -257,17 +258,19 @@ decide(
   "moves values between devices: half the bytes in half precision",
   of(T.EACH, lax.device_put_p),
   of(T.ALIAS | T.SAME_WEIGHT | T.PASSES_ON, "reshard"),
-  lax.ragged_all_to_all_p,
-  "all_gather_invariant all_gather_reduced pbroadcast",
-  of(T.MOVES | T.EACH | T.READS_STORED, lax.all_gather_p, lax.ppermute_p),
-  of(T.MOVES | T.READS_STORED, lax.all_to_all_p),
+  of(T.NONE, lax.ragged_all_to_all_p, collective="ragged-all-to-all"),
+  of(T.NONE, "all_gather_invariant all_gather_reduced", collective="all-gather"),
+  of(T.NONE, "pbroadcast", collective="collective-broadcast"),
+  of(T.MOVES | T.EACH | T.READS_STORED, lax.all_gather_p, collective="all-gather"),
+  of(T.MOVES | T.EACH | T.READS_STORED, lax.ppermute_p, collective="collective-permute"),
+  of(T.MOVES | T.READS_STORED, lax.all_to_all_p, collective="all-to-all"),
   recompute=False,
 )
 decide(
   "infer",
   "selects values over devices and rounds none",
-  "unreduced_pmax unreduced_pmin",
-  of(T.READS_STORED, lax.pmax_p, lax.pmin_p),
+  of(T.NONE, "unreduced_pmax unreduced_pmin", collective="all-reduce"),
+  of(T.READS_STORED, lax.pmax_p, lax.pmin_p, collective="all-reduce"),
   recompute=False,
 )
 decide(

@@ -100,6 +100,7 @@ class PrimitiveFacts:
     reason: why it is on that list.
     float16: `deny` for one of `infer` that is denied in float16, which has not float32's range; else empty.
     reason_in_float16: what float16's range adds to the reason; else empty.
+    collective: what it is between devices, by XLA's name (`all-reduce`); empty for what crosses none.
     recompute: whether the backward pass may compute it a second time rather than save it.
     traits: what it does with its operands.
     call: which kind of call it is; `None` for one that is not entered.
@@ -112,6 +113,7 @@ class PrimitiveFacts:
   traits: Trait = Trait.NONE
   call: CallKind | None = None
   reason_in_float16: str = ""
+  collective: str = ""
 
   def __post_init__(self) -> None:
     if self.list not in LISTS:

@@ -25,6 +25,7 @@ from mpjax.planner.analytic import (
   make_graph,
   padding_advice,
   serving_dtype,
+  stated_collectives,
   time_floor,
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
@@ -99,6 +100,8 @@ def plan(
   memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
   products = list_products(graph, device, traced.devices)
   compiled, collectives, compiler_notes = _by_the_compiler(traced, memory, device, compile)
+  if compiled is None:
+    collectives = stated_collectives(graph)
   given = compiled.memory if compiled else memory
   return Plan(
     label=label or traced.label,

@@ -151,9 +151,10 @@ class Collective:
   Attributes:
     operation: as the compiler names it, `all-reduce`.
     dtype: of what moves.
-    nbytes: of all of them.
+    nbytes: of the results of all of them.
     count: how many.
     sources: modules that they come from, the largest first.
+    group: how many devices exchange with each other; 0 where that is not known.
   """
 
   operation: str
@@ -161,6 +162,7 @@ class Collective:
   nbytes: int
   count: int
   sources: tuple[str, ...]
+  group: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,8 @@ class PlanFigures:
     inference: bytes of the weights in the compute dtype.
     checkpoint: bytes of what a checkpoint of the state holds, unpadded and once for all devices.
     products: the matrix products, the most FLOPs first.
-    collectives: what crosses devices, from the compiled program.
+    collectives: what crosses devices, from the compiled program; without one, what the step states itself,
+      which a step of `mpjax.make_train_step` with a mesh does of all but a `tensor` axis.
     floor: for the time, or `None` where the target has no published peaks.
     notes: sentences for whoever reads the plan.
     subject: what the step trains, in words; empty if that is not known.

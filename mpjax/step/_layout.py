@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._tree import named_leaves
@@ -71,6 +72,12 @@ class Layout:
     mesh = self._typed_mesh()
     placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed
+
+  def shapes(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+    """Returns a state and a batch (arrays or shapes) as shapes that lie where a step has them, to plan it."""
+    put = lambda x, at: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=at)
+    rows = self.batch_sharding
+    return jax.tree.map(put, state, self.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
 
   def place(self, state: TrainState) -> TrainState:
     """Lays a state out on the mesh, from wherever it is."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from mpjax._types import Mesh, PolicyLike, PyTree
+from mpjax._types import Mesh, PolicyLike
 from mpjax.planner import Plan, Target, plan, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import AXES, BATCH_AXES
-from mpjax.step import GATHERS, TrainState, TrainStep
+from mpjax.step import GATHERS, Layout, TrainState, TrainStep
 from mpjax.train._config import DEFAULT_RECOMPUTE, Config, ConfigError
 from mpjax.train._meshes import mesh_sizes
 from mpjax.train._setup import build_step, init_state
+from mpjax.train._task import Task
 from mpjax.train.data import Data, load_data
 
 
@@ -54,11 +56,7 @@ class Planner:
       ConfigError: for what does not fit together.
     """
     batch = self.config.data.batch_size if batch is None else batch
-    if batch % self.multiple:
-      raise ConfigError(
-        f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
-        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
-      )
+    self._check_rows(batch)
     spec = self.config.policy if policy is None else policy
     recompute = self.config.train.recompute if recompute is None else recompute
     try:
@@ -66,9 +64,10 @@ class Planner:
       resolved, note = policy_on_target(asked, self.target)
       gather = self.config.mesh.gather if gather is None else gather
       step, state = self._step_and_state(resolved, recompute, gather, batch)
+      shapes = self._data.info.batch_shapes(batch)
       made = plan(
         step,
-        _place(step, state, self._data.info.batch_shapes(batch)),
+        (state, shapes) if step.layout is None else step.layout.shapes(state, shapes),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute, gather),
@@ -86,25 +85,37 @@ class Planner:
     """The ways to gather parameters that there are to choose from."""
     return GATHERS if self.sizes["fsdp"] > 1 else ("step",)
 
+  @functools.cached_property
+  def layout(self) -> Layout | None:
+    """Where the config's state and batches lie on the target; `None` on one device.
+
+    Raises:
+      ConfigError: for a batch that the devices cannot divide.
+    """
+    self._check_rows(self.config.data.batch_size)
+    return self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)[1].layout
+
+  def _check_rows(self, batch: int) -> None:
+    if batch % self.multiple:
+      raise ConfigError(
+        f"data.batch_size={batch}: expected a multiple of {self.multiple}, which is train.accumulate="
+        f"{self.config.train.accumulate} times {self.multiple // self.config.train.accumulate} devices"
+      )
+
   def _step_and_state(
     self, policy: Policy, recompute: str, gather: str, batch: int
   ) -> tuple[TrainStep, TrainState]:
+    config, step, task = self._step(policy, recompute, gather)
+    shapes = self._data.info.batch_shapes(batch)
+    return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
+
+  def _step(self, policy: Policy, recompute: str, gather: str) -> tuple[Config, TrainStep, Task]:
     train = self.config.train.model_copy(update={"recompute": recompute})
     layout = self.config.mesh.model_copy(update={"gather": gather})
     config = self.config.model_copy(update={"train": train, "mesh": layout})
     mesh = _mesh(self.sizes, self.target)
     task, step = build_step(config, self._data.info, policy, mesh, backend=self.target.kind)
-    shapes = self._data.info.batch_shapes(batch)
-    return step, jax.eval_shape(lambda: init_state(config, task, step, shapes))
-
-
-def _place(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-  """Lays out the shapes of a state and a batch as the step has them."""
-  if step.layout is None:
-    return state, batch
-  put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  rows = step.layout.batch_sharding
-  return jax.tree.map(put, state, step.layout.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
+    return config, step, task
 
 
 def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:

@@ -3,6 +3,7 @@
 from mpjax.planner.analytic._graph import Graph, make_graph
 from mpjax.planner.analytic._memory import analytic_memory, table_bytes
 from mpjax.planner.analytic._products import list_kernels, list_products, padding_advice, serving_dtype
+from mpjax.planner.analytic._stated_collectives import stated_collectives
 from mpjax.planner.analytic._time_floor import time_floor
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
   "make_graph",
   "padding_advice",
   "serving_dtype",
+  "stated_collectives",
   "table_bytes",
   "time_floor",
 ]

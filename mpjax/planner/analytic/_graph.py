@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from mpjax.jaxpr import (
   bodies_of,
   call_kind,
   default_branch,
+  facts,
   flops,
   inside,
   is_recomputed,
@@ -77,6 +78,7 @@ class GraphOperation:
     local: whether it is inside of a `shard_map`, with the shapes of one device.
     bodies: graphs of a loop's or conditional's bodies.
     times: how often the bodies run (a `while` counts once).
+    group: how many devices exchange with each other, of a collective; 1 otherwise.
   """
 
   name: str
@@ -91,6 +93,7 @@ class GraphOperation:
   local: bool
   bodies: list[Graph]
   times: int
+  group: int = 1
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -189,7 +192,8 @@ class _Context:
   path: str
   source: str
   region: int
-  local: bool = False
+  # Of the mesh axes that the program divides itself, inside of a `shard_map`: how many devices each has.
+  axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _Builder:
@@ -220,7 +224,7 @@ class _Builder:
         self._regions += 1
         here = dataclasses.replace(here, region=self._regions)
       if call_kind(equation) is CallKind.SHARD_MAP:
-        here = dataclasses.replace(here, local=True)
+        here = dataclasses.replace(here, axes={**here.axes, **equation.params["mesh"].shape})
       body = _call(equation)
       if body is None:
         out.append(self._operation(equation, environment, here))
@@ -245,7 +249,7 @@ class _Builder:
     results = []
     for variable in equation.outvars:
       environment[variable] = _value(variable.aval)
-      environment[variable].local = here.local
+      environment[variable].local = bool(here.axes)
       results.append(environment[variable])
     bodies = []
     if kind is not None and kind.is_control_flow:
@@ -268,9 +272,10 @@ class _Builder:
       flops(equation),
       here.region,
       equation,
-      here.local,
+      bool(here.axes),
       bodies,
       times,
+      _group(equation, here.axes) if facts(equation).collective else 1,
     )
     for value in results:
       value.maker = operation
@@ -295,12 +300,20 @@ def _call(equation: JaxprEqn) -> AnyJaxpr | None:
   return bodies[0] if len(open_jaxpr(bodies[0]).outvars) == len(equation.outvars) else None
 
 
+def _group(equation: JaxprEqn, sizes: Mapping[str, int]) -> int:
+  """Returns how many devices exchange in a collective over axes of these sizes."""
+  if groups := equation.params.get("axis_index_groups"):
+    return max(map(len, groups))
+  axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+  return math.prod(sizes.get(axis, 1) for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
+
 def _at(equation: JaxprEqn, context: _Context) -> _Context:
   phase = phase_of(equation)
   if context.phase == BACKWARD or (phase == OTHER and context.phase):
     phase = context.phase
   path = inside(context.path, module_path(equation))
-  return _Context(phase, path, source_line(equation) or context.source, context.region, context.local)
+  return _Context(phase, path, source_line(equation) or context.source, context.region, context.axes)
 
 
 def _needed(operations: list[GraphOperation], results: list[GraphValue]) -> list[GraphOperation]:

@@ -15,8 +15,6 @@ from mpjax.planner.analytic._products import precision_of, unit_dtype
 
 # How many bfloat16 passes a TPU makes for a float32 product of a precision.
 _PASSES = {"HIGH": 3, "HIGHEST": 6}
-# Of a collective's bytes, the share that a device sends in a group of two, or where the network adds up.
-_SENT = {"all-reduce": 1.0, "reduce-scatter": 1.0, "collective-permute": 1.0}
 
 
 def time_floor(
@@ -45,11 +43,18 @@ def time_floor(
     "memory": moved / target.bandwidth,
   }
   if collectives and target.interconnect and devices > 1:
-    # The least that each device sends, whatever the algorithm and the size of the groups.
-    sent = sum(c.nbytes * _SENT.get(c.operation, 0.5) for c in collectives)
-    parts["interconnect"] = sent / target.interconnect
+    parts["interconnect"] = sum(map(_sent_bytes, collectives)) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)
+
+
+def _sent_bytes(collective: Collective) -> float:
+  """Returns the least that a device sends, by any algorithm, and where the network adds up an all-reduce."""
+  group = max(collective.group, 2)
+  if collective.operation == "reduce-scatter":
+    return float(collective.nbytes * (group - 1))
+  whole = collective.operation in ("all-reduce", "collective-permute")
+  return collective.nbytes * (1.0 if whole else (group - 1) / group)
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:

@@ -20,6 +20,9 @@ from mpjax.planner.compiled._hlo_locations import path_of_name
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
 
 _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
+# The devices of a collective: `{{0,1},{2,3}}`, `[2,2]<=[4]`, or `mesh['data'=2,'fsdp'=2] {'fsdp'}`.
+_LISTED = re.compile(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)")
+_OF_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 # A TPU's fusions that compute while something moves each repeat the collective; those of one are one chain.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _PLAIN = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
@@ -93,25 +96,36 @@ def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
 
 def collectives(module: HloModule) -> tuple[Collective, ...]:
   """Returns what crosses devices in one step: the bytes of the results on each, by operation and dtype."""
-  total: dict[tuple[str, str], list[int]] = {}
-  sources: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+  total: dict[tuple[str, str, int], list[int]] = {}
+  sources: dict[tuple[str, str, int], collections.Counter[str]] = collections.defaultdict(collections.Counter)
   for instruction, times, moved in _crossings(module):
-    op = instruction.op.removesuffix("-start")
+    op, group = instruction.op.removesuffix("-start"), _group(instruction.rest)
     for shape in moved or ():
-      row = total.setdefault((op, shape.dtype), [0, 0])
+      row = total.setdefault((op, shape.dtype, group), [0, 0])
       row[0] += shape.nbytes * times
       row[1] += times
-      sources[op, shape.dtype][path_of_name(instruction.op_name)] += shape.nbytes * times
+      sources[op, shape.dtype, group][path_of_name(instruction.op_name)] += shape.nbytes * times
   return tuple(
     Collective(
       op,
       numpy_name(dtype),
       nbytes,
       count,
-      tuple(path for path, _ in sources[op, dtype].most_common(3) if path),
+      tuple(path for path, _ in sources[op, dtype, group].most_common(3) if path),
+      group,
     )
-    for (op, dtype), (nbytes, count) in sorted(total.items(), key=lambda item: -item[1][0])
+    for (op, dtype, group), (nbytes, count) in sorted(total.items(), key=lambda item: -item[1][0])
   )
+
+
+def _group(text: str) -> int:
+  """Returns how many devices exchange with each other in a collective; 0 if it does not say."""
+  if listed := _LISTED.search(text):
+    return int(listed[2]) if listed[2] else listed[1].count(",") + 1
+  if (over := _OF_MESH.search(text)) is None:
+    return 0
+  sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", over[1])}
+  return math.prod(sizes.get(axis.strip("'"), 0) for axis in over[2].split(","))
 
 
 def unplaced_collectives(module: HloModule) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NO_FIT = "DOES NOT FIT"
 
 _WIDE = 100  # from which on a table has room for every column
-_FIGURES = frozenset({"count", "bytes", "extra", "FLOPs", "needs", "share", "floor"})
+_FIGURES = frozenset({"devices", "count", "bytes", "extra", "FLOPs", "needs", "share", "floor"})
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
 _MOST_PRODUCTS = 10
@@ -278,10 +278,21 @@ def _fused(plan: PlanFigures) -> TextSection | None:
 
 
 def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
-  columns = _columns("plan operation dtype count bytes from")
-  cells = lambda c: [c.operation, c.dtype, str(c.count), bytes_text(c.nbytes), ", ".join(c.sources)]
+  columns = _columns("plan operation dtype devices count bytes from")
+  cells = lambda c: [
+    c.operation,
+    c.dtype,
+    str(c.group or "-"),
+    str(c.count),
+    bytes_text(c.nbytes),
+    ", ".join(c.sources),
+  ]
   groups = [[TextRow([plan.label, *cells(c)]) for c in plan.collectives] for plan in plans]
-  return TextSection("Collectives of one step on one device", columns, groups) if any(groups) else None
+  if not any(groups):
+    return None
+  stated = any(plan.collectives and plan.compiled is None for plan in plans)
+  said = ["Without the compiler: what the step states itself, not what a compiler adds to it."]
+  return TextSection("Collectives of one step on one device", columns, groups, said if stated else [])
 
 
 def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:

@@ -93,6 +93,25 @@ def test_bytes_that_cross_devices(lines, want):
   assert [(c.operation, c.dtype, c.nbytes, c.count) for c in found] == want
 
 
+@pytest.mark.parametrize(
+  ("groups", "devices"),
+  [
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
+    ("replica_groups={{0},{1}}", 1),
+    ("replica_groups=[2,4]<=[8]", 4),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
+    ("replica_groups=mesh['data'=2,'fsdp'=4,'tensor'=1] {'fsdp'}", 4),
+    ("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}", 8),
+    ("replica_groups={}", 0),
+    ("replica_groups=mesh['data'=8] {'data':(1)4}", 0),
+    ("channel_id=1", 0),
+  ],
+)
+def test_how_many_devices_exchange(groups, devices):
+  (found,) = collectives_of(f"%a = f32[8]{{0}} all-reduce(%p), channel_id=7, {groups}, to_apply=%add")
+  assert found.group == devices
+
+
 @pytest.mark.parametrize("repeated", ["", ", calls=%async"])
 def test_what_any_asynchronous_operation_runs_counts_once(repeated):
   inner = "%q = f32[8]{0} parameter(0)\n  ROOT %g = f32[32]{0} all-gather(%q), dimensions={0}"
