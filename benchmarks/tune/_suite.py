@@ -38,7 +38,7 @@ CONFIGS = {
   "vit_digits": "vit_digits",
   "resnet_digits": "resnet_digits",
 }
-TARGETS = ("h200", "l4", "v5e")
+TARGETS = ("h200", "l4", "v5e", "h200:8")
 PARTS = ("search", "predictions", "growth", "proof")
 _STEPS, _BATCHES = 10, 2
 
@@ -74,12 +74,13 @@ def _tuned(config: Config, target: str, trials: pathlib.Path | None = None) -> t
   planner = Planner(config, get_target(target))
   began = time.perf_counter()
   result = tune(
-    subject.step,
+    subject.step.without_mesh(),
     subject.state,
     batches,
     target=target,
     trials=trials,
     plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
+    layout=planner.layout,
     progress=lambda line: print(f"  {line}", flush=True),
   )
   return result, time.perf_counter() - began

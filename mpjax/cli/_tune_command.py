@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import jax
 import rich.console
 import rich.progress
 import yaml
@@ -24,10 +26,12 @@ from mpjax.cli._config_arguments import (
 )
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import get_target
+from mpjax.step import OVER_DEVICES
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import Recompute
 from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, open_subject
+from mpjax.train._meshes import mesh_sizes, on_devices_here
 from mpjax.train._proving import prove
 from mpjax.tuning import TuneResult, tune
 from mpjax.tuning._tune import parse_tolerance
@@ -88,13 +92,14 @@ def _tune(options: argparse.Namespace) -> None:
   config = load_config(path, [*overrides, "policy=fp32"])
   console = rich.console.Console(width=None if rich.console.Console().is_terminal else 160)
   planner = Planner(config, target)
+  layout = planner.layout
   trials = pathlib.Path("runs/tune") / f"{path.stem}.jsonl"
   trials.parent.mkdir(parents=True, exist_ok=True)
   with _progress(console) as say:
     subject = _subject(config, checkpoint, steps, say)
     try:
       result = tune(
-        subject.step,
+        subject.step.without_mesh(),  # of the devices here: the layout is the target's
         subject.state,
         [subject.next_batch() for _ in range(batches)],
         target=target,
@@ -104,6 +109,7 @@ def _tune(options: argparse.Namespace) -> None:
         minutes=options.minutes,
         trials=trials,
         plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
+        layout=layout,
         recompute=[choice for choice in get_args(Recompute) if choice != config.train.recompute],
         progress=say,
       )
@@ -120,6 +126,10 @@ def _tune(options: argparse.Namespace) -> None:
     result.save_picture(options.picture)
     _print(console, f"picture: {options.picture}")
   if options.prove:
+    config = on_devices_here(config)
+    crossing = [key for key in OVER_DEVICES if getattr(result.policy, key) is not None]
+    if crossing and math.prod(mesh_sizes(config.mesh, len(jax.devices())).values()) == 1:
+      _print(console, f"the proof is on one device, where nothing crosses: it says nothing of {crossing[0]}")
     with _progress(console) as say:
       proof = prove(
         config if result.recompute is None else _recomputing(config, result.recompute),

@@ -18,8 +18,9 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import rows
 from mpjax.numerics._instrumented_step import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
-from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.step._optimizer import masters_of
+from mpjax.tuning._across_devices import AcrossDevices, without_devices
 
 # Updates over which the stored state of an optimiser is compared with float32's.
 _UPDATES = 8
@@ -78,7 +79,13 @@ class Gradients:
   """
 
   def __init__(
-    self, step: TrainStep, state: TrainState, batches: Sequence[PyTree], *, needs_noise: bool = True
+    self,
+    step: TrainStep,
+    state: TrainState,
+    batches: Sequence[PyTree],
+    *,
+    needs_noise: bool = True,
+    layout: Layout | None = None,
   ):
     """Computes the gradients in float32.
 
@@ -87,11 +94,14 @@ class Gradients:
       state: of the step.
       batches: at least one.
       needs_noise: whether batches that are too small to estimate noise are an error.
+      layout: how the devices of the run divide rows and parameters, which need not be here; by default the
+        step's own.
 
     Raises:
       ValueError: if they are not finite, are zero, or the batches are too small to estimate their noise.
     """
     self._step, self._state, self._batches = step.without_mesh(), state, batches
+    self._layout = step.layout if layout is None else layout
     self._wide, self._wide_state = reference_step(self._step), reference_state(state)
     found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
     self._grads = [grads for _, grads in found]
@@ -112,11 +122,13 @@ class Gradients:
 
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated where the device has no units for them."""
-    step = self._step.with_policy(_emulated(policy))
-    state = step.adopt(self._state, self._step)
+    alone = policy if self._layout is None else without_devices(policy)
+    step = self._step.with_policy(_emulated(alone))
+    across = AcrossDevices(step, policy, self._layout)
+    state = across.gathered(step.adopt(self._state, self._step), self._batches[0])
     losses, scales, differences = [], [], []
     for batch, reference in zip(self._batches, self._grads, strict=True):
-      loss, grads, state = _finite_gradients(step, state, batch)
+      loss, grads, state = _finite_gradients(across, state, batch)
       losses.append(float(loss))
       scaler = find_scaler(state.opt_state)
       scales.append(1.0 if scaler is None else float(scaler.scale))
@@ -202,11 +214,14 @@ def _emulated(policy: Policy) -> Policy:
   return dataclasses.replace(policy, fp8=dataclasses.replace(policy.fp8, emulate=True))
 
 
-def _finite_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree, TrainState]:
+def _finite_gradients(
+  across: AcrossDevices, state: TrainState, batch: PyTree
+) -> tuple[Array, PyTree, TrainState]:
   """Returns loss and gradients at the largest loss scale at which they are finite, and the state with it."""
-  scaling = step.policy.loss_scaling
+  scaling = across.policy.loss_scaling
   while True:
-    loss, grads = step.gradients(state, batch)
+    loss, grads = across.step.gradients(state, batch)
+    grads = across.reduced(state, batch, grads)
     scaler = find_scaler(state.opt_state)
     if scaling is None or scaler is None or scaling.kind != "dynamic":
       return loss, grads, state

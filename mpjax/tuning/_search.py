@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mpjax._plain_text import percent
 from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
+from mpjax.step import OVER_DEVICES
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import LEVELS, Module, mixed_policy, pattern_of
+from mpjax.tuning._single_changes import SingleChanges
 from mpjax.tuning._trials import Cost, Trial, TrialFile
 
 # In the order in which a user would take them where they cost the same.
 PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")
-# A change that saves less than this share gains nothing.
-_GAINS, _CASTS = 1e-3, 1e-6
-# From which share on layers that are alike are told apart.
-_WORTH = 0.01
 # How often a set that fails is made smaller, and one that passes larger; alike layers that are told apart.
 _BACK_OFF, _ADD, _LAYERS = 6, 3, 16
 # What is tried on top of the policy found: (what it applies to, fields).
@@ -27,6 +24,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, object]], ...] = (
   ("fp8", "fp8.last_layer", {"last_layer": True}),
   ("fp8", "fp8.attention", {"attention": True}),
   ("fp8", "fp8.saved_activations", {"saved_activations": "fp8"}),
+  ("devices", "reduce_dtype=bfloat16", {"reduce_dtype": "bfloat16"}),
+  ("devices", "gather_dtype=float8_e4m3fn", {"gather_dtype": "float8_e4m3fn"}),
   ("state", "optimizer_dtype=bfloat16", {"optimizer_dtype": "bfloat16"}),
   ("state", "optimizer_dtype=int8", {"optimizer_dtype": "int8"}),
   (
@@ -66,11 +65,16 @@ class Search:
     progress: Callable[[str], None],
     has_state: bool,
     recompute: Sequence[str],
+    devices: int,
   ):
     self._gradients, self._plan_of, self._modules = gradients, plan_of, list(modules)
     self._paths = [path for module in modules for path in module.paths]
     self._tolerance, self._objective, self._kept = tolerance, objective, kept
     self._deadline, self._say, self._has_state, self._recompute = deadline, progress, has_state, recompute
+    self._devices = devices
+    # Fields of all policies from now on, and the presets with them.
+    self._across: dict[str, str] = {}
+    self._presets: dict[str, Trial] = {}
     self._costs: dict[Policy, Cost] = {}
     self.trials: list[Trial] = []
     self.notes: list[str] = []
@@ -128,12 +132,13 @@ class Search:
     """Returns the best trial; ends early if the time is over."""
     best = self.whole([(name, get_policy(name)) for name in presets])
     assert best is not None, "fp32 has no error"
+    self._presets = {trial.label: trial for trial in self.trials}
     if len(self._paths) < 2:
       self.notes.append(
         "the loss function has no named scopes, so that no module can be treated apart (jax.named_scope)"
       )
     try:
-      best = self._by_module(best)
+      best = self._by_module(self._between_devices(best))
       best = self._with_options(best)
     except OutOfTime:
       best = self._best()
@@ -153,15 +158,45 @@ class Search:
     assert best is not None
     return best
 
+  def _between_devices(self, best: Trial) -> Trial:
+    """Returns the best preset with what makes it cheaper between devices, which all later policies have, too.
+
+    Before anything else, since nothing is gained by faster products where the links between devices decide.
+    """
+    found = self._with_options(best, only="devices")
+    crossing = {key: getattr(found.policy, key) for key in OVER_DEVICES}
+    self._across = {key: dtype.name for key, dtype in crossing.items() if dtype is not None}
+    if not self._across:
+      return best
+    before, self._presets = self._presets, {}
+    for name, trial in before.items():
+      policy = self._crossing(trial.policy)
+      is_base = name == "fp32" and best.label != "bf16"
+      if trial is best:
+        self._presets[name] = found
+      elif is_base or self._cost(policy).cheaper(found.cost, self._objective):
+        self._presets[name] = self.try_policy(policy, name + self._suffix, "option")
+    passing = [trial for trial in self._presets.values() if trial.passes]
+    return functools.reduce(lambda a, b: b if b.cost.cheaper(a.cost, self._objective) else a, passing, found)
+
+  def _crossing(self, policy: Policy) -> Policy:
+    return get_policy({"base": policy, **self._across}) if self._across else policy
+
+  @property
+  def _suffix(self) -> str:
+    return "".join(f", {key}={dtype}" for key, dtype in self._across.items())
+
   def _by_module(self, best: Trial) -> Trial:
     """Returns a cheaper trial than the best preset, in which some modules alone are at a cheaper level."""
-    trials = {t.label: t for t in self.trials if t.label in LEVELS}
+    trials = {name: trial for name, trial in self._presets.items() if name in LEVELS}
     cheaper = [t for t in trials.values() if t.cost.cheaper(best.cost, self._objective)]
-    if not cheaper or best.label not in LEVELS:
+    level = next((name for name, trial in trials.items() if trial is best), None)
+    if not cheaper or level is None:
       return best
     # Where bfloat16 as a whole is good enough, what is below it alone is in question.
-    base = best if best.label == "bf16" else trials["fp32"]
-    options = _Options(base, self._objective)
+    level = "bf16" if level == "bf16" else "fp32"
+    base = trials[level]
+    options = SingleChanges(level, base, self._objective)
     for name, trial in trials.items():
       for module in self._modules:
         if name in module.levels and trial.cost.cheaper(base.cost, self._objective):
@@ -176,17 +211,17 @@ class Search:
               self._single(options, part, level)
     return self._measure(options, best)
 
-  def _single(self, options: _Options, module: Module, level: str) -> None:
+  def _single(self, options: SingleChanges, module: Module, level: str) -> None:
     """Measures a preset with one module changed, if that saves something."""
     levels = options.levels(self._everything(options, module), {module: level})
-    policy = mixed_policy(levels, self._paths)
+    policy = self._crossing(mixed_policy(levels, self._paths))
     self._check_time()
     saves = options.saves(self._cost(policy), level)
     if saves > 0:
-      label = f"{options.base.label} but {level} in {_names([module])}"
+      label = f"{options.level} but {level} in {_names([module])}{self._suffix}"
       options.add(module, level, saves, self.try_policy(policy, label, "module").error.total)
 
-  def _everything(self, options: _Options, module: Module | None = None) -> list[Module]:
+  def _everything(self, options: SingleChanges, module: Module | None = None) -> list[Module]:
     """Returns all modules, those that are taken apart in their parts."""
     found: list[Module] = []
     for each in self._modules:
@@ -194,7 +229,7 @@ class Search:
       found += each.split() if apart else [each]
     return found
 
-  def _measure(self, options: _Options, best: Trial) -> Trial:
+  def _measure(self, options: SingleChanges, best: Trial) -> Trial:
     """Measures the best set, makes it smaller while it fails, and larger while there is room."""
     allowed, passed, tried = self._tolerance, None, 0
     everything = self._everything(options)
@@ -222,26 +257,32 @@ class Search:
         passed = (trial, {**passed[1], module: level})
     return passed[0] if passed[0].cost.cheaper(best.cost, self._objective) else best
 
-  def _mixed(self, options: _Options, everything: list[Module], chosen: Mapping[Module, str]) -> Trial:
+  def _mixed(self, options: SingleChanges, everything: list[Module], chosen: Mapping[Module, str]) -> Trial:
     reasons = {pattern_of(m, self._paths): why for m, why in options.reasons(chosen, self._objective).items()}
     return self.try_policy(
-      mixed_policy(options.levels(everything, chosen), self._paths),
-      _set_label(options, everything, chosen),
+      self._crossing(mixed_policy(options.levels(everything, chosen), self._paths)),
+      _set_label(options.level, everything, chosen) + self._suffix,
       "mixed",
       predicted=options.predicted(chosen),
       reasons=reasons,
     )
 
-  def _with_options(self, best: Trial) -> Trial:
-    """Returns the trial with what else makes it cheaper: FP8 in more places, state in fewer bytes."""
+  def _with_options(self, best: Trial, only: str | None = None) -> Trial:
+    """Returns the trial with what else makes it cheaper: more FP8, fewer bytes kept and across devices."""
     plain, taken = best.label, dict[str, str]()
     for applies, label, fields in _OPTIONS:
       policy = best.policy
+      if only not in (None, applies):
+        continue
       if applies == "fp8":
         if policy.fp8 is None:
           continue
         recipe = dataclasses.replace(policy.fp8, **fields)  # type: ignore[arg-type]
         changed = get_policy({"base": policy, "fp8": recipe})
+      elif applies == "devices":
+        if self._devices == 1:
+          continue
+        changed = get_policy({"base": policy, **fields})
       else:
         half = ("bfloat16",) if applies == "masters" else ("bfloat16", "float16")
         if self._objective != "memory" or not self._has_state or policy.compute_dtype.name not in half:
@@ -250,7 +291,7 @@ class Search:
       self._check_time()
       if self._cost(changed).cheaper(best.cost, self._objective):
         # A later choice for the optimiser's state or the masters takes the place of an earlier one.
-        with_it = taken | {label if applies == "fp8" else applies: label}
+        with_it = taken | {applies if applies in ("state", "masters") else label: label}
         trial = self.try_policy(
           changed, ", ".join([plain, *with_it.values()]), "option", reasons=best.reasons
         )
@@ -273,129 +314,9 @@ class Search:
     return best
 
 
-class _Options:
-  """The single changes of a preset: what each saves, and what it adds to the squared error.
-
-  Attributes:
-    base: trial of the preset.
-    apart: modules whose layers are treated one by one.
-  """
-
-  def __init__(self, base: Trial, objective: str):
-    self.base = base
-    self.apart: list[Module] = []
-    self._objective = objective
-    self._own = base.error.total**2
-    self._changes: dict[Module, dict[str, tuple[float, float]]] = {}
-
-  def saves(self, cost: Cost, level: str) -> float:
-    """Returns what a module at a level saves of what the preset spends; 0 if FP8 gains nothing."""
-    spent = self.base.cost.spent(self._objective)
-    saves = spent - cost.spent(self._objective)
-    if saves > _GAINS * spent:
-      return saves
-    # Without products of its own, a module in half precision saves the casts between it and the others.
-    return 0.0 if level == "fp8" else _CASTS * spent
-
-  def add(self, module: Module, level: str, saves: float, error: float) -> None:
-    """Takes in a change: what it saves, and the error of the preset with it."""
-    self._changes.setdefault(module, {})[level] = (saves, max(0.0, error**2 - self._own))
-
-  def reasons(self, chosen: Mapping[Module, str], objective: str) -> dict[Module, str]:
-    """Returns why modules do not have the level that would save most."""
-    found = {}
-    for module, changes in self._changes.items():
-      most = _saves_most(changes)
-      saves, error = changes[most]
-      if chosen.get(module) == most:
-        continue
-      if not math.isfinite(error):
-        found[module] = f"in {most} the gradient is not finite"
-      else:
-        what = "time" if objective == "time" and self.base.cost.seconds is not None else "memory"
-        share = saves / max(self.base.cost.spent(objective), 1e-30)
-        found[module] = (
-          f"{most} would add an error of {error**0.5:.2g} and save {percent(share)} of the {what}"
-        )
-    return found
-
-  def take_apart(self, module: Module) -> list[str]:
-    """Forgets a module, whose layers take its place; returns the levels that were tried."""
-    self.apart.append(module)
-    return list(self._changes.pop(module))
-
-  def levels(self, everything: Iterable[Module], changes: Mapping[Module, str]) -> dict[Module, str]:
-    """Returns the level of every module under some changes."""
-    return {module: changes.get(module, self.base.label) for module in everything}
-
-  def predicted(self, chosen: Mapping[Module, str]) -> float:
-    """Returns the error of a set of changes, to first order: squares add up."""
-    return float((self._own + sum(self._changes[m][level][1] for m, level in chosen.items())) ** 0.5)
-
-  def choose(self, tolerance: float) -> dict[Module, str]:
-    """Returns the changes that save most within a tolerance.
-
-    It begins with the one that saves most of each module, and takes back the step that gains most error for
-    what it loses, until the sum fits.
-    """
-    chosen = {module: _saves_most(found) for module, found in self._changes.items()}
-    while chosen and not self.predicted(chosen) <= tolerance:
-      steps = []
-      for module, level in chosen.items():
-        saves, error = self._changes[module][level]
-        others = {**self._changes[module], "": (0.0, 0.0)}
-        for other, (less, smaller) in others.items():
-          if smaller < error or other == "":
-            steps.append(((error - smaller) / max(saves - less, 1e-30), module, other))
-      _, module, other = max(steps, key=lambda step: step[0])
-      if other:
-        chosen[module] = other
-      else:
-        del chosen[module]
-    # What was taken back on the way though it costs nothing, and need not have been.
-    back = [m for m, level in chosen.items() if level == "fp16" and _alike(self._changes[m], "bf16", "fp16")]
-    for module in sorted(back, key=lambda m: self._changes[m]["bf16"][1]):
-      if self.predicted({**chosen, module: "bf16"}) <= tolerance:
-        chosen[module] = "bf16"
-    return chosen
-
-  def held_back(self, chosen: Mapping[Module, str]) -> list[Module]:
-    """Returns modules that lose something worth having by not having the level that saves most."""
-    spent = self.base.cost.spent(self._objective)
-    found = []
-    for module, changes in self._changes.items():
-      saves = changes[chosen[module]][0] if module in chosen else 0.0
-      if changes[_saves_most(changes)][0] - saves > _WORTH * spent:
-        found.append(module)
-    return found
-
-  def more(self, chosen: Mapping[Module, str]) -> list[tuple[Module, str]]:
-    """Returns changes that a set could have besides, the one that adds least error for its gain first."""
-    found = [
-      (error / saves, i, module, level)
-      for i, (module, levels) in enumerate(self._changes.items())
-      if module not in chosen
-      for level, (saves, error) in levels.items()
-    ]
-    return [(module, level) for _, _, module, level in sorted(found, key=lambda f: f[:2])]
-
-
-def _alike(found: Mapping[str, tuple[float, float]], one: str, other: str) -> bool:
-  """Returns whether two levels save the same."""
-  return one in found and other in found and math.isclose(found[one][0], found[other][0], rel_tol=0.01)
-
-
-def _saves_most(found: Mapping[str, tuple[float, float]]) -> str:
-  """Returns the level that saves most; of those that save the same, the one without a loss scale."""
-  most = max(saves for saves, _ in found.values())
-  alike = [level for level, (saves, _) in found.items() if saves > 0.99 * most]
-  return max(alike, key=LEVELS.index)
-
-
-def _set_label(options: _Options, everything: Sequence[Module], chosen: Mapping[Module, str]) -> str:
-  """Names a set by what is cheaper, or by what is not, whichever is shorter."""
+def _set_label(best: str, everything: Sequence[Module], chosen: Mapping[Module, str]) -> str:
+  """Names a set by what is cheaper than the best preset, or by what is not, whichever is shorter."""
   levels = sorted(set(chosen.values()), key=LEVELS.index)
-  best = options.base.label
   if len(levels) == 1:
     rest = [m for m in everything if m not in chosen and levels[0] in m.levels]
     if len(rest) < len(chosen):

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
+from mpjax.step import OVER_DEVICES
 from mpjax.tuning._gradient_error import GradientError
 
 # Shares by which the first and the second figure must be smaller for a policy to count as cheaper.
@@ -119,12 +120,17 @@ class TrialFile:
 
   A line counts for the same policy, program, parameters and batches alone; what it costs is planned anew.
 
+  Args:
+    path: of the file.
+    subject: what the errors depend on besides the policy.
+    devices: what those depend on of a policy that says in which dtypes something crosses devices.
+
   Raises:
     ValueError: for a path that is no file, or where none can be made.
   """
 
-  def __init__(self, path: pathlib.Path | None, subject: str):
-    self._path = path
+  def __init__(self, path: pathlib.Path | None, subject: str, devices: str = ""):
+    self._path, self._devices = path, devices
     self._subject = hashlib.sha256(subject.encode()).hexdigest()[:16]
     self._found: dict[str, GradientError] = {}
     if path is None:
@@ -151,20 +157,24 @@ class TrialFile:
 
   def get(self, policy: Policy) -> GradientError | None:
     """Returns the error of a policy; `None` if it was not measured."""
-    return self._found.get(str(policy))
+    return self._found.get(self._key(policy))
 
   def put(self, policy: Policy, error: GradientError) -> None:
     """Keeps the error of a policy."""
-    self._found[str(policy)] = error
+    self._found[self._key(policy)] = error
     if self._path is None:
       return
     values: Mapping[str, Any] = {
       "subject": self._subject,
-      "policy": str(policy),
+      "policy": self._key(policy),
       "error": dataclasses.asdict(error),
     }
     with self._path.open("a") as file:
       file.write(json.dumps(values) + "\n")
+
+  def _key(self, policy: Policy) -> str:
+    crosses = any(getattr(policy, key) is not None for key in OVER_DEVICES)
+    return f"{policy} over {self._devices}" if crosses else str(policy)
 
 
 def as_policy(spec: Any) -> Policy:

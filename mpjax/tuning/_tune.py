@@ -9,6 +9,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ from mpjax.casting._casting_rules import RECOMPUTE
 from mpjax.numerics._batches import listed, rows
 from mpjax.planner import Plan, Target, get_target, plan, policy_on_target, presets_of
 from mpjax.policy import Policy
-from mpjax.step import TrainState, TrainStep, make_train_step
+from mpjax.step import Layout, TrainState, TrainStep, make_train_step
+from mpjax.tuning._across_devices import described, on_automatic_axes
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import Module, list_modules
 from mpjax.tuning._result import TuneResult
@@ -46,6 +48,7 @@ def tune(
   trials: str | os.PathLike[str] | None = None,
   plan_of: Callable[[Policy, str | None], Plan] | None = None,
   recompute: Sequence[str] | None = None,
+  layout: Layout | None = None,
   progress: Callable[[str], None] | None = None,
   **init: Any,
 ) -> TuneResult:
@@ -89,6 +92,9 @@ def tune(
       changes no number, and is planned for the policy found with `objective="memory"`, or if that does not
       fit the target; not with `candidates`, which are taken as they are. `None` as an argument of `plan_of`
       is what the step does anyway.
+    layout: how the devices of the run divide rows and parameters, for `plan_of`; by default that of the
+      `TrainStep`. With one of several devices `reduce_dtype` and `gather_dtype` are tried, too, whose errors
+      are found by running each device's rows one after the other.
     progress: called with a line before each trial.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 
@@ -114,32 +120,44 @@ def tune(
   if not given or not min(map(rows, given)):
     raise ValueError("no batch, or one of no rows: expected a batch, or a list of at least one")
   say("float32")
-  gradients = Gradients(step, state, given, needs_noise=figure is None)
-  allowed = figure if figure is not None else share * _known(gradients.noise).total
-  modules, program = modules_of(step, state, given[0])
-  search = Search(
-    gradients,
-    plan_of or _planner(step, state, given[0], device),
-    modules,
-    allowed,
-    objective,
-    TrialFile(None if trials is None else pathlib.Path(trials), gradients.fingerprint() + program),
-    None if minutes is None else began + 60 * minutes,
-    say,
-    has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
-    recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
-  )
-  if policies is None:
-    chosen = search.run(_presets(device))
-  else:
-    best = search.whole(policies)
-    if best is None:
-      nearest = min(search.trials, key=lambda t: t.error.total)
-      raise ValueError(
-        f"none of {len(policies)} candidates stays below {allowed:.2g}: the smallest error is that of "
-        f"{nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
+  layout = step.layout if layout is None else layout
+  with on_automatic_axes((state, given)) if step.layout is not None else nullcontext((state, given)) as laid:
+    state, given = laid
+    gradients = Gradients(step, state, given, needs_noise=figure is None, layout=layout)
+    allowed = figure if figure is not None else share * _known(gradients.noise).total
+    modules, program = modules_of(step, state, given[0])
+    search = Search(
+      gradients,
+      plan_of or _planner(step, state, given[0], device),
+      modules,
+      allowed,
+      objective,
+      TrialFile(
+        None if trials is None else pathlib.Path(trials),
+        gradients.fingerprint() + program,
+        described(layout, state.params),
+      ),
+      None if minutes is None else began + 60 * minutes,
+      say,
+      has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
+      recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
+      devices=1 if layout is None else layout.shards,
+    )
+    if device.devices > (size := 1 if layout is None else layout.mesh.size):
+      search.notes.append(
+        f"{device.name} has {device.devices} devices, and the step runs on {size}: a mesh uses the others"
       )
-    chosen = best
+    if policies is None:
+      chosen = search.run(_presets(device))
+    else:
+      best = search.whole(policies)
+      if best is None:
+        nearest = min(search.trials, key=lambda t: t.error.total)
+        raise ValueError(
+          f"none of {len(policies)} candidates stays below {allowed:.2g}: the smallest error is that of "
+          f"{nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
+        )
+      chosen = best
   ended = tuple(dataclasses.replace(t, why=_why(t, chosen, objective)) for t in search.trials)
   return TuneResult(
     policy=chosen.policy,
@@ -246,7 +264,8 @@ def _planner(
     options = dataclasses.replace(step.options, policy=there, recompute=recompute or step.options.recompute)
     other = TrainStep(step.fun, step.inner_tx, options)
     abstract = jax.eval_shape(lambda s: other.adopt(s, step), state)
-    return plan(other, (abstract, shapes), target=device, compile=False)
+    laid = (abstract, shapes) if other.layout is None else other.layout.shapes(abstract, shapes)
+    return plan(other, laid, target=device, compile=False)
 
   return plan_of
 

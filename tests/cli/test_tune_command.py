@@ -36,6 +36,25 @@ def test_a_policy_is_found_written_proved_and_its_search_goes_on(tmp_path, monke
   assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0
 
 
+@pytest.mark.slow
+def test_a_policy_for_several_devices_says_what_crosses_in_which_dtype(tmp_path, monkeypatch, capsys):
+  [config] = write_tiny_gpt(tmp_path, layers=1)
+  monkeypatch.chdir(tmp_path)
+  arguments = [
+    "tune",
+    str(config),
+    "target=h200:8",
+    "mesh.data=8",
+    "data.batch_size=8",
+    "steps=2",
+    "batches=1",
+  ]
+  assert main([*arguments, "--tolerance", "0.1", "--out", "tuned.yaml", "--prove", "2", "--seeds", "1"]) == 0
+  assert "bf16, reduce_dtype=bfloat16" in capsys.readouterr().out
+  assert load_config(tmp_path / "tuned.yaml").resolve_policy().reduce_dtype == "bfloat16"
+  assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0
+
+
 WRONG = {
   "an unknown target": (["target=h300"], "unknown target 'h300'"),
   "a tolerance that is none": (["--tolerance", "small"], "tolerance='small': expected a positive number"),
@@ -48,6 +67,10 @@ WRONG = {
   "no steps to prove": (["--prove", "0"], "--prove 0: expected a positive number"),
   "no batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "a policy of its own": (["policy={base: bf16}"], "tune chooses the policy"),
+  "rows that the devices cannot divide": (
+    ["target=h200:8", "mesh.data=8", "data.batch_size=12"],
+    "data.batch_size=12: expected a multiple of 8, which is train.accumulate=1 times 8 devices",
+  ),
   "an unknown key": (["train.stepz=3"], "did you mean 'steps'"),
 }
 

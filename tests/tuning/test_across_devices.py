@@ -1,0 +1,188 @@
+"""`mpjax.tune` for several devices: what gradients and parameters that cross in few bits do, and when to."""
+
+import dataclasses
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import yaml
+from jax.sharding import AbstractMesh, AxisType
+
+import mpjax
+from mpjax.planner import Floor
+from tests.planner._plans import a_plan
+from tests.tuning._planted_models import planted
+
+AXES = ("data", "fsdp")
+AUTO = (AxisType.Auto,) * 2
+MESH = AbstractMesh((2, 4), AXES, axis_types=AUTO)
+REDUCED = {"base": "bf16", "reduce_dtype": "bfloat16"}
+GATHERED = {"base": "bf16", "gather_dtype": "float8_e4m3fn"}
+
+
+def on_mesh(loss_fn, params, mesh=MESH, tx=None, **options):
+  """A step on a mesh, whose devices need not be there, and a state on the device that is."""
+  tx = optax.sgd(0.1) if tx is None else tx
+  step = mpjax.make_train_step(loss_fn, tx, "bf16", mesh=mesh, **options)
+  return step, mpjax.make_train_step(loss_fn, tx, "bf16").init(params)
+
+
+def error_of(policy, loss_fn, params, batches, **options):
+  step, state = on_mesh(loss_fn, params, **options)
+  result = mpjax.tune(step, state, batches, target="h200:8", candidates=[policy], tolerance=1e6)
+  return result.table[0].error.gradient
+
+
+def relative(grads, exact):
+  pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(grads, exact, strict=True)]
+  return (sum(np.sum((a - b) ** 2) for a, b in pairs) / sum(np.sum(b**2) for _, b in pairs)) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["mean", "sum"])
+def test_gradients_are_rounded_and_added_device_by_device(dtype, is_sum):
+  params, [batch, _], loss_fn = planted()
+  loss = lambda params, batch: loss_fn(params, batch) * (len(batch["x"]) if is_sum else 1)
+  devices = []
+  for i in range(8):
+    rows = jax.tree.map(lambda x, i=i: x.reshape(32, 8, -1)[:, i], batch)
+    devices.append([np.asarray(g) for g in jax.tree.leaves(jax.grad(loss)(params, rows))])
+  narrow = [g.astype(dtype) for g in devices[0]]
+  for grads in devices[1:]:
+    narrow = [(total + g.astype(dtype)).astype(dtype) for total, g in zip(narrow, grads, strict=True)]
+  expected = relative(narrow, [np.sum(each, 0, np.float64) for each in zip(*devices, strict=True)])
+  assert 1e-5 < expected < 0.01
+  found = error_of({"base": "fp32", "reduce_dtype": np.dtype(dtype).name}, loss, params, [batch])
+  assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_what_the_policy_and_the_devices_round_adds_up():
+  params, batches, loss_fn = planted()
+  alone, crossing = (error_of(policy, loss_fn, params, batches) for policy in ("bf16", REDUCED))
+  only = error_of({"base": "fp32", "reduce_dtype": "bfloat16"}, loss_fn, params, batches)
+  assert crossing == pytest.approx((alone**2 + only**2) ** 0.5, rel=0.1)
+
+
+def test_parameters_are_those_that_devices_gather():
+  params, batches, loss_fn = planted()
+  mesh = jax.make_mesh((2, 4), AXES, axis_types=AUTO)
+  found = error_of(GATHERED, loss_fn, params, batches[:1])
+  step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), GATHERED, mesh=mesh)
+  _, there = step.gradients(step.init(params), batches[0])
+  exact = jax.jit(jax.grad(loss_fn))(params, batches[0])
+  assert found == pytest.approx(relative(jax.tree.leaves(there), jax.tree.leaves(exact)), rel=0.02)
+  # Whole parameters are not gathered, and so not rounded.
+  whole = error_of(GATHERED, loss_fn, params, batches[:1], mesh=AbstractMesh((8, 1), AXES, axis_types=AUTO))
+  assert whole < found / 4
+
+
+def test_a_loss_scale_falls_until_sums_between_devices_are_finite():
+  params, batches, loss_fn = planted()
+  large = lambda params, batch: 30 * loss_fn(params, batch)
+  policy = {"base": "fp16", "reduce_dtype": "float16", "loss_scaling": {"init_scale": 2.0**24}}
+  step, state = on_mesh(large, params)
+  error = mpjax.tune(step, state, batches, target="h200:8", candidates=[policy], tolerance=1.0).table[0].error
+  assert error.gradient < 0.01
+  assert 1 <= error.loss_scale < 2.0**24
+
+
+def seconds_of(matrix, wire, of_fp8=0.5):
+  """A planner of steps that matrix units and links take so long for, in bfloat16 and float32."""
+
+  def plan_of(policy, recompute):
+    products = matrix * {"float32": 2.0}.get(policy.compute_dtype.name, 1.0)
+    excluded = len(policy.fp8.exclude) / 6 if policy.fp8 else 0.0
+    parts = {
+      "matrix units": products * (of_fp8 + (1 - of_fp8) * excluded if policy.fp8 else 1.0),
+      "interconnect": wire * (0.5 if policy.reduce_dtype else 1.0) * (0.75 if policy.gather_dtype else 1.0),
+    }
+    bound = max(parts, key=parts.get)
+    return dataclasses.replace(a_plan(compiled=False), floor=Floor(parts[bound], parts, bound, 1))
+
+  return plan_of
+
+
+def searched(tolerance=0.25, **of):
+  params, batches, loss_fn = planted()
+  step, state = on_mesh(loss_fn, params)
+  plan_of = seconds_of(**of)
+  return mpjax.tune(step, state, batches[:1], target="h200:8", tolerance=tolerance, plan_of=plan_of)
+
+
+def test_nothing_crosses_in_fewer_bits_where_links_do_not_decide():
+  result = searched(matrix=1.0, wire=0.1)
+  assert (result.policy.reduce_dtype, result.policy.gather_dtype) == (None, None)
+  assert not any("dtype" in trial.label for trial in result.table)
+  assert result.policy.fp8 is not None
+
+
+def test_what_crosses_is_chosen_where_links_decide():
+  result = searched(matrix=0.1, wire=1.0)
+  assert result.chosen.label == "bf16, reduce_dtype=bfloat16, gather_dtype=float8_e4m3fn"
+  assert result.policy == mpjax.get_policy(REDUCED | GATHERED)
+  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
+  assert "reduce_dtype: bfloat16  # gradients cross devices in half the bytes" in result.yaml
+
+
+def test_what_crosses_stays_in_float32_where_the_tolerance_is_small():
+  result = searched(matrix=0.1, wire=1.0, tolerance=0.0005)
+  assert result.policy == mpjax.get_policy("fp32")
+  assert [t.label for t in result.table if not t.passes][-1] == "fp32, gather_dtype=float8_e4m3fn"
+
+
+@pytest.mark.slow
+def test_products_are_chosen_once_the_links_do_not_decide():
+  # Halved, the links take less than products in bfloat16, so that FP8 gains again, and then gathers in FP8 do.
+  result = searched(matrix=1.0, wire=1.5)
+  assert result.policy.fp8 is not None
+  assert str(result.policy.reduce_dtype) == "bfloat16"
+  tried = {trial.label for trial in result.table}
+  assert "fp8, reduce_dtype=bfloat16" in tried
+  assert result.chosen.cost.seconds < 0.8
+  assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
+
+
+def test_one_device_has_nothing_to_cross(tmp_path):
+  params, batches, loss_fn = planted()
+  file = tmp_path / "trials.jsonl"
+  common = {"trials": file, "tolerance": 0.25}
+  step, state = on_mesh(loss_fn, params)
+  lines = []
+  first = mpjax.tune(step, state, batches, target="h200:8", candidates=["bf16", REDUCED], **common)
+  # Errors that do not depend on the devices are those of any number of them.
+  half = on_mesh(loss_fn, params, mesh=AbstractMesh((2, 2), AXES, axis_types=AUTO))
+  again = mpjax.tune(
+    *half, batches, target="h200:8", candidates=["bf16", REDUCED], progress=lines.append, **common
+  )
+  assert lines == ["float32", "bf16,reduce_dtype=bfloat16"]
+  assert again.table[0].error == first.table[0].error
+  with pytest.raises(ValueError, match=r"policy key reduce_dtype='bfloat16' .* needs a mesh"):
+    mpjax.tune(loss_fn, params, batches, target="h200", candidates=[REDUCED])
+  alone = mpjax.tune(loss_fn, params, batches, target="h200:8", candidates=["bf16"], tolerance=0.25)
+  assert alone.notes == ("h200:8 has 8 devices, and the step runs on 1: a mesh uses the others",)
+
+
+def test_a_mesh_and_rows_that_do_not_fit_are_named():
+  params, batches, loss_fn = planted()
+  step, state = on_mesh(loss_fn, params)
+  with pytest.raises(ValueError, match="a mesh of 8 devices is larger than target h200, which has 1"):
+    mpjax.tune(step, state, batches, target="h200", candidates=["bf16"])
+  odd = [jax.tree.map(lambda x: x[:100], batch) for batch in batches]
+  with pytest.raises(ValueError, match=r"expected a first dimension that can be divided over 8 devices"):
+    mpjax.tune(step, state, odd, target="h200:8", candidates=[REDUCED])
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_a_state_on_a_mesh_has_the_errors_of_one_device(types):
+  params, batches, loss_fn = planted()
+  expected = error_of(REDUCED, loss_fn, params, batches)
+  mesh = jax.make_mesh((2, 4), AXES, axis_types=(types,) * 2)
+  with jax.set_mesh(mesh):
+    step = mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16", mesh=mesh)
+    state = step.init(params)
+    laid = jax.device_put(batches, step.layout.batch_sharding)
+    result = mpjax.tune(step, state, laid, target="h200:8", candidates=[REDUCED], tolerance=1.0)
+    assert result.table[0].error.gradient == pytest.approx(expected, rel=0.02)
+    jax.block_until_ready(step(state, laid[0]))  # nothing of it was moved or donated
