@@ -127,15 +127,15 @@ def compare_fp8_recipes(
   scale is shared by a `tensor` (recipe: current), by a `row`, the values that are summed together, or by a
   `block` of 32 of those (recipe: block). Each operand is in two products, which sum along other dimensions:
   it has figures for both. With `earlier` batches there is `delayed`, whose scale is that of the largest value
-  in those, beyond which values are clipped.
+  in those, beyond which values are clipped. Operands of a convolution whose windows overlap have figures for
+  `tensor` and `delayed` alone, since a value is in several sums.
 
   ```python
   print(mpjax.compare_fp8_recipes(loss_fn, params, batch))
   ```
 
-  Not looked at are products inside a `while_loop`, a `shard_map` or a custom derivative rule, those that the
-  loss does not depend on, and convolutions whose windows overlap, which no recipe here quantises. The steps
-  of a loop are taken together, and have no figure for `delayed`.
+  Not looked at are products inside a `while_loop`, a `shard_map` or a custom derivative rule, and those that
+  the loss does not depend on. The steps of a loop are taken together, and have no figure for `delayed`.
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
@@ -228,7 +228,8 @@ def _watched(
       if equation.primitive is jax.lax.dot_general_p:
         return [_look(out[0], lhs, rhs, probes[number], equation.params["dimension_numbers"])]
       windows = windows_of(equation)
-      assert windows is not None
+      if windows is None:
+        return [_look(out[0], lhs, rhs, probes[number], None)]
       x, w = conv_operands(lhs, rhs, windows)
       dims = (((x.ndim - 1,), (0,)), ((), ()))
       order = (windows.out_spec[0], *windows.out_spec[2:], windows.out_spec[1])
@@ -240,10 +241,9 @@ def _watched(
 
 
 def _is_product(equation: JaxprEqn) -> bool:
-  floating = all(jnp.issubdtype(dtype_of(v), jnp.floating) for v in equation.invars[:2])
-  if equation.primitive is jax.lax.conv_general_dilated_p:
-    return floating and windows_of(equation) is not None
-  return equation.primitive is jax.lax.dot_general_p and floating
+  return equation.primitive in _PRODUCTS and all(
+    jnp.issubdtype(dtype_of(v), jnp.floating) for v in equation.invars[:2]
+  )
 
 
 def _has_product(jaxpr: Any) -> bool:
@@ -253,17 +253,17 @@ def _has_product(jaxpr: Any) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _look(out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any) -> Array:
-  """Returns `out`; the probe's cotangent is what is kept of the operands and of the cotangent."""
+  """Returns `out`; the probe's cotangent is what is kept of the operands and of the cotangent.
+
+  `dims` is the product's dimension numbers; `None` for a convolution whose windows overlap.
+  """
   return out
 
 
 def _look_forward(
   out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any
 ) -> tuple[Array, tuple[Array, Array, tuple[Array, Array]]]:
-  kept = [
-    _kept(x, summed, [i for i in range(x.ndim) if i not in (*summed, *batch)], probe[i, _AMAX])
-    for i, (x, summed, batch) in enumerate(zip((lhs, rhs), *dims, strict=True))
-  ]
+  kept = [_kept(x, *_summed(x, dims, i), probe[i, _AMAX]) for i, x in enumerate((lhs, rhs))]
   return out, (jnp.stack(kept), probe[2, _AMAX], (jnp.zeros_like(lhs), jnp.zeros_like(rhs)))
 
 
@@ -271,16 +271,27 @@ def _look_backward(
   dims: Any, residuals: tuple[Array, Array, tuple[Array, Array]], ct: Array
 ) -> tuple[Array, ...]:
   of_operands, amax, (lhs, rhs) = residuals
-  (_, contracted), (_, batch) = dims
-  first = ct.ndim - (rhs.ndim - len(contracted) - len(batch))
-  of_ct = _kept(ct, range(first, ct.ndim), range(len(batch), first), amax)
+  along: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)
+  if dims is not None:
+    (_, contracted), (_, batch) = dims
+    first = ct.ndim - (rhs.ndim - len(contracted) - len(batch))
+    along = range(first, ct.ndim), range(len(batch), first)
+  of_ct = _kept(ct, *along, amax)
   return ct, lhs, rhs, jnp.concatenate([of_operands, of_ct[None]])
 
 
 _look.defvjp(_look_forward, _look_backward)
 
 
-def _kept(x: Array, summed: Sequence[int], summed_next: Sequence[int], earlier: Array) -> Array:
+def _summed(x: Array, dims: Any, i: int) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+  """Returns the dimensions of operand `i` that the product sums along, and those that the other one does."""
+  if dims is None:
+    return None, None
+  summed, batch = (each[i] for each in dims)
+  return summed, [d for d in range(x.ndim) if d not in (*summed, *batch)]
+
+
+def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | None, earlier: Array) -> Array:
   """Returns float32[2 + 4 * recipes] of an operand.
 
   They are 1, by recipe the squared relative error and the share that is lost, both again for the other
@@ -288,7 +299,7 @@ def _kept(x: Array, summed: Sequence[int], summed_next: Sequence[int], earlier: 
 
   Args:
     x: the operand.
-    summed: dimensions along which the product sums.
+    summed: dimensions along which the product sums; `None` where a value is in several sums.
     summed_next: those along which the other one does.
     earlier: the largest value of earlier batches, f32[]; 0 if there are none.
   """
@@ -303,6 +314,10 @@ def _kept(x: Array, summed: Sequence[int], summed_next: Sequence[int], earlier: 
     whole[f"{name} delayed"] = tuple(jnp.where(earlier > 0, figure, jnp.nan) for figure in late)
   both = []
   for along in (summed, summed_next):
+    if along is None:
+      figures = {recipe: whole.get(recipe, (jnp.nan, jnp.nan)) for recipe in RECIPES}
+      both += [figures[recipe][i] for i in (0, 1) for recipe in RECIPES]
+      continue
     rest = [i for i in range(x.ndim) if i not in along]
     rows = jnp.transpose(x, (*rest, *along))
     # [rows, what is summed]

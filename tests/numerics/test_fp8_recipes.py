@@ -118,13 +118,39 @@ def test_a_convolution_of_patches_is_a_product():
     return jnp.mean(x**2)
 
   found, wanted = (mpjax.compare_fp8_recipes(fun, kernel, images) for fun in (patches, as_product))
-  assert len(found.operands) == len(wanted.operands) == 3
-  for one, other in zip(found.operands, wanted.operands, strict=True):
+  assert len(found.operands) == len(wanted.operands) == 6
+  for one, other in zip(found.of("patches"), wanted.of("patches"), strict=True):
     assert (one.module, one.operand) == ("patches", other.operand)
     for mine, theirs in ((one.errors, other.errors), (one.transposed, other.transposed)):
       assert list(mine.values()) == [
         pytest.approx(x, rel=1e-3, abs=1e-6) if x else x for x in theirs.values()
       ]
+
+
+def test_a_convolution_whose_windows_overlap_has_a_scale_for_each_tensor():
+  kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 16)) / 6  # HWIO
+  images = jax.random.normal(jax.random.key(1), (4, 6, 6, 8)) * jnp.exp2(jnp.arange(6.0))[:, None, None]
+
+  def blurred(kernel, images):
+    with jax.named_scope("blur"):
+      x = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+      )
+    return jnp.sum(jnp.tanh(x))
+
+  found = mpjax.compare_fp8_recipes(blurred, kernel, images, earlier=[2 * images])
+  assert [o.operand for o in found.of("blur")] == ["lhs", "rhs", "gradient"]
+  formats = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+  for operand, values in zip(found.of("blur"), (images, kernel), strict=False):
+    exact = np.asarray(values, np.float64)
+    for name, largest in (("E4M3", 448), ("E5M2", 57344)):
+      unit = np.abs(exact).max() / largest
+      rounded = (exact / unit).astype(np.float32).astype(formats[name])
+      wanted = np.linalg.norm(rounded.astype(np.float64) * unit - exact) / np.linalg.norm(exact)
+      assert operand.errors[f"{name} tensor"] == pytest.approx(wanted, rel=0.02)
+      assert operand.transposed[f"{name} tensor"] == operand.errors[f"{name} tensor"]
+      assert operand.errors[f"{name} delayed"] > 0
+      assert operand.errors[f"{name} row"] is operand.errors[f"{name} block"] is None
 
 
 def test_rows_of_different_sizes_want_scales_of_their_own():
