@@ -190,11 +190,10 @@ class Search:
     """Returns a cheaper trial than the best preset, in which some modules alone are at a cheaper level."""
     trials = {name: trial for name, trial in self._presets.items() if name in LEVELS}
     cheaper = [t for t in trials.values() if t.cost.cheaper(best.cost, self._objective)]
-    level = next((name for name, trial in trials.items() if trial is best), None)
-    if not cheaper or level is None:
-      return best
     # Where bfloat16 as a whole is good enough, what is below it alone is in question.
-    level = "bf16" if level == "bf16" else "fp32"
+    level = "bf16" if "bf16" in trials and trials["bf16"].passes else "fp32"
+    if not cheaper or level not in trials or best not in trials.values():
+      return best
     base = trials[level]
     options = SingleChanges(level, base, self._objective)
     for name, trial in trials.items():
