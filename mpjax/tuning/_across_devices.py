@@ -92,14 +92,15 @@ class AcrossDevices:
 
 
 @contextlib.contextmanager
-def on_automatic_axes(tree: PyTree) -> Iterator[PyTree]:
-  """Yields arrays on explicit axes as they lie on axes that the compiler divides, with that mesh set.
+def on_automatic_axes(step: TrainStep, tree: PyTree) -> Iterator[PyTree]:
+  """Yields a step's arrays on explicit axes as they lie on axes that the compiler divides, that mesh set.
 
-  A step with a mesh divides its own program: its loss function sees no explicit axes either.
+  A step with a mesh divides its own program: its loss function sees no explicit axes either. Without one, a
+  loss function that takes them is left what it takes.
   """
   is_explicit = lambda x: isinstance(x, jax.Array) and _compat.is_explicit(jax.typeof(x))
   meshes = [x.sharding.mesh for x in jax.tree.leaves(tree) if is_explicit(x)]
-  if not meshes:
+  if step.layout is None or not meshes:
     yield tree
     return
   mesh = check_mesh(meshes[0])

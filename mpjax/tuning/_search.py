@@ -128,6 +128,21 @@ class Search:
         best = trial
     return best
 
+  def among(self, policies: Sequence[tuple[str, Policy]]) -> Trial:
+    """Returns the cheapest of some policies that passes, of equal ones the first.
+
+    Raises:
+      ValueError: if none does.
+    """
+    best = self.whole(policies)
+    if best is None:
+      nearest = min(self.trials, key=lambda t: t.error.total)
+      raise ValueError(
+        f"none of {len(policies)} candidates stays below {self._tolerance:.2g}: the smallest error is "
+        f"that of {nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
+      )
+    return best
+
   def run(self, presets: Sequence[str]) -> Trial:
     """Returns the best trial; ends early if the time is over."""
     best = self.whole([(name, get_policy(name)) for name in presets])

@@ -9,7 +9,6 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -121,8 +120,7 @@ def tune(
     raise ValueError("no batch, or one of no rows: expected a batch, or a list of at least one")
   say("float32")
   layout = step.layout if layout is None else layout
-  with on_automatic_axes((state, given)) if step.layout is not None else nullcontext((state, given)) as laid:
-    state, given = laid
+  with on_automatic_axes(step, (state, given)) as (state, given):
     gradients = Gradients(step, state, given, needs_noise=figure is None, layout=layout)
     allowed = figure if figure is not None else share * _known(gradients.noise).total
     modules, program = modules_of(step, state, given[0])
@@ -147,17 +145,7 @@ def tune(
       search.notes.append(
         f"{device.name} has {device.devices} devices, and the step runs on {size}: a mesh uses the others"
       )
-    if policies is None:
-      chosen = search.run(_presets(device))
-    else:
-      best = search.whole(policies)
-      if best is None:
-        nearest = min(search.trials, key=lambda t: t.error.total)
-        raise ValueError(
-          f"none of {len(policies)} candidates stays below {allowed:.2g}: the smallest error is that of "
-          f"{nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
-        )
-      chosen = best
+    chosen = search.run(_presets(device)) if policies is None else search.among(policies)
   ended = tuple(dataclasses.replace(t, why=_why(t, chosen, objective)) for t in search.trials)
   return TuneResult(
     policy=chosen.policy,
