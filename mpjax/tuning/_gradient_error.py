@@ -169,13 +169,18 @@ class Gradients:
     return _minus(*(masters_of(s.params, s.opt_state) for s in (state, first)))
 
   def _noise(self, needed: bool) -> Noise | None:
-    least = min(map(rows, self._batches))
-    if least >= 2:
+    pairs, problem = [], "one batch of one row says nothing of the gradient's noise"
+    if min(map(rows, self._batches)) >= 2:
       options = self._wide.options
       fewer = [math.gcd(options.accumulate, rows(batch) // 2) for batch in self._batches]
       halved = dataclasses.replace(options, accumulate=min(fewer))
       step = TrainStep(self._wide.fun, self._wide.inner_tx, halved)
-      pairs = [self._halves(step, batch) for batch in self._batches]
+      try:
+        pairs = [self._halves(step, batch) for batch in self._batches]
+      except (TypeError, ValueError) as error:  # what looks like rows is none
+        said = str(error).partition("\n")[0]
+        problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
+    if pairs:
       apart = _add(_squares(_minus(*pair)) for pair in pairs)
       together = _add(_squares(_plus(*pair)) for pair in pairs)
       how = "halves of the batches"
@@ -189,8 +194,7 @@ class Gradients:
       return None
     else:
       raise ValueError(
-        "one batch of one row says nothing of the gradient's noise: give a batch of two rows or more, "
-        "several batches, or a tolerance such as 0.01"
+        f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
       )
     # At most 1e6, of gradients that are opposite.
     total = _ratio(_total(apart), max(_total(together), 1e-12 * _total(apart)))

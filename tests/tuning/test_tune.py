@@ -326,6 +326,19 @@ def test_what_cannot_be_judged_is_an_error_that_says_what_to_do():
       mpjax.tune(loss_fn, params, batches)
 
 
+def test_a_batch_whose_halves_do_not_fit_says_so_and_has_a_tolerance_of_its_own():
+  params, [batch, other], loss_fn = planted()
+  table = jnp.eye(512)  # with a row for each entry, of which the batch has two
+  longer = lambda batch: batch | {"one": table, "two": table[:, 0], "three": table[:, 1]}
+  whole = lambda params, batch: loss_fn(params, batch) + 0 * (batch["one"] @ jnp.zeros(512)).sum()
+  fixed = lambda params, batch: whole(params, batch) + 0 * (batch["two"] * jnp.ones(512)).sum()
+  tune = functools.partial(mpjax.tune, fixed, params, target="h200", candidates=["bf16"])
+  with pytest.raises(ValueError, match=r"half of a batch cannot be run \(.*\): give .* a tolerance such as"):
+    tune([longer(batch)])
+  assert tune([longer(batch)], tolerance=0.01).noise is None
+  assert tune([longer(batch), longer(other)]).noise.how == "the batches"
+
+
 def test_candidates_that_are_mappings_are_written_out_and_told_apart(tmp_path):
   overridden = [{"base": "bf16", "overrides": {layer: "float32"}} for layer in ("near", "one")]
   result = tuned("near", candidates=[*overridden, "fp32"])
