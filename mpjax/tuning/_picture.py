@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
+from mpjax._picture_style import (
+  BLACK,
+  GREY,
+  LIGHT,
+  SKY,
+  draw_limit,
+  new_figure,
+  picture_style,
+  policy_colour,
+  save_figure,
+)
 from mpjax.tuning._trials import Trial
 
-_COLOURS = {
-  "preset": "#1f77b4",
-  "candidate": "#1f77b4",
-  "module": "#bbbbbb",
-  "mixed": "#2ca02c",
-  "option": "#9467bd",
-  "recompute": "#9467bd",
+# Marker, colour and size of what has no colour of a policy; later ones are drawn over earlier ones.
+_KINDS = {
+  "module": ("o", LIGHT, 5),
+  "recompute": ("P", GREY, 7),
+  "option": ("X", GREY, 7),
+  "mixed": ("D", SKY, 6),
 }
+_MARKERS = "os^vDP"  # of presets and candidates in turn
+_TITLE_WIDTH = 95  # letters
 
 
 def save_picture(
@@ -28,30 +42,52 @@ def save_picture(
   target: str,
   tolerance: float,
 ) -> None:
-  """Writes a scatter of cost and error with the tolerance, and the front as a line."""
-  import matplotlib
+  """Writes a scatter of cost and error with the tolerance, and the front as a line.
 
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
+  Names are in a legend, since policies that are alike lie on one another.
 
+  Raises:
+    ValueError: if the file's name ends in neither `.png` nor `.svg`.
+    ImportError: without matplotlib.
+  """
   by_time = objective == "time" and chosen.cost.seconds is not None
   unit = 1e3 if by_time else 1e-6
-  cost = lambda trial: trial.cost.figures(objective)[0] * unit
   finite = [t for t in table if math.isfinite(t.error.total)]
   least = min((t.error.total for t in finite if t.error.total), default=1e-6) / 3
-  figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-  for kind, colour in _COLOURS.items():
-    some = [t for t in finite if t.kind == kind]
-    if some:
-      axes.scatter([cost(t) for t in some], [max(t.error.total, least) for t in some], c=colour, label=kind)
-  axes.plot([cost(t) for t in front], [max(t.error.total, least) for t in front], c="#888888", lw=1)
-  for trial in finite:
-    if trial.kind in ("preset", "candidate") or trial == chosen:
-      axes.annotate(trial.label, (cost(trial), max(trial.error.total, least)), fontsize=8)
-  axes.axhline(tolerance, c="#d62728", ls="--", lw=1, label="tolerance")
-  axes.set_yscale("log")
-  axes.set_xlabel(f"time floor on {target}, ms" if by_time else f"peak memory on {target}, MB")
-  axes.set_ylabel("error of the gradient against float32")
-  axes.legend(fontsize=8)
-  figure.savefig(path)
-  plt.close(figure)
+
+  def places(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
+    costs = [trial.cost.figures(objective)[0] * unit for trial in trials]
+    return costs, [max(trial.error.total, least) for trial in trials]
+
+  with picture_style():
+    heading = textwrap.wrap(f"Cost and error on {target}; chosen: {chosen.label}", _TITLE_WIDTH)
+    figure = new_figure(4.6, "\n".join(heading))
+    axes = figure.add_subplot()
+    axes.plot(*places(front), color=GREY, linewidth=1, label="front", zorder=1)
+    for kind, (marker, colour, size) in _KINDS.items():
+      some = [t for t in finite if t.kind == kind]
+      if some:
+        style: dict[str, Any] = {
+          "color": colour,
+          "markersize": size,
+          "markeredgecolor": "white",
+          "markeredgewidth": 0.5,
+        }
+        axes.plot(*places(some), marker, label=kind, **style)
+    named = [t for t in finite if t.kind in ("preset", "candidate")]
+    for i, trial in enumerate(named):
+      label = textwrap.shorten(trial.label, 30, placeholder=" ...")
+      label += ", error 0" if trial.error.total == 0 else ""
+      marker = _MARKERS[i % len(_MARKERS)]
+      axes.plot(*places([trial]), marker, color=policy_colour(trial.label), markersize=7, label=label)
+    if math.isfinite(chosen.error.total):
+      ring: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgewidth": 1.2}
+      axes.plot(*places([chosen]), "o", color=BLACK, label="chosen", **ring)
+    draw_limit(axes, tolerance, "y", label="tolerance")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"time floor on {target}, ms" if by_time else f"peak memory on {target}, MB")
+    axes.set_ylabel("error of the gradient against float32")
+    axes.grid()
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+    save_figure(figure, path)

@@ -268,6 +268,9 @@ def test_a_result_is_data_and_a_picture(tmp_path):
   assert mpjax.get_policy(data["policy"]) == result.policy
   result.save_picture(tmp_path / "tune.png")
   assert (tmp_path / "tune.png").read_bytes()[1:4] == b"PNG"
+  result.save_picture(tmp_path / "tune.svg")
+  words = re.findall(r">([^<>]+)</text>", (tmp_path / "tune.svg").read_text())
+  assert {"bf16", "fp16", "fp32, error 0", "chosen", "tolerance"} <= {*words}
 
 
 @pytest.mark.parametrize("accumulate", [1, 256])  # one row each

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpjax._install import pip_install
+from mpjax._picture_style import (
+  BLUE,
+  GREEN,
+  GREY,
+  ORANGE,
+  PURPLE,
+  SMALL,
+  VERMILLION,
+  draw_limit,
+  new_figure,
+  picture_style,
+  save_figure,
+)
 from mpjax.formats import FORMATS
 from mpjax.numerics._tensors import GRADIENTS, KINDS
 
@@ -22,18 +34,12 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-# They differ in lightness as well as hue, for print and every kind of colour vision.
-_COLORS = {
-  "lost": "#c4320a",
-  "subnormal": "#e5a50a",
-  "normal": "#2f74b5",
-  "overflow": "#7a3e9d",
-  "zero": "#8b949e",
-}
+# The page has the same ones, in report.css.
+_COLORS = {"lost": VERMILLION, "subnormal": ORANGE, "normal": BLUE, "overflow": PURPLE, "zero": GREY}
 _SERIES = {
-  "activation": ("o", "#0b62a8"),
-  "activation gradient": ("s", "#cf5300"),
-  "weight gradient": ("^", "#00805f"),
+  "activation": ("o", BLUE),
+  "activation gradient": ("s", VERMILLION),
+  "weight gradient": ("^", GREEN),
 }
 _TITLE_WIDTH = 95  # letters
 _LAYER = re.compile(r"\[(\d+)\]")  # of a scan, in the name of a module
@@ -41,6 +47,7 @@ _NAMES = {"lost": "becomes zero", "subnormal": "subnormal", "normal": "normal", 
 _UPDATE_NAMES = {"lost": "leaves the weight as it is", "subnormal": "either", "normal": "changes the weight"}
 
 
+@picture_style("numerics")
 def save_pictures(report: Mapping[str, Any], directory: str | os.PathLike[str]) -> list[pathlib.Path]:
   """Draws a histogram for each kind of tensor, `histogram_activation_gradients.png` for one, and the errors.
 
@@ -57,23 +64,12 @@ def save_pictures(report: Mapping[str, Any], directory: str | os.PathLike[str]) 
   Raises:
     ImportError: without matplotlib.
   """
-  try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-  except ImportError as error:
-    raise ImportError(f"pictures need matplotlib: {pip_install('numerics')}") from error
-
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
   paths = []
 
-  def figure(width: float, height: float) -> Figure:
-    empty = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(empty)
-    return empty
-
   def save(drawn: Figure, name: str) -> None:
-    drawn.savefig(folder / name, dpi=160)
+    save_figure(drawn, folder / name)
     paths.append(folder / name)
 
   for kind in KINDS:
@@ -82,14 +78,10 @@ def save_pictures(report: Mapping[str, Any], directory: str | os.PathLike[str]) 
       scales = [1.0]
       if kind in GRADIENTS and float(report["loss_scale"]) != 1:
         scales.append(float(report["loss_scale"]))
-      drawn = figure(9, 1.9 + 2.5 * len(scales))
-      _draw_histograms(drawn, report, tensors, scales)
-      save(drawn, f"histogram_{kind.replace(' ', '_')}s.png")
+      save(_histograms(report, tensors, scales), f"histogram_{kind.replace(' ', '_')}s.png")
   visits = _visits(report)
   if visits:
-    drawn = figure(9, 4.8)
-    _draw_errors(drawn.add_subplot(), report, visits)
-    save(drawn, "error_by_module.png")
+    save(_errors(report, visits), "error_by_module.png")
   return paths
 
 
@@ -99,9 +91,9 @@ class _Zone(NamedTuple):
   high: float
 
 
-def _draw_histograms(
-  figure: Figure, report: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]], scales: Sequence[float]
-) -> None:
+def _histograms(
+  report: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]], scales: Sequence[float]
+) -> Figure:
   kind, formats = tensors[0]["kind"], report["formats"]
   updates = kind == "update"
   name = report["compute_dtype"] if report["compute_dtype"] in formats else next(iter(formats))
@@ -114,15 +106,16 @@ def _draw_histograms(
   there = bins[shares > 0] if shares.any() else np.asarray([-8])
   left = min(float(np.min(there)), -14 if updates else -28) - 1
   right = max(float(np.max(there)) + 1 + math.log2(max(scales)), 2 if updates else 22) + 1
+  of = f": {report['title']}" if report["title"] else ""
+  heading = textwrap.fill(f"{kind.capitalize()}s in {formats[name]['title']}{of}", _TITLE_WIDTH)
+  figure = new_figure(1.9 + 2.5 * len(scales), heading)
   panels = figure.subplots(len(scales), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
   for axes, scale in zip(panels, scales, strict=True):
     axes.set(xlim=(left, right), ylim=(0, 1.25 * max(float(np.max(shares)), 1e-9)))
     _draw_zones(axes, zones, words)
     _draw_bars(axes, bins + math.log2(scale), shares, zones)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    axes.set_ylabel("share of the values", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
+    axes.set_ylabel("share of the values")
     found = {"zero already": sum(tensor["zero"] for tensor in tensors) / total}
     found |= {words[zone]: share for zone, share in _shares(tensors, name, scale).items()}
     text = ",  ".join(f"{word} {_percent(share)}" for word, share in found.items())
@@ -133,16 +126,14 @@ def _draw_histograms(
       if len(scales) > 1
       else ""
     )
-    axes.set_title(at + text, fontsize=9, loc="left")
+    axes.set_title(at + text, fontsize=SMALL)
   step = 8 if right - left > 30 else 4
   ticks = range(math.ceil(left / step) * step, int(right) + 1, step)
   panels[-1].set_xticks(ticks, [_power(2.0**tick) for tick in ticks])
-  panels[-1].set_xlabel("|update / weight|" if updates else "magnitude", fontsize=9)
+  panels[-1].set_xlabel("|update / weight|" if updates else "magnitude")
   if not updates:
     _draw_ranges(panels[-1], formats, name)
-  of = f": {report['title']}" if report["title"] else ""
-  heading = textwrap.fill(f"{kind.capitalize()}s in {formats[name]['title']}{of}", _TITLE_WIDTH)
-  figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
+  return figure
 
 
 def _draw_zones(axes: Axes, zones: Sequence[_Zone], words: Mapping[str, str]) -> None:
@@ -154,10 +145,12 @@ def _draw_zones(axes: Axes, zones: Sequence[_Zone], words: Mapping[str, str]) ->
     if zone.name != "normal":
       axes.axvspan(low, high, color=_COLORS[zone.name], alpha=0.1, linewidth=0)
     if low > left:
-      axes.axvline(low, color="0.35", linewidth=0.9, linestyle="--")
+      draw_limit(axes, low, linewidth=0.9)
     word = words[zone.name]
     if high - low > 0.0095 * len(word) * (right - left):  # wide enough for its name
-      axes.text((low + high) / 2, 0.93, word, transform=axes.get_xaxis_transform(), fontsize=9, ha="center")
+      axes.text(
+        (low + high) / 2, 0.93, word, transform=axes.get_xaxis_transform(), fontsize=SMALL, ha="center"
+      )
 
 
 def _draw_bars(axes: Axes, edges: np.ndarray, shares: np.ndarray, zones: Sequence[_Zone]) -> None:
@@ -188,7 +181,7 @@ def _draw_ranges(axes: Axes, formats: Mapping[str, Any], chosen: str) -> None:
         axes.plot([low, high], [0, 0], color=_COLORS[zone.name], linewidth=width, **style)
     weight = "bold" if name == chosen else "normal"
     beside = offset_copy(axes.transAxes, **points)
-    text: dict[str, Any] = {"fontsize": 8.5, "fontweight": weight, "ha": "right", "va": "center"}
+    text: dict[str, Any] = {"fontsize": SMALL, "fontweight": weight, "ha": "right", "va": "center"}
     axes.text(-0.012, 0, form["title"], transform=beside, **text)
   axes.xaxis.labelpad = 8 + 14 * len(formats)
 
@@ -267,7 +260,10 @@ def _by_layer(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]) -> None:
+def _errors(report: Mapping[str, Any], visits: Sequence[_Visit]) -> Figure:
+  of = f" of {report['title']}" if report["title"] else ""
+  figure = new_figure(5.8, textwrap.fill(f"Error by module{of}, policy {report['policy']}", _TITLE_WIDTH))
+  axes = figure.add_subplot()
   every = [error for visit in visits for error in visit.errors.values()]
   finite = [error for error in every if 0 < error < math.inf] or [1.0]
   room = 3.0 if math.inf in every else 1.5  # of what is not finite, a mark at the top
@@ -284,29 +280,24 @@ def _draw_errors(axes: Axes, report: Mapping[str, Any], visits: Sequence[_Visit]
   if math.inf in every:
     axes.plot([], [], color="black", marker="x", linestyle="none", label="not finite")
   for row, (i, words) in enumerate(_marked(report, visits).items()):
-    axes.axvline(i, color=_COLORS["lost"], linestyle="--", linewidth=1.1)
+    draw_limit(axes, i)
     side = "right" if i > len(visits) / 2 else "left"
-    style: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "ha": side, "va": "bottom"}
+    style: dict[str, Any] = {"fontsize": SMALL, "fontweight": "bold", "ha": side, "va": "bottom"}
     text = f"{words} grows at {visits[i].module}"
     axes.text(i, 1.02 + 0.08 * row, text, transform=axes.get_xaxis_transform(), **style)
 
   axes.set_yscale("log")
   axes.set_ylim(floor, ceiling)
-  axes.set_ylabel("relative error against float32", fontsize=9)
+  axes.set_ylabel("relative error against float32")
   step = math.ceil(len(visits) / 45)
   often = collections.Counter(visit.module for visit in visits)
   names = [f"{v.module}: {v.name}" if often[v.module] > 1 and v.name else v.module for v in visits[::step]]
-  axes.set_xticks(range(0, len(visits), step), names, rotation=90, fontsize=7)
-  axes.tick_params(axis="y", labelsize=9)
+  axes.set_xticks(range(0, len(visits), step), names, rotation=90)
   axes.set_xlim(-0.8, len(visits) - 0.2)
-  axes.grid(axis="y", color="0.88", linewidth=0.7)
-  axes.set_axisbelow(True)
-  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(axis="y")
   handles, labels = axes.get_legend_handles_labels()
-  axes.figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-  of = f" of {report['title']}" if report["title"] else ""
-  heading = textwrap.fill(f"Error by module{of}, policy {report['policy']}", _TITLE_WIDTH)
-  axes.figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
+  figure.legend(handles, labels, loc="outside lower center", ncols=4)
+  return figure
 
 
 def _marked(report: Mapping[str, Any], visits: Sequence[_Visit]) -> dict[int, str]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._install import pip_install
+from mpjax._picture_style import (
+  ALARM,
+  BLUES,
+  GREY,
+  LIGHT,
+  SMALL,
+  VERMILLIONS,
+  new_figure,
+  picture_style,
+  save_figure,
+)
 from mpjax._plain_text import bytes_text
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
@@ -18,18 +27,16 @@ if TYPE_CHECKING:
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
-# Blues stay, oranges come and go; in each family from dark to light, so that neighbours differ in print and
-# for every kind of colour vision.
-_BLUES = ("#08306b", "#1c5aa5", "#3f8fc5", "#7ab6d9", "#abd0e6", "#d6e6f4")
-_ORANGES = ("#6b2503", "#a63b03", "#dc5a0c", "#f98a3c", "#fdb678", "#fedfc0")
-COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*_BLUES, *_ORANGES, "#c8c8c8"), strict=True))
+# Blues stay, oranges come and go.
+COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LIGHT), strict=True))
 
 _BAR, _PLAN = 0.3, 1.0  # height of a bar, and of what a plan takes, in units of the vertical axis
 _SLIVER = 0.01  # of the longest bar: a part below it is drawn with the other small ones
-_REST, _REST_COLOR = "smaller parts", "#9a9a9a"
+_REST = "smaller parts"
 _FAR = 2  # a device with more than so many times the memory that is drawn would make the bars too short
 
 
+@picture_style("plan")
 def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> None:
   """Draws memory by part, a bar a plan and a second one where it is compiled.
 
@@ -41,32 +48,18 @@ def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> 
     ValueError: if the file's name has another ending, or there is nothing to draw.
     ImportError: without matplotlib.
   """
-  suffix = pathlib.Path(path).suffix.lower()
-  if suffix not in (".png", ".svg"):
-    raise ValueError(f"picture {os.fspath(path)!r}: expected a name that ends in .png or .svg")
   if not plans:
     raise ValueError("no plans to draw: expected at least one")
-  try:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-  except ImportError as error:
-    raise ImportError(f"pictures need matplotlib: {pip_install('plan')}") from error
-
   bars = _without_slivers([list(_bars(plan)) for plan in plans])
   heights = [_PLAN if len(of_plan) > 1 else _PLAN - _BAR for of_plan in bars]
-  # Text stays text in an SVG, and the same plans give the same file.
-  with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mpjax"}):
-    legend = len({name for of_plan in bars for bar in of_plan for name in bar.parts}) + 2
-    height = max(2.6, 0.95 + 0.95 * sum(heights), 0.7 + 0.19 * legend)
-    figure = Figure(figsize=(9, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw(axes, plans, bars, heights)
-    figure.suptitle(_title(plans), fontsize=11, fontweight="bold", x=0.01, ha="left")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=200, metadata={"Date": None} if suffix == ".svg" else None)
+  legend = len({name for of_plan in bars for bar in of_plan for name in bar.parts}) + 2
+  height = max(2.6, 0.95 + 0.95 * sum(heights), 0.7 + 0.19 * legend)
+  figure = new_figure(height, _title(plans))
+  axes = figure.add_subplot()
+  _draw(axes, plans, bars, heights)
+  handles, labels = axes.get_legend_handles_labels()
+  figure.legend(handles, labels, loc="outside right upper")
+  save_figure(figure, path)
 
 
 class _Bar(NamedTuple):
@@ -111,7 +104,7 @@ def _draw(
   top, ticks = 0.0, []
   for plan, of_plan, height in zip(plans, bars, heights, strict=True):
     label = textwrap.shorten(plan.label, 90, placeholder=" ...")
-    axes.text(0.004 * right, top + 0.16, label, fontsize=10, fontweight="bold", va="center")
+    axes.text(0.004 * right, top + 0.16, label, fontweight="bold", va="center")
     for i, bar in enumerate(of_plan):
       middle = top + 0.3 + (i + 0.5) * _BAR
       ticks.append((middle, bar.name))
@@ -127,11 +120,10 @@ def _draw(
       axes.plot([], [], color="black", linestyle=style, linewidth=1.1, label=text)
 
   axes.set_ylim(top, 0)
-  axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=9)
+  axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
   axes.tick_params(axis="y", length=0)
-  axes.set_xlabel(f"{unit} on one device (1 {unit} = {scale:g} bytes)".replace("e+0", "e"), fontsize=9)
+  axes.set_xlabel(f"{unit} on one device (1 {unit} = {scale:g} bytes)".replace("e+0", "e"))
   axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-  axes.spines[["top", "right"]].set_visible(False)
 
 
 def _taken(plan: PlanFigures) -> int:
@@ -150,7 +142,7 @@ def _limits(plan: PlanFigures) -> dict[int, str]:
 
 def _colors() -> Iterator[tuple[str, str]]:
   yield from COLORS.items()
-  yield _REST, _REST_COLOR
+  yield _REST, GREY
 
 
 def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, scale: float, room: int) -> None:
@@ -162,12 +154,12 @@ def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, scale: float, 
     if size > 0.08 * right:  # wide enough for a number
       dark = name in (*ARGUMENT_PARTS[:3], *TRANSIENT_PARTS[:3], _REST)
       text = "white" if dark else "black"
-      axes.text(left + size / 2, middle, f"{size:.3g}", color=text, fontsize=8, ha="center", va="center")
+      axes.text(left + size / 2, middle, f"{size:.3g}", color=text, fontsize=SMALL, ha="center", va="center")
     left += size
   over = 0 < room < bar.peak
   text = f"{bytes_text(bar.peak)}{chr(10) + 'does not fit' if over else ''}"
-  style: dict[str, Any] = {"color": "#b00020", "fontweight": "bold"} if over else {"color": "black"}
-  axes.text(1.03 * right, middle, text, fontsize=9, va="center", linespacing=0.95, **style)
+  style: dict[str, Any] = {"color": ALARM, "fontweight": "bold"} if over else {"color": "black"}
+  axes.text(1.03 * right, middle, text, fontsize=SMALL, va="center", linespacing=0.95, **style)
 
 
 def _title(plans: Sequence[PlanFigures]) -> str:

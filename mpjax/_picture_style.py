@@ -1,0 +1,127 @@
+"""How the pictures look: colours, fonts and sizes, of all alike, whatever a matplotlibrc says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpjax._install import pip_install
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which every kind of colour vision can tell apart.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+GREY, LIGHT, PALE = "#A0A0A0", "#C8C8C8", "#E4E4E4"
+ALARM = "#B00020"  # of words alone
+
+_POLICIES = {
+  "fp32": "#3A3A3A",
+  "fp32 highest": GREY,
+  "tf32": SKY,
+  "bf16": BLUE,
+  "bf16_pure": GREEN,
+  "fp16": ORANGE,
+  "fp16-unscaled": PURPLE,
+  "fp8": VERMILLION,
+}
+
+# From dark to light, so that neighbours differ in print, too.
+BLUES = ("#003553", BLUE, "#3E95C9", "#7AB6D9", "#ABD0E6", "#D6E6F4")
+VERMILLIONS = ("#632C00", "#9C4500", VERMILLION, "#F18A3E", "#FAB57C", "#FDDDC1")
+
+WIDTH = 9.0  # inches of every picture, so that letters are of one size on a page
+_DPI = 200
+HEADING, TEXT, SMALL = 12, 10, 9  # points
+
+_STYLE = {
+  "font.family": "DejaVu Sans",  # which comes with matplotlib
+  "font.size": TEXT,
+  "figure.titlesize": HEADING,
+  "figure.titleweight": "bold",
+  "axes.titlesize": TEXT,
+  "axes.titlelocation": "left",
+  "axes.labelsize": SMALL,
+  "axes.axisbelow": True,
+  "axes.linewidth": 0.8,
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "xtick.labelsize": SMALL,
+  "ytick.labelsize": SMALL,
+  "grid.color": PALE,
+  "grid.linewidth": 0.7,
+  "legend.fontsize": SMALL,
+  "legend.frameon": False,
+  "lines.linewidth": 1.3,
+  "lines.markersize": 6,
+  # Text stays text in an SVG, and the same picture is the same file.
+  "svg.fonttype": "none",
+  "svg.hashsalt": "mpjax",
+}
+
+
+def policy_colour(name: str) -> str:
+  """Returns the colour of a policy, or of the one that a variant, such as `fp8, current`, begins with."""
+  known = [policy for policy in _POLICIES if name.startswith(policy)]
+  return _POLICIES[max(known, key=len)] if known else GREY
+
+
+def shades(count: int) -> list[str]:
+  """Returns so many blues from dark to light, for what has an order."""
+  from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+  scale = LinearSegmentedColormap.from_list("blues", BLUES[:-2])
+  return [to_hex(scale(i / max(count - 1, 1))) for i in range(count)]
+
+
+@contextlib.contextmanager
+def picture_style(extra: str = "plan") -> Iterator[None]:
+  """Has what is drawn inside look as all pictures do; as a decorator, what a function draws.
+
+  Args:
+    extra: of mpjax, which brings matplotlib.
+
+  Raises:
+    ImportError: without matplotlib.
+  """
+  try:
+    from matplotlib import style
+  except ImportError as error:
+    raise ImportError(f"pictures need matplotlib: {pip_install(extra)}") from error
+  with style.context(["default", _STYLE]):
+    yield
+
+
+def new_figure(height: float, heading: str = "") -> Figure:
+  """Returns an empty figure, so many inches high, that no backend of pyplot knows of."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(WIDTH, height), layout="constrained")
+  if heading:
+    figure.suptitle(heading, x=0.01, ha="left")
+  return figure
+
+
+def draw_limit(axes: Axes, at: float, axis: str = "x", **style: Any) -> None:
+  """Draws a line for what must not be passed, or for what all is compared with."""
+  line: Any = axes.axvline if axis == "x" else axes.axhline
+  line(at, **({"color": BLACK, "linestyle": "--", "linewidth": 1.1} | style))
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+  """Writes a figure; the same one is the same file.
+
+  Raises:
+    ValueError: if the file's name ends in neither `.png` nor `.svg`.
+  """
+  suffix = pathlib.Path(path).suffix.lower()
+  if suffix not in (".png", ".svg"):
+    raise ValueError(f"picture {os.fspath(path)!r}: expected a name that ends in .png or .svg")
+  metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
+  with picture_style():
+    figure.savefig(path, dpi=_DPI, metadata=metadata)
