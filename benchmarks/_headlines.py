@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks._record import provenance
 from benchmarks.memory._suite import peak
+from mpjax._picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -96,25 +97,24 @@ def _is(row: dict[str, Any], **facts: Any) -> bool:
   return all(row[key] == value for key, value in facts.items())
 
 
+@picture_style()
 def picture(rows: list[Headline]) -> Any:
   """Two bars for each, the one without mpjax as long as the axis."""
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(9, 4.2), layout="constrained")
+  figure = new_figure(4.4, "Memory, compiled for NVIDIA H200 by XLA")
   axes = figure.subplots()
   for i, row in enumerate(rows):
-    for offset, (name, value), colour in ((-0.19, row.without, "#999999"), (0.19, row.with_, "#0072B2")):
+    for offset, (name, value), colour in ((-0.19, row.without, GREY), (0.19, row.with_, BLUE)):
       axes.barh(i + offset, value / row.without[1], height=0.36, color=colour)
       label = f"{name}: {value:.3g} {row.unit}"
       inside = value / row.without[1] > 0.6
       x = value / row.without[1] + (-0.01 if inside else 0.01)
-      paint = "white" if inside and colour != "#999999" else "black"
-      axes.text(x, i + offset, label, ha="right" if inside else "left", va="center", fontsize=9, color=paint)
-    axes.text(1.01, i, f"{row.ratio:.2f}x", va="center", fontsize=12, fontweight="bold", color="#0072B2")
-  axes.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=9)
+      paint = "white" if inside and colour == BLUE else BLACK
+      axes.text(x, i + offset, label, ha="right" if inside else "left", va="center", color=paint)
+    axes.text(1.01, i, f"{row.ratio:.2f}x", va="center", fontsize=HEADING, fontweight="bold", color=BLUE)
+  axes.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=TEXT)
+  axes.tick_params(axis="y", length=0)
   axes.set(xlim=(0, 1.09), ylim=(len(rows) - 0.5, -0.5), xticks=[])
-  axes.spines[["top", "right", "bottom"]].set_visible(False)
-  axes.set_title("Memory, compiled for NVIDIA H200 by XLA", fontsize=11, loc="left")
+  axes.spines["bottom"].set_visible(False)
   return figure
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of benchmarks/README.md, and tables in docs/, from benchmarks/results.
+"""Writes the tables and pictures of benchmarks/README.md, and some in docs/, from benchmarks/results.
 
     python -m benchmarks.report
 
@@ -19,9 +19,11 @@ from benchmarks._record import provenance
 from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.gather import _suite as gather_suite
+from benchmarks.layerwise import _suite as layerwise_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.quality import _tables as quality_tables
 from benchmarks.tune import _suite as tune_suite
+from mpjax._picture_style import save_figure
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)
@@ -58,7 +60,8 @@ def compiled(report: dict[str, Any]) -> str:
 
 
 def layerwise(report: dict[str, Any]) -> str:
-  """Share of zeros by layer and scale, and the losses after training."""
+  """Share of zeros by layer and scale, also as a picture for docs/, and the losses after training."""
+  save_figure(layerwise_suite.picture(report["gradients"]), FOLDER.parent / "docs" / "layerwise.png")
   table = report["gradients"]
   single = table["single"]
   lines = [
@@ -366,12 +369,12 @@ def headlines() -> None:
   """The first table and picture of docs/benchmarks.md, which README.md shows, too."""
   rows = _headlines.headlines()
   put(FOLDER.parent / "docs" / "benchmarks.md", "headlines", _headlines.table(rows))
-  _save(_headlines.picture(rows), "headlines.png", dpi=160)
+  _save(_headlines.picture(rows), "headlines.png")
 
 
-def _save(figure: Any, name: str, dpi: int = 100) -> None:
+def _save(figure: Any, name: str) -> None:
   (FOLDER / "pictures").mkdir(exist_ok=True)
-  figure.savefig(FOLDER / "pictures" / name, dpi=dpi, metadata={"Software": None})
+  save_figure(figure, FOLDER / "pictures" / name)
 
 
 def put(file: pathlib.Path, name: str, table: str) -> None:

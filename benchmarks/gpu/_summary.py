@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu._rows import REFERENCE
 from benchmarks.gpu._stage import paired
+from mpjax._picture_style import BLACK, SMALL, draw_limit, new_figure, picture_style, policy_colour
 
 FUSED = "bf16, fused attention"
 LEAST_BF16, LEAST_SHARE, LEAST_FP8, MOST_ACTIVATIONS = 3.0, 0.5, 1.25, 0.55
@@ -207,39 +208,41 @@ def _table(model: dict[str, Any]) -> list[str]:
   return lines
 
 
+@picture_style()
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
   """`gpu_step_time` (over the hand-written step's) and `gpu_share_of_peak`: bars by row, a panel a model."""
   return {
-    "gpu_step_time": _bars(report, "ratio", 1, "step time / hand-written bf16 step's", 1.0),
-    "gpu_share_of_peak": _bars(report, "share_of_peak", 100, "% of the measured matrix peak", None),
+    "gpu_step_time": _bars(
+      report, "ratio", 1, "Time of a step over that of the hand-written bf16 one (grey: not mpjax)", 1.0
+    ),
+    "gpu_share_of_peak": _bars(
+      report, "share_of_peak", 100, "Share of the measured matrix peak, % (grey: not mpjax)", None
+    ),
   }
 
 
-def _bars(report: dict[str, Any], key: str, times: float, label: str, line: float | None) -> Any:
-  from matplotlib.figure import Figure
-
-  colours = {"torch": "#d55e00", "mpx": "#cc79a7", "hand": "#999999"}
+def _bars(report: dict[str, Any], key: str, times: float, heading: str, line: float | None) -> Any:
   models = {
     model["title"]: {name: row for name, row in model["rows"].items() if row.get(key) is not None}
     for model in report["models"].values()
   }
   models = {title: rows for title, rows in models.items() if rows}
-  figure = Figure(figsize=(10, 3.4 * ((len(models) + 1) // 2) or 3), layout="constrained")
+  down = -(-len(models) // 2)
+  clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # of the line
+  figure = new_figure(3.2 * max(down, 1), heading)
   for i, (title, rows) in enumerate(models.items()):
-    axes = figure.add_subplot((len(models) + 1) // 2, min(2, len(models)), i + 1)
+    axes = figure.add_subplot(down, min(2, len(models)), i + 1)
     order = sorted(rows, key=lambda name: rows[name][key], reverse=line is not None)
     values = [rows[name][key] * times for name in order]
-    paint = [next((colours[who] for who in colours if name.startswith(who)), "#0072b2") for name in order]
-    bars = axes.barh(order, values, color=paint)
+    bars = axes.barh(order, values, color=[policy_colour(name) for name in order])  # others than mpjax: grey
     if line is not None:
       low = [max(0.0, rows[name][key] - rows[name]["ratio_q25"]) for name in order]
       high = [max(0.0, rows[name]["ratio_q75"] - rows[name][key]) for name in order]
-      axes.errorbar(values, order, xerr=[low, high], fmt="none", ecolor="black", capsize=2)
-      axes.axvline(line, color="black", linewidth=0.8)
-    axes.bar_label(bars, fmt="%.2f" if line is not None else "%.0f", padding=4, fontsize=8)
+      axes.errorbar(values, order, xerr=[low, high], fmt="none", ecolor=BLACK, elinewidth=1, capsize=2)
+      draw_limit(axes, line)
+    axes.bar_label(bars, fmt="%.2f" if line is not None else "%.0f", padding=5, fontsize=SMALL, bbox=clear)
     axes.margins(x=0.15)
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(label, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
   return figure

@@ -24,6 +24,7 @@ import optax
 
 import mpjax
 from benchmarks._record import origin, write
+from mpjax._picture_style import VERMILLION, new_figure, picture_style, save_figure, shades
 
 DEPTH, WIDTH, INPUTS, BATCH = 32, 8, 16, 256
 ATTENUATION = 0.375
@@ -154,32 +155,27 @@ def run(options: argparse.Namespace) -> int:
   report = origin(f"layerwise --steps {options.steps}", "optax") | {"gradients": table, "runs": runs}
   write(report, options.json)
   if options.plot:
-    plot(table, options.plot)
+    save_figure(picture(table), options.plot)
   return 0
 
 
-def plot(table: dict[str, Any], path: str) -> None:
+@picture_style()
+def picture(table: dict[str, Any]) -> Any:
   """Share of zeros by layer, a line for each scale that leaves any; the others overflow."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
-  drawn = [k for k in EXPONENTS if max(table["single"][k]["zeros"]) > 0]
-  for k in drawn:
-    single = table["single"][k]
-    shade = pyplot.cm.viridis(0.8 * k / max(drawn))
-    name = f"loss scale $2^{{{k}}}$" + ("" if single["finite"] else ", overflows")
-    axes.plot(single["zeros"], "-" if single["finite"] else ":", color=shade, label=name)
-  axes.plot(table["layerwise"]["zeros"], color="#c4320a", linewidth=3, label="layer-wise scales")
-  axes.set(xlabel="layer", ylabel="share of zeros", xlim=(-0.5, DEPTH - 0.5))
-  axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.legend(fontsize=9, frameon=False, loc="upper right")
+  single = {int(k): row for k, row in table["single"].items()}  # JSON's keys are strings
+  drawn = [k for k, row in single.items() if max(row["zeros"]) > 0]
   heading = f"Weight gradients of {DEPTH} layers in float16"
-  larger = [k for k in EXPONENTS if k not in drawn]
+  larger = [k for k in single if k not in drawn]
   if larger:
     heading += f"\n(scales from $2^{{{larger[0]}}}$ on leave no zeros and overflow)"
-  figure.suptitle(heading, fontsize=11, fontweight="bold", x=0.01, ha="left")
-  figure.savefig(path, dpi=120)
+  figure = new_figure(4.0, heading)
+  axes = figure.subplots()
+  for colour, k in zip(shades(len(drawn)), drawn, strict=True):
+    name = f"loss scale $2^{{{k}}}$" + ("" if single[k]["finite"] else ", overflows")
+    axes.plot(single[k]["zeros"], "-" if single[k]["finite"] else ":", color=colour, label=name)
+  axes.plot(table["layerwise"]["zeros"], color=VERMILLION, linewidth=3, label="layer-wise scales")
+  axes.set(xlabel="layer", ylabel="share of zeros", xlim=(-0.5, DEPTH - 0.5))
+  axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+  axes.grid(axis="y")
+  figure.legend(loc="outside right upper")
+  return figure

@@ -21,6 +21,8 @@ import pathlib
 import sys
 from typing import Any
 
+from mpjax._picture_style import new_figure, picture_style, policy_colour
+
 SECONDS = 900  # of a row on a GPU
 ALLOCATE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -297,17 +299,10 @@ def _markdown(header: list[str], lines: list[list[str]]) -> str:
   return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-COLOURS = {  # Okabe and Ito's, which colour-blind people can tell apart
-  "fp32": "#000000",
-  "fp32 highest": "#999999",
-  "bf16": "#0072B2",
-  "fp16": "#E69F00",
-  "bf16_pure": "#009E73",
-  "fp8": "#D55E00",
-}
 MARKERS = {"fp32": "o", "fp32 highest": "P", "bf16": "s", "fp16": "^", "bf16_pure": "D", "fp8": "v"}
 
 
+@picture_style()
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
   """Peak against batch and against parameters: points and the lines that fit them, a panel a model."""
   found = {}
@@ -320,26 +315,23 @@ def pictures(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figure(panels: dict[str, dict[str, list[dict[str, Any]]]], sweep: str, label: str) -> Any:
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(9, 3.4), layout="constrained")
+  figure = new_figure(3.6, "Peak memory of a training step, GB")
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for ax, (model, lines) in zip(axes, panels.items(), strict=True):
     for name, rows in lines.items():
       x = [row["rows"] if sweep == "rows" else row["parameters"] / 1e6 for row in rows]
       y = [peak(row) / 1e9 for row in rows]
-      colour = COLOURS.get(name, "#CC79A7")
-      ax.plot(x, y, MARKERS.get(name, "x"), color=colour, label=name, markersize=6, fillstyle="none")
+      # Hollow, since policies of as many bytes lie on one another.
+      style = {"color": policy_colour(name), "fillstyle": "none", "markersize": 7}
+      ax.plot(x, y, MARKERS.get(name, "x"), label=name, **style)
       if len(x) > 1:
         slope, zero = fit(dict(zip(x, y, strict=True)))
         ends = [0.0, max(x)]
-        ax.plot(ends, [zero + slope * end for end in ends], color=colour, linewidth=1.2)
+        ax.plot(ends, [zero + slope * end for end in ends], color=policy_colour(name))
     ax.set(title=SWEEPS[model].title, xlabel=label, xlim=(0, None), ylim=(0, None))
-    ax.grid(alpha=0.3)
-    ax.spines[["top", "right"]].set_visible(False)
-  axes[0].set_ylabel("peak memory, GB")
+    ax.grid()
   handles: dict[str, Any] = {}
   for ax in axes:
     handles |= dict(zip(*ax.get_legend_handles_labels()[::-1], strict=True))
-  figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+  figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
   return figure

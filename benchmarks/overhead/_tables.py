@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from benchmarks._record import provenance
+from mpjax._picture_style import (
+  BLACK,
+  GREY,
+  SMALL,
+  TEXT,
+  draw_limit,
+  new_figure,
+  picture_style,
+  policy_colour,
+)
 
 COMPUTE_BOUND = 1.03  # of the hand-written step's time
 MEMORY = 1.00  # of the hand-written bfloat16 step's temporaries
@@ -186,32 +197,48 @@ def each(report: dict[str, Any]) -> Any:
         yield name, dtype, variant, row
 
 
+@picture_style()
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
   """Times (or temporaries) beside the hand-written step, a panel for each model and half precision."""
-  from matplotlib.figure import Figure
-
   here = any("step_ratio" in row for _, _, _, row in each(report))
-  figure, what = ("step_ratio", "time of a step") if here else ("temp_bytes_ratio", "temporaries")
-  dtypes = ("bfloat16", "float16")
+  figure, what = ("step_ratio", "Time of a step") if here else ("temp_bytes_ratio", "Temporaries of a step")
+  dtypes = {"bfloat16": policy_colour("bf16"), "float16": policy_colour("fp16")}
   models = [n for n, m in report["models"].items() if all(dtype in m["dtypes"] for dtype in dtypes)]
   models = [name for name in models if name != "mlp_tiny"]  # whose times tell of the thread pool
   if not models:
     return {}
-  drawn = Figure(figsize=(3.0 * len(models) + 2.6, 5.6), layout="constrained")
-  axes = drawn.subplots(len(dtypes), len(models), squeeze=False, sharey="row")
-  for i, dtype in enumerate(dtypes):
-    for j, name in enumerate(models):
-      rows = {v: r for v, r in report["models"][name]["dtypes"][dtype].items() if figure in r}
-      panel = axes[i, j]
-      for y, (variant, row) in enumerate(reversed(rows.items())):
-        colour = "#0072B2" if variant.startswith("mpjax") else "#999999"
-        panel.barh(y, row[figure], color=colour)
+  rows = {
+    dtype: {
+      name: {v: r for v, r in report["models"][name]["dtypes"][dtype].items() if figure in r}
+      for name in models
+    }
+    for dtype in dtypes
+  }
+  variants = {dtype: list(dict.fromkeys(v for of in rows[dtype].values() for v in of)) for dtype in dtypes}
+  lengths = [len(names) for names in variants.values()]
+  longest = max(
+    row["step_q75" if here else figure] for of in rows.values() for m in of.values() for row in m.values()
+  )
+  drawn = new_figure(1.4 + 0.33 * sum(lengths), f"{what} over the hand-written one's (grey: not mpjax)")
+  axes = drawn.subplots(
+    len(dtypes), len(models), squeeze=False, sharex=True, sharey="row", height_ratios=lengths
+  )
+  for i, (dtype, colour) in enumerate(dtypes.items()):
+    names = variants[dtype]
+    for panel, (name, found) in zip(axes[i], rows[dtype].items(), strict=True):
+      for variant, row in found.items():
+        y = names.index(variant)
+        panel.barh(y, row[figure], height=0.75, color=colour if variant.startswith("mpjax") else GREY)
+        end = max(row[figure], 1.0)  # right of the line
         if here:
-          panel.plot([row["step_q25"], row["step_q75"]], [y, y], color="black", linewidth=1.2)
-      panel.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-      panel.set_yticks(range(len(rows)), list(reversed(rows)))
-      panel.set_title(f"{SHORT[name]}, {dtype}", fontsize=9)
-      panel.tick_params(labelsize=8)
-      if i == len(dtypes) - 1:
-        panel.set_xlabel(f"{what} / hand-written", fontsize=8)
+          panel.plot([row["step_q25"], row["step_q75"]], [y, y], color=BLACK, linewidth=1.2)
+          end = max(end, row["step_q75"])
+        panel.text(end + 0.03 * longest, y, f"{row[figure]:.2f}", va="center", fontsize=SMALL)
+      draw_limit(panel, 1.0, linewidth=0.8)
+      panel.set_yticks(range(len(names)), [textwrap.fill(variant, 26) for variant in names])
+      panel.set(xlim=(0, 1.35 * longest), ylim=(len(names) - 0.5, -0.5), xticks=range(int(longest) + 1))
+      panel.tick_params(axis="y", length=0)
+      if i == 0:
+        panel.set_title(textwrap.fill(SHORT[name], 16), fontsize=SMALL)
+    axes[i, 0].set_ylabel(dtype, fontsize=TEXT, fontweight="bold")
   return {"": drawn}

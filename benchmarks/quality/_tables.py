@@ -8,16 +8,10 @@ import statistics
 from typing import Any
 
 from benchmarks._record import provenance
+from mpjax._picture_style import GREY, PALE, SMALL, new_figure, picture_style, policy_colour
 
 # Of float32's mean loss.
 BAR = 0.01
-COLOURS = {
-  "fp16-unscaled": "#d55e00",
-  "fp16": "#0072b2",
-  "bf16": "#009e73",
-  "fp8": "#cc79a7",
-  "fp8-small": "#cc79a7",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +133,9 @@ def _gradients(report: dict[str, Any]) -> str:
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+@picture_style()
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
   """A panel for each task: seeds as dots, the mean as a bar, relative to float32 with the same seed."""
-  from matplotlib.figure import Figure
-
   shown = {task: [row for row in rows_of(report, task) if row.policy != "fp32"] for task in report["tasks"]}
   shown = {task: rows for task, rows in shown.items() if rows}
   if not shown:
@@ -150,34 +143,32 @@ def pictures(report: dict[str, Any]) -> dict[str, Any]:
   across = min(2, len(shown))
   down = -(-len(shown) // across)
   most = max(map(len, shown.values()))
-  figure = Figure(figsize=(9, (0.3 * most + 0.7) * down + 0.4), layout="constrained", dpi=100)
+  height = (0.3 * most + 0.8) * down + 0.7
+  figure = new_figure(height, "Evaluation loss against fp32 with the same seed")
   panels = figure.subplots(down, across, sharex="row", squeeze=False).ravel()
   for panel in panels[len(shown) :]:
     panel.set_visible(False)
   for panel, (task, rows) in zip(panels, shown.items(), strict=False):
-    panel.axvspan(-100 * BAR, 100 * BAR, color="0.9", lw=0)
-    panel.axvline(0, color="0.5", lw=0.8)
+    panel.axvspan(-100 * BAR, 100 * BAR, color=PALE, linewidth=0)
+    panel.axvline(0, color=GREY, linewidth=1)
     names = [policy for policy in report["policies"] if policy in {row.policy for row in rows}]
     for row in rows:
       _draw(panel, row, names.index(row.policy))
-    panel.set_title(report["tasks"][task]["title"], fontsize=10)
-    panel.set_yticks(range(len(names)), [report["policies"][name] for name in names], fontsize=9)
+    panel.set_title(report["tasks"][task]["title"])
+    panel.set_yticks(range(len(names)), [report["policies"][name] for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.tick_params(axis="x", labelbottom=True)
-    panel.grid(axis="x", color="0.93", lw=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-  label = "evaluation loss against fp32 with the same seed, % (dots: seeds; bar: mean; grey: within 1%)"
-  figure.supxlabel(label, fontsize=9)
+    panel.grid(axis="x")
+  figure.supxlabel("difference, % (dots: seeds; bar: mean; grey: within 1%)", fontsize=SMALL)
   return {"quality": figure}
 
 
 def _draw(panel: Any, row: Row, y: int) -> None:
   finite = [100 * difference for difference in row.differences if math.isfinite(difference)]
-  colour = COLOURS.get(row.policy, "0.35")
-  panel.plot(finite, [y] * len(finite), "o", ms=5.5, color=colour, alpha=0.6, mew=0)
+  colour = policy_colour(row.policy)
+  panel.plot(finite, [y] * len(finite), "o", color=colour, alpha=0.6, markeredgewidth=0)
   if finite:
-    panel.plot([statistics.fmean(finite)] * 2, [y - 0.33, y + 0.33], color=colour, lw=2.5)
+    panel.plot([statistics.fmean(finite)] * 2, [y - 0.33, y + 0.33], color=colour, linewidth=2.5)
   if row.diverged:
-    at = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": 8}
+    at = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": SMALL}
     panel.annotate(f"{row.diverged} diverged", (1, y), **at)

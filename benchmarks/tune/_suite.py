@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks._record import origin, provenance, write
+from mpjax._picture_style import BLUE, GREY, new_figure, picture_style
 from mpjax.planner import get_target
 from mpjax.train import Config, Planner, load_config, load_plugins
 from mpjax.train._inspecting import open_subject
@@ -224,26 +225,22 @@ def _predictions_table(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+@picture_style()
 def picture(report: dict[str, Any]) -> Any:
   """A scatter of the predicted and the measured error of each random policy of `predictions`."""
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(5, 4.4), layout="constrained", dpi=100)
-  panel = figure.subplots()
   predicted, measured = (
     [100 * point[key] for point in report["points"]] for key in ("predicted", "measured")
   )
-  ends = [0.8 * min(predicted + measured), 1.25 * max(predicted + measured)]
-  panel.loglog(ends, ends, color="0.5", lw=0.8)
-  panel.plot(predicted, measured, "o", ms=5.5, color="#1f77b4", alpha=0.6, mew=0)
-  panel.set(xlim=ends, ylim=ends, aspect="equal")
-  panel.set_xlabel("root of the sum of squares of single changes, %", fontsize=9)
-  panel.set_ylabel("measured error of the gradient, %", fontsize=9)
   correlation = f"correlation of the logarithms {report['correlation']:.4f}"
-  panel.set_title(f"{len(predicted)} random policies: {correlation}", fontsize=10)
-  panel.grid(color="0.93", lw=0.6)
-  panel.set_axisbelow(True)
-  panel.spines[["top", "right"]].set_visible(False)
+  figure = new_figure(4.4, f"{len(predicted)} random policies: {correlation}")
+  panel = figure.subplots()
+  ends = [0.8 * min(predicted + measured), 1.25 * max(predicted + measured)]
+  panel.loglog(ends, ends, color=GREY, linewidth=1)
+  panel.plot(predicted, measured, "o", color=BLUE, alpha=0.6, markeredgewidth=0)
+  panel.set(xlim=ends, ylim=ends)
+  panel.set_xlabel("root of the sum of squares of single changes, %")
+  panel.set_ylabel("measured error of the gradient, %")
+  panel.grid()
   return figure
 
 

@@ -1,0 +1,62 @@
+"""One look for all pictures: a colour a policy, whatever a user's own settings of matplotlib are."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+from mpjax import _picture_style as style
+from mpjax.numerics.render import _report_picture
+from mpjax.planner.render import save_picture
+from tests.planner._plans import a_plan
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_policies_have_colours_of_their_own_and_their_variants_have_them_too():
+  policies = ("fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp16-unscaled", "fp8")
+  assert len({style.policy_colour(name) for name in policies}) == len(policies)
+  for variant, policy in (("fp8, current", "fp8"), ("bf16_lean", "bf16"), ("fp32-reordered", "fp32")):
+    assert style.policy_colour(variant) == style.policy_colour(policy)
+  assert style.policy_colour("torch, bf16") not in map(style.policy_colour, policies)
+
+
+def test_a_picture_neither_follows_nor_changes_the_settings_of_its_user(tmp_path, monkeypatch):
+  matplotlib = pytest.importorskip("matplotlib")
+  monkeypatch.setattr(matplotlib, "use", lambda *args, **kwargs: pytest.fail("the backend is the user's"))
+  save_picture([a_plan()], tmp_path / "plain.svg")
+  with matplotlib.rc_context({"font.size": 30, "font.family": "serif", "axes.facecolor": "black"}):
+    before = dict(matplotlib.rcParams)
+    save_picture([a_plan()], tmp_path / "among_theirs.svg")
+    assert dict(matplotlib.rcParams) == before
+  assert (tmp_path / "among_theirs.svg").read_bytes() == (tmp_path / "plain.svg").read_bytes()
+  if pyplot := sys.modules.get("matplotlib.pyplot"):
+    assert not pyplot.get_fignums()
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a"])
+def test_a_file_of_another_kind_is_refused(tmp_path, name):
+  pytest.importorskip("matplotlib")
+  with style.picture_style():
+    figure = style.new_figure(2)
+  with pytest.raises(ValueError, match=r"\.png or \.svg"):
+    style.save_figure(figure, tmp_path / name)
+  assert not list(tmp_path.iterdir())
+
+
+def test_the_page_of_the_numerics_has_the_colours_of_its_pictures():
+  css = (ROOT / "mpjax/numerics/render/report.css").read_text()
+  light = dict(re.findall(r"--(\w+): (#\w+)", css[: css.index("@media")]))
+  assert {zone: light[zone] for zone in _report_picture._COLORS} == _report_picture._COLORS
+  lines = [colour for _, colour in _report_picture._SERIES.values()]
+  assert [light[name] for name in ("first", "second", "third")] == lines
+
+
+def test_nothing_else_chooses_colours():
+  drawers = [path for top in ("mpjax", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+  found = [path for path in drawers if "new_figure" in path.read_text()]
+  assert len(found) > 8
+  for path in found:
+    if path.name != "_picture_style.py":
+      assert not re.findall(r"\"#[0-9a-fA-F]{6}\"|pyplot|savefig", path.read_text()), path
