@@ -57,13 +57,12 @@ class Setup:
     """Makes the state before the first step, where it lies."""
     if self.layout.mesh.size == 1:  # a program of its own would take longer to compile than to run
       return self._init()
-    shardings = self.layout.shardings(jax.eval_shape(self._init))
-    return jax.jit(self._init, out_shardings=shardings)()
+    return jax.jit(self._init, out_shardings=self.layout.shardings(self._shapes))()
 
   def abstract_state(self) -> TrainState:
     """Returns shapes, dtypes and shardings of the state, for a restore."""
-    shapes = jax.eval_shape(self._init)
-    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, self.layout.shardings(shapes))
+    places = self.layout.shardings(self._shapes)
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), self._shapes, places)
 
   def place(self, batch: PyTree) -> PyTree:
     """Makes of this process's rows of a batch, on the host, arrays over the devices of all."""
@@ -72,10 +71,9 @@ class Setup:
   def check_layout(self) -> None:
     """Raises `ConfigError` for a model without a first state, or rules that do not fit its parameters."""
     with model_errors(self.config, self.info):
-      shapes = jax.eval_shape(self._init)
-      self.task.check_sharding(shapes.params)
+      self.task.check_sharding(self._shapes.params)
     try:
-      self.layout.shardings(shapes)
+      self.layout.shardings(self._shapes)
     except ValueError as error:
       raise ConfigError(f"mesh.rules: {error}") from error
 
@@ -112,7 +110,7 @@ class Setup:
       ConfigError: for an override of the policy that matches no module.
     """
     try:
-      return self.step.explain(jax.eval_shape(self._init), self.batch_shapes())
+      return self.step.explain(self._shapes, self.batch_shapes())
     except ValueError as error:
       raise ConfigError(str(error)) from error
 
@@ -123,6 +121,11 @@ class Setup:
   def _step_shapes(self) -> tuple[TrainState, PyTree]:
     at = self.layout.batch_sharding
     return self.abstract_state(), jax.tree.map(lambda leaf: leaf.update(sharding=at), self.batch_shapes())
+
+  @functools.cached_property
+  def _shapes(self) -> TrainState:
+    """Shapes and dtypes of the first state, traced once."""
+    return jax.eval_shape(self._init)
 
   def _init(self) -> TrainState:
     return init_state(self.config, self.task, self.step, self.batch_shapes())

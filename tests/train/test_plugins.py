@@ -337,6 +337,25 @@ def test_what_is_traced_to_be_checked_is_not_traced_again(tmp_path):
   assert len(traced) == 1
 
 
+EMULATED = {"base": "fp8", "fp8": {"emulate": True}}
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": EMULATED}, {"mesh": {"data": 2}}])
+def test_a_start_traces_init_once_for_the_model_once_for_the_state_and_once_to_begin(tmp_path, options):
+  called = []
+
+  def init(key):
+    called.append(key)
+    return {"w": jax.numpy.ones(8)}
+
+  make = lambda info: task(init=init)
+  train(tmp_path, make, **options)
+  assert len(called) == 3
+  called.clear()
+  train(tmp_path, make, **options, train={"steps": 4})  # resumes, and needs no values
+  assert len(called) == 2
+
+
 @pytest.mark.parametrize(
   "changes", [{"loss_fn": 3}, {"units": "tokens"}, {"sharding": "fsdp"}, {"logits": 3}]
 )
