@@ -23,6 +23,11 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
   return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
 
 
+def as_shapes(tree: PyTree) -> PyTree:
+  """Returns the shape and dtype of each leaf of a tree, of numbers too, without where it lies."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
 def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
   """Returns the path of the parameter that a leaf of an optimiser's state belongs to; `None` for none.
 

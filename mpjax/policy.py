@@ -171,6 +171,16 @@ class Policy(jmp.Policy):
     """Returns the policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
     return self if self.fp8 is None else _changed(self, {"fp8": self.fp8.without_histories()})
 
+  @property
+  def across_devices(self) -> dict[str, str]:
+    """What it says of several devices alone, by field: `{"reduce_dtype": "bfloat16"}`."""
+    found = {key: getattr(self, key) for key in ("reduce_dtype", "gather_dtype")}
+    return {key: np.dtype(dtype).name for key, dtype in found.items() if dtype is not None}
+
+  def without_devices(self) -> Policy:
+    """Returns the policy without what it says of several devices alone: for one."""
+    return _changed(self, dict.fromkeys(self.across_devices))
+
   def same_dtypes(self, other: jmp.Policy) -> bool:
     """Returns whether a `jmp.Policy` or `Policy` has the same param, compute and output dtypes."""
     return all(np.dtype(getattr(self, key)) == np.dtype(getattr(other, key)) for key in _SHORT.values())

@@ -75,13 +75,12 @@ def _tuned(config: Config, target: str, trials: pathlib.Path | None = None) -> t
   planner = Planner(config, get_target(target))
   began = time.perf_counter()
   result = tune(
-    subject.step.without_mesh(),
+    subject.step.with_layout(planner.layout),
     subject.state,
     batches,
     target=target,
     trials=trials,
     plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
-    layout=planner.layout,
     progress=lambda line: print(f"  {line}", flush=True),
   )
   return result, time.perf_counter() - began

@@ -26,7 +26,6 @@ from mpjax.cli._config_arguments import (
 )
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import get_target
-from mpjax.step import OVER_DEVICES
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import Recompute
 from mpjax.train._config_file import find_config, read_tree
@@ -99,7 +98,7 @@ def _tune(options: argparse.Namespace) -> None:
     subject = _subject(config, checkpoint, steps, say)
     try:
       result = tune(
-        subject.step.without_mesh(),  # of the devices here: the layout is the target's
+        subject.step.with_layout(layout),
         subject.state,
         [subject.next_batch() for _ in range(batches)],
         target=target,
@@ -109,7 +108,6 @@ def _tune(options: argparse.Namespace) -> None:
         minutes=options.minutes,
         trials=trials,
         plan_of=lambda policy, recompute: planner.plan(policy, recompute=recompute, compile=False),
-        layout=layout,
         recompute=[choice for choice in get_args(Recompute) if choice != config.train.recompute],
         progress=say,
       )
@@ -127,9 +125,9 @@ def _tune(options: argparse.Namespace) -> None:
     _print(console, f"picture: {options.picture}")
   if options.prove:
     config = on_devices_here(config)
-    crossing = [key for key in OVER_DEVICES if getattr(result.policy, key) is not None]
-    if crossing and math.prod(mesh_sizes(config.mesh, len(jax.devices())).values()) == 1:
-      _print(console, f"the proof is on one device, where nothing crosses: it says nothing of {crossing[0]}")
+    if result.policy.across_devices and math.prod(mesh_sizes(config.mesh, len(jax.devices())).values()) == 1:
+      crossing = " and ".join(result.policy.across_devices)
+      _print(console, f"the proof is on one device, where nothing crosses: it says nothing of {crossing}")
     with _progress(console) as say:
       proof = prove(
         config if result.recompute is None else _recomputing(config, result.recompute),

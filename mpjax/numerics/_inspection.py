@@ -26,7 +26,7 @@ from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, 
 from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
-from mpjax.step import OVER_DEVICES, TrainState, TrainStep
+from mpjax.step import TrainState, TrainStep
 
 
 def inspect_numerics(
@@ -355,8 +355,7 @@ def step_of(
   if not callable(target):
     raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()
-  resolved = get_policy({"base": resolved, **OVER_DEVICES})
-  step = step_for(target, tx, resolved)
+  step = step_for(target, tx, resolved.without_devices())
   return step, step.init(state, **init), tx is not None
 
 

@@ -100,8 +100,9 @@ def plan(
   memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
   products = list_products(graph, device, traced.devices)
   compiled, collectives, compiler_notes = _by_the_compiler(traced, memory, device, compile)
+  sent = collectives
   if compiled is None:
-    collectives = stated_collectives(graph)
+    collectives, sent = stated_collectives(graph), stated_collectives(graph, least=True)
   given = compiled.memory if compiled else memory
   return Plan(
     label=label or traced.label,
@@ -117,7 +118,7 @@ def plan(
     checkpoint=sum(a.whole for a in traced.arguments if a.part != "batch"),
     products=products,
     collectives=collectives,
-    floor=time_floor(graph, traced.arguments, given, collectives, device, traced.devices),
+    floor=time_floor(graph, traced.arguments, given, sent, device, traced.devices),
     notes=(*traced.notes, *_notes(traced, graph, products, device), *compiler_notes),
     fused=list_kernels(graph, traced.devices),
   )

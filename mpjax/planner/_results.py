@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 # Parts of memory, in the order in which tables and pictures have them. The first six are the arguments of a
 # step, which are there all the time; the others come and go, and are those of the worst moment.
@@ -17,6 +19,7 @@ TRANSIENT_PARTS = (
   "outputs",
   "allocator",
 )
+_MOST_SOURCES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Collective:
     nbytes: of the results of all of them.
     count: how many.
     sources: modules that they come from, the largest first.
-    group: how many devices exchange with each other; 0 where that is not known.
+    group: how many devices exchange with each other; 0 where that is not known, or each has one to send to.
   """
 
   operation: str
@@ -163,6 +166,42 @@ class Collective:
   count: int
   sources: tuple[str, ...]
   group: int = 0
+
+  @property
+  def sent(self) -> float:
+    """The least bytes that a device sends, by any algorithm, and where the network adds up an all-reduce."""
+    group = self.group or 2
+    if self.operation == "reduce-scatter":
+      return float(self.nbytes * (group - 1))
+    share = 1.0 if self.operation in ("all-reduce", "collective-permute") else (group - 1) / group
+    return self.nbytes * (share if group > 1 else 0.0)
+
+
+class Crossing(NamedTuple):
+  """A collective that runs so many times; the attributes are those of `Collective`, of one."""
+
+  operation: str
+  dtype: str
+  nbytes: int
+  group: int
+  source: str
+  times: int
+
+
+def add_up(crossings: Iterable[Crossing]) -> tuple[Collective, ...]:
+  """Returns the collectives of a step, those that are alike as one, the largest first."""
+  rows: dict[tuple[str, str, int], list[Crossing]] = {}
+  for crossing in crossings:
+    rows.setdefault((crossing.operation, crossing.dtype, crossing.group), []).append(crossing)
+  found = []
+  for (operation, dtype, group), alike in rows.items():
+    sources: Counter[str] = Counter()
+    for crossing in alike:
+      sources[crossing.source] += crossing.nbytes * crossing.times
+    count = sum(crossing.times for crossing in alike)
+    named = tuple(source for source, _ in sources.most_common(_MOST_SOURCES) if source)
+    found.append(Collective(operation, dtype, sources.total(), count, named, group))
+  return tuple(sorted(found, key=lambda collective: -collective.nbytes))
 
 
 @dataclasses.dataclass(frozen=True)

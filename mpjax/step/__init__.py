@@ -1,6 +1,5 @@
 """`make_train_step`: one jitted training step with a policy applied, on one device or a mesh."""
 
-from mpjax.step._checks import OVER_DEVICES
 from mpjax.step._layout import GATHERS, Layout
 from mpjax.step._loss import GradientPass, LossOutput, StepLoss, Transform
 from mpjax.step._options import StepOptions
@@ -9,7 +8,6 @@ from mpjax.step._train_step import TrainStep, make_train_step
 
 __all__ = [
   "GATHERS",
-  "OVER_DEVICES",
   "GradientPass",
   "Layout",
   "LossOutput",

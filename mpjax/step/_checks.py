@@ -17,8 +17,6 @@ from mpjax.policy import Policy
 from mpjax.step._train_state import TrainState
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
-# Fields that say something of several devices alone, and that one device's policy leaves out.
-OVER_DEVICES: dict[str, None] = {"reduce_dtype": None, "gather_dtype": None}
 _NEEDS_AUTOCAST = (
   ("accum_dtype", "an accumulation dtype of matrix products"),
   ("grad_dtype", "a dtype of gradients of matrix products"),

@@ -93,7 +93,7 @@ class Part:
       dtype: of the result.
     """
     scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=self.dimension, tiled=True)
-    return self._on_each(scatter, _to_reduce(gradient, self.reduce_dtype)).astype(dtype)
+    return self._on_each(scatter, to_reduce(gradient, self.reduce_dtype)).astype(dtype)
 
 
 def scales_of(
@@ -216,7 +216,7 @@ def shard_index(mesh: Mesh) -> Int32[Array, ""]:
   return jax.lax.axis_index(axes_of_batch(mesh))
 
 
-def _to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
+def to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
   """Casts a gradient to the dtype in which it crosses."""
   asked = dtype is not None and jnp.issubdtype(gradient.dtype, jnp.floating)
   return gradient.astype(dtype if asked else at_least_float32(gradient.dtype))
@@ -251,7 +251,7 @@ def reduce(
     if is_overwritten(path):
       return jax.lax.pmax(x, axes)
     wide = at_least_float32(x.dtype)
-    x = _to_reduce(x, dtype)
+    x = to_reduce(x, dtype)
     axis = dimension_over(spec, "fsdp")
     if axis is None:
       x = jax.lax.psum(x, axes)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._tree import named_leaves
+from mpjax._tree import as_shapes, named_leaves
 from mpjax._types import Mesh, PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.sharding import (
@@ -75,9 +74,14 @@ class Layout:
 
   def shapes(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
     """Returns a state and a batch (arrays or shapes) as shapes that lie where a step has them, to plan it."""
-    put = lambda x, at: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=at)
+    put = lambda x, at: x.update(sharding=at)
+    state, batch = as_shapes((state, batch))
     rows = self.batch_sharding
-    return jax.tree.map(put, state, self.shardings(state)), jax.tree.map(lambda x: put(x, rows), batch)
+    whole = NamedSharding(rows.mesh, PartitionSpec())
+    return (
+      jax.tree.map(put, state, self.shardings(state)),
+      jax.tree.map(lambda x: put(x, rows if x.ndim else whole), batch),
+    )
 
   def place(self, state: TrainState) -> TrainState:
     """Lays a state out on the mesh, from wherever it is."""

@@ -34,7 +34,6 @@ from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
-  OVER_DEVICES,
   require_differentiable,
   require_given,
   require_in_place,
@@ -43,7 +42,7 @@ from mpjax.step._checks import (
   require_param_dtype,
   require_state,
 )
-from mpjax.step._layout import make_layout
+from mpjax.step._layout import Layout, make_layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
@@ -288,12 +287,16 @@ class TrainStep:
     """Returns the same step under another policy; states of both are alike if optimisers and scales are."""
     return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=get_policy(policy)))
 
-  def without_mesh(self) -> TrainStep:
-    """Returns the same step without a mesh: one program over the whole batch."""
-    if self.layout is None:
+  def with_layout(self, layout: Layout | None) -> TrainStep:
+    """Returns the same step on other devices; `None`: without a mesh, as one program over the whole batch."""
+    if layout is self.layout:
       return self
-    policy = get_policy({"base": self.policy, **OVER_DEVICES})
-    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=None))
+    policy = self.policy if layout is not None else self.policy.without_devices()
+    return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=policy, layout=layout))
+
+  def without_mesh(self) -> TrainStep:
+    """Returns the same step without a mesh."""
+    return self.with_layout(None)
 
   def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
     """Makes a state of this step of one of a step under another policy or optimiser.

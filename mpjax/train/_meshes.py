@@ -42,7 +42,7 @@ def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> d
 def on_devices_here(config: Config) -> Config:
   """Returns the config, on one device if its mesh does not fit those here: to look at, not to train."""
   try:
-    mesh_sizes(config.mesh, len(jax.devices()))
+    _check_rows(config, mesh_sizes(config.mesh, len(jax.devices())))
   except ConfigError:
     return config.model_copy(update={"mesh": MeshConfig(data=1)})
   return config

@@ -11,9 +11,9 @@ import optax
 
 from mpjax._types import Mesh, Metrics, PyTree
 from mpjax.casting import Explanation
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import Policy
 from mpjax.sharding import ShardingRules
-from mpjax.step import OVER_DEVICES, Layout, TrainState, TrainStep, make_train_step
+from mpjax.step import Layout, TrainState, TrainStep, make_train_step
 from mpjax.train._config import Config, ConfigError, step_recompute
 from mpjax.train._meshes import make_mesh, place_rows, rows_of_process
 from mpjax.train._optimizers import make_optimizer, make_schedule
@@ -169,7 +169,7 @@ def build_step(
   step = make_train_step(
     task.loss_fn,
     optimizer,
-    policy if mesh is not None else get_policy({"base": policy, **OVER_DEVICES}),
+    policy if mesh is not None else policy.without_devices(),
     accumulate=config.train.accumulate,
     skip_nonfinite=config.train.skip_nonfinite,
     recompute=step_recompute(config.train.recompute),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -13,31 +12,29 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
-from mpjax._tree import named_leaves
+from mpjax._tree import as_shapes, named_leaves
 from mpjax._types import Array, PyTree
+from mpjax.dtypes import at_least_float32
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
-from mpjax.loss_scale._overwritten import map_parts
+from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.loss_scale._state_access import find_scaler
-from mpjax.policy import Policy, get_policy
-from mpjax.sharding import check_mesh, is_spec
-from mpjax.step import OVER_DEVICES, Layout, TrainState, TrainStep
+from mpjax.sharding import check_mesh, dimension_over, has_explicit_axes, is_spec
+from mpjax.step import Layout, TrainState, TrainStep
+from mpjax.step._collectives import to_reduce
 from mpjax.step._mesh_step import gathers
-from mpjax.step._micro_batches import split_batch
+from mpjax.tuning import _norms
 
 
-@dataclasses.dataclass(frozen=True)
 class AcrossDevices:
-  """A step's devices, played one after the other by the one program that has the whole batch.
+  """A step's devices, played one after the other by a program for one.
 
   Attributes:
-    step: without a mesh, under the policy but for what that says of several devices.
-    policy: the whole policy.
-    layout: how the devices divide rows and parameters; `None` for one device.
+    alone: the step without its mesh.
   """
 
-  step: TrainStep
-  policy: Policy
-  layout: Layout | None
+  def __init__(self, step: TrainStep):
+    self._step, self._layout, self._policy = step, step.layout, step.policy
+    self.alone = step.without_mesh()
 
   def gathered(self, state: TrainState, batch: PyTree) -> TrainState:
     """Returns a state whose parameters are those that the devices read: rounded, where they cross in FP8.
@@ -46,49 +43,49 @@ class AcrossDevices:
       state: of the step.
       batch: of which the shapes alone matter.
     """
-    if self.layout is None or self.policy.gather_dtype is None:
+    if self._layout is None or self._policy.gather_dtype is None:
       return state
-    options = dataclasses.replace(
-      self.step.options,
-      policy=get_policy({"base": self.step.policy, "gather_dtype": self.policy.gather_dtype}),
-      layout=self.layout,
-    )
-    on_mesh = TrainStep(self.step.fun, self.step.inner_tx, options)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (state, batch))
-    params = jax.eval_shape(on_mesh.loss.compute_params, shapes[0])
-    crossing = {path: dtype for path, _, _, dtype in gathers(on_mesh.loss, self.layout, params, *shapes)}
-    leaves, structure = jax.tree.flatten(state.params)
-    names = [name for name, _ in named_leaves(state.params)]
+    shapes = as_shapes((state, batch))
+    params = jax.eval_shape(self._step.loss.compute_params, shapes[0])
+    rows = gathers(self._step.loss, self._layout, params, *shapes)
+    crossing = {path: np.dtype(dtype) for path, _, _, dtype in rows}
     read = [
-      _through(leaf, np.dtype(crossing[name])) if crossing.get(name, "").startswith("float8") else leaf
-      for name, leaf in zip(names, leaves, strict=True)
+      _through(leaf, crossing[name]) if name in crossing and crossing[name].itemsize == 1 else leaf
+      for name, leaf in named_leaves(state.params)
     ]
-    return state.replace(params=jax.tree.unflatten(structure, read))
+    return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), read))
 
   def reduced(self, state: TrainState, batch: PyTree, grads: PyTree) -> PyTree:
     """Returns the gradients of a batch with the error of adding those of the devices in few bits.
 
-    Each device's are scaled as the loss is, rounded, and added one after the other, as a ring does.
-    The error is relative to the gradient: the devices' loss may be their rows' mean or sum.
+    Each device's are scaled as the loss is, rounded, and added one after the other, as a ring does: over
+    `fsdp` and then over `data` those that are divided, over all devices those that are not. The error is
+    relative to the gradient, since the devices' loss may be their rows' mean or sum.
 
     Args:
       state: of the step.
       batch: rows of all devices.
-      grads: of the whole batch, unscaled.
+      grads: of the whole batch, unscaled and finite.
     """
-    dtype = self.policy.reduce_dtype
-    if self.layout is None or self.layout.shards == 1 or dtype is None or dtype.itemsize >= 4:
+    layout, dtype = self._layout, self._policy.reduce_dtype
+    if layout is None or layout.shards == 1 or dtype is None or dtype.itemsize >= 4:
       return grads
-    self.layout.check_batch(batch, self.step.accumulate)
+    layout.check_batch(batch, self.alone.accumulate)
     scaler = find_scaler(state.opt_state)
     scale = jnp.float32(1.0) if scaler is None else scaler.scale
-    parts = split_batch(self.layout.shards, jax.tree.map(jnp.asarray, batch))
-    wide = narrow = None
-    for i in range(self.layout.shards):
-      _, mine = self.step.gradients(state, jax.tree.map(lambda x, i=i: x[i], parts))
+    ring = layout.mesh.shape.get("fsdp", 1)
+    wide = over_all = over_ring = divided = None
+    for i in range(layout.shards):
+      _, mine = self.alone.gradients(state, _rows_of(i, layout.shards, batch))
       crossing = _as_it_crosses(mine, scale, dtype)
-      wide, narrow = (mine, crossing) if i == 0 else (_sum(wide, mine), _sum(narrow, crossing))
-    return _with_error(grads, wide, narrow, scale)
+      wide, over_all = _sum(wide, mine), _sum(over_all, crossing)
+      over_ring = _sum(over_ring if i % ring else None, crossing)
+      if i % ring == ring - 1:
+        divided = _sum(divided, over_ring)
+    choose = lambda spec, *sums: sums[dimension_over(spec, "fsdp") is not None]
+    narrow = jax.tree.map(choose, layout.specs(state.params), over_all, divided, is_leaf=is_spec)
+    norm, of_sum = (_norms.total(_norms.squares(hide(tree))) for tree in (grads, wide))
+    return _with_error(grads, wide, narrow, scale, _norms.ratio(norm, of_sum))
 
 
 @contextlib.contextmanager
@@ -100,15 +97,19 @@ def on_automatic_axes(step: TrainStep, tree: PyTree) -> Iterator[PyTree]:
   """
   is_explicit = lambda x: isinstance(x, jax.Array) and _compat.is_explicit(jax.typeof(x))
   meshes = [x.sharding.mesh for x in jax.tree.leaves(tree) if is_explicit(x)]
-  if step.layout is None or not meshes:
+  around = jax.sharding.get_abstract_mesh()
+  if step.layout is None or not (meshes or has_explicit_axes(around)):
     yield tree
-    return
-  mesh = check_mesh(meshes[0])
-  assert isinstance(mesh, jax.sharding.Mesh), "an array lies on devices"
-  on_mesh = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
-  put = lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)) if on_mesh(x) else x
-  with jax.set_mesh(mesh):
-    yield jax.tree.map(put, tree)
+  elif not meshes:
+    with jax.sharding.use_abstract_mesh(check_mesh(around).abstract_mesh):
+      yield tree
+  else:
+    mesh = check_mesh(meshes[0])
+    assert isinstance(mesh, jax.sharding.Mesh), "an array lies on devices"
+    on_mesh = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)) if on_mesh(x) else x
+    with jax.set_mesh(mesh):
+      yield jax.tree.map(put, tree)
 
 
 def described(layout: Layout | None, params: PyTree) -> str:
@@ -118,31 +119,30 @@ def described(layout: Layout | None, params: PyTree) -> str:
   return f"{dict(layout.mesh.shape)} {jax.tree.leaves(layout.specs(params), is_leaf=is_spec)}"
 
 
-def without_devices(policy: Policy) -> Policy:
-  """Returns a policy without what it says of several devices."""
-  return get_policy({"base": policy, **OVER_DEVICES})
-
-
 # Two programs: within one, a compiler may leave out the rounding between the cast and the sum.
 @functools.partial(jax.jit, static_argnums=2)
 def _as_it_crosses(grads: PyTree, scale: Array, dtype: np.dtype) -> PyTree:
   """Returns a device's gradients times the loss scale, in the dtype in which they cross."""
-  return jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(dtype), grads)
+  return jax.tree.map(lambda g: to_reduce(g.astype(at_least_float32(g.dtype)) * scale, dtype), grads)
 
 
 @jax.jit
-def _sum(total: PyTree, more: PyTree) -> PyTree:
-  return jax.tree.map(jnp.add, total, more)
+def _sum(total: PyTree | None, more: PyTree) -> PyTree:
+  return more if total is None else jax.tree.map(jnp.add, total, more)
 
 
 @jax.jit
-def _with_error(grads: PyTree, wide: PyTree, narrow: PyTree, scale: Array) -> PyTree:
-  """Returns gradients with the difference of the second sum from the first, in the unit of the gradients."""
-  norm = lambda tree: jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
-  of_sum = norm(wide)
-  unit = norm(grads) / jnp.where(of_sum == 0, 1, of_sum)
-  off = lambda g, high, low: g + unit * (low.astype(jnp.float32) / scale - high)
+def _with_error(grads: PyTree, wide: PyTree, narrow: PyTree, scale: Array, unit: Array) -> PyTree:
+  """Returns gradients with the difference of the second sum from the first, in a unit of theirs."""
+  widened = lambda low: low.astype(at_least_float32(low.dtype))
+  off = lambda g, high, low: g + unit * (widened(low) / scale - high)
   return map_parts(off, lambda g, *_: g, grads, wide, narrow)
+
+
+def _rows_of(i: int, devices: int, batch: PyTree) -> PyTree:
+  """Returns the rows of one of several devices; a number is the same on all."""
+  part = lambda x: jnp.reshape(x, (devices, -1, *jnp.shape(x)[1:]))[i] if jnp.ndim(x) else x
+  return jax.tree.map(part, batch)
 
 
 def _through(x: Array, dtype: np.dtype) -> Array:

@@ -10,17 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
-from mpjax.jaxpr import layer_pattern
 from mpjax.loss_scale import LossScaleState
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import rows
 from mpjax.numerics._instrumented_step import reference_state, reference_step
 from mpjax.policy import Policy, get_policy
-from mpjax.step import Layout, TrainState, TrainStep, make_train_step
+from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.step._optimizer import masters_of
-from mpjax.tuning._across_devices import AcrossDevices, without_devices
+from mpjax.tuning import _norms
+from mpjax.tuning._across_devices import AcrossDevices
 
 # Updates over which the stored state of an optimiser is compared with float32's.
 _UPDATES = 8
@@ -85,34 +84,31 @@ class Gradients:
     batches: Sequence[PyTree],
     *,
     needs_noise: bool = True,
-    layout: Layout | None = None,
   ):
     """Computes the gradients in float32.
 
     Args:
-      step: whose loss function and optimiser count.
+      step: whose loss function and optimiser count; with a mesh, whose devices need not be here.
       state: of the step.
       batches: at least one.
       needs_noise: whether batches that are too small to estimate noise are an error.
-      layout: how the devices of the run divide rows and parameters, which need not be here; by default the
-        step's own.
 
     Raises:
       ValueError: if they are not finite, are zero, or the batches are too small to estimate their noise.
     """
-    self._step, self._state, self._batches = step.without_mesh(), state, batches
-    self._layout = step.layout if layout is None else layout
+    self._on_mesh, self._step = step, step.without_mesh()
+    self._state, self._batches = state, batches
     self._wide, self._wide_state = reference_step(self._step), reference_state(state)
     found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
     self._grads = [grads for _, grads in found]
     self.loss = float(np.mean([float(loss) for loss, _ in found]))
-    self._norms = _add(map(_squares, self._grads))
-    if not math.isfinite(self.loss) or not math.isfinite(_total(self._norms)):
+    self._norms = _norms.added(map(_norms.squares, self._grads))
+    if not math.isfinite(self.loss) or not math.isfinite(_norms.total(self._norms)):
       raise ValueError(
         f"in float32 the loss is {self.loss:g} and its gradient not finite, so there is nothing to compare a "
         "policy with: mpjax.find_nonfinite names the first operation that is not"
       )
-    if not _total(self._norms):
+    if not _norms.total(self._norms):
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
     self.noise = self._noise(needs_noise)
 
@@ -122,21 +118,19 @@ class Gradients:
 
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated where the device has no units for them."""
-    alone = policy if self._layout is None else without_devices(policy)
-    step = self._step.with_policy(_emulated(alone))
-    across = AcrossDevices(step, policy, self._layout)
-    state = across.gathered(step.adopt(self._state, self._step), self._batches[0])
+    across = AcrossDevices(self._on_mesh.with_policy(_emulated(policy)))
+    state = across.gathered(across.alone.adopt(self._state, self._step), self._batches[0])
     losses, scales, differences = [], [], []
     for batch, reference in zip(self._batches, self._grads, strict=True):
       loss, grads, state = _finite_gradients(across, state, batch)
       losses.append(float(loss))
       scaler = find_scaler(state.opt_state)
       scales.append(1.0 if scaler is None else float(scaler.scale))
-      differences.append(_squares(_minus(grads, reference)))
-    total = _add(differences)
+      differences.append(_norms.squares(_norms.minus(grads, reference)))
+    apart = _norms.added(differences)
     return GradientError(
-      gradient=_ratio(_total(total), _total(self._norms)),
-      modules=_ratios(total, self._norms),
+      gradient=_norms.ratio(_norms.total(apart), _norms.total(self._norms)),
+      modules=_norms.ratios(apart, self._norms),
       loss=float(np.mean(losses)),
       loss_scale=min(scales),
       update=self._update_error(policy),
@@ -151,8 +145,8 @@ class Gradients:
     if stored["param_dtype"] == np.dtype("float32") and stored["optimizer_dtype"] is None:
       return 0.0
     wide, way = (self._way({"base": "fp32", **keys}) for keys in ({}, stored))
-    apart, moved = _total(_squares(_minus(way, wide))), _total(_squares(wide))
-    return _ratio(apart, moved)
+    apart, moved = _norms.total(_norms.squares(_norms.minus(way, wide))), _norms.total(_norms.squares(wide))
+    return _norms.ratio(apart, moved)
 
   def _way(self, policy: dict[str, object]) -> PyTree:
     """Returns how far updates by float32's gradients move the master weights."""
@@ -166,7 +160,7 @@ class Gradients:
     state = first
     for i in range(_UPDATES):
       state, _ = step(state, self._grads[i % len(self._grads)])
-    return _minus(*(masters_of(s.params, s.opt_state) for s in (state, first)))
+    return _norms.minus(*(masters_of(s.params, s.opt_state) for s in (state, first)))
 
   def _noise(self, needed: bool) -> Noise | None:
     pairs, problem = [], "one batch of one row says nothing of the gradient's noise"
@@ -181,13 +175,15 @@ class Gradients:
         said = str(error).partition("\n")[0]
         problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
     if pairs:
-      apart = _add(_squares(_minus(*pair)) for pair in pairs)
-      together = _add(_squares(_plus(*pair)) for pair in pairs)
+      apart = _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs)
+      together = _norms.added(_norms.squares(_norms.plus(*pair)) for pair in pairs)
       how = "halves of the batches"
     elif len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
-      apart = {k: v / 2 for k, v in _add(_squares(_minus(*pair)) for pair in pairs).items()}
+      apart = {
+        k: v / 2 for k, v in _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs).items()
+      }
       together = {k: v * len(pairs) / len(self._grads) for k, v in self._norms.items()}
       how = "the batches"
     elif not needed:
@@ -197,8 +193,8 @@ class Gradients:
         f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
       )
     # At most 1e6, of gradients that are opposite.
-    total = _ratio(_total(apart), max(_total(together), 1e-12 * _total(apart)))
-    return Noise(total, _ratios(apart, together), how)
+    total = _norms.ratio(_norms.total(apart), max(_norms.total(together), 1e-12 * _norms.total(apart)))
+    return Noise(total, _norms.ratios(apart, together), how)
 
   def _halves(self, step: TrainStep, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
@@ -222,17 +218,19 @@ def _finite_gradients(
   across: AcrossDevices, state: TrainState, batch: PyTree
 ) -> tuple[Array, PyTree, TrainState]:
   """Returns loss and gradients at the largest loss scale at which they are finite, and the state with it."""
-  scaling = across.policy.loss_scaling
+  is_finite = lambda grads: math.isfinite(_norms.total(_norms.squares(grads)))
+  scaling = across.alone.policy.loss_scaling
   while True:
-    loss, grads = across.step.gradients(state, batch)
-    grads = across.reduced(state, batch, grads)
+    loss, grads = across.alone.gradients(state, batch)
+    finite = is_finite(grads)
+    if finite:
+      grads = across.reduced(state, batch, grads)
+      finite = is_finite(grads)
     scaler = find_scaler(state.opt_state)
-    if scaling is None or scaler is None or scaling.kind != "dynamic":
+    if finite or scaling is None or scaler is None or scaling.kind != "dynamic":
       return loss, grads, state
     smaller = float(scaler.scale) / 2
     if smaller < scaling.min_scale or not math.isfinite(float(loss)):
-      return loss, grads, state
-    if math.isfinite(_total(_squares(grads))):
       return loss, grads, state
     state = state.replace(opt_state=_with_scale(state.opt_state, smaller))
 
@@ -241,62 +239,3 @@ def _with_scale(opt_state: PyTree, scale: float) -> PyTree:
   is_scale = lambda node: isinstance(node, LossScaleState)
   change = lambda node: node._replace(scale=jnp.float32(scale)) if is_scale(node) else node
   return jax.tree.map(change, opt_state, is_leaf=is_scale)
-
-
-@jax.jit
-def _minus(a: PyTree, b: PyTree) -> PyTree:
-  return jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), a, b)
-
-
-@jax.jit
-def _plus(a: PyTree, b: PyTree) -> PyTree:
-  return jax.tree.map(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), a, b)
-
-
-@jax.jit
-def _leaf_squares(tree: PyTree) -> list[tuple[Array, Array]]:
-  """Returns the largest magnitude of each leaf, and the sum of squares in its unit, which is in range."""
-
-  def of(x: Array) -> tuple[Array, Array]:
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0.0)
-    return largest, jnp.sum(jnp.square(x / jnp.where(largest == 0, 1, largest)))
-
-  return [of(x) for x in jax.tree.leaves(tree)]
-
-
-def _squares(tree: PyTree) -> dict[str, float]:
-  """Returns the sum of squares by module: parameters of alike layers under one name, `blocks/*/up`.
-
-  A parameter at the root of the tree is a module of its own.
-  """
-  found: dict[str, float] = {}
-  for (name, _), sums in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
-    largest, square = map(float, sums)
-    path = name.removeprefix("params/")
-    module = layer_pattern(path.rpartition("/")[0] or path)
-    found[module] = found.get(module, 0.0) + largest**2 * square
-  return found
-
-
-def _add(parts: object) -> dict[str, float]:
-  total: dict[str, float] = {}
-  for part in parts:  # type: ignore[attr-defined]
-    for module, square in part.items():
-      total[module] = total.get(module, 0.0) + square
-  return total
-
-
-def _total(squares: dict[str, float]) -> float:
-  return math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else math.inf
-
-
-def _ratios(of: dict[str, float], to: dict[str, float]) -> dict[str, float]:
-  return {module: _ratio(square, to[module]) for module, square in of.items()}
-
-
-def _ratio(of: float, to: float) -> float:
-  """Returns the ratio of two norms, of their squares; 0 of nothing to nothing."""
-  if not math.isfinite(of) or (of and not to):
-    return math.inf
-  return math.sqrt(of / to) if to else 0.0

@@ -281,7 +281,7 @@ _WHY = {
   "attention": "attention's products in FP8 stay within the tolerance",
   "saved_activations": "keeps less for the backward pass",
   "reduce_dtype": "gradients cross devices in half the bytes",
-  "gather_dtype": "parameters that products alone read cross devices in a quarter of the bytes",
+  "gather_dtype": "parameters that products alone read cross devices in 8 bits",
   "optimizer_dtype": "the optimiser's state in fewer bytes",
   "master_weights": "weights in fewer bytes, whose updates are not lost",
   "param_dtype": "weights in fewer bytes",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
-from mpjax.step import OVER_DEVICES
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import LEVELS, Module, mixed_policy, pattern_of
 from mpjax.tuning._single_changes import SingleChanges
@@ -20,7 +20,7 @@ PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")
 # How often a set that fails is made smaller, and one that passes larger; alike layers that are told apart.
 _BACK_OFF, _ADD, _LAYERS = 6, 3, 16
 # What is tried on top of the policy found: (what it applies to, fields).
-_OPTIONS: tuple[tuple[str, str, dict[str, object]], ...] = (
+_OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
   ("fp8", "fp8.last_layer", {"last_layer": True}),
   ("fp8", "fp8.attention", {"attention": True}),
   ("fp8", "fp8.saved_activations", {"saved_activations": "fp8"}),
@@ -39,6 +39,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, object]], ...] = (
     {"param_dtype": "bfloat16", "master_weights": "int8", "vector_dtype": "float32"},
   ),
 )
+_CROSSING = tuple(fields for applies, _, fields in _OPTIONS if applies == "devices")
 
 
 class OutOfTime(Exception):
@@ -174,32 +175,52 @@ class Search:
     return best
 
   def _between_devices(self, best: Trial) -> Trial:
-    """Returns the best preset with what makes it cheaper between devices, which all later policies have, too.
+    """Returns the cheapest preset with less to cross devices, in dtypes that all later policies have, too.
 
-    Before anything else, since nothing is gained by faster products where the links between devices decide.
+    Before anything else, since faster products gain nothing where the links between devices decide. What a
+    dtype adds to the squared error is measured with the best preset, and predicted for the others that pass.
     """
-    found = self._with_options(best, only="devices")
-    crossing = {key: getattr(found.policy, key) for key in OVER_DEVICES}
-    self._across = {key: dtype.name for key, dtype in crossing.items() if dtype is not None}
-    if not self._across:
-      return best
-    before, self._presets = self._presets, {}
-    for name, trial in before.items():
-      policy = self._crossing(trial.policy)
-      is_base = name == "fp32" and best.label != "bf16"
-      if trial is best:
-        self._presets[name] = found
-      elif is_base or self._cost(policy).cheaper(found.cost, self._objective):
-        self._presets[name] = self.try_policy(policy, name + self._suffix, "option")
-    passing = [trial for trial in self._presets.values() if trial.passes]
-    return functools.reduce(lambda a, b: b if b.cost.cheaper(a.cost, self._objective) else a, passing, found)
+    adds: list[tuple[dict[str, str], float]] = []
+    for fields in _CROSSING if self._devices > 1 else ():
+      policy = get_policy({"base": best.policy, **fields})
+      if self._cost(policy).cheaper(best.cost, self._objective):
+        error = self._crossing(best.label, best.policy, fields).error.total
+        adds.append((fields, max(0.0, error**2 - best.error.total**2)))
+    both = [(a | b, x + y) for (a, x), (b, y) in itertools.combinations(adds, 2)]
+    choices = [
+      (label, trial, fields)
+      for label, trial in self._presets.items()
+      for fields, more in (*adds, *both)
+      if trial.passes and (trial.error.total**2 + more) ** 0.5 <= self._tolerance
+    ]
+    cost = lambda trial, fields: self._cost(get_policy({"base": trial.policy, **fields}))
+    choices.sort(key=lambda choice: cost(*choice[1:]).figures(self._objective))
+    for label, trial, fields in choices[:_BACK_OFF]:
+      if cost(trial, fields).cheaper(best.cost, self._objective):
+        found = self._crossing(label, trial.policy, fields)
+        if found.passes:
+          self._across = fields
+          return self._presets_across(found)
+    return best
 
-  def _crossing(self, policy: Policy) -> Policy:
+  def _presets_across(self, best: Trial) -> Trial:
+    """Returns the cheapest of the best trial so far and the presets with what it has across devices."""
+    plain, self._presets = self._presets, {}
+    for label, trial in plain.items():
+      policy = get_policy({"base": trial.policy, **self._across})
+      if policy == best.policy or self._cost(policy).cheaper(best.cost, self._objective):
+        self._presets[label] = self._crossing(label, trial.policy, self._across)
+    for trial in self._presets.values():
+      if trial.passes and trial.cost.cheaper(best.cost, self._objective):
+        best = trial
+    return best
+
+  def _crossing(self, label: str, policy: Policy, fields: dict[str, str]) -> Trial:
+    crosses = get_policy({"base": policy, **fields})
+    return self.try_policy(crosses, label + _suffix(fields), "option")
+
+  def _with_across(self, policy: Policy) -> Policy:
     return get_policy({"base": policy, **self._across}) if self._across else policy
-
-  @property
-  def _suffix(self) -> str:
-    return "".join(f", {key}={dtype}" for key, dtype in self._across.items())
 
   def _by_module(self, best: Trial) -> Trial:
     """Returns a cheaper trial than the best preset, in which some modules alone are at a cheaper level."""
@@ -207,9 +228,9 @@ class Search:
     cheaper = [t for t in trials.values() if t.cost.cheaper(best.cost, self._objective)]
     # Where bfloat16 as a whole is good enough, what is below it alone is in question.
     level = "bf16" if "bf16" in trials and trials["bf16"].passes else "fp32"
-    if not cheaper or level not in trials or best not in trials.values():
+    if not cheaper or best not in trials.values():
       return best
-    base = trials[level]
+    base = trials.get(level) or self._crossing(level, get_policy(level), self._across)
     options = SingleChanges(level, base, self._objective)
     for name, trial in trials.items():
       for module in self._modules:
@@ -228,11 +249,11 @@ class Search:
   def _single(self, options: SingleChanges, module: Module, level: str) -> None:
     """Measures a preset with one module changed, if that saves something."""
     levels = options.levels(self._everything(options, module), {module: level})
-    policy = self._crossing(mixed_policy(levels, self._paths))
+    policy = self._with_across(mixed_policy(levels, self._paths))
     self._check_time()
     saves = options.saves(self._cost(policy), level)
     if saves > 0:
-      label = f"{options.level} but {level} in {_names([module])}{self._suffix}"
+      label = f"{options.level} but {level} in {_names([module])}{_suffix(self._across)}"
       options.add(module, level, saves, self.try_policy(policy, label, "module").error.total)
 
   def _everything(self, options: SingleChanges, module: Module | None = None) -> list[Module]:
@@ -274,24 +295,22 @@ class Search:
   def _mixed(self, options: SingleChanges, everything: list[Module], chosen: Mapping[Module, str]) -> Trial:
     reasons = {pattern_of(m, self._paths): why for m, why in options.reasons(chosen, self._objective).items()}
     return self.try_policy(
-      self._crossing(mixed_policy(options.levels(everything, chosen), self._paths)),
-      _set_label(options.level, everything, chosen) + self._suffix,
+      self._with_across(mixed_policy(options.levels(everything, chosen), self._paths)),
+      _set_label(options.level, everything, chosen) + _suffix(self._across),
       "mixed",
       predicted=options.predicted(chosen),
       reasons=reasons,
     )
 
-  def _with_options(self, best: Trial, only: str | None = None) -> Trial:
-    """Returns the trial with what else makes it cheaper: more FP8, fewer bytes kept and across devices."""
+  def _with_options(self, best: Trial) -> Trial:
+    """Returns the trial with what else makes it cheaper: more FP8, fewer bytes across devices and at rest."""
     plain, taken = best.label, dict[str, str]()
     for applies, label, fields in _OPTIONS:
       policy = best.policy
-      if only not in (None, applies):
-        continue
       if applies == "fp8":
         if policy.fp8 is None:
           continue
-        recipe = dataclasses.replace(policy.fp8, **fields)  # type: ignore[arg-type]
+        recipe = dataclasses.replace(policy.fp8, **fields)
         changed = get_policy({"base": policy, "fp8": recipe})
       elif applies == "devices":
         if self._devices == 1:
@@ -326,6 +345,11 @@ class Search:
       if cost.cheaper(best.cost, self._objective):
         best = trial
     return best
+
+
+def _suffix(fields: Mapping[str, str]) -> str:
+  """Returns what labels say of what crosses devices."""
+  return "".join(f" + {key}={dtype}" for key, dtype in fields.items())
 
 
 def _set_label(best: str, everything: Sequence[Module], chosen: Mapping[Module, str]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
-from mpjax.step import OVER_DEVICES
 from mpjax.tuning._gradient_error import GradientError
 
 # Shares by which the first and the second figure must be smaller for a policy to count as cheaper.
@@ -28,7 +27,7 @@ class Cost:
     busy: sum of the floor's parts (matrix units, memory, interconnect), in seconds; 0 where there are none.
     peak: bytes of the worst moment.
     saved: bytes that the forward pass leaves for the backward pass.
-    wire: bytes that cross devices.
+    wire: the least bytes that a device sends to others.
     fits: whether the target's memory holds it; true where that is not known.
   """
 
@@ -36,7 +35,7 @@ class Cost:
   busy: float
   peak: int
   saved: int
-  wire: int
+  wire: float
   fits: bool
 
   @classmethod
@@ -47,7 +46,7 @@ class Cost:
       busy=0.0 if plan.floor is None else sum(plan.floor.parts.values()),
       peak=plan.peak,
       saved=plan.memory.saved_bytes,
-      wire=sum(c.nbytes for c in plan.collectives),
+      wire=sum(c.sent for c in plan.collectives),
       fits=not plan.room or plan.peak <= plan.room,
     )
 
@@ -130,8 +129,10 @@ class TrialFile:
   """
 
   def __init__(self, path: pathlib.Path | None, subject: str, devices: str = ""):
-    self._path, self._devices = path, devices
-    self._subject = hashlib.sha256(subject.encode()).hexdigest()[:16]
+    self._path = path
+    self._subject, self._devices = (
+      hashlib.sha256(text.encode()).hexdigest()[:16] for text in (subject, devices)
+    )
     self._found: dict[str, GradientError] = {}
     if path is None:
       return
@@ -173,8 +174,7 @@ class TrialFile:
       file.write(json.dumps(values) + "\n")
 
   def _key(self, policy: Policy) -> str:
-    crosses = any(getattr(policy, key) is not None for key in OVER_DEVICES)
-    return f"{policy} over {self._devices}" if crosses else str(policy)
+    return f"{policy} over {self._devices}" if policy.across_devices else str(policy)
 
 
 def as_policy(spec: Any) -> Policy:

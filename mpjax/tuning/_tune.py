@@ -15,13 +15,14 @@ import jax
 import numpy as np
 import optax
 
+from mpjax._tree import as_shapes
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import Explanation
 from mpjax.casting._casting_rules import RECOMPUTE
 from mpjax.numerics._batches import listed, rows
 from mpjax.planner import Plan, Target, get_target, plan, policy_on_target, presets_of
 from mpjax.policy import Policy
-from mpjax.step import Layout, TrainState, TrainStep, make_train_step
+from mpjax.step import TrainState, TrainStep, make_train_step
 from mpjax.tuning._across_devices import described, on_automatic_axes
 from mpjax.tuning._gradient_error import Gradients
 from mpjax.tuning._modules import Module, list_modules
@@ -47,7 +48,6 @@ def tune(
   trials: str | os.PathLike[str] | None = None,
   plan_of: Callable[[Policy, str | None], Plan] | None = None,
   recompute: Sequence[str] | None = None,
-  layout: Layout | None = None,
   progress: Callable[[str], None] | None = None,
   **init: Any,
 ) -> TuneResult:
@@ -71,7 +71,9 @@ def tune(
   Parameters that have been trained a little say more than the first ones, whose gradients are large.
 
   Args:
-    loss_fn: a loss function as `mpjax.make_train_step` takes it, or a `TrainStep`.
+    loss_fn: a loss function as `mpjax.make_train_step` takes it, or a `TrainStep`. With one on a mesh of
+      several devices (a `jax.sharding.AbstractMesh` will do) `reduce_dtype` and `gather_dtype` are tried,
+      too, whose errors are found by running each device's rows one after the other.
     params: parameters or an `nnx.Module`; for a `TrainStep` its `TrainState`.
     batches: a batch (a tree of arrays), or a list or any iterable of batches of one size.
     target: the device that the cost is of, as `mpjax.plan` takes it.
@@ -91,9 +93,6 @@ def tune(
       changes no number, and is planned for the policy found with `objective="memory"`, or if that does not
       fit the target; not with `candidates`, which are taken as they are. `None` as an argument of `plan_of`
       is what the step does anyway.
-    layout: how the devices of the run divide rows and parameters, for `plan_of`; by default that of the
-      `TrainStep`. With one of several devices `reduce_dtype` and `gather_dtype` are tried, too, whose errors
-      are found by running each device's rows one after the other.
     progress: called with a line before each trial.
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 
@@ -119,9 +118,8 @@ def tune(
   if not given or not min(map(rows, given)):
     raise ValueError("no batch, or one of no rows: expected a batch, or a list of at least one")
   say("float32")
-  layout = step.layout if layout is None else layout
   with on_automatic_axes(step, (state, given)) as (state, given):
-    gradients = Gradients(step, state, given, needs_noise=figure is None, layout=layout)
+    gradients = Gradients(step, state, given, needs_noise=figure is None)
     allowed = figure if figure is not None else share * _known(gradients.noise).total
     modules, program = modules_of(step, state, given[0])
     search = Search(
@@ -133,15 +131,16 @@ def tune(
       TrialFile(
         None if trials is None else pathlib.Path(trials),
         gradients.fingerprint() + program,
-        described(layout, state.params),
+        described(step.layout, state.params),
       ),
       None if minutes is None else began + 60 * minutes,
       say,
       has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
       recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
-      devices=1 if layout is None else layout.shards,
+      devices=1 if step.layout is None else step.layout.shards,
     )
-    if device.devices > (size := 1 if layout is None else layout.mesh.size):
+    size = 1 if step.layout is None else step.layout.mesh.size
+    if device.devices > size and not device.is_here:
       search.notes.append(
         f"{device.name} has {device.devices} devices, and the step runs on {size}: a mesh uses the others"
       )
@@ -245,7 +244,7 @@ def modules_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[
 def _planner(
   step: TrainStep, state: TrainState, batch: PyTree, device: Target
 ) -> Callable[[Policy, str | None], Plan]:
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), batch)
+  shapes = as_shapes(batch)
 
   def plan_of(policy: Policy, recompute: str | None) -> Plan:
     there, _ = policy_on_target(policy.without_histories(), device)

@@ -50,7 +50,7 @@ def test_a_policy_for_several_devices_says_what_crosses_in_which_dtype(tmp_path,
     "batches=1",
   ]
   assert main([*arguments, "--tolerance", "0.1", "--out", "tuned.yaml", "--prove", "2", "--seeds", "1"]) == 0
-  assert "bf16, reduce_dtype=bfloat16" in capsys.readouterr().out
+  assert "bf16 + reduce_dtype=bfloat16" in capsys.readouterr().out
   assert load_config(tmp_path / "tuned.yaml").resolve_policy().reduce_dtype == "bfloat16"
   assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0
 

@@ -1,6 +1,7 @@
 """`mpjax.tune` for several devices: what gradients and parameters that cross in few bits do, and when to."""
 
 import dataclasses
+import functools
 
 import jax
 import ml_dtypes
@@ -47,15 +48,25 @@ def test_gradients_are_rounded_and_added_device_by_device(dtype, is_sum):
   loss = lambda params, batch: loss_fn(params, batch) * (len(batch["x"]) if is_sum else 1)
   devices = []
   for i in range(8):
-    rows = jax.tree.map(lambda x, i=i: x.reshape(32, 8, -1)[:, i], batch)
+    rows = jax.tree.map(lambda x, i=i: x[32 * i : 32 * (i + 1)], batch)
     devices.append([np.asarray(g) for g in jax.tree.leaves(jax.grad(loss)(params, rows))])
-  narrow = [g.astype(dtype) for g in devices[0]]
-  for grads in devices[1:]:
-    narrow = [(total + g.astype(dtype)).astype(dtype) for total, g in zip(narrow, grads, strict=True)]
+  add = lambda a, b: [(x + y).astype(dtype) for x, y in zip(a, b, strict=True)]
+  crossing = [[g.astype(dtype) for g in grads] for grads in devices]
+  # Over the four of `fsdp`, over which all of them are divided, and then over the two of `data`.
+  narrow = add(functools.reduce(add, crossing[:4]), functools.reduce(add, crossing[4:]))
   expected = relative(narrow, [np.sum(each, 0, np.float64) for each in zip(*devices, strict=True)])
   assert 1e-5 < expected < 0.01
   found = error_of({"base": "fp32", "reduce_dtype": np.dtype(dtype).name}, loss, params, [batch])
   assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [1e-24, 1e22])
+def test_a_loss_of_any_size_has_the_same_error(factor):
+  params, batches, loss_fn = planted()
+  narrow = {"base": "fp32", "reduce_dtype": "bfloat16"}
+  scaled = lambda params, batch: factor * loss_fn(params, batch)
+  found = error_of(narrow, scaled, params, batches[:1])
+  assert found == pytest.approx(error_of(narrow, loss_fn, params, batches[:1]), rel=0.05)
 
 
 def test_what_the_policy_and_the_devices_round_adds_up():
@@ -120,7 +131,7 @@ def test_nothing_crosses_in_fewer_bits_where_links_do_not_decide():
 
 def test_what_crosses_is_chosen_where_links_decide():
   result = searched(matrix=0.1, wire=1.0)
-  assert result.chosen.label == "bf16, reduce_dtype=bfloat16, gather_dtype=float8_e4m3fn"
+  assert result.chosen.label == "bf16 + reduce_dtype=bfloat16 + gather_dtype=float8_e4m3fn"
   assert result.policy == mpjax.get_policy(REDUCED | GATHERED)
   assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
   assert "reduce_dtype: bfloat16  # gradients cross devices in half the bytes" in result.yaml
@@ -129,7 +140,23 @@ def test_what_crosses_is_chosen_where_links_decide():
 def test_what_crosses_stays_in_float32_where_the_tolerance_is_small():
   result = searched(matrix=0.1, wire=1.0, tolerance=0.0005)
   assert result.policy == mpjax.get_policy("fp32")
-  assert [t.label for t in result.table if not t.passes][-1] == "fp32, gather_dtype=float8_e4m3fn"
+  assert [t.label for t in result.table if not t.passes][-1] == "fp32 + gather_dtype=float8_e4m3fn"
+
+
+def test_presets_that_cost_the_same_may_leave_different_room_for_what_crosses():
+  params, batches, loss_fn = planted()
+  alone, crossing = (error_of(policy, loss_fn, params, batches[:1]) for policy in ("bf16", REDUCED))
+  result = searched(matrix=0.1, wire=1.0, tolerance=(alone + crossing) / 2)
+  assert not next(t for t in result.table if t.label == "bf16 + reduce_dtype=bfloat16").passes
+  assert result.chosen.label == "fp16 + reduce_dtype=bfloat16"
+  assert result.chosen.cost.seconds == 0.5
+
+
+def test_what_crosses_is_looked_at_again_once_products_are_faster():
+  result = searched(matrix=1.0, wire=0.8)
+  assert result.policy.fp8 is not None
+  assert result.policy.across_devices["reduce_dtype"] == "bfloat16"
+  assert result.chosen.cost.seconds < 0.8
 
 
 @pytest.mark.slow
@@ -139,7 +166,7 @@ def test_products_are_chosen_once_the_links_do_not_decide():
   assert result.policy.fp8 is not None
   assert str(result.policy.reduce_dtype) == "bfloat16"
   tried = {trial.label for trial in result.table}
-  assert "fp8, reduce_dtype=bfloat16" in tried
+  assert "fp8 + reduce_dtype=bfloat16 + gather_dtype=float8_e4m3fn" in tried
   assert result.chosen.cost.seconds < 0.8
   assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
 
@@ -172,6 +199,15 @@ def test_a_mesh_and_rows_that_do_not_fit_are_named():
   odd = [jax.tree.map(lambda x: x[:100], batch) for batch in batches]
   with pytest.raises(ValueError, match=r"expected a first dimension that can be divided over 8 devices"):
     mpjax.tune(step, state, odd, target="h200:8", candidates=[REDUCED])
+
+
+def test_a_mesh_that_is_not_here_may_be_set_explicitly():
+  params, batches, loss_fn = planted()
+  step, state = on_mesh(loss_fn, params)
+  explicit = MESH.update(axis_types=(AxisType.Explicit,) * 2)
+  with jax.sharding.use_abstract_mesh(explicit):
+    result = mpjax.tune(step, state, batches[:1], target="h200:8", candidates=[REDUCED], tolerance=1.0)
+  assert 0 < result.chosen.error.gradient < 0.02
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

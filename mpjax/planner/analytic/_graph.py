@@ -192,7 +192,7 @@ class _Context:
   path: str
   source: str
   region: int
-  # Of the mesh axes that the program divides itself, inside of a `shard_map`: how many devices each has.
+  # Inside of a `shard_map`: how many devices each axis of its mesh has.
   axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 

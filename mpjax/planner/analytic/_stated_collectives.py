@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import collections
+from collections.abc import Callable, Iterable
 
+import jax
 import numpy as np
 
-from mpjax.jaxpr import facts
-from mpjax.planner._results import Collective
-from mpjax.planner.analytic._graph import Graph
-
-_MOST_SOURCES = 3
+from mpjax.jaxpr import CallKind, call_kind, facts
+from mpjax.planner._results import Collective, Crossing, add_up
+from mpjax.planner.analytic._graph import Graph, GraphValue
 
 
-def stated_collectives(graph: Graph) -> tuple[Collective, ...]:
-  """Returns what crosses devices in one step by the program: the bytes of the results on each device."""
-  moved: collections.Counter[tuple[str, str, int]] = collections.Counter()
-  counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
-  sources: dict[tuple[str, str, int], collections.Counter[str]] = collections.defaultdict(collections.Counter)
-  for operation, times in graph.every_operation():
+def stated_collectives(graph: Graph, *, least: bool = False) -> tuple[Collective, ...]:
+  """Returns what crosses devices in one step by the program: the bytes of the results on each device.
+
+  Args:
+    graph: of the step.
+    least: of a conditional's branches, counts the one that sends least, not the one that sends most.
+  """
+  return add_up(_crossings(graph, 1, min if least else max))
+
+
+def _crossings(graph: Graph, times: int, choose: Callable[..., list[Crossing]]) -> list[Crossing]:
+  found: list[Crossing] = []
+  for operation in graph.operations:
     name = facts(operation.equation).collective
-    if not name or operation.group == 1:
-      continue
-    for value in operation.results:
-      key = (name, np.dtype(value.dtype).name, operation.group)
-      moved[key] += value.nbytes * times
-      counts[key] += times
-      sources[key][operation.path] += value.nbytes * times
-  return tuple(
-    Collective(
-      operation=name,
-      dtype=dtype,
-      nbytes=nbytes,
-      count=counts[name, dtype, group],
-      sources=tuple(p for p, _ in sources[name, dtype, group].most_common(_MOST_SOURCES) if p),
-      group=group,
-    )
-    for (name, dtype, group), nbytes in moved.most_common()
-  )
+    if name and operation.group > 1:
+      group = 0 if name == "collective-permute" else operation.group
+      found += [
+        Crossing(name, _dtype_name(value), value.nbytes, group, operation.path, times)
+        for value in operation.results
+      ]
+    bodies = [_crossings(body, times * operation.times, choose) for body in operation.bodies]
+    if call_kind(operation.equation) is CallKind.COND:
+      bodies = [choose(bodies, key=_sent)]
+    found += [crossing for body in bodies for crossing in body]
+  return found
+
+
+def _sent(crossings: Iterable[Crossing]) -> float:
+  return sum(collective.sent for collective in add_up(crossings))
+
+
+def _dtype_name(value: GraphValue) -> str:
+  """Returns the dtype of what moves: of PRNG keys, of their words."""
+  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+  return "uint32" if is_key else np.dtype(value.dtype).name

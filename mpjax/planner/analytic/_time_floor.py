@@ -43,18 +43,9 @@ def time_floor(
     "memory": moved / target.bandwidth,
   }
   if collectives and target.interconnect and devices > 1:
-    parts["interconnect"] = sum(map(_sent_bytes, collectives)) / target.interconnect
+    parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
   return Floor(parts[bound], parts, bound, moved)
-
-
-def _sent_bytes(collective: Collective) -> float:
-  """Returns the least that a device sends, by any algorithm, and where the network adds up an all-reduce."""
-  group = max(collective.group, 2)
-  if collective.operation == "reduce-scatter":
-    return float(collective.nbytes * (group - 1))
-  whole = collective.operation in ("all-reduce", "collective-permute")
-  return collective.nbytes * (1.0 if whole else (group - 1) / group)
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mpjax.jaxpr import taps
-from mpjax.planner._results import Collective
+from mpjax.planner._results import Collective, Crossing, add_up
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, HloShape, done_of, numpy_name
 from mpjax.planner.compiled._hlo_locations import path_of_name
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
@@ -96,25 +96,17 @@ def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
 
 def collectives(module: HloModule) -> tuple[Collective, ...]:
   """Returns what crosses devices in one step: the bytes of the results on each, by operation and dtype."""
-  total: dict[tuple[str, str, int], list[int]] = {}
-  sources: dict[tuple[str, str, int], collections.Counter[str]] = collections.defaultdict(collections.Counter)
-  for instruction, times, moved in _crossings(module):
-    op, group = instruction.op.removesuffix("-start"), _group(instruction.rest)
-    for shape in moved or ():
-      row = total.setdefault((op, shape.dtype, group), [0, 0])
-      row[0] += shape.nbytes * times
-      row[1] += times
-      sources[op, shape.dtype, group][path_of_name(instruction.op_name)] += shape.nbytes * times
-  return tuple(
-    Collective(
-      op,
-      numpy_name(dtype),
-      nbytes,
-      count,
-      tuple(path for path, _ in sources[op, dtype, group].most_common(3) if path),
-      group,
+  return add_up(
+    Crossing(
+      instruction.op.removesuffix("-start"),
+      numpy_name(shape.dtype),
+      shape.nbytes,
+      _group(instruction.rest),
+      path_of_name(instruction.op_name),
+      times,
     )
-    for (op, dtype, group), (nbytes, count) in sorted(total.items(), key=lambda item: -item[1][0])
+    for instruction, times, moved in _crossings(module)
+    for shape in moved or ()
   )
 
 

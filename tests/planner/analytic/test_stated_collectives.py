@@ -32,7 +32,7 @@ def scanned(x):
 
 
 def branched(x):
-  return lax.cond(x[0, 0] > 0, lambda x: lax.psum(x @ x.T @ x, "data"), lambda x: x, x)
+  return lax.cond(x[0, 0] > 0, lambda x: x @ x.T @ x, lambda x: lax.psum(x, "data"), x)
 
 
 ROW = 4 * WIDTH
@@ -53,7 +53,7 @@ CASES = {
   "permute": (
     lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]),
     P(("data", "fsdp")),
-    [("collective-permute", 8 * ROW, 1, 4)],
+    [("collective-permute", 8 * ROW, 1, 0)],
   ),
   "all-to-all": (
     lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True),
@@ -77,6 +77,21 @@ def test_bytes_are_those_of_the_results_on_a_device(case):
   found = planned(body, out).collectives
   assert [(c.operation, c.nbytes, c.count, c.group) for c in found] == expected
   assert {c.dtype for c in found} <= {"float32"}
+
+
+def test_of_a_conditional_what_may_cross_is_listed_and_the_floor_has_what_must():
+  plan = planned(*CASES["branch"][:2])
+  assert [c.operation for c in plan.collectives] == ["all-reduce"]
+  assert "interconnect" not in plan.floor.parts
+
+
+def test_keys_cross_as_their_words():
+  def body(x):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return x + jax.random.normal(lax.all_gather(keys, "data", tiled=True)[0])
+
+  found = planned(body, P(("data", "fsdp"))).collectives
+  assert [(c.operation, c.dtype, c.nbytes) for c in found] == [("all-gather", "uint32", 16 * 8)]
 
 
 def test_modules_and_dtypes_are_told_apart():
@@ -105,12 +120,16 @@ def test_the_time_floor_has_what_a_device_must_send():
 
 def planned_step(policy, target="h200:8", compile=False, **options):
   """The plan of a training step on 4 x 2 devices."""
-  loss = lambda params, batch: jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] - batch) ** 2)
+
+  def loss(params, batch):
+    x = batch["x"]
+    return batch["scale"] * jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
+
   params = {"up": jnp.zeros((256, 512)), "down": jnp.zeros((512, 256))}
   rules = {"up": ("fsdp", None), "down": (None, "fsdp")}
   step = mpjax.make_train_step(loss, optax.sgd(0.1), policy, mesh=MESH, sharding=rules, **options)
   shapes = step.layout.shapes(
-    jax.eval_shape(lambda: step.init(params)), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    jax.eval_shape(lambda: step.init(params)), {"x": jnp.zeros((64, 256)), "scale": 1.0}
   )
   return mpjax.plan(step, shapes, target=target, compile=compile)
 
