@@ -1,6 +1,6 @@
 """A plan before the launch: what a step needs on an H100, and which policy makes it fit. No GPU is needed.
 
-Run it: python examples/plan_first.py [TARGET]; h100 by default; h200, v5e, l4, a100 are others
+Run it: python examples/plan_first.py [TARGET]; h100 by default; h200, v5e, l4, t4, a100 are others
 
 Nothing is allocated: parameters and batch are shapes. With the packages of the extra plan-cuda or plan-tpu
 plan(..., compile="auto") asks the target's own compiler, too.

@@ -106,6 +106,7 @@ _NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
   {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
 )
 _NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
+_NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 
 # TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays lie
 # in tiles of 8 rows by 128 columns in any dtype, and are padded to them: a bfloat16 tile packs its rows in
@@ -116,6 +117,8 @@ _TPU_DTYPES = ("bfloat16", "float16", "float32")
 
 MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
   {
+    "volta": MatrixUnit("Tensor Cores of the NVIDIA Volta generation: float16 alone", _NVIDIA_FLOAT16),
+    "turing": MatrixUnit("Tensor Cores of the NVIDIA Turing generation: float16 alone", _NVIDIA_FLOAT16),
     "ampere": MatrixUnit("Tensor Cores of the NVIDIA Ampere generation: no FP8", _NVIDIA),
     "ada": MatrixUnit("Tensor Cores of the NVIDIA Ada generation", _NVIDIA_FLOAT8),
     "hopper": MatrixUnit("Tensor Cores of the NVIDIA Hopper generation", _NVIDIA_FLOAT8),

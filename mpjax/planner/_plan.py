@@ -13,6 +13,7 @@ from mpjax._html_sections import Shown
 from mpjax._plain_text import bytes_text
 from mpjax._text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
+from mpjax.formats import runs_on
 from mpjax.jaxpr import constants_of
 from mpjax.planner._results import Collective, Compiled, Memory, PlanFigures, ProductGroup
 from mpjax.planner._targets import Target, get_target
@@ -32,6 +33,7 @@ from mpjax.planner.compiled import CompileError, compile_step, missing, read_pro
 from mpjax.planner.render import as_text, sections_of
 
 _WORTH_A_NOTE = 10**6
+_OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
 COMPILE = ("auto", True, False)
 
 
@@ -177,6 +179,13 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
     if a.part == "master weights"
   }
   notes += padding_advice(graph, device, weights)
+  half = serving_dtype(tuple(products)).name
+  other = _OTHER_HALF.get(half, half)
+  if not runs_on(device.matrix_units, half) and runs_on(device.matrix_units, other):
+    notes.append(
+      f"{device.name} has no matrix units for {half}, which runs at the rate of float32: it has them "
+      f"for {other}"
+    )
   if (
     traced.policy is not None
     and traced.policy.fp8

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from mpjax.dtypes import did_you_mean
-from mpjax.formats import DeviceData, described_devices
+from mpjax.formats import DeviceData, described_devices, runs_on
 
 HERE = "here"
 # JAX takes this share of a GPU's memory unless one of these variables says another.
@@ -95,14 +95,15 @@ class Target:
 
 def presets_of(target: Target) -> list[str]:
   """Returns the policy presets that a target has units for, from the least memory traffic to the most."""
-  names = []
-  for name in ("fp8", "bf16", "fp16", "tf32", "fp32"):
-    if name == "fp8" and "float8" not in target.flops:
-      continue
-    if name in ("fp16", "tf32") and target.kind != "gpu":
-      continue
-    names.append(name)
-  return names
+  on_gpu = target.kind == "gpu"
+  has_units = {
+    "fp8": "float8" in target.flops,
+    "bf16": runs_on(target.matrix_units, "bfloat16"),
+    "fp16": on_gpu and runs_on(target.matrix_units, "float16"),
+    "tf32": on_gpu and runs_on(target.matrix_units, "tensorfloat32"),
+    "fp32": True,
+  }
+  return [name for name, has in has_units.items() if has]
 
 
 def target_names() -> list[str]:
@@ -208,11 +209,19 @@ def _here() -> Target:
     bandwidth=0.0,
     flops={},
     interconnect=0.0,
-    matrix_units={"gpu": "ampere", "tpu": "tpu"}.get(kind, "cpu"),
+    matrix_units=_units_of(kind, device),
     workspace=0,
     on_chip=0,
     topology="",
   )
+
+
+def _units_of(kind: str, device: jax.Device) -> str:
+  """Returns the row of `MATRIX_UNITS` for a device that no file describes."""
+  if kind == "gpu":
+    capability = str(getattr(device, "compute_capability", ""))
+    return {"7.0": "volta", "7.5": "turing"}.get(capability, "ampere")
+  return "tpu" if kind == "tpu" else "cpu"
 
 
 def device_memory(device: jax.Device | None) -> int:

@@ -223,6 +223,9 @@ def test_cheapest_looks_through_what_the_target_can_run(run):
   found = {plan["label"].partition(" ")[0] for plan in report["plans"]}
   assert {"bf16", "fp32"} <= found
   assert found.isdisjoint({"fp16", "tf32"})
+  report, _ = run("target=t4", "--analytic", "--cheapest")
+  assert {plan["label"].partition(" ")[0] for plan in report["plans"]} == {"fp16", "fp32"}
+  assert report["cheapest"].startswith("fp16")
 
 
 def test_without_the_packages_one_line_says_what_to_install(run, monkeypatch):

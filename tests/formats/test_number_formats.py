@@ -114,6 +114,7 @@ def test_tensorfloat32_is_float32_cut_to_the_mantissa_of_float16():
 
 # What the vendors' guides say, by hand.
 MULTIPLES = [
+  (("volta", "turing"), ("float16",), (8, 8, 8)),
   (("ampere", "ada", "hopper", "blackwell"), ("bfloat16", "float16"), (8, 8, 8)),
   (("ampere", "ada", "hopper", "blackwell"), ("tensorfloat32",), (4, 4, 4)),
   (("ada", "hopper", "blackwell"), ("float8", "float8_e4m3fn", "float8_e5m2"), (16, 16, 16)),
@@ -202,7 +203,8 @@ def test_a_unit_may_be_ones_own():
 
 def test_unknown_unit_lists_the_rows():
   with pytest.raises(
-    ValueError, match=r"unknown matrix units 'hoper': expected one of ampere, .*did you mean 'hopper'"
+    ValueError,
+    match=r"unknown matrix units 'hoper': expected one of volta, .*ampere, .*did you mean 'hopper'",
   ):
     padded("hoper", "bfloat16", 8, 8, 8)
 

@@ -261,6 +261,18 @@ def test_sizes_are_the_compilers_of_a_device_that_is_not_there(target, size_of, 
 
 @pytest.mark.slow
 @pytest.mark.aot
+@pytest.mark.parametrize(("policy", "kernels"), [("bf16", "f32 x f32"), ("fp16", "f16 x f16")])
+def test_a_compiler_widens_what_its_gpu_has_no_units_for(policy, kernels):
+  if lacks := compilers.missing(get_target("t4")):
+    pytest.skip(lacks)
+  step, state = a_train_step(policy)
+  plan = mpjax.plan(step, (state, BATCH), target="t4", compile=True)
+  assert all(kernels in kernel for kernel in plan.compiled.kernels)
+  assert plan.eligible == (policy == "fp16")
+
+
+@pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
 def test_collectives_are_those_of_the_targets_compiler(target):
   if lacks := compilers.missing(get_target(target)):

@@ -158,6 +158,20 @@ def test_without_the_packages_a_plan_is_analytic_and_says_what_to_install(target
     mpjax.plan(mlp, ARGS, target=target, compile=True)
 
 
+def test_a_gpu_that_the_installed_cuda_is_too_new_for_is_planned_without_it(monkeypatch):
+  monkeypatch.setattr(compilers, "_absent", lambda package: package == "jax_cuda12_plugin")
+  assert compilers.missing(get_target("t4")) == ""
+  plan = mpjax.plan(mlp, ARGS, target="v100")
+  assert plan.compiled is None
+  assert plan.floor is not None
+  [note] = [note for note in plan.notes if "analytic only" in note]
+  assert "compute capability 7.5 on, and v100 has 7.0" in note
+  with pytest.raises(ValueError, match=r"compile=True: .*v100 has 7\.0"):
+    mpjax.plan(mlp, ARGS, target="v100", compile=True)
+  monkeypatch.setattr(compilers, "_absent", lambda package: package == "jax_cuda13_plugin")
+  assert compilers.missing(get_target("v100")) == ""
+
+
 def test_a_step_that_the_compiler_gives_up_is_planned_all_the_same(monkeypatch):
   def gives_up(*args):
     raise compilers.CompileError("RESOURCE_EXHAUSTED: out of memory", out_of_memory=True)

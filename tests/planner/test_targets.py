@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from mpjax import formats
-from mpjax.planner import Target, _targets, get_target, target_names
+from mpjax.planner import Target, _targets, get_target, presets_of, target_names
 
-GPUS = ("a100", "b200", "h100", "h200", "l4", "rtx4090")
+GPUS = ("a100", "b200", "h100", "h200", "l4", "rtx4090", "t4", "v100")
 TPUS = ("v5e", "v5p", "v6e")
 FOLDER = importlib.resources.files("mpjax").joinpath("formats", "devices")
 FILES = {f.name.removesuffix(".yaml"): yaml.safe_load(f.read_text()) for f in FOLDER.iterdir()}
 GIB, TERA = 2**30, 1e12
 
-# By hand from the vendors' pages: GiB or GB sold, TB/s, dense bfloat16 TFLOP/s, units.
+# By hand from the vendors' pages: GiB or GB sold, TB/s, dense float16 TFLOP/s, units.
 KNOWN = {
   "a100": (80, 2.0, 312, "ampere"),
   "h100": (80, 3.35, 989, "hopper"),
@@ -25,6 +25,8 @@ KNOWN = {
   "b200": (180, 7.7, 2250, "blackwell"),
   "l4": (24, 0.3, 121, "ada"),
   "rtx4090": (24, 1.0, 165, "ada"),
+  "t4": (16, 0.32, 65, "turing"),
+  "v100": (16, 0.9, 125, "volta"),
   "v5e": (16, 0.819, 197, "tpu"),
   "v5p": (95, 2.765, 459, "tpu"),
   "v6e": (32, 1.64, 918, "tpu_v6"),
@@ -38,12 +40,12 @@ def test_every_file_is_a_target_and_no_other():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_figures_are_the_published_ones(name):
-  size, bandwidth, bfloat16, units = KNOWN[name]
+  size, bandwidth, float16, units = KNOWN[name]
   target = get_target(name)
   assert target.memory / 1e9 == pytest.approx(size, rel=0.1)
   assert 0.7 * target.memory < target.usable <= target.memory
   assert target.bandwidth / TERA == pytest.approx(bandwidth, rel=0.03)
-  assert target.flops["bfloat16"] / TERA == pytest.approx(bfloat16, rel=0.01)
+  assert target.flops["float16"] / TERA == pytest.approx(float16, rel=0.01)
   assert target.matrix_units == units
   assert target.devices == 1
   assert not target.is_here
@@ -53,22 +55,23 @@ def test_figures_are_the_published_ones(name):
 def test_figures_go_together(name):
   target = get_target(name)
   rates = target.flops
-  assert rates["bfloat16"] == rates["float16"]
-  assert rates["float32"] < rates["bfloat16"]
-  assert rates.get("float8", rates["bfloat16"]) >= rates["bfloat16"]
+  half = rates["float16"]
+  assert rates.get("bfloat16", half) == half
+  assert rates["float32"] < half
+  assert rates.get("float8", half) >= half
   if target.kind == "gpu":
-    assert rates["float32"] <= rates["tensorfloat32"] < rates["bfloat16"]
-    assert rates["tensorfloat32"] == pytest.approx(rates["bfloat16"] / 2, rel=0.03)
+    assert rates["float32"] <= rates.get("tensorfloat32", rates["float32"]) < half
+    assert rates.get("tensorfloat32", half / 2) == pytest.approx(half / 2, rel=0.03)
   else:
-    assert rates["float32"] == pytest.approx(rates["bfloat16"] / 6, rel=0.01)
-  assert ("float8" in rates) == (name != "a100")
+    assert rates["float32"] == pytest.approx(half / 6, rel=0.01)
+  assert ("float8" in rates) == (name not in ("a100", "t4", "v100"))
+  assert ("bfloat16" in rates) == (name not in ("t4", "v100"))
   assert target.matrix_units in formats.MATRIX_UNITS
-  assert formats.runs_on(target.matrix_units, "bfloat16")
-  if target.kind == "gpu":
-    assert formats.runs_on(target.matrix_units, "float8") == ("float8" in rates)
+  for dtype in ("bfloat16", "float16", *(("tensorfloat32", "float8") if target.kind == "gpu" else ())):
+    assert formats.runs_on(target.matrix_units, dtype) == (dtype in rates)
   assert target.interconnect < target.bandwidth
   # A product of this depth is bound by memory, one of a large matrix by the units.
-  assert 50 < rates["bfloat16"] / target.bandwidth < 800
+  assert 50 < half / target.bandwidth < 800
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -171,7 +174,9 @@ def test_this_machine_is_its_devices():
     ("tpu", "TPU v6 lite", "v6e"),
     ("gpu", "NVIDIA L40S", None),
     ("tpu", "TPU v4", None),
-    ("gpu", "Tesla T4", None),
+    ("gpu", "Tesla T4", "t4"),
+    ("gpu", "Tesla V100-SXM2-16GB", "v100"),
+    ("gpu", "Tesla V100-SXM2-32GB", None),
   ],
 )
 def test_a_known_device_that_is_here_has_its_figures(platform, kind, name, monkeypatch):
@@ -188,6 +193,18 @@ def test_a_known_device_that_is_here_has_its_figures(platform, kind, name, monke
     there = get_target(name)
     assert (target.flops, target.bandwidth, target.kind) == (there.flops, there.bandwidth, there.kind)
     assert target.matrix_units == there.matrix_units
+
+
+@pytest.mark.parametrize(
+  ("capability", "dtypes"), [("7.0", 1), ("7.5", 1), ("8.6", 3), ("12.0", 3), ("gfx942", 3)]
+)
+def test_units_of_a_gpu_that_no_file_describes_are_those_of_its_generation(capability, dtypes, monkeypatch):
+  device = types.SimpleNamespace(
+    platform="gpu", device_kind="Another GPU", compute_capability=capability, memory_stats=lambda: None
+  )
+  monkeypatch.setattr(jax, "local_devices", lambda: [device])
+  names = ("float16", "bfloat16", "tensorfloat32")
+  assert [formats.runs_on(get_target().matrix_units, n) for n in names] == [i < dtypes for i in range(3)]
 
 
 def test_memory_of_a_device_that_is_here_is_its_own(monkeypatch):
@@ -226,6 +243,8 @@ def test_the_two_descriptions_of_a_gpu_agree(name):
   assert (
     tuple(facts["compute_capability"])
     == {
+      "volta": (7, 0),
+      "turing": (7, 5),
       "ampere": (8, 0),
       "ada": (8, 9),
       "hopper": (9, 0),
@@ -239,6 +258,21 @@ def test_the_two_descriptions_of_a_gpu_agree(name):
 )
 def test_a_target_names_the_extra_that_compiles_for_it(name, extra):
   assert get_target(name).extra == extra
+
+
+@pytest.mark.parametrize(
+  ("name", "presets"),
+  [
+    ("t4", "fp16 fp32"),
+    ("v100", "fp16 fp32"),
+    ("a100", "bf16 fp16 tf32 fp32"),
+    ("h200", "fp8 bf16 fp16 tf32 fp32"),
+    ("v5p", "fp8 bf16 fp32"),
+    ("here", "bf16 fp32"),
+  ],
+)
+def test_presets_of_a_target_are_those_that_it_has_units_for(name, presets):
+  assert presets_of(get_target(name)) == presets.split()
 
 
 def test_a_target_cannot_be_changed():

@@ -181,6 +181,15 @@ def test_parameters_and_batches_are_of_any_kind(names):
   assert list(bf16.error.modules) == modules
 
 
+def test_a_gpu_without_bfloat16_is_tuned_to_float16():
+  params, batch, loss, _ = as_are("bare arrays")
+  result = mpjax.tune(loss, params, batch, target="t4")
+  assert {trial.label for trial in result.table if trial.kind == "preset"} == {"fp16", "fp32"}
+  assert result.policy == mpjax.get_policy("fp16")
+  among = mpjax.tune(loss, params, batch, target="t4", candidates=["bf16", "fp16", "fp32"])
+  assert among.policy == mpjax.get_policy("fp16")
+
+
 def test_names_that_are_patterns_are_taken_literally():
   names = ["a+b", "(c)", "d[0]", "e$", "^g", "h.i", "j|k", "l?m", "n p", "r:s"]
   paths = [f"{root}/{name}" for name in names for root in ("one", "two")]

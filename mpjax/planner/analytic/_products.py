@@ -132,7 +132,7 @@ def padded_sizes(operation: GraphOperation, target: Target) -> tuple[int, int, i
 
 
 def unit_dtype(operation: GraphOperation, target: Target) -> str:
-  """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU by default."""
+  """Returns the dtype in which a target multiplies: TensorFloat-32 for float32 on a GPU that has it."""
   equation = operation.equation
   if equation.primitive is fp8_dot_general_p:
     spec = equation.params["spec"]
@@ -143,7 +143,7 @@ def unit_dtype(operation: GraphOperation, target: Target) -> str:
     return min(dtypes, key=lambda dtype: dtype.itemsize).name
   dtype = dtypes[0] if dtypes[0] == dtypes[1] else jnp.promote_types(*dtypes)
   if dtype == np.float32 and target.kind == "gpu" and precision_of(equation) != "HIGHEST":
-    return "tensorfloat32"
+    return "tensorfloat32" if formats.runs_on(target.matrix_units, "tensorfloat32") else dtype.name
   return dtype.name
 
 

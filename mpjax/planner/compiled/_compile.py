@@ -32,6 +32,8 @@ _TIMEOUT = 3600
 # One package of each extra, by the name that Python imports.
 _PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
 _ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
+# The assembler of CUDA 13 makes nothing for a GPU below this compute capability.
+_LEAST_OF_CUDA_13 = (7, 5)
 
 
 class CompileError(RuntimeError):
@@ -79,6 +81,12 @@ def missing(target: Target) -> str:
   """Returns what to install to compile for a target, in a line; empty if nothing is missing."""
   if target.is_here:
     return ""
+  if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
+    major, minor = target.compute_capability
+    return (
+      f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
+      f"{major}.{minor}: jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 in its place compile for it"
+    )
   for package in _PACKAGES[target.extra]:
     if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
       return f"analytic only: {pip_install(target.extra)} to compile for {target.name} without the device"

@@ -249,6 +249,10 @@ def _products(plan: PlanFigures) -> TextSection | None:
   rest = sorted((p for p in plan.products if not p.eligible), key=lambda p: -p.flops)
   if not rest:
     return None
+  title = "Products below the full rate of the matrix units"
+  if len(rest) == len(plan.products) and all(p.padded == p.shape for p in rest):
+    # Nothing could be padded: there are no units for any of them, and a row each would say so every time.
+    return TextSection(title, lines=[f"all of them: {why}" for why in dict.fromkeys(p.why for p in rest)])
   whole = max(1, sum(p.flops for p in plan.products))
   rows = []
   for p in rest[:_MOST_PRODUCTS]:
@@ -258,7 +262,6 @@ def _products(plan: PlanFigures) -> TextSection | None:
   others = rest[_MOST_PRODUCTS:]
   lines = [f"{len(others)} more have {_percent(sum(p.flops for p in others) / whole)} of the FLOPs."]
   columns = _columns("module line MxNxK padded extra FLOPs why")
-  title = "Products below the full rate of the matrix units"
   return TextSection(title, columns, [rows], lines if others else ())
 
 

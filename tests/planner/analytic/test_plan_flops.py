@@ -108,6 +108,9 @@ def test_a_branch_counts_once_whichever_is_taken():
     ("h200", F32, "tensorfloat32", "tensorfloat32"),
     ("h200", BF16, None, "bfloat16"),
     ("h200", jnp.float16, None, "float16"),
+    ("t4", F32, None, "float32"),
+    ("t4", BF16, None, "bfloat16"),
+    ("t4", jnp.float16, None, "float16"),
     ("v5e", F32, None, "float32"),
     ("v5e", BF16, None, "bfloat16"),
     (None, F32, None, "float32"),
@@ -126,6 +129,8 @@ def test_products_are_in_the_dtype_of_the_device(target, dtype, precision, want)
     ("h200", (B, 250, D), (B, 256, D), "N=250 is no multiple of 8"),
     ("h200", (B, H, 60), (B, H, 64), "K=60 is no multiple of 8"),
     ("h200", (1, H, D), (8, H, D), "a matrix times a vector: bound by memory"),
+    ("t4", (B, H, D), (B, H, D), "t4 has no matrix units for bfloat16"),
+    ("t4", (1, H, 60), (1, H, 60), "t4 has no matrix units for bfloat16"),
     ("v5e", (B, H, D), (B, H, 128), "K=64 is no multiple of 128"),
     ("v6e", (B, H, H), (B, H, H), ""),
     ("v6e", (B, 128, H), (B, 256, H), "N=128 is no multiple of 256"),
@@ -139,6 +144,33 @@ def test_products_that_miss_full_rate_say_why(target, shape, padded, why):
   assert (product.shape, product.padded, product.why) == (shape, padded, why)
   assert product.eligible == (not why)
   assert plan.eligible == (0 if why else 1)
+
+
+@pytest.mark.parametrize("target", ["t4", "v100"])
+def test_what_a_gpu_has_no_units_for_takes_the_time_of_float32(target):
+  step = lambda params, batch: batch @ params
+  size = 8192
+
+  def plan_of(dtype):
+    args = (S((size, size), dtype), S((size, size), dtype))
+    return mpjax.plan(step, args, target=target, compile=False)
+
+  rates = {"t4": {F32: 8.1e12, BF16: 8.1e12, jnp.float16: 65e12}}
+  rates["v100"] = {F32: 15.7e12, BF16: 15.7e12, jnp.float16: 125e12}
+  for dtype, rate in rates[target].items():
+    plan = plan_of(dtype)
+    assert plan.floor.parts["matrix units"] == pytest.approx(2 * size**3 / rate)
+    said = [note for note in plan.notes if "has no matrix units for bfloat16" in note]
+    assert len(said) == (dtype == BF16)
+    assert all("it has them for float16" in note for note in said)
+    assert plan.eligible == (dtype == jnp.float16)
+
+
+def test_an_fp8_policy_on_a_gpu_before_bfloat16_says_both():
+  step, state = a_train_step("fp8")
+  plan = mpjax.plan(step, (state, BATCH), target="t4", compile=False)
+  assert plan.matrix_flops().keys() == {"bfloat16"}
+  assert any("has no matrix units for bfloat16" in note for note in plan.notes)
 
 
 def test_a_vocabulary_is_to_be_padded_at_its_cost():

@@ -141,6 +141,17 @@ def test_saved_activations_that_are_more_than_those_at_the_peak_say_so():
   assert f"{bytes_text(memory.saved_bytes)}. The peak of all memory is at another moment" in text
 
 
+def test_products_that_there_are_no_units_for_are_told_in_one_line():
+  why = "t4 has no matrix units for bfloat16"
+  off = a_product(eligible=False, why=why)
+  others = [dataclasses.replace(off, path=f"GPT/blocks/{i}", flops=1 + i) for i in range(12)]
+  text = as_text([a_plan(products=(off, *others))])
+  assert text.count(why) == 1
+  assert "all of them: " + why in text
+  mixed = as_text([a_plan(products=(off, a_product(path="GPT/blocks/down")))])
+  assert off.path in mixed.partition("below the full rate")[2]
+
+
 def test_fp8_that_needs_more_than_bf16_says_why():
   fp8 = a_plan(products=(a_product(dtype="float8_e4m3fn"),), label="fp8")
   larger = dataclasses.replace(fp8, compiled=None, memory=a_memory(scale=1.5))
