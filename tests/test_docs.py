@@ -97,16 +97,31 @@ def test_the_policies_of_the_page_of_policies_fit_the_first_example():
     ).explain()  # raises if an override matches nothing
 
 
+def is_about(shown, printed):
+  """Whether lines have the same words and about the same numbers; `...` stands for anything."""
+  number = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?!\w)"
+  word = lambda text: re.escape(text).replace(r"\.\.\.", ".*")
+  words = re.split(number, " ".join(shown.split()))
+  found = re.fullmatch(f"({number})".join(map(word, words)), " ".join(printed.split()))
+  return found is not None and [float(n) for n in found.groups()] == pytest.approx(
+    [float(n) for n in re.findall(number, shown)], rel=0.25, abs=1e-3
+  )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(DOCS)))
-def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)  # some write files
   text = page.read_text()
-  blocks = list(re.finditer(r"```python\n(.*?)```", text, re.DOTALL))
+  shown = r'\n\n```text title="Output"\n(?P<shown>.*?)```'
+  blocks = list(re.finditer(rf"```python\n(.*?)```(?:{shown})?", text, re.DOTALL))
   names = {}
   for block in blocks:
     line = text[: block.start()].count("\n") + 1
     exec(compile("\n" * line + block[1], str(page), "exec"), names)
+    printed = capsys.readouterr().out
+    for line in (block["shown"] or "").splitlines():
+      assert any(is_about(line, other) for other in printed.splitlines()), (line, printed)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
