@@ -56,7 +56,8 @@ class Part:
 
   def _on_each(self, collective: Callable[[Array], Array], x: Array) -> Array:
     """Applies a collective over `fsdp` to what each device of `tensor` has: no compiler divides one."""
-    if not self.over_tensor:
+    # Over a `tensor` of one, too: XLA for CPUs dies of a half-precision sum where an axis is left to it.
+    if not self.over_tensor and jax.sharding.get_abstract_mesh().shape.get("tensor") != 1:
       return collective(x)
     spec = self.over_tensor
     return jax.shard_map(

@@ -261,6 +261,21 @@ def bounded_while(w, x):
   return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
 
 
+@pytest.mark.parametrize("sizes", [(1, DEVICES, 1), (2, DEVICES // 2, 1)])
+def test_gradients_cross_in_bfloat16_on_a_mesh_with_an_axis_of_one_device(sizes):
+  mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"))
+  loss = lambda p, batch: loss_of(unrolled, p, batch, None)
+  params, x = {"stack": parameters()["stack"]}, jnp.linspace(-1, 1, 2 * DEVICES * N).reshape(-1, N)
+  run = lambda policy: mpjax.make_train_step(loss, optax.sgd(0.1), policy, mesh=mesh, gather="block")
+  updated = []
+  for policy in ("bf16", {"base": "bf16", "reduce_dtype": "bfloat16"}):
+    step = run(policy)
+    state, _ = step(step.init(jax.tree.map(jnp.copy, params)), x)
+    updated.append(jax.tree.map(lambda new, old: np.asarray(new - old), state.params, params))
+  for exact, rounded in zip(*map(jax.tree.leaves, updated), strict=True):
+    np.testing.assert_allclose(rounded, exact, atol=0.02 * np.abs(exact).max())
+
+
 def test_what_crosses_is_in_the_dtypes_of_the_policy():
   mesh = jax.make_mesh((DEVICES,), ("fsdp",))
   loss = lambda p, batch: loss_of(unrolled, p, batch, None)
