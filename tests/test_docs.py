@@ -49,6 +49,7 @@ def shell_lines(page):
     ("README.md", {"train", "explain", "export", "plan", "numerics", "tune"}),
     ("docs/train.md", {"train", "explain", "export"}),
     ("docs/guides/own_model.md", {"train", "plan", "export"}),
+    ("docs/guides/fsdp.md", {"train", "plan"}),
   ],
 )
 def test_the_commands_of_a_page_run_in_order(page, expected, tmp_path, monkeypatch):
