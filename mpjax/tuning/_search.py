@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,14 +194,18 @@ class Search:
       for fields, more in (*adds, *both)
       if trial.passes and (trial.error.total**2 + more) ** 0.5 <= self._tolerance
     ]
-    cost = lambda trial, fields: self._cost(get_policy({"base": trial.policy, **fields}))
-    choices.sort(key=lambda choice: cost(*choice[1:]).figures(self._objective))
-    for label, trial, fields in choices[:_BACK_OFF]:
-      if cost(trial, fields).cheaper(best.cost, self._objective):
-        found = self._crossing(label, trial.policy, fields)
-        if found.passes:
-          self._across = fields
-          return self._presets_across(found)
+    cost = lambda choice: self._cost(get_policy({"base": choice[1].policy, **choice[2]}))
+    cheaper = lambda a, b: b if cost(b).cheaper(cost(a), self._objective) else a
+    for _ in range(min(_BACK_OFF, len(choices))):
+      choice = functools.reduce(cheaper, choices)  # of equal ones the first
+      label, trial, fields = choice
+      if not cost(choice).cheaper(best.cost, self._objective):
+        break
+      found = self._crossing(label, trial.policy, fields)
+      if found.passes:
+        self._across = fields
+        return self._presets_across(found)
+      choices.remove(choice)
     return best
 
   def _presets_across(self, best: Trial) -> Trial:
