@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.numerics.advice._findings import scale_limits
 from mpjax.policy import Override
 from tests.numerics._planted_models import chain, planted
 
@@ -371,6 +372,24 @@ def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good(expone
     assert f"what the run's 2^{exponent} loses is a small part" in text
   else:
     assert overflows or low <= exponent <= high
+
+
+@pytest.mark.parametrize("fault", ["none", "underflow"])
+@pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
+def test_good_loss_scales_keep_the_share_of_all_gradients_and_overflow_none(fault, keep):
+  params, batch, loss_fn = model(fault)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, "bf16", advise=False, keep=keep)
+  gradients = [t.magnitudes for t in report.of("activation gradient")]
+  products = [t.magnitudes for t in report.of("weight gradient") if len(t.shape) > 1]
+  good = []
+  for exponent in range(25):
+    kept = sum(m.kept("float16", 2.0**exponent) * (m.count - m.zero) for m in gradients)
+    over = max(m.shares("float16", 2.0 ** (exponent + 1)).overflow for m in gradients + products)
+    if not over:
+      good.append((2.0**exponent, kept >= keep * sum(m.count - m.zero for m in gradients)))
+  low = next((scale for scale, enough in good if enough), None)
+  assert low is not None or keep == 0.999
+  assert scale_limits(report) == (low, good[-1][0])
 
 
 @pytest.mark.parametrize("alone", [False, True])

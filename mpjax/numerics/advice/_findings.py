@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 
 from mpjax._plain_text import percent, power_of_two_text
@@ -109,15 +111,15 @@ def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
   counts = lambda t: own != "float16" or at(t.module) == "float16"
   tensors = [t for t in report.of("activation gradient") if t.magnitudes.range is not None and counts(t)]
   products = [t for t in report.of("weight gradient") if len(t.shape) > 1 and counts(t)]
-  there = sum(t.magnitudes.above[0] for t in tensors)
+  added = lambda found: functools.reduce(operator.add, [t.magnitudes for t in found]) if found else None
+  gradients, everything = added(tensors), added([*tensors, *products])
   low = high = None
   for exponent in range(_MAX_EXPONENT + 1):
     scale = 2.0**exponent
-    if any(t.magnitudes.shares("float16", 2 * scale).overflow for t in (*tensors, *products)):
+    if everything and everything.shares("float16", 2 * scale).overflow:
       break
     high = scale
-    kept = sum(t.magnitudes.kept("float16", scale) * t.magnitudes.above[0] for t in tensors)
-    if low is None and kept >= report.keep * there:
+    if low is None and (not gradients or gradients.kept("float16", scale) >= report.keep):
       low = scale
   return low, high
 
