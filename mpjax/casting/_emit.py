@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import DropVar, Primitive
 
-from mpjax._types import Array, Atom, Fp8State, Var
+from mpjax._types import Array, Atom, Fp8State, PyTree, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
@@ -44,13 +44,14 @@ class Tap:
 
   Attributes:
     numbers: for a decision and the position of one of its results, the number of its probe.
-    probes: an array for each number; inside a loop whose steps are kept apart, with a row for each step.
+    probes: an array (or a tree of them) for each number; inside a loop whose steps are kept apart, with a row
+      for each step.
     look: (value, probe) -> the value that the program goes on with. It has to keep shape and dtype.
   """
 
   numbers: Mapping[tuple[Node, int], int]
-  probes: Sequence[Array]
-  look: Callable[[Array, Array], Array]
+  probes: Sequence[PyTree]
+  look: Callable[[Array, Any], Array]
 
 
 def execute(

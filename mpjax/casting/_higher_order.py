@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn
+from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting import _derivative_rules, _loop_carry
 from mpjax.casting._cast_plan import Call, DecideBody, Emit
 from mpjax.casting._half_products import as_product
@@ -39,9 +39,9 @@ class Rule(NamedTuple):
   emit: Callable[[Call, Sequence[Array], Emit], list[Array]]
 
 
-def by_step(probe: Array) -> bool:
+def by_step(probe: PyTree) -> bool:
   """Returns whether a probe of a tapped value, of two axes, has a row for each step of the loop at hand."""
-  return probe.ndim > 2
+  return jax.tree.leaves(probe)[0].ndim > 2
 
 
 def _constants(jaxpr: AnyJaxpr) -> list[Held]:
@@ -176,7 +176,7 @@ def _emit_cond(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]
 
 def _emit_shard_map(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
-  scales, probes = list(side.scales.values()), list(side.amax_probes.values())
+  scales, probes = jax.tree.leaves(side.scales), jax.tree.leaves(side.amax_probes)
 
   def inside(*xs: Array) -> tuple[Array, ...]:
     own = [*xs[n : n + len(scales)], *(probe[0] for probe in xs[n + len(scales) :])]

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpjax._types import Array, Atom, Fp8State, Var
+from mpjax._types import Array, Atom, Fp8State, PyTree, Var
 from mpjax.casting._cast_plan import CastPlan, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import Tap, execute
@@ -84,8 +84,8 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
 def watched(
   fun: Callable[..., Any],
   policy: Policy | None,
-  probes: Sequence[Array],
-  look: Callable[[Array, Array], Array],
+  probes: Sequence[PyTree],
+  look: Callable[[Array, Any], Array],
   *,
   recompute: str = "islands",
   fp8_state: Fp8State | None = None,
@@ -95,7 +95,7 @@ def watched(
   Args:
     fun: the function.
     policy: see `find_points`.
-    probes: an array for each point, of shape [*point.steps, ...] with two axes more.
+    probes: an array (or a tree of them) for each point, of shape [*point.steps, ...] with two axes more.
     look: (value, probe) -> value; it is handed the probe of the step at hand, or, for steps of a loop that
       are not kept apart, the same one each time.
     recompute: as for `autocast`.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from mpjax._types import Array
+import jax
+
+from mpjax._types import Array, PyTree
 
 
 class SideInputs(NamedTuple):
@@ -14,13 +16,13 @@ class SideInputs(NamedTuple):
   Attributes:
     scales: float32[3] for lhs, rhs and gradient of an FP8 product, by the name of its history.
     amax_probes: float32[3] by number of the FP8 product; their cotangents are the amaxes.
-    tap_probes: the array that a tap is handed, by number of the tapped value. In a loop whose steps are kept
-      apart it has a row for each step.
+    tap_probes: what a tap is handed, by number of the tapped value: an array, or a tree of arrays. In a loop
+      whose steps are kept apart they have a row for each step.
   """
 
   scales: dict[str, Array]
   amax_probes: dict[int, Array]
-  tap_probes: dict[int, Array]
+  tap_probes: dict[int, PyTree]
 
   def select(self, sites: Collection[str], products: Collection[int], taps: Sequence[int]) -> SideInputs:
     """Returns those of some histories, FP8 products and tapped values."""
@@ -33,13 +35,8 @@ class SideInputs(NamedTuple):
   @property
   def arrays(self) -> list[Array]:
     """All of them, in one order."""
-    return [*self.scales.values(), *self.amax_probes.values(), *self.tap_probes.values()]
+    return jax.tree.leaves(self)
 
   def with_arrays(self, arrays: Sequence[Array]) -> SideInputs:
     """Returns the same with other arrays, in the order of `arrays`."""
-    given = iter(arrays)
-    return SideInputs(
-      {site: next(given) for site in self.scales},
-      {number: next(given) for number in self.amax_probes},
-      {number: next(given) for number in self.tap_probes},
-    )
+    return jax.tree.unflatten(jax.tree.structure(self), arrays)
