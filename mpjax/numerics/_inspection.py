@@ -144,8 +144,8 @@ class Inspection:
     scaler = find_scaler(state.opt_state)
     self._scale = 1.0 if scaler is None else float(scaler.scale)
     self._full = full_summary(self._scale)
-    # Of the policy's own run NaN, infinities and zeros are of interest; of its updates the magnitudes, too.
-    self._narrow = self._full if updates or reference is False else Summary.of([], sketch=True)
+    # Of the policy's own run NaN, infinities and zeros are of interest beside float32's magnitudes.
+    self._narrow = self._full if reference is False else Summary.of([], sketch=True)
     self._reference = None if reference is False else reference_step(step) if reference is True else reference
     self._wide_state = None if self._reference is None else reference_state(state)
     self._programs: dict[Any, Programs] = {}
@@ -191,7 +191,7 @@ class Inspection:
         self._theirs[key] = _sum(self._theirs.get(key), own[key][0])
         self._distances.setdefault(key, Distance()).add(own[key][1], sketch)
     for path, sums in seen.updates.items():
-      magnitudes = Magnitudes.of(self._narrow, sums.ratio)
+      magnitudes = Magnitudes.of(self._full, sums.ratio)
       self._magnitudes["update", path] = _sum(self._magnitudes.get(("update", path)), magnitudes)
       self._counts[path] = self._counts.get(path, 0.0) + as_numbers(sums)
     for slot, (sums, largest) in seen.stored.items():
@@ -208,7 +208,7 @@ class Inspection:
       else (self._reference, self._wide_state, self._full),
       batch,
       scale=self._scale,
-      updates=self._updates,
+      updates=self._full if self._updates else None,
       pieces=self._asked,
     )
     self.pieces = programs.pieces

@@ -22,10 +22,10 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._kept_programs import step_under
 from mpjax.numerics._stored_state import what_is_lost
-from mpjax.numerics._summary import Summary, Whole, look
+from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary
 from mpjax.numerics._update_sums import UpdateSums, update_sums
-from mpjax.numerics._whole_tensors import kept_whole, pair_kept_whole, whole_size
+from mpjax.numerics._whole_tensors import Left, kept_whole, leave, pair_kept_whole
 from mpjax.optim._convert import store_step
 from mpjax.optim._quantized import unstored
 from mpjax.policy import Policy, get_policy, matmul_precision
@@ -34,7 +34,7 @@ from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._optimizer import on_masters
 
 # (state, batch, pieces) to the loss over the pieces, its gradients, and what is kept at each point.
-ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Array]]]
+ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Any]]]
 
 
 class Seen(NamedTuple):
@@ -91,7 +91,7 @@ def make_pass(
   summary: Summary,
   *,
   scale: float = 1.0,
-  updates: bool = False,
+  updates: Summary | None = None,
   save_memory: bool = False,
   pieces: int = 1,
   whole: bool = False,
@@ -103,7 +103,7 @@ def make_pass(
     points: its `loss_points`.
     summary: what is kept of each tensor.
     scale: what the gradients of activations are divided by before they are looked at: the loss scale.
-    updates: whether the optimiser runs, too.
+    updates: what is kept of the ratios of updates to weights; `None`: the optimiser does not run.
     save_memory: whether the backward pass computes again all but the results of matrix products.
     pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
     whole: leaves the summaries of what is seen once a step to `condensed`, which has a program for all arrays
@@ -114,7 +114,7 @@ def make_pass(
   def run(state: TrainState, batch: PyTree) -> Seen:
     with _tracing(step):
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
-    sums = pair_kept_whole if whole else functools.partial(update_sums, summary)
+    sums = pair_kept_whole if whole else functools.partial(update_sums, updates or summary)
     of_updates, stored = _updates(step, state, grads, loss, sums) if updates else ({}, {})
     scaler = find_scaler(state.opt_state)
     if scaler is not None:
@@ -131,12 +131,16 @@ def _probed_gradients(
 ) -> ProbedGradients:
   """Returns a function from (state, batch, pieces) to loss / pieces, its gradients, and what is kept."""
 
-  def see(x: Array, probe: Array) -> Array:
-    size = probe.shape[-1]
-    return look(x, probe, summary if size == summary.size else Whole(size), scale)
+  def see(x: Array, probe: Array | Left) -> Array:
+    return leave(x, probe) if isinstance(probe, Left) else look(x, probe, summary, scale)
 
-  def gradients(state: TrainState, batch: PyTree, pieces: int) -> tuple[Array, PyTree, list[Array]]:
-    def scaled_loss(params: PyTree, probes: list[Array]) -> tuple[Array, Array]:
+  def probe(point: Point) -> Array | Left:
+    if whole and not point.repeated:
+      return Left.probe(point)
+    return jnp.zeros((*point.steps, 2, summary.size), jnp.float32)
+
+  def gradients(state: TrainState, batch: PyTree, pieces: int) -> tuple[Array, PyTree, list[Any]]:
+    def scaled_loss(params: PyTree, probes: list[Any]) -> tuple[Array, Array]:
       def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
         return watched(fun, policy, probes, see, **options)
 
@@ -146,8 +150,7 @@ def _probed_gradients(
 
     if save_memory:
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
-    sizes = [whole_size(p, summary) if whole and not p.repeated else summary.size for p in points]
-    probes = [jnp.zeros((*p.steps, 2, n), jnp.float32) for p, n in zip(points, sizes, strict=True)]
+    probes = [probe(point) for point in points]
     passed = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
     (_, loss), (grads, kept) = passed(step.loss.compute_params(state), probes)
     return loss, grads, kept
@@ -157,19 +160,19 @@ def _probed_gradients(
 
 def _over_pieces(
   gradients: ProbedGradients, state: TrainState, batch: PyTree, pieces: int
-) -> tuple[Array, PyTree, list[Array]]:
+) -> tuple[Array, PyTree, list[Any]]:
   """Returns the loss, its gradients in float32 at least, and what each piece kept: [pieces, ...]."""
   wide = lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
   first = (jnp.zeros([], jnp.float32), jax.tree.map(wide, state.params))
 
-  def add(total: tuple[Array, PyTree], piece: PyTree) -> tuple[tuple[Array, PyTree], list[Array]]:
+  def add(total: tuple[Array, PyTree], piece: PyTree) -> tuple[tuple[Array, PyTree], list[Any]]:
     loss, grads, kept = gradients(state, piece, pieces)
     grads = map_parts(lambda t, g: t + g.astype(t.dtype), jnp.maximum, total[1], grads)
     return (total[0] + loss, grads), kept
 
   if pieces == 1:
     (loss, grads), kept = add(first, batch)
-    return loss, grads, [x[None] for x in kept]
+    return loss, grads, jax.tree.map(lambda x: x[None], kept)
   (loss, grads), kept = jax.lax.scan(add, first, split_batch(pieces, batch))
   return loss, grads, kept
 
@@ -233,7 +236,8 @@ def inspection_programs(
   """
   summary, pieces = full_summary(2.0**16), most_pieces(batch)
   part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
-  mine = make_pass(step, loss_points(step, state, part), summary, updates=True, pieces=pieces)
+  narrow = Summary.of([], sketch=True)
+  mine = make_pass(step, loss_points(step, state, part), narrow, updates=summary, pieces=pieces)
   reference, wide = reference_step(step), reference_state(state)
   points = loss_points(reference, wide, part)
   theirs = make_pass(reference, points, summary, save_memory=True, pieces=pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,8 +14,8 @@ from mpjax.casting._probes import Point
 from mpjax.numerics._batches import most_pieces, rows
 from mpjax.numerics._instrumented_step import Seen, is_mean_of_pieces, loss_points, make_pass
 from mpjax.numerics._kept_programs import kept, shapes_of
-from mpjax.numerics._summary import Summary, padded_size
-from mpjax.numerics._whole_tensors import condensed
+from mpjax.numerics._summary import Summary
+from mpjax.numerics._whole_tensors import condensed, padded_size
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
 
@@ -41,7 +41,7 @@ class Programs(NamedTuple):
 
 
 def programs_for(
-  own: Side, wide: Side | None, batch: PyTree, *, scale: float, updates: bool, pieces: int | None
+  own: Side, wide: Side | None, batch: PyTree, *, scale: float, updates: Summary | None, pieces: int | None
 ) -> Programs:
   """Returns the passes for batches of a batch's shape: those of the last inspection, if there was one.
 
@@ -50,7 +50,7 @@ def programs_for(
     wide: the reference, if it is run.
     batch: of which only shapes matter, unless it is large: then its loss is computed in pieces, too.
     scale: loss scale of the policy's run.
-    updates: whether its optimiser runs.
+    updates: what is kept of the ratios of its updates to weights; `None`: its optimiser does not run.
     pieces: as `inspect_numerics` takes it.
 
   Raises:
@@ -58,7 +58,7 @@ def programs_for(
   """
   pieces = _choose_pieces(own, wide, batch, pieces)
   whole = pieces == 1 and all(_can_leave_whole(side, batch) for side in (own, wide) if side is not None)
-  mine, points = _pass(own, batch, pieces, whole, scale, updates=updates)
+  mine, points = _pass(own, batch, pieces, whole, scale, updates)
   if wide is None:
     return Programs(mine, points, None, {}, pieces)
   # Activations in float32 take twice the memory: what is between matrix products is computed again.
@@ -67,20 +67,28 @@ def programs_for(
 
 
 def _pass(
-  side: Side, batch: PyTree, pieces: int, whole: bool, scale: float, **options: bool
+  side: Side,
+  batch: PyTree,
+  pieces: int,
+  whole: bool,
+  scale: float,
+  updates: Summary | None = None,
+  save_memory: bool = False,
 ) -> tuple[Callable[[TrainState, PyTree], Seen], Points]:
   step, state, summary = side
   points = _points(step, state, batch, pieces)
-  inside = 1.0 if whole else scale
-  if whole:  # the same program for every loss scale
-    summary = Summary((), sketch=summary.sketch) if not any(p.repeated for p in points) else summary
-  key = ("pass", shapes_of((state, batch)), summary, inside, whole, pieces, *options.items())
-  make = lambda: make_pass(step, points, summary, scale=inside, pieces=pieces, whole=whole, **options)
-  run = kept(step, key, make)
+  options: dict[str, Any] = {"pieces": pieces, "whole": whole, "save_memory": save_memory}
+  # What is left whole is the same program for every loss scale.
+  inside = not whole or any(p.repeated for p in points)
+  options |= {"summary": summary, "scale": scale} if inside else {"summary": Summary(())}
+  options["updates"] = Summary(()) if whole and updates else updates
+  key = ("pass", shapes_of((state, batch)), *options.items())
+  run = kept(step, key, lambda: make_pass(step, points, **options))
   by_name = {(point.module, point.name): point for point in points}
   if not whole:
     return run, by_name
-  return lambda state, batch: condensed(run(state, batch), points, side[2], scale), by_name
+  kept_of = (summary, updates or summary)
+  return lambda state, batch: condensed(run(state, batch), points, *kept_of, scale), by_name
 
 
 def _can_leave_whole(side: Side, batch: PyTree) -> bool:

@@ -95,27 +95,6 @@ class Summary:
     return counts, jnp.sum(finite), _signed_sums(finite, start, whole)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-  """Keeps an array as it is, in place of a `Summary` of it, which is made of it outside the program.
-
-  Attributes:
-    size: length of what is kept: above that of the array.
-  """
-
-  size: int
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns float32[size]: the values, zeros, and a 1, by which what is never reached can be told."""
-    flat = x.astype(jnp.float32).reshape(-1)
-    return jnp.concatenate([flat, np.eye(1, self.size - x.size, self.size - x.size - 1, np.float32)[0]])
-
-
-def padded_size(size: int) -> int:
-  """Returns one of few lengths, not below a length: zeros after an array change nothing but their number."""
-  return SKETCH if size <= SKETCH else 1 << (size - 1).bit_length()
-
-
 def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) -> tuple[jax.Array, ...]:
   """Adds up `look_at(piece, position)` over pieces of an array: whole rows, as they lie in memory."""
   if x.size <= _BLOCK:
@@ -188,7 +167,7 @@ def _signed_sums(finite: jax.Array, start: jax.Array | np.uint32, whole: int) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def look(x: jax.Array, probe: jax.Array, summary: Summary | Whole, scale: float) -> jax.Array:
+def look(x: jax.Array, probe: jax.Array, summary: Summary, scale: float) -> jax.Array:
   """Returns `x`; the probe's cotangent is what is kept of `x` and, in a second row, of its cotangent.
 
   Args:
@@ -201,13 +180,13 @@ def look(x: jax.Array, probe: jax.Array, summary: Summary | Whole, scale: float)
 
 
 def _look_forward(
-  x: jax.Array, probe: jax.Array, summary: Summary | Whole, scale: float
+  x: jax.Array, probe: jax.Array, summary: Summary, scale: float
 ) -> tuple[jax.Array, jax.Array]:
   return x, summary(x)
 
 
 def _look_backward(
-  summary: Summary | Whole, scale: float, kept: jax.Array, ct: jax.Array
+  summary: Summary, scale: float, kept: jax.Array, ct: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   seen = ct if scale == 1 else ct.astype(jnp.float32) / scale
   return ct, jnp.stack([kept, summary(seen)])

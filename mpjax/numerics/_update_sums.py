@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._tree import named_leaves
 from mpjax._types import Array
-from mpjax.numerics._summary import Summary, Whole
+from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import is_half
 from mpjax.step import TrainState
 from mpjax.step._optimizer import corrections_of
@@ -46,9 +46,8 @@ def update_sums(summary: Summary, weight: Array, update: Array) -> UpdateSums:
 
 @jax.jit
 def whole_update_sums(weight: Array, update: Array) -> UpdateSums:
-  """Returns the same with the ratios whole, as `kept_whole` has arrays; of arrays that it filled up."""
-  sums = _sums(weight, update)
-  return sums._replace(ratio=Whole(weight.size + 1)(sums.ratio)[None])
+  """Returns the same with the ratios themselves; of arrays as `kept_whole` fills them up."""
+  return _sums(weight, update)
 
 
 def _sums(w: Array, u: Array) -> UpdateSums:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,75 +17,129 @@ import numpy as np
 
 from mpjax._types import Array
 from mpjax.casting._probes import Point
-from mpjax.numerics._summary import Summary, Whole, padded_size
-from mpjax.numerics._update_sums import whole_update_sums
+from mpjax.numerics._summary import SKETCH, Summary
+from mpjax.numerics._update_sums import UpdateSums, whole_update_sums
 
 
-def whole_size(point: Point, summary: Summary) -> int:
-  """Returns the length in which a value is kept whole: not that of a summary, by which the two are told."""
-  size = padded_size(math.prod(point.shape)) + 1
-  return size + (size == summary.size)
+class Left(NamedTuple):
+  """A value and its cotangent as they are, and the probe that they leave a program as cotangents of.
+
+  Attributes:
+    value: float32[*steps, 1, padded_size].
+    gradient: float32[*steps, 1, padded_size].
+    reached: [*steps, 1, 1]: 1; 0 if the loss does not depend on the value.
+  """
+
+  value: Any
+  gradient: Any
+  reached: Any
+
+  @staticmethod
+  def probe(point: Point) -> Left:
+    """Returns the probe for `leave`, for each step of the loops that a point is in."""
+    zeros = lambda size: jnp.zeros((*point.steps, 1, size), jnp.float32)
+    size = padded_size(math.prod(point.shape))
+    return Left(zeros(size), zeros(size), zeros(1))
+
+
+@jax.custom_vjp
+def leave(x: Array, probe: Left) -> Array:
+  """Returns `x`; the probe's cotangent is `x` and its cotangent.
+
+  Args:
+    x: floating.
+    probe: which nothing depends on.
+  """
+  return x
+
+
+def _leave_backward(x: Array, ct: Array) -> tuple[Array, Left]:
+  return ct, Left(_filled(x), _filled(ct), jnp.ones([1, 1], jnp.float32))
+
+
+leave.defvjp(lambda x, probe: (x, x), _leave_backward)
+
+
+def padded_size(size: int) -> int:
+  """Returns one of few lengths, not below a length: zeros after an array change nothing but their number."""
+  return SKETCH if size <= SKETCH else 1 << (size - 1).bit_length()
+
+
+def _filled(x: Array) -> Array:
+  """Returns float32[1, padded_size]: the values, and zeros."""
+  return jnp.pad(x.astype(jnp.float32).reshape(1, -1), ((0, 0), (0, padded_size(x.size) - x.size)))
 
 
 def kept_whole(x: Array) -> tuple[Array, np.ndarray]:
-  """Returns an array as a pair of one, and the number of its values."""
-  return Whole(padded_size(x.size) + 1)(x)[None], np.asarray(x.size, np.float32)
+  """Returns an array as one of one piece in `Seen`, and the number of its values."""
+  return _filled(x)[None], np.asarray(x.size, np.float32)
 
 
 def pair_kept_whole(weight: Array, update: Array) -> tuple[Array, Array, np.ndarray]:
-  """Returns a weight and its update, filled up, and the number of their values."""
-  fill = lambda x: jnp.pad(x.astype(jnp.float32).reshape(-1), (0, padded_size(x.size) - x.size))
-  return fill(weight), fill(update), np.asarray(weight.size, np.float32)
+  """Returns the same of a weight and its update."""
+  return (kept_whole(weight)[0], *kept_whole(update))
 
 
-def condensed(seen: Any, points: Sequence[Point], summary: Summary, scale: float) -> Any:
+def condensed(seen: Any, points: Sequence[Point], summary: Summary, of_updates: Summary, scale: float) -> Any:
   """Returns the `Seen` of a pass that looks at each tensor, of one that keeps them whole; on the host.
 
   Args:
     seen: of `make_pass` with `whole`, at a scale of 1.
     points: of the pass.
     summary: what is kept of each tensor.
+    of_updates: what is kept of each update's ratios.
     scale: what the gradients of activations are divided by: the loss scale.
   """
-  units = np.asarray([1.0, scale], np.float32)
-  looked = []
-  for point, x in zip(points, seen.watched, strict=True):
-    if not point.repeated:
-      size = math.prod(point.shape)
-      x = _summaries(x, units, np.float32(size), summary, padded_size(size))
-    looked.append(x)
-  one = np.ones(1, np.float32)
-  row = lambda x, count: _summaries(x, one, count, summary, x.shape[-1] - 1)
-  each = lambda part: {path: row(x, count) for path, (x, count) in part.items()}
-  updates = {}
-  for path, (weight, update, count) in seen.updates.items():
+
+  def at(point: Point, x: Any) -> Any:
+    if point.repeated:
+      return x
+    gradient = x.gradient if scale == 1 else x.gradient / np.float32(scale)
+    return Left(_summaries(x.value, summary), _summaries(gradient, summary), x.reached)
+
+  def of_update(weight: Array, update: Array, count: Array) -> tuple[UpdateSums, Array]:
     sums = whole_update_sums(weight, update)
-    updates[path] = sums._replace(ratio=row(sums.ratio, count))
-  found = seen._replace(
-    watched=looked, parameters=each(seen.parameters), gradients=each(seen.gradients), updates=updates
+    return sums._replace(ratio=_summaries(sums.ratio, of_updates)), count
+
+  each = lambda part: {path: (_summaries(x, summary), count) for path, (x, count) in part.items()}
+  found = jax.device_get(
+    seen._replace(
+      watched=[at(point, x) for point, x in zip(points, seen.watched, strict=True)],
+      parameters=each(seen.parameters),
+      gradients=each(seen.gradients),
+      updates={path: of_update(*update) for path, update in seen.updates.items()},
+    )
   )
-  found = jax.device_get(found)
-  first = lambda part: {path: x[0] for path, x in part.items()}
+  first = lambda part: {path: _counted(summary, x[0, 0], count) for path, (x, count) in part.items()}
   return found._replace(
+    watched=[
+      x if point.repeated else _joined(summary, x, math.prod(point.shape))
+      for point, x in zip(points, found.watched, strict=True)
+    ],
     parameters=first(found.parameters),
     gradients=first(found.gradients),
-    updates={path: sums._replace(ratio=sums.ratio[0]) for path, sums in found.updates.items()},
+    updates={
+      path: sums._replace(ratio=_counted(of_updates, sums.ratio[0, 0], count))
+      for path, (sums, count) in found.updates.items()
+    },
   )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _summaries(x: Array, units: Array, count: Array, summary: Summary, size: int) -> Array:
-  """Returns float32[..., k, summary.size] of float32[..., k, above size], each in its unit: float32[k]."""
-
-  def of_row(row: tuple[Array, Array]) -> Array:
-    values, unit = row
-    return jnp.where(values[-1] != 0, _counted(summary, summary(values[:size] / unit), count), 0)
-
-  each = jnp.broadcast_to(units, x.shape[:-1]).reshape(-1)
-  rows = jax.lax.map(of_row, (x.reshape(-1, x.shape[-1]), each))
-  return rows.reshape(*x.shape[:-1], summary.size)
+@functools.partial(jax.jit, static_argnums=1)
+def _summaries(x: Array, summary: Summary) -> Array:
+  """Returns float32[..., summary.size] of float32[..., size]."""
+  kept = jax.lax.map(summary, x.reshape(-1, x.shape[-1]))
+  return kept.reshape(*x.shape[:-1], summary.size)
 
 
-def _counted(summary: Summary, kept: Array, count: Array) -> Array:
-  """Returns what is kept of an array that was filled up, with its own number of values."""
-  return kept.at[len(summary.edges)].set(count)
+def _joined(summary: Summary, x: Left, count: float) -> np.ndarray:
+  """Returns what `look` keeps of a value and its cotangent: [pieces, *steps, 2, summary.size]."""
+  both = np.concatenate([x.value, x.gradient], axis=-2)
+  return np.where(x.reached, _counted(summary, both, count), np.float32(0))
+
+
+def _counted(summary: Summary, kept: np.ndarray, count: float) -> np.ndarray:
+  """Returns what is kept of arrays that were filled up, with their own number of values."""
+  kept = kept.copy()
+  kept[..., len(summary.edges)] = count
+  return kept

@@ -1,5 +1,7 @@
 """`inspect_numerics`: figures are those of an independent computation."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.numerics import _programs
 from mpjax.numerics._tensors import INTEREST, KINDS
 from tests.numerics._by_hand import (
   ACTIVATIONS,
@@ -20,6 +23,7 @@ from tests.numerics._by_hand import (
   magnitudes_of,
   mlp,
   near_counts,
+  normal,
   params_of,
   report_of,
   scaled_policy,
@@ -113,6 +117,57 @@ def test_reported_gradients_do_not_depend_on_the_loss_scale(without_reference):
         data["scaled_shares"]["float8_e5m2"]
         == t.magnitudes.shares("float8_e5m2", report.loss_scale)._asdict()
       )
+
+
+@pytest.mark.parametrize("in_the_pass", [False, True])
+def test_gradients_inside_a_loop_over_time_are_unscaled_too(in_the_pass, monkeypatch):
+  def loss(params, batch):
+    step = lambda h, x: (jnp.tanh(x + h @ params), None)
+    return jnp.mean(jax.lax.scan(step, jnp.zeros_like(batch[0]), batch)[0] ** 2)
+
+  monkeypatch.setattr(_programs, "_FITS", 0 if in_the_pass else 1 << 29)
+  params, batch = normal(1, WIDTH, WIDTH, scale=0.1), normal(2, 3, ROWS, WIDTH)
+  report = mpjax.inspect_numerics(loss, params, batch, scaled_policy(2.0**8), advise=False)
+  gradients = [t for t in report.of("activation gradient") if t.name == "dot_general"]
+  assert gradients
+  assert all(t.error < 0.01 for t in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, reference, monkeypatch):
+  """In the pass, or after it where they fit; with an overflow, a branch not taken and layers of a loop."""
+  scale = {"first": 1e4, "layers": 0.2}
+  params = {"first": normal(1, WIDTH, WIDTH), "layers": normal(2, 2, WIDTH, WIDTH)}
+  params = {name: scale[name] * w for name, w in params.items()}
+
+  def loss(params, batch):
+    x = batch["x"] @ params["first"]
+    x = jax.lax.cond(jnp.sum(batch["x"]) > jnp.inf, lambda x: jnp.tanh(x @ params["first"]), jnp.tanh, x)
+    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])[0]
+    return jnp.mean((x - batch["y"].astype(x.dtype)).astype(jnp.float32) ** 2)
+
+  def look():
+    own = lambda params, batch: loss(params, batch)  # of which no programs are kept
+    return mpjax.inspect_numerics(
+      own, params, batch_of(), policy, tx=optax.sgd(1e-2), reference=reference, advise=False
+    )
+
+  after = look()
+  monkeypatch.setattr(_programs, "_FITS", 0)
+  inside = look()
+  keys = [(t.kind, t.module, t.name, t.index) for t in after.tensors]
+  assert keys == [(t.kind, t.module, t.name, t.index) for t in inside.tensors]
+  broken = [t for t in after.tensors if sum((t.policy or (t.magnitudes.nan, t.magnitudes.inf))[:2])]
+  assert bool(broken) == (policy == "fp16")
+  for a, b in zip(after.tensors, inside.tensors, strict=True):
+    key = (a.kind, a.module, a.name)
+    assert near_counts(a.magnitudes, b.magnitudes), key
+    assert a.policy == pytest.approx(b.policy, abs=2), key
+    assert a.lost == pytest.approx(b.lost, abs=1e-3), key
+    if a.error is not None and math.isfinite(a.error):
+      assert a.error == pytest.approx(b.error, rel=0.05), key
 
 
 def test_without_a_reference_there_are_no_errors(without_reference):

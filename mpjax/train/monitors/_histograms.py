@@ -40,7 +40,7 @@ class Watcher:
       batch = first_of_batch(self._step.accumulate, batch)
     if self._pass is None:
       self._points = loss_points(self._step, state, batch)
-      self._pass = make_pass(self._step, self._points, self._summary, updates=True)
+      self._pass = make_pass(self._step, self._points, self._summary, updates=self._summary)
     scaler = find_scaler(state.opt_state)
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
