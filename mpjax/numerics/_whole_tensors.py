@@ -6,6 +6,7 @@ compile as the step. Arrays are filled up with zeros to one of few lengths, for 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -84,12 +85,26 @@ def condensed(seen: Any, points: Sequence[Point], summary: Summary, of_updates: 
   """Returns the `Seen` of a pass that looks at each tensor, of one that keeps them whole; on the host.
 
   Args:
-    seen: of `make_pass` with `whole`, at a scale of 1.
+    seen: of `make_pass` with `whole`.
     points: of the pass.
     summary: what is kept of each tensor.
     of_updates: what is kept of each update's ratios.
     scale: what the gradients of activations are divided by: the loss scale.
   """
+  quick = dataclasses.replace(summary, finite=True), dataclasses.replace(of_updates, finite=True)
+  found = _looked_at(seen, points, *quick, scale)
+  tensors = (*found.watched, *found.parameters.values(), *found.gradients.values())
+  sums = [x[..., len(summary.edges) + 1] for x in tensors]
+  sums += [x.ratio[len(of_updates.edges) + 1] for x in found.updates.values()]
+  if all(np.isfinite(x).all() for x in sums):
+    return found
+  return _looked_at(seen, points, summary, of_updates, scale)
+
+
+def _looked_at(
+  seen: Any, points: Sequence[Point], summary: Summary, of_updates: Summary, scale: float
+) -> Any:
+  """Returns the same, right as far as the summaries are."""
 
   def at(point: Point, x: Any) -> Any:
     if point.repeated:

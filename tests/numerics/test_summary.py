@@ -1,5 +1,6 @@
 """What is kept of an array: counts that are exact at every edge, and a sketch that distances survive in."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -184,6 +185,18 @@ def test_the_sketch_is_linear_and_leaves_out_what_is_not_finite():
   broken[::97] = np.nan
   broken[1::97] = np.inf
   np.testing.assert_array_equal(sketch(broken), sketch(np.where(np.isfinite(broken), a, 0)))
+
+
+@pytest.mark.parametrize("summary", [Summary.of([], sketch=True), full_summary(2.0**16)])
+@pytest.mark.parametrize("size", [SKETCH, 5 * SKETCH + 17])
+def test_finite_values_may_be_taken_to_be_finite_and_others_show_in_the_sum(summary, size):
+  x = np.random.default_rng(6).standard_normal(size).astype(np.float32)
+  x[::5] = 0
+  quick = dataclasses.replace(summary, finite=True)
+  np.testing.assert_array_equal(quick(jnp.asarray(x)), summary(jnp.asarray(x)))
+  for broken in (np.nan, np.inf, -np.inf):
+    x[7] = broken
+    assert not np.isfinite(quick(jnp.asarray(x))[len(summary.edges) + 1])
 
 
 @pytest.mark.parametrize("sketch", [0, SKETCH])
