@@ -59,7 +59,7 @@ def test_a_panel_a_model_and_a_line_a_policy():
   figures = memory.pictures(report())
   assert set(figures) == {"memory_rows_h200", "memory_sizes_h200"}
   (ax,) = figures["memory_rows_h200"].axes
-  assert ax.get_title() == "GPT"
+  assert ax.get_title(loc="left") == "GPT"
   points, fitted = ax.lines[:2]
   assert list(points.get_ydata()) == pytest.approx([1.4, 1.6])
   assert list(fitted.get_ydata()) == pytest.approx([1.2, 1.6])
