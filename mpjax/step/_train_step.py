@@ -1,4 +1,4 @@
-"""`make_train_step`: one jitted, donated training step with a policy applied.
+"""`TrainStep`: one jitted, donated training step with a policy applied, as `make_train_step` makes it.
 
 The state is one pytree (`TrainState`), so it is checkpointed, sharded and donated as a whole; the loss
 function is the user's, and so is the model: a parameter tree, linen variables or an `nnx.Module`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, overload
 
 import jax
@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float32
 
 from mpjax._lazy import nnx
-from mpjax._precision_warning import warn_of_bare_dtype
-from mpjax._types import Array, LossFunction, Mesh, Metrics, PolicyLike, PyTree
+from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
@@ -32,7 +31,6 @@ from mpjax.loss_scale._skip import keep_if
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
-from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._checks import (
   require_differentiable,
   require_given,
@@ -42,7 +40,7 @@ from mpjax.step._checks import (
   require_param_dtype,
   require_state,
 )
-from mpjax.step._layout import Layout, make_layout
+from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss
 from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
@@ -56,103 +54,6 @@ from mpjax.step._optimizer import (
 )
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
-
-
-def make_train_step(
-  loss_fn: LossFunction,
-  tx: optax.GradientTransformation,
-  policy: PolicyLike = "auto",
-  *,
-  accumulate: int = 1,
-  skip_nonfinite: bool = False,
-  cast_batch: bool = True,
-  donate: bool = True,
-  wrt: nnx.filterlib.Filter | None = None,
-  recompute: str = "islands",
-  mesh: Mesh | None = None,
-  sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
-  gather: str = "step",
-  gather_prefetch: int = 1,
-  grad_norm: bool = False,
-) -> TrainStep:
-  """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
-
-  ```python
-  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), policy="fp16", accumulate=4)
-  state = step.init(params)
-  state, metrics = step(state, batch)
-  ```
-
-  `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
-  `(loss, metrics, model_state)` when it takes `model_state`. It takes more arguments by keyword if its
-  signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
-  batch, or `row_rngs`, a fresh key for each row of the batch, with which results do not depend on how rows
-  are divided. For an `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics)
-  is kept.
-
-  A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
-  and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
-  `model_state`. It casts what `loss_fn` returns to `output_dtype`; scales the loss if the policy says so;
-  and hands gradients in the master dtype to the optimiser. A step with non-finite gradients leaves
-  parameters, optimiser and model state as they were.
-
-  Args:
-    loss_fn: see above.
-    tx: any optax transform; the loss scaling that the policy asks for is put around it. If it has a loss
-      scale of its own, the policy must have none.
-    policy: whatever `mpjax.get_policy` takes.
-    accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
-      averaged over them in float32, integer metrics are summed. Micro-batch `i` is rows `i::accumulate`.
-    skip_nonfinite: guard a policy without loss scaling too, by `static_loss_scale(tx, 1)`.
-    cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
-      the inputs itself (and may keep targets in float32).
-    donate: give the state's buffers to the new state: the old one cannot be used again.
-    wrt: filter for the variables of an `nnx.Module` that are trained; by default `nnx.Param`.
-    recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
-      without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
-    mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
-      batch, which are divided over `data` and `fsdp`, as micro-batches are: losses, floating metrics and
-      model state are averaged, integer metrics summed (`mpjax.batch_axes` is for statistics over all rows).
-      Gradients are reduced once a step, in the policy's `reduce_dtype`; parameters and the optimiser's state
-      are divided over `fsdp`, and gathered in the compute dtype where nothing reads them in a wider one.
-      Without a mesh, arrays that are sharded are left to the compiler.
-    sharding: where parameters lie on the mesh: axes by regular expression on the parameter's path, as in
-      `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape; what they say nothing of has its
-      largest dimension over `fsdp`.
-    gather: when parameters that are divided over `fsdp` are gathered: once a `"step"`, and kept until the
-      backward pass has read them; or `"block"`: each right before it is read, and again in the backward
-      pass, so that the model need not fit on a device. Gradients are then divided as soon as they are made,
-      for each micro-batch.
-    gather_prefetch: with `"block"`, 1 leaves it to the compiler to gather a parameter while the block before
-      its reader runs, 0 has it wait for what else the reader needs.
-    grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
-      any clipping. It reads each gradient once more.
-
-  Returns:
-    A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
-    `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
-
-  Raises:
-    ValueError: if the policy is not understood, asks for something that this step does not do, or
-      `accumulate` is not a positive integer.
-
-  Warns:
-    PrecisionWarning: for a bare half-precision dtype as a policy, which has also parameters, gradients and
-      optimiser state in that dtype, and no loss scaling.
-  """
-  warn_of_bare_dtype(policy)
-  options = StepOptions(
-    policy=get_policy(policy),
-    wrt=nnx.Param if wrt is None else wrt,
-    accumulate=accumulate,
-    skip_nonfinite=skip_nonfinite,
-    cast_batch=cast_batch,
-    donate=donate,
-    recompute=recompute,
-    layout=make_layout(mesh, sharding, gather, gather_prefetch),
-    grad_norm=grad_norm,
-  )
-  return TrainStep(loss_fn, tx, options)
 
 
 class TrainStep:
