@@ -93,7 +93,8 @@ class Planner:
       ConfigError: for a batch that the devices cannot divide.
     """
     self._check_rows(self.config.data.batch_size)
-    return self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)[1].layout
+    _, step, _ = self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)
+    return step.layout
 
   def _check_rows(self, batch: int) -> None:
     if batch % self.multiple:

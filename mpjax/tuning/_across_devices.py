@@ -33,8 +33,7 @@ class AcrossDevices:
   """
 
   def __init__(self, step: TrainStep):
-    self._step, self._layout, self._policy = step, step.layout, step.policy
-    self.alone = step.without_mesh()
+    self._step, self.alone = step, step.without_mesh()
 
   def gathered(self, state: TrainState, batch: PyTree) -> TrainState:
     """Returns a state whose parameters are those that the devices read: rounded, where they cross in FP8.
@@ -43,11 +42,12 @@ class AcrossDevices:
       state: of the step.
       batch: of which the shapes alone matter.
     """
-    if self._layout is None or self._policy.gather_dtype is None:
+    layout = self._step.layout
+    if layout is None or self._step.policy.gather_dtype is None:
       return state
     shapes = as_shapes((state, batch))
     params = jax.eval_shape(self._step.loss.compute_params, shapes[0])
-    rows = gathers(self._step.loss, self._layout, params, *shapes)
+    rows = gathers(self._step.loss, layout, params, *shapes)
     crossing = {path: np.dtype(dtype) for path, _, _, dtype in rows}
     read = [
       _through(leaf, crossing[name]) if name in crossing and crossing[name].itemsize == 1 else leaf
@@ -67,7 +67,7 @@ class AcrossDevices:
       batch: rows of all devices.
       grads: of the whole batch, unscaled and finite.
     """
-    layout, dtype = self._layout, self._policy.reduce_dtype
+    layout, dtype = self._step.layout, self._step.policy.reduce_dtype
     if layout is None or layout.shards == 1 or dtype is None or dtype.itemsize >= 4:
       return grads
     layout.check_batch(batch, self.alone.accumulate)

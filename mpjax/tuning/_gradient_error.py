@@ -78,12 +78,7 @@ class Gradients:
   """
 
   def __init__(
-    self,
-    step: TrainStep,
-    state: TrainState,
-    batches: Sequence[PyTree],
-    *,
-    needs_noise: bool = True,
+    self, step: TrainStep, state: TrainState, batches: Sequence[PyTree], *, needs_noise: bool = True
   ):
     """Computes the gradients in float32.
 
@@ -102,19 +97,19 @@ class Gradients:
     found = [self._wide.gradients(self._wide_state, batch) for batch in batches]
     self._grads = [grads for _, grads in found]
     self.loss = float(np.mean([float(loss) for loss, _ in found]))
-    self._norms = _norms.added(map(_norms.squares, self._grads))
-    if not math.isfinite(self.loss) or not math.isfinite(_norms.total(self._norms)):
+    self._squares = _norms.added(map(_norms.squares, self._grads))
+    if not math.isfinite(self.loss) or not math.isfinite(_norms.total(self._squares)):
       raise ValueError(
         f"in float32 the loss is {self.loss:g} and its gradient not finite, so there is nothing to compare a "
         "policy with: mpjax.find_nonfinite names the first operation that is not"
       )
-    if not _norms.total(self._norms):
+    if not _norms.total(self._squares):
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
     self.noise = self._noise(needs_noise)
 
   def fingerprint(self) -> str:
     """Returns a text that differs for other parameters, batches and losses."""
-    return repr((self.loss, self.noise, sorted(self._norms.items())))
+    return repr((self.loss, self.noise, sorted(self._squares.items())))
 
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated where the device has no units for them."""
@@ -129,8 +124,8 @@ class Gradients:
       differences.append(_norms.squares(_norms.minus(grads, reference)))
     apart = _norms.added(differences)
     return GradientError(
-      gradient=_norms.ratio(_norms.total(apart), _norms.total(self._norms)),
-      modules=_norms.ratios(apart, self._norms),
+      gradient=_norms.ratio(_norms.total(apart), _norms.total(self._squares)),
+      modules=_norms.ratios(apart, self._squares),
       loss=float(np.mean(losses)),
       loss_scale=min(scales),
       update=self._update_error(policy),
@@ -181,10 +176,9 @@ class Gradients:
     elif len(self._batches) >= 2:
       # For neighbours a and b of one batch each, |a - b|^2 is twice the noise of one, squared.
       pairs = list(zip(self._grads, self._grads[1:], strict=False))
-      apart = {
-        k: v / 2 for k, v in _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs).items()
-      }
-      together = {k: v * len(pairs) / len(self._grads) for k, v in self._norms.items()}
+      twice = _norms.added(_norms.squares(_norms.minus(*pair)) for pair in pairs)
+      apart = {module: square / 2 for module, square in twice.items()}
+      together = {k: v * len(pairs) / len(self._grads) for k, v in self._squares.items()}
       how = "the batches"
     elif not needed:
       return None

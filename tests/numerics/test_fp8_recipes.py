@@ -1,5 +1,7 @@
 """What FP8 recipes would do to the operands of products, against NumPy."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 import mpjax
 
 ROWS, WIDTH, OUT = 64, 96, 32
+conv = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 DTYPES = {"E4M3": (ml_dtypes.float8_e4m3fn, 448.0), "E5M2": (ml_dtypes.float8_e5m2, 57344.0)}
 
 
@@ -101,12 +104,10 @@ def test_a_convolution_of_patches_is_a_product():
 
   def patches(kernel, images):
     with jax.named_scope("patches"):
-      x = jax.lax.conv_general_dilated(
-        images, kernel, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-      )
+      x = conv(images, kernel, (2, 2), "VALID")
     with jax.named_scope("overlapping"):
       same = jnp.ones((3, 3, 32, 4))
-      x = jax.lax.conv_general_dilated(x, same, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+      x = conv(x, same, (1, 1), "SAME")
     return jnp.mean(x**2)
 
   def as_product(kernel, images):
@@ -114,7 +115,7 @@ def test_a_convolution_of_patches_is_a_product():
       x = images.reshape(4, 3, 2, 3, 2, 8).swapaxes(2, 3).reshape(4, 3, 3, 32)
       x = x @ kernel.reshape(32, 32)
     same = jnp.ones((3, 3, 32, 4))
-    x = jax.lax.conv_general_dilated(x, same, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x = conv(x, same, (1, 1), "SAME")
     return jnp.mean(x**2)
 
   found, wanted = (mpjax.compare_fp8_recipes(fun, kernel, images) for fun in (patches, as_product))
@@ -133,19 +134,16 @@ def test_a_convolution_whose_windows_overlap_has_a_scale_for_each_tensor():
 
   def blurred(kernel, images):
     with jax.named_scope("blur"):
-      x = jax.lax.conv_general_dilated(
-        images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-      )
+      x = conv(images, kernel, (1, 1), "SAME")
     return jnp.sum(jnp.tanh(x))
 
   found = mpjax.compare_fp8_recipes(blurred, kernel, images, earlier=[2 * images])
   assert [o.operand for o in found.of("blur")] == ["lhs", "rhs", "gradient"]
-  formats = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
   for operand, values in zip(found.of("blur"), (images, kernel), strict=False):
     exact = np.asarray(values, np.float64)
-    for name, largest in (("E4M3", 448), ("E5M2", 57344)):
+    for name, (dtype, largest) in DTYPES.items():
       unit = np.abs(exact).max() / largest
-      rounded = (exact / unit).astype(np.float32).astype(formats[name])
+      rounded = (exact / unit).astype(np.float32).astype(dtype)
       wanted = np.linalg.norm(rounded.astype(np.float64) * unit - exact) / np.linalg.norm(exact)
       assert operand.errors[f"{name} tensor"] == pytest.approx(wanted, rel=0.02)
       assert operand.transposed[f"{name} tensor"] == operand.errors[f"{name} tensor"]

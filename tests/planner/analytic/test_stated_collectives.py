@@ -8,22 +8,28 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax.jaxpr import rows
 from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
+from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES
 
 P = PartitionSpec
 MESH = AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 ROWS, WIDTH = 64, 8
 
 
+def test_collectives_have_the_names_that_compiled_programs_have():
+  assert {row.collective for _, row in rows() if row.collective} == COLLECTIVES
+
+
 def planned(body, out):
   """The plan of a function of a device's rows, float32[8, 8] of 64."""
-  rows = P(("data", "fsdp"))
+  divided = P(("data", "fsdp"))
 
   def step(x):
-    return jax.shard_map(body, mesh=MESH, in_specs=rows, out_specs=out, check_vma=False)(x)
+    return jax.shard_map(body, mesh=MESH, in_specs=divided, out_specs=out, check_vma=False)(x)
 
-  x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(MESH, rows))
+  x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(MESH, divided))
   return mpjax.plan(step, (x,), target="h200:8", compile=False)
 
 
