@@ -10,6 +10,7 @@ result = mpjax.train.run("gpt_stdlib", ["policy=bf16", "train.steps=20"])  # wha
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax._average import Average
 from mpjax._precision_warning import PrecisionWarning
 from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
   from mpjax.tuning import TuneResult, tune
 
 __all__ = [
+  "Average",
   "LogprobMismatch",
   "LossScaleState",
   "LossScaling",

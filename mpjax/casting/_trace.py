@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
+from mpjax._average import is_average
 from mpjax._types import Array, PyTree
 from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
@@ -57,6 +58,7 @@ class Traced:
         merged[i] = array
       out, changed = self._modules.call(fun, merged)
       leaves_out, self._structure = jax.tree.flatten(out)
+      self._sums = _of_averages(out)
       for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
         _check_output(path, leaf)
       changes, self._changes = jax.tree.flatten(changed)
@@ -77,7 +79,8 @@ class Traced:
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
     held += [initial(v.aval) for v in body.invars]
     roles = ProductRoles.of(self.closed, rules)
-    return decide(self.closed, held, rules, full_outputs=policy.output_dtype.itemsize >= 4, roles=roles)
+    full = policy.output_dtype.itemsize >= 4 or any(self._sums)
+    return decide(self.closed, held, rules, full_outputs=full, roles=roles)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
     """Returns the function's value from the results of its program; puts mutated state where it belongs.
@@ -89,22 +92,31 @@ class Traced:
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
-        out[i] = _as(x, policy.output_dtype if policy and dtype in _OUTPUTS else dtype)
+        asked = policy and dtype in _OUTPUTS and not self._sums[i]
+        out[i] = _as(x, policy.output_dtype if asked else dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
 
 
 def to_output(tree: PyTree, policy: Policy) -> PyTree:
-  """Casts what a function returns to the policy's output dtype."""
+  """Casts what a function returns to the policy's output dtype, but for the sums of an `Average`."""
 
   def cast(x: Array) -> Array:
+    if is_average(x):
+      return x
     if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
       return jax.lax.convert_element_type(x, policy.output_dtype)
     return x
 
   with jax.named_scope(OUTPUT):
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast, tree, is_leaf=is_average)
+
+
+def _of_averages(tree: PyTree) -> list[bool]:
+  """Returns for each leaf whether it is a sum of an `Average`, whose range and digits no output dtype need have."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_average)
+  return [is_average(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
 
 
 def _as(x: Array, dtype: np.dtype) -> Array:

@@ -12,6 +12,7 @@ import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, PyTree
 
+from mpjax._average import is_average
 from mpjax._lazy import nnx
 from mpjax._tree import cast_like, named_leaves
 from mpjax.loss_scale._skip import is_array, keep_if
@@ -44,7 +45,7 @@ def value_and_grad(
   An `nnx.Module` is differentiated as by `nnx.value_and_grad`, and keeps what `fun` changes in it.
 
   Args:
-    fun: returns the loss, floating []; with `has_aux`, `(loss, aux)`.
+    fun: returns the loss, floating [] or an `mpjax.Average`; with `has_aux`, `(loss, aux)`.
     opt_state: what `mpjax.get_loss_scale` takes: an optax state or an `nnx.Optimizer`.
     argnums: the positional argument, or arguments, to differentiate; for an `nnx.Module` an `nnx.DiffState`,
       too.
@@ -66,7 +67,7 @@ def value_and_grad(
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
     of = nnx.value_and_grad if any(map(_has_module, args)) else jax.value_and_grad
     if scaler is None:
-      return of(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+      return of(_worth(fun, has_aux), argnums=argnums, has_aux=has_aux)(*args, **kwargs)
     scaled = _scaled(fun, scaler.scale, has_aux)
     (_, (loss, aux)), grads = of(scaled, argnums=argnums, has_aux=True)(*args, **kwargs)
     return ((loss, aux) if has_aux else loss), grads
@@ -142,6 +143,18 @@ def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -
   return scaled
 
 
+def _worth(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+  """Returns `fun` with the value of an `Average` in place of it."""
+
+  def worth(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    out = fun(*args, **kwargs)
+    if has_aux and isinstance(out, tuple) and len(out) == 2:
+      return (out[0].value if is_average(out[0]) else out[0], out[1])
+    return out.value if is_average(out) else out
+
+  return worth
+
+
 def _alike(a: PyTree, b: PyTree) -> bool:
   structure: PyTreeDef = jax.tree.structure(a)
   return structure == jax.tree.structure(b)
@@ -164,6 +177,8 @@ def _with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _in_float32(loss: PyTree) -> Float32[Array, "..."]:
+  if is_average(loss):
+    loss = loss.value
   dtype = getattr(loss, "dtype", None)
   if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
     raise TypeError(

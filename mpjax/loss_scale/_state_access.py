@@ -30,7 +30,8 @@ def scale_loss(
   Returns:
     f32 of the loss's shape.
   """
-  return jnp.asarray(loss).astype(jnp.float32) * get_loss_scale(opt_state, path=path).scale
+  loss = jnp.asarray(loss)  # what an `Average` is worth
+  return loss.astype(jnp.float32) * get_loss_scale(opt_state, path=path).scale
 
 
 def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleState:

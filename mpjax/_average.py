@@ -1,0 +1,85 @@
+"""`Average`: a mean as its sum and its count, so that parts of a batch that count unequally add up exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._types import Array, ArrayLike
+from mpjax.dtypes import at_least_float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Average:
+  """A mean whose parts may count unequally: tokens that are no padding, positive pairs, rows that are valid.
+
+  ```python
+  def loss_fn(params, batch):
+    losses = cross_entropy(model(params, batch["tokens"]), batch["labels"])  # [rows, tokens]
+    return mpjax.Average(jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"]))
+  ```
+
+  `make_train_step` makes of it `sum(total) / sum(count)` over micro-batches and devices, loss and gradients,
+  however a batch is divided. A plain mean would be averaged as if all parts counted the same.
+
+  Elsewhere it is worth `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`. Numbers can
+  be added to it, and it can be multiplied by numbers: `Average(...) + 0.01 * penalty`. `mpjax.value_and_grad`
+  differentiates it, and `jax.grad` does its `value`. A pytree of two leaves.
+
+  Attributes:
+    total: the sum, a number [].
+    count: of what was summed, a number [], which must not depend on parameters; 0 for nothing, whose average
+      is the total.
+  """
+
+  total: ArrayLike
+  count: ArrayLike
+
+  @property
+  def value(self) -> Array:
+    """The mean, f32[] (float64 of float64)."""
+    total, count = jnp.asarray(self.total), jnp.asarray(self.count)
+    return total.astype(at_least_float32(total.dtype)) / jnp.where(count == 0, 1, count)
+
+  def __jax_array__(self) -> Array:
+    return self.value
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    return np.array(self.value, dtype)
+
+  def __float__(self) -> float:
+    return float(self.value)
+
+  def __add__(self, other: ArrayLike) -> Average:
+    if isinstance(other, Average):
+      raise TypeError(
+        "two averages with a count each have no sum that parts of a batch add up to: put one of them among the "
+        "metrics, or sum both over one count, as in Average(total_a + total_b, count)"
+      )
+    return Average(self.total + other * self.count, self.count)
+
+  __radd__ = __add__
+
+  def __sub__(self, other: ArrayLike) -> Average:
+    return self + (-other)
+
+  def __mul__(self, factor: ArrayLike) -> Average:
+    return Average(self.total * factor, self.count)
+
+  __rmul__ = __mul__
+
+  def __truediv__(self, divisor: ArrayLike) -> Average:
+    return Average(self.total / divisor, self.count)
+
+  def __neg__(self) -> Average:
+    return self * -1
+
+
+def is_average(x: object) -> bool:
+  """Returns whether `x` is an `Average`, for `is_leaf`."""
+  return isinstance(x, Average)
