@@ -1,4 +1,4 @@
-"""`Average`: a mean as its sum and its count, so that parts of a batch that count unequally add up exactly."""
+"""`Average`: a mean as its sum and its count, so that parts of a batch add up exactly."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Average:
   `make_train_step` makes of it `sum(total) / sum(count)` over micro-batches and devices, loss and gradients,
   however a batch is divided. A plain mean would be averaged as if all parts counted the same.
 
-  Elsewhere it is worth `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`. Numbers can
-  be added to it, and it can be multiplied by numbers: `Average(...) + 0.01 * penalty`. `mpjax.value_and_grad`
-  differentiates it, and `jax.grad` does its `value`. A pytree of two leaves.
+  Elsewhere it is worth `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`. It takes
+  numbers as a number does: `Average(...) + 0.01 * penalty`. `mpjax.value_and_grad` differentiates it; under
+  `jax.grad` a function has to return its `value`. A pytree of two leaves.
 
   Attributes:
     total: the sum, a number [].
@@ -58,8 +58,8 @@ class Average:
   def __add__(self, other: ArrayLike) -> Average:
     if isinstance(other, Average):
       raise TypeError(
-        "two averages with a count each have no sum that parts of a batch add up to: put one of them among the "
-        "metrics, or sum both over one count, as in Average(total_a + total_b, count)"
+        "two averages, each with a count of its own, have no sum that parts of a batch add up to: put one of "
+        "them among the metrics, or sum both over one count, as in Average(total_a + total_b, count)"
       )
     return Average(self.total + other * self.count, self.count)
 

@@ -114,7 +114,7 @@ def to_output(tree: PyTree, policy: Policy) -> PyTree:
 
 
 def _of_averages(tree: PyTree) -> list[bool]:
-  """Returns for each leaf whether it is a sum of an `Average`, whose range and digits no output dtype need have."""
+  """Returns for each leaf whether an `Average` has it: an output dtype may lack range and digits for sums."""
   leaves = jax.tree.leaves(tree, is_leaf=is_average)
   return [is_average(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
 

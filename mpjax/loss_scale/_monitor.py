@@ -19,7 +19,7 @@ from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._presets import positive_integer
 from mpjax.loss_scale._state_access import all_loss_scales, find_states, get_loss_scale
 
-_FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite")
+_FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite", "updates_finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,8 @@ def loss_scale_metrics(opt_state: PyTree) -> Metrics:
     opt_state: what `mpjax.get_loss_scale` takes; with several loss scales in it the names carry the path.
 
   Returns:
-    `loss_scale` f32[], `good_steps`, `skipped_steps`, `consecutive_skips` i32[], `grads_finite` bool[].
+    `loss_scale` f32[], `good_steps`, `skipped_steps`, `consecutive_skips` i32[], `grads_finite`,
+    `updates_finite` bool[].
 
   Raises:
     ValueError: if there is no loss scale.
@@ -153,7 +154,7 @@ def track_skips(
     updates: PyTree, state: TrackSkipsState, params: PyTree = None, **extra_args: object
   ) -> tuple[PyTree, TrackSkipsState]:
     new_updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
-    finite = get_loss_scale(inner_state).grads_finite
+    finite = get_loss_scale(inner_state).taken
     scale = get_loss_scale(state.inner_state).scale
 
     def count() -> PyTree:

@@ -119,7 +119,7 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
   new = cast_like(new, old)
   if scaler is None:
     return new
-  keep = lambda new, old: keep_if(scaler.grads_finite, new, old) if is_array(new) else new
+  keep = lambda new, old: keep_if(scaler.taken, new, old) if is_array(new) else new
   kept: T = jax.tree.map(keep, new, old)
   return kept
 

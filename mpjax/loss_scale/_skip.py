@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,32 +14,105 @@ from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
 from mpjax import _compat
 from mpjax._tree import cast_like
-from mpjax._types import ClosedJaxpr, JaxprEqn, Var
-from mpjax.jaxpr import as_function, bind_again, interpret, is_variable
+from mpjax._types import Atom, ClosedJaxpr, JaxprEqn, Var
+from mpjax.dtypes import at_least_float32
+from mpjax.jaxpr import as_function, bind_again, interpret, is_variable, live, variables_of
+from mpjax.loss_scale._finite import all_finite
 
 State = TypeVar("State")
 
 
-def apply_if(
-  finite: Bool[Array, ""],
-  update: Callable[[], tuple[PyTree, State]],
+class _Flow(NamedTuple):
+  """What an update makes of what.
+
+  Attributes:
+    read: for each leaf of the gradients, whether anything depends on it.
+    varying: for each leaf of the updates, whether it is more than a constant.
+  """
+
+  read: list[bool]
+  varying: list[bool]
+
+
+class Guarded(NamedTuple):
+  """The outcome of `update_if_finite`.
+
+  Attributes:
+    updates: as they were made, or zeros.
+    state: the new one, or the old.
+    grads_finite: bool[]; whether those gradients are finite that decide anything.
+    updates_finite: bool[]; whether the parameters that the updates would give, and the rest, are finite.
+  """
+
+  updates: PyTree
+  state: PyTree
+  grads_finite: Bool[Array, ""]
+  updates_finite: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+  """What has to be finite for a step to be taken.
+
+  Attributes:
+    judge: (for each leaf of the gradients whether it decides anything) -> bool[], whether those are finite.
+    params: the parameters, or `None`.
+    apply: (parameter, update) -> the parameter after it.
+    agree: makes one decision of those along mapped axes.
+    others: bool[]; whether what else the step changes is finite.
+    flows: what `_Traced.flow` said outside of `jit`, by the shapes of gradients and state; it is filled here,
+      since a trace takes as long as a step there.
+  """
+
+  judge: Callable[[Sequence[bool]], Bool[Array, ""]]
+  params: PyTree
+  apply: Callable[[Array, Array], Array]
+  agree: Callable[[Bool[Array, ""]], Bool[Array, ""]]
+  others: Bool[ArrayLike, ""]
+  flows: dict[Hashable, _Flow]
+
+  def made(self, updates: PyTree, varying: Sequence[bool]) -> Bool[Array, ""]:
+    """Returns whether parameters and the rest are finite after these updates.
+
+    Args:
+      updates: as the optimiser made them.
+      varying: for each leaf whether it is more than a constant, as a frozen parameter's zeros are.
+    """
+    of_updates, of_params = jax.tree.structure(updates), jax.tree.structure(self.params)
+    made = jax.tree.leaves(updates)
+    if of_updates == of_params:
+      made = [*map(self.apply, jax.tree.leaves(self.params), made)]
+    return self.agree(
+      all_finite([x for x, varies in zip(made, varying, strict=True) if varies]) & self.others
+    )
+
+
+def update_if_finite(
+  update: Callable[[PyTree, State], tuple[PyTree, State]],
+  gradients: PyTree,
   old_state: State,
+  guard: Guard,
   branch_on_cpu: bool = False,
-) -> tuple[PyTree, State]:
-  """Returns `update()` where `finite`, else zero updates and `old_state`.
+  skip: bool = True,
+) -> Guarded:
+  """Takes a step of an optimiser where gradients and what it makes of them are finite.
 
   Inside `jit` the values of the new state are selected where `update` defines them, since that takes less
   memory (see `_select_where_defined`). Outside `jit`, and for an `update` that cannot be traced by itself,
   all is selected at the end, which gives the same numbers.
 
+  A gradient that `update` does not read, such as that of a frozen parameter, decides nothing.
+
   Args:
-    finite: bool[]; batched under `vmap`.
-    update: makes updates and state; called again if it cannot be traced by itself.
+    update: makes updates and state of gradients and state; called again if it cannot be traced by itself.
+    gradients: for `update`.
     old_state: the state to keep on a skip.
+    guard: what has to be finite.
     branch_on_cpu: skip by a branch in a program for a CPU, where that does the same. XLA for accelerators
       fuses selects, and no branch, with the optimiser. XLA for CPU reads a half-precision gradient,
       transposed and widened, anew for each moment and for the update; a branch is not fused with what comes
       before, so that it does so once.
+    skip: `False` takes each step, and only says what was finite.
 
   Returns:
     Updates, and the state in the dtypes of `old_state`, on explicit mesh axes with its shardings.
@@ -46,13 +120,35 @@ def apply_if(
   Raises:
     ValueError: if `update` changes the structure of the state.
   """
-  traced = _trace(update, old_state) if isinstance(finite, jax.core.Tracer) else None
-  if traced is not None:
-    return _select_where_defined(finite, traced, old_state, branch_on_cpu)
-  updates, new_state = update()
-  select = lambda new, old: keep_if(finite, new, old) if is_array(new) else new
+  inside = _is_traced((gradients, old_state))
+  key = None if inside else _shapes((gradients, old_state))
+  traced = None if key in guard.flows else _trace(update, gradients, old_state)
+  if skip and inside and traced is not None:
+    return _select_where_defined(traced, gradients, old_state, guard, branch_on_cpu)
+  updates, new_state = update(gradients, old_state)
+  if inside or key not in guard.flows:
+    everything = _Flow(*([True] * len(jax.tree.leaves(tree)) for tree in (gradients, updates)))
+    guard.flows[key] = everything if traced is None else traced.flow(gradients)
+  flow = guard.flows[key]
+  grads_finite = guard.judge(flow.read)
+  updates_finite = guard.made(updates, flow.varying)
+  if not skip:
+    return Guarded(updates, keep_dtypes(new_state, old_state), grads_finite, updates_finite)
+  taken = grads_finite & updates_finite
+  select = lambda new, old: keep_if(taken, new, old) if is_array(new) else new
   zeroed = jax.tree.map(lambda u: select(u, jnp.zeros_like(u) if is_array(u) else u), updates)
-  return zeroed, jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
+  state = jax.tree.map(select, keep_dtypes(new_state, old_state), old_state)
+  return Guarded(zeroed, state, grads_finite, updates_finite)
+
+
+def after_update(p: Array, u: Array) -> Array:
+  """Returns a parameter after its update, or the update where it cannot be added, as to quantised data."""
+  p, u = jnp.asarray(p), jnp.asarray(u)
+  adds = all(jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits >= 16 for x in (p, u))
+  wide = at_least_float32(p.dtype)
+  if not adds or p.shape != u.shape or not jnp.can_cast(u.dtype, wide, "same_kind"):
+    return u
+  return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
 
 
 def keep_if(
@@ -65,72 +161,137 @@ def keep_if(
   return jnp.where(finite, new, old)
 
 
-class _Traced(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Traced:
   """The program of an update.
 
   Attributes:
-    program: gives the arrays among the leaves of updates and new state.
-    structure: of the two.
-    others: all leaves, with `None` for the arrays.
+    program: from the arrays among the leaves of gradients and state to those of updates and new state.
+    updates: their structure.
+    state: the new state's structure.
+    others: all leaves of both, with `None` for the arrays.
   """
 
   program: ClosedJaxpr
-  structure: PyTreeDef
+  updates: PyTreeDef
+  state: PyTreeDef
   others: list[object]
 
+  @property
+  def cut(self) -> int:
+    """The number of arrays among the updates, which come first."""
+    return sum(other is None for other in self.others[: self.updates.num_leaves])
 
-def _trace(update: Callable[[], tuple[PyTree, State]], old_state: State) -> _Traced | None:
+  def trees(self, arrays: Sequence[Array]) -> tuple[PyTree, PyTree]:
+    """Returns updates and state of what the program gave."""
+    remaining = iter(arrays)
+    leaves = [next(remaining) if other is None else other for other in self.others]
+    n = self.updates.num_leaves
+    return jax.tree.unflatten(self.updates, leaves[:n]), jax.tree.unflatten(self.state, leaves[n:])
+
+  def flow(self, gradients: PyTree) -> _Flow:
+    """Returns which of the gradients are read, and which of the updates vary."""
+    jaxpr = self.program.jaxpr
+    read = live(jaxpr).variables
+    varying: set[Atom] = {*jaxpr.constvars, *jaxpr.invars}
+    for equation in jaxpr.eqns:
+      if any(v in varying for v in variables_of(equation.invars)):
+        varying.update(equation.outvars)
+    reads = iter(v in read for v in jaxpr.invars)
+    varies = iter(is_variable(v) and v in varying for v in jaxpr.outvars)
+    of_updates = self.others[: self.updates.num_leaves]
+    return _Flow(
+      [is_array(leaf) and next(reads) for leaf in jax.tree.leaves(gradients)],
+      [other is None and next(varies) for other in of_updates],
+    )
+
+
+def _trace(
+  update: Callable[[PyTree, State], tuple[PyTree, State]], gradients: PyTree, old_state: State
+) -> _Traced | None:
   """Returns the program of `update`; `None` if that looks at a value, as `bool` of an array does."""
   rest: list[Any] = []
+  leaves, structure = jax.tree.flatten((gradients, old_state))
 
-  def arrays() -> list[Array]:
-    updates, new_state = update()
-    leaves, structure = jax.tree.flatten((updates, keep_dtypes(new_state, old_state)))
-    rest[:] = [structure, [None if is_array(leaf) else leaf for leaf in leaves]]
-    return [leaf for leaf in leaves if is_array(leaf)]
+  def arrays(given: list[Array]) -> list[Array]:
+    made, new_state = update(*jax.tree.unflatten(structure, _merged(leaves, given)))
+    parts = [jax.tree.flatten(made), jax.tree.flatten(keep_dtypes(new_state, old_state))]
+    out = [*parts[0][0], *parts[1][0]]
+    rest[:] = [parts[0][1], parts[1][1], [None if is_array(leaf) else leaf for leaf in out]]
+    return [leaf for leaf in out if is_array(leaf)]
 
   try:
-    return _Traced(jax.make_jaxpr(arrays)(), *rest)
+    return _Traced(jax.make_jaxpr(arrays)(_arrays(leaves)), *rest)
   except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
     return None
 
 
+def _arrays(tree: PyTree) -> list[Array]:
+  return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+
+
+def _merged(leaves: list[Any], arrays: list[Array]) -> list[Any]:
+  """Returns leaves with others in place of the arrays among them."""
+  remaining = iter(arrays)
+  return [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
+
+
+def _shapes(tree: PyTree) -> Hashable:
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _is_traced(tree: PyTree) -> bool:
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def _select_where_defined(
-  finite: Bool[Array, ""], traced: _Traced, old_state: State, branch_on_cpu: bool
-) -> tuple[PyTree, State]:
-  """Does what `apply_if` does, on the program of `update`.
+  traced: _Traced, gradients: PyTree, old_state: State, guard: Guard, branch_on_cpu: bool
+) -> Guarded:
+  """Does what `update_if_finite` does, on the program of `update`.
 
   An optimiser computes its updates from its new state. Selected at the end, the new state and the kept one
   would both be held in memory: the updates read the first, the second is what is returned. So a state's value
   is replaced by the selected one as soon as it is there, and the updates read that. On a finite step the two
   are the same; on a skipped step the updates are thrown away.
+
+  Whether the updates are finite is asked of the program without selects, of which nothing else is kept: a
+  compiler computes it where it looks at the gradients.
   """
-  program, structure, others = traced
+  program, cut = traced.program, traced.cut
+  given, state = _arrays(gradients), _arrays(old_state)
+  read, varying = traced.flow(gradients)
+  grads_finite = guard.judge(read)
   old_leaves = jax.tree.leaves(old_state)
-  of_state = zip(others[len(others) - len(old_leaves) :], old_leaves, strict=True)
+  of_state = zip(traced.others[traced.updates.num_leaves :], old_leaves, strict=True)
   old_arrays = [old for other, old in of_state if other is None]
-  cut = len(program.jaxpr.outvars) - len(old_arrays)
-  by_selects = lambda: _by_selects(program, finite, cut, old_arrays)
-  if branch_on_cpu and _may_branch(program):
+
+  def by_selects(grads_finite: Bool[ArrayLike, ""]) -> list[Array]:
+    # XLA for CPU would make one of the new state here and that of the step, and hold it in memory for both.
+    made = interpret(program, [*given, *jax.lax.optimization_barrier(state)], bind_again)
+    updates_finite = guard.made(traced.trees(made)[0], varying)
+    taken = grads_finite & updates_finite
+    return [*_by_selects(program, [*given, *state], taken, cut, old_arrays), updates_finite]
+
+  def by_branch(grads_finite: Bool[Array, ""]) -> list[Array]:
     zeros = lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in program.out_avals[:cut]]
-    skipped = lambda: [*zeros(), *old_arrays]
-    by_branch = lambda: jax.lax.cond(finite, as_function(program), skipped)
-    values = jax.lax.platform_dependent(cpu=by_branch, default=by_selects)
+    skipped = lambda: [*zeros(), *old_arrays, jnp.asarray(True)]
+    return jax.lax.cond(grads_finite, lambda: by_selects(True), skipped)
+
+  if branch_on_cpu and _may_branch(program):
+    values = jax.lax.platform_dependent(grads_finite, cpu=by_branch, default=by_selects)
   else:
-    values = by_selects()
-  remaining = iter(values)
-  updates, state = jax.tree.unflatten(
-    structure, [next(remaining) if other is None else other for other in others]
-  )
-  return updates, state
+    values = by_selects(grads_finite)
+  *values, updates_finite = values
+  return Guarded(*traced.trees(values), grads_finite, updates_finite)
 
 
 def _by_selects(
-  program: ClosedJaxpr, finite: Bool[Array, ""], cut: int, old_arrays: list[Array]
+  program: ClosedJaxpr, given: list[Array], finite: Bool[Array, ""], cut: int, old_arrays: list[Array]
 ) -> list[Array]:
   """Returns the outputs of `program`: the first `cut` are updates, the others the state, both selected."""
   state_atoms = program.jaxpr.outvars[cut:]
-  passed_through = set(program.jaxpr.constvars)
+  passed_through = {*program.jaxpr.constvars, *program.jaxpr.invars}
   selected: dict[Var, Array] = {}
   for atom, old in zip(state_atoms, old_arrays, strict=True):
     # Not what `update` passes through; and of a value that it keeps twice only the first.
@@ -141,7 +302,7 @@ def _by_selects(
     made = zip(equation.outvars, bind_again(equation, operands), strict=True)
     return [keep_if(finite, value, selected[v]) if v in selected else value for v, value in made]
 
-  values = interpret(program, (), select_at_definition)
+  values = interpret(program, given, select_at_definition)
   zeroed = [jnp.where(finite, value, jnp.zeros_like(value)) for value in values[:cut]]
   kept = [
     value if is_variable(atom) and selected.get(atom) is old else keep_if(finite, value, old)

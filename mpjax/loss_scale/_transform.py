@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
+from jaxtyping import Bool
 
-from mpjax._types import PyTree
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
 from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, parse_loss_scaling
-from mpjax.loss_scale._skip import apply_if, keep_dtypes
+from mpjax.loss_scale._skip import Guard, after_update, update_if_finite
 
 
 class LossScaleState(NamedTuple):
@@ -24,11 +26,13 @@ class LossScaleState(NamedTuple):
   Attributes:
     scale: array of shape [] and dtype float32; what the next loss is multiplied by.
     good_steps: array of shape [] and dtype int32; finite steps in a row since the scale last grew.
-    skipped_steps: array of shape [] and dtype int32; non-finite steps so far.
-    consecutive_skips: array of shape [] and dtype int32; non-finite steps since the last finite one.
+    skipped_steps: array of shape [] and dtype int32; steps so far that were not `taken`.
+    consecutive_skips: array of shape [] and dtype int32; steps since the last one that was.
     grads_finite: array of shape [] and dtype bool; whether the last step's gradients were finite.
     inner_state: state of the wrapped transform.
     hysteresis_left: array of shape [] and dtype int32; non-finite steps until the scale backs off.
+    updates_finite: array of shape [] and dtype bool; false where the last step's gradients were finite and
+      what was made of them was not: a parameter that the updates would give, or what `state_finite` is of.
   """
 
   scale: jax.Array
@@ -38,6 +42,12 @@ class LossScaleState(NamedTuple):
   grads_finite: jax.Array
   inner_state: PyTree
   hysteresis_left: jax.Array
+  updates_finite: jax.Array
+
+  @property
+  def taken(self) -> jax.Array:
+    """bool[]; whether the last step was taken: gradients and what was made of them were finite."""
+    return self.grads_finite & self.updates_finite
 
 
 def dynamic_loss_scale(
@@ -61,7 +71,10 @@ def dynamic_loss_scale(
 
   `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). Finite gradients reach
   `inner` unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
-  On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was.
+  On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was. So they do on a
+  step whose gradients are finite and whose updates would make a parameter non-finite (`updates_finite`); the
+  scale then stays, too. A gradient that `inner` does not read, such as that of a leaf which
+  `optax.partition` freezes, decides nothing.
 
   The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
   `hysteresis` non-finite steps; after it each non-finite step backs off, until the next growth
@@ -74,8 +87,9 @@ def dynamic_loss_scale(
 
   Keyword arguments of `update` are passed on to `inner`. `grad` is the gradient of the scaled loss, as the
   first argument is, and reaches `inner` unscaled as that does; all others are passed on as they are, so
-  `value`, `value_fn` and `grad_fn` are those of the unscaled loss. `optax.value_and_grad_from_state` is not
-  of use here: what it takes from the state is unscaled already. Leaves under `_overwrite_with_gradient`
+  `value`, `value_fn` and `grad_fn` are those of the unscaled loss. `state_finite`, bool[], is for the loss
+  scale itself: whether what else the step changes is finite, such as BatchNorm statistics.
+  `optax.value_and_grad_from_state` is not of use here: what it takes from the state is unscaled already. Leaves under `_overwrite_with_gradient`
   (FP8 scales and amax histories) are kept from `inner`; their update is their next value, or the old one on
   a skipped step: use `mpjax.apply_updates`.
 
@@ -111,7 +125,7 @@ def dynamic_loss_scale(
     hysteresis=hysteresis,
     consecutive_hysteresis=consecutive_hysteresis,
   )
-  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
+  return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name)
 
 
 def static_loss_scale(
@@ -140,7 +154,7 @@ def static_loss_scale(
     config = LossScaling(kind="static", init_scale=scale)
   except ValueError as error:
     raise ValueError(str(error).removeprefix("init_")) from error
-  return _loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
+  return make_loss_scale(inner, config, skip_nonfinite=skip_nonfinite, axis_name=axis_name)
 
 
 def with_loss_scaling(
@@ -175,48 +189,76 @@ def with_loss_scaling(
   config = parse_loss_scaling(spec)
   if config is None:
     return inner
-  return _loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
+  return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)
 
 
-def _loss_scale(
+def make_loss_scale(
   inner: optax.GradientTransformation,
   config: LossScaling,
   *,
   skip_nonfinite: bool,
-  axis_name: Hashable | None,
+  axis_name: Hashable | None = None,
   branch_on_cpu: bool = False,
+  apply: Callable[[Array, Array], Array] = after_update,
 ) -> optax.GradientTransformationExtraArgs:
+  """Makes `dynamic_loss_scale` and the others.
+
+  Args:
+    inner: any optax transform.
+    config: how the scale moves.
+    skip_nonfinite: as for `static_loss_scale`.
+    axis_name: as for `dynamic_loss_scale`.
+    branch_on_cpu: as for `with_loss_scaling`.
+    apply: (parameter, update of `inner`) -> the parameter after it.
+  """
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
+  flows: dict[PyTreeDef, dict[Hashable, Any]] = {}
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: PyTree) -> LossScaleState:
     return first_state(config, inner.init(hide(params)))
 
   def update(
-    updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
+    updates: PyTree,
+    state: LossScaleState,
+    params: PyTree = None,
+    *,
+    state_finite: ArrayLike = True,
+    **extra_args: object,
   ) -> tuple[PyTree, LossScaleState]:
     gradients = hide(updates)
     unscaled = unscale(gradients, state.scale)
-    # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
-    # once more to look at it afterwards; below 1, the look afterwards sees both kinds of infinity.
-    finite = all_finite(gradients) & (state.scale > 0) if at_least_one else all_finite(unscaled)
-    if axis_name is not None:
-      finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
-
     extra_args = hide_like(updates, extra_args)
     if "grad" in extra_args:
       extra_args["grad"] = unscale(extra_args["grad"], state.scale)
-    step = lambda: inner.update(unscaled, state.inner_state, hide(params), **extra_args)
-    if skip_nonfinite:
-      new_updates, new_inner_state = apply_if(finite, step, state.inner_state, branch_on_cpu)
-    else:
-      new_updates, new_inner_state = step()
-      new_inner_state = keep_dtypes(new_inner_state, state.inner_state)
+    given = (unscaled, {"grad": extra_args.pop("grad")} if "grad" in extra_args else {})
+
+    def step(given: tuple[PyTree, dict[str, PyTree]], state: PyTree) -> tuple[PyTree, PyTree]:
+      return inner.update(given[0], state, hide(params), **extra_args, **given[1])
+
+    def agree(finite: Bool[Array, ""]) -> Bool[Array, ""]:
+      if axis_name is None:
+        return finite
+      return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+    def judge(decisive: Sequence[bool]) -> Bool[Array, ""]:
+      leaves = jax.tree.leaves(gradients if at_least_one else unscaled)
+      # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
+      # once more to look at it afterwards; below 1, the look afterwards sees both kinds of infinity.
+      chosen = leaves if given[1] else [g for g, decides in zip(leaves, decisive, strict=True) if decides]
+      finite = all_finite(chosen)
+      return agree(finite & (state.scale > 0) if at_least_one else finite)
+
+    of_call = flows.setdefault(jax.tree.structure((params, extra_args)), {})
+    guard = Guard(judge, hide(params), apply, agree, state_finite, of_call)
+    made = update_if_finite(step, given, state.inner_state, guard, branch_on_cpu, skip_nonfinite)
+    new = _adjust(config, state, made.grads_finite, made.updates_finite)
+    new_updates = made.updates
     if has_overwritten(updates):
-      values = _overwrite(updates, params, finite) if skip_nonfinite else updates
+      values = _overwrite(updates, params, new.taken) if skip_nonfinite else updates
       new_updates = show(updates, new_updates, values)
-    return new_updates, _adjust(config, state, finite)._replace(inner_state=new_inner_state)
+    return new_updates, new._replace(inner_state=made.state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -232,13 +274,20 @@ def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
     grads_finite=jnp.asarray(True),
     inner_state=inner_state,
     hysteresis_left=jnp.asarray(config.hysteresis, jnp.int32),
+    updates_finite=jnp.asarray(True),
   )
 
 
-def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-  """Returns the state's scale and counters after a step that was `finite` or not."""
+def _adjust(
+  config: LossScaling, state: LossScaleState, finite: jax.Array, updates_finite: jax.Array
+) -> LossScaleState:
+  """Returns the state's scale and counters after a step whose gradients, and updates, were finite or not.
+
+  An update that is not finite though its gradients are is no fault of the scale, which then stays.
+  """
   scale, hysteresis_left = state.scale, state.hysteresis_left
-  good_steps = jnp.where(finite, state.good_steps + 1, 0)
+  taken = finite & updates_finite
+  good_steps = jnp.where(finite, state.good_steps + updates_finite.astype(jnp.int32), 0)
   if config.kind == "dynamic":
     grow = good_steps >= config.growth_interval
     good_steps = jnp.where(grow, 0, good_steps)
@@ -255,10 +304,11 @@ def _adjust(config: LossScaling, state: LossScaleState, finite: jax.Array) -> Lo
   return state._replace(
     scale=scale,
     good_steps=good_steps,
-    skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
-    consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+    skipped_steps=state.skipped_steps + (~taken).astype(jnp.int32),
+    consecutive_skips=jnp.where(taken, 0, state.consecutive_skips + 1),
     grads_finite=finite,
     hysteresis_left=hysteresis_left,
+    updates_finite=updates_finite | ~finite,
   )
 
 

@@ -16,7 +16,7 @@ from mpjax.loss_scale._finite import is_inexact
 from mpjax.policy import Policy
 from mpjax.step._train_state import TrainState
 
-_METRICS = {"loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
+_METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}
 _NEEDS_AUTOCAST = (
   ("accum_dtype", "an accumulation dtype of matrix products"),
   ("grad_dtype", "a dtype of gradients of matrix products"),

@@ -315,7 +315,7 @@ class TrainStep:
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
     if scaler is not None:
-      keep = functools.partial(keep_if, scaler.grads_finite)
+      keep = functools.partial(keep_if, scaler.taken)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
       # The next step's gradients are those of a loss that is scaled by more: their amaxes will be, too.
@@ -325,6 +325,7 @@ class TrainStep:
         # The scale that this loss was multiplied by, not the next one.
         "loss_scale": get_loss_scale(state.opt_state).scale,
         "grads_finite": scaler.grads_finite,
+        "updates_finite": scaler.updates_finite,
         "skipped_steps": scaler.skipped_steps,
         "consecutive_skips": scaler.consecutive_skips,
       }

@@ -34,6 +34,7 @@ def test_metrics_are_the_state_ready_for_a_logger():
     "skipped_steps": 1,
     "consecutive_skips": 1,
     "grads_finite": False,
+    "updates_finite": True,
   }
   json.dumps(numbers)
 
