@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from mpjax._types import Array, ArrayLike
 from mpjax.dtypes import at_least_float32
@@ -43,8 +45,8 @@ class Average:
   @property
   def value(self) -> Array:
     """The mean, f32[] (float64 of float64)."""
-    total, count = jnp.asarray(self.total), jnp.asarray(self.count)
-    return total.astype(at_least_float32(total.dtype)) / jnp.where(count == 0, 1, count)
+    total = jnp.asarray(self.total)
+    return total.astype(at_least_float32(total.dtype)) / nonzero(jnp.asarray(self.count))
 
   def __jax_array__(self) -> Array:
     return self.value
@@ -78,6 +80,46 @@ class Average:
 
   def __neg__(self) -> Average:
     return self * -1
+
+
+def worth(x: Any) -> Any:
+  """Returns the value of an `Average`, and anything else as it is."""
+  return x.value if is_average(x) else x
+
+
+def nonzero(count: Array) -> Array:
+  """Returns what a sum is divided by: its count, or 1 for nothing."""
+  return jnp.where(count == 0, 1, count)
+
+
+def sum_of(stacked: Average) -> Average:
+  """Returns the average over all of the parts whose totals and counts are stacked, [parts]."""
+
+  def summed(x: Array) -> Array:
+    return x.sum(0, dtype=at_least_float32(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None)
+
+  return Average(summed(stacked.total), summed(stacked.count))
+
+
+@jax.custom_jvp
+def constant(count: ArrayLike) -> Float32[Array, ""]:
+  """Returns a count in float32; an error where it is differentiated.
+
+  Raises:
+    ValueError: under differentiation, if the count depends on what is differentiated.
+  """
+  return jnp.asarray(count, jnp.float32)
+
+
+@functools.partial(constant.defjvp, symbolic_zeros=True)
+def _constant_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Array, Array]:
+  count = constant(primals[0])
+  if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+    raise ValueError(
+      "the count of an mpjax.Average depends on the parameters, so that the gradient of the average is not "
+      "that of its total: pass jax.lax.stop_gradient(count), or return total / count, a plain loss"
+    )
+  return count, jnp.zeros_like(count)
 
 
 def is_average(x: object) -> bool:

@@ -16,7 +16,7 @@ from mpjax import _compat
 from mpjax._tree import cast_like
 from mpjax._types import Atom, ClosedJaxpr, JaxprEqn, Var
 from mpjax.dtypes import at_least_float32
-from mpjax.jaxpr import as_function, bind_again, interpret, is_variable, live, variables_of
+from mpjax.jaxpr import bind_again, interpret, is_variable, live, variables_of
 from mpjax.loss_scale._finite import all_finite
 
 State = TypeVar("State")

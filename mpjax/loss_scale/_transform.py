@@ -89,9 +89,10 @@ def dynamic_loss_scale(
   first argument is, and reaches `inner` unscaled as that does; all others are passed on as they are, so
   `value`, `value_fn` and `grad_fn` are those of the unscaled loss. `state_finite`, bool[], is for the loss
   scale itself: whether what else the step changes is finite, such as BatchNorm statistics.
-  `optax.value_and_grad_from_state` is not of use here: what it takes from the state is unscaled already. Leaves under `_overwrite_with_gradient`
-  (FP8 scales and amax histories) are kept from `inner`; their update is their next value, or the old one on
-  a skipped step: use `mpjax.apply_updates`.
+  `optax.value_and_grad_from_state` is not of use here: what it takes from the state is unscaled already.
+
+  Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are kept from `inner`; their update
+  is their next value, or the old one on a skipped step: use `mpjax.apply_updates`.
 
   Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Float
 
+from mpjax._average import Average, is_average
 from mpjax._lazy import nnx
 from mpjax._policy_text import brief, plain
 from mpjax._tree import named_leaves
-from mpjax._types import Array, Metrics, PyTree
+from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.policy import Policy
@@ -155,7 +156,7 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
 
 def unpack(
   out: PyTree, takes_state: bool, grad_norm: bool = False
-) -> tuple[Float[Array, ""], Metrics, PyTree | None]:
+) -> tuple[Float[Array, ""] | Average, Metrics, PyTree | None]:
   """Returns loss, metrics and model state (or `None`) from what a loss function returned.
 
   Args:
@@ -171,16 +172,42 @@ def unpack(
   if len(parts) not in ((3,) if takes_state else (1, 2)):
     raise ValueError(f"loss_fn returned {len(parts)} value(s): expected {expected}")
   loss, metrics, model_state = (*parts, {}, None)[:3] if len(parts) == 1 else (*parts, None)[:3]
-  if not hasattr(loss, "dtype") and not isinstance(loss, (int, float)):
+  if is_average(loss):
+    loss = _checked("loss", loss)
+    loss = Average(_floating("a total of the loss", loss.total), loss.count)
+  elif not hasattr(loss, "dtype") and not isinstance(loss, (int, float)):
     raise ValueError(f"loss_fn returned a loss of type {type(loss).__name__}: expected {expected}")
-  loss = jnp.asarray(loss)
-  if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-    raise ValueError(f"loss_fn returned a loss of {loss.dtype}{list(loss.shape)}: expected a floating scalar")
+  else:
+    loss = _floating("a loss", loss)
   if not isinstance(metrics, dict):
     raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}: expected a dict of arrays")
+  for name, metric in metrics.items():
+    if is_average(metric):
+      _checked(f"metric {name!r}", metric)
   taken = (_METRICS | {"grad_norm"} if grad_norm else _METRICS) & metrics.keys()
   if taken:
     raise ValueError(
       f"loss_fn returned a metric named {min(taken)!r}, which the step itself reports: rename it"
     )
   return loss, jax.tree.map(jnp.asarray, metrics), model_state
+
+
+def _floating(what: str, value: ArrayLike) -> Float[Array, ""]:
+  value = jnp.asarray(value)
+  if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+    raise ValueError(
+      f"loss_fn returned {what} of {value.dtype}{list(value.shape)}: expected a floating scalar"
+    )
+  return value
+
+
+def _checked(name: str, average: Average) -> Average:
+  """Returns an average as arrays; `ValueError` for one that is not of two scalars."""
+  parts = {"total": jnp.asarray(average.total), "count": jnp.asarray(average.count)}
+  for part, value in parts.items():
+    if value.shape != ():
+      raise ValueError(
+        f"loss_fn returned a {name} whose {part} is {value.dtype}{list(value.shape)}: expected scalars, as in "
+        "mpjax.Average(jnp.sum(losses * mask), jnp.sum(mask))"
+      )
+  return Average(**parts)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Int32, Shaped
 
+from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
@@ -279,11 +280,16 @@ def reduce(
 
 
 def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) -> PyTree:
-  """Merges values stacked by device: averages floats, takes the first key, and merges integers as asked."""
+  """Merges values that are stacked by device, or by micro-batch.
 
-  def one(x: Shaped[Array, "devices ..."]) -> Shaped[Array, " ..."]:
+  It averages floats, takes the first key, merges integers as asked, and adds up the parts of an `Average`.
+  """
+
+  def one(x: Shaped[Array, "parts ..."] | Average) -> Shaped[Array, " ..."] | Average:
+    if is_average(x):
+      return sum_of(x)
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return x.mean(0, dtype=at_least_float32(x.dtype)).astype(x.dtype)
     return x[0] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else of_integers(x, axis=0)
 
-  return jax.tree.map(one, stacked)
+  return jax.tree.map(one, stacked, is_leaf=is_average)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
+from mpjax._average import Average, constant, is_average, nonzero
 from mpjax._lazy import nnx
 from mpjax._tree import cast_like
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
@@ -22,10 +23,29 @@ from mpjax.loss_scale import scale_loss
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.policy import Policy
+from mpjax.sharding import axes_of_batch
 from mpjax.step._checks import unpack
+from mpjax.step._collectives import over_shards
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
+
+
+class Unchanged(NamedTuple):
+  """What stands in a model's new state for a leaf that the loss function left as it was."""
+
+
+UNCHANGED = Unchanged()
+
+
+class _Kept(NamedTuple):
+  """What each micro-batch gives: [micro-batches, ...] after all of them."""
+
+  loss: PyTree
+  metrics: PyTree
+  model_state: PyTree
+  weight: Array | None
+
 
 _KEYWORDS = ("rng", "row_rngs", "model_state")
 
@@ -34,28 +54,33 @@ class LossOutput(NamedTuple):
   """The outputs of a loss function beside the scaled loss that is differentiated.
 
   Attributes:
-    loss: f32[], unscaled; rounded to the policy's output dtype.
-    metrics: arrays by name, in the policy's output dtype.
-    model_state: the new one, in the dtypes of the old.
+    loss: f32[], unscaled; rounded to the policy's output dtype. An `Average` where the loss function returns
+      one: of these rows.
+    metrics: arrays by name, in the policy's output dtype, and averages.
+    model_state: the new one, in the dtypes of the old; `UNCHANGED` in place of what the loss function left.
+    weight: what these rows count among all micro-batches: an average's count, of all devices; `None`: as
+      much as others.
   """
 
-  loss: Float32[Array, ""]
+  loss: Float32[Array, ""] | Average
   metrics: Metrics
   model_state: PyTree
+  weight: Float32[Array, ""] | None
 
 
 class GradientPass(NamedTuple):
   """The outputs of a pass forward and backward over rows of a batch.
 
   Attributes:
-    loss: f32[], unscaled; the mean over the rows.
-    metrics: arrays by name; floating ones averaged, integers summed over micro-batches and devices.
+    loss: f32[], unscaled; the mean over the rows, or the `Average` of a device's.
+    metrics: arrays by name; floating ones averaged, integers summed over micro-batches and devices; averages
+      of a device's rows.
     grads: tree like the parameters, of the scaled loss; what is overwritten is its next value.
-    model_state: the new one.
+    model_state: the new one; `UNCHANGED` in place of what the loss function left as it was.
     fp8_state: the new amax histories; `{}` for none.
   """
 
-  loss: Float32[Array, ""]
+  loss: Float32[Array, ""] | Average
   metrics: Metrics
   grads: PyTree
   model_state: PyTree
@@ -147,6 +172,9 @@ class StepLoss:
   ) -> tuple[Float32[Array, ""], LossOutput]:
     """Computes the loss times the loss scale, of one micro-batch.
 
+    The part of an average that a device has is divided by what all devices count, a device's share of it, so
+    that the mean over devices is the average.
+
     Args:
       params: as `compute_params` gives them.
       fp8_state: amax histories; what is differentiated with respect to them gives the next ones.
@@ -177,14 +205,36 @@ class StepLoss:
     loss, metrics, returned = unpack(out, "model_state" in self.keywords, self.options.grad_norm)
     if returned is not None:
       model_state = returned
-    scaled = loss.astype(jnp.float32)
+    weight = None
+    worth = loss
+    if is_average(loss):
+      weight = self._over_devices(constant(loss.count))
+      worth = Average(loss.total, weight / self._devices).value
+    scaled = worth.astype(jnp.float32)
     if find_scaler(state.opt_state) is not None:
-      scaled = scale_loss(loss, state.opt_state)
+      scaled = scale_loss(worth, state.opt_state)
     # What is reported is in the output dtype; what is differentiated has not gone through it, since the
     # scale itself may not fit there (2**16 in float16).
-    loss, metrics = policy.cast_to_output((loss, metrics))
-    model_state = cast_like(model_state, state.model_state)
-    return scaled, LossOutput(loss.astype(jnp.float32), metrics, model_state)
+    cast = lambda x: x if is_average(x) else policy.cast_to_output(x)
+    loss, metrics = jax.tree.map(cast, (loss, metrics), is_leaf=is_average)
+    if not is_average(loss):
+      loss = loss.astype(jnp.float32)
+    # In a trace a leaf that nobody changed is the very same object.
+    unchanged = lambda new, old: UNCHANGED if new is old else cast_like(new, old)
+    model_state = jax.tree.map(unchanged, model_state, state.model_state)
+    return scaled, LossOutput(loss, metrics, model_state, weight)
+
+  @property
+  def _devices(self) -> int:
+    layout = self.options.layout
+    return 1 if layout is None else layout.shards
+
+  def _over_devices(self, count: Float32[Array, ""]) -> Float32[Array, ""]:
+    """Returns the sum of a count over the devices that share a batch."""
+    layout = self.options.layout
+    if layout is None or layout.shards == 1:
+      return count
+    return jax.lax.psum(count, axes_of_batch(layout.mesh))
 
   def forward(
     self, params: PyTree, state: TrainState, batch: PyTree, keys: Array | None
@@ -224,42 +274,67 @@ class StepLoss:
       scaled = of_parts(scaled)
     grad_fn = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
 
-    def micro_step(params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None) -> GradientPass:
+    def micro_step(
+      params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None
+    ) -> tuple[GradientPass, Array | None]:
       at_hand = state.replace(model_state=model_state)
       (_, out), (grads, fp8_state) = grad_fn(params, state.fp8_state, batch, keys, at_hand)
-      return GradientPass(out.loss, out.metrics, grads, out.model_state, fp8_state)
+      return GradientPass(out.loss, out.metrics, grads, out.model_state, fp8_state), out.weight
 
     if n == 1:
-      out = micro_step(params, state.model_state, batch, keys)
+      out, _ = micro_step(params, state.model_state, batch, keys)
       return out if like is None else out._replace(grads=cast_like(out.grads, like))
 
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
+    goes_on = options.model_state == "last"
 
     def body(
       carry: tuple[PyTree, PyTree, PyTree], xs: tuple[PyTree, Array | None]
-    ) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[Array, Metrics]]:
+    ) -> tuple[tuple[PyTree, PyTree, PyTree], _Kept]:
       grads, model_state, fp8_state = carry
       given = params
       if of_parts is not None:  # or a compiler would gather what is the same in each round before the loop
         given, xs = jax.lax.optimization_barrier((params, xs))
-      out = micro_step(given, model_state, *xs)
+      out, weight = micro_step(given, model_state, *xs)
       if of_parts is not None:  # or it would add up whole gradients, and cut them into parts after the loop
         out = out._replace(grads=jax.lax.optimization_barrier(out.grads))
-      grads = map_parts(lambda total, g: total + g.astype(total.dtype), jnp.maximum, grads, out.grads)
+      weighed = lambda g, dtype: g.astype(dtype) if weight is None else g.astype(dtype) * weight.astype(dtype)
+      grads = map_parts(lambda total, g: total + weighed(g, total.dtype), jnp.maximum, grads, out.grads)
       fp8_state = jax.tree.map(jnp.maximum, fp8_state, out.fp8_state)
-      return (grads, out.model_state, fp8_state), (out.loss, out.metrics)
+      kept = _Kept(out.loss, out.metrics, None if goes_on else out.model_state, weight)
+      if goes_on:
+        model_state = put_back(out.model_state, model_state)
+      marks.append(jax.tree.map(lambda _: 0, out.model_state))
+      return (grads, model_state, fp8_state), kept
 
+    marks: list[PyTree] = []  # where the model's state is changed, which only a trace tells
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), params)
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
-    (grads, model_state, fp8_state), (losses, metrics) = jax.lax.scan(body, first, rows)
-    grads = map_parts(lambda g: g / n, lambda g: g, grads)
-    loss, metrics = losses.mean(), jax.tree.map(over_micro_batches, metrics)
+    (grads, model_state, fp8_state), kept = jax.lax.scan(body, first, rows)
+    counted = n if kept.weight is None else nonzero(kept.weight.sum())
+    grads = map_parts(lambda g: g / counted, lambda g: g, grads)
+    loss, metrics = jax.tree.map(over_micro_batches, (kept.loss, kept.metrics), is_leaf=is_average)
+    if goes_on:
+      keep = lambda mark, new: mark if mark is UNCHANGED else new
+      model_state = jax.tree.map(keep, marks[-1], model_state, is_leaf=is_unchanged)
+    else:
+      model_state = over_shards(kept.model_state)
     return GradientPass(loss, metrics, grads, model_state, fp8_state)
 
   def _split_keys(self, keys: Array) -> Array:
     """Returns keys for each micro-batch."""
     n = self.options.accumulate
     return split_batch(n, keys) if self.by_row else jax.random.split(keys, n)
+
+
+def is_unchanged(x: object) -> bool:
+  """Returns whether `x` stands for what a loss function left as it was, for `is_leaf`."""
+  return isinstance(x, Unchanged)
+
+
+def put_back(new: PyTree, old: PyTree) -> PyTree:
+  """Returns a model's new state, with what the loss function left as it was in its place."""
+  return jax.tree.map(lambda x, y: y if is_unchanged(x) else x, new, old, is_leaf=is_unchanged)
 
 
 def row_count(batch: PyTree) -> int:

@@ -32,6 +32,7 @@ def make_train_step(
   gather: str = "step",
   gather_prefetch: int = 1,
   grad_norm: bool = False,
+  model_state: str = "last",
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
@@ -85,6 +86,9 @@ def make_train_step(
       its reader runs, 0 has it wait for what else the reader needs.
     grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
       any clipping. It reads each gradient once more.
+    model_state: which state of the model a micro-batch goes on from: that of the `"last"` one, BatchNorm's
+      way; or that before the `"step"`, and what micro-batches give is averaged as over devices. The second is
+      for state that moves once a step, such as a teacher's average or a codebook.
 
   Returns:
     A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
@@ -109,5 +113,6 @@ def make_train_step(
     recompute=recompute,
     layout=make_layout(mesh, sharding, gather, gather_prefetch),
     grad_norm=grad_norm,
+    model_state=model_state,
   )
   return TrainStep(loss_fn, tx, options)

@@ -20,7 +20,7 @@ from mpjax.step._collectives import Part
 from mpjax.step._gather_dtypes import only_multiplied, read_in
 from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss, row_count, row_keys
+from mpjax.step._loss import GradientPass, StepLoss, is_unchanged, row_count, row_keys
 from mpjax.step._train_state import TrainState
 
 _WHOLE = PartitionSpec()
@@ -70,7 +70,9 @@ def value_and_grad_on_mesh(
   grads = _collectives.reduce(mesh, out.grads, specs, policy.reduce_dtype, over_fsdp=over_whole)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
-  model_state = jax.tree.map(_unfold, total(out.model_state), total(mine), state.model_state)
+  mine = jax.tree.map(lambda x, new: new if is_unchanged(new) else x, mine, out.model_state)
+  old = jax.tree.map(lambda x, new: new if is_unchanged(new) else x, state.model_state, out.model_state)
+  model_state = jax.tree.map(_unfold, total(out.model_state), total(mine), old)
   return GradientPass(total(out.loss), total(out.metrics, jnp.sum), grads, model_state, fp8_state)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
+from mpjax._average import Average, is_average, sum_of
 from mpjax._tree import named_leaves
 from mpjax._types import Array
 from mpjax.dtypes import at_least_float32
@@ -57,8 +58,10 @@ def first_of_batch(n: int, batch: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x[0], split_batch(n, batch))
 
 
-def over_micro_batches(x: Shaped[Array, "n ..."]) -> Shaped[Array, " ..."]:
-  """Averages floating metrics over micro-batches in float32 or wider, and sums others."""
+def over_micro_batches(x: Shaped[Array, "n ..."] | Average) -> Shaped[Array, " ..."] | Average:
+  """Averages a floating metric over micro-batches in float32 or wider, and sums others."""
+  if is_average(x):
+    return sum_of(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     return x.sum(0)
   return x.mean(0, dtype=at_least_float32(x.dtype))

@@ -6,9 +6,12 @@ import dataclasses
 
 from mpjax._lazy import nnx
 from mpjax.casting._casting_rules import require_recompute
+from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy
 from mpjax.step._checks import require_honoured
 from mpjax.step._layout import Layout
+
+MODEL_STATES = ("last", "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class StepOptions:
     recompute: what the backward pass computes again.
     layout: where state and batches lie on a mesh; `None` without one.
     grad_norm: reports the norm of the gradients among the metrics.
+    model_state: what each micro-batch goes on from: the `"last"` one's state, or that before the `"step"`.
 
   Raises:
     ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
@@ -40,6 +44,7 @@ class StepOptions:
   recompute: str = "islands"
   layout: Layout | None = None
   grad_norm: bool = False
+  model_state: str = "last"
 
   def __post_init__(self) -> None:
     n = self.accumulate
@@ -47,6 +52,11 @@ class StepOptions:
       raise ValueError(f"accumulate={n!r}: expected a positive integer")
     require_honoured(self.policy, over_devices=self.layout is not None)
     require_recompute(self.recompute)
+    if self.model_state not in MODEL_STATES:
+      raise ValueError(
+        f"model_state={self.model_state!r}: expected one of {', '.join(MODEL_STATES)}"
+        + did_you_mean(str(self.model_state), MODEL_STATES)
+      )
 
   def __repr__(self) -> str:
     shown = [f"policy={self.policy.label!r}"]

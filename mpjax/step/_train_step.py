@@ -18,6 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float32
 
+from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
@@ -41,7 +42,7 @@ from mpjax.step._checks import (
   require_state,
 )
 from mpjax.step._layout import Layout
-from mpjax.step._loss import GradientPass, StepLoss
+from mpjax.step._loss import GradientPass, StepLoss, put_back
 from mpjax.step._mesh_step import gathers, value_and_grad_on_mesh
 from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer import (
@@ -345,10 +346,18 @@ class TrainStep:
       if self.layout is not None:
         self.layout.check_batch(batch, self.accumulate)
         if self.layout.shards > 1:
-          return value_and_grad_on_mesh(self.loss, self.layout, params, state, batch)
+          return _reported(value_and_grad_on_mesh(self.loss, self.layout, params, state, batch), state)
       keys = self.loss.keys(state, batch)
       with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
-        return self.loss.value_and_grad(params, state, batch, keys, like=state.params)
+        return _reported(self.loss.value_and_grad(params, state, batch, keys, like=state.params), state)
+
+
+def _reported(out: GradientPass, state: TrainState) -> GradientPass:
+  """Returns a pass over a whole batch with averages as their values, and the whole state of the model."""
+  metrics = jax.tree.map(worth, out.metrics, is_leaf=is_average)
+  return out._replace(
+    loss=worth(out.loss), metrics=metrics, model_state=put_back(out.model_state, state.model_state)
+  )
 
 
 def _owned(tree: PyTree) -> PyTree:
