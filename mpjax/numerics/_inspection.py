@@ -115,7 +115,7 @@ def inspect_numerics(
     def trial(policy: Policy) -> NumericsReport:
       say(f"trying {policy.label}")
       changed = step_under(step, policy.without_histories())
-      one = Inspection(changed, changed.adopt(state, step), reference, updates, inspection.pieces)
+      one = Inspection(changed, changed.adopt(state, step, warn=False), reference, updates, inspection.pieces)
       one.add(first, in_float32)
       return one.report(title, keep)
 
@@ -351,7 +351,7 @@ def step_of(
     if policy is None:
       return target, state, True
     other = step_under(target, get_policy(policy).without_histories())
-    return other, other.adopt(state, target), True
+    return other, other.adopt(state, target, warn=False), True
   if not callable(target):
     raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
   resolved = get_policy("auto" if policy is None else policy).without_histories()

@@ -32,6 +32,9 @@ def quantize_state(
 ) -> QuantizedState:
   """Returns the state of `quantized_state(inner, ...)` that stands for a state of `inner`.
 
+  A state does not tell which of its leaves have parameters in them, which `quantized_state` leaves as they
+  are: name them in `exclude`, as `"z"` of `optax.contrib.schedule_free`.
+
   Args:
     inner_state: a state of `inner`.
     params: tree of parameters.

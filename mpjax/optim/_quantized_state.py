@@ -13,6 +13,7 @@ from jax.tree_util import KeyPath
 from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean, widen_floating
+from mpjax.optim._exact_leaves import is_exact
 from mpjax.optim._quantized import FORMATS, Quantized, is_quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex
@@ -57,10 +58,10 @@ def quantized_state(
   (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
   The dtypes of the state are those of `init` after any step.
 
-  State that holds parameters rather than moments loses small updates in 8 bits: name it in `exclude`, as
-  `"z"` of `optax.contrib.schedule_free`.
-
-  `optax.MultiSteps` belongs outside: within, the gradients that it adds up would be stored in 8 bits, too.
+  What is not a moment stays as it is. That is state with parameters in it, which small updates would not move:
+  leaves that `inner.init` computes of the values of parameters, as `z` of `optax.contrib.schedule_free` and the
+  first parameters that `mechanize`, `prodigy` and `dog` keep. And it is gradients that `optax.MultiSteps` and
+  `optax.apply_every` add up. Name other such state in `exclude`.
 
   Args:
     inner: any optax transform.
@@ -91,10 +92,11 @@ def quantized_state(
     params = widen_floating(params)
     shapes = {name: leaf.shape for name, leaf in named_leaves(params) if hasattr(leaf, "shape")}
 
-    def store(path: KeyPath, leaf: Array) -> Array | Quantized:
+    def store(path: KeyPath, leaf: Array, exact: bool) -> Array | Quantized:
       name = path_text(path)
       stays = (
-        not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        exact
+        or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         or leaf.size < min_size
         or parameter_of(name, leaf.shape, shapes) is None
         or any(p.search(name) for p in patterns)
@@ -105,7 +107,9 @@ def quantized_state(
       key = leaf_key(_SEED, jnp.zeros([], jnp.int32), path)
       return quantize(leaf, scales_of(leaf, code_dtype, group), code_dtype, key)
 
-    state = jax.tree_util.tree_map_with_path(store, inner.init(params))
+    state = inner.init(params)
+    exact = is_exact(inner, params, state)
+    state = jax.tree_util.tree_map_with_path(store, state, exact)
     return QuantizedState(state, jnp.zeros([], jnp.int32))
 
   def update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -10,15 +11,23 @@ import numpy as np
 import optax
 from jaxtyping import Float32
 
+from mpjax._tree import path_text
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import cast_floating
+from mpjax.dtypes import cast_floating, widen_floating
 from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._finite import unscale
-from mpjax.loss_scale._overwritten import hide, keep_from, show
+from mpjax.loss_scale._overwritten import hide, keep_from, map_parts, show
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
-from mpjax.optim import MasterWeightsState, dequantize_state, quantized_state
+from mpjax.optim import (
+  MasterWeightsState,
+  QuantizedState,
+  dequantize_state,
+  is_quantized,
+  quantized_state,
+)
 from mpjax.optim._convert import split_like, store_like
 from mpjax.optim._master_weights import apply_bits, join, make_master_weights
+from mpjax.optim._quantized import dequantize, rebuild
 from mpjax.policy import Policy
 
 
@@ -130,6 +139,29 @@ def corrections_of(opt_state: PyTree) -> PyTree | None:
   return inner.correction if isinstance(inner, MasterWeightsState) else None
 
 
+def user_state(
+  tx: optax.GradientTransformation, policy: Policy, has_scale: bool, params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree]:
+  """Returns master parameters in float32, and the state of `tx` as `tx` makes it.
+
+  Args:
+    tx: the user's optimiser.
+    policy: that `opt_state` is of.
+    has_scale: whether the policy, or a guard against what is not finite, puts a loss scale around `tx`.
+    params: the parameters.
+    opt_state: a state of `with_policy(tx, policy, ...)`.
+  """
+  masters = map_parts(widen_floating, lambda leaf: leaf, masters_of(params, opt_state))
+  # By what the policy says, and not by what the state is: a loss scale may be the user's own.
+  inner = opt_state.inner_state if has_scale else opt_state
+  inner = inner.inner_state if policy.master_weights is not None else inner
+  if isinstance(inner, QuantizedState) and policy.optimizer_dtype is not None:
+    like = jax.eval_shape(tx.init, hide(masters))
+    plain = lambda leaf, x: dequantize(x).astype(leaf.dtype) if is_quantized(x) else x
+    inner = jax.tree.map(plain, like, rebuild(inner.inner_state))
+  return jax.tree.map(jnp.copy, (masters, inner))
+
+
 def on_masters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
   """Returns master weights, and the state with which the optimiser's updates are those of them, unrounded."""
   inner = _inner(opt_state)
@@ -159,7 +191,7 @@ def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyT
 
 def adopt_opt_state(
   tx: optax.GradientTransformation, params: PyTree, old: PyTree, same_scaling: bool
-) -> PyTree:
+) -> tuple[PyTree, list[str]]:
   """Makes an optimiser's state of one of another policy: what fits stays, the rest begins anew.
 
   Args:
@@ -167,24 +199,56 @@ def adopt_opt_state(
     params: the parameters under the new policy.
     old: the state under the old policy.
     same_scaling: keeps the loss scale, too.
+
+  Returns:
+    The state, and what of it begins anew, for a person.
   """
   new = tx.init(params)
   if same_scaling and _described(new) == _described(old):
-    return old
+    return old, []
+  scales = [isinstance(state, LossScaleState) for state in (new, old)]
+  anew = ["the loss scale"] if all(scales) and not same_scaling else []
   if not can_adopt(new, old):
-    return new
+    lost = "the optimizer's state, its moments and the counts of its schedules"
+    return new, [f"{lost} ({_difference(new, old)})", *anew]
   kept = _moments(old)
   inner = _inner(new)
   moments = inner.inner_state if isinstance(inner, MasterWeightsState) else inner
   moments = store_like(moments, kept)
   if isinstance(inner, MasterWeightsState):
     moments = inner._replace(inner_state=moments)
-  return _with_inner(new, moments)
+  return _with_inner(new, moments), anew
+
+
+def warn_of_what_begins_anew(anew: list[str], step: Array) -> None:
+  """Warns the caller of `TrainStep.adopt` of what `adopt_opt_state` did not take over; not at step 0."""
+  known = not isinstance(step, jax.core.Tracer)
+  if anew and not (known and int(step) == 0):
+    at = f" while step is {int(step)}" if known else ""
+    warnings.warn(
+      f"adopt begins anew{at}: {'; '.join(anew)}. Where that is meant, pass warn=False; step.init(params) "
+      "begins all of it anew, the step too",
+      UserWarning,
+      stacklevel=3,
+    )
 
 
 def can_adopt(new: PyTree, old: PyTree) -> bool:
   """Returns whether an optimiser's state fits another, whatever is round them and however they are kept."""
   return _kinds(_moments(new)) == _kinds(_moments(old))
+
+
+def _difference(new: PyTree, old: PyTree) -> str:
+  """Returns the first leaf by which one state does not fit another."""
+  mine, theirs = ({kind[0]: kind for kind in _kinds(_moments(state))} for state in (new, old))
+  told = [
+    {path: f"{dtype}{list(shape)}" for path, shape, dtype in _described(_moments(s))} for s in (new, old)
+  ]
+  for path in mine | theirs:
+    if mine.get(path) != theirs.get(path):
+      now, before = (each.get(path, "not there") for each in told)
+      return f"{path_text(path)!r} was {before} and is {now}"
+  return "its leaves are in another order"
 
 
 def _kinds(tree: PyTree) -> list[tuple[Any, ...]]:

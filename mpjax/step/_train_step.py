@@ -51,8 +51,11 @@ from mpjax.step._optimizer import (
   gradient_norm,
   masters_of,
   set_masters,
+  user_state,
+  warn_of_what_begins_anew,
   with_policy,
 )
+from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 
@@ -81,12 +84,17 @@ class TrainStep:
     self.policy = options.policy
     self.layout = options.layout
     wrap = functools.partial(
-      with_policy, tx, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
+      with_policy,
+      with_step_arguments(tx),
+      self.policy,
+      options.skip_nonfinite,
+      branch_on_cpu=self.layout is None,
     )
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
     self._jitted_gradients = jax.jit(self.loss_and_gradients)
+    self._jitted_user_state = jax.jit(self._user_state)
     self.needs_batch = any(recipe.recipe == "delayed" for recipe in Overrides(self.policy, None).recipes)
 
   def __repr__(self) -> str:
@@ -200,28 +208,60 @@ class TrainStep:
     """Returns the same step without a mesh."""
     return self.with_layout(None)
 
-  def adopt(self, state: TrainState, before: TrainStep) -> TrainState:
+  def adopt(self, state: TrainState, before: TrainStep, *, warn: bool = True) -> TrainState:
     """Makes a state of this step of one of a step under another policy or optimiser.
 
     Master weights become those of this policy: parameters in its `param_dtype`, with the corrections that it
     keeps. The optimiser's state stays if it has the structure of this step's, in the dtypes in which this
     policy keeps it, and is a new one otherwise; so does the loss scale if both policies scale the loss in the
-    same way.
+    same way. `step` stays in every case.
 
     Args:
       state: a state of `before`.
       before: the other step.
+      warn: warns of what is a new one, by a `UserWarning` that names it.
     """
     masters = masters_of(state.params, state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     params = self.policy.cast_to_param(masters)
-    opt_state = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
+    opt_state, anew = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
+    if warn:
+      warn_of_what_begins_anew(anew, state.step)
     params, opt_state = set_masters(self.policy, masters, opt_state)
     return state.replace(
       params=params,
       opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
+
+  def user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    """Returns the master parameters in float32, and the state of the optimiser that the step was made with.
+
+    ```python
+    params, opt_state = step.user_state(state)
+    average = optax.incremental_update(params, average, 1e-3)  # in float32 under every policy
+    ```
+
+    The state is as that optimiser makes it, in structure and dtypes, without the loss scale, the master weights
+    and the codes of few bytes that the policy puts round it. Functions for such a state take it, as
+    `optax.contrib.schedule_free_eval_params(opt_state, params)` and `optax.tree_utils.tree_get`.
+
+    Args:
+      state: a state of this step, on one device or a mesh; also inside `jit`.
+
+    Returns:
+      Arrays of their own, which a later step does not take, that lie as those of `state` do.
+    """
+    require_kept(state)
+    return self._jitted_user_state(state)
+
+  def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
+    params, opt_state = user_state(self.inner_tx, self.policy, has_scale, state.params, state.opt_state)
+    if self.layout is not None:
+      state = self.layout.keep(state.replace(params=params, opt_state=opt_state))
+      params, opt_state = state.params, state.opt_state
+    return params, opt_state
 
   def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     """Computes the unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.

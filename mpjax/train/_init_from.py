@@ -104,7 +104,7 @@ def _with_optimizer(
     )
 
   def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
-    adopted = step.adopt(old, before)
+    adopted = step.adopt(old, before, warn=False)
     return adopted.params, _without_skips(adopted.opt_state)
 
   places = step.layout.shardings(state)

@@ -99,7 +99,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   # A run of another policy has no amax histories for delayed scaling to begin with.
   policy = setup.policy.without_histories()
   setup = dataclasses.replace(setup, policy=policy, step=setup.step.with_policy(policy))
-  return Subject(setup, setup.step.adopt(restored.state, original.step), batches)
+  return Subject(setup, setup.step.adopt(restored.state, original.step, warn=False), batches)
 
 
 def find_batch(checkpoint: str) -> pathlib.Path:

@@ -114,7 +114,7 @@ class Gradients:
   def error(self, policy: Policy) -> GradientError:
     """Measures a policy; FP8 products are emulated where the device has no units for them."""
     across = AcrossDevices(self._on_mesh.with_policy(_emulated(policy)))
-    state = across.gathered(across.alone.adopt(self._state, self._step), self._batches[0])
+    state = across.gathered(across.alone.adopt(self._state, self._step, warn=False), self._batches[0])
     losses, scales, differences = [], [], []
     for batch, reference in zip(self._batches, self._grads, strict=True):
       loss, grads, state = _finite_gradients(across, state, batch)

@@ -220,7 +220,7 @@ def _step_of(
     if not isinstance(params, TrainState):
       raise ValueError(f"params of type {type(params).__name__}: expected the TrainState of the step")
     step = target.with_policy("fp32")
-    return step, step.adopt(params, target)
+    return step, step.adopt(params, target, warn=False)
   if not callable(target):
     raise ValueError(f"loss_fn of type {type(target).__name__}: expected a TrainStep or a loss function")
   step = make_train_step(target, optax.identity() if tx is None else tx, "fp32")
@@ -233,7 +233,7 @@ def modules_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[
 
   def explained(spec: PolicyLike) -> Explanation:
     other = alone.with_policy(spec)
-    return other.explain(jax.eval_shape(lambda state: other.adopt(state, step), state), batch)
+    return other.explain(jax.eval_shape(lambda state: other.adopt(state, step, warn=False), state), batch)
 
   half, fp8 = explained("bf16"), explained({"base": "fp8", "fp8": {"emulate": True}})
   rows = [(row.path, row.before, row.after, row.flops) for each in (half, fp8) for row in each.rows]
@@ -250,7 +250,7 @@ def _planner(
     there, _ = policy_on_target(policy.without_histories(), device)
     options = dataclasses.replace(step.options, policy=there, recompute=recompute or step.options.recompute)
     other = TrainStep(step.fun, step.inner_tx, options)
-    abstract = jax.eval_shape(lambda s: other.adopt(s, step), state)
+    abstract = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
     laid = (abstract, shapes) if other.layout is None else other.layout.shapes(abstract, shapes)
     return plan(other, laid, target=device, compile=False)
 

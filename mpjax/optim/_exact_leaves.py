@@ -1,0 +1,70 @@
+"""Which leaves of an optimiser's state are not moments, and lose in few bytes what they are there for."""
+
+from __future__ import annotations
+
+import jax
+import optax
+
+from mpjax._types import Jaxpr, PyTree
+from mpjax.jaxpr import CallKind, alignment, call_kind, is_variable, open_jaxpr
+
+# By state, the fields that are not moments, though an `init` of zeros does not show it.
+_FIELDS: dict[type, tuple[str, ...]] = {
+  optax.MultiStepsState: ("acc_grads",),  # gradients that are added up until they are used
+  optax.ApplyEvery: ("grad_acc",),
+  optax.ScaleByLBFGSState: ("params", "updates"),  # of the last step, for the difference from this one's
+}
+_CALLS = (CallKind.JIT, CallKind.INLINE, CallKind.REMAT, CallKind.COND)
+
+
+def is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:
+  """Returns of each leaf of `state`, which is `inner.init(params)`, whether it has to stay as it is."""
+  leaves, structure = jax.tree.flatten(_is_exact_field(state))
+  either = [a or b for a, b in zip(leaves, holds_parameters(inner, params), strict=True)]
+  return jax.tree.unflatten(structure, either)
+
+
+def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
+  """Returns of each leaf of `inner.init(params)` whether it is computed of the parameters' values.
+
+  Such are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and `dog`
+  keep. A leaf of which the parameters give the shape alone, as moments, is not.
+
+  Args:
+    inner: any optax transform.
+    params: tree of parameters.
+  """
+  jaxpr = jax.make_jaxpr(inner.init)(params).jaxpr
+  return _depends(jaxpr, [True] * len(jaxpr.invars))
+
+
+def _is_exact_field(state: PyTree) -> PyTree:
+  """Returns of each leaf of a state whether it is in one of `_FIELDS`."""
+
+  def node(x: PyTree) -> PyTree:
+    fields = _FIELDS.get(type(x))
+    if fields is None:
+      return False
+    parts = zip(x._fields, x, strict=True)
+    whole = lambda part: jax.tree.map(lambda _: True, part)
+    return type(x)(*(whole(part) if name in fields else _is_exact_field(part) for name, part in parts))
+
+  return jax.tree.map(node, state, is_leaf=lambda x: type(x) in _FIELDS)
+
+
+def _depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
+  """Returns of each output of a jaxpr whether it is computed of a marked input."""
+  marked = {v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
+  for equation in jaxpr.eqns:
+    flags = [is_variable(atom) and atom in marked for atom in equation.invars]
+    if not any(flags):
+      continue
+    outputs = [True] * len(equation.outvars)
+    kind = call_kind(equation)
+    if kind in _CALLS and not (kind is CallKind.COND and flags[0]):
+      bodies = [(open_jaxpr(body), [flags[i] for i in operands]) for body, operands in alignment(equation)]
+      found = [_depends(body, given) for body, given in bodies]
+      if found and all(len(each) == len(outputs) for each in found):
+        outputs = [any(each) for each in zip(*found, strict=True)]
+    marked.update(v for v, flag in zip(equation.outvars, outputs, strict=True) if flag)
+  return [is_variable(atom) and atom in marked for atom in jaxpr.outvars]
