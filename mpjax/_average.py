@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jaxtyping import Float32
 
 from mpjax._types import Array, ArrayLike
 from mpjax.dtypes import at_least_float32
+
+if TYPE_CHECKING:
+  from typing_extensions import TypeIs
 
 
 @jax.tree_util.register_dataclass
@@ -63,26 +66,26 @@ class Average:
         "two averages, each with a count of its own, have no sum that parts of a batch add up to: put one of "
         "them among the metrics, or sum both over one count, as in Average(total_a + total_b, count)"
       )
-    return Average(self.total + other * self.count, self.count)
+    return Average(jnp.asarray(self.total) + jnp.asarray(other) * jnp.asarray(self.count), self.count)
 
   __radd__ = __add__
 
   def __sub__(self, other: ArrayLike) -> Average:
-    return self + (-other)
+    return self + -jnp.asarray(other)
 
   def __mul__(self, factor: ArrayLike) -> Average:
-    return Average(self.total * factor, self.count)
+    return Average(jnp.asarray(self.total) * jnp.asarray(factor), self.count)
 
   __rmul__ = __mul__
 
   def __truediv__(self, divisor: ArrayLike) -> Average:
-    return Average(self.total / divisor, self.count)
+    return Average(jnp.asarray(self.total) / jnp.asarray(divisor), self.count)
 
   def __neg__(self) -> Average:
     return self * -1
 
 
-def worth(x: Any) -> Any:
+def worth(x: Array | Average) -> Array:
   """Returns the value of an `Average`, and anything else as it is."""
   return x.value if is_average(x) else x
 
@@ -95,7 +98,8 @@ def nonzero(count: Array) -> Array:
 def sum_of(stacked: Average) -> Average:
   """Returns the average over all of the parts whose totals and counts are stacked, [parts]."""
 
-  def summed(x: Array) -> Array:
+  def summed(x: ArrayLike) -> Array:
+    x = jnp.asarray(x)
     return x.sum(0, dtype=at_least_float32(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None)
 
   return Average(summed(stacked.total), summed(stacked.count))
@@ -122,6 +126,6 @@ def _constant_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Array, Arr
   return count, jnp.zeros_like(count)
 
 
-def is_average(x: object) -> bool:
+def is_average(x: object) -> TypeIs[Average]:
   """Returns whether `x` is an `Average`, for `is_leaf`."""
   return isinstance(x, Average)

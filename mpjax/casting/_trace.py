@@ -92,8 +92,8 @@ class Traced:
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
-        asked = policy and dtype in _OUTPUTS and not self._sums[i]
-        out[i] = _as(x, policy.output_dtype if asked else dtype)
+        is_cast = policy is not None and dtype in _OUTPUTS and not self._sums[i]
+        out[i] = _as(x, policy.output_dtype if policy is not None and is_cast else dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)

@@ -63,7 +63,7 @@ from mpjax.jaxpr._scopes import (
   split_scopes,
   without_marks,
 )
-from mpjax.jaxpr._walk import bind_again, closure_as_argument, interpret, last_reads, live
+from mpjax.jaxpr._walk import bind_again, closure_as_argument, inputs_read, interpret, last_reads, live
 
 __all__ = [
   "BACKWARD",
@@ -98,6 +98,7 @@ __all__ = [
   "flops",
   "has",
   "in_region",
+  "inputs_read",
   "inside",
   "interpret",
   "is_library",

@@ -10,7 +10,7 @@ import jax
 from mpjax import _compat
 from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr._bodies import as_function, bodies_of, open_jaxpr, variables_of
-from mpjax.jaxpr._primitives import Trait, has
+from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
 from mpjax.jaxpr._scopes import as_traced
 
 
@@ -42,6 +42,26 @@ def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool =
       kept.append(equation)
       read.update(variables_of(equation.invars))
   return Live(kept[::-1], read)
+
+
+def inputs_read(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
+  """Returns which inputs of a jaxpr some of its outputs are computed of, also through the bodies of `jit`.
+
+  Args:
+    jaxpr: an open jaxpr.
+    outputs: which of its outputs.
+  """
+  read = set(variables_of(v for v, flag in zip(jaxpr.outvars, outputs, strict=True) if flag))
+  for equation in reversed(jaxpr.eqns):
+    flags = [v in read for v in equation.outvars]
+    if not any(flags):
+      continue
+    operands = equation.invars
+    if call_kind(equation) in (CallKind.JIT, CallKind.INLINE):
+      body = open_jaxpr(bodies_of(equation)[0])
+      operands = [x for x, flag in zip(operands, inputs_read(body, flags), strict=True) if flag]
+    read.update(variables_of(operands))
+  return [v in read for v in jaxpr.invars]
 
 
 def last_reads(steps: Sequence[Iterable[Atom]], results: Iterable[Atom]) -> list[list[Var]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -9,29 +10,38 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
 from mpjax import _compat
 from mpjax._tree import cast_like
-from mpjax._types import Atom, ClosedJaxpr, JaxprEqn, Var
+from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax.dtypes import at_least_float32
-from mpjax.jaxpr import bind_again, interpret, is_variable, live, variables_of
+from mpjax.jaxpr import bind_again, inputs_read, interpret, is_variable
 from mpjax.loss_scale._finite import all_finite
 
 State = TypeVar("State")
+# Zeros of zeros, or of zeros and a number.
+_KEEPS_ZEROS = {
+  jax.lax.broadcast_in_dim_p,
+  jax.lax.convert_element_type_p,
+  jax.lax.reshape_p,
+  jax.lax.neg_p,
+  jax.lax.mul_p,
+}
 
 
-class _Flow(NamedTuple):
-  """What an update makes of what.
+class Flow(NamedTuple):
+  """What an optimiser makes of what.
 
   Attributes:
-    read: for each leaf of the gradients, whether anything depends on it.
-    varying: for each leaf of the updates, whether it is more than a constant.
+    read: for each leaf of the gradients, whether an update of this step or a later one depends on it.
+    moving: for each leaf of the updates, whether it is more than zeros, as those of a frozen parameter are.
   """
 
   read: list[bool]
-  varying: list[bool]
+  moving: list[bool]
 
 
 class Guarded(NamedTuple):
@@ -68,23 +78,21 @@ class Guard:
   params: PyTree
   apply: Callable[[Array, Array], Array]
   agree: Callable[[Bool[Array, ""]], Bool[Array, ""]]
-  others: Bool[ArrayLike, ""]
-  flows: dict[Hashable, _Flow]
+  others: Bool[Array, ""] | bool
+  flows: dict[Hashable, Flow]
 
-  def made(self, updates: PyTree, varying: Sequence[bool]) -> Bool[Array, ""]:
+  def made(self, updates: PyTree, moving: Sequence[bool]) -> Bool[Array, ""]:
     """Returns whether parameters and the rest are finite after these updates.
 
     Args:
       updates: as the optimiser made them.
-      varying: for each leaf whether it is more than a constant, as a frozen parameter's zeros are.
+      moving: for each leaf whether it is more than zeros.
     """
-    of_updates, of_params = jax.tree.structure(updates), jax.tree.structure(self.params)
+    of_updates: PyTreeDef = jax.tree.structure(updates)
     made = jax.tree.leaves(updates)
-    if of_updates == of_params:
+    if of_updates == jax.tree.structure(self.params):
       made = [*map(self.apply, jax.tree.leaves(self.params), made)]
-    return self.agree(
-      all_finite([x for x, varies in zip(made, varying, strict=True) if varies]) & self.others
-    )
+    return self.agree(all_finite([x for x, moves in zip(made, moving, strict=True) if moves]) & self.others)
 
 
 def update_if_finite(
@@ -127,11 +135,11 @@ def update_if_finite(
     return _select_where_defined(traced, gradients, old_state, guard, branch_on_cpu)
   updates, new_state = update(gradients, old_state)
   if inside or key not in guard.flows:
-    everything = _Flow(*([True] * len(jax.tree.leaves(tree)) for tree in (gradients, updates)))
+    everything = Flow(*([True] * len(jax.tree.leaves(tree)) for tree in (gradients, updates)))
     guard.flows[key] = everything if traced is None else traced.flow(gradients)
   flow = guard.flows[key]
   grads_finite = guard.judge(flow.read)
-  updates_finite = guard.made(updates, flow.varying)
+  updates_finite = guard.made(updates, flow.moving)
   if not skip:
     return Guarded(updates, keep_dtypes(new_state, old_state), grads_finite, updates_finite)
   taken = grads_finite & updates_finite
@@ -189,21 +197,58 @@ class _Traced:
     n = self.updates.num_leaves
     return jax.tree.unflatten(self.updates, leaves[:n]), jax.tree.unflatten(self.state, leaves[n:])
 
-  def flow(self, gradients: PyTree) -> _Flow:
-    """Returns which of the gradients are read, and which of the updates vary."""
+  def flow(self, gradients: PyTree) -> Flow:
+    """Returns what the program, step after step, makes of what."""
     jaxpr = self.program.jaxpr
-    read = live(jaxpr).variables
-    varying: set[Atom] = {*jaxpr.constvars, *jaxpr.invars}
-    for equation in jaxpr.eqns:
-      if any(v in varying for v in variables_of(equation.invars)):
-        varying.update(equation.outvars)
-    reads = iter(v in read for v in jaxpr.invars)
-    varies = iter(is_variable(v) and v in varying for v in jaxpr.outvars)
+    arrays = len(_arrays(gradients))
+    needed = [i < self.cut for i in range(len(jaxpr.outvars))]
+    while True:
+      inputs = inputs_read(jaxpr, needed)
+      # A state matters that an update reads, in the next step.
+      of_state = zip(needed[self.cut :], inputs[arrays:], strict=True)
+      after = [*needed[: self.cut], *(a or b for a, b in of_state)]
+      if after == needed:
+        break
+      needed = after
+    reads, zeros = iter(inputs), _zeros(jaxpr)
+    moves = iter(v not in zeros if is_variable(v) else bool(np.any(v.val)) for v in jaxpr.outvars)
     of_updates = self.others[: self.updates.num_leaves]
-    return _Flow(
+    return Flow(
       [is_array(leaf) and next(reads) for leaf in jax.tree.leaves(gradients)],
-      [other is None and next(varies) for other in of_updates],
+      [other is None and next(moves) for other in of_updates],
     )
+
+
+def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -> Flow | None:
+  """Returns what an optimiser makes of gradients of these parameters; `None` where no trace of it can tell.
+
+  Args:
+    tx: any optax transform.
+    params: tree of arrays, of the gradients' structure and shapes.
+    **extra: for its update.
+  """
+  found: list[Flow] = []
+
+  def look(params: PyTree) -> None:
+    update = lambda grads, state: tx.update(grads, state, params, **extra)
+    traced = _trace(update, params, tx.init(params))
+    if traced is not None:
+      found.append(traced.flow(params))
+
+  with contextlib.suppress(NameError):  # of a mapped axis that is not there
+    jax.eval_shape(look, params)
+  return found[0] if found else None
+
+
+def _zeros(jaxpr: Jaxpr) -> set[Atom]:
+  """Returns the variables of a jaxpr that are zeros whatever its inputs are."""
+  zeros: set[Atom] = set()
+  for equation in jaxpr.eqns:
+    is_zero = [v in zeros if is_variable(v) else not np.any(v.val) for v in equation.invars]
+    known = all(v in zeros for v in equation.invars if is_variable(v))
+    if equation.primitive in _KEEPS_ZEROS and known and any(is_zero):
+      zeros.update(equation.outvars)
+  return zeros
 
 
 def _trace(
@@ -260,23 +305,23 @@ def _select_where_defined(
   """
   program, cut = traced.program, traced.cut
   given, state = _arrays(gradients), _arrays(old_state)
-  read, varying = traced.flow(gradients)
+  read, moving = traced.flow(gradients)
   grads_finite = guard.judge(read)
   old_leaves = jax.tree.leaves(old_state)
   of_state = zip(traced.others[traced.updates.num_leaves :], old_leaves, strict=True)
   old_arrays = [old for other, old in of_state if other is None]
 
-  def by_selects(grads_finite: Bool[ArrayLike, ""]) -> list[Array]:
+  def by_selects(grads_finite: Bool[Array, ""]) -> list[Array]:
     # XLA for CPU would make one of the new state here and that of the step, and hold it in memory for both.
     made = interpret(program, [*given, *jax.lax.optimization_barrier(state)], bind_again)
-    updates_finite = guard.made(traced.trees(made)[0], varying)
+    updates_finite = guard.made(traced.trees(made)[0], moving)
     taken = grads_finite & updates_finite
     return [*_by_selects(program, [*given, *state], taken, cut, old_arrays), updates_finite]
 
   def by_branch(grads_finite: Bool[Array, ""]) -> list[Array]:
     zeros = lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in program.out_avals[:cut]]
     skipped = lambda: [*zeros(), *old_arrays, jnp.asarray(True)]
-    return jax.lax.cond(grads_finite, lambda: by_selects(True), skipped)
+    return jax.lax.cond(grads_finite, lambda: by_selects(jnp.asarray(True)), skipped)
 
   if branch_on_cpu and _may_branch(program):
     values = jax.lax.platform_dependent(grads_finite, cpu=by_branch, default=by_selects)

@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Bool
 
-from mpjax._types import Array, ArrayLike, PyTree
+from mpjax._types import Array, PyTree
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
 from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, parse_loss_scaling
@@ -225,7 +225,7 @@ def make_loss_scale(
     state: LossScaleState,
     params: PyTree = None,
     *,
-    state_finite: ArrayLike = True,
+    state_finite: Bool[Array, ""] | bool = True,
     **extra_args: object,
   ) -> tuple[PyTree, LossScaleState]:
     gradients = hide(updates)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mpjax._average import worth
 from mpjax._tree import cast_like, named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.casting._half_precision import float32_where_there_is_one
@@ -263,7 +264,7 @@ def _loss(
   loss = dataclasses.replace(step.loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
   scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
-  return scaled, out.loss
+  return scaled, worth(out.loss)
 
 
 def _updates(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
-from jaxtyping import Int32, Shaped
+from jaxtyping import Int32
 
 from mpjax._average import Average, is_average, sum_of
 from mpjax._types import Array, Mesh, PyTree
@@ -285,7 +285,7 @@ def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) ->
   It averages floats, takes the first key, merges integers as asked, and adds up the parts of an `Average`.
   """
 
-  def one(x: Shaped[Array, "parts ..."] | Average) -> Shaped[Array, " ..."] | Average:
+  def one(x: Array | Average) -> Array | Average:
     if is_average(x):
       return sum_of(x)
     if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -27,6 +27,7 @@ from mpjax.sharding import (
 )
 from mpjax.step._micro_batches import require_same_rows
 from mpjax.step._train_state import TrainState
+from mpjax.step._trained import with_frozen, without_frozen
 
 GATHERS = ("step", "block")  # once a step, or where they are read
 
@@ -65,9 +66,11 @@ class Layout:
 
   def shardings(self, state: TrainState) -> TrainState:
     """Returns a `NamedSharding` for each array of a state (arrays or shapes)."""
-    specs = self.specs(state.params)
-    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), state)
-    laid = whole.replace(params=specs, opt_state=specs_like(state.opt_state, state.params, specs, self.mesh))
+    weights = with_frozen(state)
+    specs = self.specs(weights.params)
+    whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), weights)
+    of_optimizer = specs_like(state.opt_state, weights.params, specs, self.mesh)
+    laid = without_frozen(whole.replace(params=specs, opt_state=of_optimizer), state)
     mesh = self._typed_mesh()
     placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed

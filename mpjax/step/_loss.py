@@ -29,6 +29,7 @@ from mpjax.step._collectives import over_shards
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
+from mpjax.step._trained import merged, only
 
 
 class Unchanged(NamedTuple):
@@ -199,20 +200,22 @@ class StepLoss:
       if not policy.autocast:  # which names modules itself
         give_scopes((model,))
       out = loss_fn(model, batch, **keywords)
-      mutated = nnx.split(model, self.options.wrt, ...)[2]
+      names = {path for path, _ in nnx.traversals.flatten_mapping(params).items()}
+      mutated = nnx.split(model, lambda path, _: path in names, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict
       model_state = pure(mutated)
     loss, metrics, returned = unpack(out, "model_state" in self.keywords, self.options.grad_norm)
     if returned is not None:
       model_state = returned
     weight = None
-    worth = loss
     if is_average(loss):
       weight = self._over_devices(constant(loss.count))
-      worth = Average(loss.total, weight / self._devices).value
-    scaled = worth.astype(jnp.float32)
+      share = Average(loss.total, weight / self._devices).value
+    else:
+      share = loss
+    scaled = share.astype(jnp.float32)
     if find_scaler(state.opt_state) is not None:
-      scaled = scale_loss(worth, state.opt_state)
+      scaled = scale_loss(share, state.opt_state)
     # What is reported is in the output dtype; what is differentiated has not gone through it, since the
     # scale itself may not fit there (2**16 in float16).
     cast = lambda x: x if is_average(x) else policy.cast_to_output(x)
@@ -253,6 +256,7 @@ class StepLoss:
     keys: Array | None,
     like: PyTree | None = None,
     of_parts: Callable[[LossFunction], LossFunction] | None = None,
+    trained: PyTree[bool] | None = None,
   ) -> GradientPass:
     """Computes loss and gradients of the rows at hand, micro-batch by micro-batch.
 
@@ -265,6 +269,8 @@ class StepLoss:
         are in float32 or wider.
       of_parts: makes the loss one of a device's parts of parameters, which `params` and the gradients then
         are. `None`: all are whole.
+      trained: for each of `params` whether it has a gradient; `None`: all have one. The others have an
+        `optax.MaskedNode` in its place.
     """
     options, n = self.options, self.options.accumulate
     scaled = self.scaled
@@ -272,7 +278,12 @@ class StepLoss:
       scaled = jax.checkpoint(scaled, policy=jax.checkpoint_policies.dots_saveable)
     if of_parts is not None:
       scaled = of_parts(scaled)
-    grad_fn = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
+
+    def grad_fn(params: PyTree, *args: PyTree) -> PyTree:
+      fun = scaled
+      if trained is not None:
+        fun = lambda chosen, *args: scaled(merged(chosen, params), *args)
+      return jax.value_and_grad(fun, argnums=(0, 1), has_aux=True)(only(trained, params), *args)
 
     def micro_step(
       params: PyTree, model_state: PyTree, batch: PyTree, keys: Array | None
@@ -283,7 +294,7 @@ class StepLoss:
 
     if n == 1:
       out, _ = micro_step(params, state.model_state, batch, keys)
-      return out if like is None else out._replace(grads=cast_like(out.grads, like))
+      return out if like is None else out._replace(grads=cast_like(out.grads, only(trained, like)))
 
     rows = (split_batch(n, batch), None if keys is None else self._split_keys(keys))
     goes_on = options.model_state == "last"
@@ -308,7 +319,7 @@ class StepLoss:
       return (grads, model_state, fp8_state), kept
 
     marks: list[PyTree] = []  # where the model's state is changed, which only a trace tells
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), only(trained, params))
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), kept = jax.lax.scan(body, first, rows)
     counted = n if kept.weight is None else nonzero(kept.weight.sum())

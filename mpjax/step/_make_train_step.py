@@ -14,6 +14,7 @@ from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._layout import make_layout
 from mpjax.step._options import StepOptions
 from mpjax.step._train_step import TrainStep
+from mpjax.step._trained import Chosen
 
 
 def make_train_step(
@@ -25,7 +26,7 @@ def make_train_step(
   skip_nonfinite: bool = False,
   cast_batch: bool = True,
   donate: bool = True,
-  wrt: nnx.filterlib.Filter | None = None,
+  wrt: Chosen | nnx.filterlib.Filter | None = None,
   recompute: str = "islands",
   mesh: Mesh | None = None,
   sharding: Mapping[str, Dims | None] | ShardingRule | ShardingRules | None = None,
@@ -66,7 +67,11 @@ def make_train_step(
     cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
       the inputs itself (and may keep targets in float32).
     donate: give the state's buffers to the new state: the old one cannot be used again.
-    wrt: filter for the variables of an `nnx.Module` that are trained; by default `nnx.Param`.
+    wrt: what is trained; all parameters, if not given. For a tree of parameters it is a regular expression
+      on their paths (`".*/lora_[ab]"`) or a list of them, a tree of booleans, or a function of path and leaf;
+      for an `nnx.Module` a filter for its variables, such as `nnx.LoRAParam`. What is not trained has no
+      gradient, no optimiser's state and no check, keeps its dtype and every bit, and is divided on a mesh as
+      parameters are. A parameter whose updates are zeros, by `optax.set_to_zero`, costs no gradient either.
     recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
       without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
     mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
@@ -105,7 +110,7 @@ def make_train_step(
   warn_of_bare_dtype(policy)
   options = StepOptions(
     policy=get_policy(policy),
-    wrt=nnx.Param if wrt is None else wrt,
+    wrt=wrt,
     accumulate=accumulate,
     skip_nonfinite=skip_nonfinite,
     cast_batch=cast_batch,

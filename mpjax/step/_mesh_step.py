@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,6 +23,7 @@ from mpjax.step._gather_where_read import gather_where_read
 from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss, is_unchanged, row_count, row_keys
 from mpjax.step._train_state import TrainState
+from mpjax.step._trained import only
 
 _WHOLE = PartitionSpec()
 
@@ -32,7 +34,12 @@ _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
 
 
 def value_and_grad_on_mesh(
-  loss: StepLoss, layout: Layout, params: PyTree, state: TrainState, batch: PyTree
+  loss: StepLoss,
+  layout: Layout,
+  params: PyTree,
+  state: TrainState,
+  batch: PyTree,
+  trained: PyTree[bool] | None = None,
 ) -> GradientPass:
   """Computes what `loss.value_and_grad` does, of a whole batch: each device runs it on its rows.
 
@@ -42,6 +49,7 @@ def value_and_grad_on_mesh(
     params: parameters as it takes them, where they lie.
     state: the state.
     batch: rows of all devices.
+    trained: as `loss.value_and_grad` takes it.
   """
   mesh, specs, policy = layout.mesh, layout.specs(state.params), loss.options.policy
   devices = _Devices(loss, layout, state, batch)
@@ -50,7 +58,8 @@ def value_and_grad_on_mesh(
   own = jax.tree.map(lambda leaf: leaf.dtype, params)
   if layout.gather == "step":
     gathered = _collectives.gather(mesh, params, specs, read, crossing, scales)
-    out, mine = devices.run(lambda *args: loss.value_and_grad(*args[:-1]), gathered, own)
+    of_rows = functools.partial(loss.value_and_grad, trained=trained)
+    out, mine = devices.run(lambda *args: of_rows(*args[:-1]), gathered, own)
   else:
     parts = _parts(layout, params, specs, crossing, policy.reduce_dtype)
 
@@ -58,7 +67,7 @@ def value_and_grad_on_mesh(
       params: PyTree, rest: TrainState, batch: PyTree, keys: Array | None, scales: _Scales
     ) -> GradientPass:
       transform = lambda fun: gather_where_read(fun, parts, scales)
-      return loss.value_and_grad(params, rest, batch, keys, of_parts=transform)
+      return loss.value_and_grad(params, rest, batch, keys, of_parts=transform, trained=trained)
 
     # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
     flat = zip(jax.tree.leaves(own), parts, strict=True)
@@ -67,7 +76,8 @@ def value_and_grad_on_mesh(
     over_fsdp = jax.tree.map(lambda spec: keep_axes(spec, ("fsdp",)), specs, is_leaf=is_spec)
     out, mine = devices.run(of_parts, params, own, scales, over_fsdp)
   over_whole = layout.gather == "step"
-  grads = _collectives.reduce(mesh, out.grads, specs, policy.reduce_dtype, over_fsdp=over_whole)
+  reduced = only(trained, specs)
+  grads = _collectives.reduce(mesh, out.grads, reduced, policy.reduce_dtype, over_fsdp=over_whole)
   fp8_state = jax.tree.map(lambda x: x.max(0), out.fp8_state)
   total = _collectives.over_shards
   mine = jax.tree.map(lambda x, new: new if is_unchanged(new) else x, mine, out.model_state)

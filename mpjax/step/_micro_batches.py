@@ -58,7 +58,7 @@ def first_of_batch(n: int, batch: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x[0], split_batch(n, batch))
 
 
-def over_micro_batches(x: Shaped[Array, "n ..."] | Average) -> Shaped[Array, " ..."] | Average:
+def over_micro_batches(x: Array | Average) -> Array | Average:
   """Averages a floating metric over micro-batches in float32 or wider, and sums others."""
   if is_average(x):
     return sum_of(x)

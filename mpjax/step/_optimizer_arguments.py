@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.tree_util import PyTreeDef
 
 from mpjax._tree import named_leaves
 from mpjax._types import PyTree
@@ -132,7 +133,8 @@ def _shapes_of_update(
 
 
 def _require_shapes(updates: PyTree, params: PyTree, state: PyTree) -> None:
-  if jax.tree.structure(updates) != jax.tree.structure(params):
+  of_updates: PyTreeDef = jax.tree.structure(updates)
+  if of_updates != jax.tree.structure(params):
     return
   for (name, update), param in zip(named_leaves(updates), jax.tree.leaves(params), strict=True):
     if update.shape != param.shape:

@@ -10,6 +10,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.policy import Policy
 from mpjax.step._checks import require_honoured
 from mpjax.step._layout import Layout
+from mpjax.step._trained import Chosen
 
 MODEL_STATES = ("last", "step")
 
@@ -20,7 +21,8 @@ class StepOptions:
 
   Attributes:
     policy: the policy in force.
-    wrt: filter for the variables of an `nnx.Module` that are trained.
+    wrt: what is trained: a choice among the leaves of a tree, or a filter for the variables of an
+      `nnx.Module`; `None` for all parameters.
     accumulate: number of micro-batches.
     skip_nonfinite: guards a policy without loss scaling, too.
     cast_batch: casts the batch where autocast does not run.
@@ -36,7 +38,7 @@ class StepOptions:
   """
 
   policy: Policy
-  wrt: nnx.filterlib.Filter
+  wrt: Chosen | nnx.filterlib.Filter | None = None
   accumulate: int = 1
   skip_nonfinite: bool = False
   cast_batch: bool = True
@@ -57,6 +59,11 @@ class StepOptions:
         f"model_state={self.model_state!r}: expected one of {', '.join(MODEL_STATES)}"
         + did_you_mean(str(self.model_state), MODEL_STATES)
       )
+
+  @property
+  def filter(self) -> nnx.filterlib.Filter:
+    """The filter for the variables of an `nnx.Module` that are trained."""
+    return nnx.Param if self.wrt is None else self.wrt
 
   def __repr__(self) -> str:
     shown = [f"policy={self.policy.label!r}"]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,17 @@ from jaxtyping import Float32
 
 from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
+from mpjax._tree import as_shapes
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
+from mpjax.dtypes import widen_floating
 from mpjax.fp8._delayed import grow_gradients
-from mpjax.loss_scale import get_loss_scale
-from mpjax.loss_scale._finite import unscale
+from mpjax.loss_scale import all_finite, get_loss_scale
+from mpjax.loss_scale._finite import is_inexact, unscale
 from mpjax.loss_scale._overwritten import hide, show
-from mpjax.loss_scale._skip import keep_if
+from mpjax.loss_scale._skip import flow_of, keep_if
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
@@ -58,6 +60,14 @@ from mpjax.step._optimizer import (
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
+from mpjax.step._trained import (
+  chosen_of,
+  merged,
+  only,
+  require_chosen,
+  with_frozen,
+  without_frozen,
+)
 
 
 class TrainStep:
@@ -83,13 +93,13 @@ class TrainStep:
     self.options = options
     self.policy = options.policy
     self.layout = options.layout
+    given = with_step_arguments(tx)
     wrap = functools.partial(
-      with_policy,
-      with_step_arguments(tx),
-      self.policy,
-      options.skip_nonfinite,
-      branch_on_cpu=self.layout is None,
+      with_policy, given, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
     )
+    # What it does with gradients is asked of it without the policy, which changes none of that.
+    self._plain_tx = optax.GradientTransformationExtraArgs(tx.init, given.update)
+    self._flows: dict[PyTree, _Flow] = {}
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
@@ -136,18 +146,21 @@ class TrainStep:
     if isinstance(params, nnx.Module):
       if model_state is not None or "model_state" in keywords:
         raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
-      graphdef, params, model_state = nnx.split(params, self.options.wrt, ...)
+      graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+      chosen = None
     else:
       require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
-    require_differentiable(params)
+      require_chosen(self.options.wrt, params)
+      chosen = chosen_of(self.options.wrt, params)
+    require_differentiable(only(chosen, params))
     # Owned first: of weakly typed arrays an optimiser's zeros would not be divided as they are.
-    params = _owned(self.policy.cast_to_param(params))
+    params = _owned(merged(self.policy.cast_to_param(only(chosen, params)), params))
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
       params=params,
       model_state=_owned({} if model_state is None else model_state),
-      opt_state=_owned(self.tx.init(params)),
+      opt_state=_owned(self.tx.init(only(chosen, params))),
       rng=None if rng is None else jnp.copy(rng),
       graphdef=graphdef,
     )
@@ -221,7 +234,7 @@ class TrainStep:
       before: the other step.
       warn: warns of what is a new one, by a `UserWarning` that names it.
     """
-    masters = masters_of(state.params, state.opt_state)
+    masters = masters_of(self.trained(state), state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     params = self.policy.cast_to_param(masters)
     opt_state, anew = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
@@ -229,7 +242,7 @@ class TrainStep:
       warn_of_what_begins_anew(anew, state.step)
     params, opt_state = set_masters(self.policy, masters, opt_state)
     return state.replace(
-      params=params,
+      params=merged(params, state.params),
       opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
@@ -257,7 +270,9 @@ class TrainStep:
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
-    params, opt_state = user_state(self.inner_tx, self.policy, has_scale, state.params, state.opt_state)
+    trained = self.trained(state)
+    params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
+    params = merged(params, state.params)
     if self.layout is not None:
       state = self.layout.keep(state.replace(params=params, opt_state=opt_state))
       params, opt_state = state.params, state.opt_state
@@ -275,15 +290,16 @@ class TrainStep:
     """Computes what `gradients` returns; not jitted, to be traced."""
     if self.layout is None:
       return self._gradients(state, batch)
-    out = (PartitionSpec(), self.layout.shardings(state).params)
+    shardings = self.layout.shardings(state).params
+    out = (PartitionSpec(), only(self._flow(state).read, shardings))
     return self.layout.run(self._gradients, state, batch, out)
 
   def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     out = self._gradient_pass(state, batch)
     scaler = find_scaler(state.opt_state)
     if scaler is None:
-      return out.loss, out.grads
-    return out.loss, show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
+      return worth(out.loss), out.grads
+    return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
 
   def explain(self, state: TrainState, batch: PyTree) -> Explanation:
     """Returns what autocast does to the loss function under this policy; see `mpjax.explain`.
@@ -324,7 +340,7 @@ class TrainStep:
         "and step(state, batch), or recipe 'current'"
       )
     require_given(self.loss.keywords, self.loss.random, rng, "step(model, optimizer, batch, rng=...)")
-    graphdef, params, model_state = nnx.split(model, self.options.wrt, ...)
+    graphdef, params, model_state = nnx.split(model, self.options.filter, ...)
     require_param_dtype(params, self.policy)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
@@ -349,8 +365,17 @@ class TrainStep:
     return self.layout.run(self._update, state, batch, (self.layout.shardings(state), PartitionSpec()))
 
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    loss, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
-    updates, opt_state = self._exact_tx.update(grads, state.opt_state, state.params, value=loss)
+    average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
+    loss = worth(average)
+    flow, params = self._flow(state), self.trained(state)
+    if flow.read is not None:  # zeros for what the optimiser does not read
+      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
+    extra: dict[str, Array] = {"value": loss}
+    pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
+    changed = [new for new, old in pairs if new is not old]
+    if find_scaler(state.opt_state) is not None and any(map(is_inexact, changed)):
+      extra["state_finite"] = all_finite(changed)
+    updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
       metrics |= {"grad_norm": gradient_norm(grads, state.opt_state)}
     metrics["loss"] = loss
@@ -372,7 +397,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=apply_step(self.policy, state.params, updates),
+      params=merged(only(flow.moving, apply_step(self.policy, params, updates)), state.params),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
@@ -380,24 +405,86 @@ class TrainStep:
     return state if self.layout is None else self.layout.keep(state), metrics
 
   def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
-    """Runs the loss forward and backward over a batch, on one device or the mesh."""
+    """Runs the loss forward and backward over a batch, on one device or the mesh.
+
+    Gradients that are not there have an `optax.MaskedNode` in their place.
+    """
+    weights = with_frozen(state)
+    trained = self._flow(state).read
+    if weights is not state:
+      every = jax.tree.map(lambda _: True, state.params) if trained is None else trained
+      frozen = jax.tree.map(lambda _: False, state.model_state)
+      trained = with_frozen(state.replace(params=every, model_state=frozen)).params
     with matmul_precision(self.policy):
-      params = self.loss.compute_params(state)
+      params = self.loss.compute_params(weights)
       if self.layout is not None:
         self.layout.check_batch(batch, self.accumulate)
-        if self.layout.shards > 1:
-          return _reported(value_and_grad_on_mesh(self.loss, self.layout, params, state, batch), state)
-      keys = self.loss.keys(state, batch)
-      with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
-        return _reported(self.loss.value_and_grad(params, state, batch, keys, like=state.params), state)
+      if self.layout is not None and self.layout.shards > 1:
+        out = value_and_grad_on_mesh(self.loss, self.layout, params, weights, batch, trained)
+      else:
+        keys = self.loss.keys(weights, batch)
+        with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
+          out = self.loss.value_and_grad(params, weights, batch, keys, like=weights.params, trained=trained)
+    made = weights.replace(params=out.grads, model_state=put_back(out.model_state, weights.model_state))
+    made = without_frozen(made, state)
+    return out._replace(
+      metrics=jax.tree.map(worth, out.metrics, is_leaf=is_average),
+      grads=made.params,
+      model_state=merged(made.model_state, state.model_state),
+    )
+
+  def trained(self, state: TrainState) -> PyTree:
+    """Returns the parameters that the optimiser sees, with an `optax.MaskedNode` in place of each other.
+
+    Args:
+      state: a state, or its shapes.
+    """
+    return only(self._chosen(state), state.params)
+
+  def _chosen(self, state: TrainState) -> PyTree[bool] | None:
+    """Returns which of the parameters `wrt` says; `None` for all of them."""
+    if state.graphdef is not None or self.options.wrt is None:
+      return None
+    return chosen_of(self.options.wrt, state.params)
+
+  def _flow(self, state: TrainState) -> _Flow:
+    """Returns what becomes of the parameters and their gradients, by a trace of the optimiser."""
+    leaves, structure = jax.tree.flatten(state.params)
+    key = (structure, state.graphdef is None, *((x.shape, x.dtype) for x in leaves))
+    if key not in self._flows:
+      self._flows[key] = self._new_flow(state)
+    return self._flows[key]
+
+  def _new_flow(self, state: TrainState) -> _Flow:
+    chosen = self._chosen(state)
+    params = as_shapes(widen_floating(hide(only(chosen, state.params))))
+    flow = flow_of(self._plain_tx, params, value=jnp.zeros([]))
+    everything = jax.tree.map(lambda _: True, state.params)
+
+    def of_params(flags: list[bool]) -> PyTree[bool] | None:
+      flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
+      # What is overwritten is the optimiser's neither to read nor to move, and is both.
+      whole = only(chosen, show(state.params, flagged, everything))
+      whole = merged(whole, jax.tree.map(lambda _: False, everything))
+      return None if all(jax.tree.leaves(whole)) else whole
+
+    if flow is None:
+      return _Flow(chosen, chosen, chosen)
+    return _Flow(chosen, of_params(flow.read), of_params(flow.moving))
 
 
-def _reported(out: GradientPass, state: TrainState) -> GradientPass:
-  """Returns a pass over a whole batch with averages as their values, and the whole state of the model."""
-  metrics = jax.tree.map(worth, out.metrics, is_leaf=is_average)
-  return out._replace(
-    loss=worth(out.loss), metrics=metrics, model_state=put_back(out.model_state, state.model_state)
-  )
+class _Flow(NamedTuple):
+  """What becomes of each parameter; `None` where all have the same.
+
+  Attributes:
+    chosen: whether the optimiser sees it.
+    read: whether its gradient is read.
+    moving: whether its update is more than zeros.
+  """
+
+  chosen: PyTree[bool] | None
+  read: PyTree[bool] | None
+  moving: PyTree[bool] | None
 
 
 def _owned(tree: PyTree) -> PyTree:

@@ -1,0 +1,140 @@
+"""What is trained: the choice that `wrt` makes among parameters, and trees without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import optax
+
+from mpjax._lazy import nnx
+from mpjax._tree import named_leaves, path_text
+from mpjax._types import PyTree
+from mpjax.patterns import component_regex
+from mpjax.step._train_state import TrainState
+
+# `wrt` for a tree of parameters; an nnx.Module takes an nnx Filter.
+Chosen: TypeAlias = str | Sequence[str] | Callable[[str, Any], bool] | PyTree[bool]
+_EXPECTED = (
+  "expected a regular expression on the paths of parameters or a list of them, a tree of booleans like the "
+  "parameters, or a function of path and leaf"
+)
+
+
+def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
+  """Returns for each leaf of a tree of parameters whether it is trained.
+
+  Args:
+    wrt: the choice; `None` for all.
+    params: the parameters, or some of them.
+
+  Raises:
+    ValueError: for a tree of booleans that has no leaf for a parameter.
+    TypeError: for what is no choice.
+  """
+  if wrt is None:
+    return jax.tree.map(lambda _: True, params)
+  if isinstance(wrt, str):
+    wrt = [wrt]
+  if isinstance(wrt, Sequence) and wrt and all(isinstance(x, str) for x in wrt):
+    patterns = [component_regex(x) for x in wrt]
+    is_chosen = lambda path, _: any(p.search(path) for p in patterns)
+  elif callable(wrt) and not isinstance(wrt, type):
+    is_chosen = lambda path, leaf: bool(wrt(path, leaf))
+  else:
+    flags = dict(named_leaves(wrt))
+    if not flags or not all(isinstance(flag, (bool, np.bool_)) for flag in flags.values()):
+      raise TypeError(f"wrt={wrt!r} for a tree of parameters: {_EXPECTED}")
+
+    def is_chosen(path: str, _: Any) -> bool:
+      if path not in flags:
+        raise ValueError(f"wrt has no boolean for the parameter {path!r}: {_EXPECTED}")
+      return bool(flags[path])
+
+  return jax.tree_util.tree_map_with_path(lambda path, leaf: is_chosen(path_text(path), leaf), params)
+
+
+def require_chosen(wrt: Chosen | None, params: PyTree) -> None:
+  """Raises `ValueError` for a choice with a pattern that matches no parameter, or of none at all."""
+  names = [name for name, _ in named_leaves(params)]
+  shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+  for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
+    if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
+      raise ValueError(f"wrt pattern {pattern!r} matches no parameter: there are {shown}")
+  if names and not any(jax.tree.leaves(chosen_of(wrt, params))):
+    raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
+
+
+def only(chosen: PyTree[bool] | None, tree: PyTree) -> PyTree:
+  """Returns a tree with `optax.MaskedNode` in place of what is not chosen; `None` chooses all."""
+  if chosen is None:
+    return tree
+  return jax.tree.map(lambda keep, part: part if keep else optax.MaskedNode(), chosen, tree)
+
+
+def without(chosen: PyTree[bool], tree: PyTree) -> PyTree:
+  """Returns a tree with `optax.MaskedNode` in place of what is chosen."""
+  return only(jax.tree.map(lambda keep: not keep, chosen), tree)
+
+
+def merged(tree: PyTree, rest: PyTree) -> PyTree:
+  """Returns a tree with what another has, of its structure, in place of each `optax.MaskedNode`."""
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)
+  return jax.tree.map(lambda x, y: y if is_masked(x) else x, tree, rest, is_leaf=is_masked)
+
+
+def with_frozen(state: TrainState) -> TrainState:
+  """Returns the state of an `nnx.Module` with the `nnx.Param`s that are not trained among its parameters.
+
+  There they are divided and gathered as parameters are. They lie in the model's state otherwise. A state of
+  a tree of parameters is returned as it is.
+
+  Args:
+    state: a state, of arrays or of anything in their place.
+  """
+  frozen = _frozen(state)
+  if not frozen:
+    return state
+  params, model_state = _flat(state.params), _flat(state.model_state)
+  return state.replace(
+    params=_nested({**params, **{path: model_state[path] for path in frozen}}, state.params),
+    model_state=_nested(
+      {path: x for path, x in model_state.items() if path not in frozen}, state.model_state
+    ),
+  )
+
+
+def without_frozen(state: TrainState, like: TrainState) -> TrainState:
+  """Returns what `with_frozen` made a state of, from one of the same structure.
+
+  Args:
+    state: a state as `with_frozen` makes them.
+    like: a state as steps have them.
+  """
+  frozen = _frozen(like)
+  if not frozen:
+    return state
+  params, model_state = _flat(state.params), _flat(state.model_state)
+  return state.replace(
+    params=_nested({path: x for path, x in params.items() if path not in frozen}, like.params),
+    model_state=_nested({**model_state, **{path: params[path] for path in frozen}}, like.model_state),
+  )
+
+
+def _frozen(state: TrainState) -> set[tuple[Any, ...]]:
+  """Returns the paths of the `nnx.Param`s in a model's state."""
+  if state.graphdef is None:
+    return set()
+  variables = nnx.state(nnx.merge(state.graphdef, state.params, state.model_state), nnx.Param)
+  return {path for path, _ in nnx.to_flat_state(variables)} & _flat(state.model_state).keys()
+
+
+def _flat(tree: Mapping[Any, Any]) -> dict[tuple[Any, ...], Any]:
+  return dict(nnx.traversals.flatten_mapping(tree)) if tree else {}
+
+
+def _nested(flat: dict[tuple[Any, ...], Any], like: PyTree) -> PyTree:
+  nested = dict(nnx.traversals.unflatten_mapping(flat))
+  return nnx.State(nested) if isinstance(like, nnx.State) else nested
