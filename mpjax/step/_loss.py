@@ -326,7 +326,7 @@ class StepLoss:
     grads = map_parts(lambda g: g / counted, lambda g: g, grads)
     loss, metrics = jax.tree.map(over_micro_batches, (kept.loss, kept.metrics), is_leaf=is_average)
     if goes_on:
-      keep = lambda mark, new: mark if mark is UNCHANGED else new
+      keep = lambda mark, new: mark if is_unchanged(mark) else new
       model_state = jax.tree.map(keep, marks[-1], model_state, is_leaf=is_unchanged)
     else:
       model_state = over_shards(kept.model_state)
