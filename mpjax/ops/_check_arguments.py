@@ -11,7 +11,15 @@ import numpy as np
 
 
 def check_arguments(
-  x: Any, kernel: Any, labels: Any, bias: Any, where: Any, rows: Any, label_smoothing: Any, z_loss: Any
+  x: Any,
+  kernel: Any,
+  labels: Any,
+  bias: Any,
+  where: Any,
+  rows: Any,
+  label_smoothing: Any,
+  z_loss: Any,
+  as_average: Any = False,
 ) -> None:
   """Raises the errors of `linear_cross_entropy`, where shapes, dtypes and known values tell."""
   of_dtype = {"x": jnp.floating, "kernel": jnp.floating, "labels": jnp.integer, "bias": jnp.floating}
@@ -38,6 +46,8 @@ def check_arguments(
   for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
       raise TypeError(f"{name}={value!r}: expected a number")
+  if not isinstance(as_average, (bool, np.bool_)):
+    raise TypeError(f"as_average={as_average!r}: expected True or False")
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"label_smoothing={label_smoothing}: expected a number from 0 up to, not including, 1")
   if not 0 <= z_loss < float("inf"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mpjax import _compat
+from mpjax._average import Average
 from mpjax.casting import half_precision
 from mpjax.casting._fp8_products import support
 from mpjax.casting._half_precision import last_layer
@@ -36,6 +37,7 @@ _FLOAT16_SCALE_OF_X = 16.0
 _TILE = 16  # rows that a TPU keeps together in half precision
 
 
+@overload
 def linear_cross_entropy(
   x: Array,
   kernel: Array,
@@ -46,7 +48,37 @@ def linear_cross_entropy(
   rows: int = 1024,
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
-) -> Array:
+  as_average: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def linear_cross_entropy(
+  x: Array,
+  kernel: Array,
+  labels: Array,
+  *,
+  bias: Array | None = None,
+  where: Array | None = None,
+  rows: int = 1024,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  as_average: Literal[True],
+) -> Average: ...
+
+
+def linear_cross_entropy(
+  x: Array,
+  kernel: Array,
+  labels: Array,
+  *,
+  bias: Array | None = None,
+  where: Array | None = None,
+  rows: int = 1024,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  as_average: bool = False,
+) -> Array | Average:
   """Computes the mean cross entropy of `x @ kernel + bias`, some rows at a time: no logits exist whole.
 
   ```python
@@ -71,15 +103,18 @@ def linear_cross_entropy(
       outside of `shard_map`.
     label_smoothing: what is taken from the label, and given to all classes alike.
     z_loss: weight of the square of the logarithm of the softmax's sum.
+    as_average: whether to return an `Average`, which a step adds up exactly over micro-batches and devices
+      that have unequally many rows that count.
 
   Returns:
-    float32 [] (float64 of float64).
+    float32 [] (float64 of float64): the mean. With `as_average` an `Average` of the sum, which is the mean
+    times the count, and the count, int32 []; of no rows both are 0.
 
   Raises:
     TypeError: for an array of another kind, or a number that is none.
     ValueError: for shapes that do not fit together, and numbers and labels out of range.
   """
-  check_arguments(x, kernel, labels, bias, where, rows, label_smoothing, z_loss)
+  check_arguments(x, kernel, labels, bias, where, rows, label_smoothing, z_loss, as_average)
   own = x.dtype
   wide = at_least_float32(own if own == kernel.dtype else jnp.promote_types(own, kernel.dtype))
   arrays = (kernel, bias, labels, where)
@@ -89,12 +124,15 @@ def linear_cross_entropy(
     half = own == kernel.dtype or x.dtype != own
     dtype, recipe = np.dtype(x.dtype if half else wide), last_layer.value
     layer = _Layer(dtype, wide, rows, float(label_smoothing), float(z_loss), recipe)
-    of_arrays = functools.partial(_of_arrays, layer)
+    of_arrays = functools.partial(_of_arrays, layer, bool(as_average))
     if any(_compat.is_explicit(jax.typeof(a)) for a in (x, *arrays) if a is not None):
       of_arrays = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
     return of_arrays(x, *arrays)
 
-  return half_precision(loss)(x)
+  value = half_precision(loss)(x)
+  if not as_average:
+    return value
+  return Average(value, jnp.asarray(labels.size, jnp.int32) if where is None else where.sum(dtype=jnp.int32))
 
 
 class _Layer(NamedTuple):
@@ -132,9 +170,15 @@ class _Rows(NamedTuple):
 
 
 def _of_arrays(
-  layer: _Layer, x: Array, kernel: Array, bias: Array | None, labels: Array, where: Array | None
+  layer: _Layer,
+  is_sum: bool,
+  x: Array,
+  kernel: Array,
+  bias: Array | None,
+  labels: Array,
+  where: Array | None,
 ) -> Float[Array, ""]:
-  """Returns the loss of arrays as the user has them."""
+  """Returns the loss of arrays as the user has them: the mean, or the sum."""
   operands = (
     jnp.reshape(x, (labels.size, x.shape[-1])).astype(layer.wide),
     jnp.asarray(kernel, layer.wide),
@@ -142,7 +186,11 @@ def _of_arrays(
     jnp.reshape(labels, labels.size),
     jnp.ones(labels.size, bool) if where is None else jnp.reshape(where, labels.size),
   )
-  return _mean_loss(layer, *_compat.vary_like(operands, operands))
+  operands = _compat.vary_like(operands, operands)
+  loss = _mean_loss(layer, *operands)
+  # The rule's half-precision gradients are those of a mean, whose size does not depend on the number of rows:
+  # the count comes to them in float32. In here autocast rounds neither it nor the product.
+  return loss * _size(operands[-1], loss.dtype) if is_sum else loss
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -112,6 +112,43 @@ def test_under_autocast_it_is_as_close_as_the_loss_of_whole_logits(policy, progr
     assert error(a, exact) < 1.2 * error(b, exact)
 
 
+@pytest.mark.parametrize(("policy", "most"), [("fp32", 1e-6), ("bf16", 2e-2), ("fp16", 4e-3)])
+def test_an_average_is_the_sum_over_rows_that_count_and_adds_up_over_unequal_parts(policy, most):
+  x, labels, _ = rows(60)
+  where = np.arange(60) % 20 < np.repeat([2, 20, 0], 20)  # parts of 20 rows: 2, all and none count
+  value, of_arrays = expected(x, KERNEL, BIAS, labels, where)
+
+  def whole(x, kernel, bias):
+    # As a step does: the gradient of a part's sum, divided by the count of all parts.
+    parts = [
+      in_chunks(x[at : at + 20], kernel, bias, labels[at : at + 20], where[at : at + 20], as_average=True)
+      for at in (0, 20, 40)
+    ]
+    assert [part.count.dtype for part in parts] == [np.int32] * 3
+    total, count = (sum(getattr(part, name) for part in parts) for name in ("total", "count"))
+    return total / count, (parts[2].total, parts[2].count, count)
+
+  run = jax.value_and_grad(mpjax.autocast(whole, policy), (0, 1, 2), has_aux=True)
+  (got, (nothing, of_nothing, count)), gradients = jit(run)(x, KERNEL, BIAS)
+  assert (float(nothing), int(of_nothing), int(count)) == (0.0, 0, 22)
+  assert got.dtype == np.float32
+  assert error((got, gradients), (value, of_arrays)) < most
+
+
+def test_an_average_costs_the_mean_no_digits_in_float16():
+  x, labels, where = rows(2000)
+  run = lambda as_average: jit(
+    jax.value_and_grad(
+      mpjax.autocast(
+        lambda x, k: jnp.asarray(in_chunks(x, k, BIAS, labels, where, as_average=as_average)), "fp16"
+      ),
+      (0, 1),
+    )
+  )(x, KERNEL)
+  for a, b in zip(*map(jax.tree.leaves, (run(True), run(False))), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6 if a.dtype == np.float32 else 2**-10, atol=1e-12)
+
+
 def test_float16_keeps_gradients_far_below_its_range():
   x, labels, where = rows(64)
   kernel = 4 * KERNEL
@@ -389,6 +426,7 @@ WRONG = {
   "rows half": ({"rows": 1.5}, TypeError, "rows=1.5: expected an integer"),
   "smoothing 1": ({"label_smoothing": 1.0}, ValueError, "label_smoothing=1.0: expected a number from 0 .*"),
   "smoothing below": ({"label_smoothing": -0.1}, ValueError, "label_smoothing=-0.1: expected a number .*"),
+  "as_average 1": ({"as_average": 1}, TypeError, "as_average=1: expected True or False"),
   "z_loss below": ({"z_loss": -1e-4}, ValueError, "z_loss=-0.0001: expected a finite number .*"),
   "z_loss array": ({"z_loss": X}, TypeError, r"z_loss=(.|\n)*: expected a number"),
 }
