@@ -15,6 +15,7 @@ import rich.console
 import yaml
 from grain import DatasetIterator
 
+from mpjax._average import Average
 from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._config import Config, OptimizerConfig
@@ -27,6 +28,7 @@ from mpjax.train._optimizers import describe_end, describe_growth
 from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, for_evaluation
+from mpjax.train._tasks import mean_of_batches
 from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
 from mpjax.train.data import Batch, describe
 from mpjax.train.monitors import (
@@ -298,19 +300,19 @@ class TrainingRun:
     return f"{report}\n{first_nonfinite(self.setup.step, state, batch)}"
 
   def evaluate(self, state: TrainState) -> dict[str, float]:
-    """Returns the means over the evaluation batches.
+    """Returns the means over the evaluation batches, by `mean_of_batches`.
 
     Raises:
       DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
     """
-    totals: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
     model = for_evaluation(state)
     for number, batch in enumerate(self._eval_batches(), 1):
       for name, value in self.setup.evaluate(model, self.setup.place(batch)).items():
         totals[name].append(value)
         jax.block_until_ready(totals[name][-_LAG:][0])
       self.processes.doing(f"batch {number} of the evaluation")
-    return {name: float(np.mean(jax.device_get(values), dtype=np.float64)) for name, values in totals.items()}
+    return {name: mean_of_batches(values) for name, values in totals.items()}
 
   def _eval_batches(self) -> Iterator[Batch]:
     try:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import jax
 import optax
 
-from mpjax._types import Mesh, Metrics, PyTree
+from mpjax._average import Average
+from mpjax._types import Array, Mesh, PyTree
 from mpjax.casting import Explanation
 from mpjax.policy import Policy
 from mpjax.sharding import ShardingRules
@@ -94,10 +95,10 @@ class Setup:
     return text
 
   @functools.cached_property
-  def evaluate(self) -> Callable[[TrainState, PyTree], Metrics]:
+  def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
     """The evaluation of a batch, jitted: (state as `for_evaluation` gives it, batch) -> means over it."""
 
-    def run(state: TrainState, batch: PyTree) -> Metrics:
+    def run(state: TrainState, batch: PyTree) -> dict[str, Array | Average]:
       with self.layout.in_mesh():
         return evaluate(self.task, self.policy, state, batch)
 

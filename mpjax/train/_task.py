@@ -21,7 +21,8 @@ class Task:
     init: from a PRNG key to a tree of parameters, an `nnx.Module`, or `(params, model_state)`.
     loss_fn: what `mpjax.make_train_step` takes.
     evaluate: as `loss_fn`, for the rows held out: it returns a loss, `(loss, metrics)`, or metrics with a
-      `loss` among them. `None`: the evaluation is the loss. It runs under the policy, too.
+      `loss` among them. `None`: the evaluation is the loss. It runs under the policy, too. What it returns as
+      an `mpjax.Average` is exact over batches, and a plain number their mean.
     logits: `(params, inputs)`, with `model_state` if it names it, to the model's outputs; for those who
       export the model. It runs under the policy.
     sharding: where parameters lie on a mesh, as `make_train_step` takes it: `{regex: axes}` or a function of

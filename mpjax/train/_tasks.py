@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32
 
-from mpjax._types import Array, Metrics, PyTree
+from mpjax._average import Average
+from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting import autocast
 from mpjax.dtypes import platform
 from mpjax.policy import Policy, matmul_precision
@@ -68,8 +72,13 @@ def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
     raise ConfigError(f"model: {text}{place(error)}") from error
 
 
-def evaluate(task: Task, policy: Policy, state: TrainState, batch: PyTree) -> Metrics:
-  """Computes means over a batch under the policy, f32[]: `eval_loss`, and what the task gives beside it.
+def evaluate(
+  task: Task, policy: Policy, state: TrainState, batch: PyTree
+) -> dict[str, Float32[Array, ""] | Average]:
+  """Computes means over a batch under the policy: `eval_loss`, and what the task gives beside it.
+
+  Means are f32[]; an `Average` stays one, with a total f32[] and its count as it is: `mean_of_batches` of
+  several batches is exact then.
 
   Delayed FP8 scaling takes its histories from the state; one without them has a scale for each tensor.
 
@@ -86,7 +95,31 @@ def evaluate(task: Task, policy: Policy, state: TrainState, batch: PyTree) -> Me
   named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
   if "eval_loss" not in named:
     raise ValueError(f"evaluate returned {', '.join(named) or 'nothing'}: expected a loss among the metrics")
-  return {name: jnp.asarray(value, jnp.float32) for name, value in named.items()}
+  return {name: _in_float32(value) for name, value in named.items()}
+
+
+def _in_float32(value: ArrayLike | Average) -> Float32[Array, ""] | Average:
+  if isinstance(value, Average):
+    return Average(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count))
+  return jnp.asarray(value, jnp.float32)
+
+
+def mean_of_batches(values: Sequence[Array | Average]) -> float:
+  """Returns the mean over batches of what `evaluate` has given for each of them; waits for it.
+
+  Of averages it is the sum of totals over the sum of counts, without batches that count nothing, and NaN if
+  none counts; of plain means their mean, as if each batch counted the same.
+
+  Args:
+    values: of one metric, one a batch.
+  """
+  parts = [
+    value if isinstance(value, Average) else Average(value, 1) for value in jax.device_get(list(values))
+  ]
+  counted = [part for part in parts if part.count]
+  with np.errstate(invalid="ignore"):  # infinities of both signs
+    total = np.sum([part.total for part in counted], dtype=np.float64)
+  return float(total / np.sum([part.count for part in counted], dtype=np.float64)) if counted else math.nan
 
 
 def apply(
