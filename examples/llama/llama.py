@@ -145,7 +145,7 @@ def llama(
   queries: int = 1024,
   loss_rows: int | None = None,
 ) -> mpjax.train.Task:
-  """Makes a Llama (arXiv 2302.13971, 2407.21783) for rows of `tokens`.
+  """Makes a Llama (arXiv 2302.13971, 2407.21783) for rows of `tokens`, and of `mask` if some do not count.
 
   Options:
     dim, layers, heads, kv_heads, hidden: sizes; a head has dim / heads entries.
@@ -173,10 +173,13 @@ def llama(
 
   def loss_fn(params, batch):
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    where = batch["mask"][:, 1:] if "mask" in batch else None  # of rows that are padded
     if loss_rows:  # logits never exist whole
       x = net.apply({"params": params}, tokens, head=False)
-      return mpjax.linear_cross_entropy(x, params["head"]["kernel"], labels, rows=loss_rows)
-    return optax.softmax_cross_entropy_with_integer_labels(logits(params, tokens), labels).mean()
+      head, options = params["head"]["kernel"], {"where": where, "as_average": where is not None}
+      return mpjax.linear_cross_entropy(x, head, labels, rows=loss_rows, **options)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, tokens), labels)
+    return losses.mean() if where is None else mpjax.Average((losses * where).sum(), where.sum())
 
   return mpjax.train.Task(init, loss_fn, logits=logits, sharding=SHARDING, units=("tokens", info.seq_len))
 

@@ -40,12 +40,14 @@ def load_huggingface(
   train_split: str = "train",
   eval_split: str | None = None,
   seq_len: Positive = 128,
+  packed: bool = True,
   valid_fraction: Share = 0.05,
 ) -> Loaded:
   """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, tokens, or images with labels.
 
-  `path` wins where it is a folder, else `name`. Tokens are lists of numbers below `vocab_size`, one list
-  after the other. Without `eval_split` a `valid_fraction` of the training split is held out.
+  `path` wins where it is a folder, else `name`. Tokens are lists of numbers below `vocab_size`. Lists, and
+  texts, follow one another in a stream; with `packed: false` a row is of one of them, padded, and has a
+  `mask`. Without `eval_split` a `valid_fraction` of the training split is held out.
   """
   # Releases before 4 may run a dataset's own script: not unless the user's environment says so.
   os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
@@ -75,11 +77,17 @@ def load_huggingface(
       raise DataError(
         "data.vocab_size: missing; data.token_column needs the number of the tokenizer's tokens"
       )
-    streams = [_tokens(splits[split], token_column, f"{source}[{split}]", vocab_size) for split in wanted]
-    if len(streams) == 1:
+    found = [_tokens(splits[split], token_column, f"{source}[{split}]", vocab_size) for split in wanted]
+    streams, lengths = ([part[i] for part in found] for i in (0, 1))
+    if len(found) == 1 and packed:
       cut = len(streams[0]) - round(len(streams[0]) * valid_fraction)
       streams = [streams[0][:cut], streams[0][cut:]]
-    return streams_to_rows(streams, source, "tokens", seq_len, {"vocab_size": vocab_size})
+    elif len(found) == 1:
+      count = len(lengths[0]) - max(1, round(len(lengths[0]) * valid_fraction))
+      cut = int(lengths[0][:count].sum())
+      streams, lengths = [streams[0][:cut], streams[0][cut:]], [lengths[0][:count], lengths[0][count:]]
+    facts = {"vocab_size": vocab_size}
+    return streams_to_rows(streams, source, "tokens", seq_len, facts, None if packed else lengths)
   if text_column:
     documents = {}
     for split in wanted:
@@ -90,7 +98,7 @@ def load_huggingface(
           )
         documents[f"{split}/{i}"] = text.encode()
     prefix = f"{eval_split}/" if eval_split else None
-    return documents_to_rows(documents, source, seq_len, valid_fraction, prefix)
+    return documents_to_rows(documents, source, seq_len, valid_fraction, prefix, packed=packed)
   if not (image_column and label_column):
     raise DataError(
       "data.kind=huggingface: expected data.text_column, data.token_column (of lists of numbers), or "
@@ -113,11 +121,15 @@ def load_huggingface(
   )
 
 
-def _tokens(split: Any, name: str, title: str, vocab_size: int) -> np.ndarray:
-  """Returns the numbers of a column of lists, one after the other, in 16 bits where they are enough."""
+def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the numbers of a column of lists, one list after the other, and the lists' lengths.
+
+  Numbers are in 16 bits where they are enough.
+  """
   _require_column(split, name)
+  length_of = importlib.import_module("pyarrow.compute").list_value_length
   dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
-  parts = [np.zeros(0, dtype)]
+  parts, lengths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
   for table in split.select_columns([name]).with_format("arrow").iter(batch_size=1000):
     for chunk in table.column(name).chunks:
       if not hasattr(chunk, "flatten") or chunk.null_count or (inside := chunk.flatten()).null_count:
@@ -131,7 +143,8 @@ def _tokens(split: Any, name: str, title: str, vocab_size: int) -> np.ndarray:
           f"{title}: {name} has {wrong[0]}: expected 0 or more, and below data.vocab_size={vocab_size}"
         )
       parts.append(numbers.astype(dtype))
-  return np.concatenate(parts)
+      lengths.append(length_of(chunk).to_numpy(zero_copy_only=False).astype(np.int64))
+  return np.concatenate(parts), np.concatenate(lengths)
 
 
 class ImageColumn:

@@ -89,17 +89,50 @@ class Windows:
     return {"tokens": self._tokens[start : start + self._seq_len + 1].astype(np.int32)}
 
 
+class PaddedWindows:
+  """Rows of `seq_len + 1` tokens of one sequence each, padded with 0; `mask` has which are the sequence's.
+
+  A longer sequence makes several rows, which overlap by one as those of `Windows` do. One of fewer than two
+  tokens has none that could be predicted, and makes no row.
+
+  Args:
+    tokens: of all sequences, one after the other: [sum of lengths].
+    lengths: of the sequences: [sequences].
+    seq_len: tokens of a row to predict.
+  """
+
+  def __init__(self, tokens: np.ndarray, lengths: np.ndarray, seq_len: int):
+    self._tokens, self._seq_len = tokens, seq_len
+    self._ends = np.cumsum(lengths, dtype=np.int64)
+    self._lengths = np.asarray(lengths, np.int64)
+    self._last_rows = np.cumsum(-(-np.maximum(self._lengths - 1, 0) // seq_len))
+
+  def __len__(self) -> int:
+    return int(self._last_rows[-1]) if len(self._last_rows) else 0
+
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    at = np.searchsorted(self._last_rows, index, side="right")
+    first_row = self._last_rows[at - 1] if at else 0
+    start = self._ends[at] - self._lengths[at] + (index - first_row) * self._seq_len
+    inside = self._tokens[start : min(start + self._seq_len + 1, self._ends[at])]
+    row = np.zeros(self._seq_len + 1, np.int32)
+    row[: len(inside)] = inside
+    return {"tokens": row, "mask": np.arange(len(row)) < len(inside)}
+
+
 def documents_to_rows(
   documents: Mapping[str, Document],
   title: str,
   seq_len: int,
   valid_fraction: float,
   held_out_prefix: str | None = None,
+  *,
+  packed: bool = True,
 ) -> Loaded:
   """Splits documents and cuts each split into windows of bytes.
 
   What is held out are the documents whose name has the prefix, or a share of all chosen by name, or, of a
-  single document, its end.
+  single document, its end. A split is one stream if `packed`; else rows are of one document each, padded.
 
   Raises:
     DataError: if a split is empty or shorter than a window.
@@ -113,41 +146,63 @@ def documents_to_rows(
     train, held_out = {name: text[:cut]}, {name: text[cut:]}
   else:
     train, held_out = split_by_name(documents, valid_fraction)
-  streams = [np.frombuffer(_joined(list(split.values()), title), np.uint8) for split in (train, held_out)]
+  splits = [list(split.values()) for split in (train, held_out)]
+  separator = _SEPARATOR if packed else b""
+  streams = [np.frombuffer(_joined(split, separator, title), np.uint8) for split in splits]
+  lengths = None if packed else [np.array([len(text) for text in split], np.int64) for split in splits]
   facts = {"vocab_size": 256, "bytes_per_token": 1}
-  return streams_to_rows(streams, title, "bytes", seq_len, facts)
+  return streams_to_rows(streams, title, "bytes", seq_len, facts, lengths)
 
 
 def streams_to_rows(
-  streams: list[np.ndarray], title: str, units: str, seq_len: int, facts: dict[str, Any]
+  streams: list[np.ndarray],
+  title: str,
+  units: str,
+  seq_len: int,
+  facts: dict[str, Any],
+  lengths: list[np.ndarray] | None = None,
 ) -> Loaded:
   """Cuts the tokens to train on and those held out into windows.
 
+  Args:
+    streams: the tokens of either split.
+    title: where they come from, for a person.
+    units: what a token is.
+    seq_len: tokens of a row to predict.
+    facts: what else is known of them.
+    lengths: of the sequences in each stream, for rows of one sequence each, padded; `None` for a stream.
+
   Raises:
-    DataError: if a split is empty or shorter than a window.
+    DataError: if a split is empty or, being a stream, shorter than a window.
   """
   for name, tokens in zip(("training", "evaluation"), streams, strict=True):
-    if len(tokens) <= seq_len:
+    if len(tokens) <= (seq_len if lengths is None else 1):
       raise DataError(
         f"data.seq_len={seq_len}: longer than the {len(tokens)} {units} of the {name} split of {title}; "
         "use a smaller seq_len, more text or another valid_fraction"
       )
-  digest = hashlib.blake2b(repr((seq_len, [len(tokens) for tokens in streams])).encode(), digest_size=8)
-  for tokens in streams:
+  sizes = (seq_len, [len(tokens) for tokens in streams])
+  digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8)
+  for tokens in (*streams, *(lengths or ())):
     digest.update(np.ascontiguousarray(tokens))
   facts = facts | {
     "seq_len": seq_len,
     "fingerprint": digest.hexdigest(),
     "description": f"{title}: {len(streams[0]):,} {units} to train on, {len(streams[1]):,} held out",
   }
+  if lengths is not None:
+    train, held_out = (
+      PaddedWindows(tokens, of, seq_len) for tokens, of in zip(streams, lengths, strict=True)
+    )
+    return train, held_out, facts
   return Windows(streams[0], seq_len), Windows(streams[1], seq_len), facts
 
 
-def _joined(documents: list[Document], title: str) -> Document:
+def _joined(documents: list[Document], separator: bytes, title: str) -> Document:
   if len(documents) == 1:
     return documents[0]
   try:
-    return _SEPARATOR.join(documents)
+    return separator.join(documents)
   except MemoryError as error:
     raise DataError(f"{title}: {_TOO_LARGE}") from error
 

@@ -11,7 +11,8 @@ import pydantic
 from flax import nnx
 from jaxtyping import Float, Key, PRNGKeyArray
 
-from mpjax._types import Array, Metrics
+from mpjax._average import Average
+from mpjax._types import Array
 from mpjax.ops import linear_cross_entropy
 from mpjax.train._kinds import register_model
 from mpjax.train._sections import Natural, Positive
@@ -19,7 +20,7 @@ from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo
 from mpjax.train.models._fused_attention import chosen_attention
 from mpjax.train.models._gpt import GPT
-from mpjax.train.models._losses import cross_entropy
+from mpjax.train.models._losses import cross_entropy, masked_cross_entropy
 from mpjax.train.models._model_sharding import gpt_sharding
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
@@ -41,12 +42,16 @@ def gpt(
   attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
   loss_rows: Natural | None = None,
 ) -> Task:
-  """Makes a decoder-only transformer for rows of `tokens`.
+  """Makes a decoder-only transformer for rows of `tokens`, and of `mask` where some of them do not count.
+
+  `mask` is bool, of the shape of `tokens`. The loss is then the mean over the tokens of a batch that count,
+  however it is divided. Attention is causal: padding at the end of a row changes nothing before it.
 
   `loss_rows` tokens at a time go through the output matrix and the loss; all for 0. By default it depends on
   the vocabulary.
   """
   vocab_size, seq_len = info.vocab_size, info.seq_len
+  masked = _is_masked(info)
   if loss_rows is None:
     loss_rows = 1024 if vocab_size > 1 << 14 else 0
   chosen = chosen_attention(attention, info, heads=heads, head_dim=dim // heads, length=seq_len)
@@ -68,16 +73,22 @@ def gpt(
       rngs=nnx.Rngs(params=key),
     )
 
-  def loss_fn(model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"] | None = None) -> Float[Array, ""]:
+  def loss_fn(
+    model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"] | None = None
+  ) -> Float[Array, ""] | Average:
     """Computes the mean cross entropy in nats a token."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    where = batch["mask"][:, 1:] if masked else None
     if not loss_rows:
-      return cross_entropy(model(tokens, rng=row_rngs), labels)
+      logits = model(tokens, rng=row_rngs)
+      return cross_entropy(logits, labels) if where is None else masked_cross_entropy(logits, labels, where)
     x = model.hidden(tokens, rng=row_rngs)
     with jax.named_scope("head"):  # as in the model
-      return linear_cross_entropy(x, model.head_kernel, labels, rows=loss_rows)
+      return linear_cross_entropy(
+        x, model.head_kernel, labels, where=where, rows=loss_rows, as_average=masked
+      )
 
-  def evaluate(model: GPT, batch: _Batch) -> Metrics:
+  def evaluate(model: GPT, batch: _Batch) -> dict[str, Array | Average]:
     loss = loss_fn(model, batch)
     if getattr(info, "bytes_per_token", None) != 1:
       return {"loss": loss}
@@ -90,3 +101,17 @@ def gpt(
   sharding = functools.partial(gpt_sharding, heads=heads)
   units = ("tokens", seq_len)
   return Task(init, loss_fn, evaluate, logits, sharding, units, by_head={"qkv/kernel": heads})
+
+
+def _is_masked(info: ModelInfo) -> bool:
+  """Returns whether rows say which of their tokens count."""
+  row = getattr(info, "row", {})
+  if "mask" not in row:
+    return False
+  (dtype, shape), (_, tokens) = row["mask"], row["tokens"]
+  if dtype != "bool" or tuple(shape) != tuple(tokens):
+    raise ValueError(
+      f"rows hold a mask of {dtype}{list(shape)}: expected bool{list(tokens)}, which of the tokens count; "
+      "give it another name if it says something else"
+    )
+  return True

@@ -1,0 +1,208 @@
+"""Losses over tokens that count: evaluations of unequal batches, padded rows, and runs on them."""
+
+import functools
+import itertools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.train.models._language_model import gpt
+from tests.train._datasets import load
+
+datasets = pytest.importorskip("datasets")
+
+SIZES = {"dim": 16, "layers": 1, "heads": 2, "attention": "xla"}
+LENGTHS = (9, 3, 17, 2, 1, 5, 20, 0, 4, 7, 12, 3)
+# Lists of unequal length, with tokens that say where they are from.
+LISTS = [[100 * i % 89 + j for j in range(length)] for i, length in enumerate(LENGTHS)]
+
+
+def masked_task(info):
+  """A mean over the values of a batch that count, of which some batches have few and one has none."""
+
+  def loss_fn(params, batch):
+    error = (batch["x"] - params["w"]) ** 2
+    return mpjax.Average((error * batch["counts"]).sum(), batch["counts"].sum())
+
+  def evaluate(params, batch):
+    loss = loss_fn(params, batch)
+    share = mpjax.Average((batch["x"] > 0).sum(where=batch["counts"]), batch["counts"].sum())
+    return loss, {"positive": share, "rows": batch["x"].sum() * 0 + len(batch["x"])}
+
+  # The steps are those of a plain mean: this is about evaluation.
+  plain = lambda params, batch: ((batch["x"] - params["w"]) ** 2).mean()
+  return mpjax.train.Task(lambda key: {"w": jnp.zeros(3)}, plain, evaluate)
+
+
+class MaskedRows:
+  """Rows of which the first 8 count wholly, the next 8 hardly, and 8 do not count."""
+
+  def __init__(self, seed):
+    self.x = np.random.default_rng(seed).normal(size=(32, 3)).astype(np.float32)
+    self.counts = np.arange(32)[:, None] < np.array([8, 13, 8])
+    self.counts[24:, 1:] = True
+
+  def __len__(self):
+    return len(self.x)
+
+  def __getitem__(self, index):
+    return {"x": self.x[index], "counts": self.counts[index]}
+
+
+@pytest.mark.parametrize(("policy", "devices"), [("fp32", 1), ("fp32", 8), ("bf16", 1)])
+def test_an_evaluation_of_averages_is_that_of_all_that_counts(tmp_path, policy, devices):
+  mpjax.train.register_model("masked")(masked_task)
+  mpjax.train.register_data("masked_rows")(lambda: (MaskedRows(0), MaskedRows(1)))
+  config = {
+    "policy": policy,
+    "out": str(tmp_path / "run"),
+    "model": {"kind": "masked"},
+    "data": {"kind": "masked_rows", "batch_size": 8},
+    "optimizer": {"name": "sgd", "learning_rate": 1e-30, "weight_decay": 0},
+    "train": {"steps": 1},
+    "mesh": {"data": devices},
+  }
+  result = mpjax.train.run(config)
+  rows = MaskedRows(1)
+  counted = rows.x[rows.counts].astype(np.float64)
+  batches = [(rows.x[i : i + 8] ** 2, rows.counts[i : i + 8]) for i in range(0, 32, 8)]
+  of_means = np.mean([x[counts].mean() for x, counts in batches if counts.any()])
+  rel = 1e-6 if policy == "fp32" else 2e-2
+  assert result.eval_loss == pytest.approx((counted**2).mean(), rel=rel)
+  assert abs(of_means - (counted**2).mean()) > 0.05  # what is not asked for is far away
+  assert result["eval_positive"] == pytest.approx((counted > 0).mean(), rel=1e-6)
+  assert result["eval_rows"] == 8
+  (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+  assert (line["eval_loss"], line["eval_positive"]) == (result.eval_loss, result["eval_positive"])
+
+
+def saved(folder, **columns):
+  datasets.Dataset.from_dict(columns).save_to_disk(folder)
+  return str(folder)
+
+
+def pairs(rows):
+  """Counts of (token, next token) that a loss predicts."""
+  found = [rows[i] for i in range(len(rows))]
+  return [
+    (int(a), int(b))
+    for row in found
+    for a, b, counts in zip(row["tokens"], row["tokens"][1:], row["mask"][1:], strict=False)
+    if counts
+  ]
+
+
+def within(lists):
+  return [pair for one in lists for pair in itertools.pairwise(one)]
+
+
+def test_lists_that_are_not_packed_are_rows_of_their_own_padded_and_lose_no_token(tmp_path):
+  path = saved(tmp_path / "lists", ids=LISTS)
+  options = {"path": path, "token_column": "ids", "vocab_size": 120, "batch_size": 1, "packed": False}
+  data = load("huggingface", **options)
+  assert data.info.row == {"tokens": ("int32", (9,)), "mask": ("bool", (9,))}
+  assert pairs(data.train_rows) == within(LISTS[:9])
+  assert pairs(data.eval_rows) == within(LISTS[9:])
+  first = data.train_rows[1]
+  assert first["tokens"].tolist() == [*LISTS[1], 0, 0, 0, 0, 0, 0]
+  assert first["mask"].tolist() == [True] * 3 + [False] * 6
+  again = load("huggingface", **options)
+  reordered = saved(tmp_path / "other", ids=[LISTS[1], LISTS[0], *LISTS[2:]])
+  other = load("huggingface", **options | {"path": reordered})
+  assert data.info.fingerprint == again.info.fingerprint != other.info.fingerprint
+
+
+def test_texts_that_are_not_packed_are_rows_of_their_own(tmp_path):
+  texts = [chr(97 + i) * (3 * i + 2) for i in range(8)]
+  path = saved(tmp_path / "texts", text=texts)
+  data = load("huggingface", path=path, text_column="text", batch_size=1, packed=False)
+  found = sorted(pairs(data.train_rows) + pairs(data.eval_rows))
+  assert found == sorted(within(text.encode() for text in texts))
+  assert data.info.bytes_per_token == 1
+
+
+def made(vocab_size=120, **options):
+  row = {"tokens": ("int32", (9,)), "mask": ("bool", (9,))}
+  facts = {"vocab_size": vocab_size, "seq_len": 8, "recompute": "none", "bytes_per_token": 1, "row": row}
+  return gpt(types.SimpleNamespace(**facts), **SIZES, **options)
+
+
+def padded(seed=0):
+  rng = np.random.default_rng(seed)
+  lengths = np.array([9, 2, 5, 1])
+  mask = np.arange(9) < lengths[:, None]
+  return {"tokens": np.where(mask, rng.integers(1, 120, (4, 9)), 0).astype(np.int32), "mask": mask}
+
+
+@pytest.mark.parametrize("loss_rows", [0, 16])
+def test_the_loss_of_padded_rows_is_the_mean_over_their_tokens_alone(loss_rows):
+  task, batch = made(loss_rows=loss_rows), padded()
+  graphdef, params = nnx.split(task.init(jax.random.key(0)))
+  loss = lambda params, batch: task.loss_fn(nnx.merge(graphdef, params), batch)
+  average = jax.jit(loss)(params, batch)
+  assert int(average.count) == 8 + 1 + 4
+
+  def each(params):  # row by row, without padding
+    model, losses = nnx.merge(graphdef, params), []
+    for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True):
+      tokens = tokens[mask][None]
+      if tokens.shape[1] > 1:
+        logits = model(tokens[:, :-1])
+        losses.append(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).ravel())
+    return jnp.concatenate(losses).mean()
+
+  value, gradients = jax.jit(jax.value_and_grad(each))(params)
+  got = jax.jit(jax.value_and_grad(lambda p: loss(p, batch).value))(params)
+  for a, b in zip(*map(jax.tree.leaves, (got, (value, gradients))), strict=True):
+    assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
+  of_parts = [jax.jit(loss)(params, jax.tree.map(lambda x: x[i : i + 1], batch)) for i in range(4)]
+  assert sum(float(part.total) for part in of_parts) / 13 == pytest.approx(float(value), rel=1e-5)
+  assert float(of_parts[3].total) == int(of_parts[3].count) == 0
+  evaluated = task.evaluate(nnx.merge(graphdef, params), batch)
+  assert float(evaluated["bits_per_byte"]) == pytest.approx(float(value) / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", [("int32", (9,)), ("bool", (8,))])
+def test_a_mask_that_says_something_else_is_refused(mask):
+  info = types.SimpleNamespace(
+    vocab_size=9, seq_len=8, recompute="none", row={"tokens": ("int32", (9,)), "mask": mask}
+  )
+  with pytest.raises(ValueError, match=r"mask of \w+\[\d\]: expected bool\[9\]"):
+    gpt(info, **SIZES)
+
+
+@functools.cache
+def padded_lists():
+  rng = np.random.default_rng(0)
+  return [rng.integers(1, 120, length).tolist() for length in rng.integers(1, 30, 64)]
+
+
+@pytest.mark.slow
+def test_a_run_on_padded_rows_is_the_same_however_its_batches_are_divided(tmp_path):
+  path = saved(tmp_path / "lists", ids=padded_lists())
+  data = {"kind": "huggingface", "path": path, "token_column": "ids", "vocab_size": 120}
+  losses = {}
+  for devices, accumulate in ((1, 1), (1, 8), (8, 1), (4, 2)):
+    out = tmp_path / f"{devices}-{accumulate}"
+    config = {
+      "policy": "fp32",
+      "out": str(out),
+      "model": {"kind": "gpt", **SIZES},
+      "data": data | {"packed": False, "seq_len": 16, "batch_size": 8, "valid_fraction": 0.25},
+      "optimizer": {"learning_rate": 1e-2},
+      "mesh": {"data": devices},
+      "train": {"steps": 6, "accumulate": accumulate, "log_every": 1, "eval_every": 6},
+    }
+    result = mpjax.train.run(config)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses[devices, accumulate] = [line["loss"] for line in lines] + [result.eval_loss]
+  usual = losses.pop((1, 1))
+  for other in losses.values():
+    np.testing.assert_allclose(other, usual, rtol=1e-4)
