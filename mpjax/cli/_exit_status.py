@@ -1,11 +1,11 @@
 """Exit statuses of the commands.
 
-0 the command finished; 2 a config, data or usage error (one line on stderr); 3 stopped because every step
-was skipped; 4 a checkpoint or another file of the run could not be written, or no checkpoint can be read; 5
-another process of the run was lost, or nothing moved for `distributed.hang_timeout_s`; 130 Ctrl-C, 143
-SIGTERM and 129 SIGHUP, after a checkpoint was saved. Of several processes each ends with the status of the
-one that ended the run; one that cannot watch the coordinator is aborted by JAX's runtime when it is lost
-(134 in a shell).
+0 the command finished; 2 a config, data or usage error (one line on stderr); 3 stopped because every step was
+skipped, or the state or the last loss is not finite; 4 a checkpoint or another file of the run could not be
+written, or no checkpoint can be read; 5 another process of the run was lost, or nothing moved for
+`distributed.hang_timeout_s`; 130 Ctrl-C, 143 SIGTERM and 129 SIGHUP, after a checkpoint was saved. Of several
+processes each ends with the status of the one that ended the run; one that cannot watch the coordinator is
+aborted by JAX's runtime when it is lost (134 in a shell).
 """
 
 from __future__ import annotations

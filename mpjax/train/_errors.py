@@ -16,7 +16,7 @@ class DataError(ValueError):
 
 
 class Stuck(Exception):
-  """Every step is skipped and the loss scale cannot fall any further."""
+  """Every step is skipped at the lowest loss scale, or the state or the last loss is not finite."""
 
   exit_status = 3
 

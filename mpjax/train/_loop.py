@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from mpjax.train._records import Records
 from mpjax.train._run_header import header_rows
 from mpjax.train._setup import Setup, for_evaluation
 from mpjax.train._tasks import mean_of_batches
-from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints
+from mpjax.train.checkpoints import STORAGE_ERRORS, Checkpoints, NonFiniteLeaves, nonfinite_text
 from mpjax.train.data import Batch, describe
 from mpjax.train.monitors import (
   Events,
@@ -41,6 +42,7 @@ from mpjax.train.monitors import (
   peak_memory,
   plain,
   run_mismatch,
+  state_report,
 )
 from mpjax.train.multiprocess import Interrupt, Poll, Processes
 
@@ -54,6 +56,11 @@ class _Pending(NamedTuple):
   step: int
   metrics: dict[str, jax.Array]
   batch: PyTree
+
+
+def _is_update_bad(metrics: Mapping[str, Any]) -> bool:
+  """Returns whether a step was skipped for what the optimiser made, its gradients being finite."""
+  return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
 
 
 class TrainingRun:
@@ -163,13 +170,12 @@ class TrainingRun:
       return next(iterator)
     except Exception as error:  # of any kind: a user's data source
       message = f"the data of step {step} cannot be read: {describe(error)}"
-      kept = self.checkpoints.latest()
       if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
         for record in self._fetch_pending():
           self._write(record, {})
         self._save(step - 1, state, iterator, eval_loss=None)
         self.checkpoints.wait()
-        kept = step - 1
+      kept = self.checkpoints.latest()
       raise DataError(f"{message}; {self._resumes(kept)} once the data is back") from error
 
   def _resumes(self, step: int | None) -> str:
@@ -220,8 +226,9 @@ class TrainingRun:
       if np.isfinite(eval_loss) and (best is None or eval_loss < best):
         self._records.last["best_eval_loss"] = eval_loss
         save = True
-    if save:
-      self._save(step, state, iterator, eval_loss)
+    if save and (nonfinite := self._save(step, state, iterator, eval_loss)):
+      # NaN spreads and does not go away: the steps to come would be for nothing.
+      raise Stuck(f"stopped at step {step}: {state_report(nonfinite)}\n{self._way_on()}")
     self._records.restart_clock()
     if signum is not None and not last:
       self.checkpoints.wait()
@@ -264,7 +271,7 @@ class TrainingRun:
     if record.get("consecutive_skips", 0) < self.config.train.max_skips:
       return False
     scaling = self.policy.loss_scaling
-    if scaling is None or scaling.kind == "static":
+    if scaling is None or scaling.kind == "static" or _is_update_bad(record):  # no scale mends an update
       return True
     return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
 
@@ -272,32 +279,51 @@ class TrainingRun:
     """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
     for record in self._fetch_pending():
       self._write(record, {})
-    self._save(step, state, iterator, eval_loss=None)
+    nonfinite = self._save(step, state, iterator, eval_loss=None)
     file = self.directory.path / f"nonfinite_batch_{pending.step}.npz"
     arrays: dict[str, Any] = self.processes.fetch(pending.batch)
     if self.processes.first:
       np.savez(file, **arrays)
-    report = self._report(state, pending.batch)
+    report = state_report(nonfinite) if nonfinite else self._report(state, pending)
     self.checkpoints.wait()
+    saved = "" if nonfinite else f"a checkpoint of step {step}, up to which steps were under way, and "
     raise Stuck(
-      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps had non-finite "
-      f"gradients{self._at_lowest()}\n{report}\n"
-      f"saved: a checkpoint of step {step}, up to which steps were under way, and the batch of step "
-      f"{pending.step}, in {file}; mpjax numerics "
-      f"{self.directory.path} --hunt looks again, also with another policy"
+      f"stopped at step {pending.step}: the last {self.config.train.max_skips} steps "
+      f"{self._why_skipped(pending)}\n{report}\n"
+      f"saved: {saved}the batch of step {pending.step}, in {file}; mpjax numerics "
+      f"{self.directory.path} --hunt looks again, also with another policy\n{self._way_on()}"
     )
 
-  def _at_lowest(self) -> str:
+  def _why_skipped(self, pending: _Pending) -> str:
+    if _is_update_bad(pending.metrics):
+      return "had finite gradients, and an update, model state or parameters that are not finite"
     if self.policy.loss_scaling is None:
-      return ""
-    return f", and the loss scale of {self._records.last['loss_scale']:g} cannot fall further"
+      return "had non-finite gradients"
+    return (
+      f"had non-finite gradients, and the loss scale of {self._records.last['loss_scale']:g} cannot fall "
+      "further"
+    )
 
-  def _report(self, state: TrainState, batch: PyTree) -> str:
+  def _way_on(self) -> str:
+    """Returns which checkpoint is the last one, which is finite as all are, and how to start from it."""
+    step, path, train = self.checkpoints.latest(), self.directory.path, self.config.train
+    change = "a lower optimizer.learning_rate" if train.skip_nonfinite else "train.skip_nonfinite=true"
+    if step is None:
+      return f"no finite checkpoint was saved: start over with another out= and, for example, {change}"
+    return (
+      f"the last finite checkpoint is of step {step}: train.init_from={path} with another out= starts from "
+      f"it, for example with {change}; the same command resumes there and takes the same steps again"
+    )
+
+  def _report(self, state: TrainState, pending: _Pending) -> str:
     """Returns what is not finite in a step, and where that began."""
     if self.processes.count > 1:  # operations are gone through one by one on this process's devices
       return "the run was one of several processes: the command below says which operation began it"
-    report = nonfinite_report(self.setup.step, state, batch)
-    return f"{report}\n{first_nonfinite(self.setup.step, state, batch)}"
+    bad_update = _is_update_bad(pending.metrics)
+    report = nonfinite_report(
+      self.setup.step, state, pending.batch, self.checkpoints.begun_with, bad_update=bad_update
+    )
+    return f"{report}\n{first_nonfinite(self.setup.step, state, pending.batch)}"
 
   def evaluate(self, state: TrainState) -> dict[str, float]:
     """Returns the means over the evaluation batches, by `mean_of_batches`.
@@ -327,8 +353,13 @@ class TrainingRun:
     resumed = self.checkpoints.restore_latest(self.setup.abstract_state())
     if resumed is None:
       state = self.setup.first_state()
-      if self.config.train.init_from is not None:
+      self.checkpoints.begin(state)
+      if (source := self.config.train.init_from) is not None:
         state, self._source = start_from(self.setup, state)
+        if nonfinite := self.checkpoints.nonfinite(state):
+          raise ConfigError(
+            f"train.init_from={source}: {nonfinite_text(nonfinite)}: expected a finite run or export"
+          )
       return state, 0
     for damage in resumed.damaged:
       self._print(damage)
@@ -343,19 +374,28 @@ class TrainingRun:
     self._logged = restored.loop.get("records")
     return restored.state, resumed.step
 
-  def _save(self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None) -> None:
+  def _save(
+    self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None
+  ) -> NonFiniteLeaves:
+    """Saves a checkpoint, or returns what of the state is not finite."""
     self.processes.doing(f"the checkpoint of step {step}")
     self._require_directory(step, state, iterator, eval_loss)
     self._events.flush()
     self._metrics_file.sync()
     loop = self._loop_state()
     try:
-      self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss)
+      nonfinite = self.checkpoints.save(step, state, iterator.get_state(), loop, eval_loss, self._skips)
       if self.config.train.checkpoint_wait:
         self.checkpoints.wait()
     except CheckpointError:
       self._require_directory(step, state, iterator, eval_loss)
       raise
+    return nonfinite
+
+  @property
+  def _skips(self) -> int:
+    """Returns how many steps were skipped in a row, up to the last one."""
+    return int(self._records.last.get("consecutive_skips", 0))
 
   def _loop_state(self) -> dict[str, Any]:
     """Returns what a checkpoint has of the loop itself."""
@@ -383,10 +423,14 @@ class TrainingRun:
       self.checkpoints.wait()
     refuge = self.directory.refuge()
     checkpoints = self._open_checkpoints(refuge / "checkpoints")
+    checkpoints.begun_with = self.checkpoints.begun_with
     try:
-      checkpoints.save(step, state, iterator.get_state(), self._loop_state(), eval_loss)
+      loop = self._loop_state()
+      nonfinite = checkpoints.save(step, state, iterator.get_state(), loop, eval_loss, self._skips)
     finally:
       checkpoints.close()
+    if nonfinite:
+      raise CheckpointError(f"{gone}; {state_report(nonfinite)}")
     raise CheckpointError(
       f"{gone}; a checkpoint of step {step} is in {refuge}, and the same command with out={refuge} resumes "
       "from it"
@@ -398,6 +442,12 @@ class TrainingRun:
   def _finish(self, state: TrainState) -> dict[str, Any]:
     self.processes.doing(f"the checkpoint of step {self.config.train.steps} to be written")
     self.checkpoints.wait()
+    loss = self._records.last["loss"]
+    if not math.isfinite(float(loss)):
+      raise Stuck(
+        f"stopped at step {self.config.train.steps}, the last: its loss is {loss}, so that the run does not "
+        f"count as finished\n{self._way_on()}"
+      )
     summary = {
       "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),
       "backend": jax.default_backend(),

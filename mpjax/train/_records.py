@@ -108,7 +108,8 @@ class Records:
 
   def _learning_rate(self, record: dict[str, Any]) -> float:
     """Returns the rate that a step was taken with, or, if it was skipped, would have been."""
-    skipped = record["skipped_steps"] - self._skipped_before - (record["grads_finite"] is False)
+    was_skipped = record["grads_finite"] is False or record.get("updates_finite") is False
+    skipped = record["skipped_steps"] - self._skipped_before - was_skipped
     return self._rate(self._first_update + record["step"] - 1 - self._steps_before - skipped)
 
   def _rate(self, update: int) -> float:

@@ -84,7 +84,8 @@ def run(
     ConfigError, DataError: before anything is written, for what cannot be run.
     CheckpointError: if a checkpoint cannot be written, or none can be read.
     Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
-    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale.
+    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale, for a state that is not
+      finite where a checkpoint is due, and for a last loss that is not.
     Agreed: in a run of several processes, any of these that one of them met before the first step.
   """
 

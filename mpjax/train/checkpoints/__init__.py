@@ -1,7 +1,9 @@
-"""Checkpoints with checksums: asynchronous, atomic, the last ones and the best kept."""
+"""Checkpoints with checksums: asynchronous, atomic, finite, the last ones and the best kept."""
 
 from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints._checkpoints import Checkpoints
+from mpjax.train.checkpoints._checksums import NonFiniteLeaves
+from mpjax.train.checkpoints._integrity import nonfinite_text
 from mpjax.train.checkpoints._orbax_errors import STORAGE_ERRORS
 
-__all__ = ["STORAGE_ERRORS", "CheckpointError", "Checkpoints"]
+__all__ = ["STORAGE_ERRORS", "CheckpointError", "Checkpoints", "NonFiniteLeaves", "nonfinite_text"]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: asynchronous, atomic (orbax), checked; the last k kept and the best by eval loss."""
+"""Checkpoints of a run: asynchronous, atomic (orbax), checked, finite; the last k kept and the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from mpjax.train._errors import CheckpointError
 from mpjax.train._files import unused
 from mpjax.train._head_order import ByHead, reordered_params, reordered_state
 from mpjax.train.checkpoints import _integrity as reading
+from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
 from mpjax.train.checkpoints._orbax_errors import reason
+from mpjax.train.checkpoints._preservation import SKIPS, preservation
 from mpjax.train.multiprocess import everyone
 
 # What must be writable before orbax begins: more than all that it writes besides the arrays.
@@ -53,12 +55,16 @@ class Checkpoints:
 
   A checkpoint is written beside its final place and renamed when complete, so a kill at any moment
   leaves the last good one. Each holds checksums of its arrays, taken where they are before anything is
-  copied, and of its other parts; `restore` compares them with what it has read. In a run of several
-  processes each of them calls every method, at the same steps.
+  copied, and of its other parts; `restore` compares them with what it has read. A state that holds NaN or
+  infinity is not saved, and one that is there counts as damaged. In a run of several processes each of them
+  calls every method, at the same steps.
+
+  Attributes:
+    begun_with: what leaves of the run's first state held that is not finite, and may hold for ever.
 
   Args:
     directory: the folder; made if missing.
-    keep: how many of the newest to keep, besides the best.
+    keep: how many of the newest to keep, besides the best, and the newest of a step that was not skipped.
     timeout_s: how long a write, and one process's wait for the others, may take, in seconds.
     read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
     by_head: the kernels of the model whose columns are by head, as `Task.by_head` says; what was saved before
@@ -87,6 +93,7 @@ class Checkpoints:
     self._run, self._mismatch = run, mismatch
     self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
     self._by_head = by_head or {}
+    self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
     self._has_failed = False
     processes = set(range(jax.process_count()))
@@ -94,15 +101,9 @@ class Checkpoints:
     self._multiprocessing = ocp.options.MultiprocessingOptions(
       primary_host=0, active_processes=processes if len(processes) > 1 else None
     )
-    policy, eval_loss = ocp.checkpoint_managers, lambda metrics: metrics["eval_loss"]
+    eval_loss = lambda metrics: metrics["eval_loss"]
     options = ocp.CheckpointManagerOptions(
-      # Both: the newest to resume from, the best to export.
-      preservation_policy=policy.AnyPreservationPolicy(
-        [
-          policy.LatestN(keep),
-          policy.BestN(get_metric_fn=eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False),
-        ]
-      ),
+      preservation_policy=preservation(keep, eval_loss),
       best_fn=eval_loss,
       best_mode="min",
       read_only=read_only,
@@ -116,22 +117,51 @@ class Checkpoints:
     except Exception as error:  # of any kind: orbax says nothing of it
       raise CheckpointError(_not_opened(self._directory, reason(error))) from error
 
+  def begin(self, state: TrainState) -> None:
+    """Notes what is not finite in the state that a run begins with."""
+    self.begun_with = reading.nonfinite(examine(_to_tree(state)), {})
+
+  def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
+    """Returns the leaves of a state that hold NaN or infinity, and did not when the run began."""
+    return reading.nonfinite(examine(_to_tree(state)), self.begun_with)
+
   def save(
-    self, step: int, state: TrainState, data: object, loop: dict[str, Any], eval_loss: float | None
-  ) -> None:
-    """Starts writing a checkpoint; the arrays are copied before this returns.
+    self,
+    step: int,
+    state: TrainState,
+    data: object,
+    loop: dict[str, Any],
+    eval_loss: float | None,
+    skips: int = 0,
+  ) -> NonFiniteLeaves:
+    """Starts writing a checkpoint of a finite state; the arrays are copied before this returns.
+
+    Args:
+      step: the number of the step that gave the state.
+      state: to save.
+      data: the data iterator's state, a JSON value.
+      loop: the loop's own numbers, a JSON value.
+      eval_loss: of the state, if it was evaluated.
+      skips: how many steps up to this one were skipped in a row.
+
+    Returns:
+      The leaves that hold NaN or infinity; nothing is written then.
 
     Raises:
       CheckpointError: if this one cannot be written, or the one before could not.
     """
     self.wait()
     if step in self.steps():
-      return
+      return {}
+    tree = _to_tree(state)
+    examined = examine(tree)
+    if held := reading.nonfinite(examined, self.begun_with):
+      return held
     # One that was not evaluated, or is not finite, is never the best.
     ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
-    metrics = {"eval_loss": ranked}
+    metrics: dict[str, Any] = {"eval_loss": ranked, SKIPS: skips}
     origin = {"step": step} | ({} if self._run is None else {"run": self._run})
-    parts = reading.sealed(_to_tree(state), data, loop, metrics, self._by_head, origin)
+    parts = reading.sealed(tree, data, loop, metrics, self._by_head, origin, examined, self.begun_with)
     with self._explained(step):
       _write_a_little(self._directory)
       self._manager.save(
@@ -146,6 +176,7 @@ class Checkpoints:
         force=True,
       )
     self._writing = step
+    return {}
 
   def steps(self) -> list[int]:
     """Returns the steps of the complete checkpoints, in order."""
@@ -166,23 +197,24 @@ class Checkpoints:
     The shardings, the mesh and the number of processes need not be those of the run that saved it.
 
     Raises:
-      CheckpointError: if it is damaged, or of another state than `like`.
+      CheckpointError: if it is damaged, not finite, or of another state than `like`.
     """
     self.wait()
     try:
       return self._read(step, like)
     except reading.Damaged as damage:
       raise CheckpointError(
-        f"the checkpoint of step {step} in {self._directory} is damaged: {damage}; nothing was changed"
+        f"the checkpoint of step {step} in {self._directory} {damage.what}: {damage}; nothing was changed"
       ) from None
 
   def restore_latest(self, like: TrainState) -> Resumed | None:
     """Returns the newest good checkpoint, as `restore` gives it; `None` where there are none at all.
 
-    Damaged ones that are newer are moved to `damaged/` beside the folder, unless it is only read.
+    Damaged ones that are newer, and those that are not finite, are moved to `damaged/` beside the folder,
+    unless it is only read.
 
     Raises:
-      CheckpointError: if every checkpoint is damaged, or the newest is of another state than `like`.
+      CheckpointError: if every checkpoint is so, or the newest is of another state than `like`.
         Nothing was changed then.
     """
     self.wait()
@@ -191,7 +223,7 @@ class Checkpoints:
       try:
         restored = self._read(step, like)
       except reading.Damaged as damage:
-        damaged[step] = f"the checkpoint of step {step} is damaged: {damage}"
+        damaged[step] = f"the checkpoint of step {step} {damage.what}: {damage}"
         continue
       moved = self._move_aside([] if self._read_only else list(damaged))
       lines = [f"{damage}; moved to {to}" for damage, to in zip(damaged.values(), moved, strict=False)]
@@ -199,7 +231,7 @@ class Checkpoints:
     if not damaged:
       return None
     raise CheckpointError(
-      f"no checkpoint in {self._directory} can be read ({'; '.join(damaged.values())}); nothing was changed: "
+      f"no checkpoint in {self._directory} can be used ({'; '.join(damaged.values())}); nothing was changed: "
       "bring one back from a copy, or choose another out= to start over"
     )
 
@@ -259,6 +291,7 @@ class Checkpoints:
       ) from None
     except TimeoutError as error:
       raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
+    self.begun_with = parts.begun_with
     state = like.replace(**parts.state)
     if self._by_head and not parts.is_by_head:
       state = _by_head(state, self._by_head)

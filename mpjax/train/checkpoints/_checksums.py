@@ -1,11 +1,15 @@
-"""Checksums of arrays and JSON values: the same under every sharding, mesh and number of processes."""
+"""Checksums of arrays and JSON values, the same under every sharding, mesh and number of processes.
+
+With an array's checksum comes whether it holds NaN or infinity, in the same look at it.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,18 @@ import numpy as np
 
 from mpjax._tree import named_leaves
 from mpjax._types import ArrayLike, PyTree
+
+# By path, what a leaf holds that is not finite: "NaN", "inf" or both.
+NonFiniteLeaves = dict[str, list[str]]
+
+_KINDS = ("NaN", "inf")
+
+
+class Examined(NamedTuple):
+  """The checksum of each leaf of a tree by its path, and of those with NaN or infinity which they hold."""
+
+  checksums: dict[str, str]
+  nonfinite: NonFiniteLeaves
 
 
 def tree_kinds(tree: PyTree) -> dict[str, str]:
@@ -34,9 +50,27 @@ def tree_checksums(tree: PyTree) -> dict[str, str]:
     tree: leaves of any dtype (PRNG keys too), shape and sharding. Global arrays of a run of several
       processes are a collective: every process has to call this.
   """
+  return examine(tree).checksums
+
+
+def examine(tree: PyTree) -> Examined:
+  """Returns the checksums of `tree_checksums`, and which leaves hold NaN or infinity."""
   leaves = named_leaves(tree)
-  sums = jax.device_get([_leaf_checksum(leaf) for _, leaf in leaves])
-  return {name: f"{int(value):08x}" for (name, _), value in zip(leaves, sums, strict=True)}
+  looks = jax.device_get([_look(leaf) for _, leaf in leaves])
+  found = {name: look for (name, _), look in zip(leaves, looks, strict=True)}
+  kinds = {
+    name: [kind for kind, there in zip(_KINDS, has, strict=True) if there] for name, (_, has) in found.items()
+  }
+  return Examined(
+    {name: f"{int(checksum):08x}" for name, (checksum, _) in found.items()},
+    {name: held for name, held in kinds.items() if held},
+  )
+
+
+def beyond(found: NonFiniteLeaves, known: Mapping[str, list[str]]) -> NonFiniteLeaves:
+  """Returns what leaves hold that is not finite, without what they are known to hold."""
+  new = {path: [kind for kind in kinds if kind not in known.get(path, ())] for path, kinds in found.items()}
+  return {path: kinds for path, kinds in new.items() if kinds}
 
 
 def json_checksum(value: object) -> str:
@@ -51,11 +85,15 @@ def _kind(leaf: ArrayLike | jax.ShapeDtypeStruct) -> str:
   return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _leaf_checksum(leaf: ArrayLike) -> jax.Array:
+def _look(leaf: ArrayLike) -> tuple[jax.Array, jax.Array | np.ndarray]:
+  """Returns the checksum of an array, u32[], and whether it holds each of `_KINDS`, bool[2]."""
   if not isinstance(leaf, jax.Array):
     array = np.asarray(leaf)
     if array.dtype.itemsize >= 8:  # JAX without x64 would round it
-      array = np.ascontiguousarray(array[..., None]).view(np.uint32)
+      is_inexact = np.issubdtype(array.dtype, np.inexact)
+      held = np.array([np.isnan(array).any(), np.isinf(array).any()] if is_inexact else [False, False])
+      words = np.ascontiguousarray(array[..., None]).view(np.uint32)
+      return _compiled(None)(jnp.asarray(words))[0], held
     leaf = jnp.asarray(array)
   sharding = leaf.sharding
   if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -64,9 +102,20 @@ def _leaf_checksum(leaf: ArrayLike) -> jax.Array:
 
 
 @functools.cache
-def _compiled(result: jax.sharding.NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
-  """Returns a program for the checksum of one array, whose result every process has."""
-  return jax.jit(_checksum, out_shardings=result)
+def _compiled(
+  result: jax.sharding.NamedSharding | None,
+) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+  """Returns a program that looks at one array, whose results every process has."""
+  return jax.jit(lambda x: (_checksum(x), _held(x)), out_shardings=result)
+
+
+def _held(x: jax.Array) -> jax.Array:
+  """Returns whether an array holds each of `_KINDS`, bool[2]."""
+  if not jnp.issubdtype(x.dtype, jnp.inexact):
+    return jnp.zeros(2, bool)
+  if jnp.finfo(x.dtype).bits < 16:
+    x = x.astype(jnp.float32)
+  return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])
 
 
 def _checksum(x: jax.Array) -> jax.Array:

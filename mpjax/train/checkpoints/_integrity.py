@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 import orbax.checkpoint as ocp
 
 from mpjax.train._head_order import ByHead, heads_of
-from mpjax.train.checkpoints._checksums import json_checksum, tree_checksums, tree_kinds
+from mpjax.train.checkpoints._checksums import (
+  Examined,
+  NonFiniteLeaves,
+  beyond,
+  examine,
+  json_checksum,
+  tree_kinds,
+)
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
 
 # Where the loop's part holds the checksum of the checksums: without it, none were saved.
 _SEAL = "integrity"
+# Where integrity has which leaves held NaN or infinity in the state that the run began with.
+_BEGUN = "begun_with"
+# What has to be finite: all of a state but its counters and keys, and FP8 histories, which forget.
+_FINITE_FIELDS = ("params", "model_state", "opt_state")
 # Ends the kind of a kernel whose columns are by head; those of before have no such note.
 _BY_HEAD = " by head"
 
@@ -24,18 +35,33 @@ _BY_HEAD = " by head"
 class Damaged(Exception):
   """A checkpoint is not what was saved; the message says which part."""
 
+  what = "is damaged"
+
+
+class NotFinite(Damaged):
+  """A checkpoint is of a state with NaN or infinity, from which no run can go on; the message says where."""
+
+  what = "is not finite"
+
 
 class OtherState(Exception):
   """A checkpoint is whole, and of another state than was asked for."""
 
 
 class Parts(NamedTuple):
-  """The parts of a checkpoint; `integrity` is `None` in one of a release that saved no checksums."""
+  """The parts of a checkpoint; `integrity` is `None` in one of a release that saved no checksums.
+
+  `begun_with` is what leaves of the run's first state held that is not finite, such as the best loss so far.
+  """
 
   state: dict[str, Any]
   data: Any
   loop: dict[str, Any]
   integrity: dict[str, Any] | None
+
+  @property
+  def begun_with(self) -> NonFiniteLeaves:
+    return {} if self.integrity is None else self.integrity.get(_BEGUN, {})
 
   @property
   def is_by_head(self) -> bool:
@@ -50,6 +76,8 @@ def sealed(
   metrics: dict[str, Any],
   by_head: ByHead,
   origin: dict[str, Any],
+  examined: Examined,
+  begun_with: NonFiniteLeaves,
 ) -> Parts:
   """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays.
 
@@ -57,17 +85,36 @@ def sealed(
     state, data, loop, metrics: what to save.
     by_head: kernels whose columns are by head.
     origin: what the checkpoint is of: its step, and the run.
+    examined: of the state.
+    begun_with: what leaves of the run's first state held that is not finite.
   """
   # Written by a thread, while the caller may go on to change its own.
   data, loop = copy.deepcopy((data, loop))
   # In the kinds, so that a release which does not know of it says that this is another state.
   note = lambda path: "" if heads_of(path, by_head) is None else _BY_HEAD
   kinds = {path: kind + note(path) for path, kind in tree_kinds(state).items()}
-  integrity = {"kinds": kinds, "state": tree_checksums(state)} | {
+  integrity = {"kinds": kinds, "state": examined.checksums} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }
   integrity["origin"] = origin
+  if begun_with:
+    integrity[_BEGUN] = begun_with
   return Parts(state, data, loop | {_SEAL: json_checksum(integrity)}, integrity)
+
+
+def nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
+  """Returns the leaves of an examined state that hold NaN or infinity and did not when the run began.
+
+  Some begin with infinity and may keep it: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
+  """
+  held = {path: kinds for path, kinds in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
+  return beyond(held, begun_with)
+
+
+def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
+  """Returns the first leaves that are not finite, and how many there are, for a person."""
+  shown = [f"{path} holds {' and '.join(kinds)}" for path, kinds in list(nonfinite.items())[:3]]
+  return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
 
 
 def read(
@@ -88,6 +135,7 @@ def read(
 
   Raises:
     Damaged: if a part cannot be read in some process, is not what was saved, or belongs elsewhere.
+    NotFinite: if the state holds NaN or infinity.
     OtherState: if the state has other leaves, dtypes or shapes than `like`.
     TimeoutError: if another process did not come.
   """
@@ -104,10 +152,13 @@ def read(
   kind, text = next((outcome for outcome in outcomes if outcome[0]), ("", ""))
   if parts is None or kind:
     raise (OtherState if kind == "other" else Damaged)(text)
+  examined = examine(parts.state)
   if parts.integrity is not None:
     # A key of which the description is lost comes back as numbers, with the same bits.
     _compare(_shapes(parts.integrity), tree_kinds(parts.state))
-    _compare(parts.integrity["state"], tree_checksums(parts.state))
+    _compare(parts.integrity["state"], examined.checksums)
+  if held := nonfinite(examined, parts.begun_with):
+    raise NotFinite(nonfinite_text(held))
   return parts
 
 

@@ -1,6 +1,6 @@
 """Monitors of a run: files, TensorBoard, histograms, diagnosis."""
 
-from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report
+from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report, state_report
 from mpjax.train.monitors._events import Events
 from mpjax.train.monitors._histograms import Watcher
 from mpjax.train.monitors._metrics_file import MetricsFile
@@ -18,4 +18,5 @@ __all__ = [
   "peak_memory",
   "plain",
   "run_mismatch",
+  "state_report",
 ]

@@ -1,6 +1,8 @@
-"""Diagnosis of a run that cannot go on: which tensors of a step are not finite, and what to try."""
+"""Diagnosis of a run that cannot go on: which tensors of a step or state are not finite, and what to try."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -9,14 +11,46 @@ from mpjax.loss_scale import get_loss_scale, nonfinite_leaves
 from mpjax.numerics import find_nonfinite
 from mpjax.step import TrainState, TrainStep
 
+# What the fields of a state are to a person.
+_FIELDS = {"params": "parameters", "model_state": "model state", "opt_state": "optimizer state"}
 
-def nonfinite_report(step: TrainStep, state: TrainState, batch: PyTree, limit: int = 8) -> str:
+
+def state_report(nonfinite: Mapping[str, Sequence[str]], limit: int = 4) -> str:
+  """Returns which leaves of a state that is not saved hold NaN or infinity, on one line.
+
+  Args:
+    nonfinite: by path, which of them a leaf holds, as `Checkpoints.save` returns it.
+    limit: leaves listed of each field.
+  """
+  parts = []
+  for field, name in _FIELDS.items():
+    rows = [
+      f"{path.removeprefix(field).lstrip('/') or 'the whole'} ({' and '.join(kinds)})"
+      for path, kinds in nonfinite.items()
+      if path.split("/")[0] == field
+    ]
+    if rows:
+      parts.append(f"{name} " + _listed(rows, limit, ", "))
+  return f"the state is not finite, and no checkpoint of it was saved: {'; '.join(parts)}"
+
+
+def nonfinite_report(
+  step: TrainStep,
+  state: TrainState,
+  batch: PyTree,
+  begun_with: Collection[str] = (),
+  *,
+  bad_update: bool = False,
+  limit: int = 8,
+) -> str:
   """Recomputes the step's gradients and lists every non-finite tensor, inputs first.
 
   Args:
     step: the training step; its gradients are computed once more, at the state's loss scale.
     state: state before the step.
     batch: the batch of the step.
+    begun_with: paths in the state that may hold infinity, since they did when the run began.
+    bad_update: whether the step was skipped for what the optimiser made of finite gradients.
     limit: tensors listed of each kind.
 
   Returns:
@@ -25,19 +59,26 @@ def nonfinite_report(step: TrainStep, state: TrainState, batch: PyTree, limit: i
   loss, grads = step.gradients(state, batch)
   lines: list[str] = []
   guilty = None
-  for name, tree in (
-    ("batch", batch),
-    ("parameters", state.params),
-    ("model state", state.model_state),
-    ("loss", loss),
-    ("gradients", grads),
+  for field, name, tree in (
+    ("", "batch", batch),
+    *((field, name, getattr(state, field)) for field, name in _FIELDS.items()),
+    ("", "loss", loss),
+    ("", "gradients", grads),
   ):
-    rows = [f"{path} ({counts})" for path, counts in nonfinite_leaves(tree).items()]
+    rows = [
+      f"{path} ({counts})"
+      for path, counts in nonfinite_leaves(tree).items()
+      if f"{field}/{path}".rstrip("/") not in begun_with
+    ]
     if rows:
       guilty = guilty or name
-      lines.append(f"non-finite {name}: " + "; ".join(rows[:limit]))
-      if len(rows) > limit:
-        lines[-1] += f"; and {len(rows) - limit} more"
+      lines.append(f"non-finite {name}: " + _listed(rows, limit, "; "))
+  if guilty is None and bad_update:
+    guilty = "update"
+    lines.append(
+      "batch, state, loss and gradients are finite: the optimizer's update, or the parameters or model state "
+      "that it gives, is not"
+    )
   if guilty is None:
     return "every tensor is finite when the step is computed again: the failure does not repeat on this batch"
   return "\n".join([*lines, f"try: {_advice(guilty, step, state)}"])
@@ -52,11 +93,18 @@ def first_nonfinite(step: TrainStep, state: TrainState, batch: PyTree) -> str:
     return f"the operation that began it was not found: {first}"
 
 
+def _listed(rows: list[str], limit: int, separator: str) -> str:
+  more = [f"and {len(rows) - limit} more"] if len(rows) > limit else []
+  return separator.join([*rows[:limit], *more])
+
+
 def _advice(guilty: str, step: TrainStep, state: TrainState) -> str:
   if guilty == "batch":
     return "mend the data: the batch itself holds NaN or infinity"
-  if guilty in ("parameters", "model state"):
-    return "start from an earlier checkpoint, or with a lower optimizer.learning_rate"
+  if guilty in _FIELDS.values():
+    return "start from the last finite checkpoint, with a lower optimizer.learning_rate"
+  if guilty == "update":
+    return "a larger eps in optimizer.options, a lower optimizer.learning_rate, another optimizer"
   scale = float(get_loss_scale(state.opt_state).scale)
   half = step.policy.compute_dtype.itemsize < 4
   options = ["policy=fp32 to see whether the model itself diverges"] if half else []

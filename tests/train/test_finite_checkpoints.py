@@ -1,0 +1,233 @@
+"""Checkpoints of states that are not finite: never kept, never resumed from, and the end of a run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax.cli import main
+from mpjax.step import TrainState
+from mpjax.train import ConfigError, Stuck, load_config, make_setup
+from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
+from tests.train._tiny_gpt import records
+
+NAN, INF = jnp.nan, jnp.inf
+
+
+def make_state(step, **bad):
+  """A state in which `bad` names leaves, each with the value of its last element."""
+  put = lambda name, x: x.at[-1].set(bad[name]) if name in bad else x
+  params = {"w": put("w", jnp.arange(8.0) + step), "half": put("half", jnp.ones(4, jnp.bfloat16))}
+  moments = {"mu": put("mu", jnp.zeros(8)), "best": jnp.asarray(bad.get("best", INF), jnp.float32)}
+  model_state = {"mean": put("mean", jnp.zeros(3)), "mask": jnp.where(jnp.arange(3) > 1, -INF, 0)}
+  codes = put("codes", jnp.zeros(4, jnp.float8_e5m2))
+  return TrainState(
+    jnp.int32(step),
+    params,
+    model_state,
+    {**moments, "codes": codes, "count": jnp.int32(step)},
+    jax.random.key(step),
+  )
+
+
+def opened(folder, keep=2):
+  checkpoints = Checkpoints(folder, keep=keep)
+  checkpoints.begin(make_state(0))
+  return checkpoints
+
+
+def save(checkpoints, step, skips=0, **bad):
+  return checkpoints.save(step, make_state(step, **bad), {}, {}, None, skips)
+
+
+@pytest.mark.parametrize(
+  ("bad", "leaf", "kinds"),
+  [
+    ({"w": NAN}, "params/w", ["NaN"]),
+    ({"half": -INF}, "params/half", ["inf"]),
+    ({"mean": NAN}, "model_state/mean", ["NaN"]),
+    ({"mu": INF}, "opt_state/mu", ["inf"]),
+    ({"codes": NAN}, "opt_state/codes", ["NaN"]),
+    ({"best": NAN}, "opt_state/best", ["NaN"]),  # it began as infinity, and as nothing else
+  ],
+)
+def test_a_state_that_is_not_finite_pushes_out_no_checkpoint(tmp_path, bad, leaf, kinds):
+  checkpoints = opened(tmp_path / "checkpoints")
+  assert [save(checkpoints, step) for step in (1, 2)] == [{}, {}]
+  for step in (3, 4, 5):
+    assert save(checkpoints, step, **bad) == {leaf: kinds}
+  checkpoints.close()
+  assert opened(tmp_path / "checkpoints").steps() == [1, 2]
+
+
+def test_what_began_infinite_may_stay_so_in_the_resumed_run_too(tmp_path):
+  checkpoints = opened(tmp_path / "checkpoints")
+  assert save(checkpoints, 1) == {}
+  checkpoints.close()
+  resumed = Checkpoints(tmp_path / "checkpoints")
+  assert resumed.restore_latest(make_state(0)).step == 1
+  assert save(resumed, 2, best=2.0) == {}
+  assert save(resumed, 3, mu=INF) == {"opt_state/mu": ["inf"]}
+  resumed.close()
+  unknown = Checkpoints(tmp_path / "other")  # a run whose first state held neither
+  assert unknown.save(1, make_state(1), {}, {}, None).keys() == {"opt_state/best", "model_state/mask"}
+  unknown.close()
+
+
+def test_a_shard_that_is_not_finite_is_one_of_the_whole(tmp_path):
+  on = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+  state = make_state(1, w=NAN)
+  state = state.replace(params={**state.params, "w": jax.device_put(state.params["w"], on)})
+  checkpoints = opened(tmp_path / "checkpoints")
+  assert checkpoints.save(1, state, {}, {}, None) == {"params/w": ["NaN"]}
+  checkpoints.close()
+
+
+def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tmp_path, monkeypatch):
+  folder = tmp_path / "run" / "checkpoints"
+  before = opened(folder, keep=3)
+  with monkeypatch.context() as patched:  # as an earlier release saved
+    patched.setattr(_integrity, "nonfinite", lambda *_: {})
+    for step, bad in ((2, {}), (4, {"w": NAN}), (6, {"w": NAN, "mu": INF})):
+      save(before, step, **bad)
+    before.close()
+  with pytest.raises(
+    CheckpointError, match=r"step 6 in .* is not finite: opt_state/mu holds inf, params/w holds"
+  ):
+    Checkpoints(folder, read_only=True).restore(6, make_state(0))
+  checkpoints = Checkpoints(folder)
+  resumed = checkpoints.restore_latest(make_state(0))
+  assert resumed.step == 2
+  assert resumed.damaged[1] == (
+    f"the checkpoint of step 4 is not finite: params/w holds NaN; moved to {tmp_path / 'run' / 'damaged' / '4'}"
+  )
+  assert save(checkpoints, 4) == {}
+  checkpoints.close()
+
+
+def test_steps_that_are_skipped_do_not_push_out_the_last_one_that_was_taken(tmp_path):
+  checkpoints = opened(tmp_path / "checkpoints")
+  for step, skips in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3)):
+    assert save(checkpoints, step, skips) == {}
+  checkpoints.wait()
+  assert checkpoints.steps() == [2, 4, 5]
+  for step in (6, 7):
+    save(checkpoints, step)
+  checkpoints.close()
+  assert opened(tmp_path / "checkpoints").steps() == [6, 7]
+
+
+# Runs.
+
+
+class Points:
+  """Rows around a line; from row `bad` on they are NaN."""
+
+  def __init__(self, count, bad=None):
+    self.count, self.bad = count, bad
+
+  def __len__(self):
+    return self.count
+
+  def __getitem__(self, index):
+    x = np.random.default_rng(index).normal(size=4).astype(np.float32)
+    y = np.float32(x.sum())
+    return {"x": x, "y": np.float32(np.nan) if self.bad is not None and index >= self.bad else y}
+
+
+def nan_once(learning_rate, *, at: int = 10):
+  """Makes plain descent whose update number `at` is NaN, and whose gradients never are."""
+
+  def update(updates, count, params=None):
+    return jax.tree.map(lambda g: jnp.where(count == at, jnp.nan, -0.05 * g), updates), count + 1
+
+  return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
+
+
+@pytest.fixture(autouse=True)
+def _kinds():
+  def lines(info):
+    loss = lambda params, batch: ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
+    return mpjax.train.Task(lambda key: {"w": jnp.zeros(4), "b": jnp.zeros(())}, loss)
+
+  mpjax.train.register_model("line")(lines)
+  mpjax.train.register_data("points")(lambda *, bad: (Points(64, bad), Points(16)))
+  mpjax.train.register_optimizer("nan_once")(nan_once)
+
+
+def config(out, steps=30, bad=None, **train):
+  return {
+    "policy": "fp32",
+    "out": str(out),
+    "model": {"kind": "line"},
+    "data": {"kind": "points", "bad": bad, "batch_size": 16},
+    "optimizer": {"name": None, "target": "nan_once", "clip_norm": None, "weight_decay": 0, "options": {}},
+    "mesh": {"data": 1},
+    "train": {"steps": steps, "checkpoint_every": 5, "eval_every": 1000, "log_every": 1} | train,
+  }
+
+
+def kept(out):
+  """The states of the checkpoints that are there, by step."""
+  setup = make_setup(load_config(out / "config.yaml"))
+  checkpoints = Checkpoints(out / "checkpoints", read_only=True)
+  states = {step: checkpoints.restore(step, setup.abstract_state()).state for step in checkpoints.steps()}
+  checkpoints.close()
+  return states
+
+
+@pytest.mark.parametrize("steps", [30, 12])  # NaN at a checkpoint on the way, and at the end
+def test_a_run_whose_parameters_are_nan_ends_with_status_3_and_keeps_the_last_good_ones(tmp_path, steps):
+  out, settings = tmp_path / "run", {"steps": steps, "skip_nonfinite": False}
+  for _ in range(2):  # the same command again does not resume from NaN
+    with pytest.raises(Stuck) as stopped:
+      mpjax.train.run(config(out, **settings))
+    first, last = str(stopped.value).split("\n")
+    assert f"stopped at step {min(steps, 15)}: the state is not finite" in first
+    assert "parameters b (NaN), w (NaN)" in first
+    assert f"the last finite checkpoint is of step 10: train.init_from={out} with another out=" in last
+    assert "train.skip_nonfinite=true" in last
+    assert stopped.value.exit_status == 3
+    assert not (out / "summary.json").exists()
+    states = kept(out)
+    assert sorted(states) == [5, 10]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([s.params for s in states.values()]))
+  new = config(tmp_path / "new", steps=5, init_from=str(out))
+  new["optimizer"]["options"] = {"at": 1000}
+  assert mpjax.train.run(new).final_loss < records(out)[9]["loss"]
+
+
+def test_checkpoints_of_a_run_with_one_nan_update_keep_one_from_before_it(tmp_path):
+  with pytest.raises(Stuck) as stopped:
+    mpjax.train.run(config(tmp_path / "run", steps=100, max_skips=8))
+  states = kept(tmp_path / "run")
+  assert any(step <= 10 for step in states)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([s.params for s in states.values()]))
+  assert "the last finite checkpoint is of step" in str(stopped.value)
+
+
+def test_a_run_that_ends_with_a_nan_loss_is_not_finished(tmp_path, capsys):
+  file = tmp_path / "config.yaml"
+  file.write_text(json.dumps(config(tmp_path / "run", steps=3, bad=0)))
+  for _ in range(2):
+    assert main(["train", str(file)]) == 3
+    shown = capsys.readouterr()
+    assert "run finished" not in shown.out
+    assert "error: stopped at step 3, the last: its loss is nan" in shown.err
+    assert "the last finite checkpoint is of step 3" in shown.err
+  assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_no_run_starts_from_parameters_that_are_nan(tmp_path):
+  first = config(tmp_path / "first", steps=2, export="safetensors")
+  file = mpjax.train.run(first).export
+  content = bytearray(file.read_bytes())
+  content[-4:] = np.float32(np.nan).tobytes()
+  file.write_bytes(content)
+  with pytest.raises(ConfigError, match=r"train.init_from=.*: params/\w holds NaN"):
+    mpjax.train.run(config(tmp_path / "second", init_from=str(file)))
