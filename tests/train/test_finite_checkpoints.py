@@ -1,6 +1,7 @@
 """Checkpoints of states that are not finite: never kept, never resumed from, and the end of a run."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from mpjax.cli import main
 from mpjax.step import TrainState
 from mpjax.train import ConfigError, Stuck, load_config, make_setup
 from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
+from mpjax.train.monitors import nonfinite_report
 from tests.train._tiny_gpt import records
 
 NAN, INF = jnp.nan, jnp.inf
@@ -231,3 +233,23 @@ def test_no_run_starts_from_parameters_that_are_nan(tmp_path):
   file.write_bytes(content)
   with pytest.raises(ConfigError, match=r"train.init_from=.*: params/\w holds NaN"):
     mpjax.train.run(config(tmp_path / "second", init_from=str(file)))
+
+
+def test_the_report_of_a_stopped_run_names_each_part_of_the_state_and_not_what_began_infinite():
+  loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16")
+  state, batch = step.init({"w": jnp.ones(3)}), jnp.ones((4, 3))
+  fine = nonfinite_report(step, state, batch)
+  assert fine.startswith("every tensor is finite")
+  skipped = nonfinite_report(step, state, batch, bad_update=True)
+  assert "loss and gradients are finite: the optimizer's update" in skipped
+  assert "try: a larger eps" in skipped
+  spoilt = jax.tree.map(lambda x: x.at[0].set(NAN) if x.shape == (3,) else x, state.opt_state)
+  report = nonfinite_report(step, state.replace(opt_state=spoilt), batch)
+  first, last = report.split("\n")
+  assert re.match(r"non-finite optimizer state: \S*mu/w \(1 NaN of 3\); \S*nu/w \(1 NaN of 3\)", first)
+  assert "start from the last finite checkpoint" in last
+  leaves = re.findall(r"(\S+) \(1 NaN", first)
+  assert (
+    nonfinite_report(step, state.replace(opt_state=spoilt), batch, [f"opt_state/{x}" for x in leaves]) == fine
+  )

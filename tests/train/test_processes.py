@@ -215,6 +215,21 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
 
 
 @pytest.mark.slow
+def test_a_state_that_rows_of_one_process_make_nan_is_saved_by_none(start, tmp_path):
+  (tmp_path / "vit.yaml").write_text(VIT)
+  out = tmp_path / "run"
+  options = ["policy=fp32", "mesh={data: 1, fsdp: 2}", "train.skip_nonfinite=false", f"out={out}"]
+  faults = {"FAULTS": json.dumps({"inf": [1, 3]})}
+  run = start(2, [str(tmp_path / "vit.yaml"), *options], "tests/train/_faulty_train.py", **faults)
+  statuses, _, errors = run.end()
+  assert statuses == [3, 3], errors
+  assert errors[0].startswith("error: stopped at step 4: the state is not finite")
+  assert "the last finite checkpoint is of step 2:" in errors[0]
+  assert errors[1] == ""
+  assert [path.name for path in (out / "checkpoints").iterdir()] == ["2"]
+
+
+@pytest.mark.slow
 def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, monkeypatch, capsys):
   from mpjax.train.data import Data
 
