@@ -113,13 +113,11 @@ def mean_of_batches(values: Sequence[Array | Average]) -> float:
   Args:
     values: of one metric, one a batch.
   """
-  parts = [
-    value if isinstance(value, Average) else Average(value, 1) for value in jax.device_get(list(values))
-  ]
-  counted = [part for part in parts if part.count]
+  on_host = jax.device_get(list(values))
+  pairs = [(each.total, each.count) if isinstance(each, Average) else (each, 1) for each in on_host]
+  totals, counts = np.array([pair for pair in pairs if pair[1]], np.float64).reshape(-1, 2).T
   with np.errstate(invalid="ignore"):  # infinities of both signs
-    total = np.sum([part.total for part in counted], dtype=np.float64)
-  return float(total / np.sum([part.count for part in counted], dtype=np.float64)) if counted else math.nan
+    return float(totals.sum() / counts.sum()) if len(counts) else math.nan
 
 
 def apply(

@@ -93,7 +93,7 @@ def sealed(
   # In the kinds, so that a release which does not know of it says that this is another state.
   note = lambda path: "" if heads_of(path, by_head) is None else _BY_HEAD
   kinds = {path: kind + note(path) for path, kind in tree_kinds(state).items()}
-  integrity = {"kinds": kinds, "state": examined.checksums} | {
+  integrity: dict[str, Any] = {"kinds": kinds, "state": examined.checksums} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }
   integrity["origin"] = origin

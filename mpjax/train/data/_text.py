@@ -105,16 +105,16 @@ class PaddedWindows:
     self._tokens, self._seq_len = tokens, seq_len
     self._ends = np.cumsum(lengths, dtype=np.int64)
     self._lengths = np.asarray(lengths, np.int64)
-    self._last_rows = np.cumsum(-(-np.maximum(self._lengths - 1, 0) // seq_len))
+    self._last_rows = np.cumsum(-(-np.maximum(self._lengths - 1, 0) // seq_len), dtype=np.int64)
 
   def __len__(self) -> int:
     return int(self._last_rows[-1]) if len(self._last_rows) else 0
 
   def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    at = np.searchsorted(self._last_rows, index, side="right")
+    at = int(np.searchsorted(self._last_rows, index, side="right"))
     first_row = self._last_rows[at - 1] if at else 0
-    start = self._ends[at] - self._lengths[at] + (index - first_row) * self._seq_len
-    inside = self._tokens[start : min(start + self._seq_len + 1, self._ends[at])]
+    start = int(self._ends[at] - self._lengths[at] + (index - first_row) * self._seq_len)
+    inside = self._tokens[start : min(start + self._seq_len + 1, int(self._ends[at]))]
     row = np.zeros(self._seq_len + 1, np.int32)
     row[: len(inside)] = inside
     return {"tokens": row, "mask": np.arange(len(row)) < len(inside)}

@@ -84,9 +84,8 @@ def gpt(
       return cross_entropy(logits, labels) if where is None else masked_cross_entropy(logits, labels, where)
     x = model.hidden(tokens, rng=row_rngs)
     with jax.named_scope("head"):  # as in the model
-      return linear_cross_entropy(
-        x, model.head_kernel, labels, where=where, rows=loss_rows, as_average=masked
-      )
+      loss = functools.partial(linear_cross_entropy, x, model.head_kernel, labels, rows=loss_rows)
+      return loss() if where is None else loss(where=where, as_average=True)
 
   def evaluate(model: GPT, batch: _Batch) -> dict[str, Array | Average]:
     loss = loss_fn(model, batch)
