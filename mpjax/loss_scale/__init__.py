@@ -3,6 +3,7 @@
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._convert import export_loss_scale, import_loss_scale
 from mpjax.loss_scale._finite import all_finite
+from mpjax.loss_scale._gradient_norm import gradient_norm
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale
 from mpjax.loss_scale._monitor import (
   loss_scale_metrics,
@@ -34,6 +35,7 @@ __all__ = [
   "dynamic_loss_scale",
   "export_loss_scale",
   "get_loss_scale",
+  "gradient_norm",
   "import_loss_scale",
   "keep_if_finite",
   "layerwise_loss_scale",

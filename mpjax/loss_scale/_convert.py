@@ -17,8 +17,8 @@ from mpjax.loss_scale._presets import (
   LossScaling,
   LossScalingSpec,
   number,
-  parse_loss_scaling,
   positive_integer,
+  scaling_of,
 )
 from mpjax.loss_scale._state_access import get_loss_scale
 from mpjax.loss_scale._transform import LossScaleState, first_state, with_loss_scaling
@@ -79,7 +79,7 @@ def export_loss_scale(
   """
   if to not in _TARGETS:
     raise ValueError(f"to={to!r}: expected one of {', '.join(_TARGETS)}")
-  config = parse_loss_scaling(scaling)
+  config = scaling_of(scaling)
   if config is None:
     raise ValueError(f"scaling={scaling!r} is no loss scaling: there is nothing to export")
   state = get_loss_scale(opt_state, path=path)

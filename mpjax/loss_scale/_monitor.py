@@ -17,7 +17,7 @@ from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._presets import positive_integer
-from mpjax.loss_scale._state_access import all_loss_scales, find_states, get_loss_scale
+from mpjax.loss_scale._state_access import find_loss_scales, find_states, get_loss_scale
 
 _FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite", "updates_finite")
 
@@ -86,12 +86,9 @@ def loss_scale_metrics(opt_state: PyTree) -> Metrics:
 
   Returns:
     `loss_scale` f32[], `good_steps`, `skipped_steps`, `consecutive_skips` i32[], `grads_finite`,
-    `updates_finite` bool[].
-
-  Raises:
-    ValueError: if there is no loss scale.
+    `updates_finite` bool[]; `{}` without a loss scale, so that one loop serves every policy.
   """
-  found = all_loss_scales(opt_state)
+  found = find_loss_scales(opt_state)
   metrics = {}
   for path, state in found.items():
     prefix = "" if len(found) == 1 else f"{path}/"

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, PyTree
 
@@ -16,8 +15,7 @@ from mpjax._average import is_average
 from mpjax._lazy import nnx
 from mpjax._tree import cast_like, named_leaves
 from mpjax.loss_scale._skip import is_array, keep_if
-from mpjax.loss_scale._state_access import find_scaler
-from mpjax.loss_scale._transform import LossScaleState
+from mpjax.loss_scale._state_access import scaler_of
 
 T = TypeVar("T")
 
@@ -46,7 +44,7 @@ def value_and_grad(
 
   Args:
     fun: returns the loss, floating [] or an `mpjax.Average`; with `has_aux`, `(loss, aux)`.
-    opt_state: what `mpjax.get_loss_scale` takes: an optax state or an `nnx.Optimizer`.
+    opt_state: the optimiser's state, from `tx.init(params)` or the last update, or an `nnx.Optimizer`.
     argnums: the positional argument, or arguments, to differentiate; for an `nnx.Module` an `nnx.DiffState`,
       too.
     has_aux: whether `fun` returns something beside the loss; it is handed on untouched.
@@ -56,12 +54,14 @@ def value_and_grad(
     A function with the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
   Raises:
-    TypeError: if `fun` is no function, or `opt_state` is an optimiser in place of its state.
+    TypeError: if `fun` is no function, or `opt_state` is no optimiser's state: an optimiser, a policy, its
+      name, a number, a module, or parameters. An array, a mapping or a list counts as parameters if all its
+      leaves are inexact; `optax.chain(transform)` makes a tuple of a state of your own that is such a tree.
     ValueError: if there are several loss scales that `path` fits.
   """
   if not callable(fun):
     raise TypeError(f"fun is a {type(fun).__name__}: call mpjax.value_and_grad(loss_fn, opt_state)")
-  scaler = _scaler(opt_state, path)
+  scaler = scaler_of(opt_state, path=path)
 
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -87,7 +87,7 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
   BatchNorm statistics, counters, caches.
 
   Args:
-    opt_state: the state that the step's `update` returned: what `mpjax.get_loss_scale` takes. Without a loss
+    opt_state: the state that the step's `update` returned, as `mpjax.value_and_grad` takes it. Without a loss
       scale no step is skipped, and `new` is returned.
     new: any tree, such as linen's `batch_stats` or `nnx.state(model, nnx.BatchStat)`.
     old: the same tree from before the step; of a module that changes in place
@@ -98,10 +98,10 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
     A tree in the dtypes of `old`; leaves that are not arrays are those of `new`.
 
   Raises:
-    TypeError: if `opt_state` is an optimiser in place of its state.
+    TypeError: if `opt_state` is no optimiser's state.
     ValueError: if `new` and `old` differ in structure, or there are several loss scales that `path` fits.
   """
-  scaler = _scaler(opt_state, path)
+  scaler = scaler_of(opt_state, path=path)
   if _variables(new) & _variables(old):
     raise ValueError(
       "new and old are the same Variables of a module, which changes in place: take the arrays before the "
@@ -122,13 +122,6 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
   keep = lambda new, old: keep_if(scaler.taken, new, old) if is_array(new) else new
   kept: T = jax.tree.map(keep, new, old)
   return kept
-
-
-def _scaler(opt_state: PyTree, path: str | None) -> LossScaleState | None:
-  # A transform is a tree, too, in which no scale would be found.
-  if isinstance(opt_state, optax.GradientTransformation):
-    raise TypeError("opt_state is an optimiser: pass its state, opt_state = tx.init(params)")
-  return find_scaler(opt_state, path=path)
 
 
 def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:

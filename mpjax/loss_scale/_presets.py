@@ -204,6 +204,37 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
     ) from error
 
 
+def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
+  """Returns what `parse_loss_scaling` does, and for a policy's name or string what that policy says.
+
+  A word that is a loss scaling itself (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) stays one.
+
+  Raises:
+    ValueError: names the part that is wrong and the choices.
+  """
+  if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
+    return parse_loss_scaling(spec)
+  # A policy is made of loss scalings: what reads one lies above, and is loaded once both are there.
+  from mpjax.policy import get_policy
+
+  try:
+    policy = get_policy(spec)
+  except ValueError as error:
+    raise ValueError(
+      f"loss_scaling={spec!r} is neither a loss scaling (none, dynamic, {', '.join(PRESETS)}, a number) nor "
+      f"a policy: {error}" + did_you_mean(spec, ["none", "dynamic", *PRESETS])
+    ) from error
+  return policy.loss_scaling
+
+
+def _is_number(text: str) -> bool:
+  try:
+    float(text)
+  except ValueError:
+    return False
+  return True
+
+
 def is_power_of_two(value: float) -> bool:
   """Returns whether `value` is a positive power of two."""
   return math.frexp(value)[0] == 0.5

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Float32, Num, PyTree
 
 from mpjax._lazy import nnx
+from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._transform import LossScaleState
 
 T = TypeVar("T")
@@ -20,18 +24,24 @@ def scale_loss(
 ) -> Float32[Array, "..."]:
   """Returns the loss times the loss scale, in float32 whatever the loss's dtype.
 
-  Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of.
+  Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of. Where
+  `opt_state` has no loss scale the loss is only cast, so one loop serves every policy.
 
   Args:
     loss: a number [] (or any shape: every element is scaled).
-    opt_state: what `get_loss_scale` takes.
+    opt_state: an optimiser's state, as `mpjax.value_and_grad` takes it.
     path: which loss scale is meant, where there are several.
 
   Returns:
     f32 of the loss's shape.
+
+  Raises:
+    TypeError: if `opt_state` is no optimiser's state.
+    ValueError: if there are several loss scales that `path` fits.
   """
-  loss = jnp.asarray(loss)  # what an `Average` is worth
-  return loss.astype(jnp.float32) * get_loss_scale(opt_state, path=path).scale
+  scaler = scaler_of(opt_state, path=path)
+  loss = jnp.asarray(loss).astype(jnp.float32)  # of an `Average`, what it is worth
+  return loss if scaler is None else loss * scaler.scale
 
 
 def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleState:
@@ -61,6 +71,55 @@ def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleSt
 def find_scaler(opt_state: PyTree, *, path: str | None = None) -> LossScaleState | None:
   """Returns what `get_loss_scale` does; `None` where there is no loss scale at all."""
   return get_loss_scale(opt_state, path=path) if find_loss_scales(opt_state) else None
+
+
+def scaler_of(opt_state: PyTree, *, path: str | None = None) -> LossScaleState | None:
+  """Returns what `find_scaler` does, for an argument that a user may mistake.
+
+  Refused are an optimiser, a module, a leaf that is no array (a name, a policy, a number), a function, a
+  mapping with strings, and what parameters are: an array, a mapping or a list whose leaves are all inexact,
+  without a NamedTuple, of which optax makes its states. A tuple is taken, since a chain's state is one; so is
+  a tree with an integer, which may be a count.
+
+  Raises:
+    TypeError: if `opt_state` is no optimiser's state.
+    ValueError: if there are several loss scales that `path` fits.
+  """
+  scaler = find_scaler(opt_state, path=path)
+  mistaken = _mistaken_for_state(opt_state) if scaler is None else None
+  if mistaken is not None:
+    raise TypeError(f"opt_state is {mistaken}")
+  return scaler
+
+
+def _mistaken_for_state(value: PyTree) -> str | None:
+  """Returns what `value` is in place of an optimiser's state, and the way out; `None` if it may be one."""
+  way_out = "pass its state, opt_state = tx.init(params)"
+  if isinstance(value, optax.GradientTransformation):
+    return f"an optimiser: {way_out}"
+  if isinstance(value, nnx.Optimizer):
+    return None
+  way_out = "pass the state of the optimiser, opt_state = tx.init(params)"
+  if isinstance(value, (str, int, float)):
+    shown = reprlib.repr(value)
+  else:
+    shown = "an array" if isinstance(value, (jax.Array, np.ndarray)) else f"a {type(value).__name__}"
+  leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Variable) or _is_named_tuple(x))
+  if isinstance(value, nnx.Module) or callable(value) or any(isinstance(x, nnx.Param) for x in leaves):
+    return f"{shown}: {way_out}, or the nnx.Optimizer"
+  alone = len(leaves) == 1 and leaves[0] is value and not _is_named_tuple(value)
+  if any(isinstance(x, str) for x in leaves) or (alone and not hasattr(value, "dtype")):
+    return f"{shown}: {way_out}"
+  if (alone or isinstance(value, (Mapping, list))) and leaves and all(map(is_inexact, leaves)):
+    return (
+      f"{shown}, as parameters are: {way_out}; if it is the state of a transform of your own, make that "
+      "optax.chain(transform), whose state is a tuple"
+    )
+  return None
+
+
+def _is_named_tuple(x: object) -> bool:
+  return isinstance(x, tuple) and hasattr(x, "_fields")
 
 
 def all_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:

@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
-from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, parse_loss_scaling
+from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, scaling_of
 from mpjax.loss_scale._skip import Guard, after_update, update_if_finite
 
 
@@ -168,14 +168,15 @@ def with_loss_scaling(
   """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself where there is none.
 
   ```python
-  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), mpjax.get_policy("fp16"))  # around the whole chain
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "fp16")  # around the whole chain
   ```
 
   Args:
     inner: any optax transform; it sees the unscaled gradients.
-    spec: an `mpjax.LossScaling`; an `mpjax.Policy`, for its `loss_scaling`; the name of a preset
-      (`grad_scaler`, `megatron`, `deepspeed`, `keras`, `jmp`, `flax`) or `"dynamic"`; a number, for a static
-      scale; a mapping of `LossScaling`'s fields, with `preset` to start from; `None` or `"none"`.
+    spec: an `mpjax.LossScaling`; an `mpjax.Policy` or its name (`"fp16"`, `"16-mixed"`, `"auto"`, a string of
+      `jmp`), for its `loss_scaling`; the name of a preset (`grad_scaler`, `megatron`, `deepspeed`, `keras`,
+      `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields, with
+      `preset` to start from; `None` or `"none"`.
     axis_name: as for `dynamic_loss_scale`.
     branch_on_cpu: skip by a branch where the program runs on a CPU, which is faster for gradients that come
       from half precision, and holds gradients and updates in memory. No other platform is given a branch,
@@ -187,7 +188,7 @@ def with_loss_scaling(
   """
   if isinstance(spec, optax.GradientTransformation):
     raise TypeError("the arguments are swapped: call mpjax.with_loss_scaling(tx, loss_scaling)")
-  config = parse_loss_scaling(spec)
+  config = scaling_of(spec)
   if config is None:
     return inner
   return make_loss_scale(inner, config, skip_nonfinite=True, axis_name=axis_name, branch_on_cpu=branch_on_cpu)

@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float32
 
 from mpjax._tree import path_text
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import cast_floating, widen_floating
 from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
-from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, keep_from, map_parts, show
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
 from mpjax.optim import (
@@ -104,19 +102,6 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
     return (kept if find_scaler(state) is None else tx).update(updates, state, params, **extra)
 
   return optax.GradientTransformationExtraArgs(kept.init, update)
-
-
-def gradient_norm(grads: PyTree, opt_state: PyTree) -> Float32[Array, ""]:
-  """Computes the global norm of unscaled gradients; leaves that are overwritten are none.
-
-  Args:
-    grads: as the optimiser takes them; scaled, if there is a loss scale.
-    opt_state: the state that they are for.
-  """
-  scaler = find_scaler(opt_state)
-  scale = jnp.ones([], jnp.float32) if scaler is None else scaler.scale
-  squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(unscale(hide(grads), scale))]
-  return jnp.sqrt(sum(squares, start=jnp.zeros([]))).astype(jnp.float32)
 
 
 def apply_step(policy: Policy, params: PyTree, updates: PyTree) -> PyTree:

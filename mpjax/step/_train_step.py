@@ -29,6 +29,7 @@ from mpjax.dtypes import widen_floating
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import all_finite, get_loss_scale
 from mpjax.loss_scale._finite import is_inexact, unscale
+from mpjax.loss_scale._gradient_norm import unscaled_norm
 from mpjax.loss_scale._overwritten import hide, show
 from mpjax.loss_scale._skip import flow_of, keep_if
 from mpjax.loss_scale._state_access import find_scaler
@@ -50,7 +51,6 @@ from mpjax.step._micro_batches import first_of_batch
 from mpjax.step._optimizer import (
   adopt_opt_state,
   apply_step,
-  gradient_norm,
   masters_of,
   set_masters,
   user_state,
@@ -377,7 +377,7 @@ class TrainStep:
       extra["state_finite"] = all_finite(changed)
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
-      metrics |= {"grad_norm": gradient_norm(grads, state.opt_state)}
+      metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}
     metrics["loss"] = loss
     scaler = find_scaler(opt_state)
     if scaler is not None:
