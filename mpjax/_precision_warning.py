@@ -1,4 +1,4 @@
-"""`PrecisionWarning`: a bare dtype as a policy, which holds everything in it."""
+"""`PrecisionWarning`: a policy that is probably not meant, or whose loss scale nobody applies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import jmp
 
 from mpjax._types import PolicyLike
 from mpjax.dtypes import DTYPE_NAMES
-from mpjax.policies import presets
-from mpjax.policy import get_policy
+from mpjax.policies import ALIASES, presets
+from mpjax.policy import Policy, get_policy
 
 
 class PrecisionWarning(UserWarning):
-  """A policy is probably not the one that was meant: a bare dtype, which holds everything in it."""
+  """A policy is probably not the one that was meant: a bare dtype, or one whose loss scale nobody applies."""
 
 
 def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | None:
-  """Returns what to say of a policy that is a bare half-precision dtype; `None` of any other."""
+  """Returns what to say of a policy that is a bare half-precision dtype, also by another library's name.
+
+  `None` for any other policy.
+  """
   if isinstance(spec, str):
-    text = spec.strip()
+    text = ALIASES.get(spec.strip(), spec.strip())
     bare = text not in presets() and (text == "half" or text in DTYPE_NAMES)
   else:
     bare = not isinstance(spec, (Mapping, jmp.Policy))
@@ -29,9 +32,15 @@ def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | Non
     return None
   name = policy.compute_dtype.name
   meant, has = ("bf16", "") if name == "bfloat16" else ("fp16", " and loss scaling")
+  adam = ""
+  if name == "float16":
+    adam = (
+      "Adam in float16 gives NaN for a zero gradient, since its eps of 1e-8 is 0 there "
+      "(optimizer_dtype=float32 keeps its state in float32); "
+    )
   return (
     f"policy {policy.name!r} means {name} for everything, also for parameters, optimiser state and outputs; "
-    f"did you mean {meant!r}, which has float32 master weights{has}? If not, say {str(policy)!r}"
+    f"{adam}did you mean {meant!r}, which has float32 master weights{has}? If not, say {str(policy)!r}"
   )
 
 
@@ -40,3 +49,29 @@ def warn_of_bare_dtype(spec: PolicyLike, stacklevel: int = 2) -> None:
   advice = bare_dtype_advice(spec)
   if advice is not None:
     warnings.warn(advice, PrecisionWarning, stacklevel=stacklevel + 1)
+
+
+def warn_of_auto(policy: Policy, stacklevel: int = 2) -> None:
+  """Warns of `autocast` without a policy where the backend has chosen one that scales the loss."""
+  if policy.loss_scaling is not None:
+    warnings.warn(
+      f"autocast without a policy is {policy.reason}, which autocast cannot apply: small gradients become "
+      "zero. Write mpjax.autocast(fun, 'bf16'); or, to scale the loss, mpjax.with_loss_scaling(tx, 'auto') "
+      "and mpjax.value_and_grad(mpjax.autocast(fun, 'auto'), opt_state), as mpjax.make_train_step does",
+      PrecisionWarning,
+      stacklevel=stacklevel + 1,
+    )
+
+
+def warn_without_scale(spec: PolicyLike, stacklevel: int = 2) -> None:
+  """Warns of a policy that scales the loss, for a function that found no loss scale to do so."""
+  policy = get_policy(spec)
+  if policy.loss_scaling is not None:
+    name = policy.label
+    warnings.warn(
+      f"the policy {name!r} of this autocast scales the loss, and opt_state has no loss scale: small "
+      f"gradients become zero. Wrap the optimiser, tx = mpjax.with_loss_scaling(tx, {name!r}), or take a "
+      "policy that needs none, such as 'bf16'",
+      PrecisionWarning,
+      stacklevel=stacklevel + 1,
+    )

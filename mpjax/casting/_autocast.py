@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._precision_warning import warn_of_bare_dtype
+from mpjax._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import execute
@@ -17,12 +17,20 @@ from mpjax.casting._half_precision import NO_REGIONS, tracing
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION
+from mpjax.loss_scale._own_loops import WITHOUT_SCALE
 from mpjax.policy import get_policy, matmul_precision
+
+
+class _NotGiven(str):
+  """The policy of a call that names none: the same string, told from it by its type."""
+
+
+_AUTO = _NotGiven("auto")
 
 
 def autocast(
   fun: Callable[..., Any] | None = None,
-  policy: PolicyLike = "auto",
+  policy: PolicyLike = _AUTO,
   *,
   ops: OpLists | None = None,
   overrides: Mapping[str, PolicyLike] | None = None,
@@ -72,7 +80,9 @@ def autocast(
     TypeError: when called, if `fun` returns something that is neither array nor number.
 
   Warns:
-    PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype.
+    PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype;
+      without a policy on a GPU, which makes it `fp16`, whose loss scale autocast cannot apply; and by
+      `mpjax.value_and_grad` of it, if the policy scales the loss and the optimiser's state has no loss scale.
   """
   if ops is not None and not isinstance(ops, OpLists):
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
@@ -88,6 +98,8 @@ def autocast(
     )
 
   warn_of_bare_dtype(policy)
+  if isinstance(policy, _NotGiven):
+    warn_of_auto(get_policy(policy))
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +116,8 @@ def autocast(
       results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
       return traced.finish(results, resolved)
 
+  # `value_and_grad` knows the state of the optimiser, and nothing of policies.
+  setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))
   return wrapped
 
 

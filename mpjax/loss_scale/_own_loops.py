@@ -19,6 +19,9 @@ from mpjax.loss_scale._state_access import scaler_of
 
 T = TypeVar("T")
 
+# The name under which `autocast` puts a warning on what it returns: of a policy that scales the loss.
+WITHOUT_SCALE = "mpjax_without_loss_scale"
+
 
 def value_and_grad(
   fun: Callable[..., Any],
@@ -58,10 +61,16 @@ def value_and_grad(
       name, a number, a module, or parameters. An array, a mapping or a list counts as parameters if all its
       leaves are inexact; `optax.chain(transform)` makes a tuple of a state of your own that is such a tree.
     ValueError: if there are several loss scales that `path` fits.
+
+  Warns:
+    PrecisionWarning: if `fun` is an `mpjax.autocast` under a policy that scales the loss, such as `fp16`, and
+      `opt_state` has no loss scale.
   """
   if not callable(fun):
     raise TypeError(f"fun is a {type(fun).__name__}: call mpjax.value_and_grad(loss_fn, opt_state)")
   scaler = scaler_of(opt_state, path=path)
+  if scaler is None:
+    getattr(fun, WITHOUT_SCALE, lambda: None)()
 
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:

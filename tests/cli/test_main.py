@@ -187,7 +187,7 @@ def test_the_wheel_alone_trains_from_any_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("policy", "meant"), [("bfloat16", "bf16"), ("float16", "fp16"), ("16-true", None), ("fp32", None)]
+  ("policy", "meant"), [("bfloat16", "bf16"), ("float16", "fp16"), ("16-true", "fp16"), ("bf16-true", None)]
 )
 def test_a_bare_dtype_as_a_policy_is_one_line_on_stderr(policy, meant, capsys):
   assert main(["plan", "gpt_stdlib", f"policy={policy}", "--analytic", "mesh.data=1"]) == 0
