@@ -98,6 +98,7 @@ def make_train_step(
   Returns:
     A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
     `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
+    `learning_rate` is among the metrics where `optax.inject_hyperparams` keeps it.
 
   Raises:
     ValueError: if the policy is not understood, asks for something that this step does not do, or

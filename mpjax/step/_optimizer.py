@@ -11,11 +11,16 @@ import numpy as np
 import optax
 
 from mpjax._tree import path_text
-from mpjax._types import Array, PyTree
+from mpjax._types import Array, Metrics, PyTree
 from mpjax.dtypes import cast_floating, widen_floating
 from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
 from mpjax.loss_scale._overwritten import hide, keep_from, map_parts, show
-from mpjax.loss_scale._state_access import find_loss_scales, find_scaler, refuse_multi_steps_outside
+from mpjax.loss_scale._state_access import (
+  find_loss_scales,
+  find_scaler,
+  find_states,
+  refuse_multi_steps_outside,
+)
 from mpjax.optim import (
   MasterWeightsState,
   QuantizedState,
@@ -102,6 +107,22 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
     return (kept if find_scaler(state) is None else tx).update(updates, state, params, **extra)
 
   return optax.GradientTransformationExtraArgs(kept.init, update)
+
+
+def stated_rate(opt_state: PyTree) -> Metrics:
+  """Returns the `learning_rate` that a state says, f32[], as `optax.inject_hyperparams` keeps it; else `{}`.
+
+  Also `{}` where several states say one. After a step it is the rate that the update was made with; after a
+  skipped one, that of the update before.
+  """
+  stated = [
+    state.hyperparams["learning_rate"]
+    for state in find_states(opt_state, optax.InjectStatefulHyperparamsState).values()
+    if "learning_rate" in state.hyperparams
+  ]
+  if len(stated) != 1 or jnp.ndim(stated[0]) > 0:
+    return {}
+  return {"learning_rate": jnp.asarray(stated[0], jnp.float32)}
 
 
 def apply_step(policy: Policy, params: PyTree, updates: PyTree) -> PyTree:

@@ -53,6 +53,7 @@ from mpjax.step._optimizer import (
   apply_step,
   masters_of,
   set_masters,
+  stated_rate,
   user_state,
   warn_of_what_begins_anew,
   with_policy,
@@ -378,7 +379,7 @@ class TrainStep:
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
       metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}
-    metrics["loss"] = loss
+    metrics = stated_rate(opt_state) | metrics | {"loss": loss}
     scaler = find_scaler(opt_state)
     if scaler is not None:
       keep = functools.partial(keep_if, scaler.taken)

@@ -75,7 +75,8 @@ class Records:
       self._speed: self._per_step / step_time,
       **values,
     }
-    return record | {"learning_rate": self._learning_rate(record)}
+    # An optimiser of a plug-in may have a rate of its own, which its state says.
+    return record if "learning_rate" in record else record | {"learning_rate": self._learning_rate(record)}
 
   def scalars(self, record: dict[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record that are drawn: without a loss scale where the policy has none."""
