@@ -1,182 +1,161 @@
-"""`check_loss_scaling`: whether an optimiser with a loss scale in it is right, found by trying it."""
+"""`check_loss_scaling`: whether a loss scale does its work, in an optimiser, a step or a loss."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._types import Array, ArrayLike, PyTree
-from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._monitor import TrackSkipsState
-from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
-from mpjax.loss_scale._state_access import all_loss_scales, refuse_multi_steps_outside
-from mpjax.loss_scale._transform import LossScaleState
+from mpjax._average import is_average
+from mpjax._lazy import nnx
+from mpjax._types import Array, PyTree
+from mpjax.loss_scale._check_optimizer import check_optimizer
+from mpjax.loss_scale._check_own_step import (
+  check_own_step,
+  copied,
+  highest_finite,
+  lower_scales,
+  shrinks,
+)
+from mpjax.loss_scale._finite import all_finite, is_inexact, unscale
+from mpjax.loss_scale._overwritten import hide
+from mpjax.loss_scale._own_loops import has_module, value_and_grad
+from mpjax.loss_scale._presets import LossScaling
+from mpjax.loss_scale._state_access import all_loss_scales, find_loss_scales, with_scale
+from mpjax.loss_scale._transform import LossScaleState, first_state
+from mpjax.loss_scale._two_scales import scale_dependent
 
-_State: TypeAlias = LossScaleState | TrackSkipsState
-_Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-# Far apart: a clip outside may sit at any size. None is below 1, the least that a transform need take. The
-# made-up gradients are in float32, which holds them at both.
-_SCALES = (1.0, 2.0**40)
-_WAY_OUT = (
-  "the loss scale belongs outermost, as in "
-  "mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
+_USAGE = (
+  "expected an optimiser and parameters, check_loss_scaling(tx, params); a step that make_train_step made, "
+  "check_loss_scaling(step, state, batch); your own step or a loss function with its arguments"
 )
 
 
-def check_loss_scaling(tx: optax.GradientTransformation, params: PyTree, **extra_args: object) -> None:
-  """Tries `tx` on made-up gradients, and raises if its loss scale does not do its work.
+@runtime_checkable
+class _MadeStep(Protocol):
+  """An `mpjax.TrainStep`, of which only this is known here."""
+
+  tx: optax.GradientTransformation
+
+  def gradients(self, state: Any, batch: PyTree) -> tuple[Any, PyTree]:
+    """Computes the loss and the unscaled gradients."""
+
+
+def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
+  """Tries an optimiser, a training step or a loss, and raises if its loss scale does not do its work.
 
   ```python
-  mpjax.check_loss_scaling(tx, params)  # before the first step
+  mpjax.loss_scale.check_loss_scaling(tx, params)  # before the first step
+  mpjax.loss_scale.check_loss_scaling(train_step, state, batch)  # of make_train_step
+  mpjax.loss_scale.check_loss_scaling(my_step, params, opt_state, batch)
+  mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)
   ```
 
-  Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
-  leaf in turn, has to leave parameters and state bit for bit as they were. So it finds a clip or a moving
-  average outside the loss scale, a mask that lets a leaf by, a count that goes on.
+  - An optimiser takes made-up gradients: updates must not depend on the scale, and a gradient that is not
+    finite must leave everything as it was. This finds a clip or moments outside the loss scale.
+  - A step of your own runs with an infinite scale, which must make it skip, and at several others, which must
+    give the same parameters and state. This finds gradients of a loss that nobody scaled, as by
+    `jax.value_and_grad`: the optimiser divides them by the scale, and parameters stand still.
+  - The gradients of a loss function, and of a step that `make_train_step` made, must be the same at several
+    scales. This finds backward rules that are not linear, such as a clip of cotangents in a
+    `jax.custom_vjp`.
 
-  Takes the memory of some optimiser steps, and two steps for each leaf of `params`; meant for a test or the
-  start of a script.
+  Arguments are copied, never changed or donated. Takes the time of about twenty steps, and for an optimiser
+  two of its updates for each leaf; meant for a test or the start of a script.
 
   Args:
-    tx: a transform with a loss scale somewhere in it. With several, each has to skip its own leaves only.
-    params: tree of parameters; their values are used.
-    **extra_args: keyword arguments for `tx.update`, such as `value`.
+    checked: an optax transform with a loss scale in it; a `TrainStep`; your own step, one of whose arguments
+      holds the state of an optimiser with a loss scale, or is an `nnx.Optimizer`; or a function that returns
+      the loss, or a tuple of it and something else.
+    *args: for an optimiser the parameters; else what `checked` is called with. A loss is differentiated with
+      respect to the first.
+    **keywords: for an optimiser, keyword arguments of its `update`; else of `checked`.
 
   Raises:
-    ValueError: if there is no loss scale, or says which leaf went wrong and why.
+    ValueError: if there is no loss scale, or says what went wrong, where, and what to write.
+    TypeError: if `checked` is something else.
   """
-  first = tx.init(params)
-  refuse_multi_steps_outside(first)
-  alone = len(all_loss_scales(first)) == 1
-  update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
-  gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]
-  _check_scales(update, first, gradients)
-  _check_skips(update, first, gradients[0], alone)
+  if hasattr(checked, "init") and hasattr(checked, "update"):
+    check_optimizer(checked, *args, **keywords)
+  elif isinstance(checked, _MadeStep) and len(args) == 2:
+    _check_made_step(checked, *args, **keywords)
+  elif not callable(checked) or not args:
+    raise TypeError(f"check_loss_scaling of a {type(checked).__name__} and {len(args)} arguments: {_USAGE}")
+  elif any(isinstance(arg, nnx.Optimizer) or find_loss_scales(arg) for arg in (*args, *keywords.values())):
+    check_own_step(checked, args, keywords)
+  else:
+    _check_loss(checked, args, keywords)
 
 
-def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> None:
-  results = []
-  for scale in _SCALES:
-    state, outputs = first, []
-    for grads in gradients:
-      handed_in = _scaled(grads, scale)
-      updates, state = update(handed_in, _with_scale(state, scale))
-      outputs.append(updates)
-      _check_overwritten(handed_in, updates)
-    results.append(outputs)
-  for path, (low, high) in _leaves(*results):
-    tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
-    if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
-      raise ValueError(
-        f"update {path} depends on the loss scale: something outside it reads scaled gradients, or gradients "
-        f"are unscaled twice or not at all; {_WAY_OUT}"
-      )
+def _check_made_step(step: _MadeStep, state: Any, batch: PyTree) -> None:
+  all_loss_scales(state.opt_state)
+  if not isinstance(state.opt_state, LossScaleState):  # where the policy puts one, it is outermost
+    check_optimizer(step.tx, state.params)
+
+  def gradients_at(scale: float) -> PyTree:
+    return step.gradients(state.replace(opt_state=with_scale(state.opt_state, scale)), batch)[1]
+
+  _check_gradients(gradients_at)
 
 
-def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
-  for path, (value, update) in _leaves(handed_in, updates):
-    if COLLECTION in path and not np.array_equal(value, update):
-      raise ValueError(
-        f"update {path} is not the value that was handed in: leaves under {COLLECTION!r} are overwritten, "
-        f"and nothing outside the loss scale may touch them; {_WAY_OUT}"
-      )
+def _check_loss(fun: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+  @functools.wraps(fun, updated=())
+  def loss_alone(*args: Any, **keywords: Any) -> Any:
+    out = fun(*args, **keywords)
+    loss = out[0] if isinstance(out, tuple) and out else out
+    if is_average(loss) or (is_inexact(loss) and jnp.ndim(loss) == 0):
+      return loss
+    raise ValueError(
+      f"{getattr(fun, '__name__', fun)} returned a {type(out).__name__}, which is no floating scalar and "
+      f"does not begin with one, and none of its arguments holds a loss scale: {_USAGE}"
+    )
+
+  def unscaled(scale: Array, args: tuple[Any, ...], keywords: dict[str, Any]) -> PyTree:
+    state = first_state(LossScaling(kind="static"), ())._replace(scale=scale)
+    return unscale(value_and_grad(loss_alone, state)(*args, **keywords)[1], scale)
+
+  leaves, structure = jax.tree.flatten((args, keywords))
+  arrays = [leaf if isinstance(leaf, (jax.Array, np.ndarray)) else None for leaf in leaves]
+
+  @jax.jit
+  def compiled(scale: Array, arrays: list[Array | None]) -> PyTree:
+    given = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+    args, keywords = jax.tree.unflatten(structure, given)
+    return unscaled(scale, args, keywords)
+
+  def gradients_at(scale: float) -> PyTree:
+    if any(map(has_module, (*args, *keywords.values()))):
+      new = copied([*args, *keywords.values()])
+      named = dict(zip(keywords, new[len(args) :], strict=True))
+      return nnx.as_pure(unscaled(jnp.float32(scale), tuple(new[: len(args)]), named))
+    return compiled(jnp.float32(scale), arrays)
+
+  _check_gradients(gradients_at)
 
 
-def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
-  """Takes a warm-up step, then for every leaf a step in which that leaf is not finite."""
-  scale = _SCALES[1]
-  grads = _scaled(grads, scale)
-  _, state = update(grads, _with_scale(first, scale))
-  leaves, structure = jax.tree.flatten(grads)
-  before = _without_scale(state)
-  for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
-    if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
-      continue
-    # A NaN goes through a clip, an infinity becomes finite there.
-    for value in (jnp.nan, jnp.inf):
-      bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
-      updates, new = update(bad, state)
-      where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
-      _check_updates(where, i, updates, alone)
-      if alone:
-        _check_state(where, _without_scale(new), before)
+def _check_gradients(gradients_at: Callable[[float], PyTree]) -> None:
+  scale = highest_finite(lambda scale: bool(all_finite(hide(gradients_at(scale)))))
+  near, *far = lower_scales(scale)
+  _refuse(scale_dependent(gradients_at, (scale, near)), scale, near)
+  for low in far:
+    found = scale_dependent(gradients_at, (scale, low))
+    _refuse({path: norms for path, norms in found.items() if shrinks(*norms)}, scale, low)
 
 
-def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
-  for i, (path, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
-    if not is_inexact(out) or is_overwritten(path):
-      continue
-    if np.any(np.asarray(out) != 0) and (alone or i == bad or not np.isfinite(out).all()):
-      raise ValueError(
-        f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip keeps that gradient "
-        f"from the loss scale; {_WAY_OUT}"
-      )
-
-
-def _check_state(where: str, new: PyTree, old: PyTree) -> None:
-  for path, (new_leaf, old_leaf) in _leaves(new, old):
-    if new_leaf.tobytes() != old_leaf.tobytes():
-      raise ValueError(
-        f"{where} still changes the state {path}: it belongs to a transform outside the loss scale; "
-        + _WAY_OUT
-      )
-
-
-def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
-  """Draws normal gradients of norm about `size`, in float32 or wider; zeros for what is not inexact."""
-  rng = np.random.default_rng(seed)
-  count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
-
-  def leaf(p: ArrayLike) -> Array | np.ndarray:
-    if not is_inexact(p):
-      return np.zeros(np.shape(p), jax.dtypes.float0)
-    dtype = jnp.asarray(p).dtype
-    if jnp.finfo(dtype).bits < 32:
-      dtype = jnp.dtype(jnp.float32)
-    return jnp.asarray(rng.normal(size=np.shape(p)) * (size / np.sqrt(count)), dtype)
-
-  return jax.tree.map(leaf, params)
-
-
-def _scaled(grads: PyTree, scale: float) -> PyTree:
-  return jax.tree_util.tree_map_with_path(
-    lambda path, g: g * scale if is_inexact(g) and not is_overwritten(path) else g, grads
+def _refuse(found: dict[str, tuple[float, float]], scale: float, low: float) -> None:
+  if not found:
+    return
+  path, norms = max(found.items(), key=lambda item: max(item[1]))
+  others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+  raise ValueError(
+    f"the gradient of {path or 'the argument'}{others} depends on the loss scale: unscaled, its norm is "
+    f"{norms[0]:.3g} at a scale of {scale:g}, and {norms[1]:.3g} at {low:g}. A backward rule on its way is "
+    "not linear, such as a clip of cotangents in a custom_vjp, which sees them scaled. mpjax.full_precision "
+    "does not change that: divide by the scale inside of the rule and multiply after it, or use 'bf16', "
+    "which needs no loss scale"
   )
-
-
-def _with_scale(state: PyTree, scale: float) -> PyTree:
-  """Returns `state` with every loss scale in it set to `scale`."""
-  return _map_states(state, lambda s: s._replace(scale=jnp.asarray(scale, jnp.float32)))
-
-
-def _without_scale(state: PyTree) -> PyTree:
-  """Returns `state` with each loss scale, and each record of one, replaced by the state that it wraps."""
-  return _map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
-
-
-def _map_states(
-  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type[_State], ...] = (LossScaleState,)
-) -> PyTree:
-  def one(leaf: PyTree) -> PyTree:
-    if not isinstance(leaf, kinds):
-      return leaf
-    return change(leaf._replace(inner_state=_map_states(leaf.inner_state, change, kinds)))
-
-  return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-  """Returns path and both values of every leaf of two trees of one structure, keys as their data."""
-
-  def value(x: PyTree) -> np.ndarray:
-    if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-      x = jax.random.key_data(x)
-    return np.asarray(x)
-
-  pairs = zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True)
-  return [(jax.tree_util.keystr(path), (value(x), value(y))) for (path, x), y in pairs]

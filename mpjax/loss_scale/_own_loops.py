@@ -74,7 +74,7 @@ def value_and_grad(
 
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-    of = nnx.value_and_grad if any(map(_has_module, args)) else jax.value_and_grad
+    of = nnx.value_and_grad if any(map(has_module, args)) else jax.value_and_grad
     if scaler is None:
       return of(_worth(fun, has_aux), argnums=argnums, has_aux=has_aux)(*args, **kwargs)
     scaled = _scaled(fun, scaler.scale, has_aux)
@@ -167,7 +167,8 @@ def _variables(tree: PyTree) -> set[int]:
   return {id(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(leaf)}
 
 
-def _has_module(argument: PyTree) -> bool:
+def has_module(argument: PyTree) -> bool:
+  """Returns whether an `nnx.Module` is in a tree."""
   is_module = lambda x: isinstance(x, nnx.Module)
   return any(map(is_module, jax.tree.leaves(argument, is_leaf=is_module)))
 

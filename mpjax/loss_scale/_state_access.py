@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -161,20 +161,39 @@ def refuse_multi_steps_outside(opt_state: PyTree) -> None:
       )
 
 
+def with_scale(tree: PyTree, scale: float) -> PyTree:
+  """Returns a tree with every loss scale in it set to `scale`; each stays where it lies."""
+  return map_states(tree, lambda state: state._replace(scale=jnp.full_like(state.scale, scale)))
+
+
+def map_states(
+  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type, ...] = (LossScaleState,)
+) -> PyTree:
+  """Returns a tree with each state of some kinds changed, first those inside of it."""
+
+  def one(leaf: PyTree) -> PyTree:
+    if not isinstance(leaf, kinds):
+      return leaf
+    return change(leaf._replace(inner_state=map_states(leaf.inner_state, change, kinds)))
+
+  return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, kinds))
+
+
 def find_states(opt_state: PyTree, kind: type[T]) -> dict[str, T]:
   """Returns every state of type `kind` in an optimiser's state or an `nnx.Optimizer`, by key path."""
   if isinstance(opt_state, nnx.Optimizer):
     opt_state = opt_state.opt_state
   # nnx wraps each array of an optimiser's state in a Variable; arrays pass through.
-  return _find(nnx.as_pure(opt_state), kind)
+  return find_in(nnx.as_pure(opt_state), kind)
 
 
-def _find(tree: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
+def find_in(tree: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
+  """Returns every state of type `kind` in a tree, by key path, also those in the `inner_state` of one."""
   is_state = lambda x: isinstance(x, kind)
   found: dict[str, T] = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
     if isinstance(leaf, kind):
       path = prefix + jax.tree_util.keystr(key)
       found[path] = leaf
-      found |= _find(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
+      found |= find_in(getattr(leaf, "inner_state", None), kind, path + ".inner_state")
   return found

@@ -1,0 +1,163 @@
+"""Tries an optimiser on made-up gradients: whether the loss scale in it does its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._types import Array, ArrayLike, PyTree
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._monitor import TrackSkipsState
+from mpjax.loss_scale._overwritten import COLLECTION, is_overwritten
+from mpjax.loss_scale._state_access import (
+  all_loss_scales,
+  map_states,
+  refuse_multi_steps_outside,
+  with_scale,
+)
+from mpjax.loss_scale._transform import LossScaleState
+
+_Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+# Far apart: a clip outside may sit at any size. None is below 1, the least that a transform need take. The
+# made-up gradients are in float32, which holds them at both.
+_SCALES = (1.0, 2.0**40)
+_WAY_OUT = (
+  "the loss scale belongs outermost, as in "
+  "mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
+)
+
+
+def check_optimizer(tx: optax.GradientTransformation, params: PyTree, **extra_args: object) -> None:
+  """Raises `ValueError` if an optimiser's updates depend on its loss scale, or a skipped step leaves a trace.
+
+  Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
+  leaf in turn, has to leave parameters and state bit for bit as they were. So it finds a clip or a moving
+  average outside the loss scale, a mask that lets a leaf by, a count that goes on.
+
+  Args:
+    tx: a transform with a loss scale somewhere in it. With several, each has to skip its own leaves only.
+    params: tree of parameters; their values are used.
+    **extra_args: keyword arguments for `tx.update`, such as `value`.
+
+  Raises:
+    ValueError: if there is no loss scale, or says which leaf went wrong and why.
+  """
+  first = tx.init(params)
+  refuse_multi_steps_outside(first)
+  alone = len(all_loss_scales(first)) == 1
+  update = jax.jit(lambda grads, state: tx.update(grads, state, params, **extra_args))
+  gradients = [_gradients(params, seed, size) for seed, size in enumerate((1.0, 64.0, 0.25))]
+  _check_scales(update, first, gradients)
+  _check_skips(update, first, gradients[0], alone)
+
+
+def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> None:
+  results = []
+  for scale in _SCALES:
+    state, outputs = first, []
+    for grads in gradients:
+      handed_in = _scaled(grads, scale)
+      updates, state = update(handed_in, with_scale(state, scale))
+      outputs.append(updates)
+      _check_overwritten(handed_in, updates)
+    results.append(outputs)
+  for path, (low, high) in _leaves(*results):
+    tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
+    if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
+      raise ValueError(
+        f"update {path} depends on the loss scale: something outside it reads scaled gradients, or gradients "
+        f"are unscaled twice or not at all; {_WAY_OUT}"
+      )
+
+
+def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
+  for path, (value, update) in _leaves(handed_in, updates):
+    if COLLECTION in path and not np.array_equal(value, update):
+      raise ValueError(
+        f"update {path} is not the value that was handed in: leaves under {COLLECTION!r} are overwritten, "
+        f"and nothing outside the loss scale may touch them; {_WAY_OUT}"
+      )
+
+
+def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> None:
+  """Takes a warm-up step, then for every leaf a step in which that leaf is not finite."""
+  scale = _SCALES[1]
+  grads = _scaled(grads, scale)
+  _, state = update(grads, with_scale(first, scale))
+  leaves, structure = jax.tree.flatten(grads)
+  before = without_scale(state)
+  for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
+    if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
+      continue
+    # A NaN goes through a clip, an infinity becomes finite there.
+    for value in (jnp.nan, jnp.inf):
+      bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
+      updates, new = update(bad, state)
+      where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
+      _check_updates(where, i, updates, alone)
+      if alone:
+        _check_state(where, without_scale(new), before)
+
+
+def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
+  for i, (path, out) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
+    if not is_inexact(out) or is_overwritten(path):
+      continue
+    if np.any(np.asarray(out) != 0) and (alone or i == bad or not np.isfinite(out).all()):
+      raise ValueError(
+        f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip keeps that gradient "
+        f"from the loss scale; {_WAY_OUT}"
+      )
+
+
+def _check_state(where: str, new: PyTree, old: PyTree) -> None:
+  for path, (new_leaf, old_leaf) in _leaves(new, old):
+    if new_leaf.tobytes() != old_leaf.tobytes():
+      raise ValueError(
+        f"{where} still changes the state {path}: it belongs to a transform outside the loss scale; "
+        + _WAY_OUT
+      )
+
+
+def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
+  """Draws normal gradients of norm about `size`, in float32 or wider; zeros for what is not inexact."""
+  rng = np.random.default_rng(seed)
+  count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
+
+  def leaf(p: ArrayLike) -> Array | np.ndarray:
+    if not is_inexact(p):
+      return np.zeros(np.shape(p), jax.dtypes.float0)
+    dtype = jnp.asarray(p).dtype
+    if jnp.finfo(dtype).bits < 32:
+      dtype = jnp.dtype(jnp.float32)
+    return jnp.asarray(rng.normal(size=np.shape(p)) * (size / np.sqrt(count)), dtype)
+
+  return jax.tree.map(leaf, params)
+
+
+def _scaled(grads: PyTree, scale: float) -> PyTree:
+  return jax.tree_util.tree_map_with_path(
+    lambda path, g: g * scale if is_inexact(g) and not is_overwritten(path) else g, grads
+  )
+
+
+def without_scale(state: PyTree) -> PyTree:
+  """Returns `state` with each loss scale, and each record of one, replaced by the state that it wraps."""
+  return map_states(state, lambda s: s.inner_state, (LossScaleState, TrackSkipsState))
+
+
+def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+  """Returns path and both values of every leaf of two trees of one structure, keys as their data."""
+
+  def value(x: PyTree) -> np.ndarray:
+    if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    return np.asarray(x)
+
+  pairs = zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True)
+  return [(jax.tree_util.keystr(path), (value(x), value(y))) for (path, x), y in pairs]
