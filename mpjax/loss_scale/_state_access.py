@@ -167,7 +167,7 @@ def with_scale(tree: PyTree, scale: float) -> PyTree:
 
 
 def map_states(
-  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type, ...] = (LossScaleState,)
+  tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type[Any], ...] = (LossScaleState,)
 ) -> PyTree:
   """Returns a tree with each state of some kinds changed, first those inside of it."""
 

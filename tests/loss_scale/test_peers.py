@@ -166,6 +166,37 @@ def test_apply_if_finite_gives_up_and_we_do_not():
   assert not updates["w"].any()
 
 
+def test_apply_if_finite_asks_the_incoming_gradients_alone():
+  divides = optax.GradientTransformation(
+    lambda params: (), lambda g, s, p=None: (jax.tree.map(jnp.divide, g, g), s)
+  )
+  tx = optax.apply_if_finite(divides, 5)
+  updates, state = tx.update({"w": jnp.zeros(2)}, tx.init(PARAMS))
+  assert np.isnan(updates["w"]).all()
+  assert int(state.total_notfinite) == 0
+  updates, _ = tx.update({"w": jnp.asarray([jnp.inf, 1.0])}, state)
+  assert (updates["w"] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**15, jnp.asarray(2.0**15)], ids=["a number", "weakly typed"])
+def test_jmp_divides_in_float16_only_while_its_scale_is_weakly_typed(scale):
+  grads = {"w": jnp.full(2, 1e-3, jnp.float16)}
+  exact = float(jnp.float16(1e-3)) / 2**15
+  weak = jmp.DynamicLossScale(scale) if isinstance(scale, jax.Array) else jmp.StaticLossScale(scale)
+  assert weak.unscale(grads)["w"].dtype == jnp.float16
+  assert abs(float(weak.unscale(grads)["w"][0]) / exact - 1) > 0.5
+  strong = (
+    weak.adjust(jnp.asarray(True))
+    if isinstance(scale, jax.Array)
+    else jmp.StaticLossScale(jnp.float32(scale))
+  )
+  assert float(strong.unscale(grads)["w"][0]) == exact
+  # Ours is float32 from the first step on.
+  tx = SCALED(init_scale=2.0**15)
+  updates, _ = tx.update(grads, tx.init(PARAMS))
+  assert float(updates["w"][0]) == exact
+
+
 def test_half_precision_parameters_with_wide_moments():
   """apply_if_finite has a conditional with branches of one dtype each; here the updates are selected."""
   params = {"w": jnp.ones(2, jnp.bfloat16)}
