@@ -231,12 +231,9 @@ def test_the_loss_scaling_of_a_policy():
   assert float(mpjax.with_loss_scaling(optax.sgd(0.1), policy).init({}).scale) == 32
 
 
-def test_the_name_of_a_policy_and_swapped_arguments_are_told_the_way_out():
-  tx = optax.sgd(0.1)
-  with pytest.raises(ValueError, match=r"mpjax.get_policy\('fp16'\)"):
-    mpjax.with_loss_scaling(tx, "fp16")
+def test_swapped_arguments_are_told_the_way_out():
   with pytest.raises(TypeError, match=r"swapped: call mpjax.with_loss_scaling\(tx, loss_scaling\)"):
-    mpjax.with_loss_scaling("dynamic", tx)
+    mpjax.with_loss_scaling("dynamic", optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("spec", [jnp.zeros(1000), [object()] * 100, jmp.get_policy("half")])
