@@ -1,7 +1,8 @@
 """`find_nonfinite`: the first operation that gave a value that is not finite."""
 
-from mpjax.numerics.nonfinite._find_nonfinite import NonfiniteReport, find_nonfinite
+from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 from mpjax.numerics.nonfinite._origins import Origin
+from mpjax.numerics.nonfinite._report import NonfiniteReport
 
 __all__ = [
   "NonfiniteReport",

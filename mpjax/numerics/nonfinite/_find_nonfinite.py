@@ -1,19 +1,15 @@
-"""`find_nonfinite`: the first operation of a training step that made NaN or infinity, and what to try."""
+"""`find_nonfinite`: a training step operation by operation, until one makes NaN or infinity."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.tree_util import KeyPath
 
-from mpjax._compat import newer
 from mpjax._types import PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import get_loss_scale
@@ -22,76 +18,10 @@ from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_loss_scales
 from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
+from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class NonfiniteReport:
-  """The report of `find_nonfinite`; `str()` is a few plain lines, the verdict first.
-
-  Attributes:
-    origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
-    inputs: inputs that lead to non-finite results, by name (`batch['images']`, `params['w']`).
-    others: further operations from which non-finite values lead to the results, independent of the first.
-    results: the non-finite results by name (`loss`, `gradients['w']`), computed operation by operation.
-    compiled: the non-finite results of the compiled step, which keeps roundings in other places.
-    gradients: how many gradient leaves there are.
-    loss_scale: what the loss was multiplied by, 1.0 without loss scaling.
-    policy: text of the policy.
-    compute_dtype: name of the policy's compute dtype.
-    autocast: whether the policy says autocast, without which it cannot have overrides.
-    summed: where gradients are summed over devices in a half dtype, `float16 over 8 devices`; else empty.
-    in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` where
-      that was not looked at.
-    reference: the report in float32, where it was computed.
-  """
-
-  origin: Origin | None
-  inputs: dict[str, NonFinite]
-  others: tuple[Origin, ...]
-  results: dict[str, NonFinite]
-  compiled: dict[str, NonFinite]
-  gradients: int
-  loss_scale: float
-  policy: str
-  compute_dtype: str
-  autocast: bool
-  summed: str = ""
-  in_float32: bool | None = None
-  reference: NonfiniteReport | None = None
-
-  @property
-  def finite(self) -> bool:
-    """Returns whether every result is finite, computed operation by operation."""
-    return not self.results
-
-  @property
-  def largest_scale(self) -> float | None:
-    """Returns the largest power of two as loss scale at which the origin's result fits; `None` for no scale.
-
-    An operation of the backward pass that overflows is taken to be proportional to the scaled gradient.
-    """
-    origin = self.origin
-    if origin is None or not origin.backward or not origin.overflowed or self.loss_scale == 1:
-      return None
-    unscaled = (origin.float32_largest or 0.0) / self.loss_scale
-    return 2.0 ** math.floor(math.log2(float(jnp.finfo(origin.dtype).max) / unscaled)) if unscaled else None
-
-  def __str__(self) -> str:
-    if self.finite:
-      return _finite_text(self)
-    lines = [_verdict(self), f"non-finite: {_results_text(self.results, self.gradients)}"]
-    if not self.compiled:
-      lines.append(
-        "the compiled step is finite on this batch: it keeps values between operations that are not rounded"
-      )
-    if self.others:
-      shown = [f"{_where(other)} {_what(other)}" for other in self.others[:3]]
-      more = f"; and {len(self.others) - 3} more" if len(self.others) > 3 else ""
-      lines.append(f"independent of it: {'; '.join(shown)}{more}")
-    return "\n".join([*lines, f"try: {'; or '.join(_advice(self))}"])
 
 
 def find_nonfinite(
@@ -199,176 +129,3 @@ def _places(origins: list[Origin]) -> list[Origin]:
   for origin in origins:
     found.setdefault((origin.module, origin.line or origin.primitive), origin)
   return list(found.values())
-
-
-def _verdict(report: NonfiniteReport) -> str:
-  text = f"{_cause(report, full=True)}."
-  if report.in_float32 is False:
-    return f"{text} In float32 the same step is finite."
-  if report.reference is None:
-    return text
-  return f"{text} In float32 it is non-finite too: {_cause(report.reference)}."
-
-
-def _cause(report: NonfiniteReport, full: bool = False) -> str:
-  if report.inputs:
-    return "; ".join(f"{name} holds {counts}" for name, counts in report.inputs.items())
-  if report.origin is None:
-    return "no operation was found to blame"
-  origin = report.origin
-  text = f"{_where(origin)} {_what(origin)}"
-  if not full:
-    return text
-  scaled = f" at loss scale {report.loss_scale:g}" if origin.backward and report.loss_scale != 1 else ""
-  text += f": {_counts_text(origin.nonfinite)}"
-  if origin.operands and not origin.whole:
-    largest = [f"{operand.largest:.3g}" for operand in origin.operands]
-    text += f"; the largest {'operand is' if len(largest) == 1 else 'operands are'} {' and '.join(largest)}"
-    text += f" ({' and '.join(dict.fromkeys(operand.dtype for operand in origin.operands))}{scaled})"
-  if origin.overflowed and origin.primitive != lax.convert_element_type_p.name:
-    text += f", and the result would reach {origin.float32_largest:.3g}"
-  return text
-
-
-def _where(origin: Origin) -> str:
-  line = f" ({origin.line})" if origin.line else ""
-  return f"{origin.module + ': ' if origin.module else ''}{origin.primitive}{line}"
-
-
-_DIVIDE = {
-  lax.div_p.name: "divided by zero",
-  lax.log_p.name: "took the logarithm of zero",
-  str(newer("log2_p")): "took the logarithm of zero",
-  lax.rsqrt_p.name: "took the reciprocal of zero",
-  lax.pow_p.name: "raised zero to a negative power",
-  lax.integer_pow_p.name: "raised zero to a negative power",
-}
-
-
-# NaN of finite operands, by what they are.
-_OUTSIDE = {
-  lax.sqrt_p.name: "took the root of a negative number",
-  lax.rsqrt_p.name: "took the root of a negative number",
-  lax.log_p.name: "took the logarithm of a negative number",
-  lax.log1p_p.name: "took the logarithm of a negative number",
-  lax.gather_p.name: "read at an index out of range, which JAX fills with NaN",
-}
-
-
-def _at_zero(origin: Origin) -> bool:
-  operands = origin.operands
-  return (
-    origin.primitive in _DIVIDE
-    and bool(operands)
-    and operands[origin.primitive == lax.div_p.name and -1].zeros > 0
-  )
-
-
-def _from_infinities(origin: Origin) -> bool:
-  return any(o.nonfinite.posinf or o.nonfinite.neginf for o in origin.operands) and origin.nonfinite.nan > 0
-
-
-def _what(origin: Origin) -> str:
-  phase = "backward pass" if origin.backward else "forward pass"
-  where = ", ".join([phase, *map(str, origin.iterations)])
-  if origin.constant:
-    value = "NaN" if origin.nonfinite.nan else "an infinity"
-    return f"takes in {value} that the program itself holds, {where}"
-  if origin.whole:
-    return f"gave non-finite values as a whole, though no iteration of it does by itself, {where}"
-  if origin.overflowed:
-    return f"overflowed in {origin.dtype}, {where}"
-  if _from_infinities(origin):
-    return f"made NaN of infinities, {where}"
-  if _at_zero(origin):
-    return f"{_DIVIDE[origin.primitive]}, {where}"
-  if origin.nonfinite.nan:
-    return f"{_OUTSIDE.get(origin.primitive, 'made NaN of finite values')}, {where}"
-  return f"overflowed in {origin.dtype}, {where}"
-
-
-def _counts_text(counts: NonFinite) -> str:
-  kinds = ((counts.nan, "NaN"), (counts.posinf, "inf"), (counts.neginf, "-inf"))
-  bad = " and ".join(f"{n} {kind}" for n, kind in kinds if n)
-  return f"{bad} of {counts.size} {'value' if counts.size == 1 else 'values'}"
-
-
-def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
-  names = [name for name in results if name != "loss"]
-  parts = ["the loss"] if "loss" in results else []
-  if names:
-    paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in names]
-    shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
-    parts.append(f"{len(names)} of {gradients} gradients ({shown})")
-  return " and ".join(parts)
-
-
-def _finite_text(report: NonfiniteReport) -> str:
-  text = "every value is finite when the step is computed operation by operation: the failure does not repeat"
-  if not report.compiled:
-    return f"{text} on this batch, nor does the compiled step give NaN or infinity"
-  if report.summed and "loss" not in report.compiled:
-    found = _results_text(report.compiled, report.gradients)
-    return (
-      f"the sum of gradients in {report.summed} overflowed: {found}; by themselves the gradients are finite\n"
-      "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale, to which a dynamic one "
-      "falls by skipping steps if loss_scaling.min_scale lets it"
-    )
-  return (
-    f"{text} so, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
-    "code rounds in other places, and something here is at the edge of its dtype's range\n"
-    "try: policy: bf16, which has float32's range; or policy: fp32; or a lower loss scale"
-  )
-
-
-def _advice(report: NonfiniteReport) -> list[str]:
-  if report.inputs:
-    return [_input_advice(name) for name in dict.fromkeys(re.split(r"\W", name)[0] for name in report.inputs)]
-  origin = report.origin
-  if origin is None:
-    return ["policy: fp32"]
-  at = f" at {origin.line}" if origin.line else ""
-  options = []
-  if origin.constant:
-    options.append(f"a finite number in its place{at}")
-  elif origin.overflowed:
-    scale = report.largest_scale
-    if scale is not None:
-      options.append(
-        f"a loss scale of at most {scale:g}, to which a dynamic one falls by skipping steps if loss_scaling."
-        "min_scale lets it"
-      )
-    if origin.dtype != report.compute_dtype:
-      options.append(f"float32 in place of {origin.dtype}{at}")
-    elif origin.module:
-      needs = "" if report.autocast else "autocast: true and "
-      options.append(f"in the policy, {needs}overrides: {{{_quoted(origin.module)}: fp32}}")
-    elif scale is None:
-      options.append(f"mpjax.full_precision round what is computed{at}")
-    if origin.dtype == report.compute_dtype == "float16":
-      options.append("policy: bf16, which has float32's range")
-  elif _from_infinities(origin):
-    options.append(f"rows that are not masked everywhere, or a large finite number for -inf{at}")
-  elif _at_zero(origin):
-    options.append(f"an operand that is kept away from zero{at}: with an epsilon, or by jnp.where before it")
-  elif origin.primitive == lax.gather_p.name:
-    options.append(f"the data: indices from 0 up to the size of the table{at}")
-  elif origin.primitive in _OUTSIDE:
-    options.append(f"an operand that is kept in range{at}: by jnp.maximum, or by jnp.where before it")
-  elif origin.whole:
-    options.append("policy: fp32")
-  if report.in_float32 and not origin.constant:
-    too = " since float32 fails too:" if report.reference else ""
-    options.append(f"{too} a lower learning rate, clipped gradients or an earlier checkpoint".strip())
-  return options or ["policy: fp32, to see whether the model itself diverges", "a lower learning rate"]
-
-
-def _input_advice(kind: str) -> str:
-  if kind == "batch":
-    return "mend the data: the batch itself holds NaN or infinity"
-  return "an earlier checkpoint, and from there a lower learning rate"
-
-
-def _quoted(module: str) -> str:
-  escaped = re.escape(module)
-  return f'"{module}"' if escaped == module else f"'{escaped}'"
