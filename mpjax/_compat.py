@@ -127,13 +127,13 @@ def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
   return equation.ctx.manager
 
 
-def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int]]:
-  """Yields file and line of each call on the way to an equation, JAX's own left out, innermost first.
+def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int, str]]:
+  """Yields file, line and function of each call on the way to an equation, without JAX's, innermost first.
 
   Waits for more than the one frame that `jax.extend.source_info_util.summarize` gives.
   """
   for frame in source_info_util.user_frames(equation.source_info.traceback):
-    yield frame.file_name, frame.start_line
+    yield frame.file_name, frame.start_line, frame.function_name
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:

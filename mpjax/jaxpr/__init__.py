@@ -61,6 +61,7 @@ from mpjax.jaxpr._scopes import (
   scopes_of,
   source_line,
   split_scopes,
+  transform_place,
   without_marks,
 )
 from mpjax.jaxpr._walk import bind_again, closure_as_argument, inputs_read, interpret, last_reads, live
@@ -127,6 +128,7 @@ __all__ = [
   "split_scopes",
   "taps",
   "times_run",
+  "transform_place",
   "values_read",
   "variables_of",
   "while_parts",

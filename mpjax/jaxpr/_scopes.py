@@ -26,6 +26,9 @@ MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
 
 _TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
 _CALLS = ("jit", "pjit")
+# The `update` of an optax transform, a function in the one that makes the transform.
+_UPDATE = re.compile(r"(\w+)\.<locals>\.update")
+_AROUND_UPDATES = ("chain", "with_extra_args_support")
 
 # Code that a user's model goes through, and that is not the line that the user wrote.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
@@ -205,7 +208,24 @@ def is_library(file: str) -> bool:
 
 def source_line(equation: JaxprEqn) -> str:
   """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
-  for file, line in _compat.user_frames(equation):
+  for file, line, _ in _compat.user_frames(equation):
     if not is_library(file):
       return f"{pathlib.Path(file).name}:{line}"
   return ""
+
+
+def transform_place(equation: JaxprEqn) -> tuple[str, str]:
+  """Returns the optax transform that an equation belongs to, `scale_by_adam`, and its line in a user's file.
+
+  A transform is named after the function that makes its `update`; empty for none, and inside this package,
+  which calls the optimiser: what calls this package is another function of the user's.
+  """
+  name = where = ""
+  for file, line, function in _compat.user_frames(equation):
+    if pathlib.Path(file).is_relative_to(_OWN):
+      break
+    found = _UPDATE.search(function)
+    if found and found[1] not in _AROUND_UPDATES:
+      name = name or found[1]
+    where = where or ("" if is_library(file) else f"{pathlib.Path(file).name}:{line}")
+  return name, where

@@ -302,6 +302,18 @@ class TrainStep:
       return worth(out.loss), out.grads
     return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
 
+  def carried(self, state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
+    """Computes the new `model_state` and `fp8_state`, also of a step that is skipped; not jitted."""
+
+    def last(state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
+      out = self._gradient_pass(state, batch)
+      return out.model_state, out.fp8_state
+
+    if self.layout is None:
+      return last(state, batch)
+    laid = self.layout.shardings(state)
+    return self.layout.run(last, state, batch, (laid.model_state, laid.fp8_state))
+
   def explain(self, state: TrainState, batch: PyTree) -> Explanation:
     """Returns what autocast does to the loss function under this policy; see `mpjax.explain`.
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import mpjax
@@ -18,6 +19,7 @@ from mpjax.jaxpr import (
   phase_of,
   source_line,
   split_scopes,
+  transform_place,
   without_marks,
 )
 
@@ -133,3 +135,15 @@ def test_files_of_libraries_are_told_from_the_users():
   assert is_library(jnp.__file__)
   assert is_library(mpjax.__file__)
   assert not is_library(__file__)
+
+
+def test_an_optimisers_operations_are_placed_in_their_transform():
+  def my_transform():
+    return optax.stateless(lambda u, p: jax.tree.map(jnp.sin, u))
+
+  tx = optax.chain(my_transform(), optax.scale_by_adam())
+  state = tx.init(jnp.ones(2))
+  found = equations(tx.update, jnp.ones(2), state)
+  places = {e.primitive.name: transform_place(e) for e in found}
+  assert places["sin"][1].startswith("test_scopes.py:")
+  assert places["sqrt"][0] == "scale_by_adam"

@@ -98,16 +98,17 @@ class Evaluation:
     self._constants: dict[int, tuple[Literal | Array, int]] = {}
     self._orders: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, EvaluationOrder]] = {}
 
-  def run(self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]]) -> list[BlamedArray]:
-    """Evaluates a program, whose first result is the loss.
+  def run(
+    self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]], place: Place
+  ) -> list[BlamedArray]:
+    """Evaluates a program.
 
     Args:
       closed: a closed jaxpr.
       inputs: name and array of each, and whether infinities below zero in it are meant.
+      place: of the program, which says which of its results the loss depends on.
     """
-    values = [self._input(*item) for item in inputs]
-    of_loss = [i == 0 for i in range(len(closed.jaxpr.outvars))]
-    return self._body(closed, values, Place(of_loss=tuple(of_loss)))
+    return self._body(closed, [self._input(*item) for item in inputs], place)
 
   def _input(self, name: str, array: Array, may_mask: bool) -> BlamedArray:
     if is_finite(array):
@@ -358,7 +359,7 @@ def _origin(
     "constant" if equation is None else equation.primitive.name,
     place.module,
     place.line,
-    place.transposed or not any(place.of_loss),
+    not place.of_optimizer and (place.transposed or not any(place.of_loss)),
     place.iterations,
     jnp.result_type(array).name,
     np.shape(array),
@@ -366,6 +367,7 @@ def _origin(
     tuple(map(describe, floating)),
     wide,
     whole,
+    of_optimizer=place.of_optimizer,
   )
 
 

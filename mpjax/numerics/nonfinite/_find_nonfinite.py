@@ -10,18 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from mpjax._types import PyTree
+from mpjax._tree import path_text
+from mpjax._types import ClosedJaxpr, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import get_loss_scale
+from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.numerics.nonfinite._after_gradients import after_gradients
 from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
+from mpjax.numerics.nonfinite._places import Place
 from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
+# Counts of updates that a skip inside the user's optimiser has replaced.
+_NOT_SHOWN = NonFinite(0, 0, 0, 0)
 
 
 def find_nonfinite(
@@ -37,6 +43,9 @@ def find_nonfinite(
   policy and at the state's loss scale; nothing is updated or donated. To blame is an operation whose result
   has NaN or infinity that its operands do not explain, and from which non-finite values lead to the loss or
   a gradient without a gap: the infinities of a mask that a softmax turns to zeros are nobody's fault.
+
+  Where loss and gradients are finite, the rest of the step is computed in the same way: the model's state,
+  and what the optimiser makes of the gradients, as it is without the skip that would hide it.
 
   Args:
     step: the training step.
@@ -54,44 +63,146 @@ def find_nonfinite(
   narrow = policy.compute_dtype.itemsize < 4 or policy.param_dtype.itemsize < 4
   if not narrow and not policy.fp8 and not policy.overrides and found.loss_scale == 1:
     return dataclasses.replace(found, in_float32=True)
-  wide = state.replace(
-    params=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.params),
-    opt_state=(),
-    fp8_state={},
-  )
-  same = _hunt(step.with_policy("fp32"), wide, batch)
+  wide_step = step.with_policy("fp32")
+  if found.of_gradients:
+    wide = state.replace(
+      params=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.params),
+      opt_state=(),
+      fp8_state={},
+    )
+  else:
+    wide = wide_step.adopt(state, step)
+  same = _hunt(wide_step, wide, batch, whole=not found.of_gradients)
   return dataclasses.replace(found, in_float32=not same.finite, reference=same)
 
 
-def _hunt(step: TrainStep, state: TrainState, batch: PyTree) -> NonfiniteReport:
+def _hunt(step: TrainStep, state: TrainState, batch: PyTree, whole: bool = True) -> NonfiniteReport:
+  """Looks at a step; without `whole` at its loss and gradients alone."""
   # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
-  whole = step.without_mesh()
+  alone = step.without_mesh()
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
-    closed, shapes = jax.make_jaxpr(whole.loss_and_gradients, return_shape=True)(state, batch)
-  evaluation = Evaluation(step.accumulate)
-  values = evaluation.run(closed, _inputs(state, batch))
+    closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
   names = ["loss" if len(p) == 1 else "gradients" + _text(p[1:]) for p, _ in _leaves(shapes)]
-  results = _nonfinite(names, [value.array for value in values])
-  reached = {i for value in values for i in value.blame}
-  sources = [evaluation.sources[i] for i in sorted(reached)]
-  to_blame = [source for source in sources if not source.meant] or sources
-  origins = [source.origin for source in to_blame if source.origin is not None]
-  inputs = {source.name: source.counts for source in to_blame if source.counts is not None}
-  places = _places(origins)
-  others = places if inputs else places[1:]
+  of_loss = tuple(name == "loss" for name in names)
+  seen = _evaluated(closed, _inputs(state, batch), names, Place(of_loss=of_loss), step.accumulate)
+  loss, grads = step.gradients(state, batch)
+  compiled = _nonfinite(names, jax.tree.leaves((loss, grads)))
+  parts, found = ["loss", "gradients"], [seen]
+  if whole and not seen.results and not compiled:
+    found = [_carried(step, alone, state, batch), _after(step, state, (loss, grads), seen)]
+    parts += [part for one in found for part in one.parts]
+    compiled = {name: counts for one in found for name, counts in one.compiled.items()}
+  origins = _places([origin for one in found for origin in one.origins])
+  inputs = {name: counts for one in found for name, counts in one.inputs.items()}
+  others = origins if inputs else origins[1:]
   has_scale = bool(find_loss_scales(state.opt_state))
   return NonfiniteReport(
     origin=origins[0] if origins and not inputs else None,
     inputs=inputs,
     others=tuple(others[:_MOST_OTHERS]),
-    results=results,
-    compiled=_nonfinite(names, jax.tree.leaves(step.gradients(state, batch))),
-    gradients=len(values) - 1,
+    results={name: counts for one in found for name, counts in one.results.items()},
+    compiled=compiled,
+    gradients=len(names) - 1,
     loss_scale=float(get_loss_scale(state.opt_state).scale) if has_scale else 1.0,
     policy=str(step.policy),
     compute_dtype=step.policy.compute_dtype.name,
     autocast=step.policy.autocast,
+    parts=tuple(parts),
     summed=_summed(step),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+  """What was found in one program.
+
+  Attributes:
+    arrays: its results.
+    results: those that are not finite, by name.
+    origins: the operations to blame.
+    inputs: the inputs to blame, by name.
+    parts: what of a step the results are.
+    compiled: the results that are not finite when the program is compiled.
+  """
+
+  arrays: list[Any]
+  results: dict[str, NonFinite]
+  origins: list[Origin]
+  inputs: dict[str, NonFinite]
+  parts: tuple[str, ...] = ()
+  compiled: dict[str, NonFinite] = dataclasses.field(default_factory=dict)
+
+
+def _evaluated(
+  closed: ClosedJaxpr, inputs: list[tuple[str, Any, bool]], names: list[str], place: Place, accumulate: int
+) -> _Seen:
+  """Evaluates a program; a result without a name is not judged."""
+  evaluation = Evaluation(accumulate)
+  values = evaluation.run(closed, inputs, place)
+  judged = [value for value, name in zip(values, names, strict=True) if name]
+  sources = [evaluation.sources[i] for i in sorted({i for value in judged for i in value.blame})]
+  to_blame = [source for source in sources if not source.meant] or sources
+  arrays = [value.array for value in values]
+  results = _nonfinite(names, arrays)
+  if not results and any(not name and array for name, array in zip(names, arrays, strict=True)):
+    # Hidden by a skip: the first operation that went wrong leads to no result.
+    to_blame = [source for source in evaluation.sources if not source.meant][:1]
+    results = {"updates": _NOT_SHOWN}
+  return _Seen(
+    arrays,
+    results,
+    [source.origin for source in to_blame if source.origin is not None],
+    {source.name: source.counts for source in to_blame if source.counts is not None},
+  )
+
+
+def _carried(step: TrainStep, alone: TrainStep, state: TrainState, batch: PyTree) -> _Seen:
+  """Looks at the state of the model, and at the histories of FP8 products, after a step."""
+  if not any(map(is_inexact, jax.tree.leaves((state.model_state, state.fp8_state)))):
+    return _Seen([], {}, [], {})
+  with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
+    closed, shapes = jax.make_jaxpr(alone.carried, return_shape=True)(state, batch)
+  kinds = ("model state ", "FP8 state ")
+  names = [kinds[path[0].idx] + _text(path[1:]) for path, _ in _leaves(shapes)]
+  of_loss = tuple(name.startswith(kinds[0]) for name in names)
+  seen = _evaluated(closed, _inputs(state, batch), names, Place(of_loss=of_loss), step.accumulate)
+  compiled = jax.tree.leaves(jax.jit(step.carried)(state, batch))
+  parts = tuple(kind.strip() for kind in kinds if any(name.startswith(kind) for name in names))
+  return dataclasses.replace(seen, parts=parts, compiled=_nonfinite(names, compiled))
+
+
+def _after(step: TrainStep, state: TrainState, compiled: tuple[Any, PyTree], seen: _Seen) -> _Seen:
+  """Looks at what a step makes of its gradients.
+
+  Args:
+    step: the step.
+    state: before it.
+    compiled: loss and gradients of the compiled step.
+    seen: what was found of them, operation by operation.
+  """
+  run = after_gradients(step)
+  loss, grads = jax.tree.unflatten(jax.tree.structure(compiled), seen.arrays)
+  closed, shapes = jax.make_jaxpr(run, return_shape=True)(loss, grads, state)
+  names = [*map(_name_after, (path for path, _ in _leaves(shapes)))]
+  inputs = [(name, jnp.asarray(leaf), False) for name, leaf in _named("gradients", grads)]
+  inputs = [("loss", jnp.asarray(loss), False), *inputs, *_inputs(state, {})]
+  place = Place(of_loss=(True,) * len(names), of_optimizer=True)
+  after = _evaluated(closed, inputs, names, place, 1)
+  made = jax.jit(run)(*compiled, state)
+  found = _nonfinite(names, jax.tree.leaves(made))
+  if made.skipped:
+    found = {"updates": _NOT_SHOWN}
+  parts = ("updates", "parameters after the step", "optimiser state")
+  return dataclasses.replace(after, parts=parts, compiled=found)
+
+
+def _name_after(path: KeyPath) -> str:
+  """Returns the name of a result of `after_gradients`; empty for whether it was skipped."""
+  field, rest = path[0].name, path[1:]
+  if field == "opt_state":
+    return f"optimiser state ['{path_text(rest).removeprefix('inner_state/')}']"
+  return {"updates": f"updates{_text(rest)}", "params": f"parameters after the step {_text(rest)}"}.get(
+    field, ""
   )
 
 
@@ -105,8 +216,12 @@ def _summed(step: TrainStep) -> str:
 def _inputs(state: TrainState, batch: PyTree) -> list[tuple[str, Any, bool]]:
   """Returns the name and array of each leaf, and whether infinities below zero in it are a mask's."""
   named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
-  named += [("batch" + _text(path), leaf, True) for path, leaf in _leaves(batch)]
+  named += [(name, leaf, True) for name, leaf in _named("batch", batch)]
   return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
+
+
+def _named(what: str, tree: PyTree) -> list[tuple[str, Any]]:
+  return [(what + _text(path), leaf) for path, leaf in _leaves(tree)]
 
 
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
@@ -120,7 +235,7 @@ def _text(path: KeyPath) -> str:
 def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
   """Returns the counts of the arrays that are not finite."""
   named = zip(names, arrays, strict=True)
-  return {name: count(array) for name, array in named if not is_finite(array)}
+  return {name: count(array) for name, array in named if name and not is_finite(array)}
 
 
 def _places(origins: list[Origin]) -> list[Origin]:

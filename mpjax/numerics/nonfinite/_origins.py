@@ -78,6 +78,7 @@ class Origin:
     whole: whether it stands for a loop that is finite when it is computed operation by operation.
     constant: whether this is an infinity or NaN that the program itself holds, and `primitive` what it goes
       into.
+    of_optimizer: whether it is in the optimiser; its module is then an optax transform, `scale_by_adam`.
   """
 
   primitive: str
@@ -92,6 +93,7 @@ class Origin:
   float32_largest: float | None
   whole: bool = False
   constant: bool = False
+  of_optimizer: bool = False
 
   @property
   def overflowed(self) -> bool:

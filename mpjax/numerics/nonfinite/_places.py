@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr import BACKWARD, inside, last_reads, live, module_path, phase_of, source_line
+from mpjax.jaxpr import (
+  BACKWARD,
+  inside,
+  last_reads,
+  live,
+  module_path,
+  phase_of,
+  source_line,
+  transform_place,
+)
 from mpjax.numerics.nonfinite._origins import Iteration
 
 
@@ -17,6 +26,7 @@ class Place:
 
   Attributes:
     of_loss: which of its results the loss depends on.
+    of_optimizer: whether the program is an optimiser's, whose modules are its transforms.
   """
 
   module: str = ""
@@ -24,15 +34,22 @@ class Place:
   transposed: bool = False
   iterations: tuple[Iteration, ...] = ()
   of_loss: tuple[bool, ...] = ()
+  of_optimizer: bool = False
 
   def at(self, equation: JaxprEqn, of_loss: Sequence[bool]) -> Place:
     """Returns the place of an equation in a body that is here."""
+    if self.of_optimizer:
+      module, line = transform_place(equation)
+      module = module or self.module
+    else:
+      module, line = inside(self.module, module_path(equation)), source_line(equation)
     return Place(
-      inside(self.module, module_path(equation)),
-      source_line(equation) or self.line,
+      module,
+      line or self.line,
       self.transposed or phase_of(equation) == BACKWARD,
       self.iterations,
       tuple(of_loss),
+      self.of_optimizer,
     )
 
   def in_iteration(self, index: int, length: int | None, micro_batch: bool = False) -> Place:

@@ -22,13 +22,16 @@ class NonfiniteReport:
     origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
     inputs: inputs that lead to non-finite results, by name (`batch['images']`, `params['w']`).
     others: further operations from which non-finite values lead to the results, independent of the first.
-    results: the non-finite results by name (`loss`, `gradients['w']`), computed operation by operation.
+    results: the non-finite results by name, computed operation by operation: `loss`, `gradients['w']`; where
+      those are finite `model state ['mean']`, `updates['w']`, `parameters after the step ['w']`,
+      `optimiser state ['0/nu/w']`.
     compiled: the non-finite results of the compiled step, which keeps roundings in other places.
     gradients: how many gradient leaves there are.
     loss_scale: what the loss was multiplied by, 1.0 without loss scaling.
     policy: text of the policy.
     compute_dtype: name of the policy's compute dtype.
     autocast: whether the policy says autocast, without which it cannot have overrides.
+    parts: the parts of the step that were computed: the first of them alone where they are non-finite.
     summed: where gradients are summed over devices in a half dtype, `float16 over 8 devices`; else empty.
     in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` where
       that was not looked at.
@@ -45,6 +48,7 @@ class NonfiniteReport:
   policy: str
   compute_dtype: str
   autocast: bool
+  parts: tuple[str, ...] = ("loss", "gradients")
   summed: str = ""
   in_float32: bool | None = None
   reference: NonfiniteReport | None = None
@@ -53,6 +57,11 @@ class NonfiniteReport:
   def finite(self) -> bool:
     """Returns whether every result is finite, computed operation by operation."""
     return not self.results
+
+  @property
+  def of_gradients(self) -> bool:
+    """Returns whether the loss or a gradient is non-finite, so that no more of the step was computed."""
+    return any(name == "loss" or name.startswith("gradients") for name in self.results)
 
   @property
   def largest_scale(self) -> float | None:
@@ -69,7 +78,9 @@ class NonfiniteReport:
   def __str__(self) -> str:
     if self.finite:
       return _finite_text(self)
-    lines = [_verdict(self), f"non-finite: {_results_text(self.results, self.gradients)}"]
+    found = _results_text(self.results, self.gradients)
+    fine = "" if self.of_gradients else "the loss and the gradients are finite; "
+    lines = [_verdict(self), f"{fine}non-finite: {found}"]
     if not self.compiled:
       lines.append(
         "the compiled step is finite on this batch: it keeps values between operations that are not rounded"
@@ -149,7 +160,7 @@ def _from_infinities(origin: Origin) -> bool:
 
 
 def _what(origin: Origin) -> str:
-  phase = "backward pass" if origin.backward else "forward pass"
+  phase = "optimiser" if origin.of_optimizer else "backward pass" if origin.backward else "forward pass"
   where = ", ".join([phase, *map(str, origin.iterations)])
   if origin.constant:
     value = "NaN" if origin.nonfinite.nan else "an infinity"
@@ -174,20 +185,34 @@ def _counts_text(counts: NonFinite) -> str:
 
 
 def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
-  names = [name for name in results if name != "loss"]
+  names = [name for name in results if name.startswith("gradients")]
   parts = ["the loss"] if "loss" in results else []
   if names:
     paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in names]
     shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
     parts.append(f"{len(names)} of {gradients} gradients ({shown})")
+  if not parts:
+    return _after_text(list(results))
   return " and ".join(parts)
 
 
+def _after_text(names: list[str]) -> str:
+  """Returns the names of what is not finite although the gradients are, at most three of a kind."""
+  kinds: dict[str, list[str]] = {}
+  for name in names:
+    kinds.setdefault(name.partition("[")[0], []).append(name)
+  more = lambda of_kind: f" and {len(of_kind) - 3} more" if of_kind[3:] else ""
+  return ", ".join(", ".join(of_kind[:3]) + more(of_kind) for of_kind in kinds.values())
+
+
 def _finite_text(report: NonfiniteReport) -> str:
-  text = "every value is finite when the step is computed operation by operation: the failure does not repeat"
+  text = (
+    f"every value is finite when the step is computed operation by operation ({', '.join(report.parts)}): "
+  )
+  text += "the failure does not repeat"
   if not report.compiled:
     return f"{text} on this batch, nor does the compiled step give NaN or infinity"
-  if report.summed and "loss" not in report.compiled:
+  if report.summed and "loss" not in report.compiled and any(n.startswith("grad") for n in report.compiled):
     found = _results_text(report.compiled, report.gradients)
     return (
       f"the sum of gradients in {report.summed} overflowed: {found}; by themselves the gradients are finite\n"
@@ -208,6 +233,8 @@ def _advice(report: NonfiniteReport) -> list[str]:
   if origin is None:
     return ["policy: fp32"]
   at = f" at {origin.line}" if origin.line else ""
+  if origin.of_optimizer and not origin.constant:
+    return _optimizer_advice(report, origin, at)
   options = []
   if origin.constant:
     options.append(f"a finite number in its place{at}")
@@ -241,6 +268,27 @@ def _advice(report: NonfiniteReport) -> list[str]:
     too = " since float32 fails too:" if report.reference else ""
     options.append(f"{too} a lower learning rate, clipped gradients or an earlier checkpoint".strip())
   return options or ["policy: fp32, to see whether the model itself diverges", "a lower learning rate"]
+
+
+def _optimizer_advice(report: NonfiniteReport, origin: Origin, at: str) -> list[str]:
+  """Returns what to change of an optimiser, or of the dtype that it computes in."""
+  options = []
+  half = origin.dtype in ("float16", "bfloat16")
+  if half and not any(name.startswith("updates") for name in report.results):
+    options.append("param_dtype: float32 in the policy, where the updated parameters fit")
+  elif half:
+    options.append(f"optimizer_dtype: float32 in the policy, in place of {origin.dtype}")
+  if _at_zero(origin) and not origin.line:
+    least = float(jnp.finfo(origin.dtype).smallest_subnormal)
+    small = f" in {origin.dtype}, which ends at {least:.1g}: 1e-4" if origin.dtype == "float16" else ": 1e-8"
+    options.append(f"an eps (or eps_root) of the optimiser that is not 0{small}")
+  elif _at_zero(origin):
+    options.append(f"an operand that is kept away from zero{at}")
+  elif origin.primitive in _OUTSIDE:
+    options.append(f"an operand that is kept in range{at or ', by an eps_root'}")
+  elif not _from_infinities(origin):
+    options.append("gradients that are clipped before (optax.clip_by_global_norm), or a lower learning rate")
+  return options or ["an earlier checkpoint, and from there a lower learning rate"]
 
 
 def _input_advice(kind: str) -> str:

@@ -1,0 +1,66 @@
+"""The part of a training step that comes after its gradients, as it is before any skip."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Bool
+
+from mpjax._tree import cast_like
+from mpjax._types import Array, PyTree
+from mpjax.loss_scale import apply_updates, get_loss_scale
+from mpjax.loss_scale._finite import is_inexact
+from mpjax.loss_scale._overwritten import map_parts
+from mpjax.loss_scale._skip import keep_dtypes
+from mpjax.loss_scale._state_access import find_scaler
+from mpjax.optim._quantized import unstored
+from mpjax.step import TrainState, TrainStep
+from mpjax.step._optimizer import on_masters, with_policy
+
+
+class AfterGradients(NamedTuple):
+  """What a step makes of its gradients.
+
+  Attributes:
+    updates: of master weights, not rounded.
+    params: the parameters after the step.
+    opt_state: the state of the optimiser after the step, before it is stored in few bytes.
+    skipped: bool[]; whether a loss scale inside the user's own optimiser has put zeros and the old state in
+      place of them, although the gradients are finite.
+  """
+
+  updates: PyTree
+  params: PyTree
+  opt_state: PyTree
+  skipped: Bool[Array, ""]
+
+
+def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], AfterGradients]:
+  """Returns a function from (loss, gradients, state) to what the step makes of unscaled gradients.
+
+  The skip that the step puts around its optimiser is left out: it shows zeros in place of a NaN. One in the
+  optimiser that the user gave stays.
+  """
+  policy = step.policy
+  skips = policy.loss_scaling is not None or step.options.skip_nonfinite
+  tx = with_policy(step.inner_tx, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
+
+  def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
+    masters, before = on_masters(state.params, state.opt_state)
+    before = unstored(before.inner_state if skips else before)
+    scaler = find_scaler(before)
+    if scaler is not None:
+      times = lambda g: g * scaler.scale.astype(g.dtype) if is_inexact(g) else g
+      grads = map_parts(times, lambda g: g, grads)
+    updates, after = tx.update(grads, before, masters, value=loss)
+    after = keep_dtypes(after, before) if skips else after
+    params = cast_like(apply_updates(masters, updates), state.params)
+    skipped = jnp.asarray(False)
+    if scaler is not None:
+      skipped = get_loss_scale(after).skipped_steps > scaler.skipped_steps
+    return AfterGradients(updates, params, after, skipped)
+
+  return run
