@@ -260,6 +260,12 @@ class Tensor:
     shares = self.descent or {}
     return 1.0 if self.held == "stochastic" else shares.get(self.held, shares.get("float32", 1.0))
 
+  @property
+  def not_finite(self) -> bool:
+    """Whether it has NaN or infinity under the policy."""
+    nan, inf = (self.magnitudes.nan, self.magnitudes.inf) if self.policy is None else self.policy[:2]
+    return nan + inf > 0
+
   def to_dict(self, loss_scale: float) -> dict[str, Any]:
     """Returns plain data, as in the report's JSON."""
     m = self.magnitudes

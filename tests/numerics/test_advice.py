@@ -374,13 +374,38 @@ def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good(expone
     assert overflows or low <= exponent <= high
 
 
+@pytest.mark.parametrize("kind", ["autocast", "cast", "half gradients"])
+@pytest.mark.parametrize("exponent", [12, 16, 23])
+def test_an_overflow_is_said_where_a_step_at_that_scale_is_skipped(kind, exponent):
+  """The gradients of the weights are far larger than those of the activations."""
+  kinds = {"autocast": {}, "cast": {"autocast": False}, "half gradients": {"grad_dtype": "float16"}}
+  policy = {"base": "fp16", "loss_scaling": {"init_scale": 2.0**exponent}} | kinds[kind]
+  x = jax.random.normal(jax.random.key(0), (256, 32)) + 1
+  y = jax.random.normal(jax.random.key(1), (256, 1))
+
+  def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch[0] @ params["in"]) @ params["out"] - batch[1]) ** 2)
+
+  params = {"in": jnp.full((32, 64), 0.05), "out": jnp.full((64, 1), 0.05)}
+  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-5), policy, donate=False)
+  state = step.init(params)
+  report = mpjax.inspect_numerics(step, state, (x, y), advise=False, pieces=1)
+  skipped = not step(state, (x, y))[1]["grads_finite"]
+  assert skipped == (exponent == 23 or (kind != "autocast" and exponent > 12))
+  found = [f for f in report.findings if f.kind == "gradient overflow"]
+  assert bool(found) == skipped
+  assert all("the scale will fall" in f.text for f in found)
+
+
 @pytest.mark.parametrize("fault", ["none", "underflow"])
-@pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
-def test_good_loss_scales_keep_the_share_of_all_gradients_and_overflow_none(fault, keep):
+@pytest.mark.parametrize(("keep", "autocast"), [(0.5, True), (0.9, True), (0.999, True), (0.9, False)])
+def test_good_loss_scales_keep_the_share_of_all_gradients_and_overflow_none(fault, keep, autocast):
   params, batch, loss_fn = model(fault)
-  report = mpjax.inspect_numerics(loss_fn, params, batch, "bf16", advise=False, keep=keep)
+  policy = {"base": "bf16", "autocast": autocast}
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy, advise=False, keep=keep)
   gradients = [t.magnitudes for t in report.of("activation gradient")]
-  products = [t.magnitudes for t in report.of("weight gradient") if len(t.shape) > 1]
+  # Autocast has the gradients of float32 weights in float32 from the product on.
+  products = [t.magnitudes for t in report.of("weight gradient") if len(t.shape) > 1 and not autocast]
   good = []
   for exponent in range(25):
     kept = sum(m.kept("float16", 2.0**exponent) * (m.count - m.zero) for m in gradients)

@@ -65,6 +65,23 @@ def products_in(report: NumericsReport) -> Callable[[str], str]:
   return dtype
 
 
+def half_products(report: NumericsReport) -> list[tuple[Tensor, str]]:
+  """Returns the weight gradients that leave their product in half precision, each with the dtype of that.
+
+  Under autocast the gradients of float32 weights are float32 from the product on, whose range no loss scale
+  leaves; but for one that is not finite in the policy's own run, where all that it is made of is.
+  """
+  policy, at = report.policy, products_in(report)
+  casts = policy.autocast or policy.compute_dtype.itemsize == 4
+  wide = casts and (policy.grad_dtype is None or policy.grad_dtype.itemsize == 4)
+  from_finite = not any(t.not_finite for t in report.of("activation gradient"))
+  return [
+    (t, at(t.module))
+    for t in report.of("weight gradient")
+    if len(t.shape) > 1 and not (wide and t.dtype == "float32" and not (t.not_finite and from_finite))
+  ]
+
+
 def harmful_underflows(report: NumericsReport, scale: float | None = None) -> list[Tensor]:
   """Returns the gradients of activations that lose more than the chosen share and are far from float32's."""
   at = report.loss_scale if scale is None else scale
@@ -87,11 +104,7 @@ def broken_updates(report: NumericsReport) -> list[Tensor]:
   """Returns the updates that are not finite, of an optimiser in half precision whose gradients are."""
   if report.policy.optimizer_dtype is not None:
     return []
-  fine = {
-    t.path
-    for t in report.of("weight gradient")
-    if not (t.policy or (0.0, 0.0))[0] + (t.policy or (0.0, 0.0))[1]
-  }
+  fine = {t.path for t in report.of("weight gradient") if not t.not_finite}
   return [
     t
     for t in report.of("update")
@@ -103,14 +116,14 @@ def scale_limits(report: NumericsReport) -> tuple[float | None, float | None]:
   """Returns the least loss scale that keeps the chosen share of gradients in float16, and the largest.
 
   Powers of two from 1 to 2**24, with a factor of two to spare below float16's largest number; `None` if no
-  scale does. What is kept counts for the gradients of activations; what overflows also for those of weights,
-  which products in float16 give, whatever dtype the weights are in. Under a policy that computes in float16
-  the modules that it leaves in another format do not count.
+  scale does. What is kept counts for the gradients of activations; what overflows also for those of weights
+  that leave their product in half precision. Under a policy that computes in float16 the modules that it
+  leaves in another format do not count.
   """
   own, at = report.policy.compute_dtype.name, products_in(report)
   counts = lambda t: own != "float16" or at(t.module) == "float16"
   tensors = [t for t in report.of("activation gradient") if t.magnitudes.range is not None and counts(t)]
-  products = [t for t in report.of("weight gradient") if len(t.shape) > 1 and counts(t)]
+  products = [t for t, _ in half_products(report) if counts(t)]
   added = lambda found: functools.reduce(operator.add, [t.magnitudes for t in found]) if found else None
   gradients, everything = added(tensors), added([*tensors, *products])
   low = high = None
@@ -176,7 +189,7 @@ def _overflows(report: NumericsReport) -> Iterator[Finding]:
   broken = [
     t
     for t in report.of("activation")
-    if t.policy and t.policy[0] + t.policy[1] > 0 and not t.magnitudes.nan + t.magnitudes.inf
+    if t.not_finite and not t.magnitudes.nan + t.magnitudes.inf
   ]
   if broken:
     t = broken[0]
@@ -197,9 +210,9 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   if overflows(report):
     return
   scale = report.loss_scale
-  at = products_in(report)
-  pairs = [(t, t.dtype) for t in report.of("activation gradient")]
-  pairs += [(t, at(t.module)) for t in report.of("weight gradient") if len(t.shape) > 1]
+  # What the policy's own run kept finite did not overflow.
+  pairs = [(t, t.dtype) for t in report.of("activation gradient") if t.not_finite]
+  pairs += half_products(report)
   over = {
     t: dtype
     for t, dtype in pairs
@@ -212,10 +225,11 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   _, high = scale_limits(report)
   scaling = report.policy.loss_scaling
   dynamic = scaling is not None and scaling.kind == "dynamic"
+  skipped = any(t.not_finite for t in report.of("weight gradient"))
   largest = max(over, key=lambda t: t.magnitudes.range[1] if t.magnitudes.range else 0)
   for t in [largest] if high else over:
     text = f"{_name(t)}: its gradient times the loss scale of {power_of_two_text(scale)} overflows {over[t]}"
-    if dynamic and high:
+    if dynamic and high and skipped:
       text += f"; the scale will fall towards {power_of_two_text(high)}, and each fall costs a step"
     severity = "note" if dynamic and high else "problem"
     yield Finding("gradient overflow", severity, t.module, text)
