@@ -20,6 +20,7 @@ from mpjax.numerics._instrumented_step import Seen, reference_state, reference_s
 from mpjax.numerics._kept_programs import shapes_of, step_for, step_under
 from mpjax.numerics._programs import Programs, programs_for
 from mpjax.numerics._report import NumericsReport
+from mpjax.numerics._scale_dependence import ScaleDependent, scale_dependence
 from mpjax.numerics._stored_state import slot_of
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
@@ -27,6 +28,9 @@ from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep
+
+# Gradients nearer to float32's than this, or this small beside the largest, are not compared at two scales.
+_FAR, _ROUNDING = 0.05, 1e-6
 
 
 def inspect_numerics(
@@ -60,6 +64,9 @@ def inspect_numerics(
   leaves a module, what a matrix product reads and what it gives, if the loss depends on it. Not looked at is
   what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` over up
   to 128 layers, each with weights of its own, are kept apart; those of a longer one, or of time, are not.
+
+  Under a loss scale, gradients that are far from float32's are computed in float32 with the scale and without
+  it: what differs then comes from a backward rule that is not linear, such as one that clips cotangents.
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
@@ -156,6 +163,7 @@ class Inspection:
     self._distances: dict[Any, Distance] = {}
     self._counts: dict[str, Any] = {}
     self._stored: dict[str, tuple[np.ndarray, float]] = {}
+    self._first: PyTree = None
 
   def add(self, batch: PyTree, known: tuple[Hashable, Seen] | None = None) -> tuple[Hashable, Seen] | None:
     """Looks at a batch.
@@ -182,6 +190,7 @@ class Inspection:
         wide = jax.device_get(programs.theirs(self._wide_state, batch))
     self._losses.append((float(seen.loss), None if wide is None else float(wide.loss)))
     self._rows += rows(batch)
+    self._first = batch if self.count == 0 else self._first
     self.count += 1
     own = dict(_arrays(seen, programs.points, self._narrow))
     full = own if wide is None else dict(_arrays(wide, programs.wide_points, self._full))
@@ -218,6 +227,7 @@ class Inspection:
     """Returns the report on all batches so far."""
     losses = np.asarray([mine for mine, _ in self._losses])
     wide = [theirs for _, theirs in self._losses if theirs is not None]
+    tensors = tuple(self._tensors())
     return NumericsReport(
       title=title,
       policy=self._step.policy,
@@ -227,12 +237,24 @@ class Inspection:
       rows=self._rows,
       loss=float(losses.mean()),
       reference_loss=float(np.mean(wide)) if wide else None,
-      tensors=tuple(self._tensors()),
+      tensors=tensors,
       stored=tuple(slot_of(slot, *found, self.count) for slot, found in self._stored.items()),
       keep=keep,
       narrow_reference=self._narrow_reference(),
       own_scale=_has_own_scale(self._step, self._state),
+      scale_dependent=self._scale_dependent(tensors),
     )
+
+  def _scale_dependent(self, tensors: Sequence[Tensor]) -> tuple[ScaleDependent, ...]:
+    """Returns the parameters whose gradient depends on the loss scale, if any is far from float32's."""
+    if self._scale == 1 or self._reference is None or self._wide_state is None:
+      return ()
+    gradients = [t for t in tensors if t.kind == "weight gradient"]
+    most = max((t.norm or 0.0 for t in gradients), default=0.0)
+    far = [t for t in gradients if t.error is None or not t.error <= _FAR]
+    if not any(t.norm is None or not t.norm <= _ROUNDING * most for t in far):
+      return ()
+    return scale_dependence(self._reference, self._wide_state, self._first, self._scale)
 
   def _narrow_reference(self) -> tuple[str, ...]:
     """Returns the modules in which the model's own casts make the float32 run compute in half precision."""

@@ -189,6 +189,13 @@ def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tup
   return loss, grads
 
 
+def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: Array) -> PyTree:
+  """Returns the gradients of the loss times a loss scale, beside the one that the state may have."""
+  scaled_loss = lambda params: _loss(step, state, batch, step.loss.transform, params)[0] * scale
+  with _tracing(step):
+    return jax.grad(scaled_loss)(step.loss.compute_params(state))
+
+
 def differentiated(step: TrainStep, state: TrainState, batch: PyTree, transform: Transform) -> Array:
   """Returns the scaled loss, with another transform in place of autocast: in terms of what that reads."""
   with _tracing(step):

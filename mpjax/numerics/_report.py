@@ -16,6 +16,7 @@ from mpjax._text_sections import TextSection
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._scale_dependence import ScaleDependent
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, descent_quality, share_lost
 from mpjax.numerics.render import (
@@ -49,6 +50,8 @@ class NumericsReport(Shown):
     keep: the share of gradients that a loss scale should keep in range.
     narrow_reference: where the float32 run computes in less, by the model's own casts.
     own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
+    scale_dependent: parameters whose gradient is another one at another loss scale, in float32, too; looked
+      for under a loss scale where gradients are far from float32's.
     findings: problems first.
     advice: what to use instead; `None` before there is any.
   """
@@ -66,6 +69,7 @@ class NumericsReport(Shown):
   keep: float = 0.999
   narrow_reference: tuple[str, ...] = ()
   own_scale: bool = False
+  scale_dependent: tuple[ScaleDependent, ...] = ()
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
 

@@ -43,6 +43,8 @@ class Change(NamedTuple):
     if self.key == "overrides":
       return f"overrides: {self.value[0]}: {self.value[1]}"
     if self.key == "loss_scaling":
+      if self.value is None:
+        return "loss_scaling: none"
       return f"loss_scaling: {self.value['kind']}, init_scale {power_of_two_text(self.value['init_scale'])}"
     return f"{self.key}: {self.value}".replace("True", "true").replace("None", "none")
 
@@ -87,7 +89,14 @@ def _changes(
   changes: list[Change] = []
   if "lost updates" in kinds:
     changes += _master_weights(report)
-  changes += _loss_scale(report, findings)
+  if "loss scale" in kinds and not report.own_scale:
+    buys = "has float32's range, and needs no loss scale, which a backward rule sees"
+    changes += [
+      Change("compute_dtype", "bfloat16", buys),
+      Change("loss_scaling", None, "bfloat16 needs none"),
+    ]
+  else:
+    changes += _loss_scale(report, findings)
   overrides = _overrides(report, findings, made)
   if overrides and not report.policy.autocast:
     changes.append(

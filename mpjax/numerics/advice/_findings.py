@@ -31,7 +31,8 @@ _MAX_EXPONENT = 24
 
 def find(report: NumericsReport) -> tuple[Finding, ...]:
   """Findings, problems first, then in the order of the program."""
-  found = [*_nonfinite(report), *_overflows(report), *_gradient_overflows(report), *_underflows(report)]
+  found = [*_nonfinite(report), *_scale_dependent(report)]
+  found += [*_overflows(report), *_gradient_overflows(report), *_underflows(report)]
   found += [*_lost_updates(report), *_stored(report), *_errors(report)]
   known = any(f.severity == "problem" and f.kind != "lost updates" for f in found)
   found += [*of_weight_gradients(report, known), *biases(report), *_reference(report)]
@@ -171,6 +172,27 @@ def _nonfinite(report: NumericsReport) -> Iterator[Finding]:
     yield Finding("nonfinite", "problem", where, f"{text}rate, or the data")
 
 
+def _scale_dependent(report: NumericsReport) -> Iterator[Finding]:
+  """Yields the gradients that depend on the loss scale, all in one."""
+  if not report.scale_dependent:
+    return
+  first, *others = report.scale_dependent
+  more = f" (and that of {len(others)} more)" if others else ""
+  norms = " and ".join(
+    f"{norm:.3g} at a loss scale of {power_of_two_text(scale)}"
+    for norm, scale in zip(first.norms, first.scales, strict=True)
+  )
+  text = (
+    f"{first.path}: its gradient{more} depends on the loss scale, in float32, too: its norm is {norms}. A "
+  )
+  text += "backward rule on the way to it is not linear, such as a custom_vjp that clips cotangents, and is "
+  text += (
+    "given scaled ones. mpjax.full_precision does not help; divide them by the loss scale inside the rule "
+  )
+  text += "and multiply what it returns, or use bf16 without a loss scale"
+  yield Finding("loss scale", "problem", first.path, text)
+
+
 def _overflows(report: NumericsReport) -> Iterator[Finding]:
   culprits = overflows(report)
   for t in culprits:
@@ -186,11 +208,7 @@ def _overflows(report: NumericsReport) -> Iterator[Finding]:
     )
   if culprits or report.reference_loss is None:
     return
-  broken = [
-    t
-    for t in report.of("activation")
-    if t.not_finite and not t.magnitudes.nan + t.magnitudes.inf
-  ]
+  broken = [t for t in report.of("activation") if t.not_finite and not t.magnitudes.nan + t.magnitudes.inf]
   if broken:
     t = broken[0]
     yield Finding(
@@ -363,7 +381,8 @@ def _errors(report: NumericsReport) -> Iterator[Finding]:
   forward = error_grows(report, "activation")
   if forward is not None and not any(order <= forward.order for order in yet):
     yield _error(forward, "error", "value")
-  if yet or forward is not None or any(f.severity == "problem" for f in _gradient_overflows(report)):
+  known = report.scale_dependent or any(f.severity == "problem" for f in _gradient_overflows(report))
+  if yet or forward is not None or known:
     return
   backward = error_grows(report, "activation gradient")
   if backward is not None and not any(t.order >= backward.order for t in harmful_underflows(report)):
