@@ -82,9 +82,14 @@ def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
   return asked
 
 
+def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
+  """Returns the dtype of a product's operands: the half one, or float32 where a diagnosis asks for both."""
+  return next((x.dtype for x in operands if x.dtype != FLOAT32), FLOAT32)
+
+
 def _rounded(operands: Sequence[Array]) -> list[Array]:
   """Returns lhs and rhs, a float32 one rounded to the dtype of the other."""
-  half = next(x.dtype for x in operands if x.dtype != FLOAT32)
+  half = _common(operands)
   return [x.astype(half) for x in operands]
 
 
@@ -129,7 +134,7 @@ def _abstract(
   originals: tuple[int, ...],
   **params: Any,
 ) -> ShapedArray:
-  half = next(x.dtype for x in (lhs, rhs) if x.dtype != FLOAT32)
+  half = _common((lhs, rhs))
   lhs, rhs = (x.update(dtype=half, weak_type=False) for x in (lhs, rhs))
   return _compat.product_type(_PLAIN[own], lhs, rhs, **params)
 

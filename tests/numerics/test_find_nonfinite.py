@@ -140,6 +140,17 @@ def test_an_overflow_of_the_scaled_gradient_is_mended_by_the_scale_that_is_advis
   assert not hunt(*of_loss(loss, {"w": jnp.asarray(W)}, policy(2 * scale))).finite
 
 
+def test_a_product_that_overflows_in_the_backward_pass_says_how_far():
+  """Its operand is rounded from float32, to which the gradient goes."""
+  loss = lambda p, b: mean((jnp.tanh(b["x"] @ p["w"]) @ p["v"]) ** 2)
+  params = {"w": np.full((4, 16), 0.1, np.float32), "v": np.full((16, 4), 4.0, np.float32)}
+  policy = {"base": "fp16", "loss_scaling": {"init_scale": 2.0**13}}
+  report = hunt(*of_loss(loss, params, policy))
+  assert (report.origin.primitive, report.origin.dtype) == ("dot_general", "float16")
+  assert report.origin.backward
+  assert 65504 < report.origin.float32_largest < 1e7
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_data_and_parameters_that_are_not_finite_are_named_without_an_operation(value):
   step, state = build("plain", ["none", "none"], FP16)
