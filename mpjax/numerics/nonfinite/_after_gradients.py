@@ -19,6 +19,7 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import unstored
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._optimizer import on_masters, with_policy
+from mpjax.step._optimizer_arguments import with_step_arguments
 
 
 class AfterGradients(NamedTuple):
@@ -46,7 +47,8 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
   """
   policy = step.policy
   skips = policy.loss_scaling is not None or step.options.skip_nonfinite
-  tx = with_policy(step.inner_tx, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
+  given = with_step_arguments(step.inner_tx)
+  tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
 
   def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
     masters, before = on_masters(state.params, state.opt_state)

@@ -26,7 +26,7 @@ from mpjax.numerics.nonfinite._report import NonfiniteReport
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
-# Counts of updates that a skip inside the user's optimiser has replaced.
+# Counts of updates that a loss scale inside the user's optimiser has replaced.
 _NOT_SHOWN = NonFinite(0, 0, 0, 0)
 
 

@@ -191,16 +191,15 @@ def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
     paths = ["/".join(re.findall(r"\w+", name.removeprefix("gradients"))) for name in names]
     shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
     parts.append(f"{len(names)} of {gradients} gradients ({shown})")
-  if not parts:
-    return _after_text(list(results))
-  return " and ".join(parts)
+  return " and ".join(parts) if parts else _after_text(results)
 
 
-def _after_text(names: list[str]) -> str:
+def _after_text(results: dict[str, NonFinite]) -> str:
   """Returns the names of what is not finite although the gradients are, at most three of a kind."""
   kinds: dict[str, list[str]] = {}
-  for name in names:
-    kinds.setdefault(name.partition("[")[0], []).append(name)
+  for name, counts in results.items():
+    hidden = "" if counts.size else ", in whose place the loss scale inside the optimiser puts zeros"
+    kinds.setdefault(name.partition("[")[0], []).append(name + hidden)
   more = lambda of_kind: f" and {len(of_kind) - 3} more" if of_kind[3:] else ""
   return ", ".join(", ".join(of_kind[:3]) + more(of_kind) for of_kind in kinds.values())
 
