@@ -27,8 +27,8 @@ def is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree)
 def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
   """Returns of each leaf of `inner.init(params)` whether it is computed of the parameters' values.
 
-  Such are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and `dog`
-  keep. A leaf of which the parameters give the shape alone, as moments, is not.
+  Such are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and
+  `dog` keep. A leaf of which the parameters give the shape alone, as moments, is not.
 
   Args:
     inner: any optax transform.

@@ -58,10 +58,10 @@ def quantized_state(
   (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
   The dtypes of the state are those of `init` after any step.
 
-  What is not a moment stays as it is. That is state with parameters in it, which small updates would not move:
-  leaves that `inner.init` computes of the values of parameters, as `z` of `optax.contrib.schedule_free` and the
-  first parameters that `mechanize`, `prodigy` and `dog` keep. And it is gradients that `optax.MultiSteps` and
-  `optax.apply_every` add up. Name other such state in `exclude`.
+  What is not a moment stays as it is: state with parameters in it, which small updates would not move, and
+  gradients that `optax.MultiSteps` and `optax.apply_every` add up. The first are leaves that `inner.init`
+  computes from the values of parameters, such as `z` of `optax.contrib.schedule_free` and the first
+  parameters that `mechanize`, `prodigy` and `dog` keep. Name other such state in `exclude`.
 
   Args:
     inner: any optax transform.

@@ -207,7 +207,7 @@ def _checked(name: str, average: Average) -> Average:
   for part, value in parts.items():
     if value.shape != ():
       raise ValueError(
-        f"loss_fn returned a {name} whose {part} is {value.dtype}{list(value.shape)}: expected scalars, as in "
-        "mpjax.Average(jnp.sum(losses * mask), jnp.sum(mask))"
+        f"loss_fn returned a {name} whose {part} is {value.dtype}{list(value.shape)}: expected scalars, as "
+        "in mpjax.Average(jnp.sum(losses * mask), jnp.sum(mask))"
       )
   return Average(**parts)

@@ -44,7 +44,11 @@ def make_train_step(
   ```
 
   `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
-  `(loss, metrics, model_state)` when it takes `model_state`. It takes more arguments by keyword if its
+  `(loss, metrics, model_state)` when it takes `model_state`. A plain scalar is averaged over micro-batches
+  and devices as if each counted the same; return `mpjax.Average` where they do not. Metrics may be averages,
+  too.
+
+  It takes more arguments by keyword if its
   signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
   batch, or `row_rngs`, a fresh key for each row of the batch, with which results do not depend on how rows
   are divided. For an `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics)
@@ -53,8 +57,10 @@ def make_train_step(
   A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
   and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
   `model_state`. It casts what `loss_fn` returns to `output_dtype`; scales the loss if the policy says so;
-  and hands gradients in the master dtype to the optimiser. A step with non-finite gradients leaves
-  parameters, optimiser and model state as they were.
+  and hands gradients in the master dtype to the optimiser. Under a loss scale, or `skip_nonfinite`, a step
+  with non-finite gradients leaves parameters, optimiser and model state as they were. So does a step whose
+  gradients are finite and which would make parameters or model state non-finite; the loss scale stays then,
+  and `metrics["updates_finite"]` is false.
 
   Args:
     loss_fn: see above.
@@ -62,7 +68,8 @@ def make_train_step(
       scale of its own, the policy must have none.
     policy: whatever `mpjax.get_policy` takes.
     accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
-      averaged over them in float32, integer metrics are summed. Micro-batch `i` is rows `i::accumulate`.
+      averaged over them in float32, an `Average` by what each counts, and integer metrics are summed.
+      Micro-batch `i` is rows `i::accumulate`.
     skip_nonfinite: guard a policy without loss scaling too, by `static_loss_scale(tx, 1)`.
     cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
       the inputs itself (and may keep targets in float32).

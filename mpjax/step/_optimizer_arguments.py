@@ -21,8 +21,9 @@ _GIVEN = ("value", "grad")
 _REFUSED = re.compile(r"unexpected keyword argument '(\w+)'")
 
 _LOOP = (
-  "write the loop yourself: loss, grads = mpjax.value_and_grad(loss_fn, opt_state)({params}, batch); updates, "
-  "opt_state = tx.update(grads, opt_state, params{more}); params = mpjax.apply_updates(params, updates)"
+  "write the loop yourself: loss, grads = mpjax.value_and_grad(loss_fn, opt_state)({params}, batch); "
+  "updates, opt_state = tx.update(grads, opt_state, params{more}); "
+  "params = mpjax.apply_updates(params, updates)"
 )
 _LOSS = "lambda p: loss_fn(p, batch)"
 # What an error of `update` names, and the arguments that give it in a loop.
@@ -146,8 +147,8 @@ def _require_shapes(updates: PyTree, params: PyTree, state: PyTree) -> None:
 
 def _refusal(error: Exception, state: PyTree) -> str:
   return (
-    "this optimizer cannot run in a training step, which gives it gradients, state, parameters, value and grad: "
-    f"{type(error).__name__}: {error}. {_way_out(str(error), state)}"
+    "this optimizer cannot run in a training step, which gives it gradients, state, parameters, value and "
+    f"grad: {type(error).__name__}: {error}. {_way_out(str(error), state)}"
   )
 
 

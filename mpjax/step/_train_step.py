@@ -256,8 +256,8 @@ class TrainStep:
     average = optax.incremental_update(params, average, 1e-3)  # in float32 under every policy
     ```
 
-    The state is as that optimiser makes it, in structure and dtypes, without the loss scale, the master weights
-    and the codes of few bytes that the policy puts round it. Functions for such a state take it, as
+    The state is as that optimiser makes it, in structure and dtypes, without the loss scale, the master
+    weights and the codes of few bytes that the policy puts round it. Functions for such a state take it:
     `optax.contrib.schedule_free_eval_params(opt_state, params)` and `optax.tree_utils.tree_get`.
 
     Args:
