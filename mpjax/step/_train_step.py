@@ -380,9 +380,7 @@ class TrainStep:
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     loss = worth(average)
-    flow, params = self._flow(state), self.trained(state)
-    if flow.read is not None:  # zeros for what the optimiser does not read
-      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
+    grads, params = self.optimizer_arguments(state, grads)
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [new for new, old in pairs if new is not old]
@@ -410,7 +408,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=merged(only(flow.moving, apply_step(self.policy, params, updates)), state.params),
+      params=merged(self.moving(state, apply_step(self.policy, params, updates)), state.params),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
@@ -453,6 +451,22 @@ class TrainStep:
       state: a state, or its shapes.
     """
     return only(self._chosen(state), state.params)
+
+  def optimizer_arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns gradients and parameters as the optimiser is given them: of what it sees, zeros unread.
+
+    Args:
+      state: a state.
+      grads: as `loss_and_gradients` gives them, scaled or not, or of all parameters.
+    """
+    flow = self._flow(state)
+    if flow.read is not None:  # zeros for what the optimiser does not read
+      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
+    return grads, self.trained(state)
+
+  def moving(self, state: TrainState, tree: PyTree) -> PyTree:
+    """Returns of a tree like the parameters what a step moves, with an `optax.MaskedNode` for the rest."""
+    return only(self._flow(state).moving, tree)
 
   def _chosen(self, state: TrainState) -> PyTree[bool] | None:
     """Returns which of the parameters `wrt` says; `None` for all of them."""

@@ -24,7 +24,7 @@ def hunt(tx, policy="fp32", loss=loss_fn, model_state=None, reference=False, **o
   with warnings.catch_warnings():
     warnings.simplefilter("ignore", mpjax.PrecisionWarning)  # of float16
     step = mpjax.make_train_step(loss, tx, policy, donate=False, **options)
-  state = step.init(PARAMS, model_state=model_state)
+  state = step.init(PARAMS, model_state=model_state).replace(step=jnp.int32(3))  # in the middle of a run
   return mpjax.find_nonfinite(step, state, BATCH, reference=reference), step(state, BATCH)
 
 
@@ -154,6 +154,17 @@ def test_gradients_that_are_not_finite_are_reported_without_the_optimiser():
   assert report.parts == ("loss", "gradients")
   assert all(name == "loss" or name.startswith("gradients") for name in report.results)
   assert not report.origin.of_optimizer
+
+
+def test_what_is_not_trained_is_not_looked_at():
+  assert "updates['unused']" in hunt(NO_EPS, "fp16", wrt=["w", "unused"])[0].results
+  frozen = optax.partition({"on": NO_EPS, "off": optax.set_to_zero()}, {"w": "on", "unused": "off"})
+  for tx, wrt in ((NO_EPS, "w"), (frozen, None)):
+    options = {} if wrt is None else {"wrt": wrt}
+    step = mpjax.make_train_step(loss_fn, tx, "bf16_lean", donate=False, skip_nonfinite=True, **options)
+    report = mpjax.find_nonfinite(step, step.init(PARAMS), BATCH)
+    assert report.finite
+    assert not report.compiled
 
 
 @pytest.mark.parametrize("gather", ["step", "block"])

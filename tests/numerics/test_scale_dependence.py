@@ -117,3 +117,16 @@ def test_a_step_that_divides_its_batch_is_compared(divided):
   step = mpjax.make_train_step(loss_of(identity(RULES["clip"])), optax.sgd(1e-2), "fp16", **options[divided])
   report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, advise=False)
   assert {one.path for one in report.scale_dependent} == {"encoder/w", "encoder/b"}
+
+
+def test_a_parameter_that_is_not_trained_is_not_compared():
+  step = mpjax.make_train_step(
+    loss_of(identity(RULES["clip"])), optax.sgd(1e-2), "fp16", wrt=["encoder/w", "head"]
+  )
+  report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, advise=False)
+  assert [one.path for one in report.scale_dependent] == ["encoder/w"]
+  assert (
+    {t.path for t in report.of("weight gradient")}
+    == {t.path for t in report.of("update")}
+    == {"encoder/w", "head/w"}
+  )

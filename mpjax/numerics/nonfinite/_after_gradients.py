@@ -26,8 +26,8 @@ class AfterGradients(NamedTuple):
   """What a step makes of its gradients.
 
   Attributes:
-    updates: of master weights, not rounded.
-    params: the parameters after the step.
+    updates: of master weights, not rounded; of those that move.
+    params: the parameters after the step; those that move.
     opt_state: the state of the optimiser after the step, before it is stored in few bytes.
     skipped: bool[]; whether a loss scale inside the user's own optimiser has put zeros and the old state in
       place of them, although the gradients are finite.
@@ -51,7 +51,8 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
   tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
 
   def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
-    masters, before = on_masters(state.params, state.opt_state)
+    grads, params = step.optimizer_arguments(state, grads)
+    masters, before = on_masters(params, state.opt_state)
     before = unstored(before.inner_state if skips else before)
     scaler = find_scaler(before)
     if scaler is not None:
@@ -59,10 +60,10 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
       grads = map_parts(times, lambda g: g, grads)
     updates, after = tx.update(grads, before, masters, value=loss)
     after = keep_dtypes(after, before) if skips else after
-    params = cast_like(apply_updates(masters, updates), state.params)
+    new = cast_like(apply_updates(masters, updates), params)
     skipped = jnp.asarray(False)
     if scaler is not None:
       skipped = get_loss_scale(after).skipped_steps > scaler.skipped_steps
-    return AfterGradients(updates, params, after, skipped)
+    return AfterGradients(step.moving(state, updates), step.moving(state, new), after, skipped)
 
   return run

@@ -71,7 +71,7 @@ def find_nonfinite(
       fp8_state={},
     )
   else:
-    wide = wide_step.adopt(state, step)
+    wide = wide_step.adopt(state, step, warn=False)
   same = _hunt(wide_step, wide, batch, whole=not found.of_gradients)
   return dataclasses.replace(found, in_float32=not same.finite, reference=same)
 
