@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import optax
+import optax.contrib
 
 from mpjax._types import Jaxpr, PyTree
 from mpjax.jaxpr import CallKind, alignment, call_kind, is_variable, open_jaxpr
@@ -13,6 +14,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
   optax.MultiStepsState: ("acc_grads",),  # gradients that are added up until they are used
   optax.ApplyEvery: ("grad_acc",),
   optax.ScaleByLBFGSState: ("params", "updates"),  # of the last step, for the difference from this one's
+  optax.contrib.DoGState: ("init_params",),  # in older versions of the first update, not of `init`
 }
 _CALLS = (CallKind.JIT, CallKind.INLINE, CallKind.REMAT, CallKind.COND)
 
