@@ -65,7 +65,8 @@ def make_train_step(
   Args:
     loss_fn: see above.
     tx: any optax transform; the loss scaling that the policy asks for is put around it. If it has a loss
-      scale of its own, the policy must have none.
+      scale of its own, the policy must have none. Its update is given the unscaled loss as `value`, and the
+      unscaled gradients as `grad`, where it takes them; `init` refuses one that needs more.
     policy: whatever `mpjax.get_policy` takes.
     accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
       averaged over them in float32, an `Average` by what each counts, and integer metrics are summed.

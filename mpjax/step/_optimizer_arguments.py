@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 from jax.tree_util import PyTreeDef
 
-from mpjax._tree import named_leaves
+from mpjax._tree import as_shapes, named_leaves
 from mpjax._types import PyTree
 from mpjax.dtypes import widen_floating
 
@@ -57,8 +57,10 @@ def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTrans
   passes_others = is_open and isinstance(tx, optax.GradientTransformationExtraArgs)
 
   def init(params: PyTree) -> PyTree:
-    state = tx.init(params)
     leaves = jax.tree.leaves(params)
+    given = set(map(id, leaves))
+    # Arrays of its own, also where it keeps the first parameters: a step is given the buffers of both.
+    state = jax.tree.map(lambda x: jnp.copy(x) if id(x) in given else x, tx.init(params))
     if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):  # not those of optax.tree_map_params
       found[:] = [_tried(tx, names, (params, widen_floating(params)), state, params)]
     return state
@@ -121,6 +123,8 @@ def _shapes_of_update(
   tx: optax.GradientTransformation, names: tuple[str, ...], grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[tuple[str, ...], PyTree]:
   """Returns which of `names` an update takes, and the shapes of its updates."""
+  # Not where they lie: a step runs on axes that the compiler divides.
+  grads, state, params = as_shapes((grads, state, params))
   given = {"value": jax.ShapeDtypeStruct((), jnp.float32), "grad": grads}
   while True:
     try:
@@ -148,7 +152,7 @@ def _require_shapes(updates: PyTree, params: PyTree, state: PyTree) -> None:
 def _refusal(error: Exception, state: PyTree) -> str:
   return (
     "this optimizer cannot run in a training step, which gives it gradients, state, parameters, value and "
-    f"grad: {type(error).__name__}: {error}. {_way_out(str(error), state)}"
+    f"grad: {type(error).__name__}: {str(error).rstrip('.')}. {_way_out(str(error), state)}"
   )
 
 
