@@ -165,7 +165,7 @@ def user_state(
     like = jax.eval_shape(tx.init, hide(masters))
     plain = lambda leaf, x: dequantize(x).astype(leaf.dtype) if is_quantized(x) else x
     inner = jax.tree.map(plain, like, rebuild(inner.inner_state))
-  return jax.tree.map(jnp.copy, (masters, inner))
+  return masters, inner
 
 
 def on_masters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:

@@ -264,7 +264,8 @@ class TrainStep:
       state: a state of this step, on one device or a mesh; also inside `jit`.
 
     Returns:
-      Arrays of their own, which a later step does not take, that lie as those of `state` do.
+      Arrays of their own, which a later step does not take, that lie as those of `state` do. What `wrt`
+      leaves out is among the parameters as it is, and has no state.
     """
     require_kept(state)
     return self._jitted_user_state(state)
@@ -273,7 +274,8 @@ class TrainStep:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
     trained = self.trained(state)
     params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
-    params = merged(params, state.params)
+    # Copies, or `jit` would hand on buffers that the next step takes.
+    params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.params), opt_state))
     if self.layout is not None:
       state = self.layout.keep(state.replace(params=params, opt_state=opt_state))
       params, opt_state = state.params, state.opt_state
