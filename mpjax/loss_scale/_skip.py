@@ -235,7 +235,8 @@ def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -
     if traced is not None:
       found.append(traced.flow(params))
 
-  with contextlib.suppress(NameError):  # of a mapped axis that is not there
+  # Of a mapped axis that is not there; of a state that is another after the first update, as optax.monitor's.
+  with contextlib.suppress(NameError, StructureError):
     jax.eval_shape(look, params)
   return found[0] if found else None
 
@@ -361,15 +362,19 @@ def _may_branch(program: ClosedJaxpr) -> bool:
   return not program.effects and not jax.sharding.get_abstract_mesh().axis_names
 
 
+class StructureError(ValueError):
+  """A transform's update gives its state another structure."""
+
+
 def keep_dtypes(new_state: State, old_state: State) -> State:
   """Casts `new_state` to the dtypes of `old_state`: widened gradients must not widen half-precision moments.
 
   Raises:
-    ValueError: if the two differ in structure.
+    StructureError: if the two differ in structure.
   """
   old_structure: PyTreeDef = jax.tree.structure(old_state)
   if jax.tree.structure(new_state) != old_structure:
-    raise ValueError(
+    raise StructureError(
       f"the wrapped transform changed the structure of its state from {old_structure} "
       f"to {jax.tree.structure(new_state)}"
     )
