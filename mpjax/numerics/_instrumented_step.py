@@ -115,7 +115,7 @@ def make_pass(
   def run(state: TrainState, batch: PyTree) -> Seen:
     with _tracing(step):
       loss, grads, kept = _over_pieces(gradients, state, batch, pieces)
-      grads, _ = step.optimizer_arguments(state, grads)
+      grads, _ = step.trained.arguments(state, grads)
     sums = pair_kept_whole if whole else functools.partial(update_sums, updates or summary)
     of_updates, stored = _updates(step, state, grads, loss, sums) if updates else ({}, {})
     scaler = find_scaler(state.opt_state)
@@ -195,7 +195,7 @@ def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: A
   scaled_loss = lambda params: _loss(step, state, batch, step.loss.transform, params)[0] * scale
   with _tracing(step):
     grads = jax.grad(scaled_loss)(step.loss.compute_params(state))
-    return step.optimizer_arguments(state, grads)[0]
+    return step.trained.arguments(state, grads)[0]
 
 
 def differentiated(step: TrainStep, state: TrainState, batch: PyTree, transform: Transform) -> Array:
@@ -279,7 +279,7 @@ def _loss(
 def _updates(
   step: TrainStep, state: TrainState, grads: PyTree, loss: jax.Array, sums: Callable[[Array, Array], Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[Array, Array]]]:
-  params = step.trained(state)
+  params = step.trained.parameters(state)
   masters, before = on_masters(params, state.opt_state)
   updates, after = step.tx.update(cast_like(grads, params), unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,16 @@ from jaxtyping import Float32
 
 from mpjax._average import is_average, worth
 from mpjax._lazy import nnx
-from mpjax._tree import as_shapes
 from mpjax._types import Array, LossFunction, Metrics, PolicyLike, PyTree
 from mpjax.casting import Explanation, explain, init_fp8_state
 from mpjax.casting._explained import ExplainedGather
 from mpjax.casting._overrides import Overrides
-from mpjax.dtypes import widen_floating
 from mpjax.fp8._delayed import grow_gradients
 from mpjax.loss_scale import all_finite, get_loss_scale
 from mpjax.loss_scale._finite import is_inexact, unscale
 from mpjax.loss_scale._gradient_norm import unscaled_norm
 from mpjax.loss_scale._overwritten import hide, show
-from mpjax.loss_scale._skip import flow_of, keep_if
+from mpjax.loss_scale._skip import keep_if
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
@@ -62,11 +60,11 @@ from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import (
+  Trained,
   chosen_of,
   merged,
   only,
   require_chosen,
-  with_frozen,
   without_frozen,
 )
 
@@ -81,6 +79,7 @@ class TrainStep:
     policy: the `Policy` in force.
     tx: `inner_tx` with what the policy puts around it: how its state is kept, master weights, loss scaling.
     loss: the loss function under the policy.
+    trained: what of the parameters it trains.
     layout: where state and batches lie on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
     jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
@@ -99,8 +98,7 @@ class TrainStep:
       with_policy, given, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
     )
     # What it does with gradients is asked of it without the policy, which changes none of that.
-    self._plain_tx = optax.GradientTransformationExtraArgs(tx.init, given.update)
-    self._flows: dict[PyTree, _Flow] = {}
+    self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
     self.jitted = jax.jit(self._step, donate_argnums=(0,) if options.donate else ())
@@ -235,7 +233,7 @@ class TrainStep:
       before: the other step.
       warn: warns of what is a new one, by a `UserWarning` that names it.
     """
-    masters = masters_of(self.trained(state), state.opt_state)
+    masters = masters_of(self.trained.parameters(state), state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
     params = self.policy.cast_to_param(masters)
     opt_state, anew = adopt_opt_state(self.tx, params, state.opt_state, same_scaling)
@@ -272,7 +270,7 @@ class TrainStep:
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
-    trained = self.trained(state)
+    trained = self.trained.parameters(state)
     params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
     # Copies, or `jit` would hand on buffers that the next step takes.
     params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.params), opt_state))
@@ -294,7 +292,7 @@ class TrainStep:
     if self.layout is None:
       return self._gradients(state, batch)
     shardings = self.layout.shardings(state).params
-    out = (PartitionSpec(), only(self._flow(state).read, shardings))
+    out = (PartitionSpec(), only(self.trained.read(state), shardings))
     return self.layout.run(self._gradients, state, batch, out)
 
   def _gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
@@ -382,7 +380,7 @@ class TrainStep:
   def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     average, metrics, grads, model_state, fp8_state = self._gradient_pass(state, batch)
     loss = worth(average)
-    grads, params = self.optimizer_arguments(state, grads)
+    grads, params = self.trained.arguments(state, grads)
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [new for new, old in pairs if new is not old]
@@ -410,7 +408,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=merged(self.moving(state, apply_step(self.policy, params, updates)), state.params),
+      params=merged(self.trained.moving(state, apply_step(self.policy, params, updates)), state.params),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
@@ -422,12 +420,7 @@ class TrainStep:
 
     Gradients that are not there have an `optax.MaskedNode` in their place.
     """
-    weights = with_frozen(state)
-    trained = self._flow(state).read
-    if weights is not state:
-      every = jax.tree.map(lambda _: True, state.params) if trained is None else trained
-      frozen = jax.tree.map(lambda _: False, state.model_state)
-      trained = with_frozen(state.replace(params=every, model_state=frozen)).params
+    weights, trained = self.trained.with_frozen(state)
     with matmul_precision(self.policy):
       params = self.loss.compute_params(weights)
       if self.layout is not None:
@@ -445,75 +438,6 @@ class TrainStep:
       grads=made.params,
       model_state=merged(made.model_state, state.model_state),
     )
-
-  def trained(self, state: TrainState) -> PyTree:
-    """Returns the parameters that the optimiser sees, with an `optax.MaskedNode` in place of each other.
-
-    Args:
-      state: a state, or its shapes.
-    """
-    return only(self._chosen(state), state.params)
-
-  def optimizer_arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns gradients and parameters as the optimiser is given them: of what it sees, zeros unread.
-
-    Args:
-      state: a state.
-      grads: as `loss_and_gradients` gives them, scaled or not, or of all parameters.
-    """
-    flow = self._flow(state)
-    if flow.read is not None:  # zeros for what the optimiser does not read
-      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
-    return grads, self.trained(state)
-
-  def moving(self, state: TrainState, tree: PyTree) -> PyTree:
-    """Returns of a tree like the parameters what a step moves, with an `optax.MaskedNode` for the rest."""
-    return only(self._flow(state).moving, tree)
-
-  def _chosen(self, state: TrainState) -> PyTree[bool] | None:
-    """Returns which of the parameters `wrt` says; `None` for all of them."""
-    if state.graphdef is not None or self.options.wrt is None:
-      return None
-    return chosen_of(self.options.wrt, state.params)
-
-  def _flow(self, state: TrainState) -> _Flow:
-    """Returns what becomes of the parameters and their gradients, by a trace of the optimiser."""
-    leaves, structure = jax.tree.flatten(state.params)
-    key = (structure, state.graphdef is None, *((x.shape, x.dtype) for x in leaves))
-    if key not in self._flows:
-      self._flows[key] = self._new_flow(state)
-    return self._flows[key]
-
-  def _new_flow(self, state: TrainState) -> _Flow:
-    chosen = self._chosen(state)
-    params = as_shapes(widen_floating(hide(only(chosen, state.params))))
-    flow = flow_of(self._plain_tx, params, value=jnp.zeros([]))
-    everything = jax.tree.map(lambda _: True, state.params)
-
-    def of_params(flags: list[bool]) -> PyTree[bool] | None:
-      flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
-      # What is overwritten is the optimiser's neither to read nor to move, and is both.
-      whole = only(chosen, show(state.params, flagged, everything))
-      whole = merged(whole, jax.tree.map(lambda _: False, everything))
-      return None if all(jax.tree.leaves(whole)) else whole
-
-    if flow is None:
-      return _Flow(chosen, chosen, chosen)
-    return _Flow(chosen, of_params(flow.read), of_params(flow.moving))
-
-
-class _Flow(NamedTuple):
-  """What becomes of each parameter; `None` where all have the same.
-
-  Attributes:
-    chosen: whether the optimiser sees it.
-    read: whether its gradient is read.
-    moving: whether its update is more than zeros.
-  """
-
-  chosen: PyTree[bool] | None
-  read: PyTree[bool] | None
-  moving: PyTree[bool] | None
 
 
 def _owned(tree: PyTree) -> PyTree:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mpjax._lazy import nnx
-from mpjax._tree import named_leaves, path_text
+from mpjax._tree import as_shapes, named_leaves, path_text
 from mpjax._types import PyTree
+from mpjax.dtypes import widen_floating
+from mpjax.loss_scale._overwritten import hide, show
+from mpjax.loss_scale._skip import flow_of
 from mpjax.patterns import component_regex
 from mpjax.step._train_state import TrainState
 
@@ -83,6 +87,97 @@ def merged(tree: PyTree, rest: PyTree) -> PyTree:
   """Returns a tree with what another has, of its structure, in place of each `optax.MaskedNode`."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)
   return jax.tree.map(lambda x, y: y if is_masked(x) else x, tree, rest, is_leaf=is_masked)
+
+
+class _Flow(NamedTuple):
+  """What becomes of each parameter; `None` where all have the same.
+
+  Attributes:
+    chosen: whether the optimiser sees it.
+    read: whether its gradient is read.
+    moving: whether its update is more than zeros.
+  """
+
+  chosen: PyTree[bool] | None
+  read: PyTree[bool] | None
+  moving: PyTree[bool] | None
+
+
+class Trained:
+  """What a step trains: the parameters that `wrt` chooses, less those that the optimiser leaves as they are.
+
+  Trees that it returns have an `optax.MaskedNode` in place of each other parameter. The state may be shapes.
+
+  Args:
+    wrt: as `chosen_of` takes it; for an `nnx.Module` all parameters of a state are trained.
+    tx: the optimiser, which is traced once for parameters of one structure.
+  """
+
+  def __init__(self, wrt: Any, tx: optax.GradientTransformation):
+    self._wrt, self._tx = wrt, tx
+    self._flows: dict[Hashable, _Flow] = {}
+
+  def parameters(self, state: TrainState) -> PyTree:
+    """Returns the parameters that the optimiser sees."""
+    return only(self._chosen(state), state.params)
+
+  def read(self, state: TrainState) -> PyTree[bool] | None:
+    """Returns for each parameter whether its gradient is read; `None`: those of all are."""
+    return self._flow(state).read
+
+  def arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns gradients and parameters for the optimiser, with zeros for gradients that it does not read.
+
+    Args:
+      state: a state.
+      grads: of the parameters whose gradients are read, scaled or not, or of all parameters.
+    """
+    flow = self._flow(state)
+    if flow.read is not None:
+      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
+    return grads, self.parameters(state)
+
+  def moving(self, state: TrainState, tree: PyTree) -> PyTree:
+    """Returns from a tree like the parameters what a step moves."""
+    return only(self._flow(state).moving, tree)
+
+  def with_frozen(self, state: TrainState) -> tuple[TrainState, PyTree[bool] | None]:
+    """Returns the state with all weights among its parameters, and `read` of those."""
+    weights, read = with_frozen(state), self.read(state)
+    if weights is state:
+      return state, read
+    every = jax.tree.map(lambda _: True, state.params) if read is None else read
+    frozen = jax.tree.map(lambda _: False, state.model_state)
+    return weights, with_frozen(state.replace(params=every, model_state=frozen)).params
+
+  def _chosen(self, state: TrainState) -> PyTree[bool] | None:
+    if state.graphdef is not None or self._wrt is None:
+      return None
+    return chosen_of(self._wrt, state.params)
+
+  def _flow(self, state: TrainState) -> _Flow:
+    leaves, structure = jax.tree.flatten(state.params)
+    key = (structure, state.graphdef is None, *((x.shape, x.dtype) for x in leaves))
+    if key not in self._flows:
+      self._flows[key] = self._new_flow(state)
+    return self._flows[key]
+
+  def _new_flow(self, state: TrainState) -> _Flow:
+    chosen = self._chosen(state)
+    params = as_shapes(widen_floating(hide(only(chosen, state.params))))
+    flow = flow_of(self._tx, params, value=jnp.zeros([]))
+    everything = jax.tree.map(lambda _: True, state.params)
+
+    def of_params(flags: list[bool]) -> PyTree[bool] | None:
+      flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
+      # What is overwritten, the optimiser neither reads nor moves; the step does both.
+      whole = only(chosen, show(state.params, flagged, everything))
+      whole = merged(whole, jax.tree.map(lambda _: False, everything))
+      return None if all(jax.tree.leaves(whole)) else whole
+
+    if flow is None:
+      return _Flow(chosen, chosen, chosen)
+    return _Flow(chosen, of_params(flow.read), of_params(flow.moving))
 
 
 def with_frozen(state: TrainState) -> TrainState:

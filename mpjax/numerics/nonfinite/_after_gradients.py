@@ -51,7 +51,7 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
   tx = with_policy(given, dataclasses.replace(policy, loss_scaling=None), skip_nonfinite=False)
 
   def run(loss: Array, grads: PyTree, state: TrainState) -> AfterGradients:
-    grads, params = step.optimizer_arguments(state, grads)
+    grads, params = step.trained.arguments(state, grads)
     masters, before = on_masters(params, state.opt_state)
     before = unstored(before.inner_state if skips else before)
     scaler = find_scaler(before)
@@ -64,6 +64,8 @@ def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], Af
     skipped = jnp.asarray(False)
     if scaler is not None:
       skipped = get_loss_scale(after).skipped_steps > scaler.skipped_steps
-    return AfterGradients(step.moving(state, updates), step.moving(state, new), after, skipped)
+    return AfterGradients(
+      step.trained.moving(state, updates), step.trained.moving(state, new), after, skipped
+    )
 
   return run
