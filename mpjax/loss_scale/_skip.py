@@ -70,8 +70,8 @@ class Guard:
     apply: (parameter, update) -> the parameter after it.
     agree: makes one decision of those along mapped axes.
     others: bool[]; whether what else the step changes is finite.
-    flows: what `_Traced.flow` said outside of `jit`, by the shapes of gradients and state; it is filled here,
-      since a trace takes as long as a step there.
+    flows: what becomes of gradients, by the shapes of them and the state; filled here, since outside of
+      `jit` a trace takes as long as a step.
   """
 
   judge: Callable[[Sequence[bool]], Bool[Array, ""]]
@@ -128,16 +128,16 @@ def update_if_finite(
   Raises:
     ValueError: if `update` changes the structure of the state.
   """
-  inside = _is_traced((gradients, old_state))
-  key = None if inside else _shapes((gradients, old_state))
-  traced = None if key in guard.flows else _trace(update, gradients, old_state)
-  if skip and inside and traced is not None:
-    return _select_where_defined(traced, gradients, old_state, guard, branch_on_cpu)
+  key = _shapes((gradients, old_state))
+  in_program = skip and _is_traced((gradients, old_state))
+  traced = _trace(update, gradients, old_state) if in_program or key not in guard.flows else None
+  if traced is not None:
+    guard.flows.setdefault(key, traced.flow(gradients))
+  if in_program and traced is not None:
+    return _select_where_defined(traced, guard.flows[key], gradients, old_state, guard, branch_on_cpu)
   updates, new_state = update(gradients, old_state)
-  if inside or key not in guard.flows:
-    everything = Flow(*([True] * len(jax.tree.leaves(tree)) for tree in (gradients, updates)))
-    guard.flows[key] = everything if traced is None else traced.flow(gradients)
-  flow = guard.flows[key]
+  every = lambda tree: [True] * len(jax.tree.leaves(tree))
+  flow = guard.flows.get(key, Flow(every(gradients), every(updates)))
   grads_finite = guard.judge(flow.read)
   updates_finite = guard.made(updates, flow.moving)
   if not skip:
@@ -284,7 +284,7 @@ def _merged(leaves: list[Any], arrays: list[Array]) -> list[Any]:
 
 def _shapes(tree: PyTree) -> Hashable:
   leaves, structure = jax.tree.flatten(tree)
-  return structure, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+  return structure, *((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def _is_traced(tree: PyTree) -> bool:
@@ -292,7 +292,7 @@ def _is_traced(tree: PyTree) -> bool:
 
 
 def _select_where_defined(
-  traced: _Traced, gradients: PyTree, old_state: State, guard: Guard, branch_on_cpu: bool
+  traced: _Traced, flow: Flow, gradients: PyTree, old_state: State, guard: Guard, branch_on_cpu: bool
 ) -> Guarded:
   """Does what `update_if_finite` does, on the program of `update`.
 
@@ -306,8 +306,7 @@ def _select_where_defined(
   """
   program, cut = traced.program, traced.cut
   given, state = _arrays(gradients), _arrays(old_state)
-  read, moving = traced.flow(gradients)
-  grads_finite = guard.judge(read)
+  grads_finite = guard.judge(flow.read)
   old_leaves = jax.tree.leaves(old_state)
   of_state = zip(traced.others[traced.updates.num_leaves :], old_leaves, strict=True)
   old_arrays = [old for other, old in of_state if other is None]
@@ -315,7 +314,7 @@ def _select_where_defined(
   def by_selects(grads_finite: Bool[Array, ""]) -> list[Array]:
     # XLA for CPU would make one of the new state here and that of the step, and hold it in memory for both.
     made = interpret(program, [*given, *jax.lax.optimization_barrier(state)], bind_again)
-    updates_finite = guard.made(traced.trees(made)[0], moving)
+    updates_finite = guard.made(traced.trees(made)[0], flow.moving)
     taken = grads_finite & updates_finite
     return [*_by_selects(program, [*given, *state], taken, cut, old_arrays), updates_finite]
 
