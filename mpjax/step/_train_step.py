@@ -383,9 +383,10 @@ class TrainStep:
     grads, params = self.trained.arguments(state, grads)
     extra: dict[str, Array] = {"value": loss}
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
-    changed = [new for new, old in pairs if new is not old]
-    if find_scaler(state.opt_state) is not None and any(map(is_inexact, changed)):
-      extra["state_finite"] = all_finite(changed)
+    changed = [(new, old) for new, old in pairs if new is not old and is_inexact(new)]
+    if changed and find_scaler(state.opt_state) is not None:
+      # An infinity that was there before, as in a mask, may stay one.
+      extra["state_finite"] = all_finite([jnp.where(jnp.isfinite(old), new, 0) for new, old in changed])
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
       metrics |= {"grad_norm": unscaled_norm(grads, find_scaler(state.opt_state))}

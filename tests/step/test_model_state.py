@@ -83,6 +83,16 @@ def test_a_step_whose_model_state_is_not_finite_is_skipped(options):
   assert metrics["updates_finite"]
 
 
+def test_an_infinity_that_was_there_before_decides_nothing():
+  def masked(params, batch, model_state):
+    mask = model_state["mask"] * 1.0
+    return jnp.mean(jax.nn.softmax(batch @ params["w"] + mask)[:, 0]), {}, {"mask": mask}
+
+  step = mpjax.make_train_step(masked, optax.sgd(0.1), "fp16")
+  state = step.init(PARAMS, model_state={"mask": np.float32([0, -np.inf])})
+  assert step(state, BATCH)[1]["skipped_steps"] == 0
+
+
 def unused_leaf(params, batch):
   return jnp.mean((batch @ params["w"]) ** 2) + 0 * params["unused"].sum()
 

@@ -206,7 +206,7 @@ def test_a_run_whose_parameters_are_nan_ends_with_status_3_and_keeps_the_last_go
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])  # a loss scale has far to fall, which mends no update
 def test_checkpoints_of_a_run_with_one_nan_update_keep_one_from_before_it(tmp_path, policy):
-  with pytest.raises(Stuck, match=r"stopped at step 1[89]") as stopped:
+  with pytest.raises(Stuck, match=r"stopped at step 1[89]:") as stopped:
     mpjax.train.run(config(tmp_path / "run", steps=100, max_skips=8) | {"policy": policy})
   assert "finite gradients, and an update" in str(stopped.value)
   states = kept(tmp_path / "run")
