@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Average:
   """A mean whose parts may count unequally: tokens that are no padding, positive pairs, rows that are valid.
 
@@ -33,7 +36,8 @@ class Average:
   however a batch is divided. A plain mean would be averaged as if all parts counted the same.
 
   Elsewhere it is worth `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`. It takes
-  numbers as a number does: `Average(...) + 0.01 * penalty`. `mpjax.value_and_grad` differentiates it; under
+  numbers as a number does: `Average(...) + 0.01 * penalty`. Write it first: an array before it would drop the
+  count, which is an error where a batch is divided. `mpjax.value_and_grad` differentiates it; under
   `jax.grad` a function has to return its `value`. A pytree of two leaves.
 
   Attributes:
@@ -52,7 +56,14 @@ class Average:
     return total.astype(at_least_float32(total.dtype)) / nonzero(jnp.asarray(self.count))
 
   def __jax_array__(self) -> Array:
+    if _divided.get():
+      raise TypeError(
+        "an mpjax.Average became a plain number in a loss function whose batch is divided, where its count "
+        "is needed: write it first, as in average + penalty or average * 0.5; or say average.value"
+      )
     return self.value
+
+  __array_ufunc__ = None  # a number of NumPy leaves arithmetic to the methods below
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     return np.array(self.value, dtype)
@@ -60,34 +71,71 @@ class Average:
   def __float__(self) -> float:
     return float(self.value)
 
+  def __format__(self, spec: str) -> str:
+    return format(self.value, spec)
+
   def __add__(self, other: ArrayLike) -> Average:
-    if isinstance(other, Average):
-      raise TypeError(
-        "two averages, each with a count of its own, have no sum that parts of a batch add up to: put one of "
-        "them among the metrics, or sum both over one count, as in Average(total_a + total_b, count)"
-      )
-    return Average(jnp.asarray(self.total) + jnp.asarray(other) * jnp.asarray(self.count), self.count)
+    return Average(jnp.asarray(self.total) + _number(other) * jnp.asarray(self.count), self.count)
 
   __radd__ = __add__
 
   def __sub__(self, other: ArrayLike) -> Average:
-    return self + -jnp.asarray(other)
+    return self + -_number(other)
+
+  def __rsub__(self, other: ArrayLike) -> Average:
+    return -self + other
 
   def __mul__(self, factor: ArrayLike) -> Average:
-    return Average(jnp.asarray(self.total) * jnp.asarray(factor), self.count)
+    return Average(jnp.asarray(self.total) * _number(factor), self.count)
 
   __rmul__ = __mul__
 
   def __truediv__(self, divisor: ArrayLike) -> Average:
-    return Average(jnp.asarray(self.total) / jnp.asarray(divisor), self.count)
+    return Average(jnp.asarray(self.total) / _number(divisor), self.count)
 
   def __neg__(self) -> Average:
     return self * -1
 
+  def __lt__(self, other: ArrayLike | Average) -> Array:
+    return self.value < worth(other)
 
-def worth(x: Array | Average) -> Array:
+  def __le__(self, other: ArrayLike | Average) -> Array:
+    return self.value <= worth(other)
+
+  def __gt__(self, other: ArrayLike | Average) -> Array:
+    return self.value > worth(other)
+
+  def __ge__(self, other: ArrayLike | Average) -> Array:
+    return self.value >= worth(other)
+
+
+# Whether a loss function is traced whose batch is divided into parts.
+_divided: contextvars.ContextVar[bool] = contextvars.ContextVar("mpjax_divided", default=False)
+
+
+@contextlib.contextmanager
+def divided(parts: int) -> Iterator[None]:
+  """Has an `Average` that would lose its count be an error, where a batch is in several parts."""
+  token = _divided.set(parts > 1)
+  try:
+    yield
+  finally:
+    _divided.reset(token)
+
+
+def _number(x: ArrayLike | Average) -> Array:
+  """Returns a number as an array; `TypeError` for an average, which has a count of its own."""
+  if isinstance(x, Average):
+    raise TypeError(
+      "two averages, each with a count of its own, have no sum that parts of a batch add up to: put one of "
+      "them among the metrics, or sum both over one count, as in Average(total_a + total_b, count)"
+    )
+  return jnp.asarray(x)
+
+
+def worth(x: ArrayLike | Average) -> Array:
   """Returns the value of an `Average`, and anything else as it is."""
-  return x.value if is_average(x) else x
+  return x.value if is_average(x) else jnp.asarray(x)
 
 
 def nonzero(count: Array) -> Array:

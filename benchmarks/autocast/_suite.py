@@ -74,9 +74,7 @@ def products(stablehlo: str) -> dict[str, int]:
 
 def target_device(target: str) -> Any:
   """The first of a described target's devices."""
-  from benchmarks.loss_scale._suite import (
-    described,  # which turns JAX's own backends off, and a trace here wants those
-  )
+  from benchmarks._described import described  # which turns JAX's own backends off: a trace here wants those
 
   return described(target).devices[0]
 

@@ -34,8 +34,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
+from benchmarks._described import described
 from benchmarks._record import compiler_figures, origin, write
-from benchmarks.loss_scale._suite import described
 from mpjax.planner.compiled import KernelProduct, by_dtypes, kernel_products, parse
 from mpjax.train.models import GPT
 

@@ -9,7 +9,7 @@ import jax
 
 from mpjax import _compat
 from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from mpjax.jaxpr._bodies import as_function, bodies_of, open_jaxpr, variables_of
+from mpjax.jaxpr._bodies import alignment, as_function, bodies_of, open_jaxpr, variables_of
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
 from mpjax.jaxpr._scopes import as_traced
 
@@ -45,7 +45,7 @@ def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool =
 
 
 def inputs_read(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
-  """Returns which inputs of a jaxpr some of its outputs are computed of, also through the bodies of `jit`.
+  """Returns which inputs of a jaxpr some of its outputs are computed of, also through `jit` and `cond`.
 
   Args:
     jaxpr: an open jaxpr.
@@ -57,9 +57,13 @@ def inputs_read(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
     if not any(flags):
       continue
     operands = equation.invars
-    if call_kind(equation) in (CallKind.JIT, CallKind.INLINE):
-      body = open_jaxpr(bodies_of(equation)[0])
-      operands = [x for x, flag in zip(operands, inputs_read(body, flags), strict=True) if flag]
+    kind = call_kind(equation)
+    bodies = alignment(equation) if kind in (CallKind.JIT, CallKind.INLINE, CallKind.COND) else []
+    if bodies:
+      chosen = {0} if kind is CallKind.COND else set()
+      for body, at in bodies:
+        chosen.update(i for i, flag in zip(at, inputs_read(open_jaxpr(body), flags), strict=True) if flag)
+      operands = [operands[i] for i in sorted(chosen)]
     read.update(variables_of(operands))
   return [v in read for v in jaxpr.invars]
 

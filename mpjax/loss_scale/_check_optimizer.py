@@ -91,6 +91,7 @@ def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> 
   _, state = update(grads, with_scale(first, scale))
   leaves, structure = jax.tree.flatten(grads)
   before = without_scale(state)
+  good = _two_steps(update, grads, grads, state)
   for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
     if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
       continue
@@ -98,10 +99,22 @@ def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> 
     for value in (jnp.nan, jnp.inf):
       bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
       updates, new = update(bad, state)
+      if alone and _same(good, _two_steps(update, bad, grads, state)):
+        continue  # nobody reads that gradient: the leaf is frozen
       where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
       _check_updates(where, i, updates, alone)
       if alone:
         _check_state(where, without_scale(new), before)
+
+
+def _two_steps(update: _Update, first: PyTree, second: PyTree, state: PyTree) -> PyTree:
+  """Returns the updates of two steps, one after the other."""
+  updates, state = update(first, state)
+  return updates, update(second, state)[0]
+
+
+def _same(a: PyTree, b: PyTree) -> bool:
+  return all(x.tobytes() == y.tobytes() for _, (x, y) in _leaves(a, b))
 
 
 def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:

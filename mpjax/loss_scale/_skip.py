@@ -18,8 +18,18 @@ from mpjax import _compat
 from mpjax._tree import cast_like
 from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax.dtypes import at_least_float32
-from mpjax.jaxpr import bind_again, inputs_read, interpret, is_variable
-from mpjax.loss_scale._finite import all_finite
+from mpjax.jaxpr import (
+  CallKind,
+  alignment,
+  bind_again,
+  call_kind,
+  dtype_of,
+  inputs_read,
+  interpret,
+  is_variable,
+  open_jaxpr,
+)
+from mpjax.loss_scale._finite import all_finite, is_inexact
 
 State = TypeVar("State")
 # Zeros of zeros, or of zeros and a number.
@@ -91,8 +101,14 @@ class Guard:
     of_updates: PyTreeDef = jax.tree.structure(updates)
     made = jax.tree.leaves(updates)
     if of_updates == jax.tree.structure(self.params):
-      made = [*map(self.apply, jax.tree.leaves(self.params), made)]
+      made = [self._after(p, u) for p, u in zip(jax.tree.leaves(self.params), made, strict=True)]
     return self.agree(all_finite([x for x, moves in zip(made, moving, strict=True) if moves]) & self.others)
+
+  def _after(self, p: Array, u: Array) -> Array:
+    """Returns a parameter after its update, and 0 where it was not finite before, as in a mask of -inf."""
+    after = self.apply(p, u)
+    known = is_inexact(p) and jnp.shape(p) == jnp.shape(after)
+    return jnp.where(jnp.isfinite(p), after, 0) if known else after
 
 
 def update_if_finite(
@@ -210,8 +226,7 @@ class _Traced:
       if after == needed:
         break
       needed = after
-    reads, zeros = iter(inputs), _zeros(jaxpr)
-    moves = iter(v not in zeros if is_variable(v) else bool(np.any(v.val)) for v in jaxpr.outvars)
+    reads, moves = iter(inputs), (not flag for flag in _zeros(jaxpr))
     of_updates = self.others[: self.updates.num_leaves]
     return Flow(
       [is_array(leaf) and next(reads) for leaf in jax.tree.leaves(gradients)],
@@ -235,21 +250,30 @@ def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -
     if traced is not None:
       found.append(traced.flow(params))
 
-  # Of a mapped axis that is not there; of a state that is another after the first update, as optax.monitor's.
+  # A mapped axis is not there; or the state is another after the first update, as that of optax.monitor.
   with contextlib.suppress(NameError, StructureError):
     jax.eval_shape(look, params)
   return found[0] if found else None
 
 
-def _zeros(jaxpr: Jaxpr) -> set[Atom]:
-  """Returns the variables of a jaxpr that are zeros whatever its inputs are."""
-  zeros: set[Atom] = set()
+def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool] = ()) -> list[bool]:
+  """Returns for each output of a jaxpr whether it is zeros whatever the inputs are, given which are zeros."""
+  zeros: set[Atom] = {v for v, flag in zip(jaxpr.invars, inputs, strict=False) if flag}
+  numbers: set[Atom] = set()  # finite, since they were integers
+  is_zero = lambda v: v in zeros if is_variable(v) else v.aval.size > 0 and not np.any(v.val)
   for equation in jaxpr.eqns:
-    is_zero = [v in zeros if is_variable(v) else not np.any(v.val) for v in equation.invars]
-    known = all(v in zeros for v in equation.invars if is_variable(v))
-    if equation.primitive in _KEEPS_ZEROS and known and any(is_zero):
-      zeros.update(equation.outvars)
-  return zeros
+    flags = [is_zero(v) for v in equation.invars]
+    if call_kind(equation) in (CallKind.JIT, CallKind.INLINE, CallKind.COND):
+      of_bodies = [_zeros(open_jaxpr(body), [flags[i] for i in at]) for body, at in alignment(equation)]
+      made = [all(each) for each in zip(*of_bodies, strict=True)]
+      zeros.update(v for v, flag in zip(equation.outvars, made, strict=False) if flag)
+    elif equation.primitive in _KEEPS_ZEROS and any(flags):
+      known = all(v in zeros or v in numbers for v in equation.invars if is_variable(v))
+      zeros.update(equation.outvars if known else ())
+    elif equation.primitive is jax.lax.convert_element_type_p:
+      whole = not jnp.issubdtype(dtype_of(equation.invars[0]), jnp.inexact)
+      numbers.update(equation.outvars if whole else ())
+  return [is_zero(v) for v in jaxpr.outvars]
 
 
 def _trace(

@@ -248,8 +248,8 @@ def make_loss_scale(
       leaves = jax.tree.leaves(gradients if at_least_one else unscaled)
       # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
       # once more to look at it afterwards; below 1, the look afterwards sees both kinds of infinity.
-      chosen = leaves if given[1] else [g for g, decides in zip(leaves, decisive, strict=True) if decides]
-      finite = all_finite(chosen)
+      flags = [decisive[i :: len(leaves)] for i in range(len(leaves))]  # and of `grad`, if that is there
+      finite = all_finite([g for g, of_leaf in zip(leaves, flags, strict=True) if any(of_leaf)])
       return agree(finite & (state.scale > 0) if at_least_one else finite)
 
     of_call = flows.setdefault(jax.tree.structure((params, extra_args)), {})

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
-from mpjax._average import Average, constant, is_average, nonzero
+from mpjax._average import Average, constant, divided, is_average, nonzero
 from mpjax._lazy import nnx
 from mpjax._tree import cast_like
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
@@ -193,13 +193,16 @@ class StepLoss:
       fp8_state=fp8_state or None,
     )
     keywords = self._keywords(keys, state)
+    parts = self.options.accumulate * self._devices
     if state.graphdef is None:
-      out = loss_fn(params, batch, **keywords)
+      with divided(parts):
+        out = loss_fn(params, batch, **keywords)
     else:
       model = nnx.merge(state.graphdef, params, model_state)
       if not policy.autocast:  # which names modules itself
         give_scopes((model,))
-      out = loss_fn(model, batch, **keywords)
+      with divided(parts):
+        out = loss_fn(model, batch, **keywords)
       names = {path for path, _ in nnx.traversals.flatten_mapping(params).items()}
       mutated = nnx.split(model, lambda path, _: path in names, ...)[2]
       pure = nnx.as_pure if isinstance(model_state, nnx.State) else nnx.to_pure_dict

@@ -147,6 +147,11 @@ class TrainStep:
         raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
       graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+      if self.options.wrt is not None and not jax.tree.leaves(params):
+        raise ValueError(
+          f"wrt={self.options.wrt!r} selects no variable of the module: expected a filter such as nnx.Param, "
+          "nnx.LoRAParam or nnx.PathContains('lora'); a regular expression is for a tree of parameters"
+        )
       chosen = None
     else:
       require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")

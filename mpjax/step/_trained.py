@@ -14,7 +14,7 @@ from mpjax._lazy import nnx
 from mpjax._tree import as_shapes, named_leaves, path_text
 from mpjax._types import PyTree
 from mpjax.dtypes import widen_floating
-from mpjax.loss_scale._overwritten import hide, show
+from mpjax.loss_scale._overwritten import hide, is_overwritten, show
 from mpjax.loss_scale._skip import flow_of
 from mpjax.patterns import component_regex
 from mpjax.step._train_state import TrainState
@@ -57,7 +57,10 @@ def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
         raise ValueError(f"wrt has no boolean for the parameter {path!r}: {_EXPECTED}")
       return bool(flags[path])
 
-  return jax.tree_util.tree_map_with_path(lambda path, leaf: is_chosen(path_text(path), leaf), params)
+  # What is overwritten is no parameter: it is given its next value in each step.
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: is_overwritten(path) or is_chosen(path_text(path), leaf), params
+  )
 
 
 def require_chosen(wrt: Chosen | None, params: PyTree) -> None:

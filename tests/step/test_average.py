@@ -139,6 +139,29 @@ def test_what_is_no_average_is_refused(make, match):
     step(step.init(PARAMS), BATCH)
 
 
-def test_two_averages_have_no_sum():
+@pytest.mark.parametrize("combine", ["__add__", "__sub__", "__mul__", "__truediv__"])
+def test_two_averages_have_no_sum(combine):
   with pytest.raises(TypeError, match="a count of its own"):
-    mpjax.Average(1.0, 2) + mpjax.Average(1.0, 3)
+    getattr(mpjax.Average(1.0, 2), combine)(mpjax.Average(1.0, 3))
+
+
+def test_an_average_that_loses_its_count_is_an_error_where_it_counts():
+  lossy = lambda params, batch: 0.1 * jnp.sum(params["w"] ** 2) + loss_fn(params, batch)[0]
+  whole = mpjax.make_train_step(lossy, optax.sgd(0.1), "fp32")
+  whole(whole.init(PARAMS), BATCH)
+  step = mpjax.make_train_step(lossy, optax.sgd(0.1), "fp32", accumulate=4)
+  with pytest.raises(TypeError, match="write it first, as in average \\+ penalty"):
+    step(step.init(PARAMS), BATCH)
+  first = lambda params, batch: 1 - (np.float32(0.5) * loss_fn(params, batch)[0] - 1)
+  results = []
+  for n in (1, 4):
+    step = mpjax.make_train_step(first, optax.sgd(0.1), "fp32", accumulate=n)
+    results.append(step.gradients(step.init(PARAMS), BATCH))
+  assert_close(results[1], jax.tree.map(np.asarray, results[0]), 1e-5)
+
+
+def test_an_average_reads_as_a_number():
+  average = mpjax.Average(jnp.float32(6), 4)
+  assert f"{average:.2f}" == "1.50"
+  assert average < 2
+  assert average >= mpjax.Average(1.0, 1)

@@ -204,6 +204,52 @@ def test_few_bytes_and_another_policy():
   other(adopted, BATCH)
 
 
+def test_optax_accumulates_round_a_partition():
+  tx = optax.MultiSteps(FREEZERS["partition"](optax.adam(1e-2)), 2).gradient_transformation()
+  step = mpjax.make_train_step(loss_fn, tx, "fp16")
+  state = step.init(params())
+  for _ in range(2):
+    state, metrics = step(state, BATCH)
+  assert metrics["skipped_steps"] == 0
+  assert bits(state.params["base"]) == bits(params()["base"])
+  assert not np.array_equal(state.params["lora"]["b"], params()["lora"]["b"])
+
+
+def test_own_loops_and_their_check_pass_over_frozen_leaves():
+  tx = mpjax.dynamic_loss_scale(FREEZERS["partition"](optax.adam(1e-2)))
+  mpjax.loss_scale.check_loss_scaling(tx, params())
+  grads = jax.tree.map(jnp.ones_like, params()) | {
+    "base": jax.tree.map(lambda x: x * jnp.nan, params()["base"])
+  }
+  for update in (tx.update, jax.jit(tx.update)):
+    _, state = update(grads, tx.init(params()), params(), grad=grads)
+    assert state.skipped_steps == 0
+
+
+def test_an_infinite_parameter_that_nobody_moves_decides_nothing():
+  masked = lambda p, b: jnp.mean(jax.nn.softmax(b["x"] @ p["w"] + jax.lax.stop_gradient(p["mask"]))[:, 0])
+  step = mpjax.make_train_step(masked, optax.sgd(0.1), "fp16")
+  first = {"w": np.ones((D, 2), np.float32), "mask": np.float32([0, -np.inf])}
+  state, metrics = step(step.init(first), BATCH)
+  assert metrics["skipped_steps"] == 0
+  np.testing.assert_array_equal(state.params["mask"], first["mask"])
+
+
+def test_what_is_overwritten_is_so_whatever_is_trained():
+  tree = {"w": jnp.ones(3), "other": jnp.ones(3), "_overwrite_with_gradient": {"scale": jnp.ones(())}}
+
+  @jax.custom_vjp
+  def seen(x, scale):
+    return x
+
+  seen.defvjp(lambda x, scale: (x, None), lambda _, g: (g, jnp.float32(2)))
+  loss = lambda p, b: jnp.sum(seen(p["w"] * p["other"], p["_overwrite_with_gradient"]["scale"]) * b.mean())
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "bf16", wrt="w")
+  state, _ = step(step.init(tree), jnp.ones(4))
+  assert state.params["_overwrite_with_gradient"]["scale"] == 2
+  assert bits(state.params["other"]) == bits(tree["other"])
+
+
 def test_integers_can_be_frozen():
   step = mpjax.make_train_step(
     lambda p, b: jnp.mean((b["x"] @ (p["codes"] * p["scale"]) - b["y"]) ** 2),
@@ -214,6 +260,12 @@ def test_integers_can_be_frozen():
   codes = jnp.asarray(RNG.integers(-127, 127, (D, D)), jnp.int8)
   state, _ = step(step.init({"codes": codes, "scale": jnp.full(D, 0.01)}), BATCH)
   np.testing.assert_array_equal(state.params["codes"], codes)
+
+
+def test_a_filter_that_selects_nothing():
+  step = mpjax.make_train_step(of_net, optax.sgd(0.1), "bf16", wrt="l1")
+  with pytest.raises(ValueError, match="selects no variable of the module"):
+    step.init(Net(nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
