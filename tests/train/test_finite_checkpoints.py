@@ -14,6 +14,7 @@ import mpjax
 from mpjax.cli import main
 from mpjax.step import TrainState
 from mpjax.train import ConfigError, Stuck, load_config, make_setup
+from mpjax.train._kinds import DATASETS, MODELS, TARGETS
 from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
 from mpjax.train.monitors import nonfinite_report
 from tests.train._tiny_gpt import records
@@ -152,7 +153,10 @@ def nan_once(learning_rate, *, at: int = 10):
 
 
 @pytest.fixture(autouse=True)
-def _kinds():
+def _kinds(monkeypatch):
+  for kinds in (MODELS, DATASETS, TARGETS):  # which other tests list
+    monkeypatch.setattr(kinds, "_kinds", dict(kinds._kinds))
+
   def lines(info):
     loss = lambda params, batch: ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
     return mpjax.train.Task(lambda key: {"w": jnp.zeros(4), "b": jnp.zeros(())}, loss)
