@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Float32, Num, PyTree
 
+from mpjax._average import Average, worth
 from mpjax._lazy import nnx
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._transform import LossScaleState
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 def scale_loss(
-  loss: Num[ArrayLike, "..."], opt_state: PyTree, *, path: str | None = None
+  loss: Num[ArrayLike, "..."] | Average, opt_state: PyTree, *, path: str | None = None
 ) -> Float32[Array, "..."]:
   """Returns the loss times the loss scale, in float32 whatever the loss's dtype.
 
@@ -28,7 +29,7 @@ def scale_loss(
   `opt_state` has no loss scale the loss is only cast, so one loop serves every policy.
 
   Args:
-    loss: a number [] (or any shape: every element is scaled).
+    loss: a number [] (or any shape: every element is scaled), or an `mpjax.Average`, for its value.
     opt_state: an optimiser's state, as `mpjax.value_and_grad` takes it.
     path: which loss scale is meant, where there are several.
 
@@ -40,7 +41,7 @@ def scale_loss(
     ValueError: if there are several loss scales that `path` fits.
   """
   scaler = scaler_of(opt_state, path=path)
-  loss = jnp.asarray(loss).astype(jnp.float32)  # of an `Average`, what it is worth
+  loss = worth(loss).astype(jnp.float32)
   return loss if scaler is None else loss * scaler.scale
 
 

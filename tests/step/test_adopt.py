@@ -1,5 +1,6 @@
 """What `TrainStep.adopt` says of what begins anew."""
 
+import os
 import warnings
 
 import jax
@@ -41,7 +42,8 @@ def test_a_loss_scale_that_begins_anew_is_named():
   state, _ = train(old, old.init(PARAMS), 2)
   with pytest.warns(UserWarning, match="anew while step is 2: the loss scale[.]") as caught:
     adopted = new.adopt(state, old)
-  assert caught[0].filename == __file__
+  if "MPJAX_TYPECHECK" not in os.environ:  # which puts a call of its own between
+    assert caught[0].filename == __file__
   assert adopted.opt_state.scale == 64.0
   with pytest.warns(UserWarning, match="anew: the loss scale[.]"):
     jax.eval_shape(lambda state: new.adopt(state, old), state)
