@@ -88,9 +88,14 @@ def test_frozen_leaves_decide_nothing_and_cost_no_product(how):
     return optax.apply_updates(lora, updates), opt_state
 
   flops = lambda lowered: lowered.compile().cost_analysis()["flops"]
-  large = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1024, D), x.dtype), BATCH)
-  bare = flops(jax.jit(plain).lower(params(), inner.init({"lora": params()["lora"]}), large))
-  assert flops(step.jitted.lower(state, large)) <= 1.02 * bare
+  # So large that the products count, and shapes alone.
+  wider = lambda x: jax.ShapeDtypeStruct([256 if n == D else n for n in x.shape], x.dtype)
+  large, batch = (
+    jax.tree.map(wider, params()),
+    {k: jax.ShapeDtypeStruct((1024, 256), jnp.float32) for k in BATCH},
+  )
+  bare = flops(jax.jit(plain).lower(large, jax.eval_shape(inner.init, {"lora": large["lora"]}), batch))
+  assert flops(step.jitted.lower(jax.eval_shape(step.init, large), batch)) <= 1.02 * bare
   for _ in range(3):
     state, metrics = step(state, BATCH)
   assert metrics["skipped_steps"] == 0
