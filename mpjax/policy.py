@@ -33,7 +33,7 @@ from mpjax.dtypes import (
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import parse_recipe
 from mpjax.loss_scale import LossScaling
-from mpjax.loss_scale._presets import parse_loss_scaling
+from mpjax.loss_scale._presets import parse_loss_scaling, read_policies_by
 from mpjax.optim._master_weights import CORRECTIONS
 from mpjax.optim._quantized import FORMATS
 from mpjax.patterns import component_regex
@@ -446,3 +446,6 @@ def _override_from_mapping(spec: Mapping[str, Any], backend: str | None) -> Over
   if override == Override():
     raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
   return override
+
+
+read_policies_by(get_policy)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -204,6 +204,14 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
     ) from error
 
 
+_readers: list[Callable[[str], HasLossScaling]] = []
+
+
+def read_policies_by(read: Callable[[str], HasLossScaling]) -> None:
+  """Says what reads the names of policies, which are made of loss scalings and so lie above them."""
+  _readers.append(read)
+
+
 def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
   """Returns what `parse_loss_scaling` does, and for a policy's name or string what that policy says.
 
@@ -214,11 +222,8 @@ def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
   """
   if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
     return parse_loss_scaling(spec)
-  # A policy is made of loss scalings: what reads one lies above, and is loaded once both are there.
-  from mpjax.policy import get_policy
-
   try:
-    policy = get_policy(spec)
+    policy = _readers[-1](spec)
   except ValueError as error:
     raise ValueError(
       f"loss_scaling={spec!r} is neither a loss scaling (none, dynamic, {', '.join(PRESETS)}, a number) nor "
