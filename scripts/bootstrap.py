@@ -4,9 +4,9 @@ The environment is `.venv` beside this folder, or `MPJAX_VENV`. It is made once,
 pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such as plan-tpu. Needs Python
 3.11 or later with pip, and nothing else.
 
-`test` takes the newest Python on this machine, which has the newest JAX. It runs the checks and the whole
-suite, and then what touches JAX's internals on the oldest supported versions, which scripts/oldest.txt names.
-`test --quick` runs some of every file; any other arguments are pytest's.
+`test` takes the newest Python on this machine, which has the newest JAX. It runs the checks and the suite.
+`test --all` runs with it what compiles for other devices, trains, kills and joins processes, and then what touches
+JAX's internals on the oldest supported versions, which scripts/oldest.txt names. Other arguments are pytest's.
 """
 
 import collections
@@ -41,7 +41,7 @@ def main() -> int:
   if len(sys.argv) < 2 or sys.argv[1] not in ("train", "test"):
     sys.exit(
       "usage: python3 scripts/bootstrap.py train [CONFIG.yaml] [key=value ...]"
-      " | test [--quick | pytest arguments]"
+      " | test [--all | pytest arguments]"
     )
   command, arguments = sys.argv[1], sys.argv[2:]
   if command == "train":
@@ -50,28 +50,28 @@ def main() -> int:
     python = environment(sys.executable, "train")
     return subprocess.call([python, str(ROOT / "scripts" / "train.py"), *arguments])
   newest = newer_python() or sys.executable
-  if arguments:
-    workers = ["-n", "2"] if arguments == ["--quick"] else []
-    return run(environment(newest, "test"), "pytest", *workers, *arguments)
-  return test_everything(newest)
+  if arguments not in ([], ["--all"]):
+    return run(environment(newest, "test"), "pytest", *arguments)
+  return test(newest, *arguments)
 
 
-def test_everything(newest: str) -> int:
-  """Runs the checks and the suite on a Python's JAX, then what touches JAX's internals on the oldest one.
+def test(newest: str, *everything: str) -> int:
+  """Runs the checks and the suite on a Python's JAX and, with `--all`, JAX's internals on the oldest one.
 
   Returns:
     The exit status of the first that fails, or 0.
   """
   python = environment(newest, "test")
-  site = ["mkdocs", "build", "--strict"]
-  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], site, ["pytest", "-n", "2"]):
+  suite = ["pytest", "-n", "2", *everything]
+  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["mkdocs", "build", "--strict"], suite):
     if status := run(python, *check):
       return status
+  if not everything:
+    return 0
   if newest == sys.executable:
     print("no newer Python is here: the newest JAX that this one has is what was tested", flush=True)
-  internals = [f"tests/{name}" for name in INTERNALS]
   oldest = environment(sys.executable, "test-core", OLDEST)
-  return run(oldest, "pytest", "-n", "2", "-m", "not slow", *internals)
+  return run(oldest, "pytest", "-n", "2", *(f"tests/{name}" for name in INTERNALS))
 
 
 def run(python: str, *arguments: str) -> int:

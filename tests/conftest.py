@@ -1,6 +1,5 @@
-"""Eight CPU devices for every test, how much of a compiler each needs, and which tests a quick run takes."""
+"""Eight CPU devices for every test, how much of a compiler each needs, and which tests run without `--all`."""
 
-import math
 import os
 import pathlib
 
@@ -11,7 +10,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
-from tests import _array_types
+from tests import _array_types, _cost
 from tests._quick_compile import compile_quickly
 from tests.train._tiny_gpt import write_tiny_gpt
 
@@ -25,11 +24,12 @@ _MOST_BYTES = 1 << 30
 
 
 def pytest_addoption(parser):
-  parser.addoption(
-    "--quick",
-    action="store_true",
-    help="four tests of every file, none of them slow or aot",
-  )
+  parser.addoption("--all", action="store_true", help="with the tests that are slow or aot")
+  parser.addoption("--cost", nargs="?", const="table", metavar="FILE", help=_cost.__doc__.partition("\n")[0])
+
+
+def pytest_configure(config):
+  _cost.install(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,19 +45,16 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
   """The runs first, each of which takes long: at the end there is something short for either worker."""
   items.sort(key=lambda item: item.path.parent.name not in ("train", "cli"))
-  if config.option.quick:
-    keep = quick(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-    items[:] = [item for item in items if item in keep]
+  if not (config.option.all or config.option.markexpr):
+    named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
+    left = [item for item in items if _is_long(item) and item.nodeid.partition("[")[0] not in named]
+    config.hook.pytest_deselected(items=left)
+    out = set(left)
+    items[:] = [item for item in items if item not in out]
 
 
-def quick(items):
-  """Returns the tests of a quick run: four of every file, far apart."""
-  files = {}
-  for item in items:
-    if not (item.get_closest_marker("slow") or item.get_closest_marker("aot")):
-      files.setdefault(item.path, []).append(item)
-  return {item for fast in files.values() for item in fast[:: math.ceil(len(fast) / 4)]}
+def _is_long(item):
+  return bool(item.get_closest_marker("slow") or item.get_closest_marker("aot"))
 
 
 @pytest.fixture(autouse=True, scope="module")
