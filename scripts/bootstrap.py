@@ -5,8 +5,9 @@ pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such
 3.11 or later with pip, and nothing else.
 
 `test` takes the newest Python on this machine, which has the newest JAX. It runs the checks and the suite.
-`test --all` runs with it what compiles for other devices, trains, kills and joins processes, and then what touches
-JAX's internals on the oldest supported versions, which scripts/oldest.txt names. Other arguments are pytest's.
+`test --all` runs also what compiles for other devices, trains, kills and joins processes, and then what
+touches JAX's internals on the oldest supported versions, which scripts/oldest.txt names. Other arguments are
+pytest's.
 """
 
 import collections
@@ -62,8 +63,8 @@ def test(newest: str, *everything: str) -> int:
     The exit status of the first that fails, or 0.
   """
   python = environment(newest, "test")
-  suite = ["pytest", "-n", "2", *everything]
-  for check in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["mkdocs", "build", "--strict"], suite):
+  checks = ["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["mkdocs", "build", "--strict"]
+  for check in (*checks, ["pytest", "-n", "2", *everything]):
     if status := run(python, *check):
       return status
   if not everything:

@@ -20,7 +20,9 @@ _STAGES = {
   "/jax/core/compile/backend_compile_duration": "compile",
 }
 _FORMAT = "{:24}" + "{:>10}" * 8
-_HEADER = _FORMAT.format("folder", "cases", "programs", "CPU s", "tracing", "lowering", "compiling", "children", "other")
+_HEADER = _FORMAT.format(
+  "folder", "cases", "programs", "CPU s", "tracing", "lowering", "compiling", "children", "other"
+)
 
 
 @dataclasses.dataclass
@@ -75,12 +77,19 @@ class Costs:
       cost = self._now
       seconds = (cost.trace, cost.lower, cost.compile, cost.children)
       row = (item.nodeid, time.monotonic() - wall, cost.cpu, cost.programs, *seconds)
-      print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row), sep="\t", file=self._file, flush=True)
+      print(
+        *(f"{value:.3f}" if isinstance(value, float) else value for value in row),
+        sep="\t",
+        file=self._file,
+        flush=True,
+      )
     return result
 
   def pytest_sessionfinish(self, session):
     if hasattr(session.config, "workeroutput"):  # of xdist: goes to the process that started the workers
-      session.config.workeroutput["costs"] = {name: dataclasses.asdict(cost) for name, cost in self.of_folder.items()}
+      session.config.workeroutput["costs"] = {
+        name: dataclasses.asdict(cost) for name, cost in self.of_folder.items()
+      }
 
 
 class Table:

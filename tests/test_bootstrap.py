@@ -37,3 +37,27 @@ def test_a_failure_shows_what_pip_said(tmp_path, capsys):
   with pytest.raises(subprocess.CalledProcessError):
     bootstrap.install(a_python(tmp_path, said, 1), "-e", ".[train]")
   assert "No matching distribution" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("arguments", "suites"),
+  [
+    ([], [["pytest", "-n", "2"]]),
+    (["--all"], [["pytest", "-n", "2", "--all"], ["pytest", "-n", "2", "tests/jaxpr"]]),
+    (["-k", "skip", "tests/step"], [["pytest", "-k", "skip", "tests/step"]]),
+  ],
+  ids=str,
+)
+def test_what_is_run_after_test(arguments, suites, monkeypatch):
+  ran, status = [], []
+  monkeypatch.setattr(bootstrap, "environment", lambda base, extra, constraints=None: "python")
+  monkeypatch.setattr(bootstrap, "newer_python", lambda: "newer")
+  monkeypatch.setattr(bootstrap, "INTERNALS", ("jaxpr",))
+  monkeypatch.setattr(bootstrap, "run", lambda python, *line: ran.append(list(line)) or len(ran) in status)
+  monkeypatch.setattr("sys.argv", ["bootstrap.py", "test", *arguments])
+  assert bootstrap.main() == 0
+  assert [line for line in ran if line[0] == "pytest"] == suites
+  checked = [line[0] for line in ran if line[0] != "pytest"]
+  assert checked == ([] if "-k" in arguments else ["ruff", "ruff", "mypy", "mkdocs"])
+  status.append(len(ran) + 1)  # the first check fails
+  assert bootstrap.main() == 1
