@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +62,11 @@ def test_what_is_run_after_test(arguments, suites, monkeypatch):
   assert checked == ([] if "-k" in arguments else ["ruff", "ruff", "mypy", "mkdocs"])
   status.append(len(ran) + 1)  # the first check fails
   assert bootstrap.main() == 1
+
+
+def test_what_a_process_compiles_is_kept_in_its_environment(tmp_path, monkeypatch):
+  monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+  given = bootstrap.variables(str(tmp_path / "venv" / "bin" / "python"))
+  code = "import sys; print(sys.dont_write_bytecode, sys.pycache_prefix)"
+  done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+  assert done.stdout.split() == ["False", str(tmp_path / "venv" / "bytecode")]
