@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,11 +52,7 @@ ALL = fp8(first_layer=True, last_layer=True)
 
 @pytest.mark.parametrize(
   ("name", "layout"),
-  [
-    *((name, "NHWC") for name in CONVOLUTIONS),
-    ("1x1 strided", "mixed"),
-    ("patches with gaps", "NCHW"),
-  ],
+  [*((name, "NHWC") for name in CONVOLUTIONS), ("1x1 strided", "mixed"), ("patches with gaps", "NCHW")],
 )
 def test_convolutions_that_are_products(name, layout):
   fun, x, w = conv(*CONVOLUTIONS[name], layout)
@@ -81,28 +79,25 @@ def test_both_backward_products_of_a_convolution():
   assert traced(grads, x, w) == [("4", "4"), ("4", "5"), ("5", "4")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_convolutions_that_are_none(layout):
-  policy = ALL
-  for kernel, strides, padding, options in (
-    ((3, 3), (1, 1), "SAME", {}),
-    ((3, 3), (2, 2), "VALID", {}),
-    ((4, 4), (4, 4), [(1, 1), (0, 0)], {}),
-    ((2, 2), (2, 2), "VALID", {"rhs_dilation": (2, 2)}),
-    ((1, 1), (1, 1), [(0, 0), (0, 0)], {"lhs_dilation": (2, 1)}),
+def test_convolutions_that_are_none():
+  for layout, (kernel, strides, padding, options) in itertools.product(
+    LAYOUTS,
+    (
+      ((3, 3), (1, 1), "SAME", {}),
+      ((3, 3), (2, 2), "VALID", {}),
+      ((4, 4), (4, 4), [(1, 1), (0, 0)], {}),
+      ((2, 2), (2, 2), "VALID", {"rhs_dilation": (2, 2)}),
+      ((1, 1), (1, 1), [(0, 0), (0, 0)], {"lhs_dilation": (2, 1)}),
+      ((1, 1), (1, 1), "VALID", {"feature_group_count": 2}),
+    ),
   ):
     fun, x, w = conv(kernel, strides, padding, layout, **options)
-    assert kinds(fun, x, w, policy=policy) == "b"
-    assert traced(mpjax.autocast(fun, policy), x, w) == []
-  fun, x, w = conv((1, 1), (1, 1), "VALID", layout, feature_group_count=2)
-  axis = LAYOUTS[layout][1].index("I")
-  assert kinds(fun, x, np.take(w, range(16), axis), policy=policy) == "b"
-
-
-def test_the_reason_of_a_convolution_that_is_none():
-  fun, x, w = conv((3, 3), (1, 1), "SAME", "NHWC")
-  (row,) = (row for row in mpjax.explain(fun, ALL)(x, w).rows if row.flops)
-  assert "overlap" in row.why
+    if "feature_group_count" in options:
+      w = np.take(w, range(16), LAYOUTS[layout][1].index("I"))
+    (row,) = (row for row in mpjax.explain(fun, ALL)(x, w).rows if row.flops)
+    assert row.after == "bfloat16", (layout, kernel, options)
+    assert "overlap" in row.why or kernel != (3, 3)
+    assert traced(mpjax.autocast(fun, ALL), x, w) == []
 
 
 def test_convolutions_in_one_and_three_dimensions():

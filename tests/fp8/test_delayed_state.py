@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,6 @@ def test_the_first_state():
   assert set(every["amax"]) == {f":{i}" for i in range(5)}
 
 
-def test_amaxes_by_hand():
-  state = following(loss, first_state(loss, W, X, C), W, X, C)
-  assert newest(state) == INNER
-  assert float(state["uses"]) == 1
-
-
 @pytest.mark.parametrize("compute", ["max", "most_recent"])
 def test_histories_roll(compute):
   policy = delayed(amax_compute=compute, margin=3)  # so that amaxes may grow without saturation
@@ -67,32 +61,28 @@ def test_histories_roll(compute):
         np.testing.assert_array_equal(state["amax"][f":{site}"][name], expected[:, site + 1, j])
 
 
-@functools.cache
-def three_layers(compute):
-  """Under a way to take an amax from histories: the first state, and results with the gradient of x for 16."""
+def test_scales_come_from_the_history_and_saturate():
   fun = lambda w, x: x @ w[0] @ w[1] @ w[2]
-  policy = delayed(amax_compute=compute, pow2_scales=False)
+  for compute, rows in {
+    "max": (([1, 4, 2, 0], 4), ([0, 0, 0, 0.5], 0.5)),
+    "most_recent": (([1, 4, 2, 0], 1),),
+  }.items():
+    policy = delayed(amax_compute=compute, pow2_scales=False)
 
-  def run(state, w, x):
-    out, back = jax.vjp(lambda x: mpjax.autocast(fun, policy, fp8_state=state)(w, x), x)
-    return out, back(jnp.full_like(out, 16))[0]
+    @jit
+    def run(state, w, x, policy=policy):
+      out, back = jax.vjp(lambda x: mpjax.autocast(fun, policy, fp8_state=state)(w, x), x)
+      return out, back(jnp.full_like(out, 16))[0]
 
-  return lambda w, x: first_state(fun, w, x, policy=policy), jit(run)
-
-
-@pytest.mark.parametrize(
-  ("compute", "history", "largest"),
-  [("max", [1, 4, 2, 0], 4), ("most_recent", [1, 4, 2, 0], 1), ("max", [0, 0, 0, 0.5], 0.5)],
-)
-@pytest.mark.parametrize("operand", ["lhs", "rhs", "gradient"])
-def test_scales_come_from_the_history_and_saturate(compute, history, largest, operand):
-  first, run = three_layers(compute)
-  w = [np.eye(D, dtype=np.float32) * np.float32(16 if i == 1 and operand == "rhs" else 1) for i in range(3)]
-  x = np.full((ROWS, D), 16 if operand == "lhs" else 1, np.float32)
-  state = first(w, x)
-  state["amax"][":0"][operand] = jnp.array(history, jnp.float32)
-  out, d_x = run(state, w, x)
-  np.testing.assert_allclose(d_x if operand == "gradient" else out, largest, rtol=1e-2)
+    for (history, largest), operand in itertools.product(rows, NAMES):
+      w = [
+        np.eye(D, dtype=np.float32) * np.float32(16 if i == 1 and operand == "rhs" else 1) for i in range(3)
+      ]
+      x = np.full((ROWS, D), 16 if operand == "lhs" else 1, np.float32)
+      state = first_state(fun, w, x, policy=policy)
+      state["amax"][":0"][operand] = np.array(history, np.float32)
+      out, d_x = run(state, w, x)
+      np.testing.assert_allclose(d_x if operand == "gradient" else out, largest, rtol=1e-2, err_msg=operand)
 
 
 def test_without_a_history_the_scale_is_1():
@@ -122,15 +112,12 @@ def test_a_scale_outlasts_steps_in_which_all_is_zero(compute, length):
 
 def test_batches_of_other_sizes_share_a_state():
   state = first_state(loss, W, X, C)
+  same(state, first_state(loss, W, X[:17], C[:17]))  # a batch without FP8 products has that of larger ones
   for rows in (ROWS, 32):
     x, c = exact_batch(1, rows=rows)
     state = following(loss, state, W, x, c)
     assert newest(state) == by_site(amaxes(W, x, c))
-
-
-def test_a_batch_without_fp8_products_leaves_the_state_alone():
-  state = following(loss, first_state(loss, W, X, C), W, X, C)
-  same(following(loss, state, W, X[:17], C[:17]), state)
+  same(following(loss, state, W, X[:17], C[:17]), state)  # and leaves it alone
 
 
 def test_a_state_is_not_lost_where_its_products_do_not_reach_the_loss():
@@ -141,12 +128,6 @@ def test_a_state_is_not_lost_where_its_products_do_not_reach_the_loss():
   for site, of in new["amax"].items():
     for name, history in of.items():
       assert max(history) == max(state["amax"][site][name])
-
-
-def test_a_batch_without_fp8_products_has_the_state_of_larger_ones():
-  state = first_state(loss, W, X[:17], C[:17])
-  same(state, first_state(loss, W, X, C))
-  assert newest(following(loss, state, W, X, C)) == INNER
 
 
 def test_a_product_that_a_state_does_not_have_is_scaled_by_its_own_amax():
@@ -224,11 +205,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_states_that_are_wrong(name):
-  make, message = WRONG[name]
-  with pytest.raises(ValueError, match=message):
-    mpjax.autocast(loss, delayed(), fp8_state=make())(W, X, C)
+def test_states_that_are_wrong():
+  for make, message in WRONG.values():
+    with pytest.raises(ValueError, match=message):
+      mpjax.autocast(loss, delayed(), fp8_state=make())(W, X, C)
 
 
 def test_other_recipes_need_no_state():

@@ -6,14 +6,10 @@ import re
 import types
 
 import jax
-import pytest
 
+# No public function takes a device that is not there.
 from mpjax.fp8._hardware import fp8_units
 from mpjax.fp8._recipe import parse_recipe
-
-pytestmark = (
-  pytest.mark.optimised
-)  # the quick code generators of XLA for CPU do not round to the fnuz formats
 
 FNUZ = {"forward_dtype": "e4m3fnuz", "gradient_dtype": "e5m2fnuz"}
 
@@ -57,43 +53,31 @@ DEVICES = {
 RECIPES = {"current": "current", "FNUZ": {"recipe": "current", **FNUZ}, "block": "block"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", DEVICES)
-def test_devices(name, recipe):
-  made, answers = DEVICES[name]
-  expected = answers.split()[list(RECIPES).index(recipe)] == "yes"
-  has_units, lack = fp8_units(parse_recipe(RECIPES[recipe]), made)
-  assert has_units is expected
-  if expected:
-    assert lack == ""
-  else:
-    assert lack.startswith(made.device_kind)
+# Device, recipe, and what is said of a device without.
+LACKS = [
+  ("cpu", "current", "cpu has no FP8 units"),
+  ("A100", "current", "8.0.*no FP8 units: they start with 8.9"),
+  ("H100", "block", r"MXFP8.*starts with compute capability 10\.0"),
+  ("H100", "FNUZ", "no FNUZ formats: use e4m3fn and e5m2"),
+  ("MI300", "current", "gfx942.*use e4m3fnuz and e5m2fnuz"),
+  ("MI350", "FNUZ", "gfx950.*use e4m3fn and e5m2"),
+  ("MI250", "current", "gfx90a.*no FP8 units"),
+  ("TPU v6e", "current", "TPU v6 lite has no FP8 units"),
+  ("TPU v7", "FNUZ", "TPU7x has no FNUZ formats"),
+  ("unknown", "current", "trn2.*unknown"),
+]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_scaling_by_tensor_needs_the_same_units(recipe):
-  assert fp8_units(parse_recipe(recipe), DEVICES["H100"][0]) == (True, "")
-  assert not fp8_units(parse_recipe(recipe), DEVICES["A100"][0])[0]
-
-
-@pytest.mark.parametrize(
-  ("name", "recipe", "words"),
-  [
-    ("cpu", "current", "cpu has no FP8 units"),
-    ("A100", "current", "8.0.*no FP8 units: they start with 8.9"),
-    ("H100", "block", r"MXFP8.*starts with compute capability 10\.0"),
-    ("H100", "FNUZ", "no FNUZ formats: use e4m3fn and e5m2"),
-    ("MI300", "current", "gfx942.*use e4m3fnuz and e5m2fnuz"),
-    ("MI350", "FNUZ", "gfx950.*use e4m3fn and e5m2"),
-    ("MI250", "current", "gfx90a.*no FP8 units"),
-    ("TPU v6e", "current", "TPU v6 lite has no FP8 units"),
-    ("TPU v7", "FNUZ", "TPU7x has no FNUZ formats"),
-    ("unknown", "current", "trn2.*unknown"),
-  ],
-)
-def test_what_is_said_of_a_device_without(name, recipe, words):
-  _, lack = fp8_units(parse_recipe(RECIPES[recipe]), DEVICES[name][0])
-  assert re.search(words, lack)
+def test_devices():
+  for name, (made, answers) in DEVICES.items():
+    for recipe, answer in zip(RECIPES, answers.split(), strict=True):
+      has_units, lack = fp8_units(parse_recipe(RECIPES[recipe]), made)
+      assert has_units is (answer == "yes"), (name, recipe)
+      assert lack == "" if has_units else lack.startswith(made.device_kind), (name, recipe)
+    # Scaling by tensor needs the same units.
+    assert fp8_units(parse_recipe("delayed"), made) == fp8_units(parse_recipe("current"), made)
+  for name, recipe, words in LACKS:
+    assert re.search(words, fp8_units(parse_recipe(RECIPES[recipe]), DEVICES[name][0])[1]), name
 
 
 def test_the_first_device_is_asked_of_if_none_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.casting import _fp8_products
+from mpjax.casting import _fp8_products  # stands in for a device
 from tests.fp8._programs import D, X, by_path, fp8, kinds, traced
 
 
@@ -53,35 +54,36 @@ def test_linen(dtype):
   assert found == LINEN
 
 
-@pytest.mark.parametrize(
-  ("policy", "expected"),
-  [
-    (fp8(exclude=[".*/attn0"]), lambda path: "attn0" not in path),
-    (fp8(exclude="down1"), lambda path: "down1" not in path),
-    (fp8(include=["up0", "attn1"]), lambda path: "up0" in path or "attn1" in path),
-    (fp8(include=["(up|down)."], exclude=["down0"]), lambda path: path[6:] in ("up0", "up1", "down1")),
-    (fp8(overrides={".*/attn0": "bf16"}), lambda path: "attn0" not in path),
-    (fp8(overrides={"up0": "bf16", "down0/?": "bf16"}), lambda path: path[6:] not in ("up0", "down0")),
-    (fp8(overrides={"up0": "fp8", "Linen": "bf16"}), lambda path: path[6:] == "up0"),
-    (fp8(overrides={".*/attn0/query": "fp8", "attn0": "bf16"}), lambda p: "attn0" not in p or "query" in p),
-  ],
-  ids=lambda x: str(x.get("overrides") or x["fp8"]) if isinstance(x, dict) else "",
-)
-def test_modules_chosen_by_path(policy, expected):
-  apply, variables = linen()
-  found = by_path(apply, variables, SEQUENCE, policy=policy)
-  assert {p for p, kind in found.items() if kind == "8"} == {p for p in BLOCKS if expected(p)}
+# Options of the policy, and which of the blocks' modules are FP8 under it.
+CHOSEN = [
+  ({"exclude": [".*/attn0"]}, lambda path: "attn0" not in path),
+  ({"exclude": "down1"}, lambda path: "down1" not in path),
+  ({"include": ["up0", "attn1"]}, lambda path: "up0" in path or "attn1" in path),
+  ({"include": ["(up|down)."], "exclude": ["down0"]}, lambda path: path[6:] in ("up0", "up1", "down1")),
+  ({"overrides": {".*/attn0": "bf16"}}, lambda path: "attn0" not in path),
+  ({"overrides": {"up0": "bf16", "down0/?": "bf16"}}, lambda path: path[6:] not in ("up0", "down0")),
+  ({"overrides": {"up0": "fp8", "Linen": "bf16"}}, lambda path: path[6:] == "up0"),
+  ({"overrides": {".*/attn0/query": "fp8", "attn0": "bf16"}}, lambda p: "attn0" not in p or "query" in p),
+]
 
 
-@pytest.mark.parametrize("key", ["include", "exclude"])
-@pytest.mark.parametrize("pattern", ["attn", "nothere"])  # the one matches no whole component
-def test_a_pattern_that_matches_no_module_is_an_error(key, pattern):
+def test_modules_chosen_by_path():
   apply, variables = linen()
-  message = f"fp8.{key}: '{pattern}' matches no module.*Linen/attn0"
-  with pytest.raises(ValueError, match=message):
-    mpjax.explain(apply, fp8(**{key: pattern}))(variables, SEQUENCE)
-  with pytest.raises(ValueError, match=message):
-    jax.eval_shape(mpjax.autocast(apply, fp8(**{key: pattern})), variables, SEQUENCE)
+  for options, expected in CHOSEN:
+    found = by_path(apply, variables, SEQUENCE, policy=fp8(**options))
+    assert {p for p, kind in found.items() if kind == "8"} == {p for p in BLOCKS if expected(p)}, options
+
+
+def test_a_pattern_that_matches_no_module_is_an_error():
+  apply, variables = linen()
+  for key, pattern in itertools.product(
+    ("include", "exclude"), ("attn", "nothere")
+  ):  # "attn": no whole component
+    message, policy = f"fp8.{key}: '{pattern}' matches no module.*Linen/attn0", fp8(**{key: pattern})
+    with pytest.raises(ValueError, match=message):
+      mpjax.explain(apply, policy)(variables, SEQUENCE)
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(mpjax.autocast(apply, policy), variables, SEQUENCE)
 
 
 def test_float32_modules_within_fp8():
@@ -90,13 +92,9 @@ def test_float32_modules_within_fp8():
   assert found == {**LINEN, "Linen/up0": "f"}
 
 
-@pytest.fixture
-def units(monkeypatch):
-  """A device that has FP8 units, as far as autocast is told."""
+def test_an_fp8_module_within_bfloat16(monkeypatch):
+  # A device that has FP8 units, as far as autocast is told.
   monkeypatch.setattr(_fp8_products, "fp8_units", lambda recipe, device=None: (True, ""))
-
-
-def test_an_fp8_module_within_bfloat16(units):
   shapes = jax.eval_shape(Wide().init, jax.random.key(0), jax.ShapeDtypeStruct((4, 128), jnp.int32))
   tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   found = by_path(Wide().apply, shapes, tokens, policy={"base": "bf16", "overrides": {"up": "fp8"}})

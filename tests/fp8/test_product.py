@@ -1,6 +1,7 @@
 """The FP8 product and its derivatives against float64, within what rounding to FP8 explains."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,8 @@ from tests.fp8._reference import (
   with_gradients,
 )
 
-pytestmark = (
-  pytest.mark.optimised
-)  # the quick code generators of XLA for CPU do not round to the fnuz formats
+# The quick code generators of XLA for CPU do not round to the fnuz formats.
+pytestmark = pytest.mark.optimised
 
 POW2 = {"pow2_scales": True, "margin": 3}
 
@@ -129,51 +129,42 @@ def test_given_scales_are_the_ones_used_and_saturate(case, lhs, rhs, ct, scales)
   check_product(d_rhs, of(case.lhs, case.out, case.rhs), lhs, ct, E4M3, E5M2, (scales[0], scales[2]))
 
 
+RECIPES = {"current": "current", "block": "block", "saved": SAVED, "amd": AMD, "pow2": POW2}
+
+
 @functools.cache
-def with_gradients_of(recipe):
-  return with_gradients(
-    lambda x, w: matmul(x, w, {"saved": SAVED, "amd": AMD, "pow2": POW2}.get(recipe, recipe))
-  )
+def with_gradients_of(name):
+  if name == "delayed":
+    return with_gradients(lambda x, w: matmul(x, w, "delayed", scales=tuple(map(np.float32, (2, 3, 4)))))
+  return with_gradients(lambda x, w: matmul(x, w, RECIPES[name]))
 
 
-@pytest.mark.parametrize("lhs_exponent", [-38, -30, -20, 0, 20, 30, 38])
-@pytest.mark.parametrize("rhs_exponent", [-38, -30, -20, 0, 20, 30, 38])
-def test_no_magnitudes_make_nan_of_finite_operands(lhs_exponent, rhs_exponent):
-  lhs, rhs = normal(6, 16), normal(16, 5, seed=1)
-  lhs[2] = 0
-  rhs[:, 3] = 0
+def test_no_magnitudes_make_nan_of_finite_operands():
+  left, right = normal(6, 16), normal(16, 5, seed=1)
+  left[2] = 0
+  right[:, 3] = 0
   # What is large never meets what is large.
-  lhs[:, 8:] = 0
-  rhs[8:] *= np.float32(1e4)
-  lhs, rhs = (
-    flushed(np.clip(x.astype(np.float64) * 10.0**exponent, -3e38, 3e38))
-    for x, exponent in ((lhs, lhs_exponent), (rhs, rhs_exponent))
-  )
-  out, *grads = with_gradients_of("current")(lhs, rhs, np.ones((6, 5), np.float32))
-  check_product(out, "ij,jk->ik", lhs, rhs, E4M3, E4M3)
-  assert (np.asarray(out)[2] == 0).all()
-  assert (np.asarray(out)[:, 3] == 0).all()
-  assert not any(np.isnan(g).any() for g in grads)
+  left[:, 8:] = 0
+  right[8:] *= np.float32(1e4)
+  exponents = (-38, -30, -20, 0, 20, 30, 38)
+  sized = lambda x, exponent: flushed(np.clip(x.astype(np.float64) * 10.0**exponent, -3e38, 3e38))
+  for lhs, rhs in itertools.product(*([sized(x, e) for e in exponents] for x in (left, right))):
+    out, *grads = with_gradients_of("current")(lhs, rhs, np.ones((6, 5), np.float32))
+    check_product(out, "ij,jk->ik", lhs, rhs, E4M3, E4M3)
+    assert (np.asarray(out)[2] == 0).all()
+    assert (np.asarray(out)[:, 3] == 0).all()
+    assert not any(np.isnan(g).any() for g in grads)
 
 
-@pytest.mark.parametrize(
-  ("in_dtype", "out_dtype"),
-  [
-    ("float32", "bfloat16"),
-    ("float32", None),
-    ("bfloat16", "float32"),
-    ("bfloat16", None),
-    ("float16", "bfloat16"),
-    ("float16", None),
-  ],
-)
-def test_dtypes_of_results_and_gradients(in_dtype, out_dtype):
-  x, w = jnp.asarray(normal(8, 16), in_dtype), jnp.asarray(normal(16, 4), "float32")
-  run = with_gradients(lambda x, w: matmul(x, w, out_dtype=out_dtype))
-  out, d_x, d_w = run(x, w, jnp.ones((8, 4)))
-  assert out.dtype == (out_dtype or in_dtype)
-  assert (d_x.dtype, d_w.dtype) == (in_dtype, "float32")
-  check_product(out, "ij,jk->ik", np.asarray(x, np.float32), np.asarray(w, np.float32), E4M3, E4M3)
+def test_dtypes_of_results_and_gradients():
+  w, ct = normal(16, 4), np.ones((8, 4), np.float32)
+  for in_dtype in (np.float32, jnp.bfloat16, np.float16):
+    for out_dtype in (None, "float32" if in_dtype == jnp.bfloat16 else "bfloat16"):
+      x = normal(8, 16).astype(in_dtype)
+      out, d_x, d_w = with_gradients(lambda x, w, dtype=out_dtype: matmul(x, w, out_dtype=dtype))(x, w, ct)
+      assert out.dtype == (out_dtype or in_dtype)
+      assert (d_x.dtype, d_w.dtype) == (in_dtype, "float32")
+      check_product(out, "ij,jk->ik", x.astype(np.float32), w, E4M3, E4M3)
 
 
 def test_sums_are_of_float32():
@@ -182,92 +173,70 @@ def test_sums_are_of_float32():
   assert float(out[0, 0]) == 20_000
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "saved"])
-@pytest.mark.parametrize("shapes", [((0, 32), (32, 32)), ((32, 0), (0, 32)), ((32, 32), (32, 0))], ids=str)
-def test_products_of_nothing(recipe, shapes):
-  x, w = jnp.ones(shapes[0]), jnp.ones(shapes[1])
-  out, *grads = with_gradients_of(recipe)(x, w, jnp.ones((shapes[0][0], shapes[1][1])))
-  assert not np.asarray(out).any()
-  assert [g.shape for g in grads] == list(shapes)
+def test_products_of_nothing():
+  for name in ("current", "block", "saved"):
+    for x, w in (((0, 32), (32, 32)), ((32, 0), (0, 32)), ((32, 32), (32, 0))):
+      out, *grads = with_gradients_of(name)(*(np.ones(s, np.float32) for s in (x, w, (x[0], w[1]))))
+      assert not np.asarray(out).any(), (name, x, w)
+      assert [g.shape for g in grads] == [x, w]
 
 
-# Zeros, infinities, not numbers
+# Zeros, infinities, not numbers: of (lhs, rhs, gradient) and what comes of them, (result, gradients of lhs and rhs)
+
+FACTORS = ((0, 1), (2, 1), (0, 2))
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "amd", "saved", "pow2"])
-@pytest.mark.parametrize("zero", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
-def test_zero_tensors_give_zeros(recipe, zero):
-  operands = [normal(32, 64), normal(64, 32, seed=1), normal(32, 32, seed=2)]
-  operands = [x * (i not in zero) for i, x in enumerate(operands)]
-  out, d_x, d_w = with_gradients_of(recipe)(*operands)
-  for result, factors in ((out, (0, 1)), (d_x, (2, 1)), (d_w, (0, 2))):
-    if any(i in zero for i in factors):
-      np.testing.assert_array_equal(result, np.zeros_like(result))
-    assert np.isfinite(result).all()
-
-
-@functools.cache
-def with_given_scales():
-  scales = tuple(map(jnp.float32, (2.0, 3.0, 4.0)))
-  return with_gradients(lambda x, w: matmul(x, w, "delayed", scales=scales))
+@pytest.mark.parametrize("name", RECIPES)
+def test_zero_tensors_give_zeros(name):
+  square = [normal(32, 32, seed=i) for i in range(3)]
+  for zero in ((0,), (1,), (2,), (0, 1, 2)):
+    results = with_gradients_of(name)(*(x * (i not in zero) for i, x in enumerate(square)))
+    for result, factors in zip(results, FACTORS, strict=True):
+      assert np.isfinite(result).all()
+      assert np.asarray(result).any() == (not set(factors) & set(zero)), (zero, factors)
 
 
 @pytest.mark.parametrize(
-  ("recipe", "dtype"),
+  ("name", "dtype"),
   [
-    *[(recipe, "float32") for recipe in ("block", "amd", "saved", "pow2", "delayed")],
-    *[("current", dtype) for dtype in ("float32", "bfloat16", "float16")],
+    *[(name, np.float32) for name in (*RECIPES, "delayed")],
+    *[("current", dtype) for dtype in (jnp.bfloat16, np.float16)],
   ],
 )
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("where", ["lhs", "rhs", "gradient"])
-def test_what_is_not_finite_reaches_every_result_that_depends_on_it(recipe, bad, where, dtype):
-  lhs, rhs, ct = (normal(32, 32, seed=i) for i in range(3))
-  {"lhs": lhs, "rhs": rhs, "gradient": ct}[where][3, 5] = bad
-  run = with_given_scales() if recipe == "delayed" else with_gradients_of(recipe)
-  results = run(*(jnp.asarray(x, dtype) for x in (lhs, rhs, ct)))
+def test_what_is_not_finite_reaches_every_result_that_depends_on_it(name, dtype):
   row, column = np.arange(32)[:, None], np.arange(32)
-  # of the result, of lhs's gradient, of rhs's
-  reached = {
-    "lhs": (row == 3, False, row == 5),
-    "rhs": (column == 5, column == 3, False),
-    "gradient": (False, row == 3, column == 5),
-  }
-  for got, expected in zip(results, reached[where], strict=True):
-    np.testing.assert_array_equal(
-      ~np.isfinite(np.asarray(got, np.float32)), np.broadcast_to(expected, (32, 32))
-    )
+  reached = (row == 3, False, row == 5), (column == 5, column == 3, False), (False, row == 3, column == 5)
+  for bad, where in itertools.product((np.inf, -np.inf, np.nan), range(3)):
+    operands = [normal(32, 32, seed=i).astype(dtype) for i in range(3)]
+    operands[where][3, 5] = bad
+    for got, expected in zip(with_gradients_of(name)(*operands), reached[where], strict=True):
+      found = ~np.isfinite(np.asarray(got, np.float32))
+      np.testing.assert_array_equal(found, np.broadcast_to(expected, (32, 32)), err_msg=f"{bad} {where}")
 
 
 # Gradients beside bfloat16's
 
 
-@pytest.mark.parametrize(
-  ("recipe", "bound", "scale"),
-  [
+def test_gradients_beside_those_of_bfloat16():
+  cast = lambda x: x.astype(jnp.bfloat16)
+  bf16 = with_gradients(lambda x, w: (cast(x) @ cast(w)).astype(jnp.float32))
+  for name, bound, scale in (
     ("current", GRADIENT_ERROR, 1e-15),
     ("current", GRADIENT_ERROR, 1e15),
-    ({"pow2_scales": True}, GRADIENT_ERROR, 1e-15),
-    (AMD, GRADIENT_ERROR, 1e15),
+    ("pow2", GRADIENT_ERROR, 1e-15),
+    ("amd", GRADIENT_ERROR, 1e15),
     ("block", FORWARD_ERROR, 1e15),
-  ],
-  ids=str,
-)
-def test_gradients_beside_those_of_bfloat16(recipe, bound, scale):
-  x, w, ct = normal(64, 256, scale=scale), normal(256, 96, seed=1), normal(64, 96, seed=2, scale=1e-6)
-  half = jnp.bfloat16
-  bf16 = lambda x, w: (x.astype(half) @ w.astype(half)).astype(jnp.float32)
-  want = [x.astype(np.float64) @ w, ct.astype(np.float64) @ w.T, x.T.astype(np.float64) @ ct]
-
-  def errors(fun):
-    return [relative(got, r) for got, r in zip(with_gradients(fun)(x, w, ct), want, strict=True)]
-
-  fp8, wide = errors(lambda x, w: matmul(x, w, recipe)), errors(bf16)
-  assert fp8[0] < FORWARD_ERROR
-  assert max(fp8[1:]) < bound
-  # E5M2 has 5 bits of fraction less than bfloat16: 2**5 times its error, and another operand's.
-  for error, of_bf16 in zip(fp8, wide, strict=True):
-    assert error < 2**6 * of_bf16
+  ):
+    x, w, ct = normal(64, 256, scale=scale), normal(256, 96, seed=1), normal(64, 96, seed=2, scale=1e-6)
+    want = [x.astype(np.float64) @ w, ct.astype(np.float64) @ w.T, x.T.astype(np.float64) @ ct]
+    ours, wide = (
+      [relative(got, r) for got, r in zip(run(x, w, ct), want, strict=True)]
+      for run in (with_gradients_of(name), bf16)
+    )
+    assert ours[0] < FORWARD_ERROR, name
+    assert max(ours[1:]) < bound, name
+    # E5M2 has 5 bits of fraction less than bfloat16: 2**5 times its error, and another operand's.
+    assert all(error < 2**6 * of_bf16 for error, of_bf16 in zip(ours, wide, strict=True)), name
 
 
 def test_a_gradient_through_two_layers_points_where_that_of_float32_does():
@@ -318,16 +287,13 @@ def test_gradient_operands_are_e5m2():
 # Errors
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    ((normal(4, 8), normal(8, 4), "delayed"), "scales"),
-    ((normal(4, 8), normal(8, 4), "curent"), "current, delayed, block"),
-    ((normal(4, 8).astype(np.int32), normal(8, 4)), "int32"),
-    ((normal(4, 8), normal(8, 4).astype(np.complex64)), "complex64"),
-  ],
-  ids=["delayed without scales", "recipe", "integers", "complex"],
-)
-def test_errors_say_what_is_wrong(arguments, message):
-  with pytest.raises((ValueError, TypeError), match=message):
-    matmul(*arguments)
+def test_errors_say_what_is_wrong():
+  x, w = normal(4, 8), normal(8, 4)
+  for arguments, message in (
+    ((x, w, "delayed"), "scales"),
+    ((x, w, "curent"), "current, delayed, block"),
+    ((x.astype(np.int32), w), "int32"),
+    ((x, w.astype(np.complex64)), "complex64"),
+  ):
+    with pytest.raises((ValueError, TypeError), match=message):
+      matmul(*arguments)

@@ -11,12 +11,14 @@ from tests.fp8._reference import (
   E4M3,
   E5M2,
   Product,
+  compiled,
   examples,
   held_in_blocks,
   matmul,
   normal,
   products,
   tensors,
+  with_gradients,
 )
 
 
@@ -24,20 +26,20 @@ def held_along(x, axis, dtype=E4M3):
   return np.moveaxis(held_in_blocks(np.moveaxis(x, axis, -1), dtype)[0], -1, axis)
 
 
-@pytest.mark.parametrize("magnitude", [1e-18, 1.0, 1e18])
-@pytest.mark.parametrize("gradient", ["e4m3fn", "e5m2"])
-def test_block_products_are_as_by_hand(magnitude, gradient):
-  x, w, ct = normal(32, 64, scale=magnitude), normal(64, 96, seed=1), normal(32, 96, seed=2, scale=1e-9)
-  x *= 10.0 ** np.random.default_rng(9).uniform(-4, 0, size=x.shape).astype(np.float32)
-  out, back = jax.vjp(lambda x, w: matmul(x, w, {"recipe": "block", "gradient_dtype": gradient}), x, w)
-  d_x, d_w = back(jnp.asarray(ct))
-  of_gradient = E4M3 if gradient == "e4m3fn" else E5M2
-  for got, a, b in [
-    (out, held_along(x, 1), held_along(w, 0)),
-    (d_x, held_along(ct, 1, of_gradient), held_along(w, 1).T),
-    (d_w, held_along(x, 0).T, held_along(ct, 0, of_gradient)),
-  ]:
-    assert (np.abs(got - a @ b) <= 2.0**-17 * (np.abs(a) @ np.abs(b))).all()
+def test_block_products_are_as_by_hand():
+  for gradient in ("e4m3fn", "e5m2"):
+    run = with_gradients(lambda x, w, g=gradient: matmul(x, w, {"recipe": "block", "gradient_dtype": g}))
+    of_gradient = E4M3 if gradient == "e4m3fn" else E5M2
+    for magnitude in (1e-18, 1.0, 1e18):
+      x, w, ct = normal(32, 64, scale=magnitude), normal(64, 96, seed=1), normal(32, 96, seed=2, scale=1e-9)
+      x *= 10.0 ** np.random.default_rng(9).uniform(-4, 0, size=x.shape).astype(np.float32)
+      factors = (
+        (held_along(x, 1), held_along(w, 0)),
+        (held_along(ct, 1, of_gradient), held_along(w, 1).T),
+        (held_along(x, 0).T, held_along(ct, 0, of_gradient)),
+      )
+      for got, (a, b) in zip(run(x, w, ct), factors, strict=True):
+        assert (np.abs(got - a @ b) <= 2.0**-17 * (np.abs(a) @ np.abs(b))).all(), (magnitude, gradient)
 
 
 @pytest.mark.slow
@@ -66,15 +68,14 @@ def test_blocks_run_along_the_contracted_dimensions_in_their_order(case, lhs, rh
 
 def test_vmap_of_blocks():
   x, w = normal(3, 32, 64), normal(64, 32, seed=1)
-  got = jax.vmap(lambda x: matmul(x, w, "block"))(x)
-  np.testing.assert_allclose(got, [matmul(m, w, "block") for m in x], rtol=1e-5, atol=1e-5)
+  got, want = compiled(
+    lambda x: (jax.vmap(lambda x: matmul(x, w, "block"))(x), jnp.stack([matmul(m, w, "block") for m in x]))
+  )(x)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "shapes", [((32, 33), (33, 32)), ((20, 64), (64, 32)), ((32, 64), (64, 20))], ids=str
-)
-def test_a_size_that_blocks_do_not_divide_is_refused_with_its_reason(shapes):
+def test_a_size_that_blocks_do_not_divide_is_refused_with_its_reason():
   # Backward contracts the free dimensions.
-  x, w = jnp.ones(shapes[0]), jnp.ones(shapes[1])
-  with pytest.raises(ValueError, match=r"32 divides|multiple of 32"):
-    jax.grad(lambda x, w: jnp.sum(matmul(x, w, "block")), (0, 1))(x, w)
+  for shapes in (((32, 33), (33, 32)), ((20, 64), (64, 32)), ((32, 64), (64, 20))):
+    with pytest.raises(ValueError, match=r"32 divides|multiple of 32"):
+      jax.eval_shape(jax.grad(lambda x, w: jnp.sum(matmul(x, w, "block")), (0, 1)), *map(np.ones, shapes))

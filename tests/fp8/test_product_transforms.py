@@ -24,9 +24,8 @@ from tests.fp8._reference import (
   with_gradients,
 )
 
-pytestmark = (
-  pytest.mark.optimised
-)  # the quick code generators of XLA for CPU do not round to the fnuz formats
+# The quick code generators of XLA for CPU do not round to the fnuz formats.
+pytestmark = pytest.mark.optimised
 
 # vmap
 
@@ -87,63 +86,42 @@ def check_vmap(case, recipe, *levels):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+# Axes of the operands and of the three scales, of which every pair is some case's.
 MAPPED = [
-  (operands, scales)
-  for operands in [
-    (None, None),
-    (0, None),
-    (1, None),
-    (-1, None),
-    (None, 0),
-    (None, -1),
-    (0, 0),
-    (2, 1),
-    (1, 0),
-  ]
-  for scales in [(None,) * 3, (0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)]
-  if {*operands, *scales} != {None}
+  (None, None, 0, 0, 0),
+  (0, None, None, None, None),
+  (1, None, 0, None, None),
+  (-1, None, None, None, 0),
+  (None, 0, None, 0, None),
+  (None, -1, 0, 0, 0),
+  (0, 0, None, None, None),
+  (2, 1, None, 0, None),
+  (1, 0, None, None, 0),
 ]
 
 
-MOST = [i for i, (_, scales) in enumerate(MAPPED) if len(set(scales)) == 1]
-OTHERS = [i for i in range(len(MAPPED)) if i not in MOST][::2]
-
-
-def check_mapped(number, shift=0):
-  operands, scales = MAPPED[number]
-  check_vmap(
-    (PLAIN, BATCHED, TWO)[(number + shift) % 3], DELAYED[(number + shift // 3) % 2], (*operands, *scales)
-  )
-
-
-@pytest.mark.parametrize("number", MOST, ids=lambda i: str(MAPPED[i]))
+@pytest.mark.parametrize("number", range(len(MAPPED)), ids=lambda i: str(MAPPED[i]))
 def test_vmap_is_a_loop(number):
-  check_mapped(number)
+  check_vmap((PLAIN, BATCHED, TWO)[number % 3], DELAYED[number % 2], MAPPED[number])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", OTHERS, ids=lambda i: str(MAPPED[i]))
-def test_vmap_of_some_scales_is_a_loop(number):
-  check_mapped(number, number % 6)
+@pytest.mark.parametrize("number", range(len(MAPPED)), ids=lambda i: str(MAPPED[i]))
+def test_vmap_of_other_products_and_scales_is_a_loop(number):
+  operands, scales = MAPPED[number][:2], MAPPED[(number + 4) % len(MAPPED)][2:]
+  check_vmap((PLAIN, BATCHED, TWO)[(number + 1) % 3], DELAYED[(number + 1) % 2], (*operands, *scales))
 
 
-@pytest.mark.parametrize(
-  ("number", "levels"),
-  list(
-    enumerate(
-      [
-        [(0, None, 0, None, None), (0, 0, None, None, None)],
-        [(None, 0, None, 0, None), (0, None, 0, None, None)],
-        [(0, 0, None, None, None), (None, None, 0, 0, 0)],
-        [(1, None, None, None, 0), (None, 1, 0, None, None)],
-        [(0, 0, 0, 0, 0), (1, 1, 0, 0, 0)],
-      ]
-    )
-  ),
-  ids=str,
-)
-def test_vmap_of_vmap_is_a_loop_of_loops(number, levels):
-  check_vmap(BATCHED, DELAYED[number % 2], *levels)
+def test_vmap_of_vmap_is_a_loop_of_loops():
+  for number, levels in enumerate(
+    [
+      [(0, None, 0, None, None), (0, 0, None, None, None)],
+      [(None, 0, None, 0, None), (0, None, 0, None, None)],
+      [(1, None, None, None, 0), (None, 1, 0, None, None)],
+      [(0, 0, 0, 0, 0), (1, 1, 0, 0, 0)],
+    ]
+  ):
+    check_vmap(BATCHED, DELAYED[number % 2], *levels)
 
 
 @pytest.mark.parametrize(
@@ -207,71 +185,63 @@ def test_numpy_arguments_and_traced_scales():
   want = matmul(jnp.asarray(x), jnp.asarray(w), "delayed", scales=(jnp.float32(2),) * 3)
   for scales in [(2.0,) * 3, (np.float32(2),) * 3, [2.0, 2.0, 2.0], np.full(3, 2, np.float32)]:
     np.testing.assert_array_equal(matmul(x, w, "delayed", scales=scales), want)
-  for recipe in ("delayed", {"recipe": "delayed", **SAVED}):
-    got, back = jax.vjp(lambda x: matmul(x, w, recipe, scales=scales), x)
+  for recipe in DELAYED:
+    got, back = jax.vjp(lambda x, recipe=recipe: matmul(x, w, recipe, scales=scales), x)
     np.testing.assert_array_equal(got, want)
     assert np.isfinite(back(got)[0]).all()
 
 
+P = jax.sharding.PartitionSpec
+X, W_, CT = (normal(64, 64, seed=i) for i in range(3))
+
+
+def mesh_of_two(kind):
+  return jax.make_mesh((2,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+
+# What two devices divide: specs of the operands and of the result.
 SPECS = {
-  "lhs": (("d", None), (None, None), ("d", None)),
-  "rhs": ((None, None), (None, "d"), (None, "d")),
-  "contracted": ((None, "d"), ("d", None), (None, None)),
-  "none": ((None, None), (None, None), (None, None)),
+  "lhs": (P("d"), P(), P("d")),
+  "rhs": (P(), P(None, "d"), P(None, "d")),
+  "contracted": (P(None, "d"), P("d"), P()),
+  "none": (P(), P(), P()),
 }
 
 
 @pytest.mark.parametrize(
   ("recipe", "over"),
-  [*(("current", over) for over in SPECS), (SAVED, "lhs"), (SAVED, "contracted"), ("block", "rhs")],
+  [*(("current", over) for over in SPECS), (SAVED, "contracted"), ("block", "rhs")],
   ids=str,
 )
-def test_shard_map_over_two_devices(over, recipe):
-  lhs_spec, rhs_spec, out_spec = SPECS[over]
-  P = jax.sharding.PartitionSpec
-  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  x, w, ct = normal(64, 64), normal(64, 64, seed=1), normal(64, 64, seed=2)
+def test_a_product_over_two_devices(over, recipe):
+  *in_specs, out_spec = SPECS[over]
+  mesh = mesh_of_two("Auto")
 
   def local(x, w):
     out = matmul(x, w, recipe)
-    return jax.lax.psum(out, "d") if lhs_spec[1] else out
+    return jax.lax.psum(out, "d") if over == "contracted" else out
 
-  fun = jax.shard_map(local, mesh=mesh, in_specs=(P(*lhs_spec), P(*rhs_spec)), out_specs=P(*out_spec))
-  out, d_x, d_w = with_gradients(fun)(x, w, ct)
-  assert relative(out, x @ w) < FORWARD_ERROR
-  assert relative(d_x, ct @ w.T) < GRADIENT_ERROR
-  assert relative(d_w, x.T @ ct) < GRADIENT_ERROR
-
-
-@pytest.mark.parametrize(
-  ("recipe", "lhs_spec"),
-  [("current", ("d", None)), ("current", (None, "d")), (SAVED, ("d", None)), ("block", (None, "d"))],
-  ids=str,
-)
-def test_arrays_sharded_under_jit(lhs_spec, recipe):
-  P = jax.sharding.PartitionSpec
-  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  x, w, ct = normal(64, 64), normal(64, 64, seed=1), normal(64, 64, seed=2)
-
+  fun = jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_spec)
+  out, d_x, d_w = with_gradients(fun)(X, W_, CT)
+  assert relative(out, X @ W_) < FORWARD_ERROR
+  assert relative(d_x, CT @ W_.T) < GRADIENT_ERROR
+  assert relative(d_w, X.T @ CT) < GRADIENT_ERROR
+  if over == "none":
+    return
+  # Arrays that are divided, under jit.
   run = with_gradients(lambda x, w: matmul(x, w, recipe))
-  want = run(x, w, ct)
-  put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
-  got = run(put(x, *lhs_spec), put(w), put(ct, lhs_spec[0], None))
-  for g, r in zip(got, want, strict=True):
-    np.testing.assert_allclose(g, r, rtol=1e-5, atol=1e-4)
+  put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+  divided = run(*(put(x, spec) for x, spec in zip((X, W_, CT), SPECS[over], strict=True)))
+  for got, want in zip(divided, run(X, W_, CT), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["current", SAVED, "block"], ids=str)
-def test_explicit_sharding_gives_what_a_plain_product_gives(recipe):
-  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-  P = jax.sharding.PartitionSpec
-  with jax.set_mesh(mesh):
-    x = jax.device_put(normal(64, 64), P("d", None))
-    w = jax.device_put(normal(64, 64, seed=1), P(None, None))
-    ct = jax.device_put(normal(64, 64, seed=2), P("d", None))
-    run = lambda dot: with_gradients(dot)(x, w, ct)
-    fp8 = run(lambda x, w: matmul(x, w, recipe))
-    assert [a.sharding for a in fp8] == [a.sharding for a in run(jnp.matmul)]
+def test_explicit_sharding_gives_what_a_plain_product_gives():
+  with jax.set_mesh(mesh_of_two("Explicit")):
+    arrays = [jax.device_put(x, spec) for x, spec in zip((X, W_, CT), SPECS["lhs"], strict=True)]
+    kinds = lambda fun: [a.sharding for a in jax.tree.leaves(jax.eval_shape(with_gradients(fun), *arrays))]
+    for recipe in ("current", SAVED, "block"):
+      assert kinds(lambda x, w, recipe=recipe: matmul(x, w, recipe)) == kinds(jnp.matmul), recipe
 
 
 # What is lowered
@@ -284,18 +254,18 @@ def dots(fun, *arguments, platform):
   return [tuple(t.split("x")[-1].split(">")[0] for t in line.split(" -> ")[0].split(", ")) for line in lines]
 
 
-@pytest.mark.parametrize("recipe", ["current", SAVED, "delayed"], ids=str)
-@pytest.mark.parametrize("platform", ["cuda", "rocm", "cpu", "tpu"])
-def test_operands_of_the_lowered_products(platform, recipe):
-  scales = (jnp.float32(1),) * 3
-  loss = lambda x, w: jnp.sum(jnp.sin(matmul(x, w, recipe, scales=scales if recipe == "delayed" else None)))
-  got = sorted(dots(jax.grad(loss, (0, 1)), normal(16, 32), normal(32, 48), platform=platform))
+def test_operands_of_the_lowered_products():
   e4m3, e5m2 = "f8E4M3FN", "f8E5M2"
-  if platform in ("cuda", "rocm"):
-    assert got == sorted([(e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3)])
-  else:
-    assert len(got) == 3
-    assert {dtype for pair in got for dtype in pair} <= {"bf16", "f32"}
+  for recipe in ("current", SAVED, "delayed"):
+    scales = (np.float32(1),) * 3 if recipe == "delayed" else None
+    loss = lambda x, w, recipe=recipe, scales=scales: jnp.sum(jnp.sin(matmul(x, w, recipe, scales=scales)))
+    for platform in ("cuda", "rocm", "cpu", "tpu"):
+      got = sorted(dots(jax.grad(loss, (0, 1)), normal(16, 32), normal(32, 48), platform=platform))
+      if platform in ("cuda", "rocm"):
+        assert got == sorted([(e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3)]), (recipe, platform)
+      else:
+        assert len(got) == 3
+        assert {dtype for pair in got for dtype in pair} <= {"bf16", "f32"}, (recipe, platform)
 
 
 def test_native_formats_of_amd():
@@ -327,30 +297,20 @@ def test_blocks_are_lowered_for_a_gpu():
 # What is kept for the backward pass
 
 
-def residuals(recipe, x, w, **options):
-  run = lambda x, w: jax.vjp(lambda x, w: matmul(x, w, recipe, **options), x, w)[1]
-  return jax.tree.leaves(jax.eval_shape(run, x, w))
+def residuals(fun, *args):
+  leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args))
+  return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves if leaf.ndim)
 
 
 def test_what_is_kept_is_fp8_where_asked_for():
-  x, w = normal(16, 32), normal(32, 48)
-  large = lambda leaves: sorted((leaf.shape, leaf.dtype.name) for leaf in leaves if leaf.ndim)
-  assert large(residuals(SAVED, x, w)) == [((16, 32), E4M3), ((32, 48), E4M3)]
-  assert large(residuals("current", x, w)) == [((16, 32), "float32"), ((32, 48), "float32")]
-  scales = (jnp.float32(2),) * 3
-  assert large(residuals({"recipe": "delayed", **SAVED}, x, w, scales=scales)) == [
-    ((16, 32), E4M3),
-    ((32, 48), E4M3),
-  ]
-
-
-def test_what_a_scan_keeps_is_fp8_where_asked_for():
-  x, ws = normal(16, 32), normal(3, 32, 32, seed=1)
-  body = lambda x, w: (matmul(x, w, SAVED), None)
-  _, back = jax.vjp(lambda x, ws: jax.lax.scan(body, x, ws)[0], x, ws)
-  kept = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(back) if leaf.ndim > 2]
-  assert kept
-  assert all(dtype == E4M3 for _, dtype in kept), kept
+  x, w, ws = normal(16, 32), normal(32, 48), normal(3, 32, 32, seed=1)
+  given = (np.float32(2),) * 3
+  for recipe, scales, dtype in (("current", None, "float32"), (SAVED, None, E4M3), (DELAYED[1], given, E4M3)):
+    kept = residuals(lambda x, w, r=recipe, s=scales: matmul(x, w, r, scales=s), x, w)
+    assert kept == [((16, 32), dtype), ((32, 48), dtype)], recipe
+  scanned = lambda x, ws: jax.lax.scan(lambda x, w: (matmul(x, w, SAVED), None), x, ws)[0]
+  kept = [dtype for shape, dtype in residuals(scanned, x, ws) if len(shape) > 2]
+  assert set(kept) == {E4M3}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 
 import mpjax
 from mpjax.fp8 import Recipe
-from mpjax.fp8._recipe import parse_recipe
+from mpjax.fp8._recipe import parse_recipe  # a policy gives only what it made of the mapping
 
 DEFAULTS = {
   "recipe": "current",
@@ -61,73 +61,47 @@ def test_defaults_are_documented_ones_and_every_key_is_tested_here():
   assert parse_recipe({"recipe": "current"}) == Recipe()
 
 
-@pytest.mark.parametrize("key", OTHER)
-def test_a_key_sets_its_own_field_and_no_other(key):
-  given, want = OTHER[key]
-  recipe = parse_recipe(mapping(key, given))
-  want_fields = DEFAULTS | {key: want} | ({"recipe": "delayed"} if key in DELAYED else {})
-  assert dataclasses.asdict(recipe) == want_fields
-  hash(recipe)
+def test_a_key_sets_its_own_field_and_no_other():
+  for key, (given, want) in OTHER.items():
+    recipe = parse_recipe(mapping(key, given))
+    want_fields = DEFAULTS | {key: want} | ({"recipe": "delayed"} if key in DELAYED else {})
+    assert dataclasses.asdict(recipe) == want_fields, key
+    hash(recipe)
 
 
-@pytest.mark.parametrize("empty", [None, {}, (), []])
-def test_nothing_is_no_recipe(empty):
-  assert parse_recipe(empty) is None
-
-
-@pytest.mark.parametrize("name", ["current", "delayed", "block"])
-def test_a_name_alone_is_a_recipe(name):
-  assert parse_recipe(name) == parse_recipe({"recipe": name})
-  assert parse_recipe(name).recipe == name
+def test_a_name_alone_is_a_recipe_and_nothing_is_none():
+  for empty in (None, {}, (), []):
+    assert parse_recipe(empty) is None
+  for name in ("current", "delayed", "block"):
+    assert parse_recipe(name) == parse_recipe({"recipe": name})
+    assert parse_recipe(name).recipe == name
 
 
 def test_blocks_take_e4m3_for_gradients_too_unless_told():
-  assert parse_recipe("block").gradient_dtype == "float8_e4m3fn"
+  assert parse_recipe("block").gradient_dtype == Recipe(recipe="block").gradient_dtype == "float8_e4m3fn"
   assert parse_recipe({"recipe": "block", "gradient_dtype": "e5m2"}).gradient_dtype == "float8_e5m2"
   assert parse_recipe("block").multiple == 32
   assert parse_recipe("current").multiple == parse_recipe("delayed").multiple == 16
+  # The gradient's default must not be the reason that the mapping is refused without saying what to write.
+  amd = parse_recipe({"recipe": "block", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
+  assert (amd.forward_dtype, amd.gradient_dtype) == ("float8_e4m3fnuz", "float8_e4m3fnuz")
 
 
-@pytest.mark.parametrize(
-  ("name", "dtype"),
-  [
-    ("e4m3fn", ml_dtypes.float8_e4m3fn),
-    ("e5m2", ml_dtypes.float8_e5m2),
-    ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
-    ("float8_e5m2", ml_dtypes.float8_e5m2),
-    (jnp.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
-    (jnp.float8_e5m2, ml_dtypes.float8_e5m2),
-    (np.dtype(ml_dtypes.float8_e5m2), ml_dtypes.float8_e5m2),
-  ],
-)
-def test_a_format_goes_by_short_name_long_name_or_dtype(name, dtype):
-  forward = parse_recipe({"forward_dtype": name, "gradient_dtype": "e4m3fn"})
-  assert forward.forward == parse_recipe({"gradient_dtype": name}).gradient == np.dtype(dtype)
-
-
-def test_gradients_have_the_format_that_goes_with_the_forward_one():
-  assert parse_recipe({"forward_dtype": "e4m3fnuz"}).gradient == np.dtype(ml_dtypes.float8_e5m2fnuz)
-  assert Recipe(recipe="block").gradient_dtype == "float8_e4m3fn"
-
-
-def test_flags_of_a_pattern_hold_for_all_of_it():
-  recipe = parse_recipe({"exclude": "(?i)HEAD"})
-  assert recipe.excludes("GPT/head")
-  assert not recipe.excludes("GPT/header")
-
-
-@pytest.mark.parametrize(
-  ("forward", "gradient"),
-  [
-    ("e4m3fnuz", "e5m2fnuz"),
-    (jnp.float8_e4m3fnuz, "float8_e5m2fnuz"),
-    ("float8_e4m3fnuz", jnp.float8_e5m2fnuz),
-  ],
-)
-def test_formats_of_amd(forward, gradient):
-  recipe = parse_recipe({"forward_dtype": forward, "gradient_dtype": gradient})
-  assert recipe.forward == np.dtype(ml_dtypes.float8_e4m3fnuz)
-  assert recipe.gradient == np.dtype(ml_dtypes.float8_e5m2fnuz)
+def test_a_format_goes_by_short_name_long_name_or_dtype():
+  for long in ("float8_e4m3fn", "float8_e5m2"):
+    dtype = np.dtype(getattr(ml_dtypes, long))
+    for name in (long.removeprefix("float8_"), long, getattr(jnp, long), dtype):
+      forward = parse_recipe({"forward_dtype": name, "gradient_dtype": "e4m3fn"})
+      assert forward.forward == parse_recipe({"gradient_dtype": name}).gradient == dtype
+  for forward in ("e4m3fnuz", "float8_e4m3fnuz", jnp.float8_e4m3fnuz):
+    for gradient in ({}, {"gradient_dtype": "e5m2fnuz"}, {"gradient_dtype": jnp.float8_e5m2fnuz}):
+      recipe = parse_recipe({"forward_dtype": forward, **gradient})
+      assert recipe.forward == np.dtype(ml_dtypes.float8_e4m3fnuz)
+      assert recipe.gradient == np.dtype(ml_dtypes.float8_e5m2fnuz)  # that which goes with the forward one
+  short, long = (
+    mpjax.get_policy({"base": "fp8", "fp8": {"forward_dtype": name}}) for name in ("e4m3fn", "float8_e4m3fn")
+  )
+  assert short == long
 
 
 # (mapping, what the message names)
@@ -198,41 +172,54 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_an_error_names_key_value_and_choices(case):
-  spec, named = WRONG[case]
-  with pytest.raises(ValueError) as error:
-    parse_recipe(spec)
-  missing = [part for part in named if part not in str(error.value)]
-  assert not missing, f"{error.value} does not say {missing}"
+def test_an_error_names_key_value_and_choices():
+  for case, (spec, named) in WRONG.items():
+    with pytest.raises(ValueError) as error:
+      parse_recipe(spec)
+    missing = [part for part in named if part not in str(error.value)]
+    assert not missing, f"{case}: {error.value} does not say {missing}"
+  for case in ("unknown key", "unknown recipe", "FNUZ forward only", "margin in blocks"):
+    spec, named = WRONG[case]
+    with pytest.raises(ValueError) as error:
+      mpjax.get_policy({"base": "fp8", "fp8": spec})
+    assert all(part in str(error.value) for part in named), case
+  for fields, named in (
+    ({"recipe": "banana"}, "recipe"),
+    ({"forward_dtype": "banana"}, "forward_dtype"),
+    ({"amax_history_len": 16}, "amax_history_len"),
+    ({"recipe": "block", "margin": 1}, "margin"),
+  ):  # however it is made
+    with pytest.raises(ValueError, match=named):
+      Recipe(**fields)
 
 
-@pytest.mark.parametrize(
-  ("include", "exclude", "path", "quantised"),
-  [
-    ((), (), "gpt/block_0/mlp", True),
-    ((), ("mlp",), "gpt/block_0/mlp", False),
-    ((), ("mlp",), "gpt/block_0/mlp_up", True),
-    ((), ("ml",), "gpt/block_0/mlp", True),
-    ((), ("head|mlp",), "gpt/block_0/mlp/up", False),
-    ((), ("head|mlp",), "gpt/head", False),
-    ((), ("block_0/mlp",), "gpt/block_0/mlp", False),
-    ((), ("block_.*",), "gpt/block_0/mlp", False),
-    (("mlp",), (), "gpt/block_0/mlp", True),
-    (("mlp",), (), "gpt/block_0/attn", False),
-    (("mlp",), (), "", False),
-    (("block_[01]",), ("mlp",), "gpt/block_0/mlp", False),
-    (("block_[01]",), ("mlp",), "gpt/block_0/attn", True),
-    (("block_[01]",), ("mlp",), "gpt/block_2/attn", False),
-  ],
-)
-def test_patterns_match_whole_components_of_the_module_path(include, exclude, path, quantised):
-  reason = parse_recipe(
-    {"include": list(include), "exclude": list(exclude)} | {"recipe": "current"}
-  ).excludes(path)
-  assert (reason is None) == quantised
-  if reason is not None:
-    assert "include" in reason if not any(p in reason for p in exclude) else "exclude" in reason
+# include, exclude, module path, and which of the two keeps it out of FP8.
+PATTERNS = [
+  ((), (), "gpt/block_0/mlp", None),
+  ((), ("mlp",), "gpt/block_0/mlp", "exclude"),
+  ((), ("mlp",), "gpt/block_0/mlp_up", None),
+  ((), ("ml",), "gpt/block_0/mlp", None),
+  ((), ("head|mlp",), "gpt/block_0/mlp/up", "exclude"),
+  ((), ("head|mlp",), "gpt/head", "exclude"),
+  ((), ("block_0/mlp",), "gpt/block_0/mlp", "exclude"),
+  ((), ("block_.*",), "gpt/block_0/mlp", "exclude"),
+  ((), ("(?i)HEAD",), "gpt/head", "exclude"),  # flags hold for all of a pattern
+  ((), ("(?i)HEAD",), "gpt/header", None),
+  (("mlp",), (), "gpt/block_0/mlp", None),
+  (("mlp",), (), "gpt/block_0/attn", "include"),
+  (("mlp",), (), "", "include"),
+  (("block_[01]",), ("mlp",), "gpt/block_0/mlp", "exclude"),
+  (("block_[01]",), ("mlp",), "gpt/block_0/attn", None),
+  (("block_[01]",), ("mlp",), "gpt/block_2/attn", "include"),
+]
+
+
+def test_patterns_match_whole_components_of_the_module_path():
+  for row in PATTERNS:
+    include, exclude, path, key = row
+    recipe = parse_recipe({"include": list(include), "exclude": list(exclude), "recipe": "current"})
+    reason = recipe.excludes(path)
+    assert reason is None if key is None else key in reason, row
 
 
 SPECS = [
@@ -250,43 +237,18 @@ SPECS = [
 ]
 
 
-def named(spec):
-  return f"Recipe {spec.recipe} {spec.margin}" if isinstance(spec, Recipe) else str(spec)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=named)
-def test_a_recipe_comes_back_from_its_fields(spec):
-  recipe = parse_recipe(spec)
-  assert parse_recipe(recipe.to_dict()) == parse_recipe(tuple(recipe.to_dict().items())) == recipe
-  assert hash(parse_recipe(recipe.to_dict())) == hash(recipe)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=named)
-@pytest.mark.parametrize(
-  "through",
-  [lambda d: d, lambda d: json.loads(json.dumps(d)), lambda d: yaml.safe_load(yaml.safe_dump(d))],
-  ids=["dict", "json", "yaml"],
-)
-def test_a_policy_with_fp8_comes_back_from_plain_data(spec, through):
-  policy = mpjax.get_policy({"base": "bf16", "fp8": spec})
-  again = mpjax.get_policy(through(policy.to_dict()))
-  assert again == policy
-  assert hash(again) == hash(policy)
-  assert again.fp8 == parse_recipe(spec)
-
-
-def test_names_of_one_format_make_equal_policies():
-  short = mpjax.get_policy({"base": "fp8", "fp8": {"forward_dtype": "e4m3fn"}})
-  long = mpjax.get_policy({"base": "fp8", "fp8": {"forward_dtype": "float8_e4m3fn"}})
-  assert short == long
-
-
-@pytest.mark.parametrize("case", ["unknown key", "unknown recipe", "FNUZ forward only", "margin in blocks"])
-def test_a_policy_refuses_what_its_fp8_mapping_may_not_hold(case):
-  spec, named = WRONG[case]
-  with pytest.raises(ValueError) as error:
-    mpjax.get_policy({"base": "fp8", "fp8": spec})
-  assert all(part in str(error.value) for part in named)
+def test_a_recipe_and_its_policy_come_back_from_plain_data():
+  for spec in SPECS:
+    recipe = parse_recipe(spec)
+    assert parse_recipe(recipe.to_dict()) == parse_recipe(tuple(recipe.to_dict().items())) == recipe
+    assert hash(parse_recipe(recipe.to_dict())) == hash(recipe)
+    policy = mpjax.get_policy({"base": "bf16", "fp8": spec})
+    data = policy.to_dict()
+    for through in (data, json.loads(json.dumps(data)), yaml.safe_load(yaml.safe_dump(data))):
+      again = mpjax.get_policy(through)
+      assert again == policy, spec
+      assert hash(again) == hash(policy)
+      assert again.fp8 == recipe
 
 
 def test_the_preset_has_a_recipe():
@@ -298,23 +260,3 @@ def test_inference_has_no_histories():
   recipe = Recipe(recipe="delayed", amax_history_len=4, margin=2, exclude=("head",))
   assert recipe.without_histories() == Recipe(recipe="current", margin=2, exclude=("head",))
   assert Recipe(recipe="block").without_histories() == Recipe(recipe="block")
-
-
-@pytest.mark.parametrize(
-  ("fields", "named"),
-  [
-    ({"recipe": "banana"}, "recipe"),
-    ({"forward_dtype": "banana"}, "forward_dtype"),
-    ({"amax_history_len": 16}, "amax_history_len"),
-    ({"recipe": "block", "margin": 1}, "margin"),
-  ],
-)
-def test_a_recipe_is_checked_however_it_is_made(fields, named):
-  with pytest.raises(ValueError, match=named):
-    Recipe(**fields)
-
-
-def test_blocks_of_amd_formats_need_their_formats_named_for_both_or_once():
-  # The gradient's default must not be the reason that the mapping is refused without saying what to write.
-  recipe = parse_recipe({"recipe": "block", "forward_dtype": "e4m3fnuz", "gradient_dtype": "e4m3fnuz"})
-  assert (recipe.forward_dtype, recipe.gradient_dtype) == ("float8_e4m3fnuz", "float8_e4m3fnuz")
