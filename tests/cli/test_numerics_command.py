@@ -135,12 +135,6 @@ def test_the_formats_are_printed_without_a_config(capsys):
   assert "65504" in capsys.readouterr().out
 
 
-def _bad_batch(folder):
-  np.savez(folder / "bad.npz", tokens=np.zeros((8, 5), np.int32))
-  (folder / "text.npz").write_text("no archive")
-  (folder / "taken.yaml").write_text("policy: fp32\n")
-
-
 ERRORS = {
   "no checkpoint there": (["checkpoint=nowhere"], "nowhere is not a run directory"),
   "no such step": (["checkpoint={trained}/checkpoints/3"], "there are 4, 8"),
@@ -160,16 +154,17 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_an_error_is_one_line_and_status_2(name, config, trained, tmp_path, monkeypatch, capsys):
+def test_an_error_is_one_line_and_status_2(config, trained, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  _bad_batch(tmp_path)
-  arguments, expected = ERRORS[name]
-  first = trained if name == "a run directory and a checkpoint" else config
-  line = [str(first), *(a.format(trained=trained) for a in arguments)]
-  assert main(["numerics", *line]) == 2
-  [error] = capsys.readouterr().err.splitlines()
-  assert expected in error
+  np.savez("bad.npz", tokens=np.zeros((8, 5), np.int32))
+  (tmp_path / "text.npz").write_text("no archive")
+  (tmp_path / "taken.yaml").write_text("policy: fp32\n")
+  for name, (arguments, expected) in ERRORS.items():
+    first = trained if name == "a run directory and a checkpoint" else config
+    line = [str(first), *(a.format(trained=trained) for a in arguments)]
+    assert main(["numerics", *line]) == 2, name
+    [error] = capsys.readouterr().err.splitlines()
+    assert expected in error, name
 
 
 def test_a_run_of_an_earlier_release_is_resumed(config, trained, tmp_path):

@@ -75,14 +75,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_line_is_one_error(case, tmp_path, monkeypatch, capsys):
-  arguments, message = WRONG[case]
+def test_a_wrong_line_is_one_error(tmp_path, monkeypatch, capsys):
   [config] = write_tiny_gpt(tmp_path, layers=1)
   (tmp_path / "there.yaml").touch()
   monkeypatch.chdir(tmp_path)
-  assert main(["tune", str(config), "steps=0", "batches=1", *arguments]) == 2
-  error = capsys.readouterr().err
-  assert error.startswith("error: ")
-  assert message in error
-  assert error.count("\n") == 1
+  for case, (arguments, message) in WRONG.items():
+    assert main(["tune", str(config), "steps=0", "batches=1", *arguments]) == 2, case
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error, case
