@@ -8,7 +8,6 @@ in `dtype`; softmax, statistics of norms, recurrent memory, sums over experts an
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
-VOCAB, CLASSES, EXPERTS, STEPS = 32, 4, 4, 50
-Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+VOCAB, EXPERTS = 32, 4
+Loss = Callable[[Any, Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +26,12 @@ class Model:
   """A model with a task that it learns in a few steps.
 
   Attributes:
-    init: () -> float32 parameters, and the state that training changes besides them (`{}` for most).
-    loss: dtype or None -> (params, state, batch) -> (float32[], new state).
-    batch: seed -> batch.
+    init: () -> float32 parameters.
+    loss: dtype or None -> (params, batch) -> float32[].
   """
 
-  init: Callable[[], tuple[Any, Any]]
+  init: Callable[[], Any]
   loss: Callable[[Any], Loss]
-  batch: Callable[[int], dict[str, np.ndarray]]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -50,26 +46,6 @@ def text_batch(seed: int, batch: int = 8, length: int = 16) -> dict[str, np.ndar
     follows = (tokens[:, i - 1] + 3 * (tokens[:, i - 2] % 4) + 1) % VOCAB
     tokens[:, i] = np.where(rng.random(batch) < 0.9, follows, tokens[:, i])
   return {"x": tokens[:, :-1].astype(np.int32), "y": tokens[:, 1:].astype(np.int32)}
-
-
-def image_batch(seed: int, batch: int = 8, side: int = 8) -> dict[str, np.ndarray]:
-  """Stripes in one of four directions, with noise."""
-  rng = np.random.default_rng(seed)
-  y = rng.integers(0, CLASSES, batch)
-  angle, phase = y * np.pi / CLASSES, rng.uniform(0, 2 * np.pi, batch)
-  grid = np.arange(side)
-  along = np.cos(angle)[:, None, None] * grid[:, None] + np.sin(angle)[:, None, None] * grid
-  x = np.sin(1.5 * along + phase[:, None, None])[..., None] + 0.3 * rng.standard_normal(
-    (batch, side, side, 3)
-  )
-  return {"x": x.astype(np.float32), "y": y.astype(np.int32)}
-
-
-def diffusion_batch(seed: int, batch: int = 4) -> dict[str, np.ndarray]:
-  rng = np.random.default_rng(seed)
-  x = image_batch(seed, batch)["x"]
-  t = rng.integers(0, STEPS, batch).astype(np.int32)
-  return {"x": x, "t": t, "noise": rng.standard_normal(x.shape).astype(np.float32)}
 
 
 # GPT, linen: a causal mask of finfo.min, embeddings shared with the head.
@@ -102,145 +78,16 @@ class GPT(nn.Module):
     return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))  # [B, T, VOCAB]
 
 
-# ResNet, linen: strides, projections, batch statistics that the loss hands back.
-class ResNet(nn.Module):
-  dtype: Any
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C]
-    norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype)
-    conv = functools.partial(nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype)
-    x = nn.relu(norm()(conv(4, strides=2)(x)))
-    x = nn.max_pool(x, (2, 2), strides=(1, 1), padding="SAME")
-    for features, stride in ((4, 1), (8, 2)):
-      y = nn.relu(norm()(conv(features, strides=stride)(x)))
-      y = norm()(conv(features)(y))
-      if y.shape != x.shape:
-        x = norm()(conv(features, kernel_size=(1, 1), strides=stride)(x))
-      x = nn.relu(x + y)
-    return nn.Dense(CLASSES, dtype=self.dtype, name="head")(x.mean((1, 2), dtype=jnp.float32).astype(x.dtype))
-
-
-# U-Net for diffusion, linen: GroupNorm, time embedding, attention at half the side, skip connections.
-class ResBlock(nn.Module):
-  features: int
-  dtype: Any
-
-  @nn.compact
-  def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:  # [B, H, W, C], [B, E]
-    norm = functools.partial(nn.GroupNorm, num_groups=2, dtype=self.dtype)
-    y = nn.Conv(self.features, (3, 3), dtype=self.dtype)(nn.silu(norm()(x)))
-    y = y + nn.Dense(self.features, dtype=self.dtype)(nn.silu(time))[:, None, None]
-    y = nn.Conv(self.features, (3, 3), dtype=self.dtype)(nn.silu(norm()(y)))
-    if x.shape[-1] != self.features:
-      x = nn.Conv(self.features, (1, 1), dtype=self.dtype)(x)
-    return x + y
-
-
-class UNet(nn.Module):
-  dtype: Any
-
-  @nn.compact
-  def __call__(self, x: jax.Array, t: jax.Array) -> jax.Array:  # [B, H, W, C], int[B]
-    b, side, *_ = x.shape
-    frequencies = jnp.exp(-jnp.log(1e4) * jnp.arange(8) / 8)
-    angles = t[:, None] * frequencies
-    time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-    time = nn.Dense(32, dtype=self.dtype)(nn.silu(nn.Dense(32, dtype=self.dtype)(time)))
-    skip = ResBlock(4, self.dtype)(nn.Conv(4, (3, 3), dtype=self.dtype)(x), time)
-    y = ResBlock(8, self.dtype)(nn.Conv(8, (3, 3), strides=2, dtype=self.dtype)(skip), time)
-    y = y + self.attention(nn.GroupNorm(2, dtype=self.dtype)(y).reshape(b, -1, 8)).reshape(y.shape)
-    y = jax.image.resize(y, (b, side, side, 8), "nearest")
-    y = ResBlock(4, self.dtype)(jnp.concatenate([y, skip], -1), time)
-    return nn.Conv(x.shape[-1], (3, 3), dtype=self.dtype)(nn.silu(nn.GroupNorm(2, dtype=self.dtype)(y)))
-
-  def attention(self, x: jax.Array) -> jax.Array:  # [B, T, D]
-    q, k, v = jnp.split(nn.Dense(3 * x.shape[-1], dtype=self.dtype, name="qkv")(x), 3, -1)
-    scores = jnp.einsum("bqd,bkd->bqk", q, k).astype(jnp.float32) / np.sqrt(x.shape[-1])
-    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores).astype(v.dtype), v)
-
-
-def diffusion_loss(dtype: Any) -> Loss:
-  def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-    kept = jnp.cumprod(1 - jnp.linspace(1e-3, 0.1, STEPS))[batch["t"], None, None, None]
-    noised = jnp.sqrt(kept) * batch["x"] + jnp.sqrt(1 - kept) * batch["noise"]
-    predicted = UNet(dtype).apply(params, noised, batch["t"]).astype(jnp.float32)
-    return jnp.mean((predicted - batch["noise"]) ** 2), state
-
-  return loss
-
-
-# ViT, nnx: a class token, attention by nnx.
-class ViTBlock(nnx.Module):
-  def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs):
-    self.norm1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-    self.norm2 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-    self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, rngs=rngs)
-    self.out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
-    self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
-    self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D]
-    q, k, v = jnp.split(self.qkv(self.norm1(x)).reshape(*x.shape[:2], 2, -1), 3, -1)  # each [B, T, H, D / H]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / np.sqrt(q.shape[-1])
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", nnx.softmax(scores).astype(v.dtype), v)
-    x = x + self.out(mixed.reshape(x.shape))
-    return x + self.down(nnx.gelu(self.up(self.norm2(x))))
-
-
-class ViT(nnx.Module):
-  def __init__(self, dtype: Any, rngs: nnx.Rngs, width: int = 32):
-    self.patches = nnx.Conv(3, width, (4, 4), strides=4, dtype=dtype, rngs=rngs)
-    self.token = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, 1, width)))
-    self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (5, width)))
-    self.block = ViTBlock(width, dtype, rngs)
-    self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-    self.head = nnx.Linear(width, CLASSES, dtype=dtype, rngs=rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C]
-    x = self.patches(x).reshape(x.shape[0], 4, -1)
-    token = jnp.broadcast_to(self.token[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
-    x = jnp.concatenate([token, x], 1) + self.position[...].astype(x.dtype)
-    return self.head(self.norm(self.block(x)[:, 0]))
-
-
-# A second convolutional network with batch statistics, nnx: average pooling, squeeze and excitation.
-class ConvNet(nnx.Module):
-  def __init__(self, dtype: Any, rngs: nnx.Rngs):
-    self.stem = nnx.Conv(3, 8, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
-    self.norm1 = nnx.BatchNorm(8, momentum=0.9, dtype=dtype, rngs=rngs)
-    self.depthwise = nnx.Conv(8, 8, (3, 3), feature_group_count=8, use_bias=False, dtype=dtype, rngs=rngs)
-    self.pointwise = nnx.Conv(8, 16, (1, 1), use_bias=False, dtype=dtype, rngs=rngs)
-    self.norm2 = nnx.BatchNorm(16, momentum=0.9, dtype=dtype, rngs=rngs)
-    self.squeeze = nnx.Linear(16, 4, dtype=dtype, rngs=rngs)
-    self.excite = nnx.Linear(4, 16, dtype=dtype, rngs=rngs)
-    self.head = nnx.Linear(16, CLASSES, dtype=dtype, rngs=rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C]
-    x = nnx.avg_pool(nnx.relu(self.norm1(self.stem(x))), (2, 2), (2, 2))
-    x = nnx.hard_swish(self.norm2(self.pointwise(self.depthwise(x))))
-    x = x * nnx.sigmoid(self.excite(nnx.relu(self.squeeze(mean(x)))))[:, None, None]
-    return self.head(mean(x))
-
-
-def mean(x: jax.Array) -> jax.Array:
-  return x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
-
-
 # An LSTM by scan, plain JAX.
-def lstm_init() -> tuple[Any, Any]:
+def lstm_init() -> Any:
   draw = drawer()
-  return {
-    "embed": draw(VOCAB, 32, scale=1.0),
-    "in": draw(32, 128),
-    "hidden": draw(32, 128),
-    "bias": jnp.zeros(128),
-    "out": draw(32, VOCAB),
-  }, {}
+  embed, bias = draw(VOCAB, 32, scale=1.0), np.zeros(128, np.float32)
+  products = {"in": draw(32, 128), "hidden": draw(32, 128), "out": draw(32, VOCAB)}
+  return {"embed": embed, "bias": bias, **products}
 
 
 def lstm_loss(dtype: Any) -> Loss:
-  def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+  def loss(params: Any, batch: Any) -> jax.Array:
     half = lambda x: x.astype(dtype or x.dtype)
 
     def cell(carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:  # x: [B, D]
@@ -253,26 +100,21 @@ def lstm_loss(dtype: Any) -> Loss:
 
     x = half(jnp.swapaxes(params["embed"][batch["x"]], 0, 1))  # [T, B, D]
     _, hidden = jax.lax.scan(cell, (jnp.zeros_like(x[0]), jnp.zeros(x[0].shape)), x)
-    return cross_entropy(jnp.swapaxes(hidden @ half(params["out"]), 0, 1), batch["y"]), state
+    return cross_entropy(jnp.swapaxes(hidden @ half(params["out"]), 0, 1), batch["y"])
 
   return loss
 
 
 # A mixture of experts by ragged products, plain JAX: two experts for each token, a balancing loss.
-def experts_init() -> tuple[Any, Any]:
+def experts_init() -> Any:
   draw = drawer()
-  return {
-    "embed": draw(VOCAB, 32, scale=1.0),
-    "scale": jnp.ones(32),
-    "router": draw(32, EXPERTS),
-    "up": draw(EXPERTS, 32, 64),
-    "down": draw(EXPERTS, 64, 32),
-    "out": draw(64, VOCAB),
-  }, {}
+  layer = {"router": draw(32, EXPERTS), "up": draw(EXPERTS, 32, 64), "down": draw(EXPERTS, 64, 32)}
+  embed, scale = draw(VOCAB, 32, scale=1.0), np.ones(32, np.float32)
+  return {"embed": embed, "scale": scale, **layer, "out": draw(64, VOCAB)}
 
 
 def experts_loss(dtype: Any) -> Loss:
-  def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+  def loss(params: Any, batch: Any) -> jax.Array:
     half = lambda x: x.astype(dtype or x.dtype)
     x = half(params["embed"][batch["x"].reshape(-1)])  # [N, D]
     wide = x.astype(jnp.float32)
@@ -290,7 +132,7 @@ def experts_loss(dtype: Any) -> Loss:
     before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the token before, too
     logits = jnp.concatenate([x, before], -1) @ half(params["out"])
     balance = EXPERTS * jnp.sum(probabilities.mean(0) * jax.lax.stop_gradient(sizes / order.size))
-    return cross_entropy(logits, batch["y"]) + 0.01 * balance, state
+    return cross_entropy(logits, batch["y"]) + 0.01 * balance
 
   return loss
 
@@ -312,7 +154,7 @@ def drawn(shapes: Any) -> Any:
   def fill(path: Any, leaf: Any) -> np.ndarray:
     name = jax.tree_util.keystr(path)
     if leaf.ndim == 1:
-      return np.full(leaf.shape, "scale" in name or "var" in name, np.float32)
+      return np.full(leaf.shape, "scale" in name, np.float32)
     if "kernel" not in name:
       return draw(*leaf.shape, scale=0.02 if leaf.shape[0] != VOCAB else leaf.shape[1] ** -0.5)
     return draw(*leaf.shape, scale=(leaf.size / leaf.shape[-1]) ** -0.5)
@@ -320,50 +162,16 @@ def drawn(shapes: Any) -> Any:
   return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def linen_init(model: Any, batch: Any, *names: str) -> tuple[Any, Any]:
-  variables = jax.eval_shape(model.init, jax.random.key(0), *(batch[name] for name in names))
-  state = {name: value for name, value in variables.items() if name != "params"}
-  return drawn({"params": variables["params"]}), drawn(state)
+def gpt_init() -> Any:
+  return drawn(jax.eval_shape(GPT(None).init, jax.random.key(0), text_batch(0)["x"]))
 
 
-def linen_loss(build: Any) -> Callable[[Any], Loss]:
-  def with_dtype(dtype: Any) -> Loss:
-    def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-      logits, state = build(dtype).apply({**params, **state}, batch["x"], mutable=list(state))
-      return cross_entropy(logits, batch["y"]), state
-
-    return loss
-
-  return with_dtype
-
-
-def nnx_init(build: Any) -> tuple[Any, Any]:
-  _, params, state = nnx.split(nnx.eval_shape(lambda: build(None, nnx.Rngs(0))), nnx.Param, ...)
-  return drawn(params), drawn(state)
-
-
-def nnx_loss(build: Any) -> Callable[[Any], Loss]:
-  def with_dtype(dtype: Any) -> Loss:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: build(dtype, nnx.Rngs(0))))
-
-    def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-      model = nnx.merge(graph, params, state, copy=True)
-      value = cross_entropy(model(batch["x"]), batch["y"])
-      return value, nnx.split(model, nnx.Param, ...)[2]
-
-    return loss
-
-  return with_dtype
+def gpt_loss(dtype: Any) -> Loss:
+  return lambda params, batch: cross_entropy(GPT(dtype).apply(params, batch["x"]), batch["y"])
 
 
 MODELS = {
-  "gpt": Model(lambda: linen_init(GPT(None), text_batch(0), "x"), linen_loss(GPT), text_batch),
-  "vit": Model(lambda: nnx_init(ViT), nnx_loss(ViT), image_batch),
-  "resnet": Model(lambda: linen_init(ResNet(None), image_batch(0), "x"), linen_loss(ResNet), image_batch),
-  "convnet": Model(lambda: nnx_init(ConvNet), nnx_loss(ConvNet), image_batch),
-  "lstm": Model(lstm_init, lstm_loss, text_batch),
-  "experts": Model(experts_init, experts_loss, text_batch),
-  "unet": Model(
-    lambda: linen_init(UNet(None), diffusion_batch(0), "x", "t"), diffusion_loss, diffusion_batch
-  ),
+  "gpt": Model(gpt_init, gpt_loss),
+  "lstm": Model(lstm_init, lstm_loss),
+  "experts": Model(experts_init, experts_loss),
 }
