@@ -17,6 +17,7 @@ import mpjax
 from mpjax.train.models import GPT
 from tests.casting._conformance import normal
 from tests.casting._jaxprs import equations, jit
+from tests.casting._kernel import near
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore", DeprecationWarning)  # in JAX 0.12 they are on their way to another package
@@ -88,12 +89,6 @@ def test_attention(name):
     assert all(half in dtypes and dtypes.count("float32") <= 3 for dtypes in found), (order, found)
   plain = kernels(jax.grad(LOSSES[name]), W, X)
   assert {dtype for dtypes in plain for dtype in dtypes} == {jnp.dtype("float32")}
-
-
-def near(found, expected, tolerance):
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    assert a.dtype == np.float32
-    assert np.linalg.norm(np.subtract(a, b)) <= tolerance * np.linalg.norm(b)
 
 
 def test_its_gradients():
