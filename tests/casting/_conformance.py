@@ -1,11 +1,12 @@
-"""What autocast promises of any function: `Case`, a function with its arguments, and `failures` of a case."""
+"""What autocast promises of any function: `Case`, a function with its arguments, and what breaks a promise."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,24 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from tests.casting._jaxprs import trace_together, walk
+from tests.casting._jaxprs import PRODUCTS, equations, is_matrix_product, multiplied, trace_together, walk
 
 Function = Callable[..., Any]
+Cast = Callable[[Function], Function]
 # Of jax.scipy.special and optax.losses.
-OF_SOME_RELEASES = frozenset(
-  [
-    "binary_dice_loss",
-    "boxcox",
-    "boxcox1p",
-    "dawsn",
-    "dice_loss",
-    "erfcx",
-    "generalized_kl_divergence",
-    "multiclass_generalized_dice_loss",
-  ]
-)
+OF_SOME_RELEASES = {"binary_dice_loss", "boxcox", "boxcox1p", "dawsn", "dice_loss", "erfcx",
+  "generalized_kl_divergence", "multiclass_generalized_dice_loss"}  # fmt: skip
 # About ten unit roundoffs.
 TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
+HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("f16", "float16")}
+LISTS = mpjax.OpLists.default()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +34,23 @@ class Case:
   Attributes:
     build: given what to apply (autocast or nothing), the function to call.
     args: pytrees of float32 arrays and of anything else that `jax.jit` takes.
+    alone: the function of a `case`, without the products before it.
     grad: whether to compare gradients too; false for what float32 cannot differentiate.
     slack: multiplies the tolerance of outputs, where the function amplifies the rounding of its inputs.
     grad_slack: the same for gradients.
   """
 
-  build: Callable[[Callable[[Function], Function]], Function]
+  build: Callable[[Cast], Function]
   args: tuple[Any, ...]
+  alone: Function | None = None
   grad: bool = True
   slack: float = 1.0
   grad_slack: float = 1.0
 
 
 def case(fun: Function, *args: Any, **options: Any) -> Case:
-  """`fun(*args)` as it is, and once more on values that a matrix product made."""
-
-  def build(cast: Callable[[Function], Function]) -> Function:
-    return cast(lambda *args: {"direct": fun(*args), "after_product": fun(*jax.tree.map(product, args))})
-
-  return Case(build, args, **options)
+  """`fun` on values that a matrix product made, and, where it has products itself, on its arguments as they are."""
+  return Case(lambda cast: cast(behind_products(fun)), args, fun, **options)
 
 
 def each(module: Any, names: str, *args: Any, **options: Any) -> dict[str, Case]:
@@ -68,23 +60,15 @@ def each(module: Any, names: str, *args: Any, **options: Any) -> dict[str, Case]
   return {name: case(call(name), *args, **options) for name in there}
 
 
-def check(case: Case, policies: Sequence[str] = ("bf16", "fp16")) -> None:
-  """Fails with a line for each leaf and policy that breaks a promise."""
-  functions = {"plain": program(case, lambda fun: fun)}
-  for policy in policies:
-    functions[policy] = program(case, lambda fun, policy=policy: mpjax.autocast(fun, policy))
-  traced, jaxprs = trace_together(functions, floating(case.args), case.args)
-  results = run(traced, case.args)
-  want = results["plain"]
-  lines = [*identity_failures(case, jaxprs["plain"], want)]
-  for policy in policies:
-    lines += [f"{policy}: {line}" for line in failures(case, TOLERANCE[policy], results[policy], want)]
-    half = {"bf16": jnp.bfloat16, "fp16": np.float16}[policy]
-    if any(getattr(v.aval, "dtype", None) == half for e in walk(jaxprs[policy]) for v in e.outvars):
-      continue
-    if has_products(jax.jit(functions["plain"]).lower(floating(case.args), case.args).as_text()):
-      lines.append(f"{policy}: nothing runs in half precision")
-  assert not lines, "\n" + "\n".join(lines)
+def behind_products(fun: Function) -> Function:
+  return lambda *args: fun(*jax.tree.map(product, args))
+
+
+def product(x: Any) -> Any:
+  """`x`, as far as float32 is concerned, from a matrix product; what is not float32 stays."""
+  if getattr(x, "dtype", None) != np.float32:
+    return x
+  return (x.reshape(-1, 1) @ np.ones((1, 1), np.float32)).reshape(x.shape)
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -95,6 +79,10 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
 def uniform(low: float, high: float, *shape: int, seed: int = 0) -> np.ndarray:
   """Uniform float32 values that bfloat16 and float16 hold exactly."""
   return exact(np.random.default_rng(seed).uniform(low, high, shape))
+
+
+def exact(values: Any) -> np.ndarray:
+  return np.asarray(values, np.float32).astype(jnp.bfloat16).astype(np.float32)
 
 
 def filled(shapes: Any) -> Any:
@@ -114,24 +102,100 @@ def filled(shapes: Any) -> Any:
   return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def exact(values: Any) -> np.ndarray:
-  return np.asarray(values, np.float32).astype(jnp.bfloat16).astype(np.float32)
+def check_traced(cases: dict[str, Any]) -> None:
+  """Fails with a line for each case whose program under bf16 has other results, lists or products than promised.
+
+  Args:
+    cases: by name, cases or functions that make them.
+  """
+  lines = []
+  for name, made in cases.items():
+    one = made if isinstance(made, Case) else made()
+    _, results = traced(one.build(lambda fun: fun), one.args)
+    jaxpr, got = traced(one.build(mpjax.autocast(policy="bf16")), one.args)
+    lines += [f"{name}: {line}" for line in listed_failures(jaxpr, "bf16")]
+    if got != results:
+      lines.append(f"{name}: results {got} instead of {results}")
+    if one.alone is not None and has_products(jax.make_jaxpr(one.alone)(*one.args).jaxpr):
+      jaxpr, _ = traced(mpjax.autocast(one.alone, "bf16"), one.args)
+      lines += [f"{name} alone: {line}" for line in listed_failures(jaxpr, "bf16")]
+  assert not lines, "\n" + "\n".join(lines)
 
 
-def product(x: Any) -> Any:
-  """`x`, as far as float32 is concerned, from a matrix product; what is not float32 stays."""
-  if getattr(x, "dtype", None) != np.float32:
-    return x
-  return (x.reshape(-1, 1) @ jnp.ones((1, 1))).reshape(x.shape)
+def traced(fun: Function, args: tuple[Any, ...]) -> tuple[Any, Any]:
+  """The jaxpr, and the shapes and dtypes of the results."""
+  jaxpr, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+  return jaxpr.jaxpr, [(x.shape, x.dtype.name) for x in jax.tree.leaves(out)]
 
 
-def program(case: Case, cast: Callable[[Function], Function]) -> Function:
+def listed_failures(jaxpr: Any, policy: str) -> Iterator[str]:
+  """Lines for equations that are not in the dtype of their list, products of float32 among them."""
+  half, dtype = HALF[policy]
+  for equation in walk(jaxpr):
+    name, params = equation.primitive.name, equation.params
+    if is_matrix_product(equation):
+      asks = "HIGHEST" in str(params.get("precision")) or params.get("preferred_element_type") == np.float32
+      if set(multiplied(equation).split()) != {half} and ("originals" in params or not asks):
+        yield f"{policy}: {name} multiplies {multiplied(equation)}"
+    elif LISTS.of(name, dtype) == "deny":
+      found = [v.aval.dtype.name for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "dtype")]
+      if dtype in found:
+        yield f"{policy}: {name} has {found}"
+
+
+def has_products(jaxpr: Any) -> bool:
+  return any(e.primitive.name in PRODUCTS for e in walk(jaxpr))
+
+
+def passes(case: Case) -> tuple[set[tuple[str, str]], int]:
+  """The primitives of a case, each with the pass that it is in, and the number of equations."""
+  names = lambda fun, *args: collections.Counter(e.primitive.name for e in equations(fun, *args))
+  plain = case.build(lambda fun: fun)
+  forward = names(plain, *case.args)
+  both = names(gradients(case, plain), floating(case.args), case.args) if case.grad else forward
+  found = {(name, "forward") for name in forward} | {(name, "backward") for name in both - forward}
+  return found, both.total()
+
+
+def check(case: Case, policies: tuple[str, ...] = ("fp16", "bf16")) -> None:
+  """Fails with a line for each leaf and policy that breaks a promise.
+
+  A policy whose program is that of the first but for the dtype, forward and backward, is not run.
+  """
+  build, args = case.build, (floating(case.args), case.args)
+  if case.alone is not None and has_products(jax.make_jaxpr(case.alone)(*case.args).jaxpr):
+    build = lambda cast: lambda *args: {"alone": cast(case.alone)(*args), "behind": case.build(cast)(*args)}
+  elif case.alone is not None:
+    assert "f16" not in str(jax.make_jaxpr(mpjax.autocast(case.alone, "fp16"))(*case.args))
+  casts = {policy: mpjax.autocast(policy=policy) for policy in ("fp32", *policies)} | {
+    "plain": lambda fun: fun
+  }
+  functions = {policy: jax.jit(gradients(case, build(cast))) for policy, cast in casts.items()}
+  texts = {policy: without_dtype(jax.make_jaxpr(fun)(*args)) for policy, fun in functions.items()}
+  lines = [] if texts["fp32"] == texts["plain"] else ["fp32: another program"]
+  different = {texts[policy]: policy for policy in reversed(policies)}.values()
+  results = run(
+    trace_together({policy: functions[policy] for policy in ("plain", *different)}, *args)[0], case.args
+  )
+  for policy in different:
+    lines += listed_failures(traced(build(casts[policy]), case.args)[0], policy)
+    found = failures(case, TOLERANCE[policy], results[policy], results["plain"])
+    lines += [f"{policy}: {line}" for line in found]
+  assert not lines, "\n" + "\n".join(lines)
+
+
+def without_dtype(jaxpr: Any) -> str:
+  """The text of a jaxpr, but for which half precision it is, what that rounds, and addresses."""
+  same = str(jaxpr).replace("bf16", "f16").replace("bfloat", "float")
+  return re.sub(r"0x[0-9a-f]+|-?\d+\.\d*(e[+-]?\d+)?|-?\d+e[+-]?\d+", "", same)
+
+
+def gradients(case: Case, fun: Function) -> Function:
   """The outputs, and the gradients of their random projection, as one function of the floating args."""
-  fun = case.build(cast)
 
   def value(floating: dict[str, Any], args: tuple[Any, ...]) -> tuple[jax.Array, Any]:
     out = fun(*combine(floating, args))
-    return sum((jnp.sum(leaf * along) for leaf, along in projections(out)), jnp.float32(0)), out
+    return sum((jnp.sum(leaf * along) for leaf, along in projections(out)), np.float32(0)), out
 
   if not case.grad:
     return lambda floating, args: (value(floating, args)[1], {})
@@ -167,27 +231,6 @@ def projections(out: Any) -> Iterator[tuple[jax.Array, np.ndarray]]:
     parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf] if is_floating(leaf) else []
     for i, part in enumerate(parts):
       yield part, np.random.default_rng(seed + i).standard_normal(part.shape).astype(np.float32)
-
-
-def has_products(text: str) -> bool:
-  """Whether there are products whose precision is left to the policy."""
-  products = [line for line in text.splitlines() if re.search(r"stablehlo\.(dot_general|convolution)", line)]
-  return any("HIGHEST" not in line for line in products)
-
-
-def identity_failures(case: Case, plain: Any, want: Any) -> Iterator[str]:
-  """Where the fp32 policy changes a bit; nowhere, if the program is the same text."""
-  fp32 = program(case, lambda fun: mpjax.autocast(fun, "fp32"))
-  traced, jaxprs = trace_together({"fp32": fp32}, floating(case.args), case.args)
-  if str(jaxprs["fp32"]) == str(plain):
-    return
-  got = run(traced, case.args)["fp32"]
-  if jax.tree.structure(got) != jax.tree.structure(want):
-    yield f"fp32: tree {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
-    return
-  for name, a, b in pairs(got, want):
-    if a.dtype != b.dtype or a.tobytes() != b.tobytes():
-      yield f"fp32: {name}: {a} is not bitwise {b}"
 
 
 def failures(case: Case, tolerance: float, got: tuple[Any, Any], want: tuple[Any, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 import mpjax
-from tests.casting._conformance import Case, check, filled, normal, product
+from tests.casting._conformance import Case, check, check_traced, filled, normal, product
 
 X = normal(3, 8)
 SEQUENCES = normal(2, 4, 8)  # [B, T, D]
@@ -56,12 +56,10 @@ LINEN: dict[str, Callable[[], Case]] = {
   "BatchNorm evaluation": lambda: linen(nn.BatchNorm(use_running_average=True), IMAGES),
   "Bidirectional": lambda: linen(nn.Bidirectional(nn.RNN(nn.LSTMCell(6)), nn.RNN(nn.GRUCell(6))), SEQUENCES),
   "Conv": lambda: linen(nn.Conv(3, (3, 3), strides=2), IMAGES),
-  "Conv grouped and dilated": lambda: linen(
-    nn.Conv(4, (3, 3), feature_group_count=2, kernel_dilation=2), IMAGES
-  ),
-  "ConvLSTMCell": lambda: linen(
-    nn.ConvLSTMCell(3, (3, 3)), (normal(2, 5, 5, 3), normal(2, 5, 5, 3, seed=1)), IMAGES
-  ),
+  "Conv grouped and dilated": lambda: linen(nn.Conv(4, (3, 3), feature_group_count=2, kernel_dilation=2),
+    IMAGES),
+  "ConvLSTMCell": lambda: linen(nn.ConvLSTMCell(3, (3, 3)), (normal(2, 5, 5, 3), normal(2, 5, 5, 3, seed=1)),
+    IMAGES),
   "ConvLocal": lambda: linen(nn.ConvLocal(3, (3, 3)), IMAGES),
   "ConvTranspose": lambda: linen(nn.ConvTranspose(3, (3, 3), strides=(2, 2)), IMAGES),
   "Dense": lambda: linen(nn.Dense(6), X),
@@ -69,38 +67,31 @@ LINEN: dict[str, Callable[[], Case]] = {
   "Dropout": lambda: linen(nn.Dropout(0.5, deterministic=False), X),
   "Einsum": lambda: linen(nn.Einsum((8, 6), "ab,bc->ac"), X),
   "Embed": lambda: linen(nn.Embed(5, 6), TOKENS),
-  **{
-    # Values are rounded to FP8, which a rounding to half precision before it moves by a step of FP8.
-    name: lambda name=name: linen(nn.Dense(6, dot_general_cls=getattr(nn, name)), X, slack=4, grad_slack=4)
-    for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneral")
-  },
+  # Values are rounded to FP8, which a rounding to half precision before it moves by a step of FP8.
+  **{name: lambda name = name: linen(nn.Dense(6, dot_general_cls=getattr(nn, name)), X, slack=4, grad_slack=4)
+    for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneral")},
   "GRUCell": lambda: linen(nn.GRUCell(6), CARRY, X),
   "GroupNorm": lambda: linen(nn.GroupNorm(num_groups=2), IMAGES),
   "InstanceNorm": lambda: linen(nn.InstanceNorm(), IMAGES),
   "LSTMCell": lambda: linen(nn.LSTMCell(6), (CARRY, -CARRY), X),
   "LayerNorm": lambda: linen(nn.LayerNorm(), X),
   "MGUCell": lambda: linen(nn.MGUCell(6), CARRY, X),
-  "MultiHeadAttention": lambda: linen(
-    nn.MultiHeadAttention(num_heads=2, dropout_rate=0.2, deterministic=False),
-    SEQUENCES,
-    mask=nn.make_causal_mask(np.ones((2, 4))),
-  ),
-  "MultiHeadDotProductAttention": lambda: linen(
-    nn.MultiHeadDotProductAttention(num_heads=2), SEQUENCES, SEQUENCES[:, :3] + 1
-  ),
+  "MultiHeadAttention": lambda: linen(nn.MultiHeadAttention(num_heads=2, dropout_rate=0.2,
+    deterministic=False), SEQUENCES, mask=nn.make_causal_mask(np.ones((2, 4)))),
+  "MultiHeadDotProductAttention": lambda: linen(nn.MultiHeadDotProductAttention(num_heads=2), SEQUENCES,
+    SEQUENCES[:, :3] + 1),
   "OptimizedLSTMCell": lambda: linen(nn.OptimizedLSTMCell(6), (CARRY, -CARRY), X),
   "PReLU": lambda: linen(nn.PReLU(), X),
   "RMSNorm": lambda: linen(nn.RMSNorm(), X),
   "RNN": lambda: linen(nn.RNN(nn.OptimizedLSTMCell(6), return_carry=True), SEQUENCES),
-  "RNN lengths": lambda: linen(
-    nn.RNN(nn.GRUCell(6), reverse=True, keep_order=True), SEQUENCES, seq_lengths=np.array([2, 4])
-  ),
+  "RNN lengths": lambda: linen(nn.RNN(nn.GRUCell(6), reverse=True, keep_order=True), SEQUENCES,
+    seq_lengths=np.array([2, 4])),
   "Sequential": lambda: linen(nn.Sequential([nn.Dense(6), nn.gelu, nn.LayerNorm(), nn.Dense(2)]), X),
   "SimpleCell": lambda: linen(nn.SimpleCell(6), CARRY, X),
   "SpectralNorm": lambda: linen(nn.SpectralNorm(nn.Dense(6)), X, update_stats=True),
   "WeightNorm": lambda: linen(nn.WeightNorm(nn.Dense(6)), X),
   "lifted transforms": lambda: linen(Stack(), X),
-}
+}  # fmt: skip
 LINEN_EXCLUDED = {
   "Fp8DotGeneralOp": "deprecated",
   "Fp8Einsum": "the product of Fp8DirectDotGeneralOp as an einsum",
@@ -132,12 +123,8 @@ def in_nnx(make: Callable[..., nnx.Module], *args: Any, **options: Any) -> Case:
 
 NNX: dict[str, Callable[[], Case]] = {
   "BatchNorm": lambda: in_nnx(lambda rngs: nnx.BatchNorm(4, rngs=rngs), IMAGES),
-  "Bidirectional": lambda: in_nnx(
-    lambda rngs: nnx.Bidirectional(
-      nnx.RNN(nnx.GRUCell(8, 6, rngs=rngs)), nnx.RNN(nnx.SimpleCell(8, 6, rngs=rngs)), rngs=rngs
-    ),
-    SEQUENCES,
-  ),
+  "Bidirectional": lambda: in_nnx(lambda rngs: nnx.Bidirectional(nnx.RNN(nnx.GRUCell(8, 6, rngs=rngs)),
+    nnx.RNN(nnx.SimpleCell(8, 6, rngs=rngs)), rngs=rngs), SEQUENCES),
   "Conv": lambda: in_nnx(lambda rngs: nnx.Conv(4, 3, (3, 3), strides=2, rngs=rngs), IMAGES),
   "ConvTranspose": lambda: in_nnx(lambda rngs: nnx.ConvTranspose(4, 3, (3, 3), rngs=rngs), IMAGES),
   "Dropout": lambda: in_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs), X),
@@ -149,35 +136,24 @@ NNX: dict[str, Callable[[], Case]] = {
   "LSTMCell": lambda: in_nnx(lambda rngs: nnx.LSTMCell(8, 6, rngs=rngs), (CARRY, -CARRY), X),
   "LayerNorm": lambda: in_nnx(lambda rngs: nnx.LayerNorm(8, rngs=rngs), X),
   "Linear": lambda: in_nnx(lambda rngs: nnx.Linear(8, 6, rngs=rngs), X),
-  "LinearGeneral": lambda: in_nnx(
-    lambda rngs: nnx.LinearGeneral((4, 8), (2, 3), axis=(-2, -1), rngs=rngs), SEQUENCES
-  ),
+  "LinearGeneral": lambda: in_nnx(lambda rngs: nnx.LinearGeneral((4, 8), (2, 3), axis=(-2, -1), rngs=rngs),
+    SEQUENCES),
   "LoRA": lambda: in_nnx(lambda rngs: nnx.LoRA(8, 2, 6, rngs=rngs), X),
   "LoRALinear": lambda: in_nnx(lambda rngs: nnx.LoRALinear(8, 6, lora_rank=2, rngs=rngs), X),
-  "MultiHeadAttention": lambda: in_nnx(
-    lambda rngs: nnx.MultiHeadAttention(
-      2, 8, dropout_rate=0.2, deterministic=False, decode=False, normalize_qk=True, rngs=rngs
-    ),
-    SEQUENCES,
-  ),
-  "OptimizedLSTMCell": lambda: in_nnx(
-    lambda rngs: nnx.OptimizedLSTMCell(8, 6, rngs=rngs), (CARRY, -CARRY), X
-  ),
+  "MultiHeadAttention": lambda: in_nnx(lambda rngs: nnx.MultiHeadAttention(2, 8, dropout_rate=0.2,
+    deterministic=False, decode=False, normalize_qk=True, rngs=rngs), SEQUENCES),
+  "OptimizedLSTMCell": lambda: in_nnx(lambda rngs: nnx.OptimizedLSTMCell(8, 6, rngs=rngs), (CARRY, -CARRY),
+    X),
   "PReLU": lambda: in_nnx(lambda rngs: nnx.PReLU(), X),
   "RMSNorm": lambda: in_nnx(lambda rngs: nnx.RMSNorm(8, rngs=rngs), X),
   "RNN": lambda: in_nnx(lambda rngs: nnx.RNN(nnx.LSTMCell(8, 6, rngs=rngs), rngs=rngs), SEQUENCES),
-  "Sequential": lambda: in_nnx(
-    lambda rngs: nnx.Sequential(
-      nnx.Linear(8, 6, rngs=rngs), nnx.gelu, nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 2, rngs=rngs)
-    ),
-    X,
-  ),
+  "Sequential": lambda: in_nnx(lambda rngs: nnx.Sequential(nnx.Linear(8, 6, rngs=rngs), nnx.gelu,
+    nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 2, rngs=rngs)), X),
   "SimpleCell": lambda: in_nnx(lambda rngs: nnx.SimpleCell(8, 6, rngs=rngs), CARRY, X),
-  "SpectralNorm": lambda: in_nnx(
-    lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 6, rngs=rngs), update_stats=True, rngs=rngs), X
-  ),
+  "SpectralNorm": lambda: in_nnx(lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 6, rngs=rngs), update_stats=True,
+    rngs=rngs), X),
   "WeightNorm": lambda: in_nnx(lambda rngs: nnx.WeightNorm(nnx.Linear(8, 6, rngs=rngs), rngs=rngs), X),
-}
+}  # fmt: skip
 NNX_EXCLUDED = {
   "Dict": "a container without a call",
   "List": "a container without a call",
@@ -188,14 +164,25 @@ if hasattr(nnx, "RoPE"):  # of later releases
   NNX_EXCLUDED["RoPE"] = "calls what flax itself has deprecated, and a warning is an error here"
 
 
-@pytest.mark.parametrize("name", LINEN)
-def test_linen_layer(name):
-  check(LINEN[name]())
+# Each primitive of linen's layers and of nnx's in each pass once, and what has state or a dtype of its own.
+COMPILED = {
+  "linen": "BatchNorm, ConvLSTMCell, Dropout, Embed, Fp8DirectDotGeneralOp, MultiHeadAttention, RNN lengths, "
+  "SpectralNorm, lifted transforms",
+  "nnx": "Bidirectional, Conv, Dropout, LoRALinear, MultiHeadAttention, Sequential, SpectralNorm",
+}
+TABLES = {"linen": LINEN, "nnx": NNX}
 
 
-@pytest.mark.parametrize("name", NNX)
-def test_nnx_layer(name):
-  check(NNX[name]())
+@pytest.mark.parametrize("table", TABLES)
+def test_lists_dtypes_and_products_of_every_layer(table):
+  check_traced(TABLES[table])
+
+
+@pytest.mark.parametrize(
+  ("table", "name"), [(table, name) for table in COMPILED for name in COMPILED[table].split(", ")]
+)
+def test_values_gradients_and_state(table, name):
+  check(TABLES[table][name]())
 
 
 @pytest.mark.parametrize(
@@ -221,26 +208,6 @@ class Net(nnx.Module):
     return self.dropout(nnx.relu(self.norm(self.linear(x))))
 
 
-def by_argument(module: Net, x: Any, policy: str) -> Any:
-  return mpjax.autocast(lambda module, x: module(x), policy)(module, x)
-
-
-def by_function(module: Net, x: Any, policy: str) -> Any:
-  return mpjax.autocast(module, policy)(x)
-
-
-def by_method(module: Net, x: Any, policy: str) -> Any:
-  return mpjax.autocast(module.__call__, policy)(x)
-
-
-def in_jit(module: Net, x: Any, policy: str) -> Any:
-  return nnx.jit(mpjax.autocast(lambda module, x: module(x), policy))(module, x)
-
-
-def around_jit(module: Net, x: Any, policy: str) -> Any:
-  return mpjax.autocast(nnx.jit(lambda module, x: module(x)), policy)(module, x)
-
-
 def in_gradient(module: Net, x: Any, policy: str) -> Any:
   def loss(module):
     y = mpjax.autocast(lambda module, x: module(x), policy)(module, x)
@@ -251,25 +218,40 @@ def in_gradient(module: Net, x: Any, policy: str) -> Any:
   return y
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-  "call",
-  [by_argument, by_function, by_method, in_jit, around_jit, in_gradient],
-  ids=lambda f: f.__name__,
-)
-def test_statistics_and_random_streams_of_the_callers_module_move_as_in_float32(call, policy):
-  plain, cast = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-  for _ in range(2):
-    want, got = plain(X), call(cast, X, policy)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, atol=0.06)
-  for name in ("mean", "var"):
-    moved, expected = getattr(cast.norm, name)[...], getattr(plain.norm, name)[...]
-    assert moved.dtype == jnp.float32
-    np.testing.assert_allclose(moved, expected, atol=0.01)
-    assert not np.allclose(moved, name == "var", atol=1e-3)
-  assert int(cast.dropout.rngs.count[...]) == 2
-  assert nnx.graphdef(cast) == nnx.graphdef(plain)
+call = lambda module, x: module(x)
+WAYS = {
+  "argument": lambda module, x, policy: mpjax.autocast(call, policy)(module, x),
+  "function": lambda module, x, policy: mpjax.autocast(module, policy)(x),
+  "method": lambda module, x, policy: mpjax.autocast(module.__call__, policy)(x),
+  "in jit": lambda module, x, policy: nnx.jit(mpjax.autocast(call, policy))(module, x),
+  "around jit": lambda module, x, policy: mpjax.autocast(nnx.jit(call), policy)(module, x),
+  "in gradient": in_gradient,
+}
+
+
+def test_statistics_and_random_streams_of_the_callers_module_move_as_in_float32():
+  graph, state = nnx.split(Net(nnx.Rngs(0)))
+
+  def twice(module, way, *policy):
+    outs = [way(module, X, *policy) for _ in range(2)]
+    assert nnx.graphdef(module) == graph
+    return outs, [module.norm.mean[...], module.norm.var[...]], module.dropout.rngs.count[...]
+
+  @jax.jit
+  def all_of_them(state):
+    made = lambda: nnx.merge(graph, state, copy=True)
+    return {way: twice(made(), WAYS[way], "fp16") for way in WAYS}, twice(made(), call)
+
+  found, (wanted, expected, _) = all_of_them(state)
+  for way, (outs, moved, count) in found.items():
+    for got, want in zip(outs, wanted, strict=True):
+      assert got.dtype == np.float32, way
+      np.testing.assert_allclose(got, want, atol=0.06, err_msg=way)
+    for got, want, first in zip(moved, expected, (0, 1), strict=True):
+      assert got.dtype == np.float32, way
+      np.testing.assert_allclose(got, want, atol=0.01, err_msg=way)
+      assert not np.allclose(got, first, atol=1e-3), way
+    assert int(count) == 2, way
 
 
 @pytest.mark.parametrize("transform", [nnx.jit, mpjax.autocast], ids=["nnx.jit", "autocast"])

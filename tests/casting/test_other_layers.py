@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.casting._conformance import Case, check, filled, normal, product
+from tests.casting._conformance import Case, check, check_traced, filled, normal, product
 
 eqx = pytest.importorskip("equinox")
 hk = pytest.importorskip("haiku")
@@ -49,18 +49,12 @@ def stateful(make: Callable[[], Any], batch: Any, **options: Any) -> Case:
 
 nn = eqx.nn
 EQUINOX: dict[str, Callable[[], Case]] = {
-  **{
-    f"{name}{n}d": lambda name=name, n=n, x=x: equinox(lambda: getattr(nn, f"{name}{n}d")(2), x)
-    for n, x in ((1, LINES), (2, IMAGES), (3, VOLUMES))
-    for name in ("AdaptiveAvgPool", "AdaptiveMaxPool", "AvgPool", "MaxPool")
-  },
-  **{
-    f"{name}{n}d": lambda name=name, n=n, x=x: equinox(
-      lambda: getattr(nn, f"{name}{n}d")(4, 2, 2, key=KEY), x
-    )
-    for n, x in ((1, LINES), (2, IMAGES), (3, VOLUMES))
-    for name in ("Conv", "ConvTranspose")
-  },
+  **{f"{name}{n}d": lambda name = name, n = n, x = x: equinox(lambda: getattr(nn, f"{name}{n}d")(2), x) for n,
+    x in ((1, LINES), (2, IMAGES), (3, VOLUMES)) for name in
+    ("AdaptiveAvgPool", "AdaptiveMaxPool", "AvgPool", "MaxPool")},
+  **{f"{name}{n}d": lambda name = name, n = n, x = x: equinox(lambda:
+    getattr(nn, f"{name}{n}d")(4, 2, 2, key=KEY), x) for n, x in ((1, LINES), (2, IMAGES), (3, VOLUMES)) for
+    name in ("Conv", "ConvTranspose")},
   "AdaptivePool": lambda: equinox(lambda: nn.AdaptivePool((2,), 1, jnp.max), LINES),
   "BatchNorm": lambda: stateful(lambda: nn.BatchNorm(8, "batch", mode="batch"), X),
   "BatchNorm ema": lambda: stateful(lambda: nn.BatchNorm(8, "batch", mode="ema"), X),
@@ -77,20 +71,18 @@ EQUINOX: dict[str, Callable[[], Case]] = {
   "Linear": lambda: equinox(lambda: nn.Linear(8, 6, key=KEY), X),
   "MLP": lambda: equinox(lambda: nn.MLP(8, 3, 6, 2, activation=jax.nn.gelu, key=KEY), X),
   "MLP scan": lambda: equinox(lambda: nn.MLP(8, 3, 6, 3, scan=True, key=KEY), X),
-  "MultiheadAttention": lambda: equinox(
-    lambda: nn.MultiheadAttention(2, 8, key=KEY, use_query_bias=True), SEQUENCES, SEQUENCES, SEQUENCES
-  ),
+  "MultiheadAttention": lambda: equinox(lambda: nn.MultiheadAttention(2, 8, key=KEY, use_query_bias=True),
+    SEQUENCES, SEQUENCES, SEQUENCES),
   "PReLU": lambda: equinox(lambda: nn.PReLU(), X),
   "Pool": lambda: equinox(lambda: nn.Pool(0.0, jax.lax.add, 1, 2), LINES),
   "RMSNorm": lambda: equinox(lambda: nn.RMSNorm(8), X),
   "RotaryPositionalEmbedding": lambda: equinox(lambda: nn.RotaryPositionalEmbedding(8), SEQUENCES),
-  "Sequential": lambda: equinox(
-    lambda: nn.Sequential([nn.Linear(8, 6, key=KEY), nn.Lambda(jax.nn.silu), nn.LayerNorm(6)]), X
-  ),
+  "Sequential": lambda: equinox(lambda: nn.Sequential([nn.Linear(8, 6, key=KEY), nn.Lambda(jax.nn.silu),
+    nn.LayerNorm(6)]), X),
   "Shared": lambda: equinox(Tied, TOKENS),
   "SpectralNorm": lambda: stateful(lambda: nn.SpectralNorm(nn.Linear(8, 6, key=KEY), "weight", key=KEY), X),
   "WeightNorm": lambda: equinox(lambda: nn.WeightNorm(nn.Linear(8, 6, key=KEY)), X),
-}
+}  # fmt: skip
 EQUINOX_EXCLUDED = {
   "State": "holds state, has no call",
   "StateIndex": "holds state, has no call",
@@ -146,28 +138,17 @@ CHANNELS_LAST = {1: normal(2, 6, 4), 2: normal(2, 6, 6, 4), 3: normal(2, 3, 3, 3
 TIME_MAJOR = normal(4, 2, 8)  # [T, B, D]
 TREE = {"layer": {"w": normal(4, 3)}}
 HAIKU: dict[str, Callable[[], Case]] = {
-  **{
-    f"{name}{n}D{suffix}": lambda n=n, name=name, suffix=suffix: haiku(
-      lambda x: getattr(hk, f"{name}{n}D{suffix}")(2, 3)(x), CHANNELS_LAST[n]
-    )
-    for n in (1, 2, 3)
-    for name, suffix in (("Conv", ""), ("Conv", "Transpose"), ("DepthwiseConv", ""))
-  },
-  **{
-    f"Conv{n}DLSTM": lambda n=n: unrolled(
-      lambda: getattr(hk, f"Conv{n}DLSTM")(CHANNELS_LAST[n].shape[1:-1], 2, 2), CHANNELS_LAST[n][:, None]
-    )
-    for n in (1, 2, 3)
-  },
-  **{
-    name: lambda name=name: unrolled(lambda: getattr(hk, name)(6), TIME_MAJOR)
-    for name in ("GRU", "LSTM", "VanillaRNN")
-  },
+  **{f"{name}{n}D{suffix}": lambda n = n, name = name, suffix = suffix:
+    haiku(lambda x: getattr(hk, f"{name}{n}D{suffix}")(2, 3)(x), CHANNELS_LAST[n]) for n in (1, 2, 3) for
+    name, suffix in (("Conv", ""), ("Conv", "Transpose"), ("DepthwiseConv", ""))},
+  **{f"Conv{n}DLSTM": lambda n = n: unrolled(lambda: getattr(hk,
+    f"Conv{n}DLSTM")(CHANNELS_LAST[n].shape[1:-1], 2, 2), CHANNELS_LAST[n][:, None]) for n in (1, 2, 3)},
+  **{name: lambda name = name: unrolled(lambda: getattr(hk, name)(6), TIME_MAJOR) for name in
+    ("GRU", "LSTM", "VanillaRNN")},
   "AvgPool": lambda: haiku(lambda x: hk.AvgPool((1, 2, 2, 1), (1, 2, 2, 1), "SAME")(x), CHANNELS_LAST[2]),
   "BatchNorm": lambda: haiku(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True), X),
-  "BatchNorm local": lambda: haiku(
-    lambda x: hk.BatchNorm(True, True, 0.9)(x, False, test_local_stats=True), X
-  ),
+  "BatchNorm local": lambda: haiku(lambda x: hk.BatchNorm(True, True, 0.9)(x, False, test_local_stats=True),
+    X),
   "Bias": lambda: haiku(lambda x: hk.Bias()(x), X),
   "ConvND": lambda: haiku(lambda x: hk.ConvND(1, 2, 3)(x), CHANNELS_LAST[1]),
   "ConvNDTranspose": lambda: haiku(lambda x: hk.ConvNDTranspose(1, 2, 3)(x), CHANNELS_LAST[1]),
@@ -183,34 +164,42 @@ HAIKU: dict[str, Callable[[], Case]] = {
   "LayerNorm": lambda: haiku(lambda x: hk.LayerNorm(-1, True, True)(x), X),
   "Linear": lambda: haiku(lambda x: hk.Linear(6)(x), X),
   "MaxPool": lambda: haiku(lambda x: hk.MaxPool((1, 2, 2, 1), (1, 2, 2, 1), "SAME")(x), CHANNELS_LAST[2]),
-  "MultiHeadAttention": lambda: haiku(
-    lambda x: hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(x, x, x), SEQUENCES
-  ),
+  "MultiHeadAttention": lambda: haiku(lambda x: hk.MultiHeadAttention(2, 4,
+    w_init=hk.initializers.VarianceScaling())(x, x, x), SEQUENCES),
   "RMSNorm": lambda: haiku(lambda x: hk.RMSNorm(-1)(x), X),
-  "ResetCore": lambda: unrolled(
-    lambda: hk.ResetCore(hk.LSTM(6)), (TIME_MAJOR, np.arange(8).reshape(4, 2) % 3 == 0)
-  ),
+  "ResetCore": lambda: unrolled(lambda: hk.ResetCore(hk.LSTM(6)),
+    (TIME_MAJOR, np.arange(8).reshape(4, 2) % 3 == 0)),
   "Reshape": lambda: haiku(lambda x: hk.Reshape((-1,))(x), SEQUENCES),
   "SNParamsTree": lambda: haiku(lambda tree: hk.SNParamsTree()(tree), TREE),
   "SeparableDepthwiseConv2D": lambda: haiku(lambda x: hk.SeparableDepthwiseConv2D(2, 3)(x), CHANNELS_LAST[2]),
-  "Sequential": lambda: haiku(
-    lambda x: hk.Sequential([hk.Linear(6), jax.nn.gelu, hk.LayerNorm(-1, True, True), hk.Linear(2)])(x), X
-  ),
+  "Sequential": lambda: haiku(lambda x: hk.Sequential([hk.Linear(6), jax.nn.gelu,
+    hk.LayerNorm(-1, True, True), hk.Linear(2)])(x), X),
   "SpectralNorm": lambda: haiku(lambda x: hk.SpectralNorm()(x), X),
-}
+}  # fmt: skip
 HAIKU_EXCLUDED = {"Module": "abstract", "RNNCore": "abstract"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EQUINOX)
-def test_equinox_layer(name):
-  check(EQUINOX[name]())
+TABLES = {"equinox": EQUINOX, "haiku": HAIKU}
+# Each primitive in each pass once, and what has state.
+COMPILED = {
+  "equinox": "AdaptiveAvgPool2d, AdaptiveMaxPool1d, MaxPool2d, ConvTranspose2d, BatchNorm, BatchNorm ema, Dropout, "
+  "GRUCell, MLP scan, MultiheadAttention, RotaryPositionalEmbedding, Shared, SpectralNorm",
+  "haiku": "Conv2DLSTM, LSTM, BatchNorm, EMAParamsTree, Embed one-hot, ExponentialMovingAverage, MaxPool, "
+  "MultiHeadAttention, ResetCore, SNParamsTree, SeparableDepthwiseConv2D",
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_lists_dtypes_and_products_of_every_layer(table):
+  check_traced(TABLES[table])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HAIKU)
-def test_haiku_layer(name):
-  check(HAIKU[name]())
+@pytest.mark.parametrize(
+  ("table", "name"), [(table, name) for table in COMPILED for name in COMPILED[table].split(", ")]
+)
+def test_values_gradients_and_state(table, name):
+  check(TABLES[table][name]())
 
 
 @pytest.mark.parametrize(

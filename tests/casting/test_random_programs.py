@@ -71,7 +71,7 @@ UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
   "softplus": jax.nn.softplus,
   "transpose": jnp.transpose,
   "rows": jax.vmap(lambda row: jnp.tanh(row) @ MASK.astype(np.float32) / 2),
-}
+}  # fmt: skip
 # Their gradients jump: a rounding moves a gradient from one value to another.
 KINKED: dict[str, Callable[[jax.Array], jax.Array]] = {
   "abs": jnp.abs,
@@ -80,7 +80,7 @@ KINKED: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
   "sort": lambda x: jnp.sort(x, axis=1),
   "top_k": lambda x: x - lax.top_k(x, 2)[0][:, 1:],
-}
+}  # fmt: skip
 BINARY: dict[str, Body] = {
   "add": lambda x, y: x + y,
   "attention": lambda x, y: jax.nn.softmax(x @ y.T / 2) @ y,
@@ -94,7 +94,7 @@ BINARY: dict[str, Body] = {
   "sub": lambda x, y: x - y,
   "update": lambda x, y: lax.dynamic_update_slice(x, y[:2, :2], (1, 1)),
   "where": lambda x, y: jnp.where(MASK, x, y),
-}
+}  # fmt: skip
 
 
 def scanned(body: Body, x: Any, y: Any) -> Any:
@@ -121,10 +121,9 @@ NESTED: dict[str, Callable[[Body, jax.Array, jax.Array], jax.Array]] = {
   "scan": scanned,
   "switch": lambda f, x, y: lax.switch(jnp.int32(1), [lambda x, y: x, f, lambda x, y: y], x, y),
   "vmap": lambda f, x, y: jax.vmap(f, in_axes=(0, None))(jnp.stack([x, y]), y).sum(0) / 2,
-  "while_loop": lambda f, x, y: lax.while_loop(
-    lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.tanh(f(c[1], y))), (0, x)
-  )[1],
-}
+  "while_loop": lambda f, x, y: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.tanh(f(c[1], y))),
+    (0, x))[1],
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,17 +172,7 @@ def grads_of(program: Sequence[Step], operations: set[str]) -> bool:
   return any(step.name == "grad" and names(step.body) & operations for step in parts(program))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@settings(
-  max_examples=20,
-  deadline=None,
-  derandomize=True,
-  phases=[Phase.generate],  # a smaller program takes many compilations to find
-  suppress_health_check=list(HealthCheck),
-)
-@given(program=steps(2).filter(lambda program: not grads_of(program, {"while_loop"})))
-def test_random_program(policy, program):
+def check_random(program, policy):
   args = (normal(*SHAPE), normal(*SHAPE, seed=1), normal(*SHAPE, seed=2))
   kinked = set(KINKED)
   case = Case(
@@ -193,4 +182,27 @@ def test_random_program(policy, program):
     slack=np.inf if grads_of(program, kinked) else 4,
     grad_slack=np.inf if names(program) & kinked else 8,
   )
-  check(case, [policy])
+  check(case, (policy,))
+
+
+OPTIONS = {
+  "deadline": None,
+  "derandomize": True,
+  "phases": [Phase.generate],  # a smaller program takes many compilations to find
+  "suppress_health_check": list(HealthCheck),
+}
+PROGRAMS = steps(2).filter(lambda program: not grads_of(program, {"while_loop"}))
+
+
+@settings(max_examples=5, **OPTIONS)
+@given(program=PROGRAMS, policy=st.sampled_from(["bf16", "fp16"]))
+def test_a_few_random_programs(program, policy):
+  check_random(program, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@settings(max_examples=20, **OPTIONS)
+@given(program=PROGRAMS)
+def test_random_program(policy, program):
+  check_random(program, policy)
