@@ -1,16 +1,24 @@
-"""Number formats against bit patterns, and which shapes of product are worth a matrix unit."""
+"""Number formats against bit patterns, where rounding to one begins to lose numbers, and their table."""
 
-import itertools
+import dataclasses
+import functools
+import io
 import math
+import re
+from decimal import Decimal
 
+import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.formats import FORMATS, MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation
+import mpjax
+from mpjax.formats import FORMATS, describe, format_table, print_formats
+
+pytestmark = pytest.mark.optimised
 
 # Exponent bits, mantissa bits, bias, what the codes at the top of the range mean, and whether there is a sign.
 # "ieee": the last exponent is for infinity and NaN; "fn": only its last mantissa is NaN; "fnuz": NaN is minus zero;
@@ -33,14 +41,34 @@ LAYOUTS = {
   "float6_e2m3fn": (2, 3, 1, "finite", True),
   "float4_e2m1fn": (2, 1, 1, "finite", True),
 }
-DTYPES = [name for name in LAYOUTS if name != "tensorfloat32"]
-HALF = [name for name in DTYPES if name not in ("float64", "float32")]
-REAL = [name for name in MATRIX_UNITS if name != "cpu"]
+WIDE = ("float64", "float32")
+ENUMERABLE = [name for name in FORMATS if name not in (*WIDE, "tensorfloat32")]
+INFINITY = int(np.float32(np.inf).view(np.uint32))
+EDGES = ("underflow_edge", "normal_edge", "overflow_edge")
 
-size = st.integers(1, 5000)
-unit_and_dtype = st.sampled_from(
-  [(unit, dtype) for unit in MATRIX_UNITS for dtype in (*FORMATS, "float8") if runs_on(unit, dtype)]
-)
+
+pattern_of = lambda number: int(np.float32(number).view(np.uint32))
+number_of = lambda pattern: np.array(pattern, np.uint32).view(np.float32)
+
+
+def cast(numbers, name):
+  """float32 numbers as a format rounds them, in float64."""
+  with np.errstate(over="ignore", invalid="ignore"):
+    if name == "tensorfloat32":
+      bits = np.asarray(numbers, np.float32).view(np.uint32).astype(np.uint64)
+      kept = (bits + 0xFFF + (bits >> 13 & 1)) >> 13 << 13
+      return kept.astype(np.uint32).view(np.float32).astype(np.float64)
+    return np.asarray(numbers, np.float32).astype(jnp.dtype(name)).astype(np.float64)
+
+
+@functools.cache
+def positive_numbers(name):
+  """Each positive finite number of a format, in order."""
+  dtype = jnp.dtype(name)
+  codes = np.arange(2 ** FORMATS[name].bits, dtype=f"uint{8 * dtype.itemsize}")
+  with np.errstate(invalid="ignore"):  # signalling NaN
+    numbers = codes.view(dtype).astype(np.float64)
+  return np.unique(numbers[np.isfinite(numbers) & (numbers > 0)])
 
 
 def largest_by_hand(exponent_bits, mantissa_bits, bias, top):
@@ -51,172 +79,160 @@ def largest_by_hand(exponent_bits, mantissa_bits, bias, top):
   return math.ldexp(2**mantissa_bits + mantissa, last - bias - mantissa_bits)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_row_follows_from_the_layout_of_the_bits(name):
-  exponent_bits, mantissa_bits, bias, top, signed = LAYOUTS[name]
-  row = FORMATS[name]
-  subnormals = top != "nan"
-  assert row.name == name
-  assert row.bits == signed + exponent_bits + mantissa_bits
-  assert (row.exponent_bits, row.mantissa_bits) == (exponent_bits, mantissa_bits)
-  assert row.max == largest_by_hand(exponent_bits, mantissa_bits, bias, top)
-  assert row.smallest_normal == math.ldexp(1, subnormals - bias)
-  assert row.smallest_subnormal == math.ldexp(1, subnormals - bias - mantissa_bits)
-  assert row.epsilon == math.ldexp(1, -mantissa_bits)
-  assert row.has_inf == (top == "ieee")
-
-
-def test_there_is_a_row_for_each_layout():
+def test_rows_follow_from_the_layout_of_the_bits():
   assert set(FORMATS) == set(LAYOUTS)
+  for name, (exponent_bits, mantissa_bits, bias, top, signed) in LAYOUTS.items():
+    row = FORMATS[name]
+    subnormals = top != "nan"
+    want = {
+      "name": name,
+      "bits": signed + exponent_bits + mantissa_bits,
+      "exponent_bits": exponent_bits,
+      "mantissa_bits": mantissa_bits,
+      "max": largest_by_hand(exponent_bits, mantissa_bits, bias, top),
+      "smallest_normal": math.ldexp(1, subnormals - bias),
+      "smallest_subnormal": math.ldexp(1, subnormals - bias - mantissa_bits),
+      "epsilon": math.ldexp(1, -mantissa_bits),
+      "has_inf": top == "ieee",
+    }
+    assert {key: getattr(row, key) for key in want} == want
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_row_agrees_with_finfo(name):
-  dtype, row = jnp.dtype(name), FORMATS[name]
-  for finfo in (jnp.finfo(dtype), ml_dtypes.finfo(dtype)):
-    assert row.bits == finfo.bits
-    assert max(row.bits, 8) == 8 * dtype.itemsize
-    assert (row.exponent_bits, row.mantissa_bits) == (finfo.nexp, finfo.nmant)
-    assert row.max == float(finfo.max)
-    assert row.smallest_normal == float(finfo.smallest_normal)
-    assert row.smallest_subnormal == float(finfo.smallest_subnormal)
-    assert row.epsilon == float(finfo.eps)
+def test_rows_agree_with_every_bit_pattern():
+  for name in ENUMERABLE:
+    (row,) = describe(name)
+    numbers = positive_numbers(name)
+    exponents, counts = np.unique(np.frexp(numbers)[1] - 1, return_counts=True)
+    # From the smallest normal number on, each power of two has its full number of steps.
+    full = exponents[counts == 2 ** row["mantissa_bits"]]
+    overflown = cast([np.finfo(np.float32).max], name).item()
+    sign_bits = np.signbit(cast([-1.0], name)).item()
+    want = {
+      "name": name,
+      "max": numbers[-1],
+      "smallest_subnormal": numbers[0],
+      "smallest_normal": 2.0 ** full[0],
+      "has_subnormals": full[0] > exponents[0],
+      "epsilon": numbers[numbers > 1][0] - 1,
+      "log2_max": math.log2(numbers[-1]),
+      "log2_smallest": exponents[0],
+      "binades": len(exponents),
+      "sign_bits": sign_bits,
+      "bits": sign_bits + row["exponent_bits"] + row["mantissa_bits"],
+      "on_overflow": {math.inf: "infinity", row["max"]: "max"}.get(overflown, "NaN"),
+    }
+    assert {key: row[key] for key in want} == want
+    assert exponents[0] == math.log2(numbers[0]), name
 
 
-@pytest.mark.parametrize("name", HALF)
-def test_row_agrees_with_every_bit_pattern(name):
-  dtype, row = jnp.dtype(name), FORMATS[name]
-  codes = np.arange(2**row.bits, dtype=f"uint{8 * dtype.itemsize}")
-  with np.errstate(invalid="ignore"):  # signalling NaN
-    numbers = codes.view(dtype).astype(np.float64)
-  finite = np.unique(np.abs(numbers[np.isfinite(numbers)]))
-  positive = finite[finite > 0]
-  assert positive[-1] == row.max
-  assert positive[0] == row.smallest_subnormal
-  assert np.isinf(numbers).any() == row.has_inf
-  above_one = positive[positive > 1][0]
-  assert above_one - 1 == row.epsilon
-  # From the smallest normal number on, each power of two has its full number of steps.
-  in_octave = lambda low: np.sum((positive >= low) & (positive < 2 * low))
-  assert in_octave(row.smallest_normal) == 2**row.mantissa_bits
-  assert in_octave(row.smallest_normal / 2) < max(2**row.mantissa_bits, 1)
-
-
-def test_tensorfloat32_is_float32_cut_to_the_mantissa_of_float16():
-  row = FORMATS["tensorfloat32"]
-  kept = np.uint32(0xFFFFFFFF) << np.uint32(23 - 10)
-  cut = (np.array([np.finfo(np.float32).max]).view(np.uint32) & kept).view(np.float32)
-  assert row.max == float(cut[0])
-  assert row.exponent_bits == FORMATS["float32"].exponent_bits
-  assert row.epsilon == FORMATS["float16"].epsilon
-  assert row.smallest_normal == FORMATS["float32"].smallest_normal
-
-
-# What the vendors' guides say, by hand.
-MULTIPLES = [
-  (("volta", "turing"), ("float16",), (8, 8, 8)),
-  (("ampere", "ada", "hopper", "blackwell"), ("bfloat16", "float16"), (8, 8, 8)),
-  (("ampere", "ada", "hopper", "blackwell"), ("tensorfloat32",), (4, 4, 4)),
-  (("ada", "hopper", "blackwell"), ("float8", "float8_e4m3fn", "float8_e5m2"), (16, 16, 16)),
-  (("tpu",), ("bfloat16", "float16", "float32"), (8, 128, 128)),
-  (("tpu_v6",), ("bfloat16", "float16", "float32"), (8, 256, 256)),
-]
-RUNS = {
-  (unit, dtype): multiples
-  for units, dtypes, multiples in MULTIPLES
-  for unit, dtype in itertools.product(units, dtypes)
-}
-
-
-@pytest.mark.parametrize("unit", REAL)
-@pytest.mark.parametrize("dtype", [*FORMATS, "float8", "int32"])
-def test_smallest_product_of_a_unit(unit, dtype):
-  if (unit, dtype) not in RUNS:
-    assert not runs_on(unit, dtype)
-    assert not eligible(unit, dtype, 1024, 1024, 1024)
-    assert padded(unit, dtype, 3, 5, 7) == (3, 5, 7)
-    assert utilisation(unit, dtype, 1024, 1024, 1024) == 0
+def check_edges(name, pattern):
+  row, number = FORMATS[name], float(number_of(pattern))
+  rounded = cast([number], name).item()
+  if name == "float8_e8m0fnu" and not number:
+    assert math.isnan(rounded)
     return
-  m, n, k = RUNS[unit, dtype]
-  assert runs_on(unit, dtype)
-  assert padded(unit, dtype, 1, 1, 1) == (m, n, k)
-  assert eligible(unit, dtype, m, n, k)
-  assert not any(eligible(unit, dtype, *sizes) for sizes in ((m - 1, n, k), (m, n - 1, k), (m, n, k - 1)))
-  assert not any(eligible(unit, dtype, *sizes) for sizes in ((1, n, k), (m, 1, k), (m, n, 1)))
+  assert (rounded == 0) == (number <= row.underflow_edge), (name, pattern)
+  assert (not rounded < row.smallest_normal) == (number >= row.normal_edge), (name, pattern)
+  if math.isfinite(number):
+    assert (not math.isfinite(rounded)) == (number >= row.overflow_edge), (name, pattern)
 
 
-@pytest.mark.parametrize("dtype", [*FORMATS, "int8"])
-def test_anything_is_eligible_where_there_are_no_units(dtype):
-  assert runs_on("cpu", dtype)
-  assert eligible("cpu", dtype, 1, 7, 13)
-  assert padded("cpu", dtype, 1, 7, 13) == (1, 7, 13)
-  assert utilisation("cpu", dtype, 1, 7, 13) == 1
+def test_edges_are_the_last_to_round_so():
+  for name, row in FORMATS.items():
+    for edge in EDGES:
+      for step in range(-3, 4):
+        check_edges(name, min(max(pattern_of(getattr(row, edge)) + step, 0), INFINITY))
 
 
-@pytest.mark.parametrize(
-  ("unit", "dtype", "shape", "want", "share"),
-  [
-    ("hopper", "bfloat16", (8192, 50257, 768), (8192, 50264, 768), 50257 / 50264),
-    ("hopper", "float8_e4m3fn", (8192, 50257, 768), (8192, 50272, 768), 50257 / 50272),
-    ("ampere", "tensorfloat32", (6, 10, 30), (8, 12, 32), 6 * 10 * 30 / (8 * 12 * 32)),
-    ("tpu", "bfloat16", (8192, 50257, 768), (8192, 50304, 768), 50257 / 50304),
-    ("tpu", "bfloat16", (12, 64, 64), (16, 128, 128), 12 * 64 * 64 / (16 * 128 * 128)),
-    ("tpu_v6", "float32", (12, 64, 300), (16, 256, 512), 12 * 64 * 300 / (16 * 256 * 512)),
-    ("hopper", "bfloat16", (1, 4096, 4096), (8, 4096, 4096), 1 / 8),
-    ("hopper", "bfloat16", (0, 4096, 4096), (0, 4096, 4096), 1),
-  ],
-)
-def test_padded_shape_and_its_useful_share(unit, dtype, shape, want, share):
-  assert padded(unit, dtype, *shape) == want
-  assert utilisation(unit, dtype, *shape) == pytest.approx(share)
+@given(st.sampled_from(list(FORMATS)), st.integers(0, INFINITY))
+def test_edges_say_what_becomes_of_any_float32(name, pattern):
+  check_edges(name, pattern)
 
 
-@given(unit_and_dtype, size, size, size)
-def test_padding_is_the_least_that_makes_a_product_eligible(unit_and_dtype, m, n, k):
-  unit, dtype = unit_and_dtype
-  shape = (m, n, k)
-  wide = padded(unit, dtype, *shape)
-  assert padded(unit, dtype, *wide) == wide
-  assert all(after >= before for before, after in zip(shape, wide, strict=True))
-  assert eligible(unit, dtype, *wide)
-  assert eligible(unit, dtype, *shape) == (wide == shape and (unit == "cpu" or 1 not in shape))
-  for axis, (before, after) in enumerate(zip(shape, wide, strict=True)):
-    steps = padded(unit, dtype, 1, 1, 1)
-    assert not any(smaller % steps[axis] == 0 for smaller in range(before, after))
-  assert utilisation(unit, dtype, *wide) == 1
-  assert utilisation(unit, dtype, *shape) * math.prod(wide) == pytest.approx(math.prod(shape))
+def test_xla_rounds_alike_at_the_edges():
+  # XLA's CPU backend has no casts to the formats of 6 bits.
+  names = [name for name in FORMATS if not name.startswith(("float6", "tensor", "float64"))]
+  edges = [pattern_of(getattr(FORMATS[name], edge)) for name in names for edge in EDGES]
+  numbers = number_of(np.unique(np.clip(np.add.outer(edges, (-1, 0, 1)), 0, INFINITY)))
+  got = jax.jit(lambda x: [x.astype(name) for name in names])(numbers)
+  for name, result in zip(names, got, strict=True):
+    np.testing.assert_array_equal(np.asarray(result).astype(np.float64), cast(numbers, name), name)
 
 
-@pytest.mark.parametrize(
-  "dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16), jnp.zeros(1, "bfloat16").dtype, "bfloat16"]
-)
-def test_a_dtype_may_be_given_in_any_form(dtype):
-  assert runs_on(MATRIX_UNITS["hopper"], dtype)
-  assert padded("hopper", dtype, 3, 3, 3) == (8, 8, 8)
+def test_edges_are_the_same_in_a_thread_that_flushes_subnormals():
+  again = {}
+
+  def compute(x):
+    assert np.array(1, np.uint32).view(np.float32) * np.float32(2) == 0
+    for name, row in FORMATS.items():
+      fresh = dataclasses.replace(row)
+      again[name] = [getattr(fresh, edge) for edge in EDGES]
+    again["rows"] = describe()
+    return x
+
+  jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(compute, x, x))(jnp.float32(1)))
+  rows = again.pop("rows")
+  assert again == {name: [getattr(row, edge) for edge in EDGES] for name, row in FORMATS.items()}
+  assert rows == describe()
 
 
-def test_a_unit_may_be_ones_own():
-  mine = MatrixUnit("mine", {"bfloat16": (2, 3, 5)})
-  assert padded(mine, "bfloat16", 3, 4, 6) == (4, 6, 10)
-  assert not runs_on(mine, "float16")
+def survive(name, digits):
+  """Whether decimal numbers of so many digits are the same again when a format has rounded them."""
+  row = FORMATS[name]
+  low, high = math.ceil(math.log10(row.smallest_normal)), math.floor(math.log10(row.max)) - digits
+  tens = range(max(low, -10), min(high, 10))
+  texts = [f"{m}e{ten}" for ten in tens for m in range(10 ** (digits - 1), 10**digits)]
+  again = [f"{x:.{digits - 1}e}" for x in cast(np.array(texts, np.float64), name)]
+  return bool((np.array(again, np.float64) == np.array(texts, np.float64)).all())
 
 
-def test_unknown_unit_lists_the_rows():
+def test_decimal_numbers_of_so_many_digits_survive():
+  for name in ("float16", "float32", "float64"):
+    assert FORMATS[name].decimal_digits == np.finfo(name).precision, name
+  for name, row in FORMATS.items():
+    assert name in WIDE or not row.decimal_digits or survive(name, row.decimal_digits), name
+  for name in ("bfloat16", "float16", "tensorfloat32"):
+    assert not survive(name, FORMATS[name].decimal_digits + 1), name
+
+
+def test_formats_are_described_in_the_order_asked_for():
+  assert [row["name"] for row in describe()] == list(FORMATS)
+  assert [row["name"] for row in mpjax.formats.describe(["float16", "bfloat16"])] == ["float16", "bfloat16"]
+  assert describe("float16") == describe(["float16"])
   with pytest.raises(
-    ValueError,
-    match=r"unknown matrix units 'hoper': expected one of volta, .*ampere, .*did you mean 'hopper'",
+    ValueError, match=r"unknown number format 'bfloat61': .*float4_e2m1fn; did you mean 'bfloat16'"
   ):
-    padded("hoper", "bfloat16", 8, 8, 8)
-
-
-@pytest.mark.parametrize("ask", [padded, eligible, utilisation])
-def test_negative_size_is_refused(ask):
-  with pytest.raises(ValueError, match=r"\(8, -1, 8\).*negative"):
-    ask("hopper", "bfloat16", 8, -1, 8)
-
-
-def test_rows_cannot_be_changed():
+    describe(["bfloat61"])
   with pytest.raises(TypeError):
     FORMATS["float32"] = FORMATS["float16"]
-  with pytest.raises(TypeError):
-    MATRIX_UNITS["tpu"].multiples["float8"] = (1, 1, 1)
+
+
+def test_table_has_every_format_with_its_numbers_in_120_columns():
+  text = format_table()
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= 120
+  cells = {line.split()[0]: line.split() for line in lines[2 : 2 + len(FORMATS)]}
+  listed = "\n".join(lines[5 + len(FORMATS) :]).partition("\n\n")[0]
+  # A line that was broken goes on under the units of the one before.
+  units = {line.split()[0]: line for line in re.sub(r"\n +", " ", listed).splitlines()}
+  for row in describe():
+    name = row["name"]
+    _, bits, widths, largest, normal, subnormal, epsilon, digits, overflow, powers, count = cells[name]
+    assert (int(bits), int(digits), overflow) == (row["bits"], row["decimal_digits"], row["on_overflow"])
+    assert [*map(int, widths.split("+"))] == [row["sign_bits"], row["exponent_bits"], row["mantissa_bits"]]
+    # Rounded up to two digits, the largest float64 is none.
+    assert Decimal(largest) / Decimal(row["max"]) == pytest.approx(1, rel=Decimal("0.01"))
+    assert float(normal) == pytest.approx(row["smallest_normal"], rel=0.01)
+    assert float(epsilon) == pytest.approx(row["epsilon"], rel=0.01)
+    if row["has_subnormals"]:
+      assert float(subnormal) == pytest.approx(row["smallest_subnormal"], rel=0.01)
+    else:
+      assert subnormal == "none"
+    low, high = map(float, powers.split(".."))
+    assert (low, int(count)) == (row["log2_smallest"], row["binades"])
+    assert high == pytest.approx(row["log2_max"], abs=0.051)
+    assert all(f"{unit}: {', '.join(devices)}" in units[name] for unit, devices in row["units"].items())
+    assert row["units"] or units[name].split() == [name, "none"]
+  console = rich.console.Console(width=120, file=io.StringIO())
+  print_formats(console, ["float16", "float8_e5m2"])
+  assert console.file.getvalue() == format_table(["float16", "float8_e5m2"]) + "\n"

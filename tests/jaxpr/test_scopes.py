@@ -2,19 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-import pytest
 
 import mpjax
 from mpjax.jaxpr import (
   as_traced,
   backward_depth,
-  bodies_of,
   inside,
   is_library,
   marked_path,
   module_path,
-  open_jaxpr,
   parse_scopes,
   phase_of,
   source_line,
@@ -22,21 +20,13 @@ from mpjax.jaxpr import (
   transform_place,
   without_marks,
 )
+from tests.casting._jaxprs import equations, named
 
-X = jnp.ones((3, 3))
-
-
-def equations(fun, *args):
-  """The equations of a function, those in bodies too."""
-  todo = list(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
-  while todo:
-    equation = todo.pop(0)
-    yield equation
-    todo += [inner for body in bodies_of(equation) for inner in open_jaxpr(body).eqns]
+X = np.ones((3, 3), np.float32)
 
 
 def only(fun, name, *args):
-  (equation,) = (e for e in equations(fun, *args) if e.primitive.name == name)
+  (equation,) = named(name, fun, *args)
   return equation
 
 
@@ -50,25 +40,21 @@ def test_a_path_is_the_scopes_without_einsums():
   assert module_path(only(lambda x: jnp.sin(x), "sin", X)) == ""
 
 
-@pytest.mark.parametrize(
-  ("fun", "primitive", "phase", "depth"),
-  [
+def test_the_phase_of_an_equation_and_its_path():
+  for fun, primitive, phase, depth in (
     (net, "sin", "", 0),
     (jax.grad(net), "sin", "forward", 0),
     (jax.grad(net), "cos", "forward", 0),
     (jax.grad(net), "mul", "backward", 1),
     (lambda x: jax.vmap(jax.grad(net))(x[None]), "mul", "backward", 1),
-  ],
-)
-def test_the_phase_of_an_equation_and_its_path(fun, primitive, phase, depth):
-  equation, *_ = (e for e in equations(fun, X) if e.primitive.name == primitive)
-  assert (phase_of(equation), backward_depth(equation)) == (phase, depth)
-  assert module_path(equation) == "net/h0/attn"
+  ):
+    equation, *_ = named(primitive, fun, X)
+    assert (phase_of(equation), backward_depth(equation)) == (phase, depth), primitive
+    assert module_path(equation) == "net/h0/attn", primitive
 
 
-@pytest.mark.parametrize(
-  ("text", "path", "phase"),
-  [
+def test_name_stacks_as_text():
+  for text, path, phase in (
     ("", "", ""),
     ("GPT/h0", "GPT/h0", ""),
     ("jit(step)/transpose(jvp(GPT))/blocks/5", "GPT/blocks/5", "backward"),
@@ -79,14 +65,10 @@ def test_the_phase_of_an_equation_and_its_path(fun, primitive, phase, depth):
     ("jvp(jit(f))/a", "a", "forward"),
     ("a/full_precision/b/autocast_output", "a/b", ""),
     ("a/checkpoint/rematted_computation/b", "a/b", ""),
-  ],
-)
-def test_name_stacks_as_text(text, path, phase):
-  scopes = parse_scopes(text)
-  assert (scopes.path(), scopes.phase) == (path, phase)
-
-
-def test_a_name_is_split_outside_of_parentheses_alone():
+  ):
+    scopes = parse_scopes(text)
+    assert (scopes.path(), scopes.phase) == (path, phase), text
+  # A name is split outside of parentheses alone.
   assert split_scopes("jit(step)/transpose(jvp(a/b))/dot") == ["jit(step)", "transpose(jvp(a/b))", "dot"]
 
 
@@ -103,19 +85,16 @@ def test_marks_are_no_modules_and_autocast_still_sees_them():
   assert row.path == "net"
 
 
-@pytest.mark.parametrize(
-  ("outer", "path", "whole"),
-  [
+def test_the_path_of_an_equation_in_a_body():
+  for outer, path, whole in (
     ("", "h0", "h0"),
     ("GPT", "", "GPT"),
     ("GPT", "h0", "GPT/h0"),
     ("GPT", "GPT", "GPT"),
     ("GPT", "GPT/h0", "GPT/h0"),
     ("GPT", "GPT2/h0", "GPT/GPT2/h0"),
-  ],
-)
-def test_the_path_of_an_equation_in_a_body(outer, path, whole):
-  assert inside(outer, path) == whole
+  ):
+    assert inside(outer, path) == whole, (outer, path)
 
 
 def test_new_equations_take_the_place_of_the_one_they_are_for():
@@ -142,8 +121,8 @@ def test_an_optimisers_operations_are_placed_in_their_transform():
     return optax.stateless(lambda u, p: jax.tree.map(jnp.sin, u))
 
   tx = optax.chain(my_transform(), optax.scale_by_adam())
-  state = tx.init(jnp.ones(2))
-  found = equations(tx.update, jnp.ones(2), state)
+  weights = np.ones(2, np.float32)
+  found = equations(tx.update, weights, tx.init(weights))
   places = {e.primitive.name: transform_place(e) for e in found}
   assert places["sin"][1].startswith("test_scopes.py:")
   assert places["sqrt"][0] == "scale_by_adam"

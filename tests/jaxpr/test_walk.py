@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from mpjax.jaxpr import (
   alignment,
@@ -19,15 +18,9 @@ from mpjax.jaxpr import (
   scan_parts,
 )
 
-X = jnp.arange(3.0)
-
-
-def traced(fun, *args):
-  return jax.make_jaxpr(fun)(*args)
-
-
-def names(equations):
-  return [equation.primitive.name for equation in equations]
+X = np.arange(3, dtype=np.float32)
+traced = lambda fun, *args: jax.make_jaxpr(fun)(*args)
+names = lambda equations: [equation.primitive.name for equation in equations]
 
 
 def two(x, y):
@@ -68,8 +61,8 @@ def test_a_program_evaluated_again_gives_the_same_in_the_same_scopes():
       return y, jax.lax.scan(lambda c, a: (c + a, c * a), 1.0, y), 3.0
 
   closed = traced(fun, X)
-  again = interpret(closed, [X], bind_again)
-  for got, want in zip(again, jax.tree.leaves(fun(X)), strict=True):
+  again, plain = jax.jit(lambda x: (interpret(closed, [x], bind_again), jax.tree.leaves(fun(x))))(X)
+  for got, want in zip(again, plain, strict=True):
     np.testing.assert_array_equal(got, want)
   whole = traced(lambda x: interpret(closed, [x], bind_again), X)
   assert {module_path(e) for e in whole.jaxpr.eqns if e.primitive.name == "sin"} == {"net"}
@@ -96,17 +89,16 @@ LOOPS = {  # function of [3], inputs of each body as operands of the call
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_inputs_of_bodies_are_operands_of_their_type(name):
-  fun, primitive = LOOPS[name]
-  (equation,) = (e for e in traced(fun, X).jaxpr.eqns if e.primitive.name == primitive)
-  aligned = alignment(equation)
-  assert len(aligned) == (2 if name in ("while", "cond") else 1) == len(bodies_of(equation))
-  stacked = sum(scan_parts(equation)[:2]) if name == "scan" else None
-  for body, indices in aligned:
-    for variable, i in zip(open_jaxpr(body).invars, indices, strict=True):
-      shape = equation.invars[i].aval.shape
-      assert variable.aval.shape == (shape if stacked is None or i < stacked else shape[1:])
+def test_inputs_of_bodies_are_operands_of_their_type():
+  for name, (fun, primitive) in LOOPS.items():
+    (equation,) = (e for e in traced(fun, X).jaxpr.eqns if e.primitive.name == primitive)
+    aligned = alignment(equation)
+    assert len(aligned) == (2 if name in ("while", "cond") else 1) == len(bodies_of(equation)), name
+    stacked = sum(scan_parts(equation)[:2]) if name == "scan" else None
+    for body, indices in aligned:
+      for variable, i in zip(open_jaxpr(body).invars, indices, strict=True):
+        shape = equation.invars[i].aval.shape
+        assert variable.aval.shape == (shape if stacked is None or i < stacked else shape[1:]), name
 
 
 def test_a_closure_is_passed_as_an_argument_and_its_axes_are_named():

@@ -1,0 +1,123 @@
+"""Which shapes of product are worth a matrix unit, and which devices have which."""
+
+import itertools
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpjax
+from mpjax.formats import FORMATS, MATRIX_UNITS, MatrixUnit, describe, eligible, padded, runs_on, utilisation
+
+TARGETS = pathlib.Path(mpjax.__file__).parent / "formats" / "devices"
+
+size = st.integers(1, 5000)
+unit_and_dtype = st.sampled_from(
+  [(unit, dtype) for unit in MATRIX_UNITS for dtype in (*FORMATS, "float8") if runs_on(unit, dtype)]
+)
+
+NVIDIA = ("ampere", "ada", "hopper", "blackwell")
+FLOAT8 = ("float8", "float8_e4m3fn", "float8_e5m2")
+WIDE = ("bfloat16", "float16", "float32")
+MULTIPLES = [  # what the vendors' guides say, by hand
+  (("volta", "turing"), ("float16",), (8, 8, 8)),
+  (NVIDIA, ("bfloat16", "float16"), (8, 8, 8)),
+  (NVIDIA, ("tensorfloat32",), (4, 4, 4)),
+  (NVIDIA[1:], FLOAT8, (16, 16, 16)),
+  (("tpu",), WIDE, (8, 128, 128)),
+  (("tpu_v6",), WIDE, (8, 256, 256)),
+]
+RUNS = {row: sizes for units, dtypes, sizes in MULTIPLES for row in itertools.product(units, dtypes)}
+
+
+def test_smallest_product_of_a_unit():
+  for row in itertools.product(MATRIX_UNITS, [*FORMATS, "float8", "int32", "int8"]):
+    if row[0] == "cpu":  # without units anything is eligible
+      assert runs_on(*row)
+      assert eligible(*row, 1, 7, 13)
+      assert padded(*row, 1, 7, 13) == (1, 7, 13)
+      assert utilisation(*row, 1, 7, 13) == 1
+    elif row not in RUNS:
+      assert not runs_on(*row), row
+      assert not eligible(*row, 1024, 1024, 1024), row
+      assert padded(*row, 3, 5, 7) == (3, 5, 7), row
+      assert utilisation(*row, 1024, 1024, 1024) == 0, row
+    else:
+      m, n, k = RUNS[row]
+      assert runs_on(*row), row
+      assert padded(*row, 1, 1, 1) == (m, n, k), row
+      assert eligible(*row, m, n, k), row
+      for sizes in ((m - 1, n, k), (m, n - 1, k), (m, n, k - 1), (1, n, k), (m, 1, k), (m, n, 1)):
+        assert not eligible(*row, *sizes), (row, sizes)
+
+
+def test_padded_shape_and_its_useful_share():
+  for unit, dtype, shape, want, share in (
+    ("hopper", "bfloat16", (8192, 50257, 768), (8192, 50264, 768), 50257 / 50264),
+    ("hopper", "float8_e4m3fn", (8192, 50257, 768), (8192, 50272, 768), 50257 / 50272),
+    ("ampere", "tensorfloat32", (6, 10, 30), (8, 12, 32), 6 * 10 * 30 / (8 * 12 * 32)),
+    ("tpu", "bfloat16", (8192, 50257, 768), (8192, 50304, 768), 50257 / 50304),
+    ("tpu", "bfloat16", (12, 64, 64), (16, 128, 128), 12 * 64 * 64 / (16 * 128 * 128)),
+    ("tpu_v6", "float32", (12, 64, 300), (16, 256, 512), 12 * 64 * 300 / (16 * 256 * 512)),
+    ("hopper", "bfloat16", (1, 4096, 4096), (8, 4096, 4096), 1 / 8),
+    ("hopper", "bfloat16", (0, 4096, 4096), (0, 4096, 4096), 1),
+  ):
+    assert padded(unit, dtype, *shape) == want, (unit, dtype, shape)
+    assert utilisation(unit, dtype, *shape) == pytest.approx(share), (unit, dtype, shape)
+
+
+@given(unit_and_dtype, size, size, size)
+def test_padding_is_the_least_that_makes_a_product_eligible(unit_and_dtype, m, n, k):
+  unit, dtype = unit_and_dtype
+  shape = (m, n, k)
+  wide = padded(unit, dtype, *shape)
+  assert padded(unit, dtype, *wide) == wide
+  assert all(after >= before for before, after in zip(shape, wide, strict=True))
+  assert eligible(unit, dtype, *wide)
+  assert eligible(unit, dtype, *shape) == (wide == shape and (unit == "cpu" or 1 not in shape))
+  for axis, (before, after) in enumerate(zip(shape, wide, strict=True)):
+    steps = padded(unit, dtype, 1, 1, 1)
+    assert not any(smaller % steps[axis] == 0 for smaller in range(before, after))
+  assert utilisation(unit, dtype, *wide) == 1
+  assert utilisation(unit, dtype, *shape) * math.prod(wide) == pytest.approx(math.prod(shape))
+
+
+def test_a_dtype_may_be_given_in_any_form_and_a_unit_may_be_ones_own():
+  for dtype in (jnp.bfloat16, np.dtype(jnp.bfloat16), "bfloat16"):
+    assert runs_on(MATRIX_UNITS["hopper"], dtype)
+    assert padded("hopper", dtype, 3, 3, 3) == (8, 8, 8)
+  mine = MatrixUnit("mine", {"bfloat16": (2, 3, 5)})
+  assert padded(mine, "bfloat16", 3, 4, 6) == (4, 6, 10)
+  assert not runs_on(mine, "float16")
+
+
+def test_errors_list_the_units_and_refuse_negative_sizes_and_changes():
+  with pytest.raises(
+    ValueError,
+    match=r"unknown matrix units 'hoper': expected one of volta, .*ampere, .*did you mean 'hopper'",
+  ):
+    padded("hoper", "bfloat16", 8, 8, 8)
+  for ask in (padded, eligible, utilisation):
+    with pytest.raises(ValueError, match=r"\(8, -1, 8\).*negative"):
+      ask("hopper", "bfloat16", 8, -1, 8)
+  with pytest.raises(TypeError):
+    MATRIX_UNITS["tpu"].multiples["float8"] = (1, 1, 1)
+
+
+def test_units_are_those_of_the_described_devices():
+  for file in TARGETS.glob("*.yaml"):
+    device = yaml.safe_load(file.read_text())
+    for row in describe():
+      key = "float8" if row["name"] in ("float8_e4m3fn", "float8_e5m2") else row["name"]
+      # Rates of float32 on GPUs and of FP8 on TPUs are not those of units for it.
+      has_units = key in device["flops"] and key != {"gpu": "float32", "tpu": "float8"}[device["kind"]]
+      assert (file.stem in row["units"].get(device["matrix_units"], ())) == has_units, (file.stem, row)
+
+
+def test_units_name_every_row_of_the_matrix_units_but_the_cpu():
+  assert {unit for row in describe() for unit in row["units"]} == set(MATRIX_UNITS) - {"cpu"}
