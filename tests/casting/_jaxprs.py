@@ -19,6 +19,7 @@ OPTIONS = {
   **(quick.OPTIONS if quick.understood() else {}),
 }
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+Function = Callable[..., Any]
 _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -27,9 +28,7 @@ def jit(fun: Callable[..., Any]) -> Callable[..., Any]:
   return jax.jit(fun, compiler_options=OPTIONS)
 
 
-def trace_together(
-  functions: dict[str, Callable[..., Any]], *args: Any
-) -> tuple[jax.stages.Traced, dict[str, Any]]:
+def trace_together(functions: dict[str, Function], *args: Any) -> tuple[jax.stages.Traced, dict[str, Any]]:
   """One program that calls all of the functions, since most of the time goes into compiling; the jaxpr of each."""
 
   def all_of_them(*args: Any) -> dict[str, Any]:
@@ -47,9 +46,7 @@ def trace_together(
   return traced, dict(zip(functions, (call.params["jaxpr"].jaxpr for call in calls), strict=True))
 
 
-def run_together(
-  functions: dict[str, Callable[..., Any]], *args: Any
-) -> tuple[dict[str, Any], dict[str, set[str]]]:
+def run_together(functions: dict[str, Function], *args: Any) -> tuple[dict[str, Any], dict[str, set[str]]]:
   """What each function gives, and the pairs of dtypes that its matrix products multiply: `{"bf16 bf16"}`."""
   traced, jaxprs = trace_together(functions, *args)
   found = {name: operands(jaxpr) for name, jaxpr in jaxprs.items()}

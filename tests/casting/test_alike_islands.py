@@ -1,97 +1,83 @@
 """Layers that are alike: their islands are traced once, and compute, and are named, as if each were its own."""
 
-from __future__ import annotations
-
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mpjax
 from mpjax.jaxpr import parse_scopes
-from tests.casting._jaxprs import equations
+from tests.casting._jaxprs import named, run_together
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+NORMAL = np.random.default_rng(0).standard_normal((13, 8, 8)).astype(np.float32)
+X = NORMAL[-1, :4]
 
 
-def params(layers: int) -> list[dict[str, jax.Array]]:
-  keys = jax.random.split(jax.random.key(1), layers)
-  return [{"w": jax.random.normal(k, (8, 8)) / 3, "scale": jnp.ones(8) + i} for i, k in enumerate(keys)]
+def params(layers):
+  return [{"w": w / 3, "scale": np.float32(np.ones(8) + i)} for i, w in enumerate(NORMAL[:layers])]
 
 
 def deep(weights, x, epsilons=None, constants=None):
   """Norm, product, softmax and product in each layer, under the layer's name."""
   for i, w in enumerate(weights):
     with jax.named_scope(f"block_{i}"):
-      y = (
-        x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + (epsilons[i] if epsilons else 1e-6)) * w["scale"]
-      )
+      epsilon = epsilons[i] if epsilons else 1e-6
+      y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + epsilon) * w["scale"]
       if constants is not None:
         y = y + constants[i]
       x = x + jax.nn.softmax(y @ w["w"]) @ w["w"]
   return (x * x).mean()
 
 
-def programs(layers: int) -> set[int]:
-  """The programs of the islands of a deep model."""
-  jaxpr = jax.make_jaxpr(mpjax.autocast(deep, "fp16"))(params(layers), X)
-  return {id(e.params["jaxpr"]) for e in jaxpr.jaxpr.eqns if "remat" in e.primitive.name}
-
-
 def test_more_layers_have_no_more_programs():
-  assert len(programs(4)) == len(programs(12)) > 0
+  cast = mpjax.autocast(deep, "fp16")
+  of = lambda layers: [
+    e for e in jax.make_jaxpr(cast)(params(layers), X).jaxpr.eqns if "remat" in e.primitive.name
+  ]
+  four, twelve = ({id(e.params["jaxpr"]) for e in of(layers)} for layers in (4, 12))
+  assert len(four) == len(twelve) > 0
 
 
 def near(found, expected, tolerance=0.05):
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    assert np.linalg.norm(np.float32(a - b)) <= tolerance * np.linalg.norm(b)
+    assert np.linalg.norm(np.float32(a) - b) <= tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("order", ["grad(autocast)", "autocast(grad)"])
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_each_layer_has_its_own_gradients(order, policy):
-  expected = jax.grad(deep)(params(5), X)
-  cast = lambda f: mpjax.autocast(f, policy)
-  gradient = jax.grad(cast(deep)) if order == "grad(autocast)" else cast(jax.grad(deep))
-  near(gradient(params(5), X), expected)
-
-
-def test_layers_that_differ_in_a_number_alone_are_not_alike():
-  epsilons = [1e-6, 10.0, 1e-6, 30.0]
-  loss = lambda weights, x: deep(weights, x, epsilons)
-  near(jax.grad(mpjax.autocast(loss, "bf16"))(params(4), X), jax.grad(loss)(params(4), X))
-
-
-def test_layers_that_differ_in_a_constant_array_have_each_their_own():
-  constants = [np.full(8, 0.5 * i, np.float32) * np.arange(8) for i in range(4)]
-  loss = lambda weights, x: deep(weights, x, constants=constants)
-  near(jax.grad(mpjax.autocast(loss, "bf16"))(params(4), X), jax.grad(loss)(params(4), X))
-
-
-def test_layers_of_another_policy_are_not_alike():
-  cast = mpjax.autocast(deep, "bf16", overrides={"block_1": "fp32", "block_2": "fp16"})
-  near(jax.grad(cast)(params(4), X), jax.grad(deep)(params(4), X))
-  products = [e for e in equations(jax.grad(cast), params(4), X) if e.primitive.name == "dot_general"]
-  assert {e.invars[0].aval.dtype.name for e in products} == {"bfloat16", "float32", "float16"}
+def test_each_layer_has_its_own_gradients_under_transformations_too():
+  bf16 = mpjax.autocast(policy="bf16")
+  losses = {
+    "plain": deep,
+    # Layers that differ in a number alone, and in a constant array, are not alike.
+    "epsilons": lambda w, x: deep(w, x, epsilons=[1e-6, 10.0, 1e-6, 30.0]),
+    "constants": lambda w, x: deep(w, x, constants=[np.float32(0.5 * i * np.arange(8)) for i in range(4)]),
+  }
+  functions = {f"{name} in float32": jax.grad(loss) for name, loss in losses.items()}
+  functions |= {f"{name} in bf16": jax.grad(bf16(loss)) for name, loss in losses.items()}
+  functions |= {
+    "plain under autocast": bf16(jax.grad(deep)),
+    "plain in fp16": jax.grad(mpjax.autocast(deep, "fp16")),
+    "plain by overrides": jax.grad(
+      mpjax.autocast(deep, "bf16", overrides={"block_1": "fp32", "block_2": "fp16"})
+    ),
+    "plain in a vmap": lambda w, x: jax.tree.map(
+      lambda g: g[0], jax.vmap(jax.grad(bf16(deep)), (None, 0))(w, jnp.stack([x, 2 * x]))
+    ),
+  }
+  results, found = run_together(functions, params(4), X)
+  for name, got in results.items():
+    near(got, results[name.split()[0] + " in float32"])
+  assert found["plain by overrides"] == {"bf16 bf16", "f32 f32", "f16 f16"}
+  gradient = results["plain in bf16"]
+  along = lambda w, x: jax.jvp(bf16(deep), (w, x), (gradient, 0 * x))[1]
+  squares = sum(np.vdot(g, g) for g in jax.tree.leaves(gradient))
+  np.testing.assert_allclose(jax.jit(along)(params(4), X), squares, rtol=0.05)
 
 
 def test_compiled_operations_have_the_name_of_their_own_layer():
   text = jax.jit(jax.grad(mpjax.autocast(deep, "bf16"))).lower(params(4), X).as_text(debug_info=True)
   names = re.findall(r'"([^"]*/exp)"', text)
   assert {parse_scopes(name.rpartition("/")[0]).path() for name in names} == {f"block_{i}" for i in range(4)}
-
-
-def test_gradients_under_transformations_are_the_same():
-  gradient = jax.grad(mpjax.autocast(deep, "bf16"))
-  expected = gradient(params(4), X)
-  stacked = jnp.stack([X, 2 * X])
-  near(jax.tree.map(lambda g: g[0], jax.vmap(gradient, (None, 0))(params(4), stacked)), expected)
-  near(jax.jit(gradient)(params(4), X), expected)
-  _, tangent = jax.jvp(mpjax.autocast(deep, "bf16"), (params(4), X), (expected, jnp.zeros_like(X)))
-  squares = sum(jnp.vdot(g, g) for g in jax.tree.leaves(expected))
-  np.testing.assert_allclose(tangent, squares, rtol=0.05)
 
 
 @jax.jit
@@ -111,29 +97,27 @@ def test_layers_that_call_one_function_under_another_policy_are_not_alike():
     return (x * x).mean()
 
   cast = mpjax.autocast(loss, "bf16", overrides={"block_2/inner": "fp32"})
-  scaled = [e for e in equations(cast, params(4), X) if e.primitive.name == "mul"]
-  columns = [e.invars[0].aval.dtype.name for e in scaled if e.invars[0].aval.shape == (4, 1)]
+  columns = [e.invars[0].aval for e in named("mul", cast, params(4), X)]
   # Two operations in each layer: for the product, and again in the island.
-  assert sorted(columns) == ["bfloat16"] * 12 + ["float32"] * 4
+  of_columns = sorted(aval.dtype.name for aval in columns if aval.shape == (4, 1))
+  assert of_columns == ["bfloat16"] * 12 + ["float32"] * 4
 
 
-@pytest.mark.parametrize("call", ["jit", "scan"])
-def test_functions_of_islands_keep_no_tracers_of_the_bodies_they_are_in(call):
+def test_functions_of_islands_keep_no_tracers_of_the_bodies_they_are_in():
   def block(x, w):
     y = jnp.tanh(x @ w)
     return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6), None
 
-  def loss(weights, x):
-    if call == "scan":
-      x, _ = jax.lax.scan(block, x, weights)
-    else:
-      for w in weights:
-        x, _ = jax.jit(block)(x, w)
+  def of_calls(weights, x):
+    for w in weights:
+      x, _ = jax.jit(block)(x, w)
     return (x * x).mean()
 
+  of_a_scan = lambda weights, x: (jax.lax.scan(block, x, weights)[0] ** 2).mean()
   policy = {"base": "fp8", "fp8": {"recipe": "delayed", "emulate": True, "min_dim": 8, "first_layer": True}}
-  args = jnp.stack([jnp.eye(16)] * 3), jnp.ones((16, 16))
-  state = mpjax.init_fp8_state(loss, policy)(*args)
-  cast = lambda weights, state, x: mpjax.autocast(loss, policy, fp8_state=state)(weights, x)
-  with jax.checking_leaks():
-    jax.make_jaxpr(jax.grad(cast, (0, 1)))(args[0], state, args[1])
+  weights, x = np.stack([np.eye(16, dtype=np.float32)] * 3), np.ones((16, 16), np.float32)
+  for loss in (of_calls, of_a_scan):
+    state = mpjax.init_fp8_state(loss, policy)(weights, x)
+    cast = lambda weights, state, x: mpjax.autocast(loss, policy, fp8_state=state)(weights, x)
+    with jax.checking_leaks():
+      jax.make_jaxpr(jax.grad(cast, (0, 1)))(weights, state, x)
