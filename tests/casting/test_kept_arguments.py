@@ -3,37 +3,27 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mpjax
-from tests.casting._jaxprs import jit
+from tests.casting._jaxprs import run_together
 
 ROWS, D, LAYERS = 4, 32, 3
-X = jnp.cos(jnp.arange(ROWS * D, dtype=jnp.float32)).reshape(ROWS, D)
-STACK = jnp.sin(jnp.arange(LAYERS * D * D, dtype=jnp.float32)).reshape(LAYERS, D, D) / 4
-SCALES = 1 + jnp.cos(jnp.arange(LAYERS * D, dtype=jnp.float32)).reshape(LAYERS, D) / 4
+X = np.cos(np.arange(ROWS * D, dtype=np.float32)).reshape(ROWS, D)
+STACK = np.sin(np.arange(LAYERS * D * D, dtype=np.float32)).reshape(LAYERS, D, D) / 4
+SCALES = 1 + np.cos(np.arange(LAYERS * D, dtype=np.float32)).reshape(LAYERS, D) / 4
+BF16 = mpjax.autocast(policy="bf16")
 
 
 def kept(fun, *args, at_least=ROWS * D):
   """Types of what `jax.vjp` keeps for the gradient of the first argument, beside the arguments; the large."""
-  closed = jax.make_jaxpr(lambda first, *rest: jax.tree.leaves(jax.vjp(lambda p: fun(p, *rest), first)[1]))(
-    *args
-  )
-  body = closed.jaxpr
+  vjp = lambda first, *rest: jax.tree.leaves(jax.vjp(lambda p: fun(p, *rest), first)[1])
+  body = jax.make_jaxpr(vjp)(*args).jaxpr
   found = {v for v in body.outvars if not hasattr(v, "val")} - {*body.invars, *body.constvars}
   return sorted(str(v.aval) for v in found if v.aval.size >= at_least)
 
 
-def layer(x, w):
-  return jnp.maximum(x @ w, 0.0)
-
-
-def rows(stack, x):
-  return jax.lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0].sum()
-
-
-def constant(stack, x):
-  return jax.lax.fori_loop(0, LAYERS, lambda i, x: layer(x, stack[0].T), x).sum()
+layer = lambda x, w: jnp.maximum(x @ w, 0.0)
+scan = lambda step, stack, x: jax.lax.scan(lambda x, w: (step(x, w), None), x, stack)[0].sum()
 
 
 def unrolled(stack, x):
@@ -43,53 +33,48 @@ def unrolled(stack, x):
 
 
 def in_branches(stack, x):
-  first = lambda w, x: layer(x, w)
-  return jax.lax.cond(
-    x[0, 0] > 0, first, lambda w, x: layer(layer(x, w), w), stack.reshape(-1, D)[:D], x
-  ).sum()
+  two = lambda w, x: layer(layer(x, w), w)
+  return jax.lax.cond(x[0, 0] > 0, lambda w, x: layer(x, w), two, stack[0], x).sum()
 
 
-def in_jit(stack, x):
-  return jax.jit(rows)(stack, x)
+rows = lambda stack, x: scan(layer, stack, x)
+constant = lambda stack, x: jax.lax.fori_loop(0, LAYERS, lambda i, x: layer(x, stack[0].T), x).sum()
 
 
-def on_a_mesh(stack, x):
+def rotated(stack, x):
+  """A product whose result is multiplied by one table at every step, as position embeddings are."""
+  table = jnp.cos(X)[:1]
+  return scan(lambda x, w: (x @ w) * table, stack, x)
+
+
+def over_devices(fun, **options):
   mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.shard_map(fun, mesh=mesh, out_specs=jax.P(), **options)
+
+
+def test_no_half_precision_copy_of_a_weight_or_an_input_is_kept():
   total = lambda stack, x: jax.lax.psum(unrolled(stack, x), "d")
-  return jax.shard_map(total, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())(stack, x)
-
-
-@pytest.mark.parametrize("net", [rows, constant, unrolled, in_jit, on_a_mesh], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_no_half_precision_copy_of_a_weight_is_kept(net, policy):
-  assert kept(mpjax.autocast(net, policy), STACK, X, at_least=D * D) == []
-
-
-def test_nor_one_of_an_input():
-  """A batch of large rows before the first product: its cast is as large as what a layer leaves."""
-  assert kept(mpjax.autocast(lambda w, x: (x / 255 @ w).sum(), "bf16"), STACK[0], X) == []
+  on_a_mesh = over_devices(total, in_specs=(jax.P(), jax.P("d")))
+  for net in (rows, constant, unrolled, lambda stack, x: jax.jit(rows)(stack, x), on_a_mesh):
+    assert kept(BF16(net), STACK, X, at_least=D * D) == [], net
+  assert kept(mpjax.autocast(rows, "fp16"), STACK, X, at_least=D * D) == []
+  # A batch of large rows before the first product: its cast is as large as what a layer leaves.
+  assert kept(BF16(lambda w, x: (x / 255 @ w).sum()), STACK[0], X) == []
 
 
 def test_what_is_made_of_a_parameter_at_a_price_is_kept_in_half_precision():
   """In float32 it would take twice the memory."""
-  found = kept(
-    mpjax.autocast(lambda w, x: layer(layer(x, w), w[jnp.argsort(x[0])]).sum(), "bf16"), STACK[0], X
-  )
-  assert f"bfloat16[{D},{D}]" in found
-  assert f"float32[{D},{D}]" not in found
-
-
-def test_so_is_a_gathered_parameter():
-  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
   def gathered(w, x):
     w = jax.lax.all_gather(w, "d", tiled=True)
     return jax.lax.psum(layer(layer(x, w), w).sum(), "d")
 
-  f = jax.shard_map(gathered, mesh=mesh, in_specs=(jax.P("d"), jax.P()), out_specs=jax.P(), check_vma=False)
-  found = kept(mpjax.autocast(f, "bf16"), STACK[0], X)
-  assert f"bfloat16[{4 * D},{D}]" in found
-  assert f"float32[{4 * D},{D}]" not in found
+  sorted_rows = lambda w, x: layer(layer(x, w), w[jnp.argsort(x[0])]).sum()
+  on_mesh = over_devices(gathered, in_specs=(jax.P("d"), jax.P()), check_vma=False)
+  for f, shape in ((sorted_rows, f"[{D},{D}]"), (on_mesh, f"[{4 * D},{D}]")):
+    found = kept(BF16(f), STACK[0], X)
+    assert f"bfloat16{shape}" in found
+    assert f"float32{shape}" not in found
 
 
 def frozen_norm(params, x):
@@ -102,34 +87,24 @@ def frozen_norm(params, x):
   return jax.lax.scan(one, x, params)[0].sum()
 
 
-def rotated(stack, x):
-  """A product whose result is multiplied by one table at every step, as position embeddings are."""
-  table = jnp.cos(X)[:1]
-  return jax.lax.scan(lambda x, w: ((x @ w) * table, None), x, stack)[0].sum()
-
-
 def test_a_parameter_is_not_kept_as_broadcast():
   half = f"bfloat16[{LAYERS},{ROWS},{D}]"
-  found = kept(mpjax.autocast(frozen_norm, "bf16"), (STACK, SCALES), X)
+  found = kept(BF16(frozen_norm), (STACK, SCALES), X)
   assert found.count(half) == 3  # what enters the norm, what enters the product, what enters the maximum
-  assert kept(mpjax.autocast(rotated, "bf16"), STACK, X).count(half) == 1
+  assert kept(BF16(rotated), STACK, X).count(half) == 1
 
 
-@pytest.mark.parametrize("net", [rows, constant, unrolled, in_branches, rotated], ids=lambda f: f.__name__)
-def test_values_and_gradients_are_those_of_keeping_all(net):
-  again, keeping = (
-    jax.value_and_grad(mpjax.autocast(net, "bf16", recompute=how)) for how in ("islands", "nothing")
-  )
-  (value, grads), (value_too, grads_too) = jit(lambda *args: (again(*args), keeping(*args)))(STACK, X)
-  assert value == value_too
-  np.testing.assert_allclose(grads, grads_too, rtol=0, atol=2**-8 * np.abs(np.asarray(grads_too)).max())
-
-
-def test_the_gradient_of_a_weight_with_many_uses_is_summed_in_float32():
-  """In bfloat16 256 + 1 is 256."""
-  w, x = jnp.ones((2, 2)), jnp.ones((1, 2))
-  f = mpjax.autocast(lambda w, x: sum((x @ w).sum() for _ in range(300)), "bf16")
-  np.testing.assert_array_equal(jit(jax.grad(f))(w, x), np.full((2, 2), 300.0))
+def test_values_and_gradients_are_those_of_keeping_all():
+  functions = {
+    f"{i} {how}": jax.value_and_grad(mpjax.autocast(net, "bf16", recompute=how))
+    for i, net in enumerate((rows, constant, unrolled, in_branches, rotated))
+    for how in ("islands", "dots", "nothing")
+  }
+  results, _ = run_together(functions, STACK, X)
+  for name in [name for name in results if not name.endswith("nothing")]:
+    (value, grads), (value_too, grads_too) = results[name], results[name.split()[0] + " nothing"]
+    assert value == value_too, name
+    np.testing.assert_allclose(grads, grads_too, rtol=0, atol=2**-8 * np.abs(grads_too).max(), err_msg=name)
 
 
 def test_an_override_keeps_what_it_is_told_to():
