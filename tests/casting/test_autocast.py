@@ -1,9 +1,8 @@
 """The contract of `mpjax.autocast`: forms, dtypes in and out, composition with JAX's transformations, errors."""
 
-from __future__ import annotations
-
 import functools
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,10 @@ import pytest
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, leaf_failures, normal
-from tests.casting._jaxprs import lowered_products, products
+from tests.casting._jaxprs import lowered_products, products, run_together
 
 W = normal(4, 4, scale=0.5)
-X = jnp.asarray(normal(8, 4, seed=1))
+X = normal(8, 4, seed=1)
 BF16 = mpjax.autocast(policy="bf16")
 
 
@@ -26,52 +25,37 @@ def layer(w, x):
   return x + jax.nn.softmax(jnp.tanh(x @ w)) * 0.5
 
 
-def close(got: Any, want: Any) -> None:
-  assert [*leaf_failures("output", got, want, TOLERANCE["bf16"])] == []
+FORMS = [
+  lambda f: mpjax.autocast(f, "bf16"),
+  lambda f: mpjax.autocast(f, policy="bf16"),
+  lambda f: mpjax.autocast(policy="bf16")(f),
+  mpjax.autocast,  # auto, which is bf16 on the CPU
+  lambda f: mpjax.autocast(f, "params=float32,compute=bfloat16,output=float32"),
+  lambda f: mpjax.autocast(f, {"base": "bf16"}),
+  lambda f: mpjax.autocast(f, mpjax.get_policy("bf16")),
+  lambda f: mpjax.autocast(f, jmp.Policy(jnp.float32, jnp.bfloat16, jnp.float32)),
+  lambda f: functools.partial(mpjax.autocast(f, "bf16")),
+  lambda f: mpjax.autocast(functools.partial(f), "bf16"),
+  lambda f: lambda w, x: mpjax.autocast(f, "bf16")(w, x=x),
+]
 
 
-def same(got: Any, want: Any) -> None:
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    assert a.dtype == b.dtype
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def test_forms():
+  casts = {f"form {i}": form(layer) for i, form in enumerate(FORMS)}
+  results, found = run_together({"plain": layer, **casts}, W, X)
+  for name in casts:
+    assert found[name] == {"bf16 bf16"}, name
+    assert [*leaf_failures("output", results[name], results["plain"], TOLERANCE["bf16"])] == [], name
 
 
-# Forms
-
-FORMS = {
-  "second argument": lambda f: mpjax.autocast(f, "bf16"),
-  "keyword": lambda f: mpjax.autocast(f, policy="bf16"),
-  "decorator": lambda f: mpjax.autocast(policy="bf16")(f),
-  "default": mpjax.autocast,  # auto, which is bf16 on the CPU
-  "string": lambda f: mpjax.autocast(f, "params=float32,compute=bfloat16,output=float32"),
-  "mapping": lambda f: mpjax.autocast(f, {"base": "bf16"}),
-  "Policy": lambda f: mpjax.autocast(f, mpjax.get_policy("bf16")),
-  "jmp.Policy": lambda f: mpjax.autocast(f, jmp.Policy(jnp.float32, jnp.bfloat16, jnp.float32)),
-  "partial of it": lambda f: functools.partial(mpjax.autocast(f, "bf16")),
-  "of a partial": lambda f: mpjax.autocast(functools.partial(f), "bf16"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form):
-  cast = FORMS[form](layer)
-  assert products(cast, W, X) == {"bf16"}
-  close(cast(W, X), layer(W, X))
-  close(cast(W, x=X), layer(W, X))
-
-
-def test_signature_name_and_docstring_are_those_of_the_function():
+def test_signature_name_and_docstring_are_those_of_the_function_and_methods_can_be_decorated():
   def model(params, x: int, *rest, flag: bool = False, **options):
     """Says what it does."""
-    return x
 
   cast = mpjax.autocast(model, "bf16")
   assert (cast.__name__, cast.__doc__) == ("model", "Says what it does.")
   assert inspect.signature(cast) == inspect.signature(model)
 
-
-def test_decorator_of_methods():
   class Model:
     scale = 2.0
 
@@ -89,11 +73,9 @@ def test_decorator_of_methods():
     def of_class(cls, x):
       return x @ W * cls.scale
 
-  model = Model()
-  assert products(model.method, X) == {"bf16"}
-  assert products(jax.jit(model.method), X) == {"bf16"}
-  assert products(Model.static, X) == products(model.of_class, X) == {"f16"}
-  close(model.method(X), X @ W * 2)
+  assert products(Model().method, X) == products(jax.jit(Model().method), X) == {"bf16"}
+  assert products(Model.static, X) == products(Model.of_class, X) == {"f16"}
+  assert [*leaf_failures("output", Model().method(X), X @ W * 2, TOLERANCE["bf16"])] == []
 
 
 def test_static_arguments_are_seen_by_the_function_as_they_are():
@@ -104,26 +86,27 @@ def test_static_arguments_are_seen_by_the_function_as_they_are():
     return jnp.broadcast_to((x @ W * scale).sum(), shape) if flag else x
 
   args = (True, "relu", 3, 0.5, None)
-  BF16(f)(X, *args, shape=(2, 3))
-  jax.jit(BF16(f), static_argnums=(1, 2, 3, 4), static_argnames="shape")(X, *args, shape=(2, 3))
+  jax.eval_shape(lambda x: BF16(f)(x, *args, shape=(2, 3)), X)
+  jax.jit(BF16(f), static_argnums=(1, 2, 3, 4), static_argnames="shape").trace(X, *args, shape=(2, 3))
   assert seen == [(*args, (2, 3))] * 2
   assert [type(x) for x in seen[0]] == [bool, str, int, float, type(None), tuple]
 
 
 def test_arguments_are_never_changed():
-  params = {"w": W.copy(), "b": jnp.ones(4), "n": np.arange(4)}
+  params = {"w": W.copy(), "b": np.ones(4, np.float32), "n": np.arange(4)}
 
   def f(params, x):
-    assert [leaf.dtype for leaf in jax.tree.leaves(params)] == [np.float32, np.int32, np.float32]
-    assert x.dtype == np.float32
+    assert [leaf.dtype for leaf in jax.tree.leaves((params, x))] == [
+      np.float32,
+      np.int32,
+      np.float32,
+      np.float32,
+    ]
     return x @ params["w"] + params["b"] * params["n"]
 
   before = jax.tree.map(np.array, params)
   BF16(f)(params, X)
-  same(params, before)
-
-
-# Outputs
+  jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), params, before)
 
 
 class Pair(NamedTuple):
@@ -131,46 +114,41 @@ class Pair(NamedTuple):
   second: Any
 
 
+HALVES = ("float32", "bfloat16", "float16")
+
+
 def outputs(x):
   y = x @ W
-  return {
-    "product": y,
-    "argument": x[:2],
-    "bfloat16": y.astype(jnp.bfloat16),
-    "float16": y.astype(jnp.float16),
-    "float8": y.astype(jnp.float8_e4m3fn),
-    "complex": y + 1j,
-    "int": jnp.argmax(y),
-    "uint8": y.astype(jnp.uint8),
-    "bool": y > 0,
-    "key": jax.random.key(0),
-    "constant": jnp.float32(3),
-    "constant bool": jnp.array(False),
-    "none": None,
-    "number": 3,
-    "weak": 2.5,
-    "tree": Pair((y,), [np.float32(1)]),
-  }
+  floats = [
+    y,
+    x[:2],
+    y.astype(jnp.bfloat16),
+    y.astype(jnp.float16),
+    jnp.float32(3),
+    Pair((y,), [np.float32(1)]),
+  ]
+  kept = [y.astype(jnp.float8_e4m3fn), y + 1j, jnp.argmax(y), y.astype(jnp.uint8), y > 0, jnp.array(False)]
+  return {"floats": floats, "kept": [*kept, jax.random.key(0)], "numbers": (None, 3, 2.5)}
 
 
-KEPT = {"float8", "complex", "int", "uint8", "bool", "key", "constant bool"}
+def test_floating_outputs_have_the_output_dtype_and_others_their_own():
+  types = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+  want = jax.eval_shape(outputs, X)
+  for compute, output in itertools.product(HALVES, HALVES):
+    cast = mpjax.autocast(outputs, f"params=float32,compute={compute},output={output}")
+    got = jax.eval_shape(cast, X)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert types(got["kept"]) == types(want["kept"]), (compute, output)
+    assert types(got["floats"]) == [(shape, np.dtype(output)) for shape, _ in types(want["floats"])], compute
 
 
-@pytest.mark.parametrize("output", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("jitted", [False, True])
-def test_floating_outputs_have_the_output_dtype_and_others_their_own(compute, output, jitted):
-  cast = mpjax.autocast(outputs, f"params=float32,compute={compute},output={output}")
-  got, want = (jax.jit(cast) if jitted else cast)(X), (jax.jit(outputs) if jitted else outputs)(X)
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for name in sorted(set(want) - {"none", "number", "weak", "tree"}):
-    assert isinstance(got[name], jax.Array), name
-    assert got[name].dtype == (want[name].dtype if name in KEPT else np.dtype(output)), name
-    assert got[name].shape == want[name].shape, name
-  assert got["tree"].first[0].dtype == got["tree"].second[0].dtype == np.dtype(output)
-  if not jitted:
-    assert (got["number"], got["weak"], got["none"]) == (3, 2.5, None)
-    assert (type(got["number"]), type(got["weak"])) == (int, float)
+def test_outputs_of_an_eager_call_are_arrays_and_numbers_as_they_were():
+  for compute in ("bfloat16", "float32"):
+    got = mpjax.autocast(outputs, f"params=float32,compute={compute},output=bfloat16")(jnp.asarray(X))
+    assert got["numbers"] == (None, 3, 2.5)
+    assert [type(x) for x in got["numbers"]] == [type(None), int, float]
+    assert all(isinstance(x, jax.Array) for x in (*got["floats"][:-1], *got["kept"]))
+    assert {x.dtype for x in jax.tree.leaves(got["floats"])} == {np.dtype("bfloat16")}
 
 
 def test_float64_is_never_narrowed():
@@ -180,125 +158,63 @@ def test_float64_is_never_narrowed():
     def f(a, b):
       return a @ a, b @ b, (b @ b).astype(np.float64) + 1e-300, jnp.exp(a), jnp.zeros(3, jnp.int64)
 
-    got = jax.jit(BF16(f))(wide, narrow)
+    got = jax.eval_shape(BF16(f), wide, narrow)
     assert [str(x.dtype) for x in got] == ["float64", "float32", "float64", "float64", "int64"]
     assert lowered_products(BF16(f), wide, narrow) == {"f64 f64": 1, "bf16 bf16": 2}
-    grads = jax.grad(lambda a, b: BF16(f)(a, b)[0].sum() + BF16(f)(a, b)[2].sum(), (0, 1))(wide, narrow)
+    loss = lambda a, b: BF16(f)(a, b)[0].sum() + BF16(f)(a, b)[2].sum()
+    grads = jax.eval_shape(jax.grad(loss, (0, 1)), wide, narrow)
     assert [str(g.dtype) for g in grads] == ["float64", "float32"]
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_gradients_have_the_dtype_of_their_argument(policy, dtype):
-  args = (W.astype(dtype), X, jnp.ones(4, dtype))
-  loss = mpjax.autocast(lambda w, x, b: jnp.sum(layer(w, x) + b), policy)
-  for got, arg in zip(jax.grad(loss, (0, 1, 2))(*args), args, strict=True):
-    assert (got.dtype, got.shape) == (arg.dtype, arg.shape)
+def test_gradients_have_the_dtype_of_their_argument():
+  for policy, dtype in itertools.product(["bf16", "fp16"], HALVES):
+    args = (W.astype(jnp.dtype(dtype)), X, np.ones(4, jnp.dtype(dtype)))
+    loss = mpjax.autocast(lambda w, x, b: jnp.sum(layer(w, x) + b), policy)
+    for got, arg in zip(jax.eval_shape(jax.grad(loss, (0, 1, 2)), *args), args, strict=True):
+      assert (got.dtype, got.shape) == (arg.dtype, arg.shape), (policy, dtype)
 
 
-# Errors
-
-
-def fails_outside(*args):
-  return {"loss": jnp.float32(0), "model": object()}
-
-
-ERRORS = {
-  "unknown policy": (lambda: mpjax.autocast(layer, "bf61"), ValueError, "bf61.*did you mean 'bf16'"),
-  "integer dtype": (lambda: mpjax.autocast(layer, {"compute": "int8"}), ValueError, "int8.*expected one of"),
-  "integer jmp.Policy": (
-    lambda: mpjax.autocast(layer, jmp.Policy(jnp.float32, jnp.int32, jnp.float32)),
-    ValueError,
-    "compute_dtype=.*int32.*floating dtype",
-  ),
-  "policy is a number": (lambda: mpjax.autocast(layer, 16), ValueError, "policy 16 of type int"),
-  "policy first": (lambda: mpjax.autocast("bf16"), ValueError, "'bf16'.*expected a function.*policy='bf16'"),
-  "ops is a set": (lambda: mpjax.autocast(layer, "bf16", ops={"exp"}), ValueError, "ops=.*OpLists"),
-  "recompute": (
-    lambda: mpjax.autocast(layer, "bf16", recompute="x"),
-    ValueError,
-    "recompute='x'.*islands.*dots.*nothing",
-  ),
-  "non-array output": (
-    lambda: BF16(fails_outside)(X),
-    TypeError,
-    r"object.*output\['model'\].*arrays or numbers",
-  ),
-  "string output": (lambda: BF16(lambda x: ("done", x))(X), TypeError, r"'done'.*str.*output\[0\]"),
-  "string output in jit": (lambda: jax.jit(BF16(lambda x: ("done", x)))(X), TypeError, "'done'"),
-  "regex": (
-    lambda: mpjax.autocast(layer, "bf16", overrides={"h(": "fp32"})(W, X),
-    ValueError,
-    r"'h\('.*not a regular expression",
-  ),
-  "regex is a number": (
-    lambda: mpjax.autocast(layer, "bf16", overrides={3: "fp32"})(W, X),
-    ValueError,
-    "override 3",
-  ),
-  "policy of an override": (
-    lambda: mpjax.autocast(layer, "bf16", overrides={"head": "fp61"})(W, X),
-    ValueError,
-    "fp61.*did you mean",
-  ),
-  "overrides are a string": (
-    lambda: mpjax.autocast(layer, "bf16", overrides="head")(W, X),
-    ValueError,
-    "overrides='head'.*mapping",
-  ),
-  "nothing has a path": (
-    lambda: mpjax.autocast(layer, "bf16", overrides={"head": "fp32"})(W, X),
-    ValueError,
-    "'head' matches no module path.*named_scope",
-  ),
-  "no such path": (
-    lambda: mpjax.autocast(scoped, "bf16", overrides={"hed": "fp32"})(X),
-    ValueError,
-    "'hed' matches no module path.*net/body, net/head",
-  ),
-  "no such path, of two": (
-    lambda: mpjax.autocast(scoped, "bf16", overrides={"head": "fp32", "hea": "fp32"})(X),
-    ValueError,
-    "'hea' matches no module path",
-  ),
-  "no such path, in the policy": (
-    lambda: mpjax.autocast(scoped, {"base": "bf16", "overrides": {"hed": "fp32"}})(X),
-    ValueError,
-    "'hed' matches no module path",
-  ),
-  "no such path, base fp32": (
-    lambda: mpjax.autocast(scoped, "fp32", overrides={"hed": "fp32"})(X),
-    ValueError,
-    "'hed' matches no module path",
-  ),
-}
-
-
+@jax.named_scope("net")
 def scoped(x):
-  with jax.named_scope("net"):
-    with jax.named_scope("body"):
-      x = x @ W
-    with jax.named_scope("head"):
-      return x @ W
+  return jax.named_scope("head")(jnp.matmul)(jax.named_scope("body")(jnp.matmul)(x, W), W)
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_is_wrong_and_the_way_out(name):
-  call, kind, message = ERRORS[name]
-  with pytest.raises(kind, match=f"(?s){message}"):
-    call()
+cast = lambda policy, **options: lambda: mpjax.autocast(layer, policy, **options)
+overridden = lambda fun, policy, *patterns: (
+  lambda: mpjax.autocast(fun, policy, overrides=dict.fromkeys(patterns, "fp32"))(
+    *([W, X] if fun is layer else [X])
+  )
+)
+integers = jmp.Policy(jnp.float32, jnp.int32, jnp.float32)
+ERRORS = [  # (call, its error)
+  (cast("bf61"), ValueError, "bf61.*did you mean 'bf16'"),
+  (cast({"compute": "int8"}), ValueError, "int8.*expected one of"),
+  (cast(integers), ValueError, "compute_dtype=.*int32.*floating dtype"),
+  (cast(16), ValueError, "policy 16 of type int"),
+  (lambda: mpjax.autocast("bf16"), ValueError, "'bf16'.*expected a function.*policy='bf16'"),
+  (cast("bf16", ops={"exp"}), ValueError, "ops=.*OpLists"),
+  (cast("bf16", recompute="x"), ValueError, "recompute='x'.*islands.*dots.*nothing"),
+  (cast("bf16", overrides={"head": "fp61"}), ValueError, "fp61.*did you mean"),
+  (cast("bf16", overrides="head"), ValueError, "overrides='head'.*mapping"),
+  (overridden(layer, "bf16", "h("), ValueError, r"'h\('.*not a regular expression"),
+  (overridden(layer, "bf16", 3), ValueError, "override 3"),
+  (overridden(layer, "bf16", "head"), ValueError, "'head' matches no module path.*named_scope"),
+  (overridden(scoped, "bf16", "hed"), ValueError, "'hed' matches no module path.*net/body, net/head"),
+  (overridden(scoped, "bf16", "head", "hea"), ValueError, "'hea' matches no module path"),
+  (overridden(scoped, {"base": "bf16", "overrides": {"hed": "fp32"}}), ValueError, "'hed' matches no module path"),
+  (overridden(scoped, "fp32", "hed"), ValueError, "'hed' matches no module path"),
+  (lambda: BF16(lambda x: {"loss": x.sum(), "model": object()})(X), TypeError,
+   r"object.*output\['model'\].*arrays or numbers"),
+  (lambda: BF16(lambda x: ("done", x))(X), TypeError, r"'done'.*str.*output\[0\]"),
+  (lambda: jax.jit(BF16(lambda x: ("done", x)))(X), TypeError, "'done'"),
+  # The function's own come through as they are.
+  (lambda: BF16(lambda x: x @ x)(X), TypeError, "dot_general"),
+  (lambda: BF16(layer)(W), TypeError, "missing"),
+  (lambda: BF16(lambda x: {}["inside"])(X), KeyError, "inside"),
+]  # fmt: skip
 
 
-def test_errors_of_the_function_come_through_as_they_are():
-  class Mine(Exception):
-    pass
-
-  def f(x):
-    raise Mine("inside")
-
-  with pytest.raises(Mine, match="inside"):
-    BF16(f)(X)
-  with pytest.raises(TypeError, match="dot_general"):
-    BF16(lambda x: x @ x)(X)
-  with pytest.raises(TypeError, match="missing"):
-    BF16(layer)(W)
+def test_errors_say_what_is_wrong_and_the_way_out():
+  for call, kind, message in ERRORS:
+    with pytest.raises(kind, match=f"(?s){message}"):
+      call()

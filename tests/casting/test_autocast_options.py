@@ -1,7 +1,5 @@
 """What users decide under autocast: regions, lists, accumulation, recomputation, dtypes of their own, literals."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,48 +7,51 @@ import pytest
 
 import mpjax
 from tests.casting._conformance import TOLERANCE, leaf_failures, normal
-from tests.casting._jaxprs import dtypes, equations, jit, lowered_products, multiplied, named, products
+from tests.casting._jaxprs import (
+  dtypes,
+  equations,
+  lowered_products,
+  multiplied,
+  named,
+  products,
+  run_together,
+)
 
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)
 HALF = {"bf16": "bf16", "fp16": "f16"}
 BF16 = mpjax.autocast(policy="bf16")
 FP16 = mpjax.autocast(policy="fp16")
+FULL = mpjax.full_precision
+OPS = mpjax.OpLists.default()
 
 
 def close(got, want, policy="bf16"):
   assert [*leaf_failures("output", got, want, TOLERANCE[policy])] == []
 
 
-# full_precision
-
-
-@pytest.mark.parametrize("policy", HALF)
-def test_full_precision_leaves_a_region_in_float32_backward_too(policy):
-  region = mpjax.full_precision(lambda w, x: jnp.tanh(x @ w) @ w)
+def test_full_precision_leaves_a_region_in_float32_backward_too():
+  region = FULL(lambda w, x: jnp.tanh(x @ w) @ w)
   loss = lambda w, x: jnp.sum(region(w, x @ w) @ w)
-  half = HALF[policy]
-  cast = mpjax.autocast(loss, policy)
-  assert lowered_products(cast, W, X) == {f"{half} {half}": 2, "f32 f32": 2}
-  # The two of the region have two gradients each, the last has two, and the first has one for w.
-  assert lowered_products(jax.grad(cast), W, X) == {f"{half} {half}": 4, "f32 f32": 6}
-  close(jit(jax.grad(cast))(W, X), jax.grad(loss)(W, X))
+  for policy, half in HALF.items():
+    cast = mpjax.autocast(loss, policy)
+    assert lowered_products(cast, W, X) == {f"{half} {half}": 2, "f32 f32": 2}
+    # The two of the region have two gradients each, the last has two, and the first has one for w.
+    assert lowered_products(jax.grad(cast), W, X) == {f"{half} {half}": 4, "f32 f32": 6}
+  results, _ = run_together({"cast": jax.grad(BF16(loss)), "plain": jax.grad(loss)}, W, X)
+  close(results["cast"], results["plain"])
 
 
-def test_full_precision_is_exact():
-  region = mpjax.full_precision(lambda x: jax.nn.softmax(x @ W, axis=-1) @ W)
-  got = jit(BF16(region))(X)
-  np.testing.assert_allclose(got, jit(region)(X), rtol=1e-6)
-
-
-def test_full_precision_without_autocast_does_nothing():
-  f = lambda x: jnp.exp(x @ W)
-  assert str(jax.make_jaxpr(mpjax.full_precision(f))(X)) == str(jax.make_jaxpr(f)(X))
+def test_full_precision_is_exact_and_does_nothing_without_autocast():
+  f = lambda x: jax.nn.softmax(x @ W, axis=-1) @ W
+  results, _ = run_together({"cast": BF16(FULL(f)), "plain": f}, X)
+  np.testing.assert_allclose(results["cast"], results["plain"], rtol=1e-6)
+  assert str(jax.make_jaxpr(FULL(f))(X)) == str(jax.make_jaxpr(f)(X))
 
 
 def test_full_precision_is_a_decorator_of_methods_and_keeps_the_signature():
   class Model:
-    @mpjax.full_precision
+    @FULL
     def head(self, x, *, scale: float):
       """Logits."""
       return x @ W * scale
@@ -59,103 +60,88 @@ def test_full_precision_is_a_decorator_of_methods_and_keeps_the_signature():
   assert products(BF16(lambda x: Model().head(x @ W, scale=2.0)), X) == {"bf16", "f32"}
 
 
-REGIONS = {
-  "jit inside": lambda f: mpjax.full_precision(jax.jit(f)),
-  "jit outside": lambda f: jax.jit(mpjax.full_precision(f)),
-  "scan inside": lambda f: mpjax.full_precision(
-    lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 2)[0]
-  ),
-  "scan outside": lambda f: lambda x: jax.lax.scan(lambda c, _: (mpjax.full_precision(f)(c), None), x, None, 2)[0],
-  "cond": lambda f: mpjax.full_precision(lambda x: jax.lax.cond(x.sum() > 0, f, jnp.sin, x)),
-  "checkpoint": lambda f: mpjax.full_precision(jax.checkpoint(f)),
-  "vmap": lambda f: jax.vmap(mpjax.full_precision(f)),
-  "grad": lambda f: mpjax.full_precision(jax.grad(lambda x: f(x).sum())),
-  "in another": lambda f: mpjax.full_precision(mpjax.full_precision(f)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_full_precision_composes(name):
-  region = REGIONS[name](lambda x: jnp.tanh(x @ W))
-  vmapped = jax.jit(jax.vmap(BF16(lambda x: region(x[None])[0])))
-  for fun in (BF16(region), jax.grad(lambda x: BF16(region)(x).sum()), vmapped):
-    assert set(lowered_products(fun, X)) == {"f32 f32"}
+def test_full_precision_composes():
+  scan = lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 2)[0]
+  regions = {
+    "jit inside": lambda f: FULL(jax.jit(f)),
+    "jit outside": lambda f: jax.jit(FULL(f)),
+    "scan inside": lambda f: FULL(scan(f)),
+    "scan outside": lambda f: scan(FULL(f)),
+    "cond": lambda f: FULL(lambda x: jax.lax.cond(x.sum() > 0, f, jnp.sin, x)),
+    "checkpoint": lambda f: FULL(jax.checkpoint(f)),
+    "vmap": lambda f: jax.vmap(FULL(f)),
+    "grad": lambda f: FULL(jax.grad(lambda x: f(x).sum())),
+    "in another": lambda f: FULL(FULL(f)),
+  }
+  for name, make in regions.items():
+    region = make(lambda x: jnp.tanh(x @ W))
+    vmapped = jax.jit(jax.vmap(BF16(lambda x, region=region: region(x[None])[0])))
+    for fun in (BF16(region), jax.grad(lambda x, region=region: BF16(region)(x).sum()), vmapped):
+      assert products(fun, X) == {"f32"}, name
 
 
 # Lists
 
-DEFAULT = mpjax.OpLists.default()
 
-
-def test_default_lists():
-  assert {"dot_general", "conv_general_dilated", "ragged_dot_general"} <= DEFAULT.allow
-  assert {"exp", "log", "pow", "cumsum", "reduce_sum", "erf_inv", "lu", "fft"} <= DEFAULT.deny
-  assert {"add", "mul", "max", "reshape", "select_n"} <= DEFAULT.infer
-  assert {"pallas_call", "pure_callback", "ffi_call", "random_bits"} <= DEFAULT.opaque
-  assert mpjax.OpLists.default() == DEFAULT
-  assert hash(mpjax.OpLists.default()) == hash(DEFAULT)
-
-
-def test_replace_moves_a_name_and_leaves_the_others():
-  ops = DEFAULT.replace(deny=DEFAULT.deny | {"tanh", "my_primitive"})
-  assert ops.deny == DEFAULT.deny | {"tanh", "my_primitive"}
+def test_lists_have_defaults_and_replace_moves_a_name():
+  for listed, names in {
+    "allow": "dot_general conv_general_dilated ragged_dot_general",
+    "deny": "exp log pow cumsum reduce_sum erf_inv lu fft",
+    "infer": "add mul max reshape select_n",
+    "opaque": "pallas_call pure_callback ffi_call random_bits",
+  }.items():
+    assert set(names.split()) <= getattr(OPS, listed), listed
+  assert hash(mpjax.OpLists.default()) == hash(OPS)
+  ops = OPS.replace(deny=OPS.deny | {"tanh", "my_primitive"})
+  assert ops.deny == OPS.deny | {"tanh", "my_primitive"}
   assert "tanh" not in ops.infer | ops.deny_float16
-  assert ops.allow == DEFAULT.allow
-  moved = DEFAULT.replace(allow=DEFAULT.allow | {"add"}, deny=DEFAULT.deny - {"exp"})
+  assert ops.allow == OPS.allow
+  moved = OPS.replace(allow=OPS.allow | {"add"}, deny=OPS.deny - {"exp"})
   assert "add" in moved.allow - moved.infer
   assert "exp" in moved.infer
-  assert mpjax.OpLists.default() == DEFAULT
+  assert mpjax.OpLists.default() == OPS
+  for lists, message in (
+    ({"denied": {"exp"}}, "'denied'.*did you mean 'deny'"),
+    ({"allow": {"exp"}, "deny": {"exp"}}, "'exp' is on two lists"),
+    ({"deny": "exp"}, r"deny='exp'.*set of names.*\{'exp'\}"),
+    ({"deny": {jnp.exp}}, "deny=.*names of primitives"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      OPS.replace(**lists)
 
 
-LIST_ERRORS = {
-  "unknown list": (lambda: DEFAULT.replace(denied={"exp"}), "'denied'.*did you mean 'deny'"),
-  "on two lists": (lambda: DEFAULT.replace(allow={"exp"}, deny={"exp"}), "'exp' is on two lists"),
-  "a string": (lambda: DEFAULT.replace(deny="exp"), r"deny='exp'.*set of names.*\{'exp'\}"),
-  "a function": (lambda: DEFAULT.replace(deny={jnp.exp}), "deny=.*names of primitives"),
-}
-
-
-@pytest.mark.parametrize("name", LIST_ERRORS)
-def test_errors_of_lists(name):
-  call, message = LIST_ERRORS[name]
-  with pytest.raises(ValueError, match=message):
-    call()
-
-
-LISTED = {  # (changed lists, what runs, the dtypes of that primitive's operands under bf16)
-  "default": (DEFAULT, "mul", "bf16 bf16"),
-  "deny a follower": (DEFAULT.replace(deny=DEFAULT.deny | {"mul"}), "mul", "f32 f32"),
-  "exp by default": (DEFAULT, "exp", "f32"),
-  "exp follows": (DEFAULT.replace(infer=DEFAULT.infer | {"exp"}), "exp", "bf16"),
-  "exp in half": (DEFAULT.replace(allow=DEFAULT.allow | {"exp"}), "exp", "bf16"),
-  "no products": (DEFAULT.replace(deny=DEFAULT.deny | {"dot_general"}), "dot_general", "f32 f32"),
-  "opaque": (DEFAULT.replace(opaque=DEFAULT.opaque | {"mul"}), "mul", "f32 f32"),
-}
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_changed_lists_have_an_effect(name):
-  ops, primitive, want = LISTED[name]
-  cast = mpjax.autocast(lambda x: jnp.exp(((x @ W) * (x @ W)) @ W) @ W, "bf16", ops=ops)
-  for fun in (cast, jax.jit(cast)):
-    assert {dtypes(e.invars) for e in named(primitive, fun, X)} == {want}
-  close(jit(cast)(0.1 * X), np.exp((0.1 * X @ W) ** 2 @ W) @ W)
+def test_changed_lists_have_an_effect():
+  f = lambda x: jnp.exp(((x @ W) * (x @ W)) @ W) @ W
+  casts, x = {}, np.float32(0.1) * X
+  for name, ops, primitive, want in (  # the dtypes of that primitive's operands
+    ("default", OPS, "mul", "bf16 bf16"),
+    ("deny a follower", OPS.replace(deny=OPS.deny | {"mul"}), "mul", "f32 f32"),
+    ("exp by default", OPS, "exp", "f32"),
+    ("exp follows", OPS.replace(infer=OPS.infer | {"exp"}), "exp", "bf16"),
+    ("exp in half", OPS.replace(allow=OPS.allow | {"exp"}), "exp", "bf16"),
+    ("no products", OPS.replace(deny=OPS.deny | {"dot_general"}), "dot_general", "f32 f32"),
+    ("opaque", OPS.replace(opaque=OPS.opaque | {"mul"}), "mul", "f32 f32"),
+  ):
+    casts[name] = mpjax.autocast(f, "bf16", ops=ops)
+    for fun in (casts[name], jax.jit(casts[name])):
+      assert {dtypes(e.invars) for e in named(primitive, fun, X)} == {want}, name
+  for got in run_together(casts, x)[0].values():
+    close(got, np.exp((x @ W) ** 2 @ W) @ W)
 
 
 # Accumulation and recomputation
 
 
-@pytest.mark.parametrize("policy", HALF)
-def test_accum_dtype_is_the_dtype_of_products(policy):
-  spec = {"base": policy, "accum_dtype": "float32"}
-  cast = mpjax.autocast(lambda x: (x @ W) @ W, spec)
-  for equation in named("dot_general", cast, X):
-    assert multiplied(equation) == f"{HALF[policy]} {HALF[policy]}"
-    assert dtypes(equation.outvars) == "f32"
-    assert equation.params["preferred_element_type"] == np.float32
-  grad = jax.grad(lambda x: cast(x).sum())
-  assert set(lowered_products(cast, X)) == {f"{HALF[policy]} {HALF[policy]}"}
-  close(grad(X), jax.grad(lambda x: ((x @ W) @ W).sum())(X))
+def test_accum_dtype_is_the_dtype_of_products():
+  for policy, half in HALF.items():
+    cast = mpjax.autocast(lambda x: (x @ W) @ W, {"base": policy, "accum_dtype": "float32"})
+    for equation in named("dot_general", cast, X):
+      assert multiplied(equation) == f"{half} {half}"
+      assert dtypes(equation.outvars) == "f32"
+      assert equation.params["preferred_element_type"] == np.float32
+    assert set(lowered_products(cast, X)) == {f"{half} {half}"}
+    gradient = run_together({"": jax.grad(lambda x, cast=cast: cast(x).sum())}, X)[0][""]
+    close(gradient, np.ones_like(X) @ W.T @ W.T, policy)
 
 
 def test_matmul_precision_of_a_policy():
@@ -163,83 +149,59 @@ def test_matmul_precision_of_a_policy():
   assert "precision = [HIGHEST, HIGHEST]" in jax.jit(cast).lower(X).as_text()
 
 
-@pytest.mark.parametrize("recompute", ["islands", "dots", "nothing"])
-def test_recomputation_changes_no_value(recompute):
-  loss = lambda w, x: jnp.sum(jax.nn.softmax(jax.nn.gelu(x @ w) @ w) ** 2)
-  cast = mpjax.autocast(loss, "bf16", recompute=recompute)
-  reference = mpjax.autocast(loss, "bf16")
-  assert products(cast, W, X) == {"bf16"}
-  for got, want in zip(*(jit(jax.value_and_grad(f))(W, X) for f in (cast, reference)), strict=True):
-    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-4)
-
-
-def residuals(fun, *args):
-  """Bytes that the backward pass is given by the forward pass."""
-  return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(fun, *args)[1]) if hasattr(x, "nbytes"))
-
-
 def test_recomputation_saves_less():
   deep = lambda x: jnp.sum(jax.nn.gelu(jax.nn.softmax(jax.nn.gelu(x @ W) @ W) @ W) @ W)
-  x = normal(256, 4)
-  cast = {r: mpjax.autocast(deep, "bf16", recompute=r) for r in ("dots", "islands", "nothing")}
-  saved = [residuals(fun, x) for fun in (*cast.values(), deep)]
+  casts = [mpjax.autocast(deep, "bf16", recompute=how) for how in ("dots", "islands", "nothing")]
+  kept = lambda fun: jax.eval_shape(lambda x: jax.tree.leaves(jax.vjp(fun, x)[1]), normal(256, 4))
+  saved = [sum(x.size * x.dtype.itemsize for x in kept(fun)) for fun in (*casts, deep)]
   assert saved == sorted(saved)
   assert saved[0] < saved[2] < saved[3]
 
 
 # Dtypes of the user's own
 
-PINNED = {  # functions of two values of products; the dtypes of the operands of `mul`, bf16 and fp16
-  "nothing": (lambda a, b: (a * b) @ W, "bf16 bf16", "f16 f16"),
-  "cast through bfloat16": (lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32) * b, "f32 f32", "f32 f32"),
-  "explicit bfloat16": (lambda a, b: a.astype(jnp.bfloat16) * b.astype(jnp.bfloat16), "bf16 bf16", "bf16 bf16"),
-  "explicit float16": (lambda a, b: a.astype(jnp.float16) * b.astype(jnp.float16), "f16 f16", "f16 f16"),
-  "complex": (lambda a, b: (a + 1j) * b, "complex64 complex64", "complex64 complex64"),
-  "integers": (lambda a, b: a.astype(int) * b.astype(int), "int32 int32", "int32 int32"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PINNED)
-def test_dtypes_of_the_users_own_are_kept(name):
-  f, *want = PINNED[name]
-  for policy, wanted in zip(HALF, want, strict=True):
-    cast = mpjax.autocast(lambda x: f(x @ W, x @ W), policy)
-    assert {dtypes(e.invars) for e in named("mul", cast, X)} == {wanted}
-
-
+bf16, f16 = (lambda x: x.astype(jnp.bfloat16)), (lambda x: x.astype(jnp.float16))
+widened = lambda x: bf16(x).astype(jnp.float32)
+wide = {"preferred_element_type": jnp.float32}
+PINNED = {  # functions of two values of products; the dtype of the operands of `mul` in bf16 and fp16
+  "nothing": (lambda a, b: (a * b) @ W, "bf16", "f16"),
+  "cast through bfloat16": (lambda a, b: widened(a) * b, "f32", "f32"),
+  "explicit bfloat16": (lambda a, b: bf16(a) * bf16(b), "bf16", "bf16"),
+  "explicit float16": (lambda a, b: f16(a) * f16(b), "f16", "f16"),
+  "complex": (lambda a, b: (a + 1j) * b, "complex64", "complex64"),
+  "integers": (lambda a, b: a.astype(int) * b.astype(int), "int32", "int32"),
+}
 DOTS = {  # products that the user decided on; the dtypes of operands and result under fp16
-  "explicit bfloat16": (lambda x: x.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16), "bf16 bf16 > bf16"),
-  "preferred_element_type": (
-    lambda x: jnp.matmul(x.astype(jnp.bfloat16), W.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
-    "bf16 bf16 > f32",
-  ),
+  "explicit bfloat16": (lambda x: bf16(x) @ bf16(W), "bf16 bf16 > bf16"),
+  "preferred_element_type": (lambda x: jnp.matmul(bf16(x), bf16(W), **wide), "bf16 bf16 > f32"),
   "precision": (lambda x: jnp.matmul(x, W, precision="highest"), "f32 f32 > f32"),
   "integers": (lambda x: x.astype(int) @ W.astype(int), "int32 int32 > int32"),
-  "complex": (lambda x: (x + 1j) @ (W + 1j), "complex64 complex64 > complex64"),
-  "pinned operand": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) @ W, "f16 f16 > f16"),
+  "complex": (lambda x: (x + 1j) @ (W + 1j).astype(np.complex64), "complex64 complex64 > complex64"),
+  "pinned operand": (lambda x: widened(x) @ W, "f16 f16 > f16"),
 }
 
 
-@pytest.mark.parametrize("name", DOTS)
-def test_products_that_the_user_decided_on(name):
-  f, want = DOTS[name]
-  (dot,) = named("dot_general", FP16(f), X)
-  assert f"{multiplied(dot)} > {dtypes(dot.outvars)}" == want
+def test_dtypes_of_the_users_own_are_kept():
+  for name, (f, *want) in PINNED.items():
+    for policy, dtype in zip(HALF, want, strict=True):
+      cast = mpjax.autocast(lambda x, f=f: f(x @ W, x @ W), policy)
+      assert {dtypes(e.invars) for e in named("mul", cast, X)} == {f"{dtype} {dtype}"}, (name, policy)
+  for name, (f, want) in DOTS.items():
+    (dot,) = named("dot_general", FP16(f), X)
+    assert f"{multiplied(dot)} > {dtypes(dot.outvars)}" == want, name
 
 
 def test_a_float64_value_is_not_narrowed_on_its_way():
   with jax.enable_x64(True):
     fine = 1 + 2.0**-40
-    f = lambda x: (jnp.float64(fine) + 0 * (x @ W).astype(np.float64).sum()) - 1
-    assert float(BF16(f)(X)) == fine - 1
-    wide = [e for e in equations(BF16(f), X) if "f64" in dtypes(e.invars)]
+    f = BF16(lambda x: (jnp.float64(fine) + 0 * (x @ W).astype(np.float64).sum()) - 1)
+    assert float(jax.jit(f)(X)) == fine - 1
+    wide = [e for e in equations(f, X) if "f64" in dtypes(e.invars)]
     assert wide
     assert not any(set(dtypes(e.outvars).split()) & {"f32", "bf16"} for e in wide)
 
 
-# Literals out of float16's range
-
-LITERALS = {
+LITERALS = {  # functions of values of a product, with numbers out of float16's range
   "epsilon": lambda x: x / (jnp.abs(x - x) + 1e-8),
   "epsilon under a root": lambda x: x * jax.lax.rsqrt((x - x) ** 2 + 1e-12),
   "reciprocal of an epsilon": lambda x: (x - x) * (1 / (x - x + 1e-6)),
@@ -255,24 +217,21 @@ LITERALS = {
   "argument": lambda x: x * jnp.full((4,), 1e5),
 }
 # Whose gradients float16 has not.
-STEEP = {
-  "epsilon",
-  "epsilon under a root",
-  "reciprocal of an epsilon",
-  "epsilon in a log",
-  "large",
-  "array",
-  "argument",
-}
+STEEP = (
+  "epsilon", "epsilon under a root", "reciprocal of an epsilon", "epsilon in a log", "large", "array", "argument",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", HALF)
-@pytest.mark.parametrize("name", LITERALS)
-def test_literals_out_of_range(name, policy):
-  f = lambda x: LITERALS[name](x @ W)
-  got, want = jit(mpjax.autocast(f, policy))(X), f(X)
-  if name != "large minus large":  # which float32 rounds to multiples of 64
-    close(got, want, policy)
-  assert np.isfinite(got).all()
-  if policy == "bf16" or name not in STEEP:
-    assert np.isfinite(jit(jax.grad(lambda x: mpjax.autocast(f, policy)(x).mean()))(X)).all()
+def test_literals_out_of_range():
+  functions = {name: lambda x, f=f: f(x @ W) for name, f in LITERALS.items()}
+  for name in LITERALS:
+    for policy in HALF:
+      functions[f"{name}, {policy}"] = cast = mpjax.autocast(functions[name], policy)
+      if policy == "bf16" or name not in STEEP:
+        functions[f"{name}, {policy}, gradient"] = jax.grad(lambda x, cast=cast: cast(x).mean())
+  results, _ = run_together(functions, X)
+  for name, got in results.items():
+    literal, *policy = name.split(", ")
+    assert not policy or np.isfinite(got).all(), name
+    if len(policy) == 1 and literal != "large minus large":  # which float32 rounds to multiples of 64
+      close(got, results[literal], *policy)

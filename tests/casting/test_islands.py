@@ -6,41 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import mpjax
+from tests.casting._jaxprs import jit
 
 D, V = 32, 1031  # no other dimension is as large as the vocabulary's
 ROWS, TOKENS = 4, 8
-PARAMS = {"up": jnp.full((D, D), 0.1), "head": jnp.sin(jnp.arange(D * V, dtype=jnp.float32)).reshape(D, V)}
-X = jnp.cos(jnp.arange(ROWS * TOKENS * D, dtype=jnp.float32)).reshape(ROWS, TOKENS, D)
-LABELS = jnp.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 31 % V
-
-
-def integer_labels(logits, labels):
-  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def gathered(logits, labels):
-  return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+X = np.cos(np.arange(ROWS * TOKENS * D, dtype=np.float32)).reshape(ROWS, TOKENS, D)
+PARAMS = {
+  "up": np.full((D, D), 0.1, np.float32),
+  "head": np.sin(np.arange(D * V, dtype=np.float32)).reshape(D, V),
+}
+LABELS = np.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 31 % V
+BF16 = mpjax.autocast(policy="bf16")
 
 
 def z_loss(logits, labels):
   total = jax.nn.logsumexp(logits, axis=-1)
-  right = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-  return (total - right + 1e-4 * total**2).mean()
-
-
-def soft_capped(logits, labels):
-  return integer_labels(30 * jnp.tanh(logits / 30), labels)
-
-
-def one_hot(logits, labels):
-  return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, V)).mean()
-
-
-def smoothed(logits, labels):
-  return optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(labels, V), 0.1)).mean()
+  return (total - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0] + 1e-4 * total**2).mean()
 
 
 def chosen_by_iota(logits, labels):
@@ -48,7 +31,18 @@ def chosen_by_iota(logits, labels):
   return -jnp.where(hit, jax.nn.log_softmax(logits), 0).sum(-1).mean()
 
 
-LOSSES = [integer_labels, gathered, z_loss, soft_capped, one_hot, smoothed, chosen_by_iota]
+integer_labels = lambda y, labels: optax.softmax_cross_entropy_with_integer_labels(y, labels).mean()
+one_hot = lambda y, labels: optax.softmax_cross_entropy(y, jax.nn.one_hot(labels, V)).mean()
+smooth = lambda labels: optax.smooth_labels(jax.nn.one_hot(labels, V), 0.1)
+LOSSES = {
+  "integer labels": integer_labels,
+  "gathered": lambda y, labels: -jnp.take_along_axis(jax.nn.log_softmax(y), labels[..., None], -1).mean(),
+  "z loss": z_loss,
+  "soft capped": lambda y, labels: integer_labels(30 * jnp.tanh(y / 30), labels),
+  "one hot": one_hot,
+  "smoothed": lambda y, labels: optax.softmax_cross_entropy(y, smooth(labels)).mean(),
+  "chosen by iota": chosen_by_iota,
+}
 
 
 def norm(x):
@@ -56,36 +50,21 @@ def norm(x):
 
 
 def model(loss):
-  def f(params, x, labels):
-    return loss(norm(jax.nn.gelu(x @ params["up"])) @ params["head"], labels)
-
-  return f
-
-
-def in_cond(f):
-  return lambda p, x, y: jax.lax.cond(x[0, 0, 0] > 0, f, lambda *args: 2 * f(*args), p, x, y)
+  return lambda p, x, labels: loss(norm(jax.nn.gelu(x @ p["up"])) @ p["head"], labels)
 
 
 def over_rows(f):
-  def body(p, x, y):
-    step = lambda total, row: (total + f(p, row[0][None], row[1][None]), None)
-    return jax.lax.scan(step, jnp.float32(0), (x, y))[0] / len(x)
-
-  return body
-
-
-def two_heads(f):
-  return lambda p, x, y: f(p, x, y) + 0.5 * f(p | {"head": p["head"] * 2}, x, (y + 1) % V)
+  step = lambda p: lambda total, row: (total + f(p, row[0][None], row[1][None]), None)
+  return lambda p, x, y: jax.lax.scan(step(p), jnp.float32(0), (x, y))[0] / len(x)
 
 
 PLACES = {
-  "top": lambda f: f,
   "jit": jax.jit,
   "checkpoint": jax.checkpoint,
-  "cond": in_cond,
+  "cond": lambda f: lambda *xs: jax.lax.cond(xs[1][0, 0, 0] > 0, f, lambda *xs: 2 * f(*xs), *xs),
   "scan over rows": over_rows,
   "vmap": lambda f: lambda p, x, y: jax.vmap(f, (None, 0, 0))(p, x[:, None], y[:, None]).mean(),
-  "two heads": two_heads,
+  "two heads": lambda f: lambda p, x, y: f(p, x, y) + 0.5 * f(p | {"head": p["head"] * 2}, x, (y + 1) % V),
 }
 
 
@@ -96,50 +75,35 @@ def barriers(f, *args):
   return sorted({kind for line in lines for kind in re.findall(r"tensor<([^>]*)>", line)})
 
 
-def of_vocabulary(kinds):
-  """Those that have the vocabulary's size, other than a parameter."""
+def of_head(f, policy="bf16", **options):
+  """The types of a vocabulary's size behind a barrier in the gradients of `f`, other than a parameter's."""
+  kinds = barriers(jax.value_and_grad(mpjax.autocast(f, policy), **options), PARAMS, X, LABELS)
   return [kind for kind in kinds if f"x{V}x" in f"x{kind}" and not kind.startswith(f"{D}x{V}x")]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_nothing_of_a_loss_is_behind_a_barrier(loss, policy):
-  found = barriers(jax.grad(mpjax.autocast(model(loss), policy)), PARAMS, X, LABELS)
-  assert found, "the norm before the head is an island of its own"
-  assert not of_vocabulary(found)
+def test_nothing_of_a_loss_is_behind_a_barrier_and_its_logits_and_statistics_are_kept():
+  for name, loss in LOSSES.items():
+    assert not of_head(model(loss)), name
+    last = mpjax.explain(model(loss), "bf16")(PARAMS, X, LABELS).islands[-1]
+    logits = ROWS * TOKENS * V * 2
+    assert last.fenced_bytes == 0, name
+    assert logits <= last.kept_bytes <= 1.05 * logits, name
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_so_it_is_wherever_the_loss_stands(place):
-  f = mpjax.autocast(PLACES[place](model(one_hot)), "bf16")
-  assert not of_vocabulary(barriers(jax.grad(f), PARAMS, X, LABELS))
+def test_so_it_is_in_float16_and_fp8_and_wherever_the_loss_stands():
+  assert not of_head(model(integer_labels), "fp16")
+  for name, place in PLACES.items():
+    assert not of_head(place(model(one_hot))), name
+  beside = lambda p, x, y: (model(one_hot)(p, x, y), {"norm": norm(x @ p["up"])})
+  assert not of_head(beside, {"base": "fp8", "fp8": {"emulate": True}}, has_aux=True)
 
-
-def test_so_it_is_beside_an_auxiliary_result_and_in_fp8():
-  f = lambda p, x, y: (model(one_hot)(p, x, y), {"norm": norm(x @ p["up"])})
-  grads = jax.value_and_grad(mpjax.autocast(f, {"base": "fp8", "fp8": {"emulate": True}}), has_aux=True)
-  assert not of_vocabulary(barriers(grads, PARAMS, X, LABELS))
-
-
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["top", "jit", "checkpoint"])
-def test_so_it_is_beside_the_logits(around):
-  """No product follows the head's, though what returns its result does not know what comes after."""
-
-  @around
-  def f(p, x, y):
+  def and_logits(p, x, y):
     logits = norm(jax.nn.gelu(x @ p["up"])) @ p["head"]
     return one_hot(logits, y), logits
 
-  grads = jax.value_and_grad(mpjax.autocast(f, "bf16"), has_aux=True)
-  assert not of_vocabulary(barriers(grads, PARAMS, X, LABELS))
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_a_loss_keeps_its_logits_and_its_statistics(loss):
-  last = mpjax.explain(model(loss), "bf16")(PARAMS, X, LABELS).islands[-1]
-  logits = ROWS * TOKENS * V * 2
-  assert last.fenced_bytes == 0
-  assert logits <= last.kept_bytes <= 1.05 * logits
+  # No product follows the head's, though what returns its result does not know what comes after.
+  for around in (lambda f: f, jax.jit, jax.checkpoint):
+    assert not of_head(around(and_logits), has_aux=True), around
 
 
 def test_a_one_hot_and_a_mask_are_made_where_they_are_read():
@@ -150,7 +114,7 @@ def test_a_one_hot_and_a_mask_are_made_where_they_are_read():
 
   (island,) = mpjax.explain(masked, "bf16")(X).islands
   assert {"iota", "ge"} <= set(island.copied)
-  assert not [kind for kind in barriers(jax.grad(mpjax.autocast(masked, "bf16")), X) if kind.endswith("i1")]
+  assert not [kind for kind in barriers(jax.grad(BF16(masked)), X) if kind.endswith("i1")]
   last = mpjax.explain(model(one_hot), "bf16")(PARAMS, X, LABELS).islands[-1]
   assert any("one_hot" in name for name in (*last.copied, *last.operations))
 
@@ -159,29 +123,34 @@ def test_an_island_between_products_is_fenced():
   island, loss = mpjax.explain(model(integer_labels), "bf16")(PARAMS, X, LABELS).islands[-2:]
   assert island.fenced_bytes == ROWS * TOKENS * D * 2
   assert loss.fenced_bytes == 0
-  kinds = barriers(jax.grad(mpjax.autocast(model(integer_labels), "bf16")), PARAMS, X, LABELS)
+  kinds = barriers(jax.grad(BF16(model(integer_labels))), PARAMS, X, LABELS)
   assert f"{ROWS}x{TOKENS}x{D}xbf16" in kinds
 
 
-@pytest.mark.parametrize(("unroll", "barrier"), [(1, False), (2, False), (True, True)])
-def test_in_a_loop_nothing_is_fenced_unless_it_is_unrolled(unroll, barrier):
+def test_in_a_loop_nothing_is_fenced_unless_it_is_unrolled():
   """Its backward pass is a loop of its own: nothing in it can be found equal to the forward pass's."""
+  params = np.stack([PARAMS["up"]] * 4)
+  for unroll, barrier in ((1, False), (2, False), (True, True)):
 
-  def f(params, x):
-    layer = lambda x, w: (jax.nn.gelu(x @ w) @ w, None)
-    return (jax.lax.scan(layer, x, params, unroll=unroll)[0] ** 2).sum()
+    def f(params, x, unroll=unroll):
+      layer = lambda x, w: (jax.nn.gelu(x @ w) @ w, None)
+      return (jax.lax.scan(layer, x, params, unroll=unroll)[0] ** 2).sum()
 
-  params = jnp.stack([PARAMS["up"]] * 4)
-  (island,) = (i for i in mpjax.explain(f, "bf16")(params, X).islands if "tanh" in i.operations)
-  assert (island.fenced_bytes > 0) == barrier
-  assert bool(barriers(jax.grad(mpjax.autocast(f, "bf16")), params, X)) == barrier
+    (island,) = (i for i in mpjax.explain(f, "bf16")(params, X).islands if "tanh" in i.operations)
+    assert (island.fenced_bytes > 0) == barrier, unroll
+    assert bool(barriers(jax.grad(BF16(f)), params, X)) == barrier, unroll
 
 
 def test_all_are_fenced_in_a_function_that_returns_no_loss():
-  """What comes after it is not known: it may be the next layer."""
-  layer = lambda p, x: jax.nn.softmax(x @ p["up"])
-  (island,) = mpjax.explain(layer, "bf16")(PARAMS, X).islands
+  """What comes after it, and after its array beside an auxiliary result, is not known: it may be the next layer."""
+  (island,) = mpjax.explain(lambda w, x: jax.nn.softmax(x @ w), "bf16")(PARAMS["up"], X).islands
   assert island.fenced_bytes > 0
+  for aux in (lambda h: (h**2).sum(), lambda h: h):
+    block = lambda w, x: jax.nn.gelu(jax.nn.gelu(x @ w) @ w)
+    both = lambda w, x, aux=aux: (lambda h: (h, aux(h)))(block(w, x))
+    islands = [i for i in mpjax.explain(both, "bf16")(PARAMS["up"], X).islands if "tanh" in i.operations]
+    assert islands
+    assert all(island.fenced_bytes for island in islands)
 
 
 def test_statistics_of_rows_are_computed_once():
@@ -197,72 +166,44 @@ def test_statistics_of_rows_are_computed_once():
   assert reductions("bf16") == reductions("fp32") == 1
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_values_are_those_without_islands(loss):
-  """Whatever the backward pass keeps or makes again: `recompute="nothing"` keeps everything."""
-  with_islands, without = (
-    jax.value_and_grad(mpjax.autocast(model(loss), "bf16", recompute=how)) for how in ("islands", "nothing")
-  )
-  both = jax.jit(lambda *args: (with_islands(*args), without(*args)))
-  (value, grads), (value_too, grads_too) = both(PARAMS, X, LABELS)
+def same_with_islands(f, *args, tolerance=2**-8):
+  """Compares `f` with itself without islands: `recompute="nothing"` keeps everything."""
+  both = [jax.value_and_grad(mpjax.autocast(f, "bf16", recompute=how)) for how in ("islands", "nothing")]
+  (value, grads), (value_too, grads_too) = jit(lambda *args: [run(*args) for run in both])(*args)
   assert value == value_too
-  for name, got in grads.items():
-    scale = np.abs(np.asarray(grads_too[name])).max()
-    np.testing.assert_allclose(got, grads_too[name], rtol=0, atol=2**-8 * scale, err_msg=name)
+  for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_too), strict=True):
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
-B, T = 4, 8
-WEIGHTS = [jnp.sin(jnp.arange(D * D, dtype=jnp.float32) * (i + 2)).reshape(D, D) * 0.2 for i in range(3)]
+def test_values_are_those_without_islands():
+  for loss in LOSSES.values():
+    same_with_islands(model(loss), PARAMS, X, LABELS)
 
 
 def readers(make, value, x):
   """Three islands that read what is cheaply made of a smaller value."""
+  weights = [np.sin(np.arange(D * D, dtype=np.float32) * (i + 2)).reshape(D, D) * 0.2 for i in range(3)]
   with jax.named_scope("maker"):
-    e = make(jnp.broadcast_to(value, (B, T, D)))
-  h = jax.nn.softmax(x @ WEIGHTS[0] + e) @ WEIGHTS[1]
-  h = jax.nn.softmax(h + e) @ WEIGHTS[2]
+    e = make(jnp.broadcast_to(value, X.shape))
+  h = jax.nn.softmax(x @ weights[0] + e) @ weights[1]
+  h = jax.nn.softmax(h + e) @ weights[2]
   return (jnp.tanh(h + e) ** 2).sum()
 
 
-@jax.custom_vjp
-def clip_gradient(x):
-  return x * 1.0
-
-
+clip_gradient = jax.custom_vjp(lambda x: x * 1.0)
 clip_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
 
 
 def test_a_custom_derivative_rule_runs_once_for_all_readers():
   """It need not be linear: of its share each, copies would make another gradient."""
-  value, x = (
-    jnp.cos(jnp.arange(D, dtype=jnp.float32)),
-    jnp.cos(jnp.arange(B * T * D, dtype=jnp.float32)).reshape(B, T, D),
+  same_with_islands(
+    lambda value, x: readers(clip_gradient, value, x), np.cos(np.arange(D, dtype=np.float32)), X
   )
-  f = lambda value, x: readers(clip_gradient, value, x)
-  found, expected = (
-    jax.grad(mpjax.autocast(f, "bf16", recompute=how))(value, x) for how in ("islands", "nothing")
-  )
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_what_is_looked_at_is_looked_at_where_it_is_made():
-  value, x = jnp.cos(jnp.arange(T * D, dtype=jnp.float32)).reshape(T, D), jnp.ones((B, T, D))
   f = lambda value, x: readers(lambda e: e + 1.5, value, x)
-  report = mpjax.inspect_numerics(f, value, x, "bf16", advise=False)
+  report = mpjax.inspect_numerics(f, X[0], np.ones_like(X), "bf16", advise=False)
   made = [row for row in report.tensors if row.module == "maker"]
   assert made
   assert all(row.error is not None for row in made)
-
-
-@pytest.mark.parametrize("aux", [lambda h: (h**2).sum(), lambda h: h], ids=["scalar", "array"])
-def test_a_block_with_an_auxiliary_result_is_fenced(aux):
-  """What its array is made of goes on into the next block, whatever else it returns."""
-
-  def block(w, x):
-    h = jax.nn.gelu(jax.nn.gelu(x @ w) @ w)
-    return h, aux(h)
-
-  islands = [i for i in mpjax.explain(block, "bf16")(PARAMS["up"], X).islands if "tanh" in i.operations]
-  assert islands
-  assert all(island.fenced_bytes for island in islands)

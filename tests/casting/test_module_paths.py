@@ -1,7 +1,5 @@
 """Precision by module: paths of linen, nnx, Equinox, Haiku and named scopes, and the state of nnx modules."""
 
-from __future__ import annotations
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,10 @@ from flax import linen as nn
 from flax import nnx
 
 import mpjax
-from tests.casting._conformance import normal
+from tests.casting._conformance import filled, normal
+from tests.casting._jaxprs import multiplied, walk
 
-X = jnp.asarray(normal(8, 4, seed=1))
+X = normal(8, 4, seed=1)
 
 
 def by_path(fun, policy, overrides, *args):
@@ -27,7 +26,8 @@ def by_path(fun, policy, overrides, *args):
   }
 
 
-# One network, five ways: GPT/h0/attn, GPT/h0/mlp, GPT/h1/attn, GPT/h1/mlp, GPT/head
+# Of one network, in several libraries.
+PATHS = ("GPT/h0/attn", "GPT/h0/mlp", "GPT/h1/attn", "GPT/h1/mlp", "GPT/head")
 
 
 class LinenBlock(nn.Module):
@@ -37,21 +37,13 @@ class LinenBlock(nn.Module):
     return x + nn.Dense(4, name="mlp")(x)
 
 
-class LinenGPT(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    for i in range(2):
-      x = LinenBlock(name=f"h{i}")(x)
-    return nn.Dense(3, name="head")(x)
-
-
 def linen():
-  class GPT(LinenGPT):
-    pass
+  class GPT(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(3, name="head")(LinenBlock(name="h1")(LinenBlock(name="h0")(x)))
 
-  model = GPT()
-  params = model.init(jax.random.key(0), X)
-  return model.apply, (params, X)
+  return GPT().apply, (filled(jax.eval_shape(GPT().init, jax.random.key(0), X)), X)
 
 
 class Block(nnx.Module):
@@ -76,69 +68,25 @@ class GPT(nnx.Module):
     return self(x)
 
 
-def nnx_argument():
-  return (lambda model, x: model(x)), (GPT(nnx.Rngs(0)), X)
-
-
-def nnx_module_itself():
-  return GPT(nnx.Rngs(0)), (X,)
-
-
-def nnx_bound_method():
-  return GPT(nnx.Rngs(0)).logits, (X,)
-
-
-def nnx_in_a_tree():
-  return (lambda tree, x: tree["models"][0](x)), ({"models": [GPT(nnx.Rngs(0))]}, X)
-
-
-def nnx_split():
-  graphdef, state = nnx.split(GPT(nnx.Rngs(0)))
-
-  def fun(state, x):
-    # Not ours to name: a module that the function makes itself, named by the user.
-    model = nnx.merge(graphdef, state)
-    with jax.named_scope("GPT"):
-      for name in ("h0", "h1"):
-        with jax.named_scope(name):
-          block = getattr(model, name)
-          with jax.named_scope("attn"):
-            x = x + block.attn(block.norm(x))
-          with jax.named_scope("mlp"):
-            x = x + block.mlp(x)
-      with jax.named_scope("head"):
-        return model.head(x)
-
-  return fun, (state, X)
-
-
-class EqxBlock(eqx.Module):
-  attn: eqx.nn.Linear
-  mlp: eqx.nn.Linear
-
-  def __call__(self, x):
-    with jax.named_scope("attn"):
-      x = x + self.attn(x)
-    with jax.named_scope("mlp"):
-      return x + self.mlp(x)
+def nnx_model():
+  """With values that no operation had to be compiled for."""
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(nnx.Rngs(0))))
+  return nnx.merge(graphdef, filled(state))
 
 
 def equinox():
-  keys = jax.random.split(jax.random.key(0), 5)
-  blocks = [
-    EqxBlock(eqx.nn.Linear(4, 4, key=keys[2 * i]), eqx.nn.Linear(4, 4, key=keys[2 * i + 1])) for i in range(2)
-  ]
-  head = eqx.nn.Linear(4, 3, key=keys[4])
+  """Modules whose paths are scopes of the user's."""
+  linear = lambda out: eqx.filter_eval_shape(eqx.nn.Linear, 4, out, key=jax.random.key(0))
+  layers = {path: linear(3 if path == "GPT/head" else 4) for path in PATHS}
 
-  @jax.named_scope("GPT")
-  def one(blocks, head, x):
-    for i, block in enumerate(blocks):
-      with jax.named_scope(f"h{i}"):
-        x = block(x)
-    with jax.named_scope("head"):
-      return head(x)
+  def fun(layers, x):
+    for path, layer in layers.items():
+      with jax.named_scope(path):
+        y = jax.vmap(layer)(x)
+      x = y if path == "GPT/head" else x + y
+    return x
 
-  return (lambda blocks, head, x: jax.vmap(one, (None, None, 0))(blocks, head, x)), (blocks, head, X)
+  return fun, (filled(layers), X)
 
 
 def haiku():
@@ -151,103 +99,90 @@ def haiku():
 
   class HaikuGPT(hk.Module):
     def __call__(self, x):
-      for i in range(2):
-        x = Block(name=f"h{i}")(x)
-      return hk.Linear(3, name="head")(x)
+      return hk.Linear(3, name="head")(Block(name="h1")(Block(name="h0")(x)))
 
   model = hk.without_apply_rng(hk.transform(lambda x: HaikuGPT(name="GPT")(x)))
-  return model.apply, (model.init(jax.random.key(0), X), X)
+  return model.apply, (filled(jax.eval_shape(model.init, jax.random.key(0), X)), X)
 
 
-NETWORKS = (
-  linen,
-  nnx_argument,
-  nnx_module_itself,
-  nnx_bound_method,
-  nnx_in_a_tree,
-  nnx_split,
-  equinox,
-  haiku,
-)
-PATHS = ("GPT/h0/attn", "GPT/h0/mlp", "GPT/h1/attn", "GPT/h1/mlp", "GPT/head")
-OVERRIDES = {  # {regex: policy}: the policies at PATHS
-  "none": ({}, "bf16 bf16 bf16 bf16 bf16"),
-  "a name": ({"head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
-  "a name anywhere": ({"attn": "fp32"}, "fp32 bf16 fp32 bf16 bf16"),
-  "a module and all under it": ({"h0": "fp32"}, "fp32 fp32 bf16 bf16 bf16"),
-  "regular expression": ({r"h\d/mlp": "fp16"}, "bf16 fp16 bf16 fp16 bf16"),
-  "from the front": ({".*/head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
-  "alternatives": ({"h0/attn|head": "fp32"}, "fp32 bf16 bf16 bf16 fp32"),
-  "first match wins": ({"h0/attn": "fp16", "h0": "fp32", "attn": "fp32"}, "fp16 fp32 fp32 bf16 bf16"),
-  "exception within": ({"h1/mlp": "bf16", "GPT": "fp32"}, "fp32 fp32 fp32 bf16 fp32"),
-  "everything": ({".*": "fp32"}, "fp32 fp32 fp32 fp32 fp32"),
-}  # fmt: skip
+NETWORKS = {  # name: returns a function and its arguments
+  "linen": linen,
+  "nnx argument": lambda: ((lambda model, x: model(x)), (nnx_model(), X)),
+  "nnx module itself": lambda: (nnx_model(), (X,)),
+  "nnx bound method": lambda: (nnx_model().logits, (X,)),
+  "nnx in a tree": lambda: ((lambda tree, x: tree["models"][0](x)), ({"models": [nnx_model()]}, X)),
+  "equinox": equinox,
+  "haiku": haiku,
+}
+OVERRIDES = [  # ({regex: policy}, the policies at PATHS)
+  ({}, "bf16 bf16 bf16 bf16 bf16"),
+  ({"head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
+  ({"attn": "fp32"}, "fp32 bf16 fp32 bf16 bf16"),
+  ({"h0": "fp32"}, "fp32 fp32 bf16 bf16 bf16"),  # and all under it
+  ({r"h\d/mlp": "fp16"}, "bf16 fp16 bf16 fp16 bf16"),
+  ({".*/head": "fp32"}, "bf16 bf16 bf16 bf16 fp32"),
+  ({"h0/attn|head": "fp32"}, "fp32 bf16 bf16 bf16 fp32"),
+  ({"h0/attn": "fp16", "h0": "fp32", "attn": "fp32"}, "fp16 fp32 fp32 bf16 bf16"),  # the first that matches
+  ({"h1/mlp": "bf16", "GPT": "fp32"}, "fp32 fp32 fp32 bf16 fp32"),
+  ({".*": "fp32"}, "fp32 fp32 fp32 fp32 fp32"),
+]
 
 
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda f: f.__name__)
+def dots(jaxpr):
+  """Dtypes of the first operands of the products, in the order of the program."""
+  return [multiplied(e).split()[0] for e in walk(jaxpr) if e.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
 def test_overrides_by_module(network):
-  fun, args = network()
-  for name, (overrides, want) in OVERRIDES.items():
+  fun, args = NETWORKS[network]()
+  for overrides, want in OVERRIDES:
     found = by_path(fun, "bf16", overrides, *args)
     # Equinox's own layers are scopes too.
     short = {path.removesuffix("/eqx.nn.Linear"): policy for path, policy in found.items()}
-    assert short == dict(zip(PATHS, want.split(), strict=True)), name
+    assert short == dict(zip(PATHS, want.split(), strict=True)), overrides
   # What is done is what is explained.
   cast = mpjax.autocast(fun, "bf16", overrides={"h0": "fp32", "head": "fp16"})
-  text = jax.jit(lambda *_: cast(*args)).trace(X).lower(lowering_platforms=("tpu",)).as_text()
-  dots = [
-    line.split(": (tensor<")[1].split(">")[0].split("x")[-1]
-    for line in text.splitlines()
-    if "dot_general" in line
-  ]
-  assert dots == ["f32", "f32", "bf16", "bf16", "f16"]
+  assert dots(jax.make_jaxpr(lambda _: cast(*args))(X).jaxpr) == ["f32", "f32", "bf16", "bf16", "f16"]
+  with pytest.raises(ValueError, match=r"'hea' matches no module path.*h0/attn.*head"):
+    mpjax.autocast(fun, "bf16", overrides={"hea": "fp32"})(*args)
 
 
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("regex", ["hea", "ead", "h", "GPT/h", "mlp/GPT", "h0//mlp"])
-def test_a_regex_matches_whole_components_and_errors_list_the_paths(network, regex):
-  fun, args = network()
-  with pytest.raises(ValueError, match=f"'{regex}' matches no module path.*h0/attn.*head"):
-    mpjax.autocast(fun, "bf16", overrides={regex: "fp32"})(*args)
+def test_a_regex_matches_whole_components():
+  fun, args = NETWORKS["nnx argument"]()
+  for regex in ("hea", "ead", "h", "GPT/h", "mlp/GPT", "h0//mlp"):
+    with pytest.raises(ValueError, match=f"'{regex}' matches no module path.*h0/attn.*head"):
+      mpjax.autocast(fun, "bf16", overrides={regex: "fp32"})(*args)
 
 
-SPECS = {
-  "argument": ("fp16", {".*/head": "fp32"}),
-  "policy mapping": ({"base": "fp16", "overrides": {".*/head": "fp32"}}, None),
-  "policy list": ({"base": "fp16", "overrides": [[".*/head", "fp32"]]}, None),
-  "argument before policy": ({"base": "fp16", "overrides": {"head": "bf16"}}, {"head": "fp32"}),
-  "of its own": (mpjax.get_policy({"base": "fp16", "overrides": {"head": "params=float32,compute=float32"}}), None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_overrides_in_a_policy(name):
-  policy, overrides = SPECS[name]
-  fun, args = nnx_argument()
-  if name == "argument before policy":
+def test_overrides_in_a_policy():
+  fun, args = NETWORKS["nnx argument"]()
+  own = mpjax.get_policy({"base": "fp16", "overrides": {"head": "params=float32,compute=float32"}})
+  for policy, overrides in (
+    ("fp16", {".*/head": "fp32"}),
+    ({"base": "fp16", "overrides": {".*/head": "fp32"}}, None),
+    ({"base": "fp16", "overrides": [[".*/head", "fp32"]]}, None),
     # The policy's own matches nothing that is left, and is not an error for that.
-    overrides = {"GPT/head": "fp32"}
-  found = by_path(fun, policy, overrides, *args)
-  assert found == dict(zip(PATHS, ["fp16"] * 4 + ["fp32"], strict=True))
+    ({"base": "fp16", "overrides": {"head": "bf16"}}, {"GPT/head": "fp32"}),
+    (own, None),
+  ):
+    found = by_path(fun, policy, overrides, *args)
+    assert found == dict(zip(PATHS, ["fp16"] * 4 + ["fp32"], strict=True)), (policy, overrides)
 
 
 def test_overrides_in_make_train_step():
   policy = {"base": "bf16", "autocast": True, "overrides": {".*/head": "fp32"}}
-  model = GPT(nnx.Rngs(0))
-  step = mpjax.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), policy)
-  state = step.init(model)
-  text = step.jitted.trace(state, X).lower(lowering_platforms=("tpu",)).as_text()
-  dots = [line for line in text.splitlines() if "dot_general" in line]
+  make = lambda policy: mpjax.make_train_step(lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1), policy)
+  step = make(policy)
+  state = step.init(nnx_model())
+  found = dots(step.jitted.trace(state, X).jaxpr.jaxpr)
   # Each has one product forward and two backward.
-  count = lambda kind: sum(f"x{kind}>" in line.split(": (")[1].split(")")[0] for line in dots)
-  assert (count("f32"), count("bf16")) == (3, 12)
+  assert (found.count("f32"), found.count("bf16")) == (3, 12)
   state, metrics = step(state, X)
   assert np.isfinite(metrics["loss"])
-  bad = mpjax.make_train_step(
-    lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), {**policy, "overrides": {"haed": "fp32"}}
-  )
+  bad = make({**policy, "overrides": {"haed": "fp32"}})
   with pytest.raises(ValueError, match=r"'haed' matches no module path.*GPT/head"):
-    bad(bad.init(model), X)
+    bad(bad.init(nnx_model()), X)
 
 
 TRANSFORMED = {
@@ -266,10 +201,9 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_paths_under_transformations(name):
-  found = {}
-  overrides = {"GPT/head": "fp32"}
-  for path, policy in by_path(TRANSFORMED[name], "bf16", overrides, GPT(nnx.Rngs(0)), X).items():
-    found.setdefault("head" in path.split("/"), set()).add(policy)
-  assert found == {True: {"fp32"}, False: {"bf16"}}
+def test_paths_under_transformations():
+  for name, fun in TRANSFORMED.items():
+    found = {True: set(), False: set()}
+    for path, policy in by_path(fun, "bf16", {"GPT/head": "fp32"}, nnx_model(), X).items():
+      found["head" in path.split("/")].add(policy)
+    assert found == {True: {"fp32"}, False: {"bf16"}}, name
