@@ -1,6 +1,6 @@
 """Plans made by hand, for the tests of what prints and draws them."""
 
-from mpjax.planner import Collective, Compiled, Floor, Memory, Plan, ProductGroup, Saved
+from mpjax.planner import Compiled, Floor, Memory, Plan, ProductGroup, Saved
 
 PARAMETERS = 124_439_808
 BATCH = 67_108_864
@@ -15,94 +15,72 @@ ACTIVATIONS = {"fp32": 9_876_543_210, "bf16": 5_432_109_876, "bf16_pure": 5_012_
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "bf16_pure": "bfloat16"}
 
 
+def in_words(nbytes):
+  """Bytes as a report has them."""
+  for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    if nbytes >= size:
+      return f"{nbytes / size:.2f} {unit}"
+  return f"{nbytes} B"
+
+
 def a_memory(policy="bf16", scale=1.0):
   parts = {name: size * PARAMETERS for name, size in PER_PARAMETER[policy].items()}
   parts |= {"batch": BATCH, "activations": int(scale * ACTIVATIONS[policy]), "temporaries": 123_456_789}
   slot = "bfloat16" if policy == "bf16_pure" else "float32"
   half = parts["optimizer state"] // 2
-  return Memory(
-    parts=parts,
-    optimizer={f"mu {slot}": half, f"nu {slot}": half},
-    saved=tuple(a_saved(i, DTYPE[policy]) for i in range(11)),
-    saved_bytes=parts["activations"],
-    peak=sum(parts.values()),
-  )
+  saved = tuple(a_saved(i, DTYPE[policy]) for i in range(11))
+  optimizer = {f"mu {slot}": half, f"nu {slot}": half}
+  return Memory(parts, optimizer, saved, saved_bytes=parts["activations"], peak=sum(parts.values()))
 
 
-def a_saved(i=0, dtype="bfloat16"):
-  return Saved(
-    path=f"GPT/blocks/attention/saved{i}",
-    source=f"model.py:{30 + i}",
-    operation="dot_general",
-    dtype=dtype,
-    shape=(16, 1024, 12, 64 + i),
-    count=12,
-    nbytes=(20 - i) * 100_000_000,
-  )
+def a_saved(i, dtype):
+  path, source, shape = f"GPT/blocks/attention/saved{i}", f"model.py:{30 + i}", (16, 1024, 12, 64 + i)
+  return Saved(path, source, "dot_general", dtype, shape, count=12, nbytes=(20 - i) * 100_000_000)
 
 
-def a_compiled(policy="bf16", **changes):
+def a_compiled(policy="bf16"):
   memory = a_memory(policy, scale=0.9)
-  arguments = sum(
-    size for part, size in memory.parts.items() if part in ("master weights", "optimizer state", "batch")
-  )
+  arguments = sum(memory.parts[part] for part in ("master weights", "optimizer state", "batch"))
   temporaries = memory.peak - arguments + 200_000_000
-  values = {
-    "arguments": arguments,
-    "outputs": arguments - BATCH + 8,
-    "aliases": arguments - BATCH,
-    "temporaries": temporaries,
-    "peak": arguments + 8 + temporaries,
-    "memory": memory,
-    "explained": memory.peak / (arguments + 8 + temporaries),
-    "difference": (
-      f"The compiler recomputes {policy} activations of the softmax.",
-      "Padding to tiles of 128.",
-    ),
-    "kernels": {
-      f"cublas: {DTYPE[policy]} x {DTYPE[policy]}": 3_000_000_000_000,
-      "triton: f32 x f32": 40_000_000_000,
-    },
-    "seconds": 12.5,
-  }
-  return Compiled(**values | changes)
+  dtype = DTYPE[policy]
+  kernels = {f"cublas: {dtype} x {dtype}": 3_000_000_000_000, "triton: f32 x f32": 40_000_000_000}
+  return Compiled(
+    arguments=arguments,
+    outputs=arguments - BATCH + 8,
+    aliases=arguments - BATCH,
+    temporaries=temporaries,
+    peak=arguments + 8 + temporaries,
+    memory=memory,
+    explained=memory.peak / (arguments + 8 + temporaries),
+    difference=(f"The compiler recomputes {policy} activations of the softmax.", "Padding to tiles of 128."),
+    kernels=kernels,
+    seconds=12.5,
+  )
 
 
-def a_product(**changes):
-  values = {
-    "path": "GPT/blocks/up",
-    "source": "model.py:40",
-    "phase": "forward",
-    "operation": "dot_general",
+def a_product(shape=(16384, 3072, 768), **changes):
+  m, n, k = shape
+  values = {"path": "GPT/blocks/up", "source": "model.py:40", "phase": "forward", "operation": "dot_general"}
+  values |= {
     "dtype": "bfloat16",
-    "shape": (16384, 3072, 768),
-    "padded": (16384, 3072, 768),
+    "padded": shape,
     "batch": 1,
-    "flops": 2 * 16384 * 3072 * 768,
+    "flops": 2 * m * n * k,
     "eligible": True,
     "why": "",
   }
-  return ProductGroup(**values | changes)
+  return ProductGroup(shape=shape, **values | changes)
 
 
-def the_head(dtype="bfloat16", **changes):
+def the_head(dtype="bfloat16"):
   """The product with a vocabulary of 50257, which is no multiple of 8."""
-  values = {
-    "path": "GPT/head",
-    "source": "model.py:77",
-    "dtype": dtype,
-    "shape": (16384, 50257, 768),
-    "padded": (16384, 50264, 768),
-    "flops": 2 * 16384 * 50257 * 768,
-    "eligible": False,
-    "why": "N = 50257 is no multiple of 8",
-  }
-  return a_product(**values | changes)
+  why = {"padded": (16384, 50264, 768), "eligible": False, "why": "N = 50257 is no multiple of 8"}
+  return a_product((16384, 50257, 768), path="GPT/head", source="model.py:77", dtype=dtype, **why)
 
 
 def a_plan(policy="bf16", compiled=True, **changes):
   """A plan of a GPT with 124 million parameters on one H200."""
-  dtype = DTYPE[policy]
+  floor = {"matrix units": 0.0123, "memory": 0.0045}
   values = {
     "label": policy,
     "target": "h200",
@@ -114,25 +92,9 @@ def a_plan(policy="bf16", compiled=True, **changes):
     "compiled": a_compiled(policy) if compiled else None,
     "inference": (4 if policy == "fp32" else 2) * PARAMETERS,
     "checkpoint": 12 * PARAMETERS,
-    "products": (the_head(dtype), a_product(dtype=dtype)),
+    "products": (the_head(DTYPE[policy]), a_product(dtype=DTYPE[policy])),
     "collectives": (),
-    "floor": Floor(
-      seconds=0.0123,
-      parts={"matrix units": 0.0123, "memory": 0.0045},
-      bound="matrix units",
-      moved_bytes=21_600_000_000,
-    ),
+    "floor": Floor(seconds=0.0123, parts=floor, bound="matrix units", moved_bytes=21_600_000_000),
     "notes": ("Bytes of one device.",),
   }
   return Plan(**values | changes)
-
-
-def a_collective(**changes):
-  values = {
-    "operation": "all-reduce",
-    "dtype": "float32",
-    "nbytes": 497_759_232,
-    "count": 24,
-    "sources": ("GPT/head", "GPT/blocks"),
-  }
-  return Collective(**values | changes)

@@ -5,8 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax.planner import get_target, missing
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
@@ -45,15 +48,29 @@ def by_parts(plan, *names):
   return sum(plan.memory.parts.get(name, 0) for name in names)
 
 
-def abstract(init, *args):
-  return jax.eval_shape(init, *args)
-
-
 def a_train_step(policy, *, loss=mlp, params=PARAMS, tx=None, **options):
   """A `TrainStep` and the shapes of its state."""
   step = mpjax.make_train_step(loss, tx or optax.adam(1e-3), policy, **options)
-  return step, abstract(lambda: step.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)))
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+  return step, jax.eval_shape(lambda: step.init(zeros()))
 
 
 def layers(params, batch):
   return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0].sum()
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+  return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def on(mesh, tree, *spec):
+  """The shapes of a tree that lies on a mesh."""
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  return jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def described(target):
+  """The name of a target, if this machine compiles for it."""
+  if lacks := missing(get_target(target)):
+    pytest.skip(lacks)
+  return target

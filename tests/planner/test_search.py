@@ -1,14 +1,17 @@
-"""Searches on plans made up for them: the largest batch that fits, and the cheapest choice that does."""
+"""Searches for the largest batch that fits, and the cheapest choice that does: on plans made up for them."""
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax._plain_text import bytes_text
+import mpjax
 from mpjax.planner import CompileError, Floor, Memory, cheapest, largest_batch
 from tests.planner._plans import a_plan, a_product
+from tests.planner._steps import F32, S
 
 FAILED = "the compiler failed, out of memory: v5e: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"
 
@@ -58,29 +61,21 @@ def largest_by_hand(peak, memory, multiple=1, most=10**7):
   return low * multiple
 
 
+line = lambda constant, slope: lambda b: constant + slope * b
+square = lambda b: 100 + b * b
 BENT = {
   # name: the compiler's bytes, the plan's, memory, at most so many compilations.
-  "straight": (lambda b: 100 + 7 * b, None, 10_000, 3),
-  "straight, fewer bytes than planned": (lambda b: 100 + 7 * b, lambda b: 100 + 9 * b, 10_000, 8),
-  "straight, more bytes than planned": (lambda b: 100 + 9 * b, lambda b: 100 + 7 * b, 10_000, 8),
-  "mostly state": (lambda b: 112_000 + 280 * b, lambda b: 112_000 + 560 * b, 141_000, 8),
-  "mostly state, planned far too large": (
-    lambda b: 112_000 + 28 * b,
-    lambda b: 112_000 + 280 * b,
-    141_000,
-    12,
-  ),
-  "mostly state, planned too small": (
-    lambda b: 112_000 + 560 * b,
-    lambda b: 112_000 + 280 * b,
-    141_000,
-    8,
-  ),
-  "nearly all state": (lambda b: 999_000 + b, lambda b: 999_000 + 900 * b, 1_000_000, 16),
-  "quadratic": (lambda b: 100 + b * b, lambda b: 100 + 90 * b + b * b, 10**8, 20),
-  "quadratic, planned straight": (lambda b: 100 + b * b, lambda b: 100 + 7 * b, 10**8, 36),
-  "root": (lambda b: 100 + int(1000 * b**0.5), lambda b: 100 + 7 * b, 10**6, 30),
-  "steps of 64": (lambda b: 100 + 512 * (b // 64), lambda b: 100 + 8 * b, 10**6, 20),
+  "straight": (line(100, 7), None, 10_000, 3),
+  "straight, fewer bytes than planned": (line(100, 7), line(100, 9), 10_000, 8),
+  "straight, more bytes than planned": (line(100, 9), line(100, 7), 10_000, 8),
+  "mostly state": (line(112_000, 280), line(112_000, 560), 141_000, 8),
+  "mostly state, planned far too large": (line(112_000, 28), line(112_000, 280), 141_000, 12),
+  "mostly state, planned too small": (line(112_000, 560), line(112_000, 280), 141_000, 8),
+  "nearly all state": (line(999_000, 1), line(999_000, 900), 1_000_000, 16),
+  "quadratic": (square, lambda b: 90 * b + square(b), 10**8, 20),
+  "quadratic, planned straight": (square, line(100, 7), 10**8, 36),
+  "root": (lambda b: 100 + int(1000 * b**0.5), line(100, 7), 10**6, 30),
+  "steps of 64": (lambda b: 100 + 512 * (b // 64), line(100, 8), 10**6, 20),
   "a jump": (lambda b: 100 + 7 * b + (3000 if b > 900 else 0), None, 10_000, 20),
 }
 
@@ -95,31 +90,34 @@ def assert_is_largest(fit, planned, memory, multiple):
   assert len(planned.calls) == len(set(planned.calls))  # none is planned twice
 
 
-@pytest.mark.parametrize("multiple", [1, 8, 24])
 @pytest.mark.parametrize("name", BENT)
-def test_largest_batch_fits_and_the_next_does_not(name, multiple):
+def test_largest_batch_fits_and_the_next_does_not(name):
   compiled, analytic, memory, most_calls = BENT[name]
-  if largest_by_hand(compiled, memory, multiple) == 0:
-    pytest.skip("not even the smallest fits")
-  planned = Planned(compiled, analytic)
-  fit = largest_batch(planned, memory, multiple=multiple)
-  assert fit.batch == largest_by_hand(compiled, memory, multiple)
-  assert_is_largest(fit, planned, memory, multiple)
-  assert len(planned.calls) <= most_calls
-  assert len(planned.guesses) <= 10
+  for multiple in (1, 8, 24):
+    largest = largest_by_hand(compiled, memory, multiple)
+    if largest:  # the smallest fits
+      planned = Planned(compiled, analytic)
+      fit = largest_batch(planned, memory, multiple=multiple)
+      assert fit.batch == largest, multiple
+      assert_is_largest(fit, planned, memory, multiple)
+      assert len(planned.calls) <= most_calls, multiple
+      assert len(planned.guesses) <= 10, multiple
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+units = (
   st.integers(0, 10**6),
   st.integers(8, 10**4),
   st.floats(0.25, 4),
   st.integers(1, 64),
   st.integers(0, 10**7),
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(*units)
 def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, room):
-  compiled = lambda b: constant + slope * b
-  planned = Planned(compiled, lambda b: constant + error * slope * b)
+  compiled = line(constant, slope)
+  planned = Planned(compiled, line(constant, error * slope))
   memory = compiled(multiple) + room
   fit = largest_batch(planned, memory, multiple=multiple)
   assert fit.batch == (multiple + room // slope) // multiple * multiple
@@ -127,17 +125,18 @@ def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, ro
   assert len(planned.calls) <= 40  # halving, where a line is of no help
 
 
-@pytest.mark.parametrize("multiple", [1, 24])
-@pytest.mark.parametrize("gives_up", [30, 701, 1400])
-@pytest.mark.parametrize("how", ["note", "raise"])
-def test_a_compiler_that_gives_up_is_taken_for_too_large(how, gives_up, multiple):
-  planned = Planned(lambda b: 100 + 7 * b, gives_up=gives_up, how=how)
-  fit = largest_batch(planned, 10_000, multiple=multiple)
-  assert fit.batch == (gives_up - 1) // multiple * multiple
-  assert (fit.next_batch, fit.next_peak) == (fit.batch + multiple, 0)
-  assert dict(fit.tried)[fit.next_batch] == 0
-  assert f"{fit.next_batch} the compiler finds too large" in str(fit)
-  assert len(planned.calls) <= 16
+def test_a_compiler_that_gives_up_is_taken_for_too_large():
+  for how, gives_up, multiple in (
+    *(("note", 30, 1), ("raise", 30, 24), ("raise", 701, 1), ("note", 701, 24)),
+    *(("note", 1400, 1), ("raise", 1400, 24)),
+  ):
+    planned = Planned(line(100, 7), gives_up=gives_up, how=how)
+    fit = largest_batch(planned, 10_000, multiple=multiple)
+    assert fit.batch == (gives_up - 1) // multiple * multiple, (how, gives_up, multiple)
+    assert (fit.next_batch, fit.next_peak) == (fit.batch + multiple, 0)
+    assert dict(fit.tried)[fit.next_batch] == 0
+    assert f"{fit.next_batch} the compiler finds too large" in str(fit)
+    assert len(planned.calls) <= 16, (how, gives_up, multiple)
 
 
 def test_another_failure_of_the_compiler_is_not_taken_for_too_large():
@@ -150,32 +149,27 @@ def test_another_failure_of_the_compiler_is_not_taken_for_too_large():
     largest_batch(plan_of, 1000, compile=True)
 
 
-@pytest.mark.parametrize(("most", "multiple", "want"), [(100, 1, 100), (100, 24, 96), (24, 24, 24)])
-def test_the_search_ends_at_its_bound(most, multiple, want):
-  planned = Planned(lambda b: 100 + 7 * b)
-  fit = largest_batch(planned, 10**9, multiple=multiple, most=most)
-  assert (fit.batch, fit.next_batch, fit.next_peak) == (want, None, 0)
-  assert str(fit) == f"largest batch that fits {bytes_text(10**9)}: {want} ({100 + 7 * want} B)"
-  assert max(planned.calls) <= most
-
-
-def test_bytes_that_do_not_depend_on_the_batch_end_at_the_bound():
-  fit = largest_batch(Planned(lambda b: 10), 1000, most=4096)
+def test_the_search_ends_at_its_bound():
+  for most, multiple, want in ((100, 1, 100), (100, 24, 96), (24, 24, 24)):
+    planned = Planned(line(100, 7))
+    fit = largest_batch(planned, 10**9, multiple=multiple, most=most)
+    assert (fit.batch, fit.next_batch, fit.next_peak) == (want, None, 0)
+    assert str(fit) == f"largest batch that fits 1.00 GB: {want} ({100 + 7 * want} B)"
+    assert max(planned.calls) <= most
+  fit = largest_batch(Planned(lambda b: 10), 1000, most=4096)  # bytes that do not depend on the batch
   assert (fit.batch, fit.next_batch) == (4096, None)
 
 
 def test_without_a_compiler_the_plan_decides():
-  planned = Planned(lambda b: 100 + 90 * b, lambda b: 100 + 7 * b)
-  fit = largest_batch(planned, 10_000, compile=False)
-  assert fit.batch == (10_000 - 100) // 7
+  planned = Planned(line(100, 90), line(100, 7))
+  assert largest_batch(planned, 10_000, compile=False).batch == (10_000 - 100) // 7
   assert planned.calls == []
 
 
 def test_progress_is_told_bounds_that_close_in():
   told = []
-  fit = largest_batch(
-    Planned(*BENT["quadratic, planned straight"][:2]), 10**8, progress=lambda *args: told.append(args)
-  )
+  planned = Planned(square, line(100, 7))
+  fit = largest_batch(planned, 10**8, progress=lambda *args: told.append(args))
   assert [batch for batch, _, _ in told] == [batch for batch, _ in fit.tried]
   lows, highs = zip(*((low, high) for _, low, high in told), strict=True)
   assert list(lows) == sorted(lows)
@@ -184,41 +178,35 @@ def test_progress_is_told_bounds_that_close_in():
   assert all(low < batch and (not high or batch < high) for batch, low, high in told)
 
 
-@pytest.mark.parametrize(
-  ("planned", "memory", "options", "message"),
-  [
+def test_where_nothing_fits_it_is_said():
+  large, ends = line(10**9, 1), r"not even a batch of 1 fits 1(.00)? MB: its compiler gives up"
+  for planned, memory, options, message in (
+    (Planned(large), 10**6, {}, r"batch of 1 fits 1(.00)? MB: it needs 1(.00)? GB; choose another"),
+    (Planned(large), 10**6, {"multiple": 24}, r"not even a batch of 24 fits 1(.00)? MB"),
+    (Planned(line(0, 10), gives_up=1), 10**6, {}, ends),
+    (Planned(line(0, 10), gives_up=1, how="raise"), 10**6, {}, ends),
+    (Planned(line(0, 1)), 10**6, {"multiple": 0}, r"multiple=0: expected positive"),
+    (Planned(line(0, 1)), 0, {}, r"memory=0.*expected positive"),
     (
-      Planned(lambda b: 10**9 + b),
-      10**6,
-      {},
-      r"not even a batch of 1 fits 1(.00)? MB: it needs 1(.00)? GB; choose another",
-    ),
-    (Planned(lambda b: 10**9 + b), 10**6, {"multiple": 24}, r"not even a batch of 24 fits 1(.00)? MB"),
-    (
-      Planned(lambda b: 10 * b, gives_up=1),
-      10**6,
-      {},
-      r"not even a batch of 1 fits 1(.00)? MB: its compiler gives up",
-    ),
-    (
-      Planned(lambda b: 10 * b, gives_up=1, how="raise"),
-      10**6,
-      {},
-      r"not even a batch of 1 fits 1(.00)? MB: its compiler gives up",
-    ),
-    (Planned(lambda b: b), 10**6, {"multiple": 0}, r"multiple=0: expected positive"),
-    (Planned(lambda b: b), 0, {}, r"memory=0.*expected positive"),
-    (
-      Planned(lambda b: b),
+      Planned(line(0, 1)),
       10**6,
       {"multiple": 24, "most": 20},
       r"most=20: expected at least one multiple of 24",
     ),
-  ],
-)
-def test_where_nothing_fits_it_is_said(planned, memory, options, message):
-  with pytest.raises(ValueError, match=message):
-    largest_batch(planned, memory, **options)
+  ):
+    with pytest.raises(ValueError, match=message):
+      largest_batch(planned, memory, **options)
+
+
+def test_largest_batch_of_a_step_is_by_what_the_compiler_says():
+  step = lambda w, x: w - jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T)))(w)
+  plan_of = lambda batch, compile: mpjax.plan(step, (S((32, 64), F32), S((batch, 32), F32)), compile=compile)
+  fit = mpjax.largest_batch(plan_of, 1_000_000, multiple=64)
+  assert (fit.batch % 64, fit.next_batch) == (0, fit.batch + 64)
+  assert fit.plan.compiled.peak <= 1_000_000 < fit.next_peak
+  tried = dict(fit.tried)
+  assert (tried[fit.batch], tried[fit.next_batch]) == (fit.plan.peak, fit.next_peak)
+  assert len(tried) <= 6
 
 
 def a_choice(label, peak, seconds, flops=10, **changes):
@@ -227,16 +215,15 @@ def a_choice(label, peak, seconds, flops=10, **changes):
 
 
 FP8, BF16, FP32 = a_choice("fp8", 60, 1.0), a_choice("bf16", 50, 2.0), a_choice("fp32", 90, 4.0)
-LEAN = a_choice("bf16 recompute=dots", 30, 2.5)
+EVERY = (FP32, BF16, FP8, a_choice("bf16 recompute=dots", 30, 2.5))
 
 
-@pytest.mark.parametrize(
-  ("plans", "memory", "want"),
-  [
-    ((FP32, BF16, FP8, LEAN), 100, "fp8"),
-    ((FP32, BF16, FP8, LEAN), 60, "fp8"),
-    ((FP32, BF16, FP8, LEAN), 59, "bf16"),
-    ((FP32, BF16, FP8, LEAN), 49, "bf16 recompute=dots"),
+def test_the_cheapest_is_the_fastest_that_fits():
+  for plans, memory, want in (
+    (EVERY, 100, "fp8"),
+    (EVERY, 60, "fp8"),
+    (EVERY, 59, "bf16"),
+    (EVERY, 49, "bf16 recompute=dots"),
     ((a_choice("more", 50, 2.0), a_choice("less", 40, 2.0)), 100, "less"),
     # Where no peaks are published, FLOPs.
     ((a_choice("again", 40, None, 15), a_choice("once", 50, None, 10)), 100, "once"),
@@ -244,14 +231,8 @@ LEAN = a_choice("bf16 recompute=dots", 30, 2.5)
     # The compiler's figure counts, not the analytic one.
     ((dataclasses.replace(FP8, compiled=with_peak(1, 999).compiled), BF16), 100, "bf16"),
     ((a_choice("failed", 40, 1.0, notes=(FAILED,)), BF16), 100, "bf16"),
-  ],
-)
-def test_the_cheapest_is_the_fastest_that_fits(plans, memory, want):
-  assert cheapest(plans, memory).label == want
-  assert cheapest(plans[::-1], memory).label == want
-
-
-def test_where_no_choice_fits_the_smallest_is_named():
+  ):
+    assert cheapest(plans, memory).label == cheapest(plans[::-1], memory).label == want, memory
   with pytest.raises(ValueError, match=r"none of 2 choices fits 10 B: the smallest, bf16, needs 50 B"):
     cheapest((FP32, BF16), 10)
   with pytest.raises(ValueError, match=r"no plans"):

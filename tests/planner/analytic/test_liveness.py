@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax import _compat
+from mpjax import _compat  # which release's compiler a peak is of
 from mpjax.jaxpr import BACKWARD, FORWARD
 from mpjax.planner.analytic import make_graph
-from mpjax.planner.analytic._graph import merged
+from mpjax.planner.analytic._graph import merged  # a plan shows the peak of a whole step alone
 from mpjax.planner.analytic._liveness import Traits, peak, traits_of
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -19,13 +19,18 @@ S = jax.ShapeDtypeStruct
 N = 32
 KINDS = ("cpu", "gpu", "tpu")
 SQUARE = 4 * N * N  # bytes
+MATRIX = [S((N, N), F32)] * 2
 # As the program says: nothing is widened, halved or kept for other reasons.
 PLAIN = Traits()
 
 
-def peak_of(function, *args, donated=(), traits=PLAIN, regions=False):
+def graph_of(function, *args, regions=False):
+  return merged(make_graph(jax.make_jaxpr(function)(*args)), through_regions=regions)
+
+
+def peak_of(function, *args, donated=(), traits=PLAIN):
   """The peak of a function, the arguments apart; `donated` are positions of arguments."""
-  graph = merged(make_graph(jax.make_jaxpr(function)(*args)), through_regions=regions)
+  graph = graph_of(function, *args)
   return peak(graph, traits, size=lambda v: v.nbytes, reusable=[graph.arguments[i] for i in donated])
 
 
@@ -52,60 +57,38 @@ def function_of(program):
   def run(*args):
     values = list(args)
     for name, *operands in operations:
-      chosen = [values[i % len(values)] for i in operands]
-      values.append((UNARY | BINARY)[name](*chosen))
+      values.append((UNARY | BINARY)[name](*(values[i % len(values)] for i in operands)))
     return tuple(values[-results:])
 
   return run
 
 
-def traced(program):
-  args = [S((N, N), F32)] * 2
-  return merged(make_graph(jax.make_jaxpr(function_of(program))(*args)), through_regions=False)
-
-
 @settings(max_examples=60, deadline=None)
-@given(programs, st.sampled_from(KINDS))
-def test_peak_is_between_the_largest_value_and_all_of_them(program, kind):
-  graph = traced(program)
-  found = peak(graph, traits_of(kind), size=lambda v: v.nbytes)
+@given(programs, st.sampled_from(KINDS), st.integers(2, 5))
+def test_peak_of_any_program(program, kind, factor):
+  graph = graph_of(function_of(program), *MATRIX)
+  size = lambda v: v.nbytes
+  # It is between the largest value and all of them.
+  found = peak(graph, traits_of(kind), size=size)
   computed = [value for operation in graph.operations for value in operation.results]
   copies = len(graph.results)  # of a result that is an argument, or another result
   assert found.nbytes <= sum(value.nbytes for value in computed) + copies * SQUARE
   stored = [value for step in found.order for value in step.writes]
   assert found.nbytes >= max((found.size(value) for value in stored), default=0)
   assert found.nbytes % (SQUARE // 2) == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(programs, st.sampled_from(KINDS))
-def test_donation_never_raises_the_peak(program, kind):
-  graph = traced(program)
-  by_count = [
-    peak(graph, traits_of(kind), size=lambda v: v.nbytes, reusable=graph.arguments[:given]).nbytes
-    for given in range(len(graph.arguments) + 1)
-  ]
-  assert by_count == sorted(by_count, reverse=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(programs)
-def test_every_value_is_computed_before_it_is_read(program):
-  found = peak(traced(program), PLAIN, size=lambda v: v.nbytes)
-  made = set()
-  written = {id(v) for step in found.order for v in step.writes}
-  for step in found.order:
+  # Donation never raises it.
+  number = range(len(graph.arguments) + 1)
+  some = [peak(graph, traits_of(kind), size=size, reusable=graph.arguments[:n]).nbytes for n in number]
+  assert some == sorted(some, reverse=True)
+  # Every value is computed before it is read, once.
+  plain, made = peak(graph, PLAIN, size=size), set()
+  written = {id(v) for step in plain.order for v in step.writes}
+  for step in plain.order:
     assert all(id(v) in made or id(v) not in written for v in step.reads)
     assert made.isdisjoint({id(v) for v in step.writes})
     made |= {id(v) for v in step.writes}
-
-
-@settings(max_examples=40, deadline=None)
-@given(programs, st.integers(2, 5))
-def test_peak_grows_with_the_values(program, factor):
-  graph = traced(program)
-  one, more = (peak(graph, PLAIN, size=lambda v, f=f: f * v.nbytes).nbytes for f in (1, factor))
-  assert more == factor * one
+  # It grows with the values.
+  assert peak(graph, PLAIN, size=lambda v: factor * v.nbytes).nbytes == factor * plain.nbytes
 
 
 # Programs whose peak is known, in arrays of N x N.
@@ -138,7 +121,6 @@ def branched(x, w):
   return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
 
 
-MATRIX = [S((N, N), F32)] * 2
 CASES = {
   # name: function, least and most arrays at one time.
   "one product": (jnp.matmul, 1, 1),
@@ -154,18 +136,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peak_of_a_small_program(name):
-  function, least, most = CASES[name]
-  assert least * SQUARE <= peak_of(function, *MATRIX).nbytes <= most * SQUARE
+def test_peak_of_a_small_program():
+  for name, (function, least, most) in CASES.items():
+    assert least * SQUARE <= peak_of(function, *MATRIX).nbytes <= most * SQUARE, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_long_chain_has_no_more_than_a_short_one(kind):
-  peaks = {
-    n: peak_of(functools.partial(chain, length=n), *MATRIX, traits=traits_of(kind)).nbytes for n in (3, 30)
-  }
-  assert peaks[3] == peaks[30] <= 3 * SQUARE
+def test_long_chain_has_no_more_than_a_short_one():
+  for kind in KINDS:
+    of = lambda n, kind=kind: peak_of(functools.partial(chain, length=n), *MATRIX, traits=traits_of(kind))
+    assert of(3).nbytes == of(30).nbytes <= 3 * SQUARE, kind
 
 
 def test_a_donated_argument_gives_its_memory_to_a_result_like_it():
@@ -175,38 +154,32 @@ def test_a_donated_argument_gives_its_memory_to_a_result_like_it():
   assert peak_of(lambda x, w: (x @ w).astype(BF16), *MATRIX, donated=[0]).nbytes > 0  # of another dtype
 
 
-def layers(length, wrap=lambda f: f):
-  layer = wrap(lambda x, w: jnp.tanh(x @ w))
-
+def layers(length):
   def loss(ws, x):
     for w in ws:
-      x = layer(x, w)
+      x = jnp.tanh(x @ w)
     return jnp.sum(x * x)
 
   return lambda ws, x: jax.grad(loss)(ws, x), [S((N, N), F32)] * length
 
 
-@pytest.mark.parametrize("length", [1, 2, 8])
-def test_the_backward_pass_keeps_an_activation_a_layer(length):
-  function, weights = layers(length)
+def test_the_backward_pass_keeps_an_activation_a_layer():
   rows = 64 * N
-  found = peak_of(function, weights, S((rows, N), F32))
   activation = 4 * rows * N
-  assert sum(v.nbytes for v in found.saved) == length * activation
-  assert {v.maker.name for v in found.saved} == {"tanh"}
-  assert {v.maker.phase for v in found.saved} == {FORWARD}
-  assert length * activation <= found.nbytes <= (length + 2) * activation + length * SQUARE
+  for length in (1, 2, 8):
+    function, weights = layers(length)
+    found = peak_of(function, weights, S((rows, N), F32))
+    assert sum(v.nbytes for v in found.saved) == length * activation, length
+    assert {(v.maker.name, v.maker.phase) for v in found.saved} == {("tanh", FORWARD)}, length
+    assert length * activation <= found.nbytes <= (length + 2) * activation + length * SQUARE, length
 
 
 def test_a_checkpointed_layer_keeps_its_input_alone():
   rows = 64 * N
   deep = lambda x, w: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
   loss = lambda layer: lambda ws, x: jnp.sum(functools.reduce(layer, ws, x))
-  found = {
-    wrap: peak_of(jax.grad(loss(wrap(deep))), [S((N, N), F32)] * 4, S((rows, N), F32))
-    for wrap in (lambda f: f, jax.checkpoint)
-  }
-  plain, checkpointed = found.values()
+  args = [S((N, N), F32)] * 4, S((rows, N), F32)
+  plain, checkpointed = (peak_of(jax.grad(loss(layer)), *args) for layer in (deep, jax.checkpoint(deep)))
   saved = [sum(v.nbytes for v in one.saved) // (4 * rows * N) for one in (plain, checkpointed)]
   assert saved == [3 * 4, 4 - 1]  # the first layer's input is an argument
   assert checkpointed.nbytes < plain.nbytes
@@ -259,15 +232,12 @@ def test_calls_are_entered_and_loops_are_not():
 
 def test_what_is_computed_twice_is_merged_unless_it_is_to_be_recomputed():
   twice = lambda x, w: jnp.tanh(x @ w) + jnp.exp(x @ w)
-  graph = merged(make_graph(jax.make_jaxpr(twice)(*MATRIX)), through_regions=False)
-  assert sum(bool(o.flops) for o in graph.operations) == 1
+  products = lambda graph: sum(bool(o.flops) for o in graph.operations)
+  assert products(graph_of(twice, *MATRIX)) == 1
   gradient = jax.grad(lambda x, w: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) ** 2)(x)))
-  raw = make_graph(jax.make_jaxpr(lambda x, w: (gradient(x, w), jnp.sum(jnp.tanh(x @ w) ** 2)))(*MATRIX))
-  products = {
-    through: sum(bool(o.flops) for o in merged(raw, through_regions=through).operations)
-    for through in (False, True)
-  }
-  assert products == {False: 3, True: 2}  # x @ w, again, and the gradient's; on a CPU it is not again
+  both = lambda x, w: (gradient(x, w), jnp.sum(jnp.tanh(x @ w) ** 2))
+  # x @ w, again, and the gradient's; on a CPU it is not again
+  assert [products(graph_of(both, *MATRIX, regions=through)) for through in (False, True)] == [3, 2]
 
 
 def test_phases_are_told_from_each_other():

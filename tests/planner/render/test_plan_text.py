@@ -6,10 +6,9 @@ import io
 import pytest
 import rich.console
 
-from mpjax._plain_text import bytes_text
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
 from mpjax.planner.render import NO_FIT, as_text, print_plans
-from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, the_head
+from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, in_words, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 
@@ -20,104 +19,63 @@ def printed(plans, width=120):
   return stream.getvalue()
 
 
+def lines_of(text, start):
+  return [line for line in text.splitlines() if line.startswith(start)]
+
+
 @pytest.mark.parametrize("render", [as_text, printed], ids=["text", "rich"])
 def test_every_part_and_figure_is_there(render):
-  plan = a_plan()
+  crossing = Collective("all-reduce", "bfloat16", 123_000_000, 7, ("GPT/blocks",))
+  plan = a_plan(products=(the_head(),), notes=("pad it",), collectives=(crossing,), devices=8)
   text = render([plan])
   for part, nbytes in plan.memory.parts.items():
-    [line] = [line for line in text.splitlines() if line.startswith(f"{part} ")]
-    assert bytes_text(nbytes) in line
+    [line] = lines_of(text, f"{part} ")
+    assert in_words(nbytes) in line
     assert f"{nbytes / PARAMETERS:.2f} B/p" in line
   for figure in (plan.memory.peak, plan.compiled.peak, plan.inference, plan.checkpoint, plan.device_memory):
-    assert bytes_text(figure) in text
-  for words in (
-    "h200",
-    "NVIDIA H200 SXM",
-    f"{PARAMETERS:,} parameters",
-    "mu float32",
-    "no step is faster than",
-  ):
-    assert words in text
+    assert in_words(figure) in text, figure
+  words = ["h200", "NVIDIA H200 SXM", f"{PARAMETERS:,} parameters", "mu float32", "no step is faster than"]
+  words += ["16384x50257x768", "16384x50264x768", "N = 50257 is no multiple of 8", "GPT/head"]
+  words += ["pad it", "8 devices", "all-reduce", "123.00 MB", "model.py:30", "16x1024x12x64"]
+  for word in words:
+    assert word in text, word
+  assert "saved10" not in text  # the least of the saved activations
   assert all(sentence.split(":")[0] in text for sentence in plan.compiled.difference)
 
 
-def test_policies_are_columns_of_one_table():
-  text = as_text([a_plan(policy) for policy in POLICIES])
-  [line] = [line for line in text.splitlines() if line.startswith("master weights ")]
-  assert line.split().count("B/p") == 3
-  heading = next(line for line in text.splitlines() if line.split()[:3] == list(POLICIES))
-  assert [heading.index(policy) for policy in POLICIES] == sorted(
-    heading.index(policy) for policy in POLICIES
-  )
-
-
 def test_parts_stand_in_their_order():
-  lines = [line.split("  ")[0] for line in as_text([a_plan()]).splitlines()]
-  order = [line for line in lines if line in (*ARGUMENT_PARTS, *TRANSIENT_PARTS)]
+  names = [line.split("  ")[0] for line in as_text([a_plan()]).splitlines()]
+  order = [name for name in names if name in (*ARGUMENT_PARTS, *TRANSIENT_PARTS)]
   assert order == sorted(order, key=(*ARGUMENT_PARTS, *TRANSIENT_PARTS).index)
 
 
-def test_the_largest_activations_have_module_line_and_shape():
-  text = as_text([a_plan()])
-  assert "model.py:30" in text
-  assert "16x1024x12x64" in text
-  assert "model.py:40" in text.partition("Largest saved activations")[0] or "saved10" not in text
-
-
-def test_a_product_that_misses_the_units_has_its_padded_shape():
-  text = as_text([a_plan(products=(the_head(),))])
-  for words in ("16384x50257x768", "16384x50264x768", "N = 50257 is no multiple of 8", "GPT/head"):
-    assert words in text
-
-
-def test_a_plan_that_does_not_fit_is_marked():
-  fits, too_large = a_plan(), a_plan(device_memory=10**9)
-  assert NO_FIT not in as_text([fits])
-  assert NO_FIT in as_text([too_large])
+@pytest.mark.parametrize("width", [60, 80, 120, None])
+def test_policies_stand_side_by_side_at_any_width(width):
+  plans = [a_plan(policy) for policy in POLICIES]
+  text = printed(plans, width) if width else as_text(plans)
+  headings = [line for line in text.splitlines() if line.split()[:3] == list(POLICIES)]
+  assert len(headings) == 3  # memory, matrix products, floor
+  columns = [headings[0].index(policy) for policy in POLICIES]
+  assert columns == sorted(columns)
+  [line] = lines_of(text, "master weights ")
+  assert line.count("MB") == 3
+  assert line.split().count("B/p") == (3 if width in (120, None) else 0)
+  if width:
+    assert max(map(len, text.splitlines())) <= width + 40  # a shape or a line of source is never broken
 
 
 def test_without_a_compiler_there_are_no_rows_of_it():
   text = as_text([a_plan(compiled=False)])
   assert "by the compiler" not in text
   assert "peak, compiled" not in text
-
-
-def test_one_of_two_plans_may_be_compiled():
-  text = as_text([a_plan("fp32", compiled=False), a_plan("bf16")])
-  [line] = [line for line in text.splitlines() if line.startswith("peak, compiled")]
+  [line] = lines_of(as_text([a_plan("fp32", compiled=False), a_plan("bf16")]), "peak, compiled")
   assert " - " in line
 
 
-def test_collectives_are_listed():
-  crossing = Collective("all-reduce", "bfloat16", 123_000_000, 7, ("GPT/blocks",))
-  text = as_text([a_plan(collectives=(crossing,), devices=8)])
-  assert "8 devices" in text
-  assert "all-reduce" in text
-  assert "123.00 MB" in text
-
-
-def test_notes_are_said():
-  assert "pad the vocabulary" in as_text([a_plan(notes=("pad the vocabulary",))])
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_tables_fold_to_the_terminal(width):
-  long = max(map(len, printed([a_plan(policy) for policy in POLICIES], width).splitlines()))
-  assert long <= width + 40  # a shape or a line of source is never broken
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_policies_stand_side_by_side_at_any_width(width):
-  text = printed([a_plan(policy) for policy in POLICIES], width)
-  headings = [line for line in text.splitlines() if line.split()[:3] == list(POLICIES)]
-  assert len(headings) == 3  # memory, matrix products, floor
-  [line] = [line for line in text.splitlines() if line.startswith("master weights ")]
-  assert line.count("MB") == 3
-
-
 def test_the_first_table_says_what_each_needs_and_whether_it_fits():
+  assert NO_FIT not in as_text([a_plan()])
   first = as_text([a_plan("fp32", device_memory=10**9), a_plan("bf16")]).split("\n\n")[0]
-  assert f"{bytes_text(a_plan('bf16').peak)}" in first
+  assert in_words(a_plan("bf16").peak) in first
   assert first.count(NO_FIT) == 1
 
 
@@ -126,7 +84,7 @@ def test_a_step_has_to_fit_what_jax_takes():
   plan = a_plan(device_memory=int(1.1 * need), usable_memory=int(0.8 * need))
   text = " ".join(as_text([plan]).split())
   assert NO_FIT in text
-  assert f"of which JAX takes {bytes_text(plan.usable_memory)}" in text
+  assert f"of which JAX takes {in_words(plan.usable_memory)}" in text
   assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 in the environment" in text
   roomy = as_text([a_plan(device_memory=2 * need, usable_memory=int(1.5 * need))])
   assert NO_FIT not in roomy
@@ -138,7 +96,7 @@ def test_saved_activations_that_are_more_than_those_at_the_peak_say_so():
   assert "another moment" not in as_text([plan])
   memory = dataclasses.replace(plan.memory, saved_bytes=plan.memory.saved_bytes + 10**9)
   text = as_text([a_plan(memory=memory)])
-  assert f"{bytes_text(memory.saved_bytes)}. The peak of all memory is at another moment" in text
+  assert f"{in_words(memory.saved_bytes)}. The peak of all memory is at another moment" in text
 
 
 def test_products_that_there_are_no_units_for_are_told_in_one_line():
@@ -146,17 +104,16 @@ def test_products_that_there_are_no_units_for_are_told_in_one_line():
   off = a_product(eligible=False, why=why)
   others = [dataclasses.replace(off, path=f"GPT/blocks/{i}", flops=1 + i) for i in range(12)]
   text = as_text([a_plan(products=(off, *others))])
-  assert text.count(why) == 1
-  assert "all of them: " + why in text
+  assert text.count(why) == text.count("all of them: " + why) == 1
   mixed = as_text([a_plan(products=(off, a_product(path="GPT/blocks/down")))])
   assert off.path in mixed.partition("below the full rate")[2]
 
 
 def test_fp8_that_needs_more_than_bf16_says_why():
   fp8 = a_plan(products=(a_product(dtype="float8_e4m3fn"),), label="fp8")
-  larger = dataclasses.replace(fp8, compiled=None, memory=a_memory(scale=1.5))
-  text = " ".join(as_text([a_plan(compiled=False), larger]).split())
-  assert f"fp8 needs {bytes_text(larger.peak - a_plan(compiled=False).peak)} more than bf16" in text
-  assert "of activations more" in text
+  larger, plain = dataclasses.replace(fp8, compiled=None, memory=a_memory(scale=1.5)), a_plan(compiled=False)
+  text = " ".join(as_text([plain, larger]).split())
+  for words in (f"fp8 needs {in_words(larger.peak - plain.peak)} more than bf16", "of activations more"):
+    assert words in text
   assert "saved_activations=fp8" in text
   assert "more than bf16" not in as_text([a_plan("fp32"), a_plan("bf16")])

@@ -5,13 +5,15 @@ import json
 import lzma
 import pathlib
 
-from mpjax.planner.compiled import Program
+from mpjax.planner.compiled import Program, parse
 from tests.planner.compiled.programs._steps import CROSSINGS, STEPS, Step
 
-__all__ = ["CROSSINGS", "STEPS", "VERSIONS", "Step", "kept"]
+__all__ = ["CROSSINGS", "KEPT", "STEPS", "VERSIONS", "Step", "kept", "parsed"]
 
 _FOLDER = pathlib.Path(__file__).parent
 VERSIONS = sorted(file.stem for file in _FOLDER.glob("*.json"))
+# (version of JAX, name of the function, target).
+KEPT = [(v, name, target) for v in VERSIONS for name, (_, targets) in STEPS.items() for target in targets]
 
 
 def kept(version, name, target="here"):
@@ -19,6 +21,12 @@ def kept(version, name, target="here"):
   figures, texts = _all(version)
   key = f"{name} {target}"
   return Program(**figures[key], text=texts[key])
+
+
+@functools.cache
+def parsed(version, name, target="here"):
+  """Returns the module of a program that is kept."""
+  return parse(kept(version, name, target).text)
 
 
 @functools.cache

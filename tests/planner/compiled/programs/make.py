@@ -53,7 +53,8 @@ def main(names: list[str]) -> None:
       figures[key] = {**dataclasses.asdict(program), "seconds": 0.0}
       del figures[key]["text"]
       print(key, len(texts[key]), flush=True)
-  about.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+  lines = (f"{json.dumps(key)}: {json.dumps(figures[key], sort_keys=True)}" for key in sorted(figures))
+  about.write_text("{\n" + ",\n".join(lines) + "\n}\n")
   programs.write_bytes(lzma.compress(json.dumps(texts, sort_keys=True).encode(), preset=9))
 
 

@@ -1,0 +1,260 @@
+"""Programs for described devices: how a step travels to their compilers, and plans by what those make of it."""
+
+import json
+import types
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType
+
+import mpjax
+from mpjax.planner import ARGUMENT_PARTS, CompileError, get_target, tiled_bytes
+from mpjax.planner.compiled import _compile, _worker, compile_step, parse  # a process of its own is replaced
+from tests.planner._steps import (
+  BF16,
+  F32,
+  B,
+  S,
+  a_train_step,
+  by_parts,
+  described,
+  mean_squares,
+  mesh_of,
+  nbytes,
+  on,
+  training,
+)
+from tests.planner.test_array_bytes import SIZES, shapes_to_try
+
+for_devices = lambda test: pytest.mark.aot(pytest.mark.slow(test))
+pytestmark = pytest.mark.optimised
+
+
+class Compilers:
+  """Compilers of described devices, which are this machine's: what they are asked for, and what they answer.
+
+  Attributes:
+    requests, topologies, flags: of each program.
+    failures: what happens instead, for each: the exit code and output of a process.
+  """
+
+  def __init__(self, patch):
+    self.requests, self.topologies, self.flags, self.failures = [], [], [], []
+    export = jax.export.export
+    patch.setattr(jax.export, "export", lambda f, platforms, **kw: export(f, platforms=["cpu"], **kw))
+    patch.setattr(topologies, "get_topology_desc", self.describe)
+    patch.setattr(_compile, "_run", self.run)
+
+  def describe(self, **asked):
+    self.topologies.append(asked)
+    return types.SimpleNamespace(devices=jax.devices())
+
+  def run(self, folder, flags):
+    self.flags.append(flags)
+    self.requests.append(json.loads((folder / "request.json").read_text()))
+    if self.failures:
+      return self.failures.pop(0)
+    _worker.main(folder)
+    return 0, ""
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+  return Compilers(monkeypatch)
+
+
+def double(x, y):
+  return {"y": 2 * y, "x": jnp.tanh(x) @ x}
+
+
+SQUARE = S((64, 64), F32)
+
+
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_a_step_travels_with_what_it_gives_up_and_comes_back_with_its_figures(target, compilers):
+  program = compile_step(double, (SQUARE, S((8,), BF16)), [0], get_target(target))
+  assert (program.arguments, program.aliases) == (64 * 64 * 4 + 16, 64 * 64 * 4)
+  assert program.outputs == program.arguments + 16  # and a table of both
+  assert program.flops >= 2 * 64**3
+  assert program.accessed > 0
+  assert program.temporaries > 0
+  assert program.seconds > 0
+  assert [(shape.dtype, shape.dims) for shape in parse(program.text).results()] == [
+    ("f32", (64, 64)),
+    ("bf16", (8,)),
+  ]
+  asked, (request,) = compilers.topologies[0], compilers.requests
+  assert (request["donated"], request["mesh"]) == ([0], [])
+  if target == "h200":
+    assert asked == {
+      "platform": "cuda",
+      "topology": "1x1x1",
+      "target_config": get_target("h200").gpu_description(),
+    }
+    assert "autotune_level=0" in compilers.flags[0]
+  else:
+    assert asked == {"platform": "tpu", "topology_name": "v5e:1x1"}
+    assert compilers.flags == [""]
+
+
+def test_a_mesh_travels_with_the_types_of_its_axes(compilers):
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = mesh_of(kind, data=2, model=2)
+    args = on(mesh, S((1024, 256), F32), "data"), on(mesh, S((256, 512), F32), None, "model")
+    program = compile_step(lambda x, w: jnp.tanh(x @ w), args, [], get_target("v5e:2x2"))
+    assert compilers.requests[-1]["mesh"] == [["data", 2, kind.name], ["model", 2, kind.name]]
+    assert (program.arguments, program.outputs) == (
+      4 * (256 * 512 // 2 + 1024 * 256 // 2),
+      4 * 1024 * 512 // 4,
+    )
+  with pytest.raises(CompileError, match="the step runs on 16 devices, and the target has 8"):
+    compile_step(jnp.tanh, (on(mesh_of(data=16), SQUARE),), [], get_target("v5e:4x4"))
+
+
+def test_a_compiler_that_fails_is_quoted_and_a_gpu_is_tried_with_other_flags(compilers):
+  args = double, (SQUARE, S((8,), BF16)), [], get_target("h200")
+  compilers.failures = [(1, "warning\nINTERNAL: some error of Triton\n")]
+  assert compile_step(*args).arguments
+  assert ["triton" in flags for flags in compilers.flags] == [True, False]
+  compilers.failures = [(1, "first"), (-6, "bad\nError: it is broken\nlast")]
+  with pytest.raises(CompileError, match=r"^h200: Error: it is broken$") as raised:
+    compile_step(*args)
+  assert not raised.value.out_of_memory
+  compilers.failures = [(-6, "")] * 2
+  with pytest.raises(CompileError, match="h200: the compiler stopped without a message"):
+    compile_step(*args)
+
+
+def test_a_step_that_is_refused_or_too_large_says_so(compilers, monkeypatch):
+  unknown = lambda x: jax.ffi.ffi_call("no_such_call", SQUARE)(x) * 2
+  with pytest.raises(CompileError, match=r"(?s)v5e.*no_such_call") as raised:
+    compile_step(unknown, (SQUARE,), [], get_target("v5e"))
+  assert not raised.value.out_of_memory
+  error = "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"
+  monkeypatch.setattr(_worker, "_compile", lambda *_: {"error": error})
+  before = len(compilers.flags)
+  with pytest.raises(CompileError, match="h200: XlaRuntimeError: RESOURCE_EXHAUSTED") as raised:
+    compile_step(jnp.tanh, (SQUARE,), [], get_target("h200"))
+  assert raised.value.out_of_memory
+  assert len(compilers.flags) == before + 1  # other flags would not help
+
+
+def test_a_step_that_calls_this_machine_back_cannot_travel(compilers):
+  calls_back = lambda x: jax.pure_callback(lambda x: x, SQUARE, x)
+  with pytest.raises(CompileError, match=r"^the step cannot be taken to v5e: "):
+    compile_step(calls_back, (SQUARE,), [], get_target("v5e"))
+  assert not compilers.requests
+
+
+def test_the_branch_round_the_optimiser_is_the_cpus_alone():
+  # In an accelerator's program it would keep selects from being fused, and memory from being reused.
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "dynamic", branch_on_cpu=True)
+
+  def step(params, state, x):
+    loss = lambda p: jnp.mean(jnp.tanh(x.astype(jnp.float16) @ p.astype(jnp.float16)).astype(F32))
+    grads = jax.grad(lambda p: mpjax.scale_loss(loss(p), state))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  traced = jax.jit(step).trace(SQUARE, jax.eval_shape(tx.init, SQUARE), SQUARE)
+  lowered = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
+  cpu, gpu, tpu = (lowered(platform).count("stablehlo.case") for platform in ("cpu", "cuda", "tpu"))
+  assert cpu == gpu + 1 == tpu + 1  # the others are decided by the platform, before anything runs
+
+
+# By the devices' own compilers.
+
+ROWS, WIDTH, HIDDEN = 32768, 512, 2048
+WEIGHTS = 2 * WIDTH * HIDDEN
+PARAMS = {"up": S((WIDTH, HIDDEN), F32), "down": S((HIDDEN, WIDTH), F32)}
+BATCH = {name: S((ROWS, WIDTH), F32) for name in ("x", "y")}
+residual = mean_squares(lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"])
+
+
+def bytes_on_a_tpu(tree):
+  return sum(tiled_bytes(x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+@for_devices
+@pytest.mark.parametrize(("target", "size_of", "table"), [("v5e", bytes_on_a_tpu, 512), ("h200", nbytes, 8)])
+def test_plan_for_one_described_device(target, size_of, table):
+  step, state = a_train_step("bf16", loss=residual, params=PARAMS, tx=optax.adamw(1e-3))
+  plan = mpjax.plan(step, (state, BATCH), target=described(target), compile=True)
+  outputs = jax.tree.leaves(jax.eval_shape(step.jitted, state, BATCH))
+  compiled = plan.compiled
+  assert by_parts(plan, "master weights") == 4 * WEIGHTS
+  assert by_parts(plan, "batch") == nbytes(BATCH)
+  assert by_parts(plan, *ARGUMENT_PARTS) == compiled.arguments == size_of((state, BATCH))
+  assert sum(compiled.memory.parts.get(part, 0) for part in ARGUMENT_PARTS) == compiled.arguments
+  assert compiled.outputs == size_of(outputs) + (table if target == "v5e" else table * len(outputs))
+  assert compiled.aliases == size_of(state)
+  assert compiled.peak == compiled.arguments + compiled.outputs - compiled.aliases + compiled.temporaries
+  assert sum(compiled.memory.parts.values()) == compiled.peak == plan.peak
+  assert compiled.explained > 0.9
+  assert compiled.seconds > 0
+  assert (plan.target, plan.devices, plan.collectives) == (target, 1, ())
+  assert plan.floor.seconds > 0
+  assert plan.checkpoint == nbytes(state)
+  assert not any("compiler" in note for note in plan.notes)
+  # Forward, and the gradients of weights and activations; the batch has none.
+  assert sum(plan.matrix_flops().values()) == sum(compiled.kernels.values()) == 5 * 2 * ROWS * WIDTH * HIDDEN
+  assert all("bf16 x bf16" in kernel for kernel in compiled.kernels)
+
+
+@for_devices
+@pytest.mark.parametrize("target", ["v5e:2x2", "h200:4"])
+def test_plan_of_a_data_mesh(target):
+  tx, mesh = optax.adamw(1e-3), mesh_of(AxisType.Explicit if target == "h200:4" else AxisType.Auto, data=4)
+  args = on(mesh, PARAMS), on(mesh, jax.eval_shape(tx.init, PARAMS)), on(mesh, BATCH, "data")
+  plan = mpjax.plan(
+    jax.jit(training(residual, tx), donate_argnums=(0, 1)), args, target=described(target), compile=True
+  )
+  assert plan.devices == 4
+  assert by_parts(plan, "master weights") == 4 * WEIGHTS
+  assert by_parts(plan, "batch") == nbytes(BATCH) // 4
+  assert by_parts(plan, *ARGUMENT_PARTS) == plan.compiled.arguments
+  (reduced,) = plan.collectives
+  assert (reduced.operation, reduced.dtype) == ("all-reduce", "float32")
+  assert 4 * WEIGHTS < reduced.nbytes <= 4 * WEIGHTS + 512  # the gradients and the loss
+  # A floor: a ring sends more, and no network less than what each device must hear of.
+  sent = plan.floor.parts["interconnect"] * get_target(target).interconnect
+  assert reduced.nbytes / 2 <= sent <= 2 * reduced.nbytes * 3 / 4
+
+
+@for_devices
+def test_a_compiler_widens_what_its_gpu_has_no_units_for():
+  step, state = a_train_step("bf16")
+  plan = mpjax.plan(step, (state, {"x": S((B, 64), F32)}), target=described("t4"), compile=True)
+  assert all("f32 x f32" in kernel for kernel in plan.compiled.kernels)
+  assert plan.eligible == 0
+
+
+@for_devices
+def test_a_step_that_does_not_fit_or_is_refused_is_planned_all_the_same():
+  step = jax.jit(lambda x: jnp.cumsum(jnp.tanh(x), axis=0))
+  plan = mpjax.plan(step, (S((1 << 17, 1 << 16), F32),), target=described("v5e"))  # 34 GB
+  assert plan.compiled is None
+  assert plan.peak == plan.memory.peak > get_target("v5e").memory
+  assert any(note.startswith("the compiler failed, out of memory: v5e: ") for note in plan.notes)
+  unknown = lambda x: jax.ffi.ffi_call("no_such_call", SQUARE)(x) * 2
+  for target in ("v5e", "h200"):
+    plan = mpjax.plan(unknown, (SQUARE,), target=described(target))
+    assert plan.compiled is None
+    (note,) = [note for note in plan.notes if note.startswith(f"the compiler failed: {target}: ")]
+    assert "no_such_call" in note
+
+
+@for_devices
+def test_bytes_of_what_a_tpus_compiler_lays_out():
+  args = [S(shape, jnp.dtype(dtype)) for dtype in SIZES for shape in shapes_to_try()]
+  step = lambda *arrays: [~x if x.dtype == bool else x + x for x in arrays]
+  program = compile_step(step, tuple(args), [], get_target(described("v5e")))
+  laid_out = parse(program.text).parameters()
+  assert [shape.dims for shape in laid_out] == [arg.shape for arg in args]
+  for arg, shape in zip(args, laid_out, strict=True):
+    assert tiled_bytes(arg.shape, arg.dtype) == shape.nbytes, arg
+  assert program.arguments == sum(shape.nbytes for shape in laid_out)
