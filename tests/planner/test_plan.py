@@ -4,14 +4,11 @@ import functools
 import math
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training import train_state
 
 import mpjax
 from mpjax.planner import ARGUMENT_PARTS
@@ -45,36 +42,6 @@ def jitted_and_donated():
   return jax.jit(step, donate_argnums=(0, 1)), args, weights, state, {}
 
 
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.BatchNorm(use_running_average=False)(nn.Dense(H)(x))
-    return nn.Dense(OUT)(nn.relu(x))
-
-
-class LinenState(train_state.TrainState):
-  batch_stats: object = None
-
-
-def linen():
-  def create():
-    variables = Linen().init(jax.random.key(0), jnp.zeros((B, D)))
-    params, stats = variables["params"], variables["batch_stats"]
-    return LinenState.create(apply_fn=Linen().apply, params=params, tx=optax.adam(1e-3), batch_stats=stats)
-
-  def step(state, batch):
-    def loss(params):
-      variables = {"params": params, "batch_stats": state.batch_stats}
-      out, changed = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
-      return jnp.mean((out - batch["y"]) ** 2), changed
-
-    (value, changed), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
-    return state.apply_gradients(grads=gradients, batch_stats=changed["batch_stats"]), value
-
-  state = jax.eval_shape(create)
-  return jax.jit(step, donate_argnums=0), (state, BATCH), nbytes(state.params), nbytes(state.opt_state), {}
-
-
 class Nnx(nnx.Module):
   def __init__(self, rngs):
     self.up = nnx.Linear(D, H, rngs=rngs)
@@ -100,19 +67,6 @@ def equinox_filter_jit():
   return eqx.filter_jit(step), *rest, {}
 
 
-def haiku():
-  net = hk.transform(lambda x: hk.nets.MLP([H, OUT])(x))
-  rng = jax.eval_shape(lambda: jax.random.key(0))
-  params, tx = jax.eval_shape(net.init, rng, S((B, D), F32)), optax.adam(1e-3)
-
-  def step(params, opt_state, rng, batch):
-    loss = _steps.mean_squares(lambda params, x: net.apply(params, rng, x))
-    return _steps.training(loss, tx)(params, opt_state, batch)
-
-  opt_state = jax.eval_shape(tx.init, params)
-  return step, (params, opt_state, rng, BATCH), nbytes(params), nbytes(opt_state), {"donate_argnums": (0, 1)}
-
-
 def branches_and_loops():
   def step(params, batch):
     changed = lambda: mlp(params, jax.tree.map(jnp.exp, batch))
@@ -128,12 +82,9 @@ STEPS = {
   "sgd without state, donated": lambda: with_optimizer(optax.sgd(1e-2), donate_argnums=0),
   "adafactor": lambda: with_optimizer(optax.adafactor(1e-3), donate_argnums=(0, 1)),
   "jitted and donated": jitted_and_donated,
-  "linen": linen,
   "nnx": nnx_train_step,
   "equinox filter_jit": equinox_filter_jit,
-  "haiku": haiku,
   "scan over layers": lambda: with_optimizer(optax.adam(1e-3), S((3, D, D), F32), _steps.layers),
-  "jax.checkpoint": lambda: with_optimizer(optax.adam(1e-3), loss=jax.checkpoint(mlp), donate_argnums=0),
   "cond and while": branches_and_loops,
 }
 

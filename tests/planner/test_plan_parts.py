@@ -50,11 +50,20 @@ def named(names):
 
 MADE = jax.eval_shape(ADAM.init, PARAMS)
 STATE = State(PARAMS, MADE, KEY)
-FLAX = jax.eval_shape(
-  lambda: train_state.TrainState.create(
-    apply_fn=mlp, params=jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMS), tx=ADAM
-  )
-)
+
+
+class FlaxState(train_state.TrainState):
+  """As users of Linen write it."""
+
+  batch_stats: object = None
+
+
+def made_by_flax():
+  params, stats = jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMS), {"mean": jnp.zeros(H)}
+  return FlaxState.create(apply_fn=mlp, params=params, tx=ADAM, batch_stats=stats)
+
+
+FLAX = jax.eval_shape(made_by_flax)
 STATS = {"params": PARAMS, "batch_stats": {"mean": S((H,), F32)}}
 DICT = {"params": PARAMS, "opt_state": MADE, "step": S((), jnp.int32)}
 ALONE, TRAINED = {WEIGHTS: 4 * SIZE}, {WEIGHTS: 4 * SIZE, OPTIMIZER: MOMENTS}
@@ -71,7 +80,7 @@ NAMED = [
   ("state batch", (DICT,), {}, TRAINED | {OTHER: 4}),
   ("state batch", (STATE,), {}, TRAINED | {OTHER: 8}),
   ("carry batch", (STATE,), {}, TRAINED | {OTHER: 8}),
-  ("state batch", (FLAX,), {}, TRAINED | {OTHER: 4}),
+  ("state batch", (FLAX,), {}, TRAINED | {OTHER: 4, "model state": 4 * H}),
   ("params rng batch", (PARAMS, KEY), {}, ALONE | {OTHER: 8}),
   ("x y", (PARAMS,), {"parts": {"x": WEIGHTS}}, ALONE),
   ("x y", (PARAMS,), {"parts": {"0": WEIGHTS}}, ALONE),

@@ -15,9 +15,7 @@ import mpjax
 from mpjax.planner import ARGUMENT_PARTS, CompileError, get_target, tiled_bytes
 from mpjax.planner.compiled import _compile, _worker, compile_step, parse  # a process of its own is replaced
 from tests.planner._steps import (
-  BF16,
   F32,
-  B,
   S,
   a_train_step,
   by_parts,
@@ -76,7 +74,7 @@ SQUARE = S((64, 64), F32)
 
 @pytest.mark.parametrize("target", ["h200", "v5e"])
 def test_a_step_travels_with_what_it_gives_up_and_comes_back_with_its_figures(target, compilers):
-  program = compile_step(double, (SQUARE, S((8,), BF16)), [0], get_target(target))
+  program = compile_step(double, (SQUARE, S((8,), jnp.bfloat16)), [0], get_target(target))
   assert (program.arguments, program.aliases) == (64 * 64 * 4 + 16, 64 * 64 * 4)
   assert program.outputs == program.arguments + 16  # and a table of both
   assert program.flops >= 2 * 64**3
@@ -116,7 +114,7 @@ def test_a_mesh_travels_with_the_types_of_its_axes(compilers):
 
 
 def test_a_compiler_that_fails_is_quoted_and_a_gpu_is_tried_with_other_flags(compilers):
-  args = double, (SQUARE, S((8,), BF16)), [], get_target("h200")
+  args = double, (SQUARE, S((8,), jnp.bfloat16)), [], get_target("h200")
   compilers.failures = [(1, "warning\nINTERNAL: some error of Triton\n")]
   assert compile_step(*args).arguments
   assert ["triton" in flags for flags in compilers.flags] == [True, False]
@@ -228,7 +226,7 @@ def test_plan_of_a_data_mesh(target):
 @for_devices
 def test_a_compiler_widens_what_its_gpu_has_no_units_for():
   step, state = a_train_step("bf16")
-  plan = mpjax.plan(step, (state, {"x": S((B, 64), F32)}), target=described("t4"), compile=True)
+  plan = mpjax.plan(step, (state, {"x": S((16, 64), F32)}), target=described("t4"), compile=True)
   assert all("f32 x f32" in kernel for kernel in plan.compiled.kernels)
   assert plan.eligible == 0
 

@@ -3,13 +3,8 @@
 import pytest
 
 from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner.compiled import (
-  _hlo_locations,  # a plan shows names of what is live at the peak alone
-  collectives,
-  parse,
-)
-
-HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}\n"
+from mpjax.planner.compiled import _hlo_locations, collectives, parse  # a plan shows few of the names
+from tests.planner.compiled._hlo_text import computation, program
 
 # A loop of five steps in a program with aliases, tiles, a tuple and the tables of its lines.
 MODULE = """\
@@ -88,14 +83,14 @@ def test_aliases_are_from_results_to_arguments(module):
 
 
 def test_instruction_knows_what_it_reads_and_runs(module):
-  for computation, name, operands, called, times in (
+  for inside, name, operands, called, times in (
     ("main.7", "copy-start", ["w.1"], [], 1),
     ("main.7", "first.2", ["n.1", "copy-done"], ["not_here"], 1),
     ("main.7", "loop.1", ["first.2"], ["condition", "body"], 5),
     ("main.7", "sum", ["last"], ["condition", "body"], 1),
     ("body", "tuple.1", ["i.1", "tanh.3"], [], 1),
   ):
-    found = module.computations[computation][name]
+    found = module.computations[inside][name]
     assert (found.operands, found.called, found.trip_count) == (operands, called, times), name
 
 
@@ -125,8 +120,7 @@ def test_text_without_an_entry_is_refused():
 
 def shapes(text):
   """The arrays of an instruction of this type."""
-  name = f"ENTRY %e (x: f32[]) -> f32[] {{\n  ROOT %x = {text} custom-call()\n}}\n"
-  return [(s.dtype, s.dims, s.nbytes, s.space) for s in parse(HEAD + name).results()]
+  return [(s.dtype, s.dims, s.nbytes, s.space) for s in program(f"ROOT %x = {text} custom-call()").results()]
 
 
 def test_types_of_instructions():
@@ -190,41 +184,26 @@ def test_what_a_name_says():
     told = (_hlo_locations.path_of_name, _hlo_locations.phase_of_name, _hlo_locations.operation_of)
     assert [of(name) for of in told] == want, name
   line = '  ROOT %x = f32[2]{0} parameter(0), metadata={op_name="jit(f)/A/mul;jit(f)/B/add"}'
-  joined = parse(f"{HEAD}ENTRY %e (x: f32[2]) -> f32[2] {{\n{line}\n}}\n")  # by the compiler
+  joined = parse(f"ENTRY %e () -> () {{\n{line}\n}}\n")  # by the compiler
   assert joined.computations["e"]["x"].op_name == "jit(f)/A/mul"
 
 
 # How often loops run, where nothing but their instructions says so: as a TPU's compiler writes `lax.scan`, with
 # copies of counters.
-SCAN = """HloModule a_scan, is_scheduled=true
-
-%body (state.1: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %state.1 = (f32[8]{0:T(128)}, s32[]{:T(128)}) parameter(0)
-  %step = s32[]{:T(128)} constant(STEP)
-  %x = f32[8]{0:T(128)} get-tuple-element(%state.1), index=0
-  %i = s32[]{:T(128)} get-tuple-element(%state.1), index=1
-  %copy.1 = s32[]{:T(128)} copy(%i)
-  %sum = f32[8]{0:T(128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%none
-  %next = s32[]{:T(128)} UPDATE(%copy.1, %step)
-  ROOT %tuple.1 = (f32[8]{0:T(128)}, s32[]{:T(128)}) tuple(%sum, %next)
-}
-
-%condition (state.2: (f32[8], s32[])) -> pred[] {
-  %state.2 = (f32[8]{0:T(128)}, s32[]{:T(128)}) parameter(0)
-  %last = s32[]{:T(128)} constant(LAST), metadata={op_name="last"}
-  %i.2 = s32[]{:T(128)} get-tuple-element(%state.2), index=1
-  ROOT %less = pred[]{:T(512)} compare(%i.2, %last), direction=LT
-}
-
-ENTRY %main (x.0: f32[8]) -> f32[8] {
-  %x.0 = f32[8]{0:T(128)} parameter(0)
-  %first = s32[]{:T(128)} constant(FIRST)
-  %copy.0 = s32[]{:T(128)} copy(%first)
-  %start = (f32[8]{0:T(128)}, s32[]{:T(128)}) tuple(%x.0, %copy.0)
-  %loop = (f32[8]{0:T(128)}, s32[]{:T(128)}) while(%start), condition=%condition, body=%body
-  ROOT %out = f32[8]{0:T(128)} get-tuple-element(%loop), index=0
-}
-"""
+STATE = (
+  "%s = (V, N) parameter(0); %x = V get-tuple-element(%s), index=0; %i = N get-tuple-element(%s), index=1"
+)
+ADD = "%step = N constant(STEP); %copy.1 = N copy(%i); %next = N UPDATE(%copy.1, %step)"
+SUM = (
+  "%sum = V all-reduce(%x), replica_groups={{0,1}}, to_apply=%none; ROOT %tuple.1 = (V, N) tuple(%sum, %next)"
+)
+TEST = (
+  '%last = N constant(LAST), metadata={op_name="last"}; ROOT %less = pred[] compare(%i, %last), direction=LT'
+)
+START = "%p = V parameter(0); %first = N constant(FIRST); %copy.0 = N copy(%first); %start = (V, N) tuple(%p, %copy.0)"
+LOOP = (
+  "%loop = (V, N) while(%start), condition=%test, body=%body; ROOT %out = V get-tuple-element(%loop), index=0"
+)
 
 
 def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_once():
@@ -238,23 +217,20 @@ def test_a_counter_says_how_often_its_loop_runs_and_what_cannot_be_told_counts_o
     ({"direction=LT": "direction=GT"}, 1),
     ({"constant(LAST)": "custom-call()"}, 1),
   ):
-    text = SCAN
+    texts = [f"{STATE}; {ADD}; {SUM}", f"{STATE}; {TEST}", f"{START}; {LOOP}"]
     for name, value in (changes | {name: n for name, n in usual.items() if name not in changes}).items():
-      text = text.replace(name, str(value))
-    module = parse(text)
+      texts = [text.replace(name, str(value)) for text in texts]
+    module = program(texts[2], computation("%body", texts[0]) + computation("%test", texts[1]))
     assert {name: n for name, n, _ in module.repetitions()}["body"] == runs, changes
     assert bool(module.loops_of_unknown_length()) == (runs == 1), changes
     (found,) = collectives(module)
-    assert (found.nbytes, found.count) == (runs * 128 * 4, runs), changes  # a tile for f32[8]
+    assert (found.nbytes, found.count) == (runs * 128 * 4, runs), changes  # a tile for V
 
 
 def test_what_moves_while_fusions_compute_counts_once():
   gather = '%g = f32[64]{0} all-gather(%p), dimensions={0}, frontend_attributes={chain_id="7"}'
-  part = f"%NAME (p: f32[8]) -> f32[64] {{\n  %p = f32[8]{{0}} parameter(0)\n  ROOT {gather}\n}}\n"
-  fused = "  %f.NAME = f32[64]{0} fusion(%x), kind=kCustom, calls=%NAME\n"
-  parts, calls = (
-    "".join(text.replace("NAME", n) for n in ("begin", "between", "end")) for text in (part, fused)
-  )
-  text = f"{parts}ENTRY %main (x: f32[8]) -> f32[64] {{\n  %x = f32[8]{{0}} parameter(0)\n{calls}}}\n"
-  (found,) = collectives(parse(text))
+  names = ("begin", "between", "end")
+  parts = "".join(computation(f"%{name}", f"%p = V parameter(0); ROOT {gather}") for name in names)
+  calls = [f"%f.{name} = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%{name}" for name in names]
+  (found,) = collectives(program("; ".join(["%x = V parameter(0)", *calls]), parts))
   assert (found.operation, found.nbytes, found.count) == ("all-gather", 64 * 4, 1)

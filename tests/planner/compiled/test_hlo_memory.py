@@ -1,36 +1,20 @@
 """What is in memory at the worst moment of a compiled program, against hand counts and the compiler's own."""
 
-import re
-
 import jax
 import pytest
 
 from mpjax.planner.compiled import parse
 from mpjax.planner.compiled._hlo_memory import live_at_peak  # a plan shows its sum alone
+from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import KEPT, STEPS, VERSIONS, kept, parsed
 
 pytestmark = pytest.mark.optimised
 A = 32 * 32 * 4  # bytes of X
-SHORT = {
-  "X": "f32[32,32]{1,0}",
-  "CHIP": "f32[32,32]{1,0:S(1)}",
-  "BIG": "f32[64,1024]{1,0}",
-  "FOUR": "f32[128,32]{1,0}",
-  "DOT": "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-}
-
-
-def written_out(text):
-  """HLO for a text in which `c = a . b` is a product, and the words of SHORT stand for what they are."""
-  text = re.sub(r"(\w+) = (\w+) \. (\w+)", r"%\1 = X dot(%\2, %\3), DOT", text)
-  return re.sub(rf"\b({'|'.join(SHORT)})\b", lambda found: SHORT[found[1]], text)
 
 
 def live(lines, computations="", head=""):
   """The worst moment of a main computation of these lines, whose argument is `p`."""
-  lines = "".join(f"  {line.strip()}\n" for line in ("%p = X parameter(0)", *lines.split(";")))
-  text = f"HloModule m, is_scheduled=true{head}\n\n{computations}ENTRY %main (p: X) -> X {{\n{lines}}}\n"
-  return live_at_peak(parse(written_out(text)))
+  return live_at_peak(program(f"%p = X parameter(0); {lines}", computations, head))
 
 
 def test_straight_programs():
@@ -67,37 +51,15 @@ def test_straight_programs():
     assert live(lines).nbytes == want, what
 
 
-FUSED = """%tanh (q: X) -> X {
-  %q = X parameter(0)
-  ROOT %t = X tanh(%q)
-}
-
-%half (q: X) -> X {
-  %q = X parameter(0)
-  %h = bf16[32,32]{1,0} convert(%q)
-  ROOT %back = X convert(%h)
-}
-
-%turned (q: X) -> X {
-  %q = X parameter(0)
-  ROOT %t = X transpose(%q), dimensions={1,0}
-}
-
-%two (q: X) -> (X, X) {
-  %q = X parameter(0)
-  %t = X tanh(%q)
-  %u = X transpose(%q), dimensions={1,0}
-  ROOT %both = (X, X) tuple(%t, %u)
-}
-
-%twice (q: X) -> (X, X) {
-  %q = X parameter(0)
-  %t = X tanh(%q)
-  %u = X multiply(%q, %t)
-  ROOT %both = (X, X) tuple(%t, %u)
-}
-
-"""
+Q = "%q = X parameter(0)"
+TWO = "%u = X transpose(%q), dimensions={1,0}; ROOT %both = (X, X) tuple(%t, %u)"
+FUSED = (
+  computation("%tanh", f"{Q}; ROOT %t = X tanh(%q)")
+  + computation("%half", f"{Q}; %h = bf16[32,32]{{1,0}} convert(%q); ROOT %back = X convert(%h)")
+  + computation("%turned", f"{Q}; ROOT %t = X transpose(%q), dimensions={{1,0}}")
+  + computation("%two", f"{Q}; %t = X tanh(%q); {TWO}")
+  + computation("%twice", f"{Q}; %t = X tanh(%q); %u = X multiply(%q, %t); ROOT %both = (X, X) tuple(%t, %u)")
+)
 
 
 def test_elementwise_result_is_written_over_what_dies_there():
@@ -146,36 +108,14 @@ def test_call_that_writes_over_its_operand():
   assert live(f"{call}; {end}").nbytes == 3 * A + 100
 
 
-LOOP = """%body (s: (s32[], X)) -> (s32[], X) {
-  %s = (s32[], X) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = X get-tuple-element(%s), index=1
-  a = x . x
-  b = a . x
-  c = a . b
-  %n = s32[] custom-call(%i)
-  ROOT %t = (s32[], X) tuple(%n, %c)
-}
-
-%condition (s: (s32[], X)) -> pred[] {
-  %s = (s32[], X) parameter(0)
-  ROOT %less = pred[] custom-call(%s)
-}
-
-%small (q: X) -> X {
-  %q = X parameter(0)
-  ROOT a = q . q
-}
-
-%large (q: X) -> X {
-  %q = X parameter(0)
-  a = q . q
-  b = a . q
-  c = a . b
-  ROOT d = c . b
-}
-
-"""
+BODY = "%s = (s32[], X) parameter(0); %i = s32[] get-tuple-element(%s), index=0; %x = X get-tuple-element(%s), index=1"
+NEXT = "%n = s32[] custom-call(%i); ROOT %t = (s32[], X) tuple(%n, %c)"
+LOOP = (
+  computation("%body", f"{BODY}; a = x . x; b = a . x; c = a . b; {NEXT}")
+  + computation("%condition", "%s = (s32[], X) parameter(0); ROOT %less = pred[] custom-call(%s)")
+  + computation("%small", f"{Q}; ROOT a = q . q")
+  + computation("%large", f"{Q}; a = q . q; b = a . q; c = a . b; ROOT d = c . b")
+)
 RUN = "%w = (s32[], X) while(%init), condition=%condition, body=%body; %x = X get-tuple-element(%w), index=1"
 
 
@@ -221,14 +161,14 @@ def test_worst_moment_takes_the_temporary_memory_of_the_compiler():
   """Of what is kept. The rest lies between buffers: each begins at a multiple of some bytes, and not all can be packed."""
   slack = 512
   for version, name, target in KEPT:
-    program, found = kept(version, name, target), live_at_peak(parsed(version, name, target))
+    made, found = kept(version, name, target), live_at_peak(parsed(version, name, target))
     if target.startswith("h200"):
       # The compiler says what is live, with results: of several a table, too.
-      least, most = program.live - (program.outputs - program.aliases), program.live
+      least, most = made.live - (made.outputs - made.aliases), made.live
     elif target == "here":
-      least, most = 0.975 * program.temporaries, program.temporaries
+      least, most = 0.975 * made.temporaries, made.temporaries
     else:  # these are small, and on the chip
-      least, most = 0, program.temporaries + 20_000
+      least, most = 0, made.temporaries + 20_000
     assert least - slack <= found.nbytes <= most + slack, (version, name, target)
     inner = found.inner.nbytes if found.inner else 0
     assert sum(buffer.nbytes for buffer in found.buffers) + inner == found.nbytes, (version, name, target)

@@ -13,70 +13,57 @@ from jax import lax
 
 from mpjax.planner import get_target
 from mpjax.planner.compiled import by_dtypes, collectives, kernel_products, parse
+from tests.planner.compiled._hlo_text import computation, program
 from tests.planner.compiled.programs import CROSSINGS, KEPT, STEPS, VERSIONS, parsed
 
 pytestmark = pytest.mark.optimised
 f32, bf16 = jnp.float32, jnp.bfloat16
-HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}\n"
 
 
 def a_shape(*shape, dtype=f32):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def collectives_of(*lines, loop=()):
-  """Collectives of a program of these lines; those of `loop` run seven times."""
-  body = "".join(f"  {line}\n" for line in loop)
-  inner = f"%b (t: (f32[8])) -> (f32[8]) {{\n{body}}}\n" if loop else ""
-  seven = 'backend_config={"known_trip_count":{"n":"7"}}'
-  call = f"  %w = (f32[8]{{0}}) while(%t), body=%b, {seven}\n" if loop else ""
-  text = "".join(f"  {line}\n" for line in lines)
-  return collectives(parse(f"{HEAD}{inner}ENTRY %e (p: f32[8]) -> f32[8] {{\n{call}{text}}}\n"))
-
-
 NAME = 'metadata={op_name="jit(step)/transpose(jvp(GPT))/head/dot_general"}'
 REDUCED, GATHERED = ("all-reduce", "float32", 32, 1), ("all-gather", "float32", 128, 1)
 SCATTERED = ("reduce-scatter", "bfloat16", 4, 1)
+
+
+def begun(operation, start, done, rest=""):
+  """An operation that begins in a line and ends in another."""
+  return f"%s = {start} {operation}-start(%p, %q){rest}; %d = {done} {operation}-done(%s)"
+
+
 # Lines of a program, and what crosses in it.
 COLLECTIVES = [
   (f"%a = f32[8]{{0}} all-reduce(%p), to_apply=%add, {NAME}", [REDUCED]),
   ("%a = f32[] all-reduce(%p), to_apply=%add", [("all-reduce", "float32", 4, 1)]),
+  ("%a = (f32[8]{0}, bf16[6]{0}) all-reduce(%p, %q)", [REDUCED, ("all-reduce", "bfloat16", 12, 1)]),
+  (begun("all-reduce", "f32[8]{0}", "f32[8]{0}", ", to_apply=%add"), [REDUCED]),
   (
-    "%a = (f32[8]{0}, bf16[6]{0}) all-reduce(%p, %q), to_apply=%add",
-    [REDUCED, ("all-reduce", "bfloat16", 12, 1)],
-  ),
-  ("%s = f32[8]{0} all-reduce-start(%p), to_apply=%add\n%d = f32[8]{0} all-reduce-done(%s)", [REDUCED]),
-  (
-    "%s = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), replica_groups=mesh['data'=4] {'data'}\n"
-    "%d = f32[8]{0} all-reduce-done(%s)",
+    begun("all-reduce", "((f32[8]{0}), f32[8]{0})", "f32[8]{0}", ", replica_groups=mesh['data'=4] {'data'}"),
     [REDUCED],
   ),
-  ("%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p)\n%d = f32[32]{0} negate(%s)", []),
-  ("%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p)\n%d = f32[32]{0} all-gather-done(%s)", [GATHERED]),
+  ("%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%p); %d = f32[32]{0} negate(%s)", []),
+  (begun("all-gather", "(f32[8]{0}, f32[32]{0})", "f32[32]{0}"), [GATHERED]),
   (
-    "%s = ((f32[8]{0}, f32[2]{0}), (f32[32]{0}, f32[8]{0})) all-gather-start(%p, %q)\n"
-    "%d = (f32[32]{0}, f32[8]{0}) all-gather-done(%s)",
+    begun("all-gather", "((f32[8]{0}, f32[2]{0}), (f32[32]{0}, f32[8]{0}))", "(f32[32]{0}, f32[8]{0})"),
     [("all-gather", "float32", 160, 2)],
   ),
   (
-    "%s = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%p)\n"
-    "%d = bf16[8]{0} collective-permute-done(%s)",
+    begun("collective-permute", "(bf16[8]{0}, bf16[8]{0}, u32[], u32[])", "bf16[8]{0}"),
     [("collective-permute", "bfloat16", 16, 1)],
   ),
   ("%r = bf16[2]{0} reduce-scatter(%p), to_apply=%add", [SCATTERED]),
-  (
-    "%s = ((bf16[8]{0}), bf16[2]{0}) reduce-scatter-start(%p), to_apply=%add\n"
-    "%d = bf16[2]{0} reduce-scatter-done(%s)",
-    [SCATTERED],
-  ),
+  (begun("reduce-scatter", "((bf16[8]{0}), bf16[2]{0})", "bf16[2]{0}", ", to_apply=%add"), [SCATTERED]),
   ("%r = f32[4,2]{1,0} all-to-all(%p), dimensions={0}", [("all-to-all", "float32", 32, 1)]),
-  ('%c = f32[8]{0} custom-call(%p)\n%k = f32[8]{0} add(%c, %c), metadata={op_name="all-reduce"}', []),
+  ('%c = f32[8]{0} custom-call(%p); %k = f32[8]{0} add(%c, %c), metadata={op_name="all-reduce"}', []),
 ]
 
 
 def test_bytes_that_cross_devices():
   for lines, want in COLLECTIVES:
-    found = collectives_of(*lines.split("\n"))
+    found = collectives(program(lines))
     assert [(c.operation, c.dtype, c.nbytes, c.count) for c in found] == want, lines
 
 
@@ -92,7 +79,7 @@ def test_how_many_devices_exchange():
     ("replica_groups=mesh['data'=8] {'data':(1)4}", 0),
     ("channel_id=1", 0),
   ):
-    (found,) = collectives_of(f"%a = f32[8]{{0}} all-reduce(%p), channel_id=7, {groups}, to_apply=%add")
+    (found,) = collectives(program(f"%a = f32[8]{{0}} all-reduce(%p), channel_id=7, {groups}, to_apply=%add"))
     assert found.group == devices, groups
 
 
@@ -100,33 +87,30 @@ def test_dtypes_that_cross_have_numpys_names():
   names = {"f16": "float16", "f64": "float64", "s32": "int32", "u8": "uint8", "pred": "bool", "s4": "int4"}
   names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "f8e8m0fnu": "float8_e8m0fnu"}
   for dtype, name in (names | {"c64": "complex64", "f4e2m1fn": "float4_e2m1fn"}).items():
-    (found,) = collectives_of(f"%a = {dtype}[8]{{0}} all-to-all(%p), dimensions={{0}}")
+    (found,) = collectives(program(f"%a = {dtype}[8]{{0}} all-to-all(%p), dimensions={{0}}"))
     assert found.dtype == name == jnp.dtype(name).name, dtype
 
 
-@pytest.mark.parametrize("repeated", ["", ", calls=%async"])
-def test_what_any_asynchronous_operation_runs_counts_once(repeated):
-  inner = "%q = f32[8]{0} parameter(0)\n  ROOT %g = f32[32]{0} all-gather(%q), dimensions={0}"
-  main = (
-    "  %p = f32[8]{0} parameter(0)\n"
-    "  %s = ((f32[8]{0}), f32[32]{0}, u32[]) async-start(%p), calls=%async\n"
-    f"  %u = ((f32[8]{{0}}), f32[32]{{0}}, u32[]) async-update(%s){repeated}\n"
-    f"  ROOT %d = f32[32]{{0}} async-done(%u){repeated}\n"
-  )
-  computation = f"%async (q: f32[8]) -> f32[32] {{\n  {inner}\n}}\n"
-  (found,) = collectives(parse(f"{HEAD}{computation}ENTRY %e (p: f32[8]) -> f32[32] {{\n{main}}}\n"))
-  assert (found.operation, found.nbytes, found.count) == ("all-gather", 128, 1)
+def test_what_any_asynchronous_operation_runs_counts_once():
+  gather = "%q = f32[8]{0} parameter(0); ROOT %g = f32[32]{0} all-gather(%q), dimensions={0}"
+  kind = "((f32[8]{0}), f32[32]{0}, u32[])"
+  for repeated in ("", ", calls=%async"):
+    start = f"%s = {kind} async-start(%p), calls=%async; %u = {kind} async-update(%s){repeated}"
+    lines = f"%p = f32[8]{{0}} parameter(0); {start}; ROOT %d = f32[32]{{0}} async-done(%u){repeated}"
+    (found,) = collectives(program(lines, computation("%async", gather)))
+    assert (found.operation, found.nbytes, found.count) == ("all-gather", 128, 1), repeated
 
 
 def test_collectives_of_a_loop_count_each_time_and_add_up():
   line = "%a = f32[8]{0} all-reduce(%p), to_apply=%add"
-  (found,) = collectives_of(f"{line}, {NAME}", loop=[f"ROOT {line}"])
+  loop = '%w = (f32[8]{0}) while(%t), body=%b, backend_config={"known_trip_count":{"n":"7"}}'
+  (found,) = collectives(program(f"{loop}; {line}, {NAME}", computation("%b", f"ROOT {line}")))
   assert (found.nbytes, found.count) == (32 + 7 * 32, 8)
   assert found.sources == ("GPT/head",)
 
 
-def bytes_of(*program):
-  return {(c.operation, c.dtype): (c.nbytes, c.count) for c in collectives(parsed(*program))}
+def bytes_of(*kept):
+  return {(c.operation, c.dtype): (c.nbytes, c.count) for c in collectives(parsed(*kept))}
 
 
 def test_every_collective_is_its_bytes_in_the_forms_of_each_release():
@@ -157,53 +141,6 @@ def total(products):
   return sum(product.flops for product in products)
 
 
-def by_row(functions, args):
-  """The products of functions that are compiled together, by their number."""
-
-  def every(*args):
-    results = []
-    for i, (function, given) in enumerate(zip(functions, args, strict=True)):
-      with jax.named_scope(f"row{i}"):
-        results.append(function(*given))
-    return results
-
-  found = collections.defaultdict(list)
-  for product in products_of(every, *args):
-    found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
-  return [found[i] for i in range(len(functions))]
-
-
-def test_flops_of_products():
-  rows = [
-    ("ij,jk->ik", [(32, 48), (48, 80)]),
-    ("bij,bjk->bik", [(3, 32, 48), (3, 48, 80)]),
-    ("bhtd,bhsd->bhts", [(2, 4, 64, 32), (2, 4, 64, 32)]),
-    ("ij,jkl->ikl", [(32, 48), (48, 5, 16)]),
-    ("ijk,jkl->il", [(32, 4, 12), (4, 12, 80)]),
-  ]
-  rows = [(*row, dtype) for row in rows for dtype in (f32, bf16)]
-  functions = [functools.partial(jnp.einsum, spec) for spec, _, _ in rows]
-  args = [[a_shape(*shape, dtype=dtype) for shape in shapes] for _, shapes, dtype in rows]
-  for (spec, shapes, _), products in zip(rows, by_row(functions, args), strict=True):
-    letters = dict(zip("".join(spec.split("->")[0].split(",")), itertools.chain(*shapes), strict=True))
-    found = [(p.flops, p.kernel, p.times, p.fp8) for p in products]
-    assert found == [(2 * math.prod(letters.values()), "dot", 1, False)], spec
-
-
-def test_products_of_a_gradient_cost_twice_those_of_the_function():
-  loss = lambda w, x: jnp.sum(jnp.tanh(x @ w[0]) @ w[1])
-  found = products_of(jax.grad(loss), [a_shape(48, 64), a_shape(64, 32)], a_shape(16, 48))
-  first, second = 2 * 16 * 48 * 64, 2 * 16 * 64 * 32
-  # The second product's result is only summed, and the first argument has no gradient.
-  assert total(found) in (2 * first + 2 * second, 2 * first + 3 * second)
-
-
-def test_products_of_a_scan_count_each_time():
-  scan = lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=7)[0]
-  (product,) = products_of(scan, a_shape(64, 64), a_shape(16, 64))
-  assert (product.times, product.flops) == (7, 7 * 2 * 16 * 64 * 64)
-
-
 def multiplications(size, taps, stride, low, high, dilation):
   """Pairs of result and tap that meet an input, along one dimension."""
   reach = (taps - 1) * dilation + 1
@@ -212,8 +149,8 @@ def multiplications(size, taps, stride, low, high, dilation):
   return sum(0 <= i < size for i in at)
 
 
+# Taps, stride, padding, dilation.
 CONVOLUTIONS = [
-  # taps, stride, padding, dilation
   ((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1)),
   ((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)),
   ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)),
@@ -222,35 +159,64 @@ CONVOLUTIONS = [
   ((5, 3), (2, 3), ((2, 1), (0, 2)), (1, 1)),
   ((3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2)),
 ]
-IMAGES = ("NHWC", "HWIO", "NHWC")
+EINSUMS = [
+  ("ij,jk->ik", (32, 48), (48, 80)),
+  ("bij,bjk->bik", (3, 32, 48), (3, 48, 80)),
+  ("bhtd,bhsd->bhts", (2, 4, 64, 32), (2, 4, 64, 32)),
+  ("ij,jkl->ikl", (32, 48), (48, 5, 16)),
+  ("ijk,jkl->il", (32, 4, 12), (4, 12, 80)),
+]
+
+
+def convolve(x, w, stride, padding, dilation=(1, 1), groups=1):
+  images = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+  return lax.conv_general_dilated(x, w, stride, padding, rhs_dilation=dilation, **images)
 
 
 def a_convolution(taps, stride, padding, dilation):
   """(function, arguments, its FLOPs) of 4 images of 12 x 10 with 16 features to 24."""
   sizes = (12, 10)
-  convolve = lambda x, w: lax.conv_general_dilated(
-    x, w, stride, padding, rhs_dilation=dilation, dimension_numbers=IMAGES
-  )
+  function = functools.partial(convolve, stride=stride, padding=padding, dilation=dilation)
   met = [multiplications(sizes[i], taps[i], stride[i], *padding[i], dilation[i]) for i in range(2)]
-  return convolve, (a_shape(4, *sizes, 16), a_shape(*taps, 16, 24)), 2 * 4 * 16 * 24 * math.prod(met)
+  return function, (a_shape(4, *sizes, 16), a_shape(*taps, 16, 24)), 2 * 4 * 16 * 24 * math.prod(met)
 
 
-def test_flops_of_convolutions_leave_out_the_padding():
+def an_einsum(dtype, spec, *shapes):
+  letters = dict(zip("".join(spec.split("->")[0].split(",")), itertools.chain(*shapes), strict=True))
+  args = [a_shape(*shape, dtype=dtype) for shape in shapes]
+  return functools.partial(jnp.einsum, spec), args, 2 * math.prod(letters.values())
+
+
+def test_flops_of_products_and_convolutions_which_leave_out_the_padding():
+  scan = lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=7)[0]
+  grouped = functools.partial(convolve, stride=(1, 1), padding="VALID", groups=4)
+  rows = [(row, *a_convolution(*row)) for row in CONVOLUTIONS]
+  rows += [((dtype, *row), *an_einsum(dtype, *row)) for row in EINSUMS for dtype in (f32, bf16)]
+  rows += [("seven times", scan, (a_shape(64, 64), a_shape(16, 64)), 7 * 2 * 16 * 64 * 64)]
+  rows += [("grouped", grouped, (a_shape(2, 8, 8, 16), a_shape(3, 3, 4, 24)), 2 * 2 * 6 * 6 * 24 * 3 * 3 * 4)]
+
+  def every(*args):
+    results = []
+    for i, ((_, function, *_), given) in enumerate(zip(rows, args, strict=True)):
+      with jax.named_scope(f"row{i}"):
+        results.append(function(*given))
+    return results
+
+  found = collections.defaultdict(list)
+  for product in products_of(every, *(args for _, _, args, _ in rows)):
+    found[int(re.search(r"row(\d+)", product.op)[1])].append(product)
+  for i, (name, _, _, flops) in enumerate(rows):
+    assert total(found[i]) == flops, name
+    assert {(p.kernel, p.times, p.fp8) for p in found[i]} == {
+      ("dot", 7 if name == "seven times" else 1, False)
+    }, name
+
+
+def test_products_of_gradients_cost_twice_those_of_the_function():
   functions, args, flops = zip(*(a_convolution(*row) for row in CONVOLUTIONS), strict=True)
-  for row, once, products in zip(CONVOLUTIONS, flops, by_row(functions, args), strict=True):
-    assert total(products) == once, row
-  # Each gradient multiplies as often as the function; a compiler leaves some of them without a name.
   gradient = lambda f: jax.grad(lambda x, w: jnp.sum(jnp.tanh(f(x, w))), argnums=(0, 1))
   every = lambda *args: [gradient(f)(*given) for f, given in zip(functions, args, strict=True)]
   assert total(products_of(every, *args)) == 3 * sum(flops)
-
-
-def test_grouped_convolution_multiplies_within_groups():
-  convolve = lambda x, w: lax.conv_general_dilated(
-    x, w, (1, 1), "VALID", dimension_numbers=IMAGES, feature_group_count=4
-  )
-  found = products_of(convolve, a_shape(2, 8, 8, 16), a_shape(3, 3, 4, 24))
-  assert total(found) == 2 * 2 * 6 * 6 * 24 * 3 * 3 * 4
 
 
 def training_of(layers, width, rows):

@@ -38,26 +38,30 @@ def a_shape(*shape, dtype=f32):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def adamw_step(loss, params, *batch):
+  """An AdamW step of a loss, with its state given up."""
+  tx = optax.adamw(1e-3)
+
+  def step(params, state, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+  return Step(step, (params, jax.eval_shape(tx.init, params), *batch), (0, 1))
+
+
 def training():
   """A step with a loop over layers."""
-  tx = optax.adamw(1e-3)
 
   def loss(params, x):
     layer = lambda x, w: (jnp.tanh(x @ w), None)
     return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
 
-  def step(params, opt_state, batch):
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, value
-
-  params = a_shape(3, 64, 64)
-  return Step(step, (params, jax.eval_shape(tx.init, params), a_shape(128, 64)), (0, 1))
+  return adamw_step(loss, a_shape(3, 64, 64), a_shape(128, 64))
 
 
 def perceptron(layers, width, batch, dtype=f32, *, scan=False, remat=False):
-  """An AdamW step of a chain of products, with its state given up."""
-  tx = optax.adamw(1e-3)
+  """A step of a chain of products."""
   layer = lambda x, w: jnp.tanh(x @ w.astype(dtype))
   layer = jax.checkpoint(layer) if remat else layer
 
@@ -70,13 +74,8 @@ def perceptron(layers, width, batch, dtype=f32, *, scan=False, remat=False):
         x = layer(x, w)
     return (x.astype(f32) ** 2).mean()
 
-  def step(params, state, x):
-    value, grads = jax.value_and_grad(loss)(params, x)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
-
   params = a_shape(layers, width, width) if scan else [a_shape(width, width)] * layers
-  return Step(step, (params, jax.eval_shape(tx.init, params), a_shape(batch, width)), (0, 1))
+  return adamw_step(loss, params, a_shape(batch, width))
 
 
 def convolutions():
@@ -164,29 +163,21 @@ def crossing():
 
 def over_a_mesh(**sizes):
   """A bfloat16 step whose weights are divided over `fsdp`, and its rows over all devices."""
-  mesh, tx = a_mesh(**sizes), optax.adamw(1e-3)
-  put = lambda shape, *spec: jax.ShapeDtypeStruct(
-    shape, f32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-  )
+  mesh = a_mesh(**sizes)
+  place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  put = lambda shape, *spec: jax.ShapeDtypeStruct(shape, f32, sharding=place(*spec))
 
   def loss(params, x):
     up, down = (params[name].astype(bf16) for name in ("up", "down"))
     return jnp.mean(((jnp.tanh(x.astype(bf16) @ up) @ down).astype(f32) - x) ** 2)
 
-  def step(params, state, x):
-    value, grads = jax.value_and_grad(loss)(params, x)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
-
   axis = "fsdp" if "fsdp" in sizes else None
   params = {"up": put((512, 2048), axis), "down": put((2048, 512), axis)}
+  step = adamw_step(loss, params, put((4096, 512), tuple(sizes)))
   at = {x.shape: x.sharding for x in params.values()}
-  whole = NamedSharding(mesh, PartitionSpec())
-  state = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.get(x.shape, whole)),
-    jax.eval_shape(tx.init, params),
-  )
-  return Step(step, (params, state, put((4096, 512), tuple(sizes))), (0, 1))
+  laid = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.get(x.shape, place()))
+  params, state, batch = step.args
+  return dataclasses.replace(step, args=(params, jax.tree.map(laid, state), batch))
 
 
 # By name: the function, and the targets that it is compiled for.
