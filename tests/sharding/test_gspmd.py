@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.planner import get_target, missing
+from tests.planner._steps import F32, S, described, mesh_of, on
 
-TARGET = "v5e:4x4"
 LAYERS, DIM, HIDDEN = 4, 512, 1024
 
 
@@ -30,41 +28,35 @@ def by_hand(params, batch):
 
 def planned(loss_fn, compile):
   """The plan of a step of a model that is divided over 16 devices."""
-  mesh = AbstractMesh((16,), ("fsdp",), axis_types=(AxisType.Auto,))
-  on = lambda shape, *spec: jax.ShapeDtypeStruct(
-    shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-  )
-  params = {"gate": on((LAYERS, DIM, HIDDEN), None, "fsdp"), "down": on((LAYERS, HIDDEN, DIM), None, "fsdp")}
-  tx = optax.sgd(0.1)
+  mesh, tx = mesh_of(fsdp=16), optax.sgd(0.1)
+  weight = lambda *shape: on(mesh, S(shape, F32), None, "fsdp")
+  params = {"gate": weight(LAYERS, DIM, HIDDEN), "down": weight(LAYERS, HIDDEN, DIM)}
 
   @jax.jit
   def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    updates, _ = tx.update(grads, tx.init(params))
+    updates, _ = tx.update(jax.grad(loss_fn)(params, batch), tx.init(params))
     return optax.apply_updates(params, updates)
 
-  return mpjax.plan(step, (params, on((256, 128, DIM), "fsdp")), target=TARGET, compile=compile)
+  return mpjax.plan(
+    step, (params, on(mesh, S((256, 128, DIM), F32), "fsdp")), target="v5e:4x4", compile=compile
+  )
 
 
-def gathered(plan):
-  """Bytes of a compiled step's all-gathers by dtype."""
-  bytes_by_dtype = {}
-  for found in plan.collectives:
-    if found.operation == "all-gather":
-      bytes_by_dtype[found.dtype] = bytes_by_dtype.get(found.dtype, 0) + found.nbytes
-  return bytes_by_dtype
+def gathered(plan, dtype):
+  """Bytes of a compiled step's all-gathers of a dtype."""
+  found = [c.nbytes for c in plan.collectives if (c.operation, c.dtype) == ("all-gather", dtype)]
+  return sum(found)
 
 
 @pytest.mark.aot
 @pytest.mark.slow
 def test_autocast_gathers_in_bfloat16_as_casts_by_hand_do():
-  if lacks := missing(get_target(TARGET)):
-    pytest.skip(lacks)
-  expected, found = (gathered(planned(fun, compile=True)) for fun in (by_hand, mpjax.autocast(loss, "bf16")))
+  described("v5e:4x4")
+  expected, found = (planned(fun, compile=True) for fun in (by_hand, mpjax.autocast(loss, "bf16")))
   copies = LAYERS * DIM * HIDDEN * 2 * 2  # of both matrices in bfloat16
-  assert expected["bfloat16"] >= 2 * copies  # forward, and again in the backward pass
-  assert found["bfloat16"] == expected["bfloat16"]
-  assert found.get("float32", 0) <= expected.get("float32", 0)
+  assert gathered(expected, "bfloat16") >= 2 * copies  # forward, and again in the backward pass
+  assert gathered(found, "bfloat16") == gathered(expected, "bfloat16")
+  assert gathered(found, "float32") <= gathered(expected, "float32")
 
 
 def test_a_plan_without_the_compiler_has_the_weights_that_it_gathers():
@@ -77,15 +69,12 @@ def test_a_plan_without_the_compiler_has_the_weights_that_it_gathers():
 
 
 def test_activations_with_the_shape_of_a_weight_are_none():
-  mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-  on = lambda rows, *spec: jax.ShapeDtypeStruct(
-    (rows, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-  )
+  lies = lambda rows, *spec: on(mesh_of(fsdp=8), S((rows, 1024), F32), *spec)
 
   def temporaries(rows, **specs):
-    params = {name: on(1024, *spec) for name, spec in specs.items()}
+    params = {name: lies(1024, *spec) for name, spec in specs.items()}
     square = lambda params, x: jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
-    plan = mpjax.plan(jax.jit(jax.grad(square)), (params, on(rows, "fsdp")), target="h100:8", compile=False)
+    plan = mpjax.plan(jax.jit(jax.grad(square)), (params, lies(rows, "fsdp")), target="h100:8", compile=False)
     return plan.memory.peak - plan.memory.parts["batch"] - plan.memory.parts["master weights"]
 
   divided = temporaries(1008, a=("fsdp",), b=("fsdp",))

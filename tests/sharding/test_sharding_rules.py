@@ -1,25 +1,61 @@
-"""Where parameters lie on a mesh: the user's patterns, the model's rule, the default; and unfit rules by name."""
+"""Meshes of a training step, and where parameters lie on them: patterns, the model's rule, the default."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax import sharding
 from mpjax.optim import Quantized
-from mpjax.sharding import ShardingRules, dimension_over, keep_axes, specs_like
+from mpjax.sharding import ShardingRules, check_mesh, specs_like
 
-PARAMS = {
-  "in": jnp.zeros((64, 64)),
-  "scale": jnp.zeros(64),
-  "blocks": [{"kernel": jnp.zeros((64, 128))}, {"kernel": jnp.zeros((128, 6))}],
-  "small": jnp.zeros((8, 8)),
-}
+
+def test_axes_become_those_that_the_compiler_divides():
+  for mesh in (jax.make_mesh((2, 4), ("data", "fsdp")), AbstractMesh((2, 4), ("data", "fsdp"))):
+    checked = check_mesh(mesh)
+    assert checked.axis_types == (AxisType.Auto,) * 2
+    assert checked.shape == mesh.shape
+    assert check_mesh(checked) is checked
+
+
+def says(words, function, *args):
+  """Whether an error has all of some words."""
+  with pytest.raises(ValueError) as error:
+    function(*args)
+  return all(word in str(error.value) for word in words)
+
+
+def test_what_is_no_mesh_of_a_step_is_named():
+  assert says(["mesh=8", "jax.make_mesh"], check_mesh, 8)
+  assert says(["'rows'", "data, fsdp"], check_mesh, AbstractMesh((8,), ("rows",)))
+
+
+def test_a_batch_is_divided_over_data_and_fsdp():
+  sizes = {"data": 3, "fsdp": 2, "tensor": 4}
+  for names, axes, shards in (
+    (("data", "fsdp", "tensor"), ("data", "fsdp"), 6),
+    (("tensor",), (), 1),
+    (("fsdp", "tensor"), ("fsdp",), 2),
+  ):
+    mesh = AbstractMesh(tuple(sizes[name] for name in names), names)
+    assert (sharding.axes_of_batch(mesh), sharding.batch_shards(mesh)) == (axes, shards), names
+    assert sharding.batch_spec(mesh) == P(axes or None)
+  assert mpjax.batch_axes() == ()  # outside of a step
+
+
+def shape(*dims):
+  return jax.ShapeDtypeStruct(dims, np.float32)
+
+
+BLOCKS = [{"kernel": shape(64, 128)}, {"kernel": shape(128, 6)}]
+PARAMS = {"in": shape(64, 64), "scale": shape(64), "blocks": BLOCKS, "small": shape(8, 8)}
 
 
 def mesh(data=1, fsdp=1, tensor=1):
-  return jax.sharding.AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
+  return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
 
 
 def test_by_default_the_largest_dimension_that_can_be_is_divided():
@@ -29,7 +65,7 @@ def test_by_default_the_largest_dimension_that_can_be_is_divided():
     "blocks": [{"kernel": P(None, "fsdp")}, {"kernel": P()}],  # 768 entries are whole
     "small": P(),
   }
-  specs = ShardingRules().specs({"w": jnp.zeros((4096, 3)), "v": jnp.zeros((63, 65))}, mesh(fsdp=4))
+  specs = ShardingRules().specs({"w": shape(4096, 3), "v": shape(63, 65)}, mesh(fsdp=4))
   assert specs == {"w": P("fsdp"), "v": P()}
 
 
@@ -38,24 +74,18 @@ def test_patterns_come_before_the_models_rule_and_that_before_the_default():
   rules = ShardingRules({"blocks/0": ("fsdp", "tensor"), "small": None}, model)
   specs = rules.specs(PARAMS, mesh(fsdp=4, tensor=2))
   assert specs["blocks"] == [{"kernel": P("fsdp", "tensor")}, {"kernel": P("tensor")}]
-  assert specs["small"] == P()
-  assert specs["in"] == P("fsdp")
+  assert (specs["small"], specs["in"]) == (P(), P("fsdp"))
 
 
-def test_what_a_model_asks_for_and_a_shape_does_not_allow_is_left_out():
+def test_what_a_model_asks_for_and_a_shape_or_a_mesh_does_not_allow_is_left_out():
   rules = ShardingRules(model=lambda path, shape: ("fsdp",) * len(shape))
-  assert rules.specs({"w": jnp.zeros((8, 6))}, mesh(fsdp=4)) == {"w": P("fsdp")}
+  assert rules.specs({"w": shape(8, 6)}, mesh(fsdp=4)) == {"w": P("fsdp")}
+  rules = ShardingRules({"in": ("fsdp", "tensor")})  # an axis of one device divides nothing
+  assert rules.specs({"in": PARAMS["in"]}, mesh(tensor=2)) == {"in": P(None, "tensor")}
 
 
-def test_an_axis_of_one_device_divides_nothing():
-  assert ShardingRules({"in": ("fsdp", "tensor")}).specs({"in": PARAMS["in"]}, mesh(tensor=2)) == {
-    "in": P(None, "tensor")
-  }
-
-
-@pytest.mark.parametrize(
-  ("rules", "words"),
-  [
+def test_unfit_rules_are_named():
+  for rules, words in (
     ({"nothing": ("fsdp",)}, ["'nothing' matches no parameter", "blocks/0/kernel"]),
     ({"in": ("fsdp",)}, ["in[64, 64]", "each of its 2 dimensions"]),
     ({"blocks/1": (None, "fsdp")}, ["blocks/1/kernel[128, 6]", "dimension of 6", "fsdp=4"]),
@@ -63,45 +93,37 @@ def test_an_axis_of_one_device_divides_nothing():
     ({"in": "fsdp"}, ["'in'", "fsdp, tensor or null"]),
     ({"in": ("fsdp", "fsdp")}, ["'in'", "twice"]),
     ({"in(": ()}, ["'in('", "regular expression"]),
-  ],
-)
-def test_unfit_rules_are_named(rules, words):
-  with pytest.raises(ValueError) as error:
-    ShardingRules(rules).specs(PARAMS, mesh(fsdp=4))
-  assert all(word in str(error.value) for word in words), error.value
+  ):
+    assert says(words, lambda rules=rules: ShardingRules(rules).specs(PARAMS, mesh(fsdp=4))), rules
+
+
+def state_of(tx, params):
+  return jax.eval_shape(lambda: tx.init(jax.tree.map(lambda x: jax.numpy.zeros(x.shape), params)))
 
 
 def test_an_optimisers_state_lies_as_its_parameters_do():
   specs = ShardingRules().specs(PARAMS, mesh(fsdp=4))
-  state = optax.adam(1e-3).init(PARAMS)
-  laid = specs_like(state, PARAMS, specs, mesh(fsdp=4))
+  laid = specs_like(state_of(optax.adam(1e-3), PARAMS), PARAMS, specs, mesh(fsdp=4))
   assert laid[0].mu == laid[0].nu == specs
   assert laid[0].count == P()
-  factored = {"mu": {"in": jnp.zeros(64)}}  # a parameter's path, another shape
+  factored = {"mu": {"in": shape(64)}}  # a parameter's path, another shape
   assert specs_like(factored, PARAMS, specs, mesh(fsdp=4)) == {"mu": {"in": P()}}
 
 
-def test_quantised_state_lies_as_its_parameters_do():
-  params = {"rows": jnp.zeros((64, 48)), "columns": jnp.zeros((6, 1024)), "narrow": jnp.zeros((6, 256))}
-  specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "narrow": P(None, "fsdp")}
-  state = mpjax.quantized_state(optax.adam(1e-3), min_size=0).init(params)
+def test_quantised_state_lies_as_its_parameters_do_and_a_scalar_is_whole():
+  params = {"rows": shape(64, 48), "columns": shape(6, 1024), "narrow": shape(6, 256), "scalar": shape()}
+  specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "narrow": P(None, "fsdp"), "scalar": P()}
+  state = state_of(mpjax.quantized_state(optax.adam(1e-3), min_size=0), params)
   laid = specs_like(state, params, specs, mesh(fsdp=4)).inner_state[0].nu
-  assert {name: (x.codes, x.scales) for name, x in laid.items()} == {
-    "rows": (P("fsdp"), P("fsdp")),
-    "columns": (P(None, "fsdp"), P(None, "fsdp")),
-    "narrow": (P(None, "fsdp"), P()),  # two groups on four devices
+  assert laid == {
+    "rows": Quantized(P("fsdp"), P("fsdp")),
+    "columns": Quantized(P(None, "fsdp"), P(None, "fsdp")),
+    "narrow": Quantized(P(None, "fsdp"), P()),  # two groups on four devices
+    "scalar": Quantized(P(), P()),
   }
-
-
-def test_a_quantised_scalar_is_whole():
-  params = {"s": jnp.ones(())}
-  state = mpjax.quantized_state(optax.adam(1.0), min_size=0).init(params)
-  nu = specs_like(state, params, {"s": P()}, mesh(fsdp=4)).inner_state[0].nu
-  assert nu["s"] == Quantized(P(), P())
 
 
 def test_parts_of_a_spec():
   spec = P(None, "fsdp", "tensor")
-  assert dimension_over(spec, "fsdp") == 1
-  assert dimension_over(spec, "data") is None
-  assert keep_axes(spec, ("tensor",)) == P(None, None, "tensor")
+  assert (sharding.dimension_over(spec, "fsdp"), sharding.dimension_over(spec, "data")) == (1, None)
+  assert sharding.keep_axes(spec, ("tensor",)) == P(None, None, "tensor")
