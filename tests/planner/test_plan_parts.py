@@ -104,25 +104,18 @@ def test_optimiser_state_is_told_by_slot_and_dtype():
   adam, momentum = optax.adam(1e-3), optax.sgd(0.1, momentum=0.9)
   moments = {"mu float32": every, "nu float32": every}
   each = optax.multi_transform({"adam": adam, "sgd": momentum}, {"w": "adam", "b": "sgd"})
-  of_each = {"mu float32": w, "nu float32": w, "trace float32": bias, "scalars": 4}
+  of_w = {"mu float32": w, "nu float32": w, "scalars": 4}
+  of_half = {"mu bfloat16": every // 2, "nu float32": every, "scalars": 4}
   for name, tx, want in (
     ("adam", adam, moments | {"scalars": 4}),
-    (
-      "adam, half of it",
-      optax.adam(1e-3, mu_dtype="bfloat16"),
-      {"mu bfloat16": every // 2, "nu float32": every, "scalars": 4},
-    ),
+    ("adam, half of it", optax.adam(1e-3, mu_dtype="bfloat16"), of_half),
     ("sgd", optax.sgd(0.1), {}),
     ("momentum", momentum, {"trace float32": every}),
     ("rmsprop", optax.rmsprop(1e-3), {"nu float32": every}),
     ("lion", optax.lion(1e-3), {"mu float32": every, "scalars": 4}),
     ("chain", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), moments | {"scalars": 4}),
-    (
-      "masked",
-      optax.masked(adam, {"w": True, "b": False}),
-      {"mu float32": w, "nu float32": w, "scalars": 4},
-    ),
-    ("multi_transform", each, of_each),
+    ("masked", optax.masked(adam, {"w": True, "b": False}), of_w),
+    ("multi_transform", each, of_w | {"trace float32": bias}),
     ("MultiSteps", optax.MultiSteps(adam, 4), moments | {"acc_grads float32": every, "scalars": 12}),
     ("inject_hyperparams", optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), moments),
     ("dynamic loss scale", mpjax.dynamic_loss_scale(adam), moments),

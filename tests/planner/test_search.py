@@ -104,17 +104,11 @@ def test_largest_batch_fits_and_the_next_does_not(name):
       assert len(planned.guesses) <= 10, multiple
 
 
-units = (
-  st.integers(0, 10**6),
-  st.integers(8, 10**4),
-  st.floats(0.25, 4),
-  st.integers(1, 64),
-  st.integers(0, 10**7),
-)
+numbers = st.integers
 
 
 @settings(max_examples=60, deadline=None)
-@given(*units)
+@given(numbers(0, 10**6), numbers(8, 10**4), st.floats(0.25, 4), numbers(1, 64), numbers(0, 10**7))
 def test_largest_batch_of_any_straight_line(constant, slope, error, multiple, room):
   compiled = line(constant, slope)
   planned = Planned(compiled, line(constant, error * slope))

@@ -91,23 +91,17 @@ def test_a_gpus_description_has_each_fact_once_and_agrees_with_its_file(name):
   assert peak == pytest.approx(data["flops"]["float32"], rel=0.1)
 
 
+# Name, devices, topology.
+NAMES = """
+h200 1 1x1x1, h200:1 1 1x1x1, h200:8 8 1x1x8, h100:2x8 16 1x2x8, H100:2x8 16 1x2x8, v5e 1 v5e:1x1, v5e:2x4 8 v5e:2x4,
+v5p:2x2x1 4 v5p:2x2x1, v5p 1 v5p:1x1x1, v6e:1x1 1 v6e:1x1, v6e:16x16 256 v6e:16x16
+"""
+
+
 def test_a_name_says_how_many_devices_and_how_they_lie():
-  for name, devices, topology in (
-    ("h200", 1, "1x1x1"),
-    ("h200:1", 1, "1x1x1"),
-    ("h200:8", 8, "1x1x8"),
-    ("h100:2x8", 16, "1x2x8"),
-    ("H100:2x8", 16, "1x2x8"),
-    ("v5e", 1, "v5e:1x1"),
-    ("v5e:2x4", 8, "v5e:2x4"),
-    ("v5p:2x2x1", 4, "v5p:2x2x1"),
-    ("v5p", 1, "v5p:1x1x1"),
-    ("v6e:1x1", 1, "v6e:1x1"),
-    ("v6e:16x16", 256, "v6e:16x16"),
-  ):
-    target = get_target(name)
-    assert (target.name, target.devices, target.topology) == (name, devices, topology)
-    one = get_target(name.partition(":")[0])
+  for name, devices, topology in map(str.split, NAMES.split(",")):
+    target, one = get_target(name), get_target(name.partition(":")[0])
+    assert (target.name, target.devices, target.topology) == (name, int(devices), topology)
     assert (target.device, target.memory, target.flops) == (one.device, one.memory, one.flops), name
     assert get_target(target) is target
 
@@ -145,32 +139,26 @@ def found_here(monkeypatch, platform, kind, limit=7 * GIB, count=1, **attributes
   return get_target()
 
 
+# What JAX calls a device, and the target that it is.
+KINDS = {
+  "gpu": "NVIDIA H200=h200, NVIDIA A100-SXM4-80GB=a100, NVIDIA B200=b200, NVIDIA L4=l4, NVIDIA L40S=, Tesla T4=t4, "
+  "NVIDIA GeForce RTX 4090=rtx4090, Tesla V100-SXM2-16GB=v100, Tesla V100-SXM2-32GB=",
+  "cuda": "NVIDIA H100 80GB HBM3=h100, NVIDIA A100-PCIE-40GB=",
+  "tpu": "TPU v5 lite=v5e, TPU v5=v5p, TPU v6 lite=v6e, TPU v4=",
+}
+
+
 def test_a_known_device_that_is_here_has_its_figures(monkeypatch):
-  for platform, kind, name in (
-    ("gpu", "NVIDIA H200", "h200"),
-    ("cuda", "NVIDIA H100 80GB HBM3", "h100"),
-    ("gpu", "NVIDIA A100-SXM4-80GB", "a100"),
-    ("gpu", "NVIDIA B200", "b200"),
-    ("gpu", "NVIDIA L4", "l4"),
-    ("gpu", "NVIDIA GeForce RTX 4090", "rtx4090"),
-    ("tpu", "TPU v5 lite", "v5e"),
-    ("tpu", "TPU v5", "v5p"),
-    ("tpu", "TPU v6 lite", "v6e"),
-    ("gpu", "NVIDIA L40S", None),
-    ("tpu", "TPU v4", None),
-    ("gpu", "Tesla T4", "t4"),
-    ("gpu", "Tesla V100-SXM2-16GB", "v100"),
-    ("gpu", "Tesla V100-SXM2-32GB", None),
-  ):
-    target = found_here(monkeypatch, platform, kind, count=2)
-    assert (target.devices, target.is_here, target.usable) == (2, True, 7 * GIB), kind
-    assert kind in target.device
-    if name is None:
-      assert (target.flops, target.memory) == ({}, 7 * GIB), kind
-    else:
-      there = get_target(name)
-      figures = lambda t: (t.flops, t.bandwidth, t.kind, t.matrix_units)
-      assert figures(target) == figures(there), kind
+  figures = lambda target: (target.flops, target.bandwidth, target.kind, target.matrix_units)
+  for platform, names in KINDS.items():
+    for kind, name in (row.split("=") for row in names.split(", ")):
+      target = found_here(monkeypatch, platform, kind, count=2)
+      assert (target.devices, target.is_here, target.usable) == (2, True, 7 * GIB), kind
+      assert kind in target.device
+      if name:
+        assert figures(target) == figures(get_target(name)), kind
+      else:
+        assert (target.flops, target.memory) == ({}, 7 * GIB), kind
 
 
 def test_units_of_a_gpu_that_no_file_describes_are_those_of_its_generation(monkeypatch):
@@ -182,15 +170,9 @@ def test_units_of_a_gpu_that_no_file_describes_are_those_of_its_generation(monke
 
 
 def test_presets_of_a_target_are_those_that_it_has_units_for():
-  for name, presets in (
-    ("t4", "fp16 fp32"),
-    ("v100", "fp16 fp32"),
-    ("a100", "bf16 fp16 tf32 fp32"),
-    ("h200", "fp8 bf16 fp16 tf32 fp32"),
-    ("v5p", "fp8 bf16 fp32"),
-    ("here", "bf16 fp32"),
-  ):
-    assert presets_of(get_target(name)) == presets.split(), name
+  presets = {"t4": "fp16 fp32", "v100": "fp16 fp32", "a100": "bf16 fp16 tf32 fp32", "v5p": "fp8 bf16 fp32"}
+  for name, found in (presets | {"h200": "fp8 bf16 fp16 tf32 fp32", "here": "bf16 fp32"}).items():
+    assert presets_of(get_target(name)) == found.split(), name
 
 
 def test_a_target_cannot_be_changed():

@@ -36,12 +36,8 @@ def peak_of(function, *args, donated=(), traits=PLAIN):
 
 # Programs at random: each operation reads values that there are already.
 
-UNARY = {
-  "tanh": jnp.tanh,
-  "double": lambda x: x * 2,
-  "transpose": jnp.transpose,
-  "root": lambda x: jnp.abs(x) ** 0.5,
-}
+root = lambda x: jnp.abs(x) ** 0.5
+UNARY = {"tanh": jnp.tanh, "double": lambda x: x * 2, "transpose": jnp.transpose, "root": root}
 BINARY = {"add": jnp.add, "times": jnp.multiply, "product": jnp.matmul}
 
 operation = st.one_of(
@@ -100,38 +96,25 @@ def chain(x, w, *, length):
   return x
 
 
-def elementwise(x, w):
-  return jnp.tanh(x) * 2 + jnp.abs(w)
-
-
-def widened(x, w):
-  both = x @ w
-  return (both @ both) @ (both @ both.T)
-
-
 def looped(x, w):
   return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=5)[0]
 
 
-def stacked(x, w):
-  return jax.lax.scan(lambda c, _: (c @ w, c), x, length=5)[1]
-
-
-def branched(x, w):
-  return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
-
-
+# Function, least and most arrays at one time.
 CASES = {
-  # name: function, least and most arrays at one time.
   "one product": (jnp.matmul, 1, 1),
   "chain of 2": (functools.partial(chain, length=2), 2, 2),
   "chain of 20 frees what was read": (functools.partial(chain, length=20), 2, 2),
-  "elementwise operations store the result alone": (elementwise, 1, 1),
+  "elementwise operations store the result alone": (lambda x, w: jnp.tanh(x) * 2 + jnp.abs(w), 1, 1),
   "views store nothing": (lambda x, w: jnp.matmul(x.T.reshape(N, N), w).T, 1, 1),
-  "values that are read again stay": (widened, 3, 4),
+  "values that are read again stay": (lambda x, w: (lambda y: (y @ y) @ (y @ y.T))(x @ w), 3, 4),
   "a loop has its carry and a step's values": (looped, 1, 4),
-  "what a loop stacks is there at once": (stacked, 5, 8),
-  "a branch has its own values": (branched, 2, 3),
+  "what a loop stacks is there at once": (
+    lambda x, w: jax.lax.scan(lambda c, _: (c @ w, c), x, length=5)[1],
+    5,
+    8,
+  ),
+  "a branch has its own values": (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x), 2, 3),
   "two results": (lambda x, w: (x @ w, w @ x), 2, 2),
 }
 
@@ -154,46 +137,41 @@ def test_a_donated_argument_gives_its_memory_to_a_result_like_it():
   assert peak_of(lambda x, w: (x @ w).astype(BF16), *MATRIX, donated=[0]).nbytes > 0  # of another dtype
 
 
-def layers(length):
-  def loss(ws, x):
-    for w in ws:
-      x = jnp.tanh(x @ w)
-    return jnp.sum(x * x)
+ROWS = S((64 * N, N), F32)
+ACTIVATION = 4 * 64 * N * N
 
-  return lambda ws, x: jax.grad(loss)(ws, x), [S((N, N), F32)] * length
+
+def layers(ws, x):
+  for w in ws:
+    x = jnp.tanh(x @ w)
+  return jnp.sum(x * x)
 
 
 def test_the_backward_pass_keeps_an_activation_a_layer():
-  rows = 64 * N
-  activation = 4 * rows * N
   for length in (1, 2, 8):
-    function, weights = layers(length)
-    found = peak_of(function, weights, S((rows, N), F32))
-    assert sum(v.nbytes for v in found.saved) == length * activation, length
+    found = peak_of(jax.grad(layers), [MATRIX[0]] * length, ROWS)
+    assert sum(v.nbytes for v in found.saved) == length * ACTIVATION, length
     assert {(v.maker.name, v.maker.phase) for v in found.saved} == {("tanh", FORWARD)}, length
-    assert length * activation <= found.nbytes <= (length + 2) * activation + length * SQUARE, length
+    assert length * ACTIVATION <= found.nbytes <= (length + 2) * ACTIVATION + length * SQUARE, length
 
 
 def test_a_checkpointed_layer_keeps_its_input_alone():
-  rows = 64 * N
   deep = lambda x, w: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
   loss = lambda layer: lambda ws, x: jnp.sum(functools.reduce(layer, ws, x))
-  args = [S((N, N), F32)] * 4, S((rows, N), F32)
+  args = [MATRIX[0]] * 4, ROWS
   plain, checkpointed = (peak_of(jax.grad(loss(layer)), *args) for layer in (deep, jax.checkpoint(deep)))
-  saved = [sum(v.nbytes for v in one.saved) // (4 * rows * N) for one in (plain, checkpointed)]
+  saved = [sum(v.nbytes for v in one.saved) // ACTIVATION for one in (plain, checkpointed)]
   assert saved == [3 * 4, 4 - 1]  # the first layer's input is an argument
   assert checkpointed.nbytes < plain.nbytes
 
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_half_precision_halves_what_is_kept_but_by_an_older_compiler_for_cpus(newer, monkeypatch):
-  rows = 64 * N
   monkeypatch.setattr(_compat, "has_newer_xla", lambda: newer)
 
   def kept(kind, dtype):
-    function, weights = layers(6)
-    weights = [S(w.shape, dtype) for w in weights]
-    found = peak_of(function, weights, S((rows, N), dtype), traits=traits_of(kind))
+    args = [S((N, N), dtype)] * 6, S(ROWS.shape, dtype)
+    found = peak_of(jax.grad(layers), *args, traits=traits_of(kind))
     return sum(found.size(v) for v in found.saved)
 
   assert kept("gpu", BF16) * 2 == kept("gpu", F32)
@@ -201,26 +179,18 @@ def test_half_precision_halves_what_is_kept_but_by_an_older_compiler_for_cpus(ne
 
 
 def test_gradients_of_a_scan_are_counted_in_its_stack():
-  length, rows = 6, 64 * N
-
-  def loss(ws, x):
-    return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0])
-
-  found = peak_of(jax.grad(loss), S((length, N, N), F32), S((rows, N), F32))
-  activation = 4 * rows * N
-  assert length * activation <= found.nbytes <= (3 * length + 3) * activation
-  assert sum(v.nbytes for v in found.saved) >= length * activation
+  loss = lambda ws, x: jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0])
+  found = peak_of(jax.grad(loss), S((6, N, N), F32), ROWS)
+  assert 6 * ACTIVATION <= found.nbytes <= (3 * 6 + 3) * ACTIVATION
+  assert sum(v.nbytes for v in found.saved) >= 6 * ACTIVATION
 
 
 # The graph that the peak is of.
 
 
-def test_nothing_unread_is_in_the_graph():
+def test_nothing_unread_is_in_the_graph_and_calls_are_entered_but_loops_are_not():
   graph = make_graph(jax.make_jaxpr(lambda x, w: ((x @ w).sum(), x + 1)[1])(*MATRIX))
   assert [operation.name for operation in graph.operations] == ["add"]
-
-
-def test_calls_are_entered_and_loops_are_not():
   inner = jax.jit(lambda x, w: jax.checkpoint(jnp.matmul)(x, w) + 1)
   graph = make_graph(jax.make_jaxpr(lambda x, w: (inner(x, w), looped(x, w)))(*MATRIX))
   names = [operation.name for operation in graph.operations]

@@ -219,6 +219,45 @@ def test_products_of_gradients_cost_twice_those_of_the_function():
   assert total(products_of(every, *args)) == 3 * sum(flops)
 
 
+# What multiplies on a GPU: lines that read `a` of [8, 16] and `b` of [16, 4].
+GEMM = '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}'
+CUBLAS = f'custom_call_target="__cublas$gemm", backend_config={{"gemm_backend_config":{GEMM}}}'
+DOT_OF = "ROOT %d = f32[8,4] dot(%a, %b), DOT"
+FUSION = 'ROOT %f = f32[8,4] fusion(%a, %b), kind=kCustom, calls=%gemm, backend_config={"kind":"KIND"}'
+
+
+def test_a_gpus_products_are_of_the_kernel_that_multiplies():
+  for dtypes, line, kernel in (
+    (("f32", "f32"), DOT_OF, "loop"),
+    (("f32", "f32"), FUSION.replace("KIND", "__loop"), "loop"),
+    (("bf16", "bf16"), f"ROOT %d = (bf16[8,4], s8[32]) custom-call(%a, %b), {CUBLAS}", "cublas"),
+    (("f8e4m3fn", "f8e5m2"), FUSION.replace("KIND", "__triton_gemm"), "triton"),
+    (("f8e4m3fn", "f8e4m3fn"), FUSION.replace("KIND", "__cudnn$fusion"), "cudnn"),
+  ):
+    read = f"%a = {dtypes[0]}[8,16] parameter(0); %b = {dtypes[1]}[16,4] parameter(1)"
+    module = program(f"{read}; {line}", computation("%gemm", f"{read}; {DOT_OF}"))
+    (found,) = kernel_products(module)
+    assert (found.kernel, found.dtypes, found.flops) == (kernel, dtypes, 2 * 8 * 16 * 4), line
+    is_fp8 = dtypes[0].startswith("f8")
+    assert (found.fp8, found.backward) == (is_fp8, dtypes[1] == "f8e5m2"), line
+
+
+def test_cudnns_calls_with_a_stride_multiply_as_often_in_each_pass():
+  images, weights, made = "f32[4,12,10,16]", "f32[3,3,16,24]", "f32[4,6,5,24]"
+  flops = a_convolution((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1))[-1]
+  rest = "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, custom_call_target"
+  for call, left, right, out in (
+    ("convForward", images, weights, made),
+    ("convBackwardInput", made, weights, images),
+    ("convBackwardFilter", images, made, weights),
+  ):
+    read = f"%a = {left} parameter(0); %b = {right} parameter(1)"
+    (found,) = kernel_products(
+      program(f'{read}; ROOT %c = ({out}, u8[0]) custom-call(%a, %b), {rest}="__cudnn${call}"')
+    )
+    assert (found.kernel, found.flops) == ("cudnn", flops), call
+
+
 def training_of(layers, width, rows):
   """FLOPs of a training step of a chain of square products; the first has no gradient of what it reads."""
   return (3 * layers - 1) * 2 * rows * width * width
