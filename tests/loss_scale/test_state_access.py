@@ -1,7 +1,11 @@
-"""`get_loss_scale`, `scale_loss` and `all_finite`."""
+"""The loss scale in an optimiser's state: found, used, missing without harm; and `all_finite`."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
@@ -10,91 +14,172 @@ from flax.training.train_state import TrainState
 
 import mpjax
 
-PARAMS = {"a": jnp.ones(2), "b": jnp.ones(3)}
+PARAMS = {"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)}
 SCALED = lambda scale=2.0**10: mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=scale)
+LINEAR = functools.partial(nnx.Linear, 2, 2, rngs=nnx.Rngs(0))
+IN_NNX = lambda tx: nnx.Optimizer(LINEAR(), tx, wrt=nnx.Param)
+IN_FLAX = lambda tx: TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+GROUPS = {"a": "x", "b": "y"}
 NESTINGS = {
-  "bare": lambda: SCALED(),
-  "chain": lambda: optax.chain(optax.identity(), SCALED()),
-  "masked": lambda: optax.masked(SCALED(), {"a": True, "b": False}),
-  "groups": lambda: optax.partition({"x": SCALED(), "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}),
-  "multi-steps outside": lambda: optax.MultiSteps(SCALED(), 2).gradient_transformation(),
-  "multi-steps inside": lambda: mpjax.dynamic_loss_scale(
+  "bare": SCALED(),
+  "chain": optax.chain(optax.identity(), SCALED()),
+  "masked": optax.masked(SCALED(), {"a": True, "b": False}),
+  "groups": optax.partition({"x": SCALED(), "y": optax.sgd(0.1)}, GROUPS),
+  "multi-steps outside": optax.MultiSteps(SCALED(), 2).gradient_transformation(),
+  "multi-steps inside": mpjax.dynamic_loss_scale(
     optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), init_scale=2.0**10
   ),
-  "hyperparameters": lambda: optax.inject_hyperparams(
-    lambda learning_rate: mpjax.dynamic_loss_scale(optax.adam(learning_rate), init_scale=2.0**10)
-  )(0.1),
-  "static": lambda: mpjax.static_loss_scale(optax.adam(0.1), 2.0**10),
+  "hyperparameters": optax.inject_hyperparams(lambda learning_rate: SCALED())(0.1),
+  "static": mpjax.static_loss_scale(optax.adam(0.1), 2.0**10),
 }
 
 
-@pytest.mark.parametrize("name", NESTINGS)
-def test_the_scale_is_found_wherever_it_is_nested(name):
-  state = NESTINGS[name]().init(PARAMS)
-  assert float(mpjax.get_loss_scale(state).scale) == 2.0**10
-  assert isinstance(mpjax.get_loss_scale(state), mpjax.LossScaleState)
-  assert float(jax.jit(lambda s: mpjax.scale_loss(jnp.float32(2), s))(state)) == 2.0**11
+def test_the_scale_is_found_wherever_it_is_nested():
+  states = {name: tx.init(PARAMS) for name, tx in NESTINGS.items()}
+  states |= {"TrainState": IN_FLAX(SCALED()).opt_state, "nnx.Optimizer": IN_NNX(SCALED())}
+  for name, state in states.items():
+    assert isinstance(mpjax.get_loss_scale(state), mpjax.LossScaleState), name
+    assert float(mpjax.get_loss_scale(state).scale) == 2.0**10, name
+    assert float(mpjax.scale_loss(np.float32(2), state)) == 2.0**11, name
 
 
-def test_the_scale_is_found_in_flax_states():
-  state = TrainState.create(apply_fn=None, params=PARAMS, tx=SCALED())
-  assert float(mpjax.get_loss_scale(state.opt_state).scale) == 2.0**10
-  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, SCALED(), wrt=nnx.Param)
-  assert float(mpjax.get_loss_scale(optimizer).scale) == 2.0**10
-  optimizer.update(model, nnx.state(jax.tree.map(lambda x: x * jnp.inf, model), nnx.Param))
+def test_the_scale_of_an_nnx_optimizer_moves_with_it():
+  model, optimizer = LINEAR(), IN_NNX(SCALED())
+  bad = nnx.state(jax.tree.map(lambda x: x * np.inf, model), nnx.Param)
+  nnx.jit(lambda optimizer, model, bad: optimizer.update(model, bad))(optimizer, model, bad)
   assert float(mpjax.get_loss_scale(optimizer).scale) == 2.0**9
   assert float(mpjax.scale_loss(jnp.float16(1), optimizer)) == 2.0**9
 
 
-@pytest.mark.parametrize("state", [(), optax.adam(0.1).init(PARAMS), {"x": jnp.ones(2)}])
-def test_no_scale_is_an_error_that_says_what_to_do(state):
-  with pytest.raises(ValueError, match=r"no loss scale.*mpjax\.dynamic_loss_scale"):
-    mpjax.get_loss_scale(state)
-
-
 def test_of_several_scales_one_must_be_named():
-  groups = optax.partition({"x": SCALED(4.0), "y": SCALED(8.0)}, {"a": "x", "b": "y"})
-  state = groups.init(PARAMS)
-  with pytest.raises(ValueError, match=r"2 loss scales.*'x'.*'y'.*path="):
-    mpjax.get_loss_scale(state)
-  assert float(mpjax.get_loss_scale(state, path="'x'").scale) == 4
-  assert float(mpjax.scale_loss(1.0, state, path="'y'")) == 8
-  with pytest.raises(ValueError, match="no loss scale at path='z'"):
-    mpjax.get_loss_scale(state, path="z")
+  state = optax.partition({"x": SCALED(4.0), "y": SCALED(8.0)}, GROUPS).init(PARAMS)
+  fun = lambda params: params["a"].sum()
+  for use in (
+    lambda **path: mpjax.get_loss_scale(state, **path).scale,
+    lambda **path: mpjax.scale_loss(1.0, state, **path),
+    lambda **path: mpjax.value_and_grad(fun, state, **path)(PARAMS)[1]["a"][0],
+    lambda **path: mpjax.loss_scale.gradient_norm({"a": np.float32(16)}, state, **path),
+    lambda **path: mpjax.keep_if_finite(state, 1.0, 2.0, **path) * 8,
+  ):
+    with pytest.raises(ValueError, match=r"2 loss scales.*'x'.*'y'.*path="):
+      use()
+    with pytest.raises(ValueError, match="no loss scale at path='z'"):
+      use(path="z")
+    assert use(path="'y'") in (8, 2), use
+  with pytest.raises(ValueError, match=r"2 loss scales.*inner_state"):  # one inside another
+    mpjax.get_loss_scale(mpjax.dynamic_loss_scale(SCALED()).init(PARAMS))
+  for state in ((), optax.adam(0.1).init(PARAMS), PARAMS):
+    with pytest.raises(ValueError, match=r"no loss scale.*mpjax\.dynamic_loss_scale"):
+      mpjax.get_loss_scale(state)
 
 
-def test_a_scale_inside_a_scale_counts_as_two():
-  state = mpjax.dynamic_loss_scale(SCALED()).init(PARAMS)
-  with pytest.raises(ValueError, match=r"2 loss scales.*inner_state"):
-    mpjax.get_loss_scale(state)
+def test_losses_are_scaled_in_float32_and_only_cast_without_a_scale():
+  state, plain = mpjax.dynamic_loss_scale(optax.sgd(1.0)).init(PARAMS), optax.adam(0.1).init(PARAMS)
+  for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.int32):
+    out = mpjax.scale_loss(np.asarray(3, dtype), state)
+    assert (out.dtype, float(out)) == (jnp.float32, 3 * 65536.0), dtype  # itself not finite in float16
+    out = mpjax.scale_loss(np.asarray(3, dtype), plain)
+    assert (out.dtype, float(out)) == (jnp.float32, 3), dtype
+  average = mpjax.Average(6.0, 2)
+  assert [float(mpjax.scale_loss(average, s)) for s in (state, plain)] == [3 * 65536.0, 3]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.int32])
-def test_losses_are_scaled_in_float32(dtype):
-  state = mpjax.dynamic_loss_scale(optax.sgd(1.0)).init(PARAMS)
-  out = mpjax.scale_loss(jnp.asarray(3, dtype), state)
-  # 65536 itself is not finite in float16.
-  assert (out.dtype, float(out)) == (jnp.float32, 3 * 65536.0)
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_the_norm_for_a_log_is_of_unscaled_gradients_of_modules_too(policy):
+  optimizer = IN_NNX(mpjax.with_loss_scaling(optax.sgd(0.1), policy))
+  scale = 1 if policy == "fp32" else mpjax.get_loss_scale(optimizer).scale
+  grads = jax.tree.map(lambda x: (x * 0 + 3) * scale, nnx.state(LINEAR(), nnx.Param))  # six entries
+  assert float(mpjax.loss_scale.gradient_norm(grads, optimizer)) == pytest.approx(3 * 6**0.5)
+  # Leaves that are overwritten do not count.
+  grads = {
+    "w": np.full(4, 2.0, np.float32) * scale,
+    "_overwrite_with_gradient": {"scale": np.float32(np.inf)},
+  }
+  assert float(mpjax.loss_scale.gradient_norm(grads, optimizer)) == 4
 
 
-@pytest.mark.parametrize(
-  ("tree", "finite"),
-  [
+# What is no optimiser's state, and how an error shows it.
+NO_STATES = [
+  ("fp16", "'fp16'"),
+  (mpjax.get_policy("fp16"), "a Policy"),
+  (jmp.get_policy("half"), "a Policy"),
+  ({"base": "fp16"}, "a dict"),
+  (mpjax.LossScaling(), "a LossScaling"),
+  (np.dtype("float16"), "a Float16DType"),
+  (2.0**16, "65536.0"),
+  (np.float32(2.0**16)[None], "an array, as parameters are"),
+  (jnp.float32(2.0**16), "an array, as parameters are"),
+  (PARAMS, "a dict, as parameters are"),
+  ([(PARAMS["a"], PARAMS["a"])], "a list, as parameters are"),
+  (LINEAR(), "a Linear.*or the nnx.Optimizer"),
+  (nnx.state(LINEAR()), "a State"),
+  (eqx.nn.Linear(2, 2, key=jax.random.key(0)), "a Linear"),
+  (len, "a builtin_function"),
+  (optax.sgd(0.1), "an optimiser: pass its state"),
+]
+CALLS = {
+  "value_and_grad": lambda state: mpjax.value_and_grad(sum, state),
+  "scale_loss": lambda state: mpjax.scale_loss(1.0, state),
+  "keep_if_finite": lambda state: mpjax.keep_if_finite(state, 1.0, 2.0),
+  "gradient_norm": lambda state: mpjax.loss_scale.gradient_norm(PARAMS, state),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_optimisers_state_is_a_type_error_that_says_what_to_pass(call):
+  for value, shown in NO_STATES:
+    with pytest.raises(TypeError, match=f"opt_state is {shown}") as error:
+      CALLS[call](value)
+    assert "opt_state = tx.init(params)" in str(error.value), shown
+    assert len(str(error.value)) < 300, shown
+
+
+def of_own(state):
+  """The state of a transform of one's own."""
+  return optax.GradientTransformation(lambda params: state, None).init(PARAMS)
+
+
+COUNT = np.zeros([], np.int32)
+STATES = {
+  "none": None,
+  "empty": (),
+  "a tuple": optax.adam(0.1).init(PARAMS),
+  "a named chain": optax.named_chain(("a", optax.trace(0.9)), ("b", optax.scale(0.1))).init(PARAMS),
+  "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS),
+  "a count of one's own": of_own(COUNT),
+  "moments with a count": of_own({"count": COUNT, "m": PARAMS}),
+  "moments in a chain": (of_own(PARAMS),),
+  "an nnx.Optimizer": IN_NNX(optax.adam(0.1)),
+  "its state": IN_NNX(optax.adam(0.1)).opt_state,
+  "a TrainState": IN_FLAX(optax.adam(0.1)),
+}
+
+
+def test_every_optimisers_state_without_a_scale_is_taken():
+  fun = lambda params: (params["a"] ** 2).sum()
+  for name, state in STATES.items():
+    loss, grads = mpjax.value_and_grad(fun, state)(PARAMS)
+    assert (loss, *grads["a"]) == (2, 2, 2), name
+    assert mpjax.scale_loss(1.0, state) == 1, name
+    assert mpjax.keep_if_finite(state, 1.0, 2.0) == 1, name
+
+
+def test_all_finite():
+  half, bfloat = np.float16, jnp.bfloat16
+  rows = [
     ({}, True),
     (None, True),
-    ({"a": jnp.arange(3), "b": jnp.ones(2, bool), "k": jax.random.key(0)}, True),
+    ({"a": np.arange(3), "b": np.ones(2, bool), "k": jax.random.key(0)}, True),
     ([jnp.ones(2), np.ones(3)], True),
     ([jnp.ones(2), np.asarray([1.0, np.nan])], False),
-    ([jnp.asarray(jnp.inf, jnp.float16)], False),
-    ([jnp.asarray(-jnp.inf, jnp.bfloat16)], False),
-    ([jnp.asarray(1 + 1j * jnp.inf)], False),
-    ([jnp.zeros((0, 4))], True),
+    ([np.asarray(np.inf, half)], False),
+    ([np.asarray(-np.inf, bfloat)], False),
+    ([np.asarray(1 + 1j * np.inf)], False),
+    ([np.zeros((0, 4))], True),
     ([1.0, 2], True),
     ([float("nan")], False),
     ([np.zeros((2,), jax.dtypes.float0)], True),
-  ],
-)
-def test_all_finite(tree, finite):
-  out = mpjax.all_finite(tree)
-  assert (out.shape, out.dtype, bool(out)) == ((), jnp.bool_, finite)
+  ]
+  found = jax.jit(lambda: [mpjax.all_finite(tree) for tree, _ in rows])()
+  for out, (tree, finite) in zip(found, rows, strict=True):
+    assert (out.shape, out.dtype, bool(out)) == ((), jnp.bool_, finite), tree

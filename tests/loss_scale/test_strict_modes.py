@@ -8,100 +8,157 @@ import pytest
 
 import mpjax
 
-MODES = {
+# Modes that find mistakes as a program is traced.
+TRACED = {
   "checking_leaks": jax.checking_leaks,
   "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
-  "disable_jit": jax.disable_jit,
-  "debug_nans": lambda: jax.debug_nans(True),
   "x64": lambda: jax.enable_x64(True),
 }
 # Without weak integer powers, which `optax.adam` has, and which strict promotion refuses in optax itself.
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 TRANSFORMS = {
-  "dynamic": lambda: mpjax.dynamic_loss_scale(
-    INNER, init_scale=64.0, hysteresis=2, consecutive_hysteresis=True
-  ),
-  "static": lambda: mpjax.static_loss_scale(INNER, 8.0),
-  "branch": lambda: mpjax.with_loss_scaling(INNER, {"init_scale": 64.0}, branch_on_cpu=True),
-  "tracked": lambda: mpjax.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
+  "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2, consecutive_hysteresis=True),
+  "static": mpjax.static_loss_scale(INNER, 8.0),
+  "branch": mpjax.with_loss_scaling(INNER, {"init_scale": 64.0}, branch_on_cpu=True),
+  "tracked": mpjax.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
+  "none": INNER,
 }
-
-
-# Without jit there is nothing to disable.
-JIT_AND_MODES = [(jit, mode) for jit in (False, True) for mode in MODES if jit or mode != "disable_jit"]
-# All arrays have one shape, for which an operation outside jit is compiled once.
 SHAPE = (16, 16)
-
-
-def params():
-  rng = np.random.default_rng(0)
-  return {name: jnp.asarray(rng.normal(size=SHAPE) / 4, jnp.float32) for name in ("w", "v")}
+RNG = np.random.default_rng(0)
+PARAMS = {name: np.float32(RNG.normal(size=SHAPE) / 4) for name in ("w", "v")}
+ONES = np.ones(SHAPE, np.float32)
+STATS = {"mean": np.zeros(16, np.float32), "count": np.zeros([], np.int32)}
 
 
 def loss_fn(params, x):
   return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
 
+def with_stats(params, x):
+  low = mpjax.cast_floating(params, jnp.float16)
+  new = {"mean": jnp.mean(x, 0), "count": jnp.ones([], jnp.int32)}
+  return loss_fn(low, x.astype(jnp.float16)), new
+
+
+def step_of(tx):
+  def step(params, state, stats, x):
+    (loss, new), grads = mpjax.value_and_grad(with_stats, state, has_aux=True)(params, x)
+    by_hand = jax.grad(lambda p: mpjax.scale_loss(with_stats(p, x)[0], state))(params)
+    updates, state = tx.update(jax.tree.map(lambda a, b: (a + b) / 2, grads, by_hand), state, params)
+    return mpjax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
+
+  return step
+
+
+def described(tree):
+  return jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), tree)
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize(("jit", "mode"), JIT_AND_MODES)
-def test_two_lines_round_an_optimiser(mode, name, jit):
-  tx = TRANSFORMS[name]()
-
-  def step(params, state):
-    low = lambda p: mpjax.cast_floating(p, jnp.float16)
-    of = lambda p: mpjax.scale_loss(loss_fn(low(p), jnp.ones(SHAPE, jnp.float16)), state)
-    updates, state = tx.update(jax.grad(of)(params), state, params)
-    return mpjax.apply_updates(params, updates), state
-
-  with MODES[mode]():
-    old, state = params(), tx.init(params())
-    run = jax.jit(step) if jit else step
+def test_two_lines_round_an_optimiser(name):
+  tx = TRANSFORMS[name]
+  step = step_of(tx)
+  for mode, enter in TRACED.items():
+    with enter():
+      first = (PARAMS, jax.eval_shape(tx.init, PARAMS), STATS)
+      *new, loss = jax.eval_shape(step, *first, ONES)
+    assert described(tuple(new)) == described(first), mode
+    assert name == "none" or loss.dtype == np.float32, mode
+  with jax.debug_nans(True):
+    carry = (PARAMS, tx.init(PARAMS), STATS)
+    run = jax.jit(step)
     for _ in range(2):
-      new, state = run(old, state)
-  assert int(mpjax.get_loss_scale(state).skipped_steps) == 0
-  assert np.asarray(new["w"] != old["w"]).any()
-  assert new["w"].dtype == jnp.float32
+      *carry, loss = run(*carry, ONES)
+  assert not mpjax.loss_scale_metrics(carry[1]).get("skipped_steps", 0)
+  assert loss < loss_fn(PARAMS, ONES)
+  assert int(carry[2]["count"]) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("jit", "mode"), JIT_AND_MODES)
-def test_layerwise(mode, jit):
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_an_update_outside_jit(name):
+  tx = TRANSFORMS[name]
+  modes = {**TRACED, "disable_jit": jax.disable_jit, "debug_nans": lambda: jax.debug_nans(True)}
+  grads = jax.tree.map(lambda p: 64 * p, PARAMS)
+  for mode, enter in modes.items():
+    with enter():
+      state = tx.init(PARAMS)
+      updates, new = tx.update(grads, state, PARAMS)
+    assert not mpjax.loss_scale_metrics(new).get("skipped_steps", 0), mode
+    assert described(new) == described(state), mode
+    assert np.asarray(updates["w"]).any(), mode
+
+
+def layerwise_gradients(layers, x):
   scaling = mpjax.layerwise_loss_scale()
-  dense = lambda p, x: x @ p["w"] + p["v"]
 
-  def loss_of(layers, x):
+  def loss_of(layers):
     h = scaling.start(x, jnp.float16)
     for p in layers:
       skip, h = scaling.fork(h)
-      h = scaling.apply(jnp.tanh, scaling.layer(dense, p, h, kernel=lambda p: p["w"]))
-      h = scaling.apply(jnp.add, skip, h)
+      h = scaling.layer(lambda p, x: x @ p["w"] + p["v"], p, h, kernel=lambda p: p["w"])
+      h = scaling.apply(jnp.add, skip, scaling.apply(jnp.tanh, h))
     return jnp.mean(scaling.finish(h) ** 2)
 
-  with MODES[mode]():
-    grad = jax.jit(jax.grad(loss_of)) if jit else jax.grad(loss_of)
-    grads = grad([params(), params()], jnp.ones(SHAPE, jnp.float32))
-  assert mpjax.all_finite(grads)
-  assert all(np.asarray(g).any() for g in jax.tree.leaves(grads))
+  return jax.grad(loss_of)(layers)
+
+
+def test_layerwise():
+  for enter in TRACED.values():
+    with enter():
+      assert described(jax.eval_shape(layerwise_gradients, [PARAMS], ONES)) == described([PARAMS])
+  with jax.debug_nans(True):
+    grads = jax.jit(layerwise_gradients)([PARAMS], ONES)
+  assert all(np.isfinite(g).all() and np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["checking_leaks", "strict promotion", "x64", "disable_jit"])
+def test_layerwise_outside_jit(mode):
+  with TRACED.get(mode, jax.disable_jit)():
+    grads = layerwise_gradients([PARAMS, PARAMS], ONES)
+  assert all(np.isfinite(g).all() and np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
 FP8 = {"emulate": True, "min_dim": 16, "first_layer": True, "last_layer": True}
+SCALED = {"init_scale": 64.0}
 POLICIES = {
-  "fp16": {"base": "fp16", "loss_scaling": {"init_scale": 64.0}},
-  "fp16 by casts": {"base": "fp16", "autocast": False, "loss_scaling": {"init_scale": 64.0}},
+  "fp16": {"base": "fp16", "loss_scaling": SCALED},
+  "fp16 by casts": {"base": "fp16", "autocast": False, "loss_scaling": SCALED},
   "bf16": "bf16",
-  "fp8": {"base": "fp8", "fp8": {"recipe": "current", **FP8}, "loss_scaling": {"init_scale": 64.0}},
+  "fp8": {"base": "fp8", "fp8": {"recipe": "current", **FP8}, "loss_scaling": SCALED},
   "fp8 delayed": {"base": "fp8", "fp8": {"recipe": "delayed", **FP8}},
 }
+BATCH = np.ones((32, 16), np.float32)
+
+
+def made_step(name):
+  return mpjax.make_train_step(loss_fn, INNER, POLICIES[name], accumulate=2 if name == "fp16" else 1)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("mode", MODES)
-def test_training_steps(mode, name):
-  batch = np.ones((32, 16), np.float32)
-  with MODES[mode]():
-    step = mpjax.make_train_step(loss_fn, INNER, POLICIES[name], accumulate=2 if name == "fp16" else 1)
-    state = step.init(params(), batch=batch)
+def test_training_steps(name):
+  for mode, enter in TRACED.items():
+    with enter():
+      step = made_step(name)
+      state = jax.eval_shape(lambda params, step=step: step.init(params, batch=BATCH), PARAMS)
+      new, metrics = jax.eval_shape(step, state, BATCH)
+    assert described(new) == described(state), mode
+    assert metrics["loss"].dtype == np.float32, mode
+  with jax.debug_nans(True):
+    step = made_step(name)
+    state = step.init(PARAMS, batch=BATCH)
     for _ in range(2):
-      state, metrics = step(state, batch)
+      state, metrics = step(state, BATCH)
+  assert bool(metrics.get("grads_finite", True))
+  assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+  "name", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in list(POLICIES)[1:])]
+)
+def test_training_steps_without_jit(name):
+  with jax.disable_jit():
+    step = made_step(name)
+    _, metrics = step(step.init(PARAMS, batch=BATCH), BATCH)
   assert bool(metrics.get("grads_finite", True))
   assert np.isfinite(metrics["loss"])
