@@ -1,107 +1,101 @@
-"""`check_loss_scaling` finds compositions that are wrong, and passes those that are right."""
+"""`check_loss_scaling` of optimisers: compositions that are wrong are explained, and those that are right pass."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import mpjax
+from mpjax.loss_scale._two_scales import scale_dependent  # with numbers that no loss gives: noise, infinities
 
-PARAMS = {"w": jnp.asarray([[0.5, -1.25], [2.0, 0.125]]), "b": jnp.asarray([0.1, -0.2]), "none": None}
+F32 = np.float32
+PARAMS = {"w": np.asarray([[0.5, -1.25], [2.0, 0.125]], F32), "b": np.asarray([0.1, -0.2], F32), "none": None}
 LABELS = {"w": "a", "b": "b", "none": "a"}
 SCALED = mpjax.dynamic_loss_scale
-
+ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
+OVERWRITTEN = {"params": {"w": np.ones(3, F32)}, "_overwrite_with_gradient": {"scale": np.ones((), F32)}}
+INTEGERS = {"w": np.ones(3, F32), "i": np.arange(3)}
+DECAY = optax.linear_schedule(0.1, 0.0, 10)
+PLATEAU = SCALED(optax.chain(SGD, optax.contrib.reduce_on_plateau()))
+# Name to (optimiser, parameters, keyword arguments).
 RIGHT = {
-  "adamw": lambda: SCALED(optax.adamw(0.1)),
-  "clip inside": lambda: SCALED(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
-  "static": lambda: mpjax.static_loss_scale(optax.sgd(0.1), 8.0),
-  "masked inside": lambda: SCALED(optax.masked(optax.adam(0.1), {"w": True, "b": False, "none": False})),
-  "MultiSteps inside": lambda: SCALED(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
-  "noise": lambda: SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.sgd(0.1))),
-  "a scale in each group": lambda: optax.partition(
-    {"a": SCALED(optax.adam(0.1)), "b": SCALED(optax.sgd(0.1))}, LABELS
-  ),
-  "flatten outside": lambda: optax.flatten(SCALED(optax.adam(0.1))),
-  "tracked": lambda: mpjax.track_skips(SCALED(optax.adam(0.1))),
-  "stateless outside": lambda: optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)),
+  "clip inside": (SCALED(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))), PARAMS, {}),
+  "static": (mpjax.static_loss_scale(SGD, 8.0), PARAMS, {}),
+  "masked inside": (SCALED(optax.masked(ADAM, {"w": True, "b": False, "none": False})), PARAMS, {}),
+  "MultiSteps inside": (SCALED(optax.MultiSteps(ADAM, 2).gradient_transformation()), PARAMS, {}),
+  "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
+  "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
+  "flatten outside": (optax.flatten(SCALED(ADAM)), PARAMS, {}),
+  "tracked": (mpjax.track_skips(SCALED(ADAM)), PARAMS, {}),
+  "stateless outside": (optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)), PARAMS, {}),
+  "eight bits": (SCALED(SGD), {"w": np.ones(3, jax.numpy.float8_e4m3fn)}, {}),
+  "extra arguments": (PLATEAU, PARAMS, {"value": 1.0}),
+  "overwritten leaves": (SCALED(ADAM), OVERWRITTEN, {}),
+  "integers": (SCALED(optax.masked(ADAM, {"w": True, "i": False})), INTEGERS, {}),
 }
+DEPENDS = "depends on the loss scale"
+UPDATES = "is not finite still updates"
+# Name to (optimiser, what is wrong with it).
 WRONG = {
-  "clip outside": (
-    lambda: optax.chain(optax.clip_by_global_norm(1.0), SCALED(optax.adamw(0.1))),
-    "depends on the loss scale",
-  ),
-  "values clipped outside": (
-    lambda: optax.chain(optax.clip(1.0), SCALED(optax.sgd(0.1))),
-    "depends on the loss scale",
-  ),
-  "a clip far away": (
-    lambda: optax.chain(optax.clip_by_global_norm(1e6), SCALED(optax.sgd(0.1))),
-    "depends on the loss scale",
-  ),
-  "infinities clipped": (
-    lambda: optax.chain(optax.clip(1e30), SCALED(optax.sgd(0.1))),
-    "is not finite still updates",
-  ),
-  "moments outside": (
-    lambda: optax.chain(optax.scale_by_adam(), SCALED(optax.sgd(0.1))),
-    "depends on the loss scale",
-  ),
-  "a group without": (
-    lambda: optax.partition({"a": SCALED(optax.adam(0.1)), "b": optax.sgd(0.1)}, LABELS),
-    "depends on the loss scale",
-  ),
+  "clip outside": (optax.chain(optax.clip_by_global_norm(1.0), SCALED(ADAM)), DEPENDS),
+  "values clipped outside": (optax.chain(optax.clip(1.0), SCALED(SGD)), DEPENDS),
+  "a clip far away": (optax.chain(optax.clip_by_global_norm(1e6), SCALED(SGD)), DEPENDS),
+  "infinities clipped": (optax.chain(optax.clip(1e30), SCALED(SGD)), UPDATES),
+  "moments outside": (optax.chain(optax.scale_by_adam(), SCALED(SGD)), DEPENDS),
+  "a group without": (optax.partition({"a": SCALED(ADAM), "b": SGD}, LABELS), DEPENDS),
   "a normalised group without": (
-    lambda: optax.partition({"a": SCALED(optax.adam(0.1)), "b": optax.sign_sgd(0.1)}, LABELS),
+    optax.partition({"a": SCALED(ADAM), "b": optax.sign_sgd(0.1)}, LABELS),
     r"\['b'\] is not finite still updates",
   ),
   "schedule outside": (
-    lambda: optax.chain(
-      SCALED(optax.scale_by_adam()), optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 10))
-    ),
+    optax.chain(SCALED(optax.scale_by_adam()), optax.scale_by_learning_rate(DECAY)),
     r"still changes the state.*count",
   ),
   "weight decay outside": (
-    lambda: optax.chain(SCALED(optax.scale_by_adam()), optax.add_decayed_weights(0.1), optax.scale(-0.1)),
-    r"is not finite still updates",
+    optax.chain(SCALED(optax.scale_by_adam()), optax.add_decayed_weights(0.1), optax.scale(-0.1)),
+    UPDATES,
   ),
   "apply_if_finite outside": (
-    lambda: optax.apply_if_finite(SCALED(optax.adam(0.1)), 3),
+    optax.apply_if_finite(SCALED(ADAM), 3),
     r"still changes the state.*notfinite_count",
   ),
   "MultiSteps outside": (
-    lambda: optax.MultiSteps(SCALED(optax.adam(0.1)), 2).gradient_transformation(),
+    optax.MultiSteps(SCALED(ADAM), 2).gradient_transformation(),
     "MultiSteps stands outside",
   ),
-  "none": (lambda: optax.adam(0.1), "no loss scale"),
+  "none": (ADAM, "no loss scale"),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_composition_passes(name):
-  mpjax.check_loss_scaling(RIGHT[name](), PARAMS)
+  tx, params, keywords = RIGHT[name]
+  mpjax.check_loss_scaling(tx, params, **keywords)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_composition_is_explained(name):
-  make, match = WRONG[name]
-  with pytest.raises(ValueError, match=match):
-    mpjax.check_loss_scaling(make(), PARAMS)
+  tx, message = WRONG[name]
+  with pytest.raises(ValueError, match=message):
+    mpjax.check_loss_scaling(tx, PARAMS)
 
 
-def test_parameters_in_eight_bits():
-  mpjax.check_loss_scaling(SCALED(optax.sgd(0.1)), {"w": jnp.ones(3, jnp.float8_e4m3fn)})
-
-
-def test_extra_arguments_are_passed_on():
-  tx = SCALED(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
-  mpjax.check_loss_scaling(tx, PARAMS, value=1.0)
-
-
-def test_overwritten_leaves_and_integers_are_left_alone():
-  params = {"params": {"w": jnp.ones(3)}, "_overwrite_with_gradient": {"scale": jnp.ones(())}}
-  mpjax.check_loss_scaling(SCALED(optax.adam(0.1)), params)
-  outside = optax.chain(SCALED(optax.adam(0.1)), optax.scale(-1.0))
+def test_nothing_outside_may_touch_overwritten_leaves():
   with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*not the value"):
-    mpjax.check_loss_scaling(outside, params)
-  integers = {"w": jnp.ones(3), "i": jnp.arange(3)}
-  mpjax.check_loss_scaling(SCALED(optax.masked(optax.adam(0.1), {"w": True, "i": False})), integers)
+    mpjax.check_loss_scaling(optax.chain(SCALED(ADAM), optax.scale(-1.0)), OVERWRITTEN)
+
+
+def test_gradients_at_two_scales_are_told_apart_but_for_noise():
+  def at(scale):
+    return {
+      "linear": np.linspace(1, 2, 3, dtype=F32),
+      "near": np.full(3, 1 + 0.01 * (scale > 1), F32),
+      "clipped": {"half": np.asarray([3, 4], np.float16) / np.float16(scale)},
+      "infinite": np.full(3, np.inf if scale > 1 else 1.0, F32),
+      "noise": np.full(3, 1e-9 * scale, F32),
+      "_overwrite_with_gradient": {"amax": np.full(3, scale, F32)},
+      "whole": np.zeros(2, jax.dtypes.float0),
+    }
+
+  assert scale_dependent(at, (1.0, 4.0)) == {"clipped/half": (5.0, 1.25)}
+  assert set(scale_dependent(at, (1.0, 4.0), tolerance=0.001)) == {"clipped/half", "near"}

@@ -13,13 +13,10 @@ from flax.training.train_state import TrainState
 import mpjax
 from mpjax.loss_scale import check_loss_scaling
 
+F32 = np.float32
 RNG = np.random.default_rng(0)
-PARAMS = {"w": jnp.asarray(RNG.normal(size=(8, 8)) / 3, jnp.float32), "v": jnp.ones((8, 2)) / 3}
-BATCH = {"x": jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32), "y": jnp.ones((16, 2))}
-
-
-def loss_fn(params, batch):
-  return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+PARAMS = {"w": F32(RNG.normal(size=(8, 8)) / 3), "v": np.full((8, 2), 1 / 3, F32)}
+BATCH = {"x": F32(RNG.normal(size=(16, 8))), "y": np.ones((16, 2), F32)}
 
 
 @jax.custom_vjp
@@ -31,14 +28,17 @@ def clipped(x):
 clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
-def clipping_loss(params, batch):
-  hidden = clipped(jnp.tanh(batch["x"] @ params["w"]))
+def loss_fn(params, batch, of_hidden=lambda hidden: hidden):
+  hidden = of_hidden(jnp.tanh(batch["x"] @ params["w"]))
   return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
 
 
-def own_step(tx, differentiate, fun=loss_fn, policy="fp16", **jit):
+clipping_loss = functools.partial(loss_fn, of_hidden=clipped)
+
+
+def own_step(tx, differentiate, fun=loss_fn, **jit):
   """A step of one's own whose gradients are `differentiate(fun, opt_state)(params, batch)`."""
-  run = mpjax.autocast(fun, policy)
+  run = mpjax.autocast(fun, "fp16")
 
   @functools.partial(jax.jit, **jit)
   def step(params, opt_state, batch):
@@ -53,6 +53,10 @@ def by_scale_loss(fun, opt_state):
   return jax.value_and_grad(lambda *args: mpjax.scale_loss(fun(*args), opt_state))
 
 
+def unscaled(fun, _):
+  return jax.value_and_grad(fun)
+
+
 def unscaled_twice(fun, opt_state):
   def of(*args):
     loss, grads = mpjax.value_and_grad(fun, opt_state)(*args)
@@ -62,46 +66,40 @@ def unscaled_twice(fun, opt_state):
 
 
 OPTIMISERS = {
-  "sgd": lambda: optax.sgd(0.1),
-  "adam": lambda: optax.adam(1e-3),
-  "a chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+  "sgd": optax.sgd(0.1),
+  "adam": optax.adam(1e-3),
+  "a chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
 }
 BYPASSED = r"not those of the scaled loss.*mpjax\.value_and_grad\(loss_fn, opt_state\)\(params, batch\)"
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_a_step_that_differentiates_the_plain_loss_is_told_the_line_to_write(name):
-  tx = mpjax.with_loss_scaling(OPTIMISERS[name](), "fp16")
-  state = tx.init(PARAMS)
-  plain = own_step(tx, lambda fun, _: jax.value_and_grad(fun))
+  tx = mpjax.with_loss_scaling(OPTIMISERS[name], "fp16")
   with pytest.raises(ValueError, match=BYPASSED):
-    check_loss_scaling(plain, PARAMS, state, BATCH)
-  for right in (mpjax.value_and_grad, by_scale_loss):
-    check_loss_scaling(own_step(tx, right), PARAMS, state, BATCH)
+    check_loss_scaling(own_step(tx, unscaled), PARAMS, tx.init(PARAMS), BATCH)
 
 
-def test_the_parameters_of_such_a_step_stand_still():
-  tx = mpjax.with_loss_scaling(optax.sgd(0.1), "fp16")
-  losses = {}
-  for name, differentiate in (
-    ("plain", lambda fun, _: jax.value_and_grad(fun)),
-    ("scaled", mpjax.value_and_grad),
-  ):
-    step, params, state = own_step(tx, differentiate), PARAMS, tx.init(PARAMS)
-    for _ in range(100):
-      params, state, loss = step(params, state, BATCH)
-    losses[name] = float(loss)
-  first = float(loss_fn(PARAMS, BATCH))
-  assert losses["plain"] == pytest.approx(first, rel=1e-3)
-  assert losses["scaled"] < 0.9 * first
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_right_step_passes_and_its_arguments_are_neither_changed_nor_donated(name):
+  tx = mpjax.with_loss_scaling(OPTIMISERS[name], "fp16")
+  params, state = jax.tree.map(jnp.asarray, (PARAMS, tx.init(PARAMS)))
+  before = jax.tree.map(np.array, (params, state))
+  right = by_scale_loss if name == "sgd" else mpjax.value_and_grad
+  check_loss_scaling(own_step(tx, right, donate_argnums=(0, 1)), params, state, batch=BATCH)
+  jax.tree.map(np.testing.assert_array_equal, (params, state), before)
 
 
 @pytest.mark.parametrize(
-  ("differentiate", "fun"), [(unscaled_twice, loss_fn), (mpjax.value_and_grad, clipping_loss)]
+  ("name", "differentiate", "fun"),
+  [
+    ("sgd", unscaled_twice, loss_fn),
+    ("adam", mpjax.value_and_grad, clipping_loss),
+    ("a chain", unscaled_twice, loss_fn),
+  ],
 )
-@pytest.mark.parametrize("name", OPTIMISERS)
 def test_a_step_whose_result_depends_on_the_scale_is_told_what_to_look_at(name, differentiate, fun):
-  tx = mpjax.with_loss_scaling(OPTIMISERS[name](), "fp16")
+  tx = mpjax.with_loss_scaling(OPTIMISERS[name], "fp16")
   with pytest.raises(ValueError, match=r"of argument \d depends on the loss scale") as error:
     check_loss_scaling(own_step(tx, differentiate, fun), PARAMS, tx.init(PARAMS), BATCH)
   assert "check_loss_scaling(tx, params)" in str(error.value)
@@ -114,19 +112,23 @@ def test_a_clip_outside_the_scale_is_found_in_a_step_too():
     check_loss_scaling(own_step(tx, mpjax.value_and_grad), PARAMS, tx.init(PARAMS), BATCH)
 
 
-def test_arguments_are_neither_changed_nor_donated():
-  tx = mpjax.with_loss_scaling(optax.adam(1e-3), "fp16")
-  state = tx.init(PARAMS)
-  before = jax.tree.map(np.array, (PARAMS, state))
-  check_loss_scaling(own_step(tx, mpjax.value_and_grad, donate_argnums=(0, 1)), PARAMS, state, batch=BATCH)
-  jax.tree.map(np.testing.assert_array_equal, (PARAMS, state), before)
+def test_the_parameters_of_a_step_without_the_scale_stand_still():
+  tx = mpjax.with_loss_scaling(optax.sgd(0.1), "fp16")
+  losses = []
+  for differentiate in (unscaled, mpjax.value_and_grad):
+    step, params, state = own_step(tx, differentiate), PARAMS, tx.init(PARAMS)
+    for _ in range(100):
+      params, state, loss = step(params, state, BATCH)
+    losses.append(float(loss))
+  first = np.mean((np.tanh(BATCH["x"] @ PARAMS["w"]) @ PARAMS["v"] - BATCH["y"]) ** 2)
+  assert losses[0] == pytest.approx(first, rel=1e-3)
+  assert losses[1] < 0.9 * first
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_flax_train_state(right):
-  state = TrainState.create(
-    apply_fn=None, params=PARAMS, tx=mpjax.with_loss_scaling(optax.adam(1e-3), "fp16")
-  )
+  tx = mpjax.with_loss_scaling(optax.adam(1e-3), "fp16")
+  state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
   run = mpjax.autocast(loss_fn, "fp16")
 
   @jax.jit
@@ -158,6 +160,10 @@ def nnx_loss(model, batch):
   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+def clipping_nnx_loss(model, batch):
+  return jnp.mean((clipped(model(batch["x"])) - batch["y"]) ** 2)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_an_nnx_optimizer_that_changes_in_place(right):
   model = Net()
@@ -171,14 +177,14 @@ def test_an_nnx_optimizer_that_changes_in_place(right):
     optimizer.update(model, grads)
     return loss
 
-  before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
+  values = lambda: jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
+  before = values()
   if right:
     check_loss_scaling(step, model, optimizer, BATCH)
   else:
     with pytest.raises(ValueError, match=r"mpjax\.value_and_grad\(loss_fn, optimizer\)\(model, batch\)"):
       check_loss_scaling(step, model, optimizer, BATCH)
-  after = nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
-  jax.tree.map(np.testing.assert_array_equal, before, after)
+  jax.tree.map(np.testing.assert_array_equal, before, values())
   assert float(mpjax.get_loss_scale(optimizer).scale) == 2.0**16
 
 
@@ -206,111 +212,86 @@ def test_a_made_step_in_place():
   check_loss_scaling(step, model, nnx.Optimizer(model, step.tx, wrt=nnx.Param), BATCH)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
-def test_a_loss_function_whose_backward_rule_clips(policy):
-  check_loss_scaling(mpjax.autocast(loss_fn, policy), PARAMS, BATCH)
-  with pytest.raises(ValueError, match="gradient of w depends on the loss scale") as error:
-    check_loss_scaling(mpjax.autocast(clipping_loss, policy), PARAMS, BATCH)
-  for word in ("custom_vjp", "full_precision does not change that", "divide by the scale inside", "'bf16'"):
-    assert word in str(error.value)
-  # As the message says: it does not help.
-  whole = mpjax.full_precision(clipping_loss)
-  with pytest.raises(ValueError, match="gradient of w"):
-    check_loss_scaling(mpjax.autocast(whole, policy), PARAMS, BATCH)
-
-
 def test_a_rule_that_divides_by_the_scale_inside_is_right():
   @jax.custom_vjp
   def clipped_unscaled(x, scale):
     return x
 
-  clipped_unscaled.defvjp(
-    lambda x, scale: (x, scale), lambda s, g: (s * jnp.clip(g / s, -0.1, 0.1), jnp.zeros(()))
-  )
-
-  def loss(params, batch, scale):
-    hidden = clipped_unscaled(jnp.tanh(batch["x"] @ params["w"]), scale)
-    return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
-
+  clip = lambda scale, g: (scale * jnp.clip(g / scale, -0.1, 0.1), jnp.zeros(()))
+  clipped_unscaled.defvjp(lambda x, scale: (x, scale), clip)
   tx = mpjax.with_loss_scaling(optax.sgd(0.1), "fp16")
-  run = mpjax.autocast(loss, "fp16")
 
-  @jax.jit
-  def step(params, state, batch):
+  def differentiate(_, state):
     scale = mpjax.get_loss_scale(state).scale
-    loss, grads = mpjax.value_and_grad(run, state)(params, batch, scale)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
+    of_hidden = lambda hidden: clipped_unscaled(hidden, scale)
+    return mpjax.value_and_grad(
+      mpjax.autocast(functools.partial(loss_fn, of_hidden=of_hidden), "fp16"), state
+    )
 
-  check_loss_scaling(step, PARAMS, tx.init(PARAMS), BATCH)
+  check_loss_scaling(own_step(tx, differentiate), PARAMS, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_a_loss_function_whose_backward_rule_clips(policy):
+  check_loss_scaling(mpjax.autocast(loss_fn, policy), PARAMS, BATCH)
+  # As the message says: full precision does not help.
+  for wrong in (clipping_loss, mpjax.full_precision(clipping_loss)):
+    with pytest.raises(ValueError, match="gradient of w depends on the loss scale") as error:
+      check_loss_scaling(mpjax.autocast(wrong, policy), PARAMS, BATCH)
+  for word in ("custom_vjp", "full_precision does not change that", "divide by the scale inside", "'bf16'"):
+    assert word in str(error.value)
 
 
 LOSSES = {
   "with aux": (lambda p, b: (loss_fn(p, b), {"rows": 16}), (PARAMS, BATCH)),
   "an Average": (lambda p, b: mpjax.Average(16 * loss_fn(p, b), 16), (PARAMS, BATCH)),
   "of an array": (lambda w, train: jnp.sum(w**2) if train else 0.0, (PARAMS["w"], True)),
-  "of a module": (mpjax.autocast(nnx_loss, "fp16"), (Net(), BATCH)),
   "that underflows": (mpjax.autocast(lambda p, b: 1e-6 * loss_fn(p, b), "fp16"), (PARAMS, BATCH)),
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_right_loss_passes(name):
-  fun, args = LOSSES[name]
-  check_loss_scaling(fun, *args)
+def test_right_losses_pass():
+  for fun, args in LOSSES.values():
+    check_loss_scaling(fun, *args)
 
 
-def test_a_loss_of_a_module_with_a_rule_that_clips():
-  def loss(model, batch):
-    return jnp.mean((clipped(model(batch["x"])) - batch["y"]) ** 2)
-
+def test_losses_of_a_module():
+  check_loss_scaling(mpjax.autocast(nnx_loss, "fp16"), Net(), BATCH)
   with pytest.raises(ValueError, match=r"gradient of (linear|norm)"):
-    check_loss_scaling(loss, Net(), BATCH)
+    check_loss_scaling(clipping_nnx_loss, Net(), BATCH)
 
 
-MISTAKES = {
-  "no loss scale, in place": (
-    lambda: check_loss_scaling(
-      lambda m, o, b: None, Net(), nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param), BATCH
-    ),
+SGD = optax.sgd(0.1)
+MADE = mpjax.make_train_step(loss_fn, SGD, "bf16")
+# Arguments, the error and its text.
+MISTAKES = [
+  (
+    lambda: (lambda m, o, b: None, Net(), nnx.Optimizer(Net(), SGD, wrt=nnx.Param), BATCH),
     ValueError,
     "no loss scale",
   ),
-  "no loss scale": (
-    lambda: check_loss_scaling(lambda p, s, b: (p, s), PARAMS, optax.sgd(0.1).init(PARAMS), BATCH),
+  (
+    lambda: (lambda p, s, b: (p, s), PARAMS, SGD.init(PARAMS), BATCH),
     ValueError,
     "returned a tuple, which is no floating scalar.*none of its arguments holds a loss scale",
   ),
-  "a made step without one": (
-    lambda: check_loss_scaling(
-      step := mpjax.make_train_step(loss_fn, optax.sgd(0.1), "bf16"), step.init(PARAMS), BATCH
-    ),
-    ValueError,
-    "no loss scale",
-  ),
-  "a step that keeps its state": (
-    lambda: check_loss_scaling(
-      lambda p, s, b: p, PARAMS, mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS), BATCH
-    ),
+  (lambda: (MADE, MADE.init(PARAMS), BATCH), ValueError, "no loss scale"),
+  (
+    lambda: (lambda p, s, b: p, PARAMS, mpjax.dynamic_loss_scale(SGD).init(PARAMS), BATCH),
     ValueError,
     "updates no loss scale",
   ),
-  "never finite": (
-    lambda: check_loss_scaling(lambda p: jnp.sum(jnp.sqrt(p["v"] - 1)), PARAMS),
+  (
+    lambda: (lambda p: jnp.sum(jnp.sqrt(p["v"] - 1)), PARAMS),
     ValueError,
     r"not finite at any loss scale.*find_nonfinite",
   ),
-  "no arguments": (
-    lambda: check_loss_scaling(loss_fn),
-    TypeError,
-    r"check_loss_scaling\(step, state, batch\)",
-  ),
-  "parameters": (lambda: check_loss_scaling(PARAMS, loss_fn), TypeError, r"of a dict"),
-}
+  (lambda: (loss_fn,), TypeError, r"check_loss_scaling\(step, state, batch\)"),
+  (lambda: (PARAMS, loss_fn), TypeError, r"of a dict"),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_an_error_that_says_what_to_do(name):
-  make, error, message = MISTAKES[name]
-  with pytest.raises(error, match=message):
-    make()
+def test_a_mistake_is_an_error_that_says_what_to_do():
+  for args, error, message in MISTAKES:
+    with pytest.raises(error, match=message):
+      check_loss_scaling(*args())
