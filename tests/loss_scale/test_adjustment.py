@@ -1,4 +1,4 @@
-"""How the loss scale moves: the rules, the presets against the libraries they are named after, the bounds."""
+"""How the loss scale moves: the rules, the presets against their libraries, there and back, the bounds."""
 
 import dataclasses
 import math
@@ -14,6 +14,8 @@ from flax.training.dynamic_scale import DynamicScale
 import mpjax
 
 SGD = optax.sgd(0.1)
+F32 = np.float32
+ZERO = {"g": F32(0)}
 
 
 def run(tx, finite_steps, state=None):
@@ -23,7 +25,7 @@ def run(tx, finite_steps, state=None):
     _, new = tx.update({"g": jnp.where(finite, 1.0, jnp.nan)}, state)
     return new, new
 
-  state = tx.init({"g": np.float32(0)}) if state is None else state
+  state = tx.init(ZERO) if state is None else state
   last, states = jax.jit(lambda state, finite: jax.lax.scan(step, state, finite))(state, finite_steps)
   return jax.tree.map(np.asarray, states), last
 
@@ -80,16 +82,14 @@ def test_the_scale_follows_the_rules(row):
   assert states.good_steps.max() == min(row[0] - 1, 20)
 
 
-def torch_grad_scaler(finite_steps, interval):
-  scale, tracker = 2.0**16, 0
+def counting(finite_steps, interval, scale, count=0):
+  """The rule of torch's GradScaler and of Keras."""
   for finite in finite_steps:
-    if finite:
-      tracker += 1
-      if tracker == interval:
-        # The device function leaves the scale alone where the product is not finite in float32.
-        scale, tracker = (scale * 2 if np.isfinite(np.float32(scale * 2)) else scale), 0
-    else:
-      scale, tracker = scale * 0.5, 0
+    count = count + 1 if finite else 0
+    if not finite:
+      scale *= 0.5
+    elif count == interval:
+      scale, count = scale * 2, 0
     yield scale
 
 
@@ -127,48 +127,39 @@ def deepspeed(finite_steps, interval, consecutive=False):
     yield scale
 
 
-def keras(finite_steps, interval):
-  scale, counter = 2.0**15, 0
-  for finite in finite_steps:
-    if not finite:
-      scale, counter = scale / 2, 0
-    elif counter == interval - 1:
-      scale, counter = scale * 2, 0
-    else:
-      counter += 1
-    yield scale
-
-
-def jmp_itself(finite_steps, interval):
-  scale = jmp.DynamicLossScale(np.float32(2.0**15), np.int32(0), period=interval)
+def jmp_itself(finite_steps, scale):
   step = jax.jit(lambda scale, finite: scale.adjust(finite))
   for finite in finite_steps:
-    scale = step(scale, finite)
+    # Its lowest scale is lost under jit.
+    scale = dataclasses.replace(step(scale, finite), min_loss_scale=scale.min_loss_scale)
     yield float(scale.loss_scale)
 
 
-def flax_itself(finite_steps, interval):
-  scale = DynamicScale(growth_interval=interval - 1, fin_steps=np.int32(0), scale=np.float32(65536))
+def flax_itself(finite_steps, scale):
   # At 1 the gradient of a finite step is finite; log of a negative number's is not.
   step = jax.jit(lambda scale, x: scale.value_and_grad(jnp.log)(x)[0])
   for finite in finite_steps:
-    scale = step(scale, np.float32(1 if finite else np.nan))
+    scale = step(scale, F32(1 if finite else np.nan))
     yield float(scale.scale)
+
+
+def jmp_scale(scale, interval, count=0, lowest=1.0):
+  return jmp.DynamicLossScale(F32(scale), np.int32(count), period=interval, min_loss_scale=F32(lowest))
+
+
+def flax_scale(scale, interval, count=0):
+  return DynamicScale(growth_interval=interval - 1, fin_steps=np.int32(count), scale=F32(scale))
 
 
 # Name to (changes, the library or its rule, first scale, growth interval, hysteresis).
 PRESETS = {
-  "grad_scaler": ({}, torch_grad_scaler, 2.0**16, 2000, 1),
+  "grad_scaler": ({}, lambda f, i: counting(f, i, 2.0**16), 2.0**16, 2000, 1),
   "megatron": ({}, megatron, 2.0**32, 1000, 2),
   "deepspeed": ({}, deepspeed, 2.0**16, 1000, 2),
-  "deepspeed, consecutive": (
-    {"consecutive_hysteresis": True},
-    lambda f, i: deepspeed(f, i, consecutive=True),
-    *(2.0**16, 1000, 2),
-  ),
-  "keras": ({}, keras, 2.0**15, 2000, 1),
-  "jmp": ({}, jmp_itself, 2.0**15, 2000, 1),
-  "flax": ({}, flax_itself, 2.0**16, 2001, 1),
+  "deepspeed, 2": ({"consecutive_hysteresis": True}, lambda f, i: deepspeed(f, i, True), 2.0**16, 1000, 2),
+  "keras": ({}, lambda f, i: counting(f, i, 2.0**15), 2.0**15, 2000, 1),
+  "jmp": ({}, lambda f, i: jmp_itself(f, jmp_scale(2.0**15, i)), 2.0**15, 2000, 1),
+  "flax": ({}, lambda f, i: flax_itself(f, flax_scale(2.0**16, i)), 2.0**16, 2001, 1),
 }
 
 
@@ -209,10 +200,8 @@ SPECS = [
   ("mixed_float16", 2.0**16),
   (f"{STRING},loss_scaling=64", 64),
   ("keras", 2.0**15),  # words for a loss scaling keep their meaning
-  *(
-    (spec, None)
-    for spec in (None, "none", mpjax.get_policy("bf16"), "bf16", "bf16-mixed", "fp32", "half", STRING)
-  ),
+  *((spec, None) for spec in (None, "none", mpjax.get_policy("bf16"), "bf16", "bf16-mixed", "fp32", "half")),
+  (STRING, None),
 ]
 
 
@@ -257,26 +246,18 @@ def test_a_static_scale_does_not_look_at_what_it_does_not_use():
     assert float(mpjax.with_loss_scaling(SGD, config).init({}).scale) == 0.5, field
 
 
-@pytest.mark.parametrize(
-  ("low", "high"), [(1.0, 2.0**24), (0.7, 100_000.0), (3.0, 70_000.0), (2.0**-126, 2.0**126)]
-)
-def test_the_scale_stays_a_finite_power_of_two_at_both_bounds(low, high):
-  found = scales([True] * 300 + [False] * 300, growth_interval=1, min_scale=low, max_scale=high)
-  assert all(math.frexp(scale)[0] == 0.5 for scale in found)
-  assert low <= found.min() < 2 * low
-  assert high / 2 < found.max() <= high
-  assert found[-1] == found.min()
-
-
-def test_zero_gradients_for_ever_do_not_make_the_scale_infinite():
-  """They are finite, so the scale grows to its bound, and comes down again from there."""
+def test_the_scale_stays_a_finite_power_of_two_at_both_bounds():
+  for low, high in ((1.0, 2.0**24), (0.7, 100_000.0), (3.0, 70_000.0), (2.0**-126, 2.0**126)):
+    found = scales([True] * 300 + [False] * 300, growth_interval=1, min_scale=low, max_scale=high)
+    assert all(math.frexp(scale)[0] == 0.5 for scale in found)
+    assert low <= found.min() < 2 * low
+    assert high / 2 < found.max() <= high
+    assert found[-1] == found.min()
+  # Zero gradients for ever do not make it infinite, and its reciprocal is not flushed to zero.
   tx = mpjax.with_loss_scaling(optax.identity(), {"preset": "grad_scaler", "growth_interval": 1})
-  states, last = run(tx, np.asarray([True] * 200))
-  assert float(last.scale) == 2.0**126
-  updates, new = jax.jit(tx.update)({"g": np.float32(2.0**120)}, last)
-  assert float(updates["g"]) == 2.0**-6  # the reciprocal is not flushed to zero
-  assert float(jax.jit(tx.update)({"g": np.float32(np.nan)}, new)[1].scale) == 2.0**125
-  assert states.scale[1] == 2.0**18
+  _, last = run(tx, np.asarray([True] * 200))
+  updates, new = jax.jit(tx.update)({"g": F32(2.0**120)}, last)
+  assert (float(updates["g"]), float(new.scale)) == (2.0**-6, 2.0**126)
 
 
 def test_scales_that_are_not_powers_of_two_reach_the_bounds_and_an_overflow_comes_before_growth():
@@ -309,3 +290,80 @@ def test_unfit_arguments_are_named_when_built():
   # Numbers may be arrays of no dimension.
   tx = mpjax.dynamic_loss_scale(SGD, init_scale=jnp.float32(4), growth_interval=np.int64(3))
   assert float(tx.init({}).scale) == 4
+
+
+FINITE = np.random.default_rng(0).random(60) > 0.15
+
+
+def torch_state(**changes):
+  rules = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 4, "_growth_tracker": 3}
+  return {"scale": 2.0**12, **rules, **changes}
+
+
+def of_torch(finite_steps, state):
+  return counting(finite_steps, state["growth_interval"], state["scale"], state["_growth_tracker"])
+
+
+# Name to (a loss scale after three finite steps, what it does then).
+SOURCES = {
+  "jmp": (jmp_scale(2.0**12, 4, 3, 2.0**-4), jmp_itself),
+  "flax": (flax_scale(2.0**12, 4, 3), flax_itself),
+  "torch": (torch_state(), of_torch),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_run_goes_on_where_the_other_library_stopped_and_back(name):
+  source, reference = SOURCES[name]
+  inner = optax.trace(0.9)
+  tx, state = mpjax.import_loss_scale(source, inner, optax.TraceState({"g": F32(5)}))
+  assert (int(state.good_steps), state.inner_state.trace["g"]) == (3, 5)
+  assert jax.tree.structure(state) == jax.tree.structure(tx.init(ZERO))
+  np.testing.assert_array_equal(run(tx, FINITE, state)[0].scale, list(reference(FINITE, source)))
+  scaling = {"growth_interval": 4, "min_scale": 2.0**-10}
+  tx = mpjax.with_loss_scaling(SGD, scaling)
+  _, state = run(tx, FINITE[:20])
+  exported = mpjax.export_loss_scale(state, name, scaling=scaling)
+  expected = run(tx, FINITE, state)[0].scale
+  np.testing.assert_array_equal(list(reference(FINITE, exported)), expected)
+  again, state = mpjax.import_loss_scale(exported, SGD, state.inner_state)
+  np.testing.assert_array_equal(run(again, FINITE, state)[0].scale, expected)
+
+
+def test_static_and_nested_scales():
+  inner_state = SGD.init(ZERO)
+  tx, state = mpjax.import_loss_scale(jmp.StaticLossScale(F32(8)), SGD, inner_state)
+  assert list(run(tx, np.asarray([True, False]), state)[0].scale) == [8, 8]
+  assert isinstance(mpjax.export_loss_scale(state, "jmp", scaling=8), jmp.StaticLossScale)
+  _, state = mpjax.import_loss_scale(jmp.NoOpLossScale(), SGD, inner_state)
+  assert float(state.scale) == 1
+  nested = optax.chain(optax.identity(), mpjax.dynamic_loss_scale(SGD)).init(ZERO)
+  exported = mpjax.export_loss_scale(nested, "torch", scaling="dynamic")
+  assert exported == torch_state(scale=2.0**16, growth_interval=2000, _growth_tracker=0)
+
+
+def test_what_cannot_be_converted_is_named():
+  for source, error, match in [
+    ({}, ValueError, "disabled"),
+    ({"scale": 1.0}, ValueError, r"growth_factor, backoff_factor, growth_interval, _growth_tracker missing"),
+    (torch_state(scale=float("inf")), ValueError, r"^scale=inf"),
+    (torch_state(scale=2.0**127), ValueError, r"^scale="),
+    (torch_state(growth_interval=0), ValueError, "growth_interval=0"),
+    (torch_state(growth_factor=1.0), ValueError, "growth_factor=1"),
+    (torch_state(_growth_tracker=-5), ValueError, "_growth_tracker=-5"),
+    (torch_state(_growth_tracker=None), ValueError, "_growth_tracker=None"),
+    (3.0, TypeError, "float"),
+  ]:
+    with pytest.raises(error, match=match):
+      mpjax.import_loss_scale(source, SGD, optax.EmptyState())
+  for to, scaling, match in [
+    ("keras", "dynamic", "jmp, flax, torch"),
+    ("torch", "megatron", "hysteresis=2"),
+    ("jmp", {"backoff_factor": 0.25}, "backoff_factor=0.25"),
+    ("jmp", {"growth_factor": 1.5, "backoff_factor": 2 / 3}, "growth_factor=1.5"),
+    ("flax", 8, "no static loss scale"),
+    ("torch", None, "nothing to export"),
+  ]:
+    state = mpjax.with_loss_scaling(SGD, scaling or "dynamic").init(ZERO)
+    with pytest.raises(ValueError, match=match):
+      mpjax.export_loss_scale(state, to, scaling=scaling)

@@ -145,48 +145,33 @@ def after_wide(first, second):
   return jnp.mean(SCALING.finish(SCALING.layer(wide, second, h)))
 
 
-# Name to (loss, arguments, gradient of the first, relative error).
-SUMS = {
-  "many rows of large inputs": (
-    lambda w: jnp.mean(
-      SCALING.finish(SCALING.layer(lambda w, v: v @ w, w, from_ones((4096, 8), value=50.0)))
-    ),
-    [np.full((8, 4), 0.01)],
-    12.5,
-    0.01,
-  ),
-  "a product with float32 output before": (
-    after_wide,
-    [np.full((16, 16), 0.1), np.full((16, 16), 2.0**-23)],
-    2.0**-23,
-    0.01,
-  ),
-  "a single number": (  # float16 sums of a CPU round more than those of an accelerator
-    lambda gain, weights: jnp.sum(
-      SCALING.finish(SCALING.apply(lambda v: v * gain.astype(v.dtype), from_ones((512, 512)))) * weights
-    ),
-    [np.ones(()), np.ones((512, 512))],
-    512 * 512,
-    0.05,
-  ),
-  "a half-precision copy of parameters, not zero": (
-    lambda gain: (
-      lambda low: (
-        jnp.mean(SCALING.finish(SCALING.apply(lambda v: v * low, SCALING.start(X, HALF))) ** 2) * 1e-7
-      )
-    )(gain.astype(HALF)),
-    [np.ones(chain.WIDTH)],
-    np.nan,
-    0,
-  ),
-}
+def of_half(gain):
+  """A loss of a half-precision copy of parameters, whose gradient would be 0 there."""
+  low = gain.astype(HALF)
+  return jnp.mean(SCALING.finish(SCALING.apply(lambda v: v * low, SCALING.start(X, HALF))) ** 2) * 1e-7
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_neither_overflow_nor_vanish(name):
-  loss, args, expected, rtol = SUMS[name]
-  args = [np.float32(arg) for arg in args]
-  np.testing.assert_allclose(jit(jax.grad(loss))(*args), np.full(args[0].shape, expected), rtol=rtol)
+def of_rows(w):
+  return jnp.mean(SCALING.finish(SCALING.layer(lambda w, v: v @ w, w, from_ones((4096, 8), value=50.0))))
+
+
+def of_gain(gain, weights):
+  h = SCALING.apply(lambda v: v * gain.astype(v.dtype), from_ones(weights.shape))
+  return jnp.sum(SCALING.finish(h) * weights)
+
+
+def test_sums_neither_overflow_nor_vanish():
+  full = lambda value, *shape: np.full(shape, value, np.float32)
+  # Loss, arguments, gradient of the first, relative error.
+  for loss, args, expected, rtol in (
+    (of_rows, [full(0.01, 8, 4)], 12.5, 0.01),
+    (after_wide, [full(0.1, 16, 16), full(2.0**-23, 16, 16)], 2.0**-23, 0.01),
+    # Float16 sums of a CPU round more than those of an accelerator.
+    (of_gain, [np.float32(1), full(1, 512, 512)], 512 * 512, 0.05),
+    (of_half, [full(1, chain.WIDTH)], np.nan, 0),
+  ):
+    found = jit(jax.grad(loss))(*args)
+    np.testing.assert_allclose(found, np.full(args[0].shape, expected), rtol=rtol, err_msg=str(loss))
 
 
 WIDE_ENDS = {

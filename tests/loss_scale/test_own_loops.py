@@ -1,9 +1,9 @@
-"""`value_and_grad` and `keep_if_finite`: one loop of one's own for every policy."""
+"""`value_and_grad` and `keep_if_finite`: one loop of one's own for every policy, and over devices."""
 
 import functools
+import re
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,48 +162,79 @@ def test_a_scan_of_steps_keeps_statistics_of_finite_steps(scaled):
     close(stats[2], np.mean(2 * X, 0))
 
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map, check_vma=False"])
-def test_shards_agree_on_the_step_and_on_what_is_kept(how):
+MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+P = PartitionSpec
+ROWS = np.float32(RNG.normal(size=(16, 8)))
+vary = lambda tree: jax.tree.map(lambda p: jax.lax.pcast(p, "d", to="varying"), tree)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_agree_on_the_step_and_on_what_is_kept(check_vma):
   tx = SCALED(SGD, axis_name="d")
-  x = np.float32(RNG.normal(size=(16, 8)))
-  bad = x.copy()
-  bad[10, 0] = np.inf
 
   def step(params, state, stats, x):
-    if how == "shard_map":  # gradients of what varies are each shard's own
-      local = jax.tree.map(lambda p: jax.lax.pcast(p, "d", to="varying"), params)
-    else:
-      local = params
+    # With varying axes tracked, gradients of what varies are each shard's own.
+    local = vary(params) if check_vma else params
     (loss, new), grads = mpjax.value_and_grad(with_mean, state, has_aux=True)(local, x)
     grads, loss, new = jax.lax.pmean((grads, loss, new), "d")
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, mpjax.keep_if_finite(state, new, stats), loss
 
+  specs = {"in_specs": (P(), P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+  run = jax.jit(jax.shard_map(step, mesh=MESH, **specs))
   first = (PARAMS, tx.init(PARAMS), np.zeros(8, np.float32))
-  if how == "pmap":
-    stack = lambda tree: jax.tree.map(lambda leaf: np.stack([leaf] * 8), tree)
-    of_devices = jax.pmap(step, axis_name="d")
-
-    def run(*first, x):
-      out = of_devices(*map(stack, first), x.reshape(8, 2, 8))
-      for leaf in map(np.asarray, jax.tree.leaves(out[:3])):
-        np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * 8))
-      return jax.tree.map(lambda leaf: np.asarray(leaf)[0], out)
-  else:
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, vma = PartitionSpec(), how == "shard_map"
-    specs = {"in_specs": (whole, whole, whole, PartitionSpec("d")), "out_specs": whole}
-    of_shards = jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=vma))
-    run = lambda *first, x: of_shards(*first, x)
-
-  params, state, stats, loss = run(*first, x=x)
-  expected, grads = exact(PARAMS, x)
-  close(loss, expected)
-  close(stats, np.mean(x, 0))
-  close(params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
-  params, state, stats, _ = run(*first, x=bad)
+  params, _, stats, loss = run(*first, ROWS)
+  expected, grads = exact(PARAMS, ROWS)
+  plain = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads)
+  close((loss, stats, params), (expected, np.mean(ROWS, 0), plain))
+  bad = ROWS.copy()
+  bad[10, 0] = np.inf
+  params, state, stats, _ = run(*first, bad)
   close((params, stats), (PARAMS, np.zeros(8)))
   assert int(mpjax.get_loss_scale(state).skipped_steps) == 1
+
+
+def by_hand(params, x):
+  low = mpjax.cast_floating(params, jnp.bfloat16)
+  return jnp.mean(((jnp.tanh(x.astype(jnp.bfloat16) @ low["w"]) @ low["v"]).astype(jnp.float32) - 1) ** 2)
+
+
+def over_devices(loss_fn, form, check_vma, tx=SGD):
+  """The step's gradients in one of the forms of docs/shard_map.md; scaled if there is a scale in `tx`."""
+  mean_loss = lambda params, x: jax.lax.pmean(loss_fn(params, x), "d")
+
+  def run(params, state, x):
+    of = mean_loss if "of the loss" in form else loss_fn
+    _, grads = mpjax.value_and_grad(of, state)(vary(params) if form == "pcast" else params, x)
+    return grads if form == "pmean of the loss" else jax.lax.pmean(grads, "d")
+
+  specs = {"in_specs": (P(), P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+  return functools.partial(jax.shard_map(run, mesh=MESH, **specs), PARAMS, tx.init(PARAMS))
+
+
+RIGHT = [("pmean of the loss", True), ("pcast", True), ("pmean of gradients", False)]
+AUTOCAST = mpjax.autocast(loss_fn, "bf16")
+
+
+@pytest.mark.parametrize(("form", "check_vma"), RIGHT)
+def test_gradients_over_devices_are_the_mean_over_all_rows_and_cross_in_a_dtype(form, check_vma):
+  for tx, scale in ((SGD, 1), (mpjax.static_loss_scale(SGD, 8.0), 8)):
+    found = jax.jit(over_devices(AUTOCAST, form, check_vma, tx))(ROWS)
+    close(jax.tree.map(lambda g, s=scale: g / s, found), exact(PARAMS, ROWS)[1], rtol=0.05, atol=2e-3)
+  for name, of in {"autocast": AUTOCAST, "by hand": by_hand}.items():
+    text = str(jax.make_jaxpr(over_devices(of, form, check_vma))(ROWS))
+    # What is summed over devices, but for scalars.
+    found = set(re.findall(r"(\w+)\[\d[\d,]*\](?:\{[^}]*\})? = psum", text))
+    assert found == {"bf16" if (name, form) == ("by hand", "pmean of the loss") else "f32"}, name
+
+
+def test_what_the_page_on_shard_map_warns_of():
+  # With check_vma a pmean of the gradients comes too late: JAX has summed them.
+  late = jax.jit(over_devices(loss_fn, "pmean of gradients", check_vma=True))(ROWS)
+  close(late, jax.tree.map(lambda g: 8 * g, exact(PARAMS, ROWS)[1]))
+  # Without it a pmean of the loss leaves each device its own gradient; what comes out is the first one's.
+  alone = jax.jit(over_devices(loss_fn, "pmean of the loss", check_vma=False))(ROWS)
+  close(alone, exact(PARAMS, ROWS[:2])[1])
 
 
 def test_an_ensemble_under_vmap_has_a_scale_and_a_skip_for_each_member():
@@ -219,50 +250,6 @@ def test_an_ensemble_under_vmap_has_a_scale_and_a_skip_for_each_member():
   loss, kept = jax.jit(jax.vmap(step))(params, np.stack([X, BAD_X]))
   np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
   close(loss[0], exact(PARAMS, X)[0])
-
-
-def test_layerwise_scales_inside_a_loss_compose_with_one_round_the_optimiser():
-  scaling = mpjax.layerwise_loss_scale()
-  times = lambda w, x: x @ w
-
-  def of(params, x):
-    h = scaling.apply(jnp.tanh, scaling.layer(times, params["w"], scaling.start(x)))
-    return jnp.mean((scaling.finish(scaling.layer(times, params["v"], h)) - 1) ** 2)
-
-  expected, plain = exact(PARAMS, X)
-  for tx, scale in ((SGD, 1), (SCALED(SGD), 2.0**10)):
-    loss, grads = jax.jit(mpjax.value_and_grad(of, tx.init(PARAMS)))(PARAMS, X)
-    close(loss, expected)
-    close(jax.tree.map(lambda g, scale=scale: g / scale, grads), plain)
-
-
-class BatchNormed(nn.Module):
-  """A linen network with running statistics."""
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(1)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))))
-
-
-def test_linen_batch_statistics_outlive_an_infinite_batch():
-  model = BatchNormed()
-  variables = jax.jit(model.init)(jax.random.key(0), X)
-  params, stats = variables["params"], variables["batch_stats"]
-  tx = SCALED(SGD)
-
-  @jax.jit
-  def step(params, state, stats, x):
-    def of(params, x):
-      out, mutated = model.apply({"params": params, "batch_stats": stats}, x, mutable="batch_stats")
-      return jnp.mean(out**2), mutated["batch_stats"]
-
-    return stepped(tx, of)(params, state, stats, x)
-
-  params, state, good, _ = step(params, tx.init(params), stats, X)
-  *_, kept, loss = step(params, state, good, BAD_X)
-  assert not np.isfinite(loss)
-  jax.tree.map(np.testing.assert_array_equal, kept, good)
-  assert not np.array_equal(good["BatchNorm_0"]["mean"], stats["BatchNorm_0"]["mean"])
 
 
 class NnxNormed(nnx.Module):
@@ -297,7 +284,9 @@ def test_an_nnx_module_and_its_optimizer(policy):
   close(step(model, optimizer, X), expected)
   close(np.asarray(model.linear.kernel[...]), before - 0.1 * np.asarray(plain["linear"]["kernel"][...]))
   close(model.norm.mean[...], twin.norm.mean[...])
+  kept = np.asarray(model.linear.kernel[...])
   step(model, optimizer, BAD_X)
+  assert np.array_equal(model.linear.kernel[...], kept) == (policy == "fp16")
   assert np.isfinite(model.norm.mean[...]).all() == (policy == "fp16")
   statistics = nnx.state(model, nnx.BatchStat)
   if policy == "fp16":

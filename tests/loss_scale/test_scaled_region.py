@@ -27,21 +27,27 @@ def plain_loss(params, dtype):
   return jnp.mean(h.astype(jnp.float32) ** 2)
 
 
-def test_each_group_has_its_own_scale_and_the_update_is_that_of_the_loss():
-  tx = optax.partition({"body": SCALED(2.0**20), "head": SCALED(2.0**14)}, GROUPS)
+def step(scales, params, loss, head):
+  """The updates and the state of a step of `loss(output)` with a scale for each group."""
+  tx = optax.partition({name: SCALED(scale) for name, scale in scales.items()}, GROUPS)
 
   @jax.jit
-  def step(params):
+  def run(params):
     state = tx.init(params)
 
-    def loss(params):
+    def of(params):
       h = mpjax.scaled_region(BODY, scale_of(state, "body"))(params["body"], X)
-      return jnp.mean(mpjax.scaled_region(HEAD, scale_of(state, "head"))(params["head"], h) ** 2)
+      return loss(mpjax.scaled_region(head, scale_of(state, "head"))(params["head"], h))
 
-    updates, _ = tx.update(jax.grad(loss)(params), state, params)
-    return updates, *(jax.grad(plain_loss)(params, dtype) for dtype in (jnp.float32, jnp.float16))
+    return tx.update(jax.grad(of)(params), state, params)
 
-  updates, expected, without = step(PARAMS)
+  return run(params)
+
+
+def test_each_group_has_its_own_scale_and_the_update_is_that_of_the_loss():
+  updates, _ = step({"body": 2.0**20, "head": 2.0**14}, PARAMS, lambda out: jnp.mean(out**2), HEAD)
+  both = jax.jit(lambda params: [jax.grad(plain_loss)(params, dtype) for dtype in (jnp.float32, jnp.float16)])
+  expected, without = both(PARAMS)
   for name, of_name in expected.items():
     atol = 1e-3 * np.abs(of_name).max()
     np.testing.assert_allclose(-updates[name], of_name, rtol=0.05, atol=atol)
@@ -49,20 +55,8 @@ def test_each_group_has_its_own_scale_and_the_update_is_that_of_the_loss():
 
 
 def test_a_group_that_overflows_backs_off_alone():
-  tx = optax.partition({"body": SCALED(2.0**20), "head": SCALED(1.0)}, GROUPS)
   big = {**PARAMS, "body": PARAMS["body"] * 2}
-
-  @jax.jit
-  def step(params):
-    state = tx.init(params)
-
-    def loss(params):
-      h = mpjax.scaled_region(BODY, scale_of(state, "body"))(params["body"], X)
-      return jnp.sum(mpjax.scaled_region(half(lambda v: v), scale_of(state, "head"))(params["head"], h))
-
-    return tx.update(jax.grad(loss)(params), state, params)
-
-  updates, state = step(big)
+  updates, state = step({"body": 2.0**20, "head": 1.0}, big, jnp.sum, half(lambda v: v))
   assert not np.asarray(updates["body"]).any()
   assert np.asarray(updates["head"]).any()
   assert (float(scale_of(state, "body")), float(scale_of(state, "head"))) == (2.0**19, 1.0)

@@ -2,10 +2,11 @@
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import pytest
@@ -13,134 +14,77 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 
-PARAMS = {"w": jnp.asarray([[0.5, -1.25], [2.0, 0.125]]), "b": jnp.asarray([0.1, -0.2])}
-GRADS = {"w": jnp.asarray([[1.0, 2.0], [3.0, 4.0]]), "b": jnp.asarray([5.0, 6.0])}
+F32 = np.float32
+PARAMS = {"w": np.asarray([[0.5, -1.25], [2.0, 0.125]], F32), "b": np.asarray([0.1, -0.2], F32)}
+GRADS = {"w": np.asarray([[1.0, 2.0], [3.0, 4.0]], F32), "b": np.asarray([5.0, 6.0], F32)}
+ROWS, WHOLE = PartitionSpec("d"), PartitionSpec()
+close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
 
 
 def mesh():
   return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def same_bits(a, b):
-  assert a.dtype == b.dtype
-  assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def test_members_of_an_ensemble_have_their_own_scale_unless_they_agree():
+  grads = np.asarray([[1.0, 1.0], [np.inf, 1.0], [1.0, 1.0]], F32)
+  for axis_name, scales, moved, count in (
+    (None, [16, 8, 16], [True, False, True], [1, 0, 1]),
+    ("member", [8, 8, 8], [False] * 3, [0, 0, 0]),
+  ):
+    tx = mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=16.0, axis_name=axis_name)
+    step = lambda grads, tx=tx: tx.update(grads, tx.init(grads), grads)
+    updates, state = jax.jit(jax.vmap(step, axis_name="member"))(grads)
+    np.testing.assert_array_equal(state.scale, scales)
+    np.testing.assert_array_equal((np.asarray(updates) != 0).all(1), moved)
+    np.testing.assert_array_equal(state.inner_state[0].count, count)
 
 
-def test_a_scan_over_steps_is_a_loop_of_steps():
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), growth_interval=2)
-  finite_steps = [True, False, True, True, True]
-
-  def step(carry, finite):
-    params, state = carry
-    grads = jax.tree.map(lambda g: jnp.where(finite, g * state.scale, jnp.inf), GRADS)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), state.scale
-
-  carry = PARAMS, tx.init(PARAMS)
-  scanned, scales = jax.jit(lambda c: jax.lax.scan(step, c, jnp.asarray(finite_steps)))(carry)
-  for finite in finite_steps:
-    carry, _ = jax.jit(step)(carry, finite)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), scanned, carry)
-  np.testing.assert_array_equal(scales, np.asarray([1, 0.5, 0.5, 1, 1]) * 2.0**16)
-
-
-def test_members_of_an_ensemble_have_their_own_scale():
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=16.0)
-  params = {"w": jnp.ones((3, 2))}
-  state = jax.vmap(tx.init)(params)
-  grads = {"w": jnp.asarray([[1.0, 1.0], [jnp.inf, 1.0], [1.0, 1.0]])}
-  updates, state = jax.jit(jax.vmap(tx.update))(grads, state, params)
-  np.testing.assert_array_equal(state.scale, [16, 8, 16])
-  np.testing.assert_array_equal((updates["w"] != 0).all(1), [True, False, True])
-  np.testing.assert_array_equal(state.inner_state[0].count, [1, 0, 1])
-
-
-def test_vmap_over_an_ensemble_can_agree_too():
-  tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name="member")
-  grads = {"w": jnp.asarray([1.0, jnp.inf, 1.0])}
-  state = jax.vmap(tx.init)(grads)
-  updates, state = jax.vmap(tx.update, axis_name="member")(grads, state, grads)
-  np.testing.assert_array_equal(updates["w"], np.zeros(3))
-  np.testing.assert_array_equal(state.scale, np.full(3, 2.0**15))
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("bad", [None, 5])
-def test_every_shard_takes_the_same_decision(bad, check_vma):
-  tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), axis_name="d")
-  grads = jnp.ones((8,)) if bad is None else jnp.ones((8,)).at[bad].set(jnp.inf)
-  state = tx.init(grads)
-
-  @jax.jit
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh(),
-    in_specs=(PartitionSpec("d"), PartitionSpec()),
-    out_specs=(PartitionSpec("d"), PartitionSpec()),
-    check_vma=check_vma,
-  )
-  def step(grads, state):
-    return tx.update(grads, state)
-
-  updates, state = step(grads, state)
-  np.testing.assert_array_equal(updates, np.full(8, 0.0 if bad is not None else -(2.0**-16)))
-  assert float(state.scale) == (2.0**16 if bad is None else 2.0**15)
-  assert bool(state.grads_finite) == (bad is None)
-
-
-def test_every_device_of_pmap_takes_the_same_decision():
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), axis_name="d")
-  params = jnp.ones((8, 2))
-  state = jax.pmap(tx.init)(params)
-  step = jax.pmap(tx.update, axis_name="d")
-  updates, state = step(params.at[3, 1].set(jnp.nan), state, params)
-  np.testing.assert_array_equal(updates, np.zeros((8, 2)))
-  np.testing.assert_array_equal(state.scale, np.full(8, 2.0**15))
-  updates, state = step(params, state, params)
-  assert (updates != 0).all()
-
-
-@pytest.mark.slow
-def test_an_empty_shard_agrees_with_the_others():
+@pytest.mark.parametrize("how", ["shard_map", "shard_map, check_vma=False", "pmap"])
+def test_every_shard_takes_the_same_decision(how):
   tx = mpjax.dynamic_loss_scale(optax.sgd(1.0), axis_name="d")
 
   def step(grads):
     tree = {"empty": jnp.zeros((0,)), "g": grads}
     updates, state = tx.update(tree, tx.init(tree))
-    return updates["g"], state.grads_finite[None]
+    return updates["g"], jnp.stack([state.scale, state.grads_finite.astype(jnp.float32)])[None]
 
-  spec = PartitionSpec("d")
-  sharded = jax.shard_map(step, mesh=mesh(), in_specs=spec, out_specs=spec, check_vma=False)
-  _, finite = sharded(jnp.ones(8).at[0].set(jnp.nan))
-  assert not finite.any()
-
-
-def test_sharded_gradients_are_judged_as_one_under_jit():
-  put = lambda x: jax.device_put(x, NamedSharding(mesh(), PartitionSpec("d")))
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
-  params = {"w": put(jnp.ones((16, 2)))}
-  state = tx.init(params)
-  bad = {"w": put(jnp.ones((16, 2)).at[13, 1].set(jnp.nan))}
-  updates, state = jax.jit(tx.update)(bad, state, params)
-  assert not state.grads_finite
-  assert (updates["w"] == 0).all()
-  assert state.scale.sharding.is_fully_replicated
-  assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+  if how == "pmap":
+    run = jax.pmap(step, axis_name="d")
+  else:
+    vma = how == "shard_map"
+    run = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=ROWS, check_vma=vma))
+  for bad in (None, 0, 5):
+    grads = np.ones((8, 1), F32)
+    grads[slice(0) if bad is None else bad] = np.inf
+    updates, found = run(grads)
+    np.testing.assert_array_equal(np.ravel(updates), np.full(8, -(2.0**-16) if bad is None else 0))
+    expected = (2.0**16, 1) if bad is None else (2.0**15, 0)
+    np.testing.assert_array_equal(np.reshape(found, (8, 2)), [expected] * 8)
 
 
-def test_sharded_steps_move_no_gradient_between_devices():
+def test_sharded_gradients_are_judged_as_one_under_jit_and_move_between_no_devices():
   """The agreement is one scalar: no array of a parameter's size is gathered or reduced for it."""
-  sharding = NamedSharding(mesh(), PartitionSpec("d"))
-  tx = mpjax.dynamic_loss_scale(optax.adamw(0.1))
-  params = {"w": jax.ShapeDtypeStruct((1024, 16), jnp.float32, sharding=sharding)}
-  on = lambda s: NamedSharding(mesh(), PartitionSpec("d") if s.ndim else PartitionSpec())
+  sharding = NamedSharding(mesh(), ROWS)
+  put = lambda x: jax.device_put(x, sharding)
+  tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
+  params = {"w": put(np.ones((16, 2), F32))}
+  bad = np.ones((16, 2), F32)
+  bad[13, 1] = np.nan
+  state = jax.jit(tx.init, out_shardings=None)(params)
   state = jax.tree.map(
-    lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on(s)), jax.eval_shape(tx.init, params)
+    lambda x: jax.device_put(x, sharding if x.ndim else NamedSharding(mesh(), WHOLE)), state
   )
-  text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
-  collectives = [line for line in text.splitlines() if "all-reduce(" in line or "all-gather(" in line]
+  compiled = jax.jit(tx.update).lower(params, state, params).compile()
+  collectives = [
+    line for line in compiled.as_text().splitlines() if "all-reduce(" in line or "all-gather(" in line
+  ]
   assert collectives
   assert not any(re.search(r"\[\d", line.split("all-")[0]) for line in collectives)
+  updates, state = compiled({"w": put(bad)}, state, params)
+  assert not state.grads_finite
+  assert not np.asarray(updates["w"]).any()
+  assert state.scale.sharding.is_fully_replicated
+  assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(sharding, 2)
 
 
 def test_one_trace_ahead_of_time_compilation_and_no_host_transfer():
@@ -153,11 +97,11 @@ def test_one_trace_ahead_of_time_compilation_and_no_host_transfer():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  params = jax.tree.map(jnp.copy, PARAMS)
+  params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
   state = tx.init(params)
-  shapes = jax.eval_shape(step, params, state, GRADS)
+  shapes = jax.eval_shape(step, params, state, grads)
   assert jax.tree.structure(shapes[1]) == jax.tree.structure(state)
-  compiled = step.lower(params, state, GRADS).compile()
+  compiled = step.lower(params, state, grads).compile()
   # All but what was finite in the last step, which no step reads.
   read = state._replace(grads_finite=None, updates_finite=None)
   size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, read)))
@@ -166,63 +110,52 @@ def test_one_trace_ahead_of_time_compilation_and_no_host_transfer():
   jax.clear_caches()
   with jax.transfer_guard("disallow"):
     for _ in range(4):
-      params, state = step(params, state, GRADS)
+      params, state = step(params, state, grads)
   assert len(traces) == 1
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_a_skip_is_selects_and_no_conditional(platform):
-  tx = mpjax.dynamic_loss_scale(optax.adamw(0.1))
-  state = tx.init(PARAMS)
-  text = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS).mlir_module()
-  assert "stablehlo.case" not in text
-  assert "stablehlo.if" not in text
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_only_a_cpu_is_given_the_branch_that_was_asked_for(platform):
-  tx = mpjax.with_loss_scaling(optax.adamw(0.1), "dynamic", branch_on_cpu=True)
-  state = tx.init(PARAMS)
-  text = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS).mlir_module()
-  # A case by something else than a constant: whether the gradients are finite.
-  branches = re.findall(r"(%\w+) = stablehlo.convert .*tensor<i1>.*\n.*stablehlo.case.*\(\1\)", text)
-  assert len(branches) == (platform == "cpu")
+def test_a_skip_is_selects_but_for_the_branch_on_a_cpu_that_was_asked_for(platform):
+  for branch_on_cpu in (False, True):
+    tx = mpjax.with_loss_scaling(optax.adamw(0.1), "dynamic", branch_on_cpu=branch_on_cpu)
+    exported = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, tx.init(PARAMS), PARAMS)
+    text = exported.mlir_module()
+    if not branch_on_cpu:
+      assert "stablehlo.case" not in text
+      assert "stablehlo.if" not in text
+      continue
+    # A case by something else than a constant: whether the gradients are finite.
+    branches = re.findall(r"(%\w+) = stablehlo.convert .*tensor<i1>.*\n.*stablehlo.case.*\(\1\)", text)
+    assert len(branches) == (platform == "cpu")
 
 
 @pytest.mark.parametrize("over", ["nothing", "vmap", "shard_map"])
 def test_a_branch_does_what_selects_do(over):
-  grads = [GRADS, jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.inf), GRADS), GRADS]
+  bad = jax.tree.map(np.copy, GRADS)
+  bad["w"][0, 0] = np.inf
   results = []
   for branch in (False, True):
     tx = mpjax.with_loss_scaling(optax.adamw(0.1), {"init_scale": 8.0}, branch_on_cpu=branch)
-
-    def step(state, grads, tx=tx):
-      updates, new = tx.update(grads, state, PARAMS)
-      return new, updates
-
+    step = lambda state, grads, tx=tx: tx.update(grads, state, PARAMS)[::-1]
+    state, given = tx.init(PARAMS), [GRADS, bad, GRADS]
     if over == "vmap":
-      run = jax.jit(jax.vmap(step))
-      state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(PARAMS))
-      stacked = [jax.tree.map(lambda a, b: jnp.stack([a, b]), g, GRADS) for g in grads]
+      stack = lambda tree, other: jax.tree.map(lambda a, b: np.stack([a, b]), tree, other)
+      step, state, given = jax.vmap(step), stack(state, state), [stack(g, GRADS) for g in given]
     elif over == "shard_map":
-      mesh = jax.make_mesh((2,), ("data",))
-      whole = jax.sharding.PartitionSpec()
-      run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, whole), out_specs=whole))
-      state, stacked = tx.init(PARAMS), grads
-    else:
-      run, state, stacked = jax.jit(step), tx.init(PARAMS), grads
-    out = []
-    for g in stacked:
-      state, updates = run(state, g)
+      two = jax.make_mesh((2,), ("data",))
+      step = jax.shard_map(step, mesh=two, in_specs=(WHOLE, WHOLE), out_specs=WHOLE)
+    run, out = jax.jit(step), []
+    for grads in given:
+      state, updates = run(state, grads)
       out.append(updates)
     results.append((state, out))
   for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    close(a, b)
 
 
 def test_the_new_state_is_not_held_beside_the_kept_one():
   # Adam's update is computed from its new moments: selected at the end, both would be in memory.
-  params = {"w": jnp.ones((512, 512))}
+  params = {"w": jax.ShapeDtypeStruct((512, 512), F32)}
   tx = mpjax.dynamic_loss_scale(optax.adam(0.1))
 
   def step(params, state, x):
@@ -230,59 +163,32 @@ def test_the_new_state_is_not_held_beside_the_kept_one():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  memory = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 512))).compile()
+  state, x = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((8, 512), F32)
+  memory = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile().memory_analysis()
   # The gradient, and a byte an entry for each of two looks at what is finite.
-  assert memory.memory_analysis().temp_size_in_bytes < 1.51 * params["w"].nbytes
+  assert memory.temp_size_in_bytes < 1.51 * 512 * 512 * 4
 
 
-def test_the_compiled_step_has_fewer_instructions_than_a_select_of_everything():
-  params = [{"w": jnp.ones((64, 64)), "b": jnp.ones(64)} for _ in range(6)]
-  forward = lambda params, x: functools.reduce(lambda x, p: jnp.tanh(x @ p["w"] + p["b"]), params, x).mean()
-  plain, tx = optax.adamw(1e-3), mpjax.dynamic_loss_scale(optax.adamw(1e-3))
-
-  def by_hand(params, state, x):
-    inner, scale = state[0], jmp.DynamicLossScale(*state[1])
-    grads = jax.grad(lambda p: scale.scale(forward(p, x)))(params)
-    grads = scale.unscale(grads)
-    finite = jmp.all_finite(grads)
-    updates, new = plain.update(grads, inner, params)
-    after = optax.apply_updates(params, updates)
-    new = jmp.select_tree(finite & jmp.all_finite(after), (after, new), (params, inner))
-    scale = scale.adjust(finite)
-    return new[0], (new[1], (scale.loss_scale, scale.counter))
-
-  def ours(params, state, x):
-    grads = jax.grad(lambda p: mpjax.scale_loss(forward(p, x), state))(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  def count(step, state):
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((8, 64)))
-    return sum(" = " in line for line in lowered.compile().as_text().splitlines())
-
-  peer = count(by_hand, (plain.init(params), (jnp.float32(2**15), jnp.int32(0))))
-  assert count(ours, tx.init(params)) < peer
-
-
-@pytest.mark.parametrize(
-  "inner", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()]
-)
-def test_the_state_survives_a_trip_through_numpy(inner):
+def test_the_state_survives_a_trip_through_numpy_and_is_added_to_a_run_that_had_none():
   """As from a checkpoint, also in the middle of an accumulation."""
+  inner = optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
   tx = mpjax.dynamic_loss_scale(inner)
-  step = jax.jit(tx.update)
+  step, plain = jax.jit(tx.update), jax.jit(inner.update)
   _, state = step(GRADS, tx.init(PARAMS), PARAMS)
-  restored = jax.tree.map(np.asarray, state)
-  jax.tree.map(same_bits, step(GRADS, state, PARAMS), step(GRADS, restored, PARAMS))
+  there, back = step(GRADS, state, PARAMS), step(GRADS, jax.tree.map(np.asarray, state), PARAMS)
+  for a, b in zip(jax.tree.leaves(there), jax.tree.leaves(back), strict=True):
+    assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+  old = inner.init(PARAMS)
+  for _ in range(2):
+    _, old = plain(GRADS, old, PARAMS)
+  scaled = jax.tree.map(lambda g: g * F32(2.0**16), GRADS)
+  updates, _ = step(scaled, tx.init(PARAMS)._replace(inner_state=old), PARAMS)
+  jax.tree.map(close, updates, plain(GRADS, old, PARAMS)[0])
 
 
-def test_a_scale_is_added_to_a_run_that_had_none():
-  plain, tx = optax.adam(0.1), mpjax.dynamic_loss_scale(optax.adam(0.1))
-  _, old = plain.update(GRADS, plain.init(PARAMS), PARAMS)
-  state = tx.init(PARAMS)._replace(inner_state=old)
-  updates, _ = tx.update(jax.tree.map(lambda g: g * state.scale, GRADS), state, PARAMS)
-  expected, _ = plain.update(GRADS, old, PARAMS)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected)
+def of_own(init, update):
+  """A static loss scale of 1 round a transform of one's own."""
+  return mpjax.static_loss_scale(optax.GradientTransformation(init, update), 1.0)
 
 
 def test_state_that_is_passed_on_swapped_or_kept_twice_is_still_kept():
@@ -293,72 +199,93 @@ def test_state_that_is_passed_on_swapped_or_kept_twice_is_still_kept():
     same = a + grads
     return same, (b, a, same, same, 3.0)
 
-  tx = mpjax.static_loss_scale(
-    optax.GradientTransformation(lambda p: tuple(map(jnp.float32, range(5))), update), 1.0
-  )
-  state = tx.init(None)
-  _, moved = jax.jit(tx.update)(jnp.float32(10), state)
+  tx = of_own(lambda p: tuple(map(F32, range(5))), update)
+  step = jax.jit(tx.update)
+  _, moved = step(F32(10), tx.init(None))
   assert [float(x) for x in moved.inner_state] == [1, 0, 10, 10, 3]
-  _, kept = jax.jit(tx.update)(jnp.float32(jnp.nan), moved)
+  _, kept = step(F32(np.nan), moved)
   assert [float(x) for x in kept.inner_state] == [1, 0, 10, 10, 3]
-
-
-def test_a_changed_structure_of_the_state_is_named():
-  tx = mpjax.static_loss_scale(
-    optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, (g,))), 1.0
-  )
-  with pytest.raises(ValueError, match="changed the structure of its state"):
-    tx.update(jnp.ones(()), tx.init(None))
 
 
 def test_an_update_that_looks_at_a_value_is_skipped_all_the_same():
   def update(grads, count, params=None):
-    count = count + 1
-    return (
-      grads if count > 0 else -grads
-    ), count  # `bool` of an array: the program of this alone has no value
+    count = count + 1  # `bool` of an array: the program of this alone has no value
+    return (grads if count > 0 else -grads), count
 
-  tx = mpjax.static_loss_scale(optax.GradientTransformation(lambda p: jnp.zeros([], int), update), 2.0)
+  tx = of_own(lambda p: jnp.zeros([], int), update)
   state = tx.init(None)
-  updates, new_state = jax.vmap(lambda grads: tx.update(grads, state))(jnp.asarray([4.0, jnp.nan, 6.0]))
+  updates, new_state = jax.vmap(lambda grads: tx.update(grads, state))(np.asarray([2.0, np.nan, 3.0], F32))
   np.testing.assert_array_equal(updates, [2, 0, 3])
   np.testing.assert_array_equal(new_state.inner_state, [1, 0, 1])
 
 
-def test_an_error_of_the_wrapped_transform_is_raised_as_it_is():
+def test_errors_of_the_wrapped_transform_and_of_its_state_are_raised_as_they_are():
   calls = []
 
   def update(grads, state, params=None):
     calls.append(grads)
     raise NotImplementedError("no update")
 
-  tx = mpjax.static_loss_scale(optax.GradientTransformation(lambda p: (), update), 1.0)
+  tx = of_own(lambda p: (), update)
   with pytest.raises(NotImplementedError, match="no update"):
-    jax.jit(tx.update)(jnp.ones(()), tx.init(None))
+    jax.eval_shape(tx.update, F32(1), tx.init(None))
   assert len(calls) == 1  # it is not taken for an update that cannot be traced, and tried another way
+  tx = of_own(lambda p: (), lambda g, s, p=None: (g, (g,)))
+  with pytest.raises(ValueError, match="changed the structure of its state"):
+    jax.eval_shape(tx.update, F32(1), tx.init(None))
 
 
 def test_collectives_inside_the_wrapped_transform():
   mean = optax.stateless(lambda grads, params: jax.tree.map(lambda g: jax.lax.pmean(g, "d"), grads))
   tx = mpjax.dynamic_loss_scale(optax.chain(mean, optax.trace(0.9)), init_scale=2.0, axis_name="d")
-
-  @jax.jit
-  @functools.partial(
-    jax.shard_map, mesh=mesh(), in_specs=PartitionSpec("d"), out_specs=PartitionSpec(), check_vma=False
-  )
-  def step(grads):
-    return tx.update(grads, tx.init(grads))[0]
-
-  np.testing.assert_allclose(step(jnp.arange(8.0)), [1.75])
+  step = lambda grads: tx.update(grads, tx.init(grads))[0]
+  run = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=WHOLE, check_vma=False))
+  np.testing.assert_allclose(run(np.arange(8, dtype=F32)), [1.75])
 
 
 def test_updates_can_be_differentiated():
-  tx = mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0)
+  tx, plain = mpjax.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0), optax.adam(0.1)
+  total = lambda tx, scale: lambda grads: tx.update(grads * scale, tx.init(grads))[0].sum()
+  both = jax.jit(lambda grads: [jax.grad(total(*of))(grads) for of in ((tx, 4), (plain, 1))])
+  np.testing.assert_allclose(*both(np.asarray([1e-9, -2e-9], F32)), rtol=1e-4)
 
-  def after(grads):
-    updates, _ = tx.update({"g": grads * 4}, tx.init({"g": grads}))
-    return updates["g"].sum()
 
-  plain = lambda grads: optax.adam(0.1).update(grads, optax.adam(0.1).init(grads))[0].sum()
-  grads = jnp.asarray([1e-9, -2e-9])
-  np.testing.assert_allclose(jax.grad(after)(grads), jax.grad(plain)(grads), rtol=1e-4)
+# XLA for CPU joins a product and a sum into one instruction, which rounds once, where its surroundings let it:
+# plain optax differs by that, too. Without that instruction all else has to agree.
+_SCANNED = """
+import jax, jax.numpy as jnp, numpy as np, optax, mpjax
+rng = np.random.default_rng(0)
+array = lambda *shape: np.float32(rng.normal(size=shape))
+params, x, y = {"w": array(16, 32) / 4, "v": array(32, 4) / 4}, array(200, 8, 16), array(200, 8, 4)
+x[[50, 51, 120], 0, 0] = np.inf
+for inner, dtype in (
+  (optax.sgd(0.1), jnp.float32), (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), jnp.float16)
+):
+  tx = mpjax.dynamic_loss_scale(inner, init_scale=256.0, growth_interval=20)
+
+  def step(carry, batch):
+    def loss(params):
+      low = mpjax.cast_floating(params, dtype)
+      out = jnp.tanh(batch[0].astype(dtype) @ low["w"]) @ low["v"]
+      return mpjax.scale_loss(jnp.mean((out.astype(jnp.float32) - batch[1]) ** 2), carry[1])
+
+    updates, state = tx.update(jax.grad(loss)(carry[0]), carry[1], carry[0])
+    return (optax.apply_updates(carry[0], updates), state), state.scale
+
+  carry, jitted = (params, tx.init(params)), jax.jit(step)
+  scanned, scales = jax.jit(lambda carry: jax.lax.scan(step, carry, (x, y)))(carry)
+  for i in range(200):
+    carry, scale = jitted(carry, (x[i], y[i]))
+    assert scale == scales[i], i
+  assert int(carry[1].skipped_steps) == 3
+  assert len(set(np.asarray(scales).tolist())) > 3
+  for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(carry), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+"""
+
+
+@pytest.mark.slow
+def test_200_scanned_steps_are_bitwise_the_jitted_loop(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX")
+  run = subprocess.run([sys.executable, "-c", _SCANNED], capture_output=True, text=True, timeout=300)
+  assert run.returncode == 0, run.stderr[-2000:]
