@@ -213,3 +213,4 @@ def test_a_scale_below_1_hides_no_infinity_and_one_that_is_no_number_skips(jit):
     assert bool(new.grads_finite) == finite, scale
     assert np.asarray(updates).any() == finite, scale
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inner_state)), scale
+    assert int(new.inner_state[0].count) == finite, scale

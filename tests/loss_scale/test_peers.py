@@ -96,7 +96,7 @@ def test_a_clip_before_the_check_hides_an_overflow_and_its_norm_may_be_no_float1
   assert np.isfinite(step(optax.clip(1.0), ENDLESS)[0]["w"]).all()
   _, state = step(mpjax.dynamic_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(0.1))), ENDLESS)
   assert not state.grads_finite
-  grads = {"w": np.full(4, 300.0, np.float16)}
+  grads = {"w": jnp.full(4, 300.0, jnp.float16)}
   clip = optax.clip_by_global_norm(1.0)
   assert not np.asarray(step(clip, grads)[0]["w"]).any()  # the norm is infinite in float16
   np.testing.assert_allclose(

@@ -18,6 +18,11 @@ FORMS = {
 }
 
 
+def normal(*shape, seed=0):
+  """Normal draws in float32."""
+  return np.float32(np.random.default_rng(seed).normal(size=shape))
+
+
 def described(tree):
   """Returns the structure of a tree, and shapes and dtypes of its arrays."""
   return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]

@@ -1,4 +1,6 @@
-"""`master_weights`: bfloat16 parameters with what a float32 master weight has besides."""
+"""`master_weights`: bfloat16 parameters with what a float32 one has besides; and `stochastic_round` for those without."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,16 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.optim._master_weights import join, split
+from tests.optim._forms import normal
 
-KEY = jax.random.key(0)
-BFLOAT16 = np.dtype(jnp.bfloat16)
+F32 = np.float32
+
+
+def halved(masters, correction):
+  """Parameters of these master weights, and the master weights that they give back."""
+  state = optax.EmptyState()
+  params, stored = jax.jit(lambda m: mpjax.split_master_weights(m, state, correction))(masters)
+  return np.asarray(params), np.asarray(jax.jit(mpjax.merge_master_weights)(params, stored)[0])
 
 
 def test_every_low_half_and_exponent_comes_back():
@@ -20,29 +28,23 @@ def test_every_low_half_and_exponent_comes_back():
     [low | 0x3F800000, low | 0x80010000, low | 0x7F7F0000, high, high | 0x8000, high | 0x7FFF]
   )
   bits = bits[(bits & 0x7FFFFFFF) <= 0x7F800000]
-  master = bits.view(np.float32)
-  param, correction = split(jnp.asarray(master), "int16", BFLOAT16, KEY)
-  back = np.asarray(join(param, correction)).view(np.uint32)
-  np.testing.assert_array_equal(back, bits)
-  nearest = master.astype(BFLOAT16)
+  param, back = halved(bits.view(F32), "int16")
+  np.testing.assert_array_equal(back.view(np.uint32), bits)
+  nearest = bits.view(F32).astype(jnp.bfloat16)
   ties = (bits & 0xFFFF) == 0x8000
-  np.testing.assert_array_equal(np.asarray(param)[~ties].view(np.uint16), nearest[~ties].view(np.uint16))
+  np.testing.assert_array_equal(param[~ties].view(np.uint16), nearest[~ties].view(np.uint16))
 
 
-def test_nan_stays_nan():
+def test_nan_stays_nan_and_eight_bits_make_24():
   bits = np.array([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
   for correction in ("int16", "int8", "float32"):
-    param, extra = split(jnp.asarray(bits.view(np.float32)), correction, BFLOAT16, KEY)
-    assert jnp.isnan(param).all()
-    assert jnp.isnan(join(param, extra)).all()
-
-
-def test_eight_bits_make_24():
-  master = jax.random.normal(KEY, (2**16,))
-  back = join(*split(master, "int8", BFLOAT16, KEY))
-  assert float(jnp.max(jnp.abs(back / master - 1))) <= 2**-16
-  largest = jnp.asarray([np.finfo(np.float32).max, -np.finfo(np.float32).max])
-  assert jnp.isfinite(join(*split(largest, "int8", BFLOAT16, KEY))).all()
+    param, back = halved(bits.view(F32), correction)
+    assert np.isnan(F32(param)).all(), correction
+    assert np.isnan(back).all(), correction
+  master = normal(2**16)
+  assert np.max(np.abs(halved(master, "int8")[1] / master - 1)) <= 2**-16
+  top = np.finfo(F32).max
+  assert np.isfinite(halved(np.asarray([top, -top]), "int8")[1]).all()
 
 
 @pytest.mark.parametrize("correction", ["int16", "float32"])
@@ -50,39 +52,38 @@ def test_eight_bits_make_24():
 def test_parameters_are_those_of_float32_masters(correction, apply):
   inner = optax.adamw(1e-2, weight_decay=0.1)
   tx = mpjax.master_weights(inner, correction)
-  masters = {"w": jax.random.normal(KEY, (128, 128)), "scale": jnp.ones(3)}
+  masters = {"w": normal(128, 128), "scale": np.ones(3, F32)}
   reference_state = inner.init(masters)
-  params, state = mpjax.split_master_weights(masters, inner.init(masters), correction)
+  params, state = mpjax.split_master_weights(masters, reference_state, correction)
 
   @jax.jit
-  def step(params, state, masters, reference_state, key):
-    grads = jax.tree.map(lambda p: jax.random.normal(key, p.shape) + p.astype(jnp.float32), params)
+  def step(params, state, masters, reference_state, noise):
+    grads = jax.tree.map(lambda p, n: n + p.astype(jnp.float32), params, noise)
     updates, state = tx.update(grads, state, params)
     theirs, reference_state = inner.update(grads, reference_state, masters)
     return apply(params, updates), state, optax.apply_updates(masters, theirs), reference_state
 
   for i in range(20):
-    params, state, masters, reference_state = step(
-      params, state, masters, reference_state, jax.random.fold_in(KEY, i)
-    )
+    noise = {"w": normal(128, 128, seed=i), "scale": normal(3, seed=i)}
+    params, state, masters, reference_state = step(params, state, masters, reference_state, noise)
   assert params["w"].dtype == jnp.bfloat16
   merged, inner_state = mpjax.merge_master_weights(params, state)
   jax.tree.map(np.testing.assert_array_equal, (merged, inner_state), (masters, reference_state))
 
 
 def test_small_updates_are_not_lost():
-  for correction, steps in (("int16", 1024), ("int8", 1024), ("stochastic", 1024)):
+  for correction in ("int16", "int8", "stochastic"):
     tx = mpjax.master_weights(optax.sgd(1.0), correction)
-    params = {"w": jnp.ones((64,), jnp.bfloat16)}
-    grads = {"w": jnp.full((64,), -(2.0**-10))}
+    params = {"w": np.ones((64,), jnp.bfloat16)}
+    grads = {"w": np.full((64,), -(2.0**-10), F32)}
 
     def step(carry, _, tx=tx, grads=grads):
       params, state = carry
       updates, state = tx.update(grads, state, params)
       return (optax.apply_updates(params, updates), state), None
 
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, steps)
-    assert abs(float(params["w"].astype(jnp.float32).mean()) - 2) < 0.02, correction
+    run = jax.jit(lambda carry, step=step: jax.lax.scan(step, carry, None, 1024)[0][0]["w"])
+    assert abs(np.mean(F32(run((params, tx.init(params))))) - 2) < 0.02, correction
 
 
 def test_bad_arguments():
@@ -90,7 +91,72 @@ def test_bad_arguments():
     mpjax.master_weights(optax.sgd(1), "int15")
   tx = mpjax.master_weights(optax.sgd(1))
   with pytest.raises(ValueError, match="parameter 'w' is float16"):
-    tx.init({"w": jnp.ones(3, jnp.float16)})
-  params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx.init({"w": np.ones(3, np.float16)})
+  params = {"w": np.ones(3, jnp.bfloat16)}
   with pytest.raises(ValueError, match="without params"):
     tx.update(params, tx.init(params))
+
+
+TARGETS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+DRAWS = 100_000
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def compiled(x, dtype, seed):
+  return mpjax.stochastic_round(x, jax.random.key(seed), dtype)
+
+
+def rounded(x, dtype, seed=0):
+  return np.asarray(compiled(F32(x), dtype, seed))
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_the_mean_of_many_draws_is_the_value(dtype):
+  info = jnp.finfo(dtype)
+  bound = 3e-5 * 2.0 ** (7 - info.nmant)  # a step of bfloat16 has 7 bits
+  for value in (1.001, -0.3, 3.14159, 200.7, 0.0331):
+    found = F32(rounded(np.full(DRAWS, value), dtype))
+    assert len(np.unique(found)) == 2
+    assert abs(found.mean(dtype=np.float64) / value - 1) <= bound, value
+  step = float(info.smallest_subnormal)
+  for whole, part in ((0, 0.25), (1, 0.5), (3, 0.75)):
+    found = rounded(np.full(DRAWS, (whole + part) * step), dtype)
+    bits = found.view(np.uint8 if found.dtype.itemsize == 1 else np.uint16)
+    assert set(np.unique(bits)) == {whole, whole + 1}  # subnormal numbers are counted by their bits
+    assert abs(bits.mean() - whole - part) < 0.01
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_what_the_format_has_stays_and_what_is_too_large_becomes_its_largest(dtype):
+  bits = np.arange(2**8, dtype=np.uint8) if "8_" in dtype else np.arange(2**16, dtype=np.uint16)
+  exact = bits.view(jnp.dtype(dtype))
+  found, nan = rounded(exact, dtype), np.isnan(F32(exact))
+  np.testing.assert_array_equal(found.view(bits.dtype)[~nan], bits[~nan])  # with infinities and signs of zero
+  assert np.isnan(F32(found[nan])).all()
+  largest = float(jnp.finfo(dtype).max)
+  beyond = min(largest * 1.01, float(np.finfo(F32).max))
+  found = F32(rounded([np.inf, -np.inf, np.nan, beyond, -beyond], dtype))
+  infinite = np.isnan if dtype == "float8_e4m3fn" else np.isinf  # which has no infinities
+  assert infinite(found[:2]).all()
+  assert np.isnan(found[2])
+  np.testing.assert_array_equal(found[3:], [largest, -largest])
+  for seed in range(20):  # no draw carries the largest float32 to infinity
+    assert (F32(rounded(np.full(1000, beyond), dtype, seed)) == largest).all()
+
+
+def test_a_key_says_the_bits_and_another_says_others():
+  x = normal(1000)
+  first = rounded(x, "bfloat16")
+  np.testing.assert_array_equal(first, rounded(x, "bfloat16"))
+  assert (first != rounded(x, "bfloat16", 1)).any()
+
+
+def test_under_strict_promotion_and_with_other_dtypes():
+  x = np.ones((2, 3), F32)
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    for dtype in TARGETS:
+      assert jax.eval_shape(lambda x, dtype=dtype: compiled(x, dtype, 0), x).dtype == dtype
+  with pytest.raises(ValueError, match="dtype='float32'"):
+    mpjax.stochastic_round(x, jax.random.key(0), jnp.float32)
+  with pytest.raises(TypeError, match="x is int32"):
+    mpjax.stochastic_round(np.ones(3, np.int32), jax.random.key(0))
