@@ -240,19 +240,22 @@ def test_a_fork_adds_gradients_of_any_scales():
   for n in (1, 2, 4):
 
     @jit
-    def run(gradients, scales, n=n):
+    def run(gradients, scales, paths, n=n):
       _, backward = jax.vjp(functools.partial(_layerwise_vjp.fork, n), jnp.zeros(3, HALF), jnp.zeros(2))
-      tokens = [jnp.stack([scale, 1.0]) for scale in scales]
-      return backward(list(zip(gradients, tokens, strict=True)))
+      return backward(list(zip(gradients, jnp.stack([scales, paths], 1), strict=True)))
 
     for row in range(60):
-      exponents, sizes = rng.integers(-10, 41, n), rng.integers(-20, 16, n)
-      gradients = [np.float16([1.0, -0.5, 0.75]) * np.float16(2.0**s) for s in sizes]
+      exponents, sizes, paths = rng.integers(-10, 41, n), rng.integers(-20, 16, n), np.ones(n, np.float32)
+      if row == 0:  # each fits, and their sum does not
+        exponents, sizes = np.zeros(n), np.full(n, 15)
+      if row == 1:  # a copy that nothing was made of has no say
+        exponents, paths[1:] = np.full(n, -8), 0
+      gradients = [np.float16([1.0, -0.5, 0.75]) * np.float16(factor) for factor in 2.0**sizes * paths]
       scales = np.float32(2.0**exponents)
-      total, (scale, paths) = run(gradients, list(scales))
+      total, (scale, came_by) = run(gradients, scales * paths, paths)
       total, scale = np.float64(total), float(scale)
-      assert paths == 1
+      assert came_by == 1
       assert np.isfinite(total).all(), (n, row)
-      assert scale <= scales.max()
+      assert scale <= scales.max(), (n, row)
       expected = sum(np.float64(g) / s for g, s in zip(gradients, scales, strict=True))
       np.testing.assert_allclose(total / scale, expected, rtol=1e-3, atol=2.0**-24 / scale)
