@@ -23,6 +23,7 @@ RIGHT = {
   "static": (mpjax.static_loss_scale(SGD, 8.0), PARAMS, {}),
   "masked inside": (SCALED(optax.masked(ADAM, {"w": True, "b": False, "none": False})), PARAMS, {}),
   "MultiSteps inside": (SCALED(optax.MultiSteps(ADAM, 2).gradient_transformation()), PARAMS, {}),
+  "frozen": (SCALED(optax.partition({"a": ADAM, "b": optax.set_to_zero()}, LABELS)), PARAMS, {}),
   "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
   "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
   "flatten outside": (optax.flatten(SCALED(ADAM)), PARAMS, {}),

@@ -77,6 +77,7 @@ def test_a_scan_of_steps_trains_as_in_float32(form, inner):
   params, state, found = trained(tx, dtype)
   assert described(state) == described(jax.eval_shape(tx.init, params))
   assert all(p.dtype == dtype for p in jax.tree.leaves(params))
+  assert state.steps == getattr(state.inner_state, "steps", 60) == 60
   begin = sum(np.sum(t**2) for t in TARGET.values())
   # With b2=0.99 a momentum moves by less than a step of its 8-bit code unless its gradient changes much.
   bound = 0.08 if (form, inner) == ("lean", "lion") else 0.01
