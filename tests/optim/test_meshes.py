@@ -83,14 +83,16 @@ def test_axes_may_be_explicit(dtype):
     "s": ((), ()),
     "b": ((8,), ("y",)),
   }
+  # Outside of jit, too, where a key is made beside what is divided; which takes a program for each operation.
+  is_eager = dtype == "bfloat16"
+  leaves = {name: leaf for name, leaf in leaves.items() if not is_eager or name in ("w", "s")}
   place = {name: NamedSharding(mesh, PartitionSpec(*axes)) for name, (_, axes) in leaves.items()}
   params = {name: normal(*shape) for name, (shape, _) in leaves.items()}
   tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
   states = []
   for p, around in ((params, contextlib.nullcontext()), (jax.device_put(params, place), jax.set_mesh(mesh))):
     with around:
-      # Outside of jit, too, where a key is made beside what is divided.
-      state, update = (tx.init if dtype == "bfloat16" else jax.jit(tx.init))(p), jax.jit(tx.update)
+      state, update = (tx.init if is_eager else jax.jit(tx.init))(p), jax.jit(tx.update)
     for _ in range(2):
       _, state = update(p, state, p)
     states.append(state)
