@@ -214,3 +214,26 @@ def test_a_scale_below_1_hides_no_infinity_and_one_that_is_no_number_skips(jit):
     assert np.asarray(updates).any() == finite, scale
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inner_state)), scale
     assert int(new.inner_state[0].count) == finite, scale
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_a_step_would_make_not_finite_is_not_made_and_is_no_fault_of_the_scale(jit):
+  groups = {"w": "all", "frozen": "none"}
+  tx = optax.partition({"all": optax.sgd(1.0), "none": optax.set_to_zero()}, groups)
+  tx = mpjax.dynamic_loss_scale(tx, init_scale=1.0)
+
+  def step(params, grads, finite):
+    given = {"w": params, "frozen": F32(1)}
+    # A gradient that nothing reads decides nothing.
+    return tx.update({"w": grads, "frozen": F32(np.nan)}, tx.init(given), given, state_finite=finite)
+
+  step = jax.jit(step) if jit else step
+  for params, grads, finite, taken in (
+    ([1.0, -np.inf], [1.0, 0.0], True, True),  # as in a mask
+    ([3e38, 1.0], [-3e38, 0.0], True, False),
+    ([1.0, 1.0], [1.0, 0.0], False, False),
+  ):
+    updates, state = step(F32(params), F32(grads), finite)
+    assert (bool(state.grads_finite), bool(state.updates_finite), float(state.scale)) == (True, taken, 1)
+    assert (int(state.good_steps), int(state.skipped_steps)) == (taken, not taken)
+    assert np.asarray(updates["w"]).any() == taken
