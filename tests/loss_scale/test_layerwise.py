@@ -207,7 +207,7 @@ def test_a_deep_float16_network_trains_as_in_float32(monkeypatch):
   """The benchmarks' network in half as many layers: every single scale loses the first of them, or overflows."""
   from benchmarks.layerwise import _suite as benchmark
 
-  monkeypatch.setattr(benchmark, "chain.DEPTH", benchmark.DEPTH // 2)
+  monkeypatch.setattr(benchmark, "DEPTH", benchmark.DEPTH // 2)
   monkeypatch.setattr(benchmark, "ATTENUATION", benchmark.ATTENUATION**2)
   table = benchmark.gradient_table()
   assert max(table["layerwise"]["zeros"]) < 0.02
