@@ -1,0 +1,107 @@
+"""Which tests run a line that a fault changes, the cheapest and nearest first."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pathlib
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.mutations._faults import Fault, Place
+
+_SLOW_S = (2.0, 15.0)  # tests of so many seconds come later, and last
+
+
+class Candidate(NamedTuple):
+  """A test that may find a fault."""
+
+  test: str
+  seconds: float
+  lines: int  # of mpjax that it runs in all: a test of few is about them
+  hops: int = -1  # where it does not run the line: imports between the fault's file and one that it runs
+
+  @property
+  def file(self) -> str:
+    """The file that it is in."""
+    return self.test.partition("::")[0]
+
+  @property
+  def function(self) -> str:
+    """Its name without the parameters."""
+    return self.test.partition("[")[0]
+
+
+def candidates(
+  maps: Iterable[pathlib.Path], places: Mapping[Fault, Place], root: pathlib.Path
+) -> dict[Fault, list[Candidate]]:
+  """Returns the tests for each fault, in the order in which they are worth trying.
+
+  Where a line runs at import, or in no test, they are those that run the same file or one that imports it.
+
+  Args:
+    maps: files that `_lines.py` has written.
+    places: of the faults.
+    root: of the checkout.
+  """
+  found: dict[Fault, list[Candidate]] = {fault: [] for fault in places}
+  hops = {file: _importers(file, root) for file in {fault.file for fault in places}}
+  for path in maps:
+    with path.open() as records:
+      for record in map(json.loads, records):
+        lines: dict[str, list[int]] = record["lines"]
+        whole = sum(map(len, lines.values()))
+        near = {
+          file: min((far[name] for name in lines if name in far), default=None) for file, far in hops.items()
+        }
+        for fault, place in places.items():
+          far = -1 if not place.lines.isdisjoint(lines.get(fault.file, ())) else near[fault.file]
+          if far is not None:
+            found[fault].append(Candidate(record["test"], record["seconds"], whole, far))
+  for fault, tests in found.items():
+    if not places[fault].at_import and any(test.hops < 0 for test in tests):
+      tests[:] = [test for test in tests if test.hops < 0]
+  return {fault: _ordered(fault, tests) for fault, tests in found.items()}
+
+
+def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
+  """Sorts tests; the second case of a function comes when each function has had its first."""
+  package = pathlib.PurePath(fault.file).parts[1:-1]
+  words = set(re.findall(r"[a-z]{3,}", pathlib.PurePath(fault.file).stem))
+
+  def key(test: Candidate) -> tuple[float, ...]:
+    folder = pathlib.PurePath(test.file).parts[1:-1]
+    near = sum(1 for a, b in zip(package, folder, strict=False) if a == b)
+    alike = len(words & set(re.findall(r"[a-z]{3,}", test.function.rpartition("/")[2])))
+    late = sum(test.seconds > limit for limit in _SLOW_S)
+    return late, test.hops, -2 * bool(near) - alike, test.lines // 500, test.seconds
+
+  turn: dict[str, int] = {}
+  turns: dict[str, int] = {}
+  for test in sorted(tests, key=lambda t: zlib.crc32(t.test.encode())):
+    turns[test.test] = turn[test.function] = turn.get(test.function, -1) + 1
+  return sorted(tests, key=lambda test: (max(turns[test.test], 4 * int(key(test)[0])), key(test)))
+
+
+def _importers(file: str, root: pathlib.Path) -> dict[str, int]:
+  """Returns how many imports lead to a file, for every file that imports it, through others or not."""
+  readers: dict[str, set[str]] = {}
+  for path in sorted((root / "mpjax").rglob("*.py")):
+    name = path.relative_to(root).as_posix()
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+      else:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+      for module in modules:
+        place = module.replace(".", "/")
+        for found in (f"{place}.py", f"{place}/__init__.py"):
+          readers.setdefault(found, set()).add(name)
+  hops, waiting = {file: 0}, [file]
+  for current in waiting:
+    for reader in readers.get(current, set()) - hops.keys():
+      hops[reader] = hops[current] + 1
+      waiting.append(reader)
+  return hops
