@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 
 _TICK_S = 0.02
-_PRELOADED = ("jax", "jax.experimental.pallas", "flax.nnx", "flax.linen", "optax", "optax.contrib", "numpy")
-_PRELOADED += ("hypothesis", "yaml", "jaxtyping", "jmp", "pydantic", "rich.console")
+_PRELOADED = (
+  "jax jax.experimental.pallas flax.nnx flax.linen optax optax.contrib yaml jmp pydantic rich.console"
+)
 _OWN = ("mpjax", "tests", "benchmarks", "scripts", "examples")  # packages that the copy has itself
 _COLLECTS_S = 120.0
 _SLACK_S, _SLACK = 30.0, 10.0  # a test hangs that takes so much more time than it took
@@ -51,7 +52,7 @@ def preload() -> None:
   flags = os.environ.get("XLA_FLAGS", "")
   if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
-  for name in _PRELOADED:
+  for name in _PRELOADED.split():
     try:
       importlib.import_module(name)
     except ImportError:
@@ -138,7 +139,9 @@ class _Seen:
     if self.broken or status in (3, 4):  # an error of pytest itself: conftest cannot be imported
       why = self.why or next(iter(reversed(out.read_text(errors="replace").split("\n")[-3:-1])), "")
       return Ended("collection", tuple(self.broken) or ("tests/conftest.py",), self.ran, why[:200])
-    if status not in (0, 5):  # 5: all tests were left out by a mark
+    if status not in (0, 5) and not self.ran:  # 5: all tests were left out by a mark
+      raise RuntimeError(f"pytest ended with status {status}:\n{out.read_text(errors='replace')[-2000:]}")
+    if status not in (0, 5):
       return Ended("crash", (self.running,), self.ran, f"exit status {status}")
     return Ended("passed", (), self.ran)
 

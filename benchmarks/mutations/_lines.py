@@ -12,22 +12,25 @@ import pathlib
 import sys
 import time
 import types
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
+_monitoring: Any = vars(sys)["monitoring"]  # of Python 3.12 and later
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TOOL = sys.monitoring.COVERAGE_ID
+_TOOL = _monitoring.COVERAGE_ID
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--lines", metavar="FILE", help="write which lines of mpjax each test executes")
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
   if not config.option.lines:
     return
   worker = getattr(config, "workerinput", {}).get("workerid", "")
-  if not worker and getattr(config.option, "numprocesses", 0):
+  if not worker and vars(config.option).get("numprocesses"):
     return  # its workers write
   path = pathlib.Path(config.option.lines)
   config.pluginmanager.register(
@@ -39,27 +42,27 @@ class Lines:
   def __init__(self, path: pathlib.Path):
     self._file = path.open("w")
     self._lines: dict[str, set[int]] = collections.defaultdict(set)
-    sys.monitoring.use_tool_id(_TOOL, "lines of mpjax")
-    sys.monitoring.register_callback(_TOOL, sys.monitoring.events.LINE, self._line)
+    _monitoring.use_tool_id(_TOOL, "lines of mpjax")
+    _monitoring.register_callback(_TOOL, _monitoring.events.LINE, self._line)
     # Only code of mpjax is watched: all of JAX's, too, would take longer than the tests.
     get_code = importlib.machinery.SourceFileLoader.get_code
 
-    def watched(loader, name):
+    def watched(loader: Any, name: str) -> Any:
       code = get_code(loader, name)
       if name.partition(".")[0] == "mpjax":
         _watch(code)
       return code
 
-    importlib.machinery.SourceFileLoader.get_code = watched  # type: ignore[method-assign]
+    importlib.machinery.SourceFileLoader.get_code = watched  # type: ignore
 
   def _line(self, code: types.CodeType, line: int) -> object:
     self._lines[str(pathlib.Path(code.co_filename).relative_to(_ROOT))].add(line)
-    return sys.monitoring.DISABLE  # until the next test
+    return _monitoring.DISABLE  # until the next test
 
   @pytest.hookimpl(wrapper=True)
-  def pytest_runtest_protocol(self, item: pytest.Item):
+  def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
     self._lines.clear()
-    sys.monitoring.restart_events()
+    _monitoring.restart_events()
     start = time.monotonic()
     result = yield
     lines = {name: sorted(found) for name, found in self._lines.items()}
@@ -69,8 +72,8 @@ class Lines:
     return result
 
 
-def _watch(code):
-  sys.monitoring.set_local_events(_TOOL, code, sys.monitoring.events.LINE)
+def _watch(code: Any) -> None:
+  _monitoring.set_local_events(_TOOL, code, _monitoring.events.LINE)
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
       _watch(constant)
