@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import collections
+import functools
 import json
+import math
 import pathlib
 import re
 import zlib
@@ -69,27 +72,37 @@ def candidates(
 def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
   """Sorts tests; the second case of a function comes when each function has had its first."""
   package = pathlib.PurePath(fault.file).parts[1:-1]
-  words = set(re.findall(r"[a-z]{3,}", pathlib.PurePath(fault.file).stem))
+  words = {test.function: _words(test.function) for test in tests}
+  among = collections.Counter(word for each in words.values() for word in each)
+  asked = _words(f"{pathlib.PurePath(fault.file).stem} {fault.name} {fault.loses}")
+  alike = {
+    function: sum(math.log(len(words) / among[word]) for word in own & asked)
+    for function, own in words.items()
+  }
 
   def key(test: Candidate) -> tuple[float, ...]:
-    folder = pathlib.PurePath(test.file).parts[1:-1]
-    near = sum(1 for a, b in zip(package, folder, strict=False) if a == b)
-    alike = len(words & set(re.findall(r"[a-z]{3,}", test.function.rpartition("/")[2])))
+    near = test.file.startswith("/".join(("tests", *package[:1])))
     late = sum(test.seconds > limit for limit in _SLOW_S)
-    return late, test.hops, -2 * bool(near) - alike, test.lines // 500, test.seconds
+    return late, test.hops, -alike[test.function] - 2 * near, test.lines, test.seconds
 
+  cases: collections.Counter[str] = collections.Counter()
   turn: dict[str, int] = {}
-  turns: dict[str, int] = {}
   for test in sorted(tests, key=lambda t: zlib.crc32(t.test.encode())):
-    turns[test.test] = turn[test.function] = turn.get(test.function, -1) + 1
-  return sorted(tests, key=lambda test: (max(turns[test.test], 4 * int(key(test)[0])), key(test)))
+    turn[test.test] = cases[test.function]
+    cases[test.function] += 1
+  return sorted(tests, key=lambda test: (turn[test.test] + 4 * int(key(test)[0]), key(test)))
 
 
-def _importers(file: str, root: pathlib.Path) -> dict[str, int]:
-  """Returns how many imports lead to a file, for every file that imports it, through others or not."""
+def _words(text: str) -> set[str]:
+  """Returns what a text or the name of a test is about, in the singular."""
+  return {word.rstrip("s") for word in re.findall(r"[a-z0-9]{3,}", text.lower())}
+
+
+@functools.cache
+def _readers(root: pathlib.Path) -> Mapping[str, set[str]]:
+  """Returns which files of mpjax import each, by themselves."""
   readers: dict[str, set[str]] = {}
   for path in sorted((root / "mpjax").rglob("*.py")):
-    name = path.relative_to(root).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -98,10 +111,15 @@ def _importers(file: str, root: pathlib.Path) -> dict[str, int]:
       for module in modules:
         place = module.replace(".", "/")
         for found in (f"{place}.py", f"{place}/__init__.py"):
-          readers.setdefault(found, set()).add(name)
+          readers.setdefault(found, set()).add(path.relative_to(root).as_posix())
+  return readers
+
+
+def _importers(file: str, root: pathlib.Path) -> dict[str, int]:
+  """Returns how many imports lead to a file, for every file that imports it, through others or not."""
   hops, waiting = {file: 0}, [file]
   for current in waiting:
-    for reader in readers.get(current, set()) - hops.keys():
+    for reader in _readers(root).get(current, set()) - hops.keys():
       hops[reader] = hops[current] + 1
       waiting.append(reader)
   return hops

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from benchmarks.mutations import _forks
 from benchmarks.mutations._candidates import Candidate, candidates
 from benchmarks.mutations._faults import Fault, place_of, read_faults
 
-_FIRST = 12  # tests that are tried before the others are collected
+_PARTS = (0, 8, 32, None)  # of the tests: some are tried before the others are collected
 _OUTSIDE = "slow or aot"  # marks of tests that only --all runs
 _FOUND = {"failed": "", "collection": "not imported: ", "timeout": "hangs: ", "crash": "crashes: "}
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -156,7 +157,7 @@ def _try(one: Try, bad: Collection[str]) -> dict[str, Any]:
   begun, ran = time.monotonic(), 0
   ended = _forks.Ended("passed", (), 0)
   with _edited(path, fault):
-    for part in (tests[:_FIRST], tests[_FIRST:]):
+    for part in (tests[first:last] for first, last in itertools.pairwise(_PARTS)):
       left = one.seconds - (time.monotonic() - begun)
       if part and ended.kind == "passed":
         known = {test.test: test.seconds for test in part}
