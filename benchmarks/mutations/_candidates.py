@@ -70,7 +70,7 @@ def candidates(
 
 
 def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
-  """Sorts tests; the second case of a function comes when each function has had its first."""
+  """Sorts tests by what their names share with the fault's; further cases of a function are worth less."""
   package = pathlib.PurePath(fault.file).parts[1:-1]
   words = {test.function: _words(test.function) for test in tests}
   among = collections.Counter(word for each in words.values() for word in each)
@@ -80,17 +80,19 @@ def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
     for function, own in words.items()
   }
 
-  def key(test: Candidate) -> tuple[float, ...]:
-    near = test.file.startswith("/".join(("tests", *package[:1])))
-    late = sum(test.seconds > limit for limit in _SLOW_S)
-    return late, test.hops, -alike[test.function] - 2 * near, test.lines, test.seconds
-
   cases: collections.Counter[str] = collections.Counter()
   turn: dict[str, int] = {}
   for test in sorted(tests, key=lambda t: zlib.crc32(t.test.encode())):
     turn[test.test] = cases[test.function]
     cases[test.function] += 1
-  return sorted(tests, key=lambda test: (turn[test.test] + 4 * int(key(test)[0]), key(test)))
+
+  def key(test: Candidate) -> tuple[float, ...]:
+    near = test.file.startswith("/".join(("tests", *package[:1])))
+    late = sum(test.seconds > limit for limit in _SLOW_S)
+    worth = (alike[test.function] + 2 * near) * 0.8 ** turn[test.test]
+    return late, test.hops, -worth, turn[test.test], test.lines, test.seconds
+
+  return sorted(tests, key=key)
 
 
 def _words(text: str) -> set[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks._record import origin, provenance
@@ -178,25 +180,19 @@ def _try(one: Try, bad: Collection[str]) -> dict[str, Any]:
   }
 
 
-class _edited:
-  """A fault in a file, while the block runs."""
-
-  _edits = 0
-
-  def __init__(self, path: pathlib.Path, fault: Fault):
-    self._path, self._source, self._made = path, path.read_text(), fault
-    self._times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-
-  def __enter__(self) -> None:
-    self._path.write_text(self._made.applied(self._source))
-    # Python takes a stored program for that of a file with the same time in seconds and the same size.
-    _edited._edits += 1
-    other = self._times[1] - 10**9 * (10 + _edited._edits)
-    os.utime(self._path, ns=(other, other))
-
-  def __exit__(self, *_: object) -> None:
-    self._path.write_text(self._source)
-    os.utime(self._path, ns=self._times)
+@contextlib.contextmanager
+def _edited(path: pathlib.Path, fault: Fault) -> Iterator[None]:
+  """Puts a fault into a file while the block runs."""
+  source, before = path.read_text(), path.stat()
+  path.write_text(fault.applied(source))
+  # Python takes a stored program for that of a file with the same time in seconds and the same size.
+  other = before.st_mtime_ns - 10**9 * (10 + zlib.crc32(fault.name.encode()) % 10**6)
+  os.utime(path, ns=(other, other))
+  try:
+    yield
+  finally:
+    path.write_text(source)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _failing(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
