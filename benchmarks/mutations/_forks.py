@@ -81,7 +81,7 @@ def run_tests(
   Args:
     copy: where they are; the process works there.
     seconds: what each took once.
-    limit_s: seconds for all of them.
+    limit_s: seconds for all of them, more where other processes run.
     options: for pytest.
   """
   log, out = copy / "tests.jsonl", copy / "tests.log"
@@ -99,13 +99,18 @@ def run_tests(
       if ended:
         return seen.outcome(os.waitstatus_to_exitcode(status), out)
       hangs = seen.hangs()
-      if hangs or time.monotonic() - begun > limit_s:
+      if hangs or time.monotonic() - begun > limit_s * _busy():
         os.killpg(process, signal.SIGKILL)
         os.waitpid(process, 0)
         which = (seen.running,) if hangs else ()
         kind = "failed" if seen.failed else "timeout" if hangs else "over"
         return Ended(kind, (*seen.failed, *which), seen.ran, seen.why)
       time.sleep(_TICK_S)
+
+
+def _busy() -> float:
+  """Returns how many processes there are for a core, 1 at least: seconds are those of a machine of our own."""
+  return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 class _Seen:
@@ -131,7 +136,7 @@ class _Seen:
   def hangs(self) -> bool:
     known = self._seconds.get(self.running)
     limit = _COLLECTS_S if known is None else _SLACK_S + _SLACK * known
-    return time.monotonic() - self._since > limit
+    return time.monotonic() - self._since > limit * _busy()
 
   def outcome(self, status: int, out: pathlib.Path) -> Ended:
     if self.failed:
