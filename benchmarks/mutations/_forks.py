@@ -109,7 +109,7 @@ def run_tests(
 
 
 def _busy() -> float:
-  """Returns how many processes there are for a core, 1 at least: seconds are those of a machine of our own."""
+  """Returns how many processes there are for a core, 1 at least: seconds are of an idle machine."""
   return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
