@@ -70,34 +70,32 @@ def candidates(
 
 
 def _ordered(fault: Fault, tests: Sequence[Candidate]) -> list[Candidate]:
-  """Sorts tests by what their names share with the fault's; further cases of a function are worth less."""
+  """Sorts tests by the words that they share with the fault; further cases of a function are worth less."""
   package = pathlib.PurePath(fault.file).parts[1:-1]
-  words = {test.function: _words(test.function) for test in tests}
-  among = collections.Counter(word for each in words.values() for word in each)
   asked = _words(f"{pathlib.PurePath(fault.file).stem} {fault.name} {fault.loses}")
-  alike = {
-    function: sum(math.log(len(words) / among[word]) for word in own & asked)
-    for function, own in words.items()
-  }
+  shared = {test.test: _words(test.test) & asked for test in tests}
+  among = collections.Counter(word for words in shared.values() for word in words)
 
   cases: collections.Counter[str] = collections.Counter()
   turn: dict[str, int] = {}
-  for test in sorted(tests, key=lambda t: zlib.crc32(t.test.encode())):
+  for test in sorted(tests, key=lambda t: (-len(shared[t.test]), zlib.crc32(t.test.encode()))):
     turn[test.test] = cases[test.function]
     cases[test.function] += 1
 
   def key(test: Candidate) -> tuple[float, ...]:
     near = test.file.startswith("/".join(("tests", *package[:1])))
     late = sum(test.seconds > limit for limit in _SLOW_S)
-    worth = (alike[test.function] + 2 * near) * 0.8 ** turn[test.test]
+    alike = sum(math.log(len(tests) / among[word]) for word in shared[test.test])
+    worth = (alike + 2 * near) * 0.8 ** turn[test.test]
     return late, test.hops, -worth, turn[test.test], test.lines, test.seconds
 
   return sorted(tests, key=key)
 
 
-def _words(text: str) -> set[str]:
+@functools.cache
+def _words(text: str) -> frozenset[str]:
   """Returns what a text or the name of a test is about, in the singular."""
-  return {word.rstrip("s") for word in re.findall(r"[a-z0-9]{3,}", text.lower())}
+  return frozenset(word.rstrip("s") for word in re.findall(r"[a-z0-9]{3,}", text.lower()))
 
 
 @functools.cache
