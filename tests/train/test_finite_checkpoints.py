@@ -14,28 +14,32 @@ import mpjax
 from mpjax.cli import main
 from mpjax.step import TrainState
 from mpjax.train import ConfigError, Stuck, load_config, make_setup
-from mpjax.train._kinds import DATASETS, MODELS, TARGETS
 from mpjax.train.checkpoints import CheckpointError, Checkpoints, _integrity
 from mpjax.train.monitors import nonfinite_report
+from tests.train._runs import LINE
 from tests.train._tiny_gpt import records
 
-NAN, INF = jnp.nan, jnp.inf
+NAN, INF = np.nan, np.inf
 
 
 def make_state(step, **bad):
   """A state in which `bad` names leaves, each with the value of its last element."""
-  put = lambda name, x: x.at[-1].set(bad[name]) if name in bad else x
-  params = {"w": put("w", jnp.arange(8.0) + step), "half": put("half", jnp.ones(4, jnp.bfloat16))}
-  moments = {"mu": put("mu", jnp.zeros(8)), "best": jnp.asarray(bad.get("best", INF), jnp.float32)}
-  model_state = {"mean": put("mean", jnp.zeros(3)), "mask": jnp.where(jnp.arange(3) > 1, -INF, 0)}
-  codes = put("codes", jnp.zeros(4, jnp.float8_e5m2))
-  return TrainState(
-    jnp.int32(step),
-    params,
-    model_state,
-    {**moments, "codes": codes, "count": jnp.int32(step)},
-    jax.random.key(step),
-  )
+
+  def put(name, values, dtype=np.float32):
+    array = np.array(values, dtype)
+    if name in bad:
+      array.reshape(-1)[-1] = bad[name]
+    return jnp.asarray(array)
+
+  params = {"w": put("w", np.arange(8) + step), "half": put("half", [1] * 4, jnp.bfloat16)}
+  model_state = {"mean": put("mean", [0] * 3), "mask": put("mask", [0, 0, -INF])}
+  moments = {
+    "mu": put("mu", [0] * 8),
+    "best": put("best", INF),
+    "codes": put("codes", [0] * 4, jnp.float8_e5m2),
+  }
+  count = put("count", step, np.int32)
+  return TrainState(count, params, model_state, moments | {"count": count}, jax.random.key(step))
 
 
 def opened(folder, keep=2):
@@ -48,21 +52,20 @@ def save(checkpoints, step, skips=0, **bad):
   return checkpoints.save(step, make_state(step, **bad), {}, {}, None, skips)
 
 
-@pytest.mark.parametrize(
-  ("bad", "leaf", "kinds"),
-  [
-    ({"w": NAN}, "params/w", ["NaN"]),
-    ({"half": -INF}, "params/half", ["inf"]),
-    ({"mean": NAN}, "model_state/mean", ["NaN"]),
-    ({"mu": INF}, "opt_state/mu", ["inf"]),
-    ({"codes": NAN}, "opt_state/codes", ["NaN"]),
-    ({"best": NAN}, "opt_state/best", ["NaN"]),  # it began as infinity, and as nothing else
-  ],
-)
-def test_a_state_that_is_not_finite_pushes_out_no_checkpoint(tmp_path, bad, leaf, kinds):
+def test_a_state_that_is_not_finite_pushes_out_no_checkpoint(tmp_path):
   checkpoints = opened(tmp_path / "checkpoints")
   assert [save(checkpoints, step) for step in (1, 2)] == [{}, {}]
-  for step in (3, 4, 5):
+  for step, (bad, leaf, kinds) in enumerate(
+    [
+      ({"w": NAN}, "params/w", ["NaN"]),
+      ({"half": -INF}, "params/half", ["inf"]),
+      ({"mean": NAN}, "model_state/mean", ["NaN"]),
+      ({"mu": INF}, "opt_state/mu", ["inf"]),
+      ({"codes": NAN}, "opt_state/codes", ["NaN"]),
+      ({"best": NAN}, "opt_state/best", ["NaN"]),  # it began as infinity, and as nothing else
+    ],
+    3,
+  ):
     assert save(checkpoints, step, **bad) == {leaf: kinds}
   checkpoints.close()
   assert opened(tmp_path / "checkpoints").steps() == [1, 2]
@@ -128,52 +131,12 @@ def test_steps_that_are_skipped_do_not_push_out_the_last_one_that_was_taken(tmp_
 # Runs.
 
 
-class Points:
-  """Rows around a line; from row `bad` on they are NaN."""
-
-  def __init__(self, count, bad=None):
-    self.count, self.bad = count, bad
-
-  def __len__(self):
-    return self.count
-
-  def __getitem__(self, index):
-    x = np.random.default_rng(index).normal(size=4).astype(np.float32)
-    y = np.float32(x.sum())
-    return {"x": x, "y": np.float32(np.nan) if self.bad is not None and index >= self.bad else y}
-
-
-def nan_once(learning_rate, *, at: int = 10):
-  """Makes plain descent whose update number `at` is NaN, and whose gradients never are."""
-
-  def update(updates, count, params=None):
-    return jax.tree.map(lambda g: jnp.where(count == at, jnp.nan, -0.05 * g), updates), count + 1
-
-  return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
-
-
-@pytest.fixture(autouse=True)
-def _kinds(monkeypatch):
-  for kinds in (MODELS, DATASETS, TARGETS):  # which other tests list
-    monkeypatch.setattr(kinds, "_kinds", dict(kinds._kinds))
-
-  def lines(info):
-    loss = lambda params, batch: ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
-    return mpjax.train.Task(lambda key: {"w": jnp.zeros(4), "b": jnp.zeros(())}, loss)
-
-  mpjax.train.register_model("line")(lines)
-  mpjax.train.register_data("points")(lambda *, bad: (Points(64, bad), Points(16)))
-  mpjax.train.register_optimizer("nan_once")(nan_once)
-
-
-def config(out, steps=30, bad=None, **train):
-  return {
-    "policy": "fp32",
+def config(out, steps=30, at=10, bad=1000, **train):
+  """A run whose update number `at` makes its parameters NaN."""
+  return LINE | {
     "out": str(out),
-    "model": {"kind": "line"},
     "data": {"kind": "points", "bad": bad, "batch_size": 16},
-    "optimizer": {"name": None, "target": "nan_once", "clip_norm": None, "weight_decay": 0, "options": {}},
-    "mesh": {"data": 1},
+    "optimizer": {"target": "nan_once", "options": {"at": at}},
     "train": {"steps": steps, "checkpoint_every": 5, "eval_every": 1000, "log_every": 1} | train,
   }
 
@@ -203,8 +166,7 @@ def test_a_run_whose_parameters_are_nan_ends_with_status_3_and_keeps_the_last_go
     states = kept(out)
     assert sorted(states) == [5, 10]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([s.params for s in states.values()]))
-  new = config(tmp_path / "new", steps=5, init_from=str(out))
-  new["optimizer"]["options"] = {"at": 1000}
+  new = config(tmp_path / "new", steps=5, at=1000, init_from=str(out))
   assert mpjax.train.run(new).final_loss < records(out)[9]["loss"]
 
 

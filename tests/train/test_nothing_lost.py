@@ -12,80 +12,81 @@ import sys
 
 import pytest
 
-from mpjax.cli import main
 from mpjax.train import ConfigError, parse_config
+
+# The streams of a command, and what a run shows of a step, to disturb it there.
 from mpjax.train._display import Display
 from mpjax.train._output import Output
+from mpjax.train.data import Data
 from mpjax.train.monitors import Events, MetricsFile, RunDirectory
-from mpjax.train.multiprocess import Interrupt, code_mismatch
+from mpjax.train.multiprocess import Interrupt
 from tests._quick_compile import environment as quick_environment
-from tests.train._tiny_gpt import records, write_tiny_gpt
+from tests.train._runs import curve, refused, train, write_line
+from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Orbax drops what was under way where its folder is gone: Python says so whenever it collects that.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-SHORT = ["policy=bf16", "train.steps=12", "train.eval_every=12", "train.checkpoint_every=4"]
+SHORT = ["train.steps=12", "train.eval_every=12", "train.checkpoint_every=4"]
 
 
 def line(step):
   return json.dumps({"step": step, "loss": 1 / step}).encode() + b"\n"
 
 
-@pytest.mark.parametrize(
-  ("content", "kept", "said"),
-  [
-    (b"".join(map(line, range(1, 7))), [1, 2, 3, 4], []),
-    (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
-    (
-      line(1) + b"a note\n" + line(2) + b"[1]\n" + line(3) + line(4),
-      [1, 2, 3, 4],
-      ["lines 2, 4 are no records"],
-    ),
-    (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
-    (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
-    (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 repeats a step"]),
-    (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is no record"]),
-    (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
-    (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),
-    (line(1) + line(2), [1, 2], ["2 of 4 records up to step 4 are missing", "step 2 is the last"]),
-    (b"", [], ["4 of 4 records up to step 4 are missing"]),
-  ],
-)
-def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path, content, kept, said):
-  file = tmp_path / "metrics.jsonl"
-  file.write_bytes(content)
-  metrics = MetricsFile(file, resume_step=4, expected=4)
-  metrics.write({"step": 5})
-  metrics.sync()
-  metrics.close()
-  assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [*kept, 5]
-  assert all(word in " ".join(metrics.said) for word in said)
-  assert bool(metrics.said) == bool(said)
-  assert metrics.count == len(kept) + 1
-  has_bad = ", and all others are kept" in " ".join(metrics.said)
-  assert (tmp_path / "damaged" / "metrics.jsonl").exists() == has_bad
-  if has_bad:
-    assert (tmp_path / "damaged" / "metrics.jsonl").read_bytes() == content
-  again = MetricsFile(file, resume_step=5, expected=metrics.count)
-  again.close()
-  assert again.said == []
+METRICS = [  # content, the steps up to 4 that are kept, what is said
+  (b"".join(map(line, range(1, 7))), [1, 2, 3, 4], []),
+  (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
+  (
+    line(1) + b"a note\n" + line(2) + b"[1]\n" + line(3) + line(4),
+    [1, 2, 3, 4],
+    ["lines 2, 4 are no records"],
+  ),
+  (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
+  (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
+  (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
+  (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 repeats a step"]),
+  (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is no record"]),
+  (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
+  (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),
+  (line(1) + line(2), [1, 2], ["2 of 4 records up to step 4 are missing", "step 2 is the last"]),
+  (b"", [], ["4 of 4 records up to step 4 are missing"]),
+]
+
+
+def test_every_readable_record_is_kept_and_the_rest_is_told(tmp_path):
+  for i, (content, kept, said) in enumerate(METRICS):
+    file = tmp_path / str(i) / "metrics.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    metrics = MetricsFile(file, resume_step=4, expected=4)
+    metrics.write({"step": 5})
+    metrics.sync()
+    metrics.close()
+    assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [*kept, 5], i
+    told = " ".join(metrics.said)
+    assert all(word in told for word in said), (i, told)
+    assert bool(told) == bool(said), (i, told)
+    assert metrics.count == len(kept) + 1, i
+    has_bad, aside = ", and all others are kept" in told, file.parent / "damaged" / "metrics.jsonl"
+    assert aside.exists() == has_bad, i
+    assert not has_bad or aside.read_bytes() == content, i
+    again = MetricsFile(file, resume_step=5, expected=metrics.count)
+    again.close()
+    assert again.said == [], i
 
 
 class Broken(io.StringIO):
   """A stream whose reader has gone after some characters."""
 
-  def __init__(self, room):
-    super().__init__()
-    self.room = room
-
   def write(self, text):
-    if self.tell() + len(text) > self.room:
+    if self.tell() + len(text) > 8:
       raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     return super().write(text)
 
 
 def test_output_goes_to_the_log_once_nobody_reads(tmp_path, monkeypatch):
-  out, err = Broken(8), io.StringIO()
+  out, err = Broken(), io.StringIO()
   monkeypatch.setattr(sys, "stdout", out)
   monkeypatch.setattr(sys, "stderr", err)
   with Output() as output:
@@ -112,9 +113,7 @@ def test_closed_streams_and_a_directory_that_is_known_late(tmp_path, monkeypatch
     print("error", file=sys.stderr)
     output.log_to(tmp_path)
   log = (tmp_path / "train.log").read_text()
-  assert "stdout cannot be written (closed)" in log
-  assert "early\n" in log
-  assert "error\n" in log
+  assert all(text in log for text in ("stdout cannot be written (closed)", "early\n", "error\n"))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1251"])
@@ -130,8 +129,8 @@ def test_a_character_that_a_terminal_has_not_is_shown_as_its_code(encoding, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["{} 2>err | head -1", "{} >/dev/full 2>err", "{} >&- 2>&-"])
-def test_a_run_outlives_its_output(tmp_path, shell):
-  arguments = [*write_tiny_gpt(tmp_path), *SHORT, f"out={tmp_path / 'run'}"]
+def test_a_run_outlives_its_output(tiny_gpt, tmp_path, shell):
+  arguments = [*tiny_gpt, *SHORT, "policy=bf16", f"out={tmp_path / 'run'}"]
   command = " ".join([sys.executable, "-m", "mpjax", "train", *arguments])
   environment = os.environ | quick_environment(devices=1) | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   script = f"set -o pipefail; {shell.format(command)}"
@@ -143,33 +142,34 @@ def test_a_run_outlives_its_output(tmp_path, shell):
     assert (tmp_path / "err").read_text().count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+  """Arguments of a run, and the directory of one that nothing happened to, which no test may change."""
+  folder = tmp_path_factory.mktemp("alone")
+  arguments = [*write_line(folder), *SHORT]
+  train(arguments, folder / "run")
+  return arguments, folder / "run"
+
+
 @pytest.fixture
-def disturbed(tmp_path, monkeypatch):
-  """(function that is called after step 6, arguments of the run): by default nothing happens."""
-  arguments = [*write_tiny_gpt(tmp_path), *SHORT]
-  happens = []
-  shown = Display.step
+def happens(monkeypatch):
+  """A list of functions, each of which is called once after step 6."""
+  waiting, shown = [], Display.step
 
   def step(self, number, record, logged):
     shown(self, number, record, logged)
-    if number == 6 and happens:
-      happens.pop()()
+    if number == 6 and waiting:
+      waiting.pop()()
 
   monkeypatch.setattr(Display, "step", step)
-  return happens, arguments
+  return waiting
 
 
-def curve(directory):
-  return [(record["step"], record["loss"]) for record in records(directory)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["moved", "deleted", "replaced", "moved and replaced"])
-def test_a_run_directory_that_is_gone_ends_the_run_with_a_checkpoint(disturbed, tmp_path, capsys, fate):
-  happens, arguments = disturbed
-  arguments.append("train.checkpoint_wait=true")  # what is being written would be in the old place
-  run, other = tmp_path / "run", tmp_path / "other"
-  assert main(["train", *arguments, f"out={tmp_path / 'alone'}"]) == 0
+def test_a_run_directory_that_is_gone_ends_the_run_with_a_checkpoint(alone, happens, tmp_path, capsys, fate):
+  # What is being written would be in the old place.
+  arguments = [*alone[0], "train.checkpoint_wait=true"]
+  run, other, whole = tmp_path / "run", tmp_path / "other", curve(alone[1])
 
   def happen():
     run.rename(other) if "moved" in fate else shutil.rmtree(run)
@@ -178,70 +178,127 @@ def test_a_run_directory_that_is_gone_ends_the_run_with_a_checkpoint(disturbed, 
       (run / "mine").write_text("x")
 
   happens.append(happen)
-  assert main(["train", *arguments, f"out={run}"]) == 4
-  error = capsys.readouterr().err
   refuge = other if "moved" in fate else tmp_path / "run.1" if fate == "replaced" else run
-  assert error.count("\n") == 1
-  assert f"{run} was moved, deleted or replaced" in error
-  assert f"the same command with out={refuge} resumes" in error
+  told = [f"{run} was moved, deleted or replaced", f"the same command with out={refuge} resumes"]
+  refused(["train", *arguments, f"out={run}"], told, capsys, status=4)
   if "replaced" in fate:
     assert [path.name for path in run.iterdir()] == ["mine"]
-  assert main(["train", *arguments, f"out={refuge}"]) == 0
-  told = capsys.readouterr().out
-  whole = curve(tmp_path / "alone")
+  train(arguments, refuge)
   if "moved" in fate:
     assert curve(refuge) == whole
   else:
-    assert "records up to step" in told
+    assert "records up to step" in capsys.readouterr().out
     assert curve(refuge) == whole[-len(curve(refuge)) :]
     assert len(curve(refuge)) >= 4
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_step_or_run_is_set_aside(disturbed, tmp_path, capsys):
-  _, arguments = disturbed
-  runs = {name: tmp_path / name for name in ("alone", "renamed", "copied", "foreign", "other")}
-  for name in ("alone", "other"):
-    rate = ["optimizer.learning_rate=0.5"] if name == "other" else []
-    assert main(["train", *arguments, *rate, f"out={runs[name]}"]) == 0
-  for name in ("renamed", "copied", "foreign"):
-    shutil.copytree(runs["alone"], runs[name])
-    (runs[name] / "summary.json").unlink()
+def test_a_checkpoint_of_another_step_or_run_is_set_aside(alone, tmp_path, capsys):
+  arguments, whole = alone
+  runs = {name: tmp_path / name for name in ("renamed", "copied", "foreign")}
+  train(arguments, tmp_path / "other", "optimizer.learning_rate=0.5")
+  for run in runs.values():
+    shutil.copytree(whole, run)
+    (run / "summary.json").unlink()
   shutil.rmtree(runs["renamed"] / "checkpoints" / "12")
   (runs["renamed"] / "checkpoints" / "8").rename(runs["renamed"] / "checkpoints" / "11")
   shutil.copytree(runs["copied"] / "checkpoints" / "8", runs["copied"] / "checkpoints" / "1000")
   shutil.rmtree(runs["foreign"] / "checkpoints" / "12")
-  shutil.copytree(runs["other"] / "checkpoints" / "12", runs["foreign"] / "checkpoints" / "12")
+  shutil.copytree(tmp_path / "other" / "checkpoints" / "12", runs["foreign"] / "checkpoints" / "12")
   capsys.readouterr()
   for name, words in {
     "copied": "step 1000 is damaged: it is of step 8; moved to",
-    "foreign": "it is of another run (optimizer.learning_rate: 0.5 there, 0.01 here), for which there is train.init_from",
+    "foreign": "it is of another run (optimizer.learning_rate: 0.5 there, 0.1 here), for which there is train.init_from",
   }.items():
-    assert main(["train", *arguments, f"out={runs[name]}"]) == 0
+    train(arguments, runs[name])
     assert words in capsys.readouterr().out
-    assert curve(runs[name]) == curve(runs["alone"])
-  assert main(["train", *arguments, f"out={runs['renamed']}"]) == 4  # there is no other one
-  assert "step 11 is damaged: it is of step 8" in capsys.readouterr().err
+    assert curve(runs[name]) == curve(whole)
+  # There is no other one.
+  words = ["step 11 is damaged: it is of step 8"]
+  refused(["train", *arguments, f"out={runs['renamed']}"], words, capsys, status=4)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"steps": 3}', "3", "[1", "[" * 100_000, "\0"])
-def test_a_summary_that_is_none_is_no_end_of_a_run(tmp_path, text):
+def test_a_run_without_its_data_saves_the_steps_so_far(alone, tmp_path, monkeypatch, capsys):
+  arguments, out, good = [*alone[0], "train.checkpoint_every=100"], tmp_path / "run", Data.train
+
+  def broken(self, *rows):
+    inner = good(self, *rows)
+
+    class Iterator:
+      get_state, set_state = inner.get_state, inner.set_state
+
+      def __next__(self):
+        if inner.get_state()["next_index"] < 6:
+          return next(inner)
+        raise FileNotFoundError(2, "No such file or directory", "/data/part-7.bin")
+
+    return Iterator()
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Data, "train", broken)
+    told = [
+      "the data of step 7 cannot be read: /data/part-7.bin: No such file",
+      f"the checkpoint of step 6 is in {out}, and the same command resumes from it once the data is back",
+    ]
+    refused(["train", *arguments, f"out={out}"], told, capsys)
+  train(arguments, out)
+  assert curve(out) == curve(alone[1])
+
+
+def test_a_run_goes_on_without_tensorboard(alone, happens, tmp_path, capsys, monkeypatch):
+  from tensorboard.summary.writer.record_writer import RecordWriter
+
+  def broken(self, event):
+    raise OverflowError("timestamp too large")
+
+  happens.append(lambda: monkeypatch.setattr(RecordWriter, "write", broken))
+  train(alone[0], tmp_path / "run")
+  assert capsys.readouterr().out.count("the run goes on without TensorBoard's file: OverflowError") == 1
+  assert len(records(tmp_path / "run")) == 12
+
+
+def test_events_that_a_full_disk_refuses_are_an_error(tmp_path, monkeypatch):
+  from tensorboard.summary.writer.record_writer import RecordWriter
+
+  def full(self, event):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  events = Events(tmp_path, 0)
+  monkeypatch.setattr(RecordWriter, "write", full)
+  with pytest.raises(OSError, match="No space"):
+    events.add_scalar("loss", 1.0, 1)
+  events.close()
+
+
+@pytest.fixture
+def begun(tmp_path):
+  """The config of a run whose directory is there."""
   config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
   RunDirectory(config).close()
-  (tmp_path / "run" / "summary.json").write_text(text)
-  directory = RunDirectory(config)
-  assert directory.summary() is None
+  return config
+
+
+def test_a_directory_has_one_run_at_a_time(begun):
+  directory = RunDirectory(begun)
+  with pytest.raises(ConfigError, match="another process is running in this directory"):
+    RunDirectory(begun)
   directory.close()
-  assert "is not the summary of a run" in directory.said[0]
-  assert (tmp_path / "run" / "damaged" / "summary.json").read_text() == text
+  RunDirectory(begun).close()
 
 
-def test_a_summary_that_cannot_be_set_aside_is_an_error_of_one_line(tmp_path):
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
-  RunDirectory(config).close()
+def test_a_summary_that_is_none_is_no_end_of_a_run(begun, tmp_path):
+  moved = tmp_path / "run" / "damaged"
+  for number, text in enumerate(["[]", "{}", '{"steps": 3}', "3", "[1", "[" * 100_000, "\0"]):
+    (tmp_path / "run" / "summary.json").write_text(text)
+    directory = RunDirectory(begun)
+    assert directory.summary() is None, text[:9]
+    directory.close()
+    assert "is not the summary of a run" in directory.said[0], text[:9]
+    assert (moved / ("summary.json" + f".{number}" * bool(number))).read_text() == text
+  # One that cannot be set aside is an error of one line.
   (tmp_path / "run" / "summary.json").write_text("{}")
-  directory = RunDirectory(config)
-  (tmp_path / "run" / "damaged").write_text("no folder")
+  directory = RunDirectory(begun)
+  shutil.rmtree(moved)
+  moved.write_text("no folder")
   with pytest.raises(ConfigError, match=r"summary.json: cannot be read or moved \("):
     directory.summary()
   directory.close()
@@ -263,43 +320,13 @@ def test_a_start_that_was_over_before_it_had_a_config_leaves_a_directory_to_star
   assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "checkpoints", "tensorboard"])
-def test_an_entry_of_the_wrong_kind_is_refused(tmp_path, name, capsys):
-  arguments = [*write_tiny_gpt(tmp_path), f"out={tmp_path / 'run'}"]
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
-  RunDirectory(config).close()
-  entry = tmp_path / "run" / name
-  entry.mkdir() if "." in name else entry.write_text("x")
-  assert main(["train", *arguments]) == 2
-  assert f"{name} in it is" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_tensorboard(disturbed, tmp_path, capsys, monkeypatch):
-  happens, arguments = disturbed
-
-  def broken(self, event):
-    raise OverflowError("timestamp too large")
-
-  from tensorboard.summary.writer.record_writer import RecordWriter
-
-  happens.append(lambda: monkeypatch.setattr(RecordWriter, "write", broken))
-  assert main(["train", *arguments, f"out={tmp_path / 'run'}"]) == 0
-  assert capsys.readouterr().out.count("the run goes on without TensorBoard's file: OverflowError") == 1
-  assert len(records(tmp_path / "run")) == 12
-
-
-def test_events_that_a_full_disk_refuses_are_an_error(tmp_path, monkeypatch):
-  from tensorboard.summary.writer.record_writer import RecordWriter
-
-  def full(self, event):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-  events = Events(tmp_path, 0)
-  monkeypatch.setattr(RecordWriter, "write", full)
-  with pytest.raises(OSError, match="No space"):
-    events.add_scalar("loss", 1.0, 1)
-  events.close()
+def test_an_entry_of_the_wrong_kind_is_refused(begun, tmp_path):
+  for name in ("metrics.jsonl", "summary.json", "checkpoints", "tensorboard"):
+    entry = tmp_path / "run" / name
+    entry.mkdir() if "." in name else entry.write_text("x")
+    with pytest.raises(ConfigError, match=f"{name} in it is "):
+      RunDirectory(begun)
+    entry.rmdir() if "." in name else entry.unlink()
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -311,10 +338,3 @@ def test_a_terminal_that_hangs_up_is_an_interruption_unless_it_is_ignored(ignore
     assert interrupt.signum == (None if ignored else signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
-
-
-def test_what_differs_between_the_code_of_processes_is_named():
-  assert code_mismatch({"jax": "1"}, {"jax": "1"}, 3) is None
-  text = code_mismatch({"jax": "1", "own": "a"}, {"jax": "2", "own": "a"}, 3)
-  assert "jax: 1 in process 0, 2 in process 3" in text
-  assert "own" not in text

@@ -1,7 +1,8 @@
-"""`mpjax.train.run`: what the command does, from Python; the bar in a notebook; what `mpjax.train` shows."""
+"""`mpjax.train.run`: what the command does, from Python; what is shown; what `mpjax.train` has."""
 
 import io
 import json
+import pathlib
 import sys
 import types
 
@@ -12,44 +13,43 @@ import rich.console
 import mpjax
 from mpjax.cli import main
 from mpjax.train import ConfigError, load_config, load_plugins
-from mpjax.train._display import Display
+
+# A bar by itself, without a run.
+from mpjax.train._display import Display, summary_table
 from tests.train._own_config import PLUGIN
+from tests.train._tiny_gpt import records
 
 CONFIG = {
   "policy": "bf16",
   "model": {"kind": "own_plain"},
   "data": {"kind": "blobs", "batch_size": 16},
   "mesh": {"data": 1},
-  "train": {"steps": 4, "log_every": 1},
+  "train": {"steps": 3, "log_every": 1},
 }
 
 
 def losses(directory):
-  return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+  return [record["loss"] for record in records(directory)]
 
 
-@pytest.fixture
-def file(tmp_path):
-  path = tmp_path / "own.yaml"
-  path.write_text(json.dumps(CONFIG))
-  return path
-
-
-def test_it_does_what_the_command_does(file, tmp_path, capsys):
-  result = mpjax.train.run(file, ["train.steps=3", f"out={tmp_path / 'a'}"], plugins=[PLUGIN])
+def test_it_does_what_the_command_does(tmp_path, capsys):
+  file = tmp_path / "own.yaml"
+  file.write_text(json.dumps(CONFIG))
+  result = mpjax.train.run(file, ["train.steps=2", f"out={tmp_path / 'a'}"], plugins=[PLUGIN])
   assert "run finished" in capsys.readouterr().out
-  assert main(["train", str(file), "train.steps=3", f"out={tmp_path / 'b'}", "--plugin", PLUGIN]) == 0
+  assert main(["train", str(file), "train.steps=2", f"out={tmp_path / 'b'}", "--plugin", PLUGIN]) == 0
   assert result.directory == tmp_path / "a"
   assert losses(tmp_path / "a") == losses(tmp_path / "b")
-  assert (result.steps, result.final_loss) == (3, losses(tmp_path / "b")[-1])
+  assert (result.steps, result.final_loss) == (2, losses(tmp_path / "b")[-1])
   assert np.isfinite(result.eval_loss)
   assert result.summary == json.loads((tmp_path / "a" / "summary.json").read_text())
   assert result.export is None
-  assert repr(result).startswith(f"RunResult({tmp_path / 'a'}: 3 steps, loss ")
+  assert repr(result).startswith(f"RunResult({tmp_path / 'a'}: 2 steps, loss ")
 
 
 def test_it_takes_a_mapping_and_a_config(tmp_path):
   load_plugins([PLUGIN])
+  assert load_config(CONFIG).out == "runs/own_plain-bf16"
   quiet = rich.console.Console(quiet=True)
   tree = CONFIG | {"policy": mpjax.get_policy("fp16"), "train": {"steps": 2, "export": "safetensors"}}
   first = mpjax.train.run(tree, [f"out={tmp_path / 'a'}"], console=quiet)
@@ -59,12 +59,7 @@ def test_it_takes_a_mapping_and_a_config(tmp_path):
   assert first.export == tmp_path / "a" / "model.safetensors"
 
 
-def test_without_out_a_mapping_is_named_by_its_model(tmp_path):
-  load_plugins([PLUGIN])
-  assert load_config(CONFIG).out == "runs/own_plain-bf16"
-
-
-def test_what_is_wrong_is_raised(tmp_path):
+def test_what_is_wrong_is_raised():
   with pytest.raises(ConfigError, match="unknown key 'trian'"):
     mpjax.train.run(CONFIG | {"trian": 3}, plugins=[PLUGIN])
 
@@ -90,6 +85,21 @@ def test_a_notebook_has_a_bar_that_moves(monkeypatch):
   assert len(shown) == 3
   assert "1/10" in shown[0]
   assert "2/10" in shown[-1]
+
+
+def test_without_a_terminal_a_line_says_that_the_step_is_compiled():
+  stream = io.StringIO()
+  with Display(rich.console.Console(file=stream), steps=10, start=0, units="tokens", has_scale=True):
+    assert stream.getvalue() == "compiling the training step\n"
+
+
+def test_the_final_table_cuts_no_policy():
+  policy = str(mpjax.get_policy({"base": "fp16", "loss_scaling": {"init_scale": 1024, "growth_interval": 7}}))
+  console = rich.console.Console(width=60, file=io.StringIO())
+  summary_table(console, {"policy": policy, "steps": 3}, pathlib.Path("runs/x"))
+  lines = [line.strip("│ ").removeprefix("policy") for line in console.file.getvalue().splitlines()]
+  assert "growth_interval" in "".join(line.strip("│ ") for line in lines)
+  assert "…" not in "".join(lines)
 
 
 def test_the_module_shows_its_public_names():
