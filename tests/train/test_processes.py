@@ -9,18 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
 
-import grain
 import numpy as np
 import pytest
 
 from mpjax.cli import main
-from mpjax.train._config import DataConfig
-from mpjax.train.data import load_data
-from mpjax.train.multiprocess import _first, _start
+from mpjax.train import ConfigError
+from mpjax.train._config import DistributedConfig
+from mpjax.train._errors import Agreed
+from mpjax.train.data import data_mismatch
+from mpjax.train.monitors import config_mismatch
+
+# What only several processes do, here with stand-ins for the others.
+from mpjax.train.multiprocess import _first, _processes, _start, code_mismatch
 from tests._quick_compile import environment as quick_environment
+from tests.train import _runs
 from tests.train._own_config import PLUGIN, write_config
 from tests.train._tiny_gpt import records
 
@@ -41,15 +47,18 @@ class Group:
   def __init__(self, count, arguments, script="scripts/train.py", own=None, **environment):
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
-      coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", **quick_environment(devices=1)}
-    env |= {"PYTHONPATH": str(ROOT), **environment}
-    self.processes = []
-    for i in range(count):
-      which = ["--coordinator", coordinator, "--num-processes", str(count), "--process-id", str(i)]
-      line = [sys.executable, str(ROOT / script), *which, *arguments, *(own or {}).get(i, [])]
-      pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-      self.processes.append(subprocess.Popen(line, env=env, **pipes))
+      address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **quick_environment(devices=1)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(ROOT / script), "--coordinator", address, "--num-processes", str(count)]
+    self.processes = [
+      subprocess.Popen(
+        [*command, "--process-id", str(i), *arguments, *(own or {}).get(i, [])],
+        env=env | environment,
+        **pipes,
+      )
+      for i in range(count)
+    ]
 
   def end(self):
     """Exit statuses, what was written to stdout, and to stderr, without the lines of native code."""
@@ -93,8 +102,8 @@ def last_step(directory):
 
 
 def curve(directory):
-  keys = ("step", "loss", "loss_scale", "skipped_steps", "eval_loss")
-  return [tuple(record.get(key) for key in keys) for record in records(directory)]
+  """What does not depend on the order of a sum."""
+  return [row[:4] + row[-1:] for row in _runs.curve(directory)]
 
 
 @pytest.mark.slow
@@ -148,15 +157,9 @@ def test_two_processes_start_from_a_run_and_grow(start, tiny_gpt, tmp_path):
 def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, tiny_gpt, tmp_path):
   out = tmp_path / "run"
   # One device a process, and so a mesh of another size each time.
-  options = [
-    "policy=fp32",
-    "model.dropout=0",
-    "mesh.data=-1",
-    "optimizer.learning_rate=1e-3",
-    "train.checkpoint_every=10",
-    "train.eval_every=40",
-  ]
-  arguments = [*tiny_gpt, *options, "train.steps=120", "distributed.heartbeat_timeout_s=10", f"out={out}"]
+  options = ["policy=fp32", "model.dropout=0", "mesh.data=-1", "optimizer.learning_rate=1e-3"]
+  options += ["train.checkpoint_every=10", "train.eval_every=40", "distributed.heartbeat_timeout_s=10"]
+  arguments = [*tiny_gpt, *options, "train.steps=120", f"out={out}"]
   for count, step, killed in ((4, 25, 2), (2, 65, 0)):
     run = start(count, arguments)
     run.signal_at(step, out, signal.SIGKILL, killed)
@@ -173,9 +176,7 @@ def test_what_is_killed_is_noticed_and_any_number_of_processes_goes_on(start, ti
     for i in survivors:
       if statuses[i] == lost:
         assert re.search(rf"process {i}: error: process(es)? .* (is|are|has) (gone|stopped)", errors[i])
-        assert re.search(
-          r"the checkpoint of step \d+0 in \S+ is intact; start all processes again", errors[i]
-        )
+        assert re.search(r"step \d+0 in \S+ is intact; start all processes again", errors[i])
         # JAX's runtime logs what it meets at the coordinator's port.
         assert errors[i].count("\n") == 1 or killed == 0
   run = start(1, arguments)
@@ -196,18 +197,13 @@ def test_rows_of_one_process_that_overflow_or_are_missing_stop_all_at_the_same_s
   faults = {"FAULTS": json.dumps({"inf": [1, 3], "missing": [1, 8]})}
   statuses, _, errors = start(2, arguments, "tests/train/_faulty_train.py", **faults).end()
   assert statuses == [2, 2]
-  assert errors[1].startswith(
-    "process 1: error: the data of step 8 cannot be read: /data/part-7.bin: No such file"
-  )
+  told = "process 1: error: the data of step 8 cannot be read: /data/part-7.bin: No such file"
+  assert errors[1].startswith(told)
   assert "the same command resumes" in errors[1]
-  assert re.match(
-    "process 0: stopped while waiting for .*, since process 1 ended: the data of step 8", errors[0]
-  )
-  assert [(r["skipped_steps"], r["loss_scale"]) for r in records(out)[1:4]] == [
-    (0, 2**16),
-    (1, 2**16),
-    (1, 2**15),
-  ]
+  stopped = "process 0: stopped while waiting for .*, since process 1 ended: the data of step 8"
+  assert re.match(stopped, errors[0])
+  scales = [(r["skipped_steps"], r["loss_scale"]) for r in records(out)[1:4]]
+  assert scales == [(0, 2**16), (1, 2**16), (1, 2**15)]
   # With the data back, from the last checkpoint: replicas are what process 0 has.
   statuses, _, errors = start(2, arguments).end()
   assert statuses == [0, 0], errors
@@ -230,78 +226,99 @@ def test_a_state_that_rows_of_one_process_make_nan_is_saved_by_none(start, tmp_p
 
 
 @pytest.mark.slow
-def test_one_process_without_its_data_saves_the_steps_so_far(start, tmp_path, monkeypatch, capsys):
-  from mpjax.train.data import Data
-
-  (tmp_path / "vit.yaml").write_text(VIT)
-  good, out = Data.train, tmp_path / "run"
-
-  def gone(index):
-    raise FileNotFoundError(2, "No such file or directory", "/data/part-7.bin")
-
-  def broken(self, *rows):
-    inner = good(self, *rows)
-
-    class Iterator:
-      get_state, set_state = inner.get_state, inner.set_state
-
-      def __next__(self):
-        return next(inner) if inner.get_state()["next_index"] < 4 else gone(0)
-
-    return Iterator()
-
-  arguments = [str(tmp_path / "vit.yaml"), "policy=fp32", "mesh.data=1", "train.checkpoint_every=100"]
-  assert main(["train", *arguments, f"out={tmp_path / 'undisturbed'}"]) == 0
-  with monkeypatch.context() as patch:
-    patch.setattr(Data, "train", broken)
-    assert main(["train", *arguments, f"out={out}"]) == 2
-  error = capsys.readouterr().err
-  assert "the data of step 5 cannot be read: /data/part-7.bin" in error
-  assert f"the checkpoint of step 4 is in {out}" in error
-  assert error.count("\n") == 1
-  assert main(["train", *arguments, f"out={out}"]) == 0
-  assert curve(out) == curve(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_processes_of_different_configs_are_refused_together(start, tiny_gpt, tmp_path):
+@pytest.mark.parametrize(
+  ("script", "own", "faults", "told"),
+  [
+    # The policy is "auto", which asks for the devices: those of all processes come up together or not at all.
+    ("scripts/train.py", "seed=4", "{}", r"\(seed: 3 in process 0, 4 in process 1\)"),
+    (
+      "tests/train/_faulty_train.py",
+      "policy=auto",
+      '{"code": 1}',
+      "different code .program of the step: [0-9a-f]+ in process 0, [0-9a-f]+ in process 1",
+    ),
+  ],
+)
+def test_processes_of_different_configs_or_code_are_refused_together(
+  start, tiny_gpt, tmp_path, script, own, faults, told
+):
   out = tmp_path / "run"
-  # The policy is "auto", which asks for the devices: those of all processes come up together or not at all.
-  for own, words in (
-    ("seed=4", "(seed: 3 in process 0, 4 in process 1)"),
-    ("train.bogus=1", "process 1: unknown"),
-  ):
-    statuses, shown, errors = start(2, [*tiny_gpt, f"out={out}"], own={1: [own]}).end()
-    assert statuses == [2, 2]
-    assert words in errors[0]
-    assert errors[0].count("\n") == 1
-    assert shown[1] == errors[1] == ""
-    assert not out.exists()
-
-
-@pytest.mark.slow
-def test_processes_of_different_code_are_refused_together(start, tiny_gpt, tmp_path):
-  out = tmp_path / "run"
-  group = start(
-    2,
-    [*tiny_gpt, "mesh.data=-1", "policy=bf16", f"out={out}"],
-    "tests/train/_faulty_train.py",
-    FAULTS='{"code": 1}',
-  )
-  statuses, _, errors = group.end()
+  group = start(2, [*tiny_gpt, "mesh.data=-1", f"out={out}"], script, own={1: [own]}, FAULTS=faults)
+  statuses, shown, errors = group.end()
   assert statuses == [2, 2]
-  assert re.search(
-    "different code .program of the step: [0-9a-f]+ in process 0, [0-9a-f]+ in process 1", errors[0]
-  )
+  assert re.search(told, errors[0])
   assert errors[0].count("\n") == 1
+  assert shown[1] == errors[1] == ""
   assert not out.exists()
+
+
+def test_processes_go_on_only_if_the_work_went_well_in_all_of_them_and_they_agree(monkeypatch):
+  def failing():
+    raise ConfigError("bad")
+
+  differ = lambda first, other, process: f"{first} here, {other} in {process}" if first != other else None
+  ours = {"ok": lambda: "mine", "bad": failing}
+  monkeypatch.setattr(_processes._compat, "coordination", lambda: (object(), 0, 2, "127.0.0.1:1"))
+  for work, other, said, status in [
+    ("ok", {"told": "MINE"}, None, None),
+    ("ok", {"told": "OTHER"}, "MINE here, OTHER in 1", 2),
+    ("ok", {"problem": "full", "status": 4}, "process 1: full", 4),
+    ("bad", {"told": "MINE"}, "bad", 2),
+    ("bad", {"problem": "bad", "status": 2}, "bad", 2),
+    ("bad", {"problem": "full", "status": 4}, "bad", 2),
+  ]:
+    monkeypatch.setattr(_processes, "everyone", lambda text, timeout_s: [text, json.dumps(other)])
+    processes = _processes.Processes()
+    if said is None:
+      assert processes.agree(ours[work], str.upper, differ) == ("mine", "MINE"), other
+      continue
+    with pytest.raises(Agreed) as raised:
+      processes.agree(ours[work], str.upper, differ)
+    assert (str(raised.value), raised.value.exit_status) == (said, status), other
+
+
+def test_what_differs_between_processes_is_named():
+  assert code_mismatch({"jax": "1"}, {"jax": "1"}, 3) is None
+  text = code_mismatch({"jax": "1", "own": "a"}, {"jax": "2", "own": "a"}, 3)
+  assert "jax: 1 in process 0, 2 in process 3" in text
+  assert "own" not in text
+  assert data_mismatch("a", "a", 1) is None
+  assert data_mismatch("a", "b", 1).startswith("process 1 reads other data than process 0")
+  config = {"seed": 3, "train": {"steps": 2, "checkpoint_wait": False}, "distributed": {"a": 1}}
+  own = {"train": {"steps": 2, "checkpoint_wait": True}, "distributed": {"a": 2}}
+  assert config_mismatch(config, config | own, 1) is None
+  assert "(seed: 3 in process 0, 4 in process 1)" in config_mismatch(config, config | {"seed": 4}, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_does_not_move_ends_the_process(tmp_path, monkeypatch, capsys):
+  ended, statuses = threading.Event(), []
+
+  def exit_thread(status):
+    statuses.append(status)
+    ended.set()
+    raise SystemExit
+
+  monkeypatch.setattr(os, "_exit", exit_thread)
+  (tmp_path / "checkpoints" / "40").mkdir(parents=True)
+  with _processes.Processes(DistributedConfig(hang_timeout_s=1)) as processes:
+    processes.directory = tmp_path
+    for step in range(20):  # what moves may take longer in all
+      processes.doing(f"step {step}")
+      time.sleep(0.1)
+    assert statuses == []
+    assert ended.wait(60)
+  assert statuses == [5]
+  error = capsys.readouterr().err
+  assert "waited for step 19 for more than distributed.hang_timeout_s=1 seconds" in error
+  assert f"the checkpoint of step 40 in {tmp_path} is intact" in error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [0, 1])
 def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_path, full):
   out = tmp_path / "run"
-  settings = [f"out={out}", "train.log_every=20", "train.checkpoint_every=4", "mesh.data=1", "mesh.fsdp=2"]
+  settings = [f"out={out}", "train.log_every=20", "train.checkpoint_every=4", "mesh={data: 1, fsdp: 2}"]
   group = start(2, [*tiny_gpt, *settings], "tests/train/_faulty_train.py", FAULTS=json.dumps({"disk": full}))
   statuses, _, errors = group.end()
   assert statuses == [4, 4]
@@ -309,28 +326,6 @@ def test_one_whose_disk_fills_during_a_checkpoint_ends_all(start, tiny_gpt, tmp_
   assert "File too large" in errors[full]
   # In the one that is full, tensorstore's threads print that a loop is closed, in between too.
   assert "Traceback" not in errors[1 - full]
-
-
-@pytest.mark.slow
-def test_what_does_not_move_ends_the_process(tmp_path):
-  (tmp_path / "checkpoints" / "40").mkdir(parents=True)
-  program = """
-import pathlib, sys, time
-from mpjax.train._config import DistributedConfig
-from mpjax.train.multiprocess import Processes
-with Processes(DistributedConfig(hang_timeout_s=0.5)) as processes:
-  processes.directory = pathlib.Path(sys.argv[1])
-  for step in range(4):  # what moves may take longer in all
-    processes.doing(f"step {step}")
-    time.sleep(0.2)
-  time.sleep(60)
-"""
-  run = subprocess.run(
-    [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-  )
-  assert run.returncode == 5
-  assert "waited for step 3 for more than distributed.hang_timeout_s=0.5 seconds" in run.stderr
-  assert f"the checkpoint of step 40 in {tmp_path} is intact" in run.stderr
 
 
 def test_the_others_see_process_0_end_and_no_other_end_of_a_connection(monkeypatch):
@@ -368,36 +363,15 @@ def test_processes_that_do_not_all_come_end_in_bounded_time(start, tiny_gpt, tmp
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-  ("flags", "words"),
-  [
-    (["--coordinator", "10.0.0.1:1234"], "--num-processes and --process-id are missing"),
-    (["--num-processes", "4", "--process-id", "1"], "--coordinator is missing"),
-    (["--coordinator", "10.0.0.1", "--num-processes", "2", "--process-id", "0"], "expected HOST:PORT"),
-    (["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"], "expected ids from 0 to"),
-  ],
-)
-def test_flags_that_do_not_say_it_all_are_refused(tiny_gpt, tmp_path, capsys, flags, words):
-  assert main(["train", *tiny_gpt, *flags, f"out={tmp_path / 'run'}"]) == 2
-  error = capsys.readouterr().err
-  assert words in error
-  assert error.count("\n") == 1
-  assert not (tmp_path / "run").exists()
-
-
-SLURM = {
-  "SLURM_JOB_ID": "7",
-  "SLURM_STEP_NODELIST": "node[1-2]",
-  "SLURM_NTASKS": "8",
-  "SLURM_PROCID": "3",
-  "SLURM_LOCALID": "3",
-}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "8"}
+SLURM |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
 MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911", "OMPI_COMM_WORLD_RANK": "0"}
 
 
-@pytest.mark.parametrize(
-  ("environment", "count"),
-  [
+def test_the_environment_says_how_many_processes_there_are(monkeypatch):
+  for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "TPU_"))]:
+    monkeypatch.delenv(name)
+  for environment, count in [
     ({}, 1),
     (SLURM, 8),
     (SLURM | {"SLURM_NTASKS": "1"}, 1),
@@ -406,36 +380,8 @@ MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911", "OMPI_COMM
     (MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, 4),
     (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, 1),
     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 1),  # a pod of no indexed job
-  ],
-)
-def test_the_environment_says_how_many_processes_there_are(monkeypatch, environment, count):
-  for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "TPU_"))]:
-    monkeypatch.delenv(name)
-  for name, value in environment.items():
-    monkeypatch.setenv(name, value)
-  assert _start.processes_around() == count
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_of_rows_depends_neither_on_processes_nor_on_how_they_are_read(workers):
-  data = load_data(DataConfig(kind="digits", batch_size=8, workers=workers), seed=5)
-
-  class Rows:
-    def __len__(self):
-      return data.info.train_examples
-
-    def __getitem__(self, index):
-      return data.train_rows[int(index)]
-
-  # Rows read, then shuffled and batched: what runs of earlier releases resume in the middle of.
-  rows = grain.MapDataset.source(Rows()).seed(5).shuffle().batch(8, drop_remainder=True).repeat()
-  expected = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
-  parts = [data.train(), data.train(slice(0, 4)), data.train(slice(4, 8)), data.train(np.array([0, 5]))]
-  for _ in range(data.info.train_examples // 8 + 3):  # into the next epoch
-    whole, first, second, some = (next(part)["images"] for part in parts)
-    np.testing.assert_array_equal(whole, next(expected)["images"])
-    np.testing.assert_array_equal(whole, np.concatenate([first, second]))
-    np.testing.assert_array_equal(whole[[0, 5]], some)
-  assert all(part.get_state() == expected.get_state() for part in parts)
-  for whole, half in zip(data.eval(), data.eval(slice(4, 8)), strict=True):
-    np.testing.assert_array_equal(whole["labels"][4:], half["labels"])
+  ]:
+    with monkeypatch.context() as patch:
+      for name, value in environment.items():
+        patch.setenv(name, value)
+      assert _start.processes_around() == count, environment
