@@ -1,5 +1,6 @@
 """Datasets: what is read, how it is split, the order of batches, exact resume, and bad data."""
 
+import collections
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mpjax.train.data import DataError, _text
 from tests.train._datasets import IMAGES, LABELS, letters, load, spec
+from tests.train._runs import raises_one_line
 
 
 def take(iterator, count):
@@ -31,47 +33,32 @@ def corpus(tmp_path):
   return tmp_path / "corpus"
 
 
-def test_text_is_split_by_file(corpus):
-  data = load("text", path=str(corpus))
+def split_letters(path):
+  """The letters to train on and those held out, none of which is among both."""
+  data = load("text", path=path, seq_len=2)
   train, held_out = letters(data, "train"), letters(data, "eval")
-  assert train.isdisjoint(held_out)
-  assert len(held_out) == 5
-  assert train | held_out <= set(range(65, 85))
-  assert data.info.vocab_size == 256
+  assert train.isdisjoint(held_out), path
+  return train, held_out
 
 
-@pytest.mark.parametrize("how", ["folder", "glob", "list"])
-def test_files_are_named_by_folder_glob_or_list(corpus, how):
-  path = {
-    "folder": str(corpus),
-    "glob": f"{corpus}/**/*.txt",
-    "list": [str(corpus / f"part{i}") for i in range(3)],
-  }[how]
-  data = load("text", path=path)
-  assert len(letters(data, "train") | letters(data, "eval")) >= 18
-
-
-@pytest.mark.parametrize(
-  "paths",
-  [
-    ["{corpus}", "{corpus}"],
-    ["{corpus}", "{corpus}/**/*.txt"],
-    ["{corpus}", "{corpus}/part0/../part1"],
-    ["{corpus}/part0/0.txt", "{corpus}"],
-  ],
-)
-def test_a_file_that_several_paths_lead_to_is_in_one_split(corpus, paths):
-  data = load("text", path=[path.format(corpus=corpus) for path in paths], seq_len=2)
-  train, held_out = letters(data, "train"), letters(data, "eval")
-  assert train.isdisjoint(held_out)
-  assert train | held_out == set(range(65, 85))
-
-
-def test_a_link_to_a_file_is_the_file(corpus):
-  for i in range(20):
+def test_text_is_split_by_file_whatever_paths_lead_to_it(corpus):
+  parts = [str(corpus / f"part{i}") for i in range(3)]
+  for path in [
+    str(corpus),
+    f"{corpus}/**/*.txt",
+    parts,
+    [str(corpus), str(corpus)],
+    [str(corpus), f"{corpus}/**/*.txt"],
+    [str(corpus), f"{corpus}/part0/../part1"],
+    [f"{corpus}/part0/0.txt", str(corpus)],
+  ]:
+    train, held_out = split_letters(path)
+    assert train | held_out == set(range(65, 85)), path
+    assert len(held_out) == 5, path
+  for i in range(20):  # a link to a file is the file
     (corpus / f"link{i}.txt").symlink_to(corpus / f"part{i % 3}" / f"{i}.txt")
-  data = load("text", path=str(corpus), seq_len=2)
-  assert letters(data, "train").isdisjoint(letters(data, "eval"))
+  split_letters(str(corpus))
+  assert load("text", path=str(corpus)).info.vocab_size == 256
 
 
 def test_a_binary_file_is_read_where_it_is_named(corpus):
@@ -158,16 +145,15 @@ def test_the_standard_library_is_there_without_a_download():
 
 def test_an_epoch_has_every_row_once_and_the_next_another_order(corpus):
   data = load("text", path=str(corpus), batch_size=4)
-  per_epoch = data.info.train_examples // 4
-  batches = [b["tokens"].tobytes() for b in take(data.train(), 2 * per_epoch)]
-  first, second = batches[:per_epoch], batches[per_epoch:]
-  assert first != second
-  rows = sorted(b["tokens"][i].tobytes() for b in take(data.train(), per_epoch) for i in range(4))
-  every = sorted(data.train_rows[i]["tokens"].tobytes() for i in range(data.info.train_examples))
-  missing = list(every)
-  for row in rows:
-    missing.remove(row)
-  assert len(missing) == data.info.train_examples % 4
+  per_epoch, rest = divmod(data.info.train_examples, 4)
+  batches = [b["tokens"] for b in take(data.train(), 2 * per_epoch)]
+  first, second = np.concatenate(batches[:per_epoch]), np.concatenate(batches[per_epoch:])
+  assert (first != second).any()
+  count = lambda rows: collections.Counter(row.tobytes() for row in rows)
+  every = count(data.train_rows[i]["tokens"] for i in range(data.info.train_examples))
+  for epoch in (first, second):
+    assert (every - count(epoch)).total() == rest
+    assert count(epoch) <= every
 
 
 def test_the_seed_changes_the_order_and_not_the_split(corpus):
@@ -179,83 +165,63 @@ def test_the_seed_changes_the_order_and_not_the_split(corpus):
   assert one.info == other.info
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("consumed", [0, 1, 7, 40])
+@pytest.mark.parametrize(("consumed", "workers"), [(0, 0), (7, 0), (1, 2), (40, 2)])
 def test_an_iterator_continues_from_its_state(corpus, consumed, workers):
-  spec = {"path": str(corpus), "workers": workers}
-  whole = load("text", **spec).train()
+  options = {"path": str(corpus), "workers": workers}
+  whole = load("text", **options).train()
   take(whole, consumed)
   state = json.loads(json.dumps(whole.get_state()))
-  expected = take(whole, 30)
-  resumed = load("text", **spec).train()
+  resumed = load("text", **options).train()
   resumed.set_state(state)
-  for a, b in zip(expected, take(resumed, 30), strict=True):
-    np.testing.assert_array_equal(a["tokens"], b["tokens"])
+  np.testing.assert_equal(take(resumed, 30), take(whole, 30))
 
 
 @pytest.mark.slow
-def test_an_iterator_continues_in_another_process(corpus):
-  iterator = load("text", path=str(corpus)).train()
-  take(iterator, 9)
-  state = json.dumps(iterator.get_state())
+def test_an_iterator_continues_in_another_process_whose_data_has_the_same_fingerprint(corpus):
+  data = load("text", path=str(corpus))
+  iterator = data.train()
   code = f"""
 import json
 from mpjax.train.data import DataConfig, load_data
-spec = DataConfig(**{spec("text", path=str(corpus)).model_dump()!r})
-iterator = load_data(spec, seed=0).train()
-iterator.set_state(json.loads({state!r}))
-print(json.dumps([next(iterator)["tokens"].tolist() for _ in range(12)]))
+data = load_data(DataConfig(**{spec("text", path=str(corpus)).model_dump()!r}), seed=0)
+iterator = data.train()
+iterator.set_state(json.loads({json.dumps(iterator.get_state())!r}))
+print(json.dumps([data.info.fingerprint, *(next(iterator)["tokens"].tolist() for _ in range(12))]))
 """
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-  assert json.loads(out) == [batch["tokens"].tolist() for batch in take(iterator, 12)]
+  assert json.loads(out) == [data.info.fingerprint, *(b["tokens"].tolist() for b in take(iterator, 12))]
 
 
 def test_the_order_and_the_state_do_not_depend_on_the_number_of_threads(corpus):
   one, other = (load("text", path=str(corpus), workers=workers).train() for workers in (0, 3))
-  for a, b in zip(take(one, 25), take(other, 25), strict=True):
-    np.testing.assert_array_equal(a["tokens"], b["tokens"])
+  np.testing.assert_equal(take(one, 25), take(other, 25))
   assert one.get_state() == other.get_state()
 
 
-@pytest.mark.parametrize("eval_batches", [None, 1, 3, 1000])
-def test_evaluation_is_the_first_whole_batches_at_every_call(corpus, eval_batches):
-  data = load("text", path=str(corpus), batch_size=5, eval_batches=eval_batches)
-  whole = data.info.eval_examples // 5
-  first, second = list(data.eval()), list(data.eval())
-  assert len(first) == len(second) == min(whole, eval_batches or whole)
-  for i, (a, b) in enumerate(zip(first, second, strict=True)):
-    expected = np.stack([data.eval_rows[5 * i + j]["tokens"] for j in range(5)])
-    np.testing.assert_array_equal(a["tokens"], expected)
-    np.testing.assert_array_equal(b["tokens"], expected)
+def test_evaluation_is_the_first_whole_batches_at_every_call(corpus):
+  for eval_batches in (None, 1, 3, 1000):
+    data = load("text", path=str(corpus), batch_size=5, eval_batches=eval_batches)
+    whole = data.info.eval_examples // 5
+    first, second = list(data.eval()), list(data.eval())
+    assert len(first) == min(whole, eval_batches or whole)
+    np.testing.assert_equal(first, second)
+    for i, batch in enumerate(first):
+      expected = np.stack([data.eval_rows[5 * i + j]["tokens"] for j in range(5)])
+      np.testing.assert_array_equal(batch["tokens"], expected)
 
 
-@pytest.mark.parametrize("paths", [["part0", "part1"], ["part0/*.txt", "part2/*"], ["part1", "part0/0.txt"]])
-def test_the_split_of_a_list_does_not_depend_on_the_place(corpus, tmp_path, paths):
-  before = load("text", path=[f"{corpus}/{path}" for path in paths])
-  corpus.rename(tmp_path / "elsewhere")
-  after = load("text", path=[f"{tmp_path}/elsewhere/{path}" for path in paths])
-  assert after.info.fingerprint == before.info.fingerprint
-  assert letters(after, "eval") == letters(before, "eval")
-
-
-def test_the_fingerprint_follows_the_content_and_not_the_place(corpus, tmp_path):
-  before = load("text", path=str(corpus)).info.fingerprint
-  assert load("text", path=str(corpus), seq_len=9).info.fingerprint != before
-  corpus.rename(tmp_path / "elsewhere")
-  assert load("text", path=str(tmp_path / "elsewhere")).info.fingerprint == before
-  file = tmp_path / "elsewhere" / "part0" / "0.txt"
+def test_split_and_fingerprint_follow_the_content_and_not_the_place(corpus, tmp_path):
+  lists = [["part0", "part1"], ["part0/*.txt", "part2/*"], ["part1", "part0/0.txt"], [""]]
+  loaded = lambda root: [load("text", path=[f"{root}/{path}" for path in paths]) for paths in lists]
+  before = loaded(corpus)
+  assert load("text", path=[f"{corpus}/"], seq_len=9).info.fingerprint != before[-1].info.fingerprint
+  elsewhere = corpus.rename(tmp_path / "elsewhere")
+  for paths, old, new in zip(lists, before, loaded(elsewhere), strict=True):
+    assert new.info.fingerprint == old.info.fingerprint, paths
+    assert letters(new, "eval") == letters(old, "eval"), paths
+  file = elsewhere / "part0" / "0.txt"
   file.write_bytes(b"B" + file.read_bytes()[1:])
-  assert load("text", path=str(tmp_path / "elsewhere")).info.fingerprint != before
-
-
-@pytest.mark.slow
-def test_the_fingerprint_is_the_same_in_another_process(corpus):
-  code = f"""
-from mpjax.train.data import DataConfig, load_data
-print(load_data(DataConfig(**{spec("text", path=str(corpus)).model_dump()!r}), seed=0).info.fingerprint)
-"""
-  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-  assert out.strip() == load("text", path=str(corpus)).info.fingerprint
+  assert loaded(elsewhere)[-1].info.fingerprint != before[-1].info.fingerprint
 
 
 def test_digits_are_standardised_and_split_the_same_way_always():
@@ -277,15 +243,15 @@ def save(tmp_path, **arrays):
   return str(path)
 
 
-@pytest.mark.parametrize("channels", [None, 1, 3])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+@pytest.mark.parametrize(("channels", "dtype"), [(None, np.uint8), (1, np.float32), (3, np.float64)])
 def test_arrays_of_the_users_own(tmp_path, channels, dtype):
   images = IMAGES if channels is None else np.repeat(IMAGES[..., None], channels, -1)
   data = load("npz", path=save(tmp_path, images=images.astype(dtype), labels=LABELS))
   assert data.info.image_shape == (6, 6, channels or 1)
   assert data.info.num_classes == 3
   assert (data.info.train_examples, data.info.eval_examples) == (30, 10)
-  assert next(data.train())["images"].shape == (4, 6, 6, channels or 1)
+  batch = next(data.train())["images"]
+  assert (batch.shape, batch.dtype) == ((4, 6, 6, channels or 1), np.float32)
 
 
 def test_arrays_with_an_evaluation_split_of_their_own(tmp_path):
@@ -300,57 +266,43 @@ def with_value(value, index=(3, 2, 1)):
   return images
 
 
-@pytest.mark.parametrize(
-  ("arrays", "words"),
-  [
-    ({"images": with_value(np.nan), "labels": LABELS}, ["images", "1 values", "[3, 2, 1]"]),
-    ({"images": with_value(np.inf), "labels": LABELS}, ["images", "infinite"]),
-    ({"images": with_value(1e300), "labels": LABELS}, ["images", "infinite"]),  # not in float32
-    ({"images": IMAGES}, ["'labels'", "images"]),
-    ({"pictures": IMAGES, "labels": LABELS}, ["'images'", "pictures"]),
-    ({"images": IMAGES[0], "labels": LABELS}, ["[6, 6]", "[N, H, W]"]),
-    ({"images": IMAGES, "labels": LABELS[:7]}, ["40", "7"]),
-    ({"images": IMAGES, "labels": LABELS.astype(float)}, ["labels", "float64", "integers"]),
-    ({"images": IMAGES, "labels": LABELS - 1}, ["negative", "first at 0"]),
-    ({"images": IMAGES, "labels": LABELS, "eval_images": IMAGES}, ["'eval_labels'"]),
-    (
-      {"images": IMAGES, "labels": LABELS, "eval_images": IMAGES[:, :5], "eval_labels": LABELS},
-      ["eval_images", "(5, 6)", "(6, 6)"],
-    ),
-    ({"images": np.asarray(["a"] * 40), "labels": LABELS}, ["images", "[40]"]),
-    (
-      {"images": IMAGES, "labels": LABELS, "eval_images": IMAGES / 255, "eval_labels": LABELS},
-      ["eval_images are float32", "images uint8"],
-    ),
-    ({"images": IMAGES[:, :0], "labels": LABELS}, ["images", "[40, 0, 6]", "[N, H, W]"]),
-    ({"images": IMAGES, "labels": np.where(LABELS == 1, 2**40, LABELS)}, [f"labels[1]={2**40}", "int32"]),
-    (
-      {"images": IMAGES, "labels": np.where(LABELS == 1, 50_000_000, LABELS)},
-      ["labels[1]=50000000", "data.num_classes"],
-    ),
-    ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 training"]),
-  ],
-)
-def test_unfit_arrays_are_named(tmp_path, arrays, words):
-  with pytest.raises(DataError) as error:
-    load("npz", path=save(tmp_path, **arrays))
-  assert all(word in str(error.value) for word in words), error.value
+BOTH = {"images": IMAGES, "labels": LABELS}
+UNFIT = [
+  ({"images": with_value(np.nan), "labels": LABELS}, ["images", "1 values", "[3, 2, 1]"]),
+  ({"images": with_value(np.inf), "labels": LABELS}, ["images", "infinite"]),
+  ({"images": with_value(1e300), "labels": LABELS}, ["images", "infinite"]),  # not in float32
+  ({"images": IMAGES}, ["'labels'", "images"]),
+  ({"pictures": IMAGES, "labels": LABELS}, ["'images'", "pictures"]),
+  (BOTH | {"images": IMAGES[0]}, ["[6, 6]", "[N, H, W]"]),
+  (BOTH | {"labels": LABELS[:7]}, ["40", "7"]),
+  (BOTH | {"labels": LABELS.astype(float)}, ["labels", "float64", "integers"]),
+  (BOTH | {"labels": LABELS - 1}, ["negative", "first at 0"]),
+  (BOTH | {"eval_images": IMAGES}, ["'eval_labels'"]),
+  (BOTH | {"eval_images": IMAGES[:, :5], "eval_labels": LABELS}, ["eval_images", "(5, 6)", "(6, 6)"]),
+  (BOTH | {"images": np.asarray(["a"] * 40)}, ["images", "[40]"]),
+  (BOTH | {"eval_images": IMAGES / 255, "eval_labels": LABELS}, ["eval_images are float32", "images uint8"]),
+  (BOTH | {"images": IMAGES[:, :0]}, ["images", "[40, 0, 6]", "[N, H, W]"]),
+  (BOTH | {"labels": np.where(LABELS == 1, 2**40, LABELS)}, [f"labels[1]={2**40}", "int32"]),
+  (BOTH | {"labels": np.where(LABELS == 1, 50_000_000, LABELS)}, ["labels[1]=50000000", "data.num_classes"]),
+  ({"images": IMAGES[:0], "labels": LABELS[:0]}, ["0 training"]),
+]
+
+
+def test_unfit_arrays_are_named(tmp_path):
+  for arrays, words in UNFIT:
+    raises_one_line(DataError, words, load, "npz", path=save(tmp_path, **arrays))
 
 
 def test_labels_are_below_the_number_of_classes_that_is_given(tmp_path):
   path = save(tmp_path, images=IMAGES, labels=LABELS)
-  most = int(LABELS.max())
   assert load("npz", path=path, num_classes=5000).info.num_classes == 5000
-  assert load("npz", path=path).info.num_classes == most + 1
-  with pytest.raises(DataError, match=rf"labels\[\d+\]={most}: .*num_classes={most}"):
-    load("npz", path=path, num_classes=most)
-
-
-def test_a_few_images_held_out_may_be_of_many_classes(tmp_path):
-  many = 2000
-  arrays = {"images": np.zeros((many, 2, 2), np.float32), "labels": np.arange(many)}
+  assert load("npz", path=path).info.num_classes == 3
+  words = ["labels[2]=2: ", "num_classes=2"]
+  raises_one_line(DataError, words, load, "npz", path=path, num_classes=2)
+  # A few images held out may be of many classes.
+  arrays = {"images": np.zeros((2000, 2, 2), np.float32), "labels": np.arange(2000)}
   arrays |= {"eval_images": arrays["images"][-4:], "eval_labels": arrays["labels"][-4:]}
-  assert load("npz", path=save(tmp_path, **arrays)).info.num_classes == many
+  assert load("npz", path=save(tmp_path, **arrays)).info.num_classes == 2000
 
 
 @pytest.mark.parametrize("at", ["walk", "is_file"])
@@ -374,32 +326,28 @@ def test_a_folder_that_cannot_be_entered_is_named(corpus, at, monkeypatch):
     load("text", path=str(corpus))
 
 
-@pytest.mark.parametrize(
-  ("kind", "options", "words"),
-  [
-    ("text", {}, ["data.path", "missing"]),
-    ("text", {"path": []}, ["data.path", "missing"]),
-    ("text", {"path": ""}, ["data.path", "missing"]),
-    ("text", {"path": "CORPUS/../blank.txt"}, ["blank.txt", "no text files"]),
-    ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
-    ("text", {"path": "/no/such/*.txt"}, ["/no/such/*.txt"]),
-    ("text", {"path": "EMPTY"}, ["no text files"]),
-    ("text", {"path": "CORPUS", "seq_len": 10_000}, ["seq_len=10000", "bytes"]),
-    ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
-    ("npz", {}, ["data.path"]),
-    ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
-    ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz", "has Python objects"]),
-    ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),
-  ],
-)
-def test_what_cannot_be_read_is_named(corpus, tmp_path, kind, options, words, monkeypatch):
+UNREADABLE = [
+  ("text", {}, ["data.path", "missing"]),
+  ("text", {"path": []}, ["data.path", "missing"]),
+  ("text", {"path": ""}, ["data.path", "missing"]),
+  ("text", {"path": "CORPUS/../blank.txt"}, ["blank.txt", "no text files"]),
+  ("text", {"path": "/no/such/file"}, ["/no/such/file"]),
+  ("text", {"path": "/no/such/*.txt"}, ["/no/such/*.txt"]),
+  ("text", {"path": "CORPUS/../empty"}, ["no text files"]),
+  ("text", {"path": "CORPUS", "seq_len": 10_000}, ["seq_len=10000", "bytes"]),
+  ("text", {"path": "CORPUS", "batch_size": 10_000}, ["batch_size=10000", "rows"]),
+  ("npz", {}, ["data.path"]),
+  ("npz", {"path": "/no/such.npz"}, ["/no/such.npz"]),
+  ("npz", {"path": "CORPUS/part0/0.txt"}, ["not a readable .npz", "has Python objects"]),
+  ("huggingface", {"path": "x", "text_column": "t"}, ["pip install datasets"]),
+]
+
+
+def test_what_cannot_be_read_is_named(corpus, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "datasets", None)
   (tmp_path / "empty").mkdir()
   (tmp_path / "blank.txt").touch()
-  if isinstance(options.get("path"), str):
-    path = options["path"].replace("CORPUS", str(corpus)).replace("EMPTY", str(tmp_path / "empty"))
-    options = options | {"path": path}
-  with pytest.raises(DataError) as error:
-    load(kind, **options)
-  assert "\n" not in str(error.value)
-  assert all(word in str(error.value) for word in words), error.value
+  for kind, options, words in UNREADABLE:
+    if isinstance(options.get("path"), str):
+      options = options | {"path": options["path"].replace("CORPUS", str(corpus))}
+    raises_one_line(DataError, words, load, kind, **options)

@@ -9,13 +9,15 @@ import pytest
 import yaml
 
 from mpjax.train import ConfigError, parse_config, register_model
+
+# What a registered name leads to.
 from mpjax.train._kinds import MODELS
+from tests.train._runs import raises_one_line
 
 REST = {"data": {"kind": "digits"}}
 Odd = Annotated[int, pydantic.Field(gt=0, multiple_of=2)]
 
 
-@register_model("with_options")
 def with_options(
   info,
   *,
@@ -41,13 +43,17 @@ def with_options(
   """Some names are those of attributes of pydantic's models."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _with_options(_kinds):
+  register_model("with_options")(with_options)
+
+
 def options(**given):
   return parse_config({"model": {"kind": "with_options", "count": 1, **given}, **REST}).model.options
 
 
-@pytest.mark.parametrize(
-  ("key", "value", "expected"),
-  [
+def test_a_value_that_fits_is_taken_and_reads_back():
+  for key, value, expected in [
     ("count", 3, 3),
     ("rate", 1, 1.0),
     ("choice", 3, 3),
@@ -64,19 +70,15 @@ def options(**given):
     ("free", {"any": ["thing"]}, {"any": ["thing"]}),
     ("copy", 2, 2),
     ("model_config", 2, 2),
-  ],
-)
-def test_a_value_that_fits_is_taken_and_reads_back(key, value, expected):
-  found = options(**{key: value})
-  assert found[key] == expected
-  assert type(found[key]) is type(expected)
-  config = parse_config({"model": {"kind": "with_options", "count": 1, key: value}, **REST})
-  assert parse_config(yaml.safe_load(config.to_yaml())).model == config.model
+  ]:
+    found = options(**{key: value})[key]
+    assert (found, type(found)) == (expected, type(expected)), key
+    config = parse_config({"model": {"kind": "with_options", "count": 1, key: value}, **REST})
+    assert parse_config(yaml.safe_load(config.to_yaml())).model == config.model, key
 
 
-@pytest.mark.parametrize(
-  ("key", "value", "words"),
-  [
+def test_a_value_that_does_not_is_one_line():
+  for key, value, words in [
     ("count", 1.5, "model.count=1.5: expected an integer"),
     ("count", True, "model.count=True: expected a number, not True"),
     ("rate", float("nan"), "model.rate=nan: expected a finite number"),
@@ -90,13 +92,8 @@ def test_a_value_that_fits_is_taken_and_reads_back(key, value, expected):
     ("even", 3, "model.even=3: expected a multiple of 2"),
     ("even", -2, "model.even=-2: expected a number greater than 0"),
     ("other", 1, "unknown key 'model.other' of model.kind=with_options: expected one of count, rate"),
-  ],
-)
-def test_a_value_that_does_not_is_one_line(key, value, words):
-  with pytest.raises(ConfigError) as error:
-    options(**{key: value})
-  assert words in str(error.value)
-  assert "\n" not in str(error.value)
+  ]:
+    raises_one_line(ConfigError, [words], options, **{key: value})
 
 
 def test_a_key_without_a_default_has_to_be_given():
@@ -118,7 +115,7 @@ def test_a_section_has_no_key_of_another_kind():
     parse_config(changed)
 
 
-@pytest.mark.parametrize("fun", [3, dataclasses.make_dataclass("C", ["x"])])
-def test_a_kind_is_a_function(fun):
-  with pytest.raises(TypeError, match="expected a function"):
-    register_model("no_function")(fun)
+def test_a_kind_is_a_function():
+  for fun in (3, dataclasses.make_dataclass("C", ["x"])):
+    with pytest.raises(TypeError, match="expected a function"):
+      register_model("no_function")(fun)

@@ -9,6 +9,7 @@ import pytest
 import mpjax
 from mpjax.train import DataError
 from mpjax.train.data import DataConfig, load_data
+from tests.train._runs import raises_one_line
 
 
 class Rows:
@@ -31,15 +32,19 @@ def load(function, *, seed=0, **common):
 def test_rows_are_shuffled_batched_divided_and_resumed(workers):
   data = load(lambda: (Rows(50), Rows(20)), seed=3, workers=workers)
   expected = grain.MapDataset.range(50).seed(3).shuffle().batch(8, drop_remainder=True).repeat()
-  whole, first, second = data.train(), data.train(slice(0, 4)), data.train(slice(4, 8))
+  parts = [data.train(), *map(data.train, (slice(0, 4), slice(4, 8), np.array([0, 5])))]
+  whole = parts[0]
   for i in range(9):  # into the next epoch
-    batch = next(whole)["n"]
+    batch, first, second, some = (next(part)["n"] for part in parts)
     np.testing.assert_array_equal(batch, expected[i])
-    np.testing.assert_array_equal(batch, np.concatenate([next(first)["n"], next(second)["n"]]))
+    np.testing.assert_array_equal(batch, np.concatenate([first, second]))
+    np.testing.assert_array_equal(batch[[0, 5]], some)
+  assert all(part.get_state() == whole.get_state() for part in parts)
   resumed = data.train()
   resumed.set_state(whole.get_state())
   np.testing.assert_array_equal(next(resumed)["n"], next(whole)["n"])
   assert [batch["n"].tolist() for batch in data.eval()] == [list(range(8)), list(range(8, 16))]
+  assert [batch["n"].tolist() for batch in data.eval(slice(4, 8))] == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
 def test_rows_come_in_dtypes_that_jax_has():
@@ -52,13 +57,13 @@ def test_rows_come_in_dtypes_that_jax_has():
   assert shapes["x"].shape == (8, 2)
 
 
-@pytest.mark.parametrize("make", [dict, lambda **facts: types.SimpleNamespace(**facts)])
-def test_what_data_says_of_itself_reaches_the_model(make):
-  facts = make(classes=np.int64(3), shape=(2, 3), name="x", description="seven rows", fingerprint="abc")
-  info = load(lambda: (Rows(8), Rows(8), facts)).info
-  assert (info.classes, info["classes"], info.shape, info.name) == (3, 3, (2, 3), "x")
-  assert (info.description, info.fingerprint) == ("seven rows", "abc")
-  assert getattr(info, "colour", None) is None
+def test_what_data_says_of_itself_reaches_the_model():
+  for make in (dict, lambda **facts: types.SimpleNamespace(**facts)):
+    facts = make(classes=np.int64(3), shape=(2, 3), name="x", description="seven rows", fingerprint="abc")
+    info = load(lambda: (Rows(8), Rows(8), facts)).info
+    assert (info.classes, info["classes"], info.shape, info.name) == (3, 3, (2, 3), "x")
+    assert (info.description, info.fingerprint) == ("seven rows", "abc")
+    assert getattr(info, "colour", None) is None
 
 
 def test_the_fingerprint_follows_the_rows():
@@ -90,35 +95,29 @@ def fails():
   raise FileNotFoundError(2, "No such file", "tokens.bin")
 
 
-@pytest.mark.parametrize(
-  ("function", "words"),
-  [
-    (lambda: Rows(8), ["a Rows", "(train_rows, eval_rows)"]),
-    (lambda: (Rows(8), None), ["evaluation rows are a NoneType", "len(rows)"]),
-    (lambda: (iter([]), Rows(8)), ["training rows", "rows[i]"]),
-    (lambda: (Rows(8), Rows(3)), ["data.batch_size=8", "evaluation split has 3 rows"]),
-    (lambda: (Rows(8), [3] * 8), ["row 0 of the evaluation rows is a int", "dict"]),
-    (lambda: (Rows(8, s=["a"] * 8), Rows(8)), ["'s' of the training rows", "expected numbers"]),
-    (lambda: (Rows(8), Rows(8, x=np.zeros(8))), ["evaluation rows hold", "expected the same"]),
-    (
-      lambda: (Noise(8), Noise(8)),
-      ["row 0 of the training rows is not the same twice", "default_rng(index)"],
-    ),
-    (
-      lambda: (Rows(8, x=[np.zeros(1 + i) for i in range(8)]), Rows(8, x=np.zeros((8, 1)))),
-      ["row 1 of the training rows holds", "(2,)", "row 0", "alike"],
-    ),
-    (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
-    (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
-    (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),
-    (fails, ["tokens.bin: No such file"]),
-  ],
-)
-def test_what_is_no_data_is_one_line(function, words):
-  with pytest.raises(DataError) as error:
-    load(function)
-  assert "\n" not in str(error.value)
-  assert all(word in str(error.value) for word in words), error.value
+NO_DATA = [
+  (lambda: Rows(8), ["a Rows", "(train_rows, eval_rows)"]),
+  (lambda: (Rows(8), None), ["evaluation rows are a NoneType", "len(rows)"]),
+  (lambda: (iter([]), Rows(8)), ["training rows", "rows[i]"]),
+  (lambda: (Rows(8), Rows(3)), ["data.batch_size=8", "evaluation split has 3 rows"]),
+  (lambda: (Rows(8), [3] * 8), ["row 0 of the evaluation rows is a int", "dict"]),
+  (lambda: (Rows(8, s=["a"] * 8), Rows(8)), ["'s' of the training rows", "expected numbers"]),
+  (lambda: (Rows(8), Rows(8, x=np.zeros(8))), ["evaluation rows hold", "expected the same"]),
+  (lambda: (Noise(8), Noise(8)), ["row 0 of the training rows is not the same twice", "default_rng(index)"]),
+  (
+    lambda: (Rows(8, x=[np.zeros(1 + i) for i in range(8)]), Rows(8, x=np.zeros((8, 1)))),
+    ["row 1 of the training rows holds", "(2,)", "row 0", "alike"],
+  ),
+  (lambda: (Broken(8), Rows(8)), ["row 0 of the training rows cannot be read", "KeyError: 'no row'"]),
+  (lambda: (Rows(8), Rows(8), 3), ["info is a int", "num_classes"]),
+  (lambda: (Rows(8), Rows(8), {"f": max}), ["info=", "expected numbers, text"]),
+  (fails, ["tokens.bin: No such file"]),
+]
+
+
+def test_what_is_no_data_is_one_line():
+  for function, words in NO_DATA:
+    raises_one_line(DataError, words, load, function)
 
 
 def test_a_row_unlike_the_others_is_named_when_it_is_read():

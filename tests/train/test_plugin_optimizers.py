@@ -5,8 +5,10 @@ import yaml
 
 from mpjax.cli import main
 from mpjax.train import load_safetensors
+
+# What is registered is to be forgotten.
 from mpjax.train._kinds import TARGETS
-from tests.train._tiny_gpt import records, write_tiny_gpt
+from tests.train._runs import curve, refused, train, write_line
 
 PLUGIN = """
 import optax
@@ -31,64 +33,55 @@ def plugin(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def tiny(tmp_path):
-  (tmp_path / "tiny").mkdir()
-  return [*write_tiny_gpt(tmp_path / "tiny"), "model.dropout=0", "train.checkpoint_every=5"]
+def line(tmp_path):
+  (tmp_path / "line").mkdir()
+  return write_line(tmp_path / "line")
 
 
-@pytest.mark.slow
-def test_it_trains_resumes_and_is_exported(plugin, tiny, tmp_path, capsys, monkeypatch):
-  chosen = ["optimizer.target=signed", "optimizer.options.decay=0.01", "optimizer.learning_rate=1e-3"]
-  steps = "optimizer.schedule_steps=20"
-  assert main(["train", *tiny, *plugin, *chosen, steps, f"out={tmp_path / 'whole'}"]) == 0
-  assert "signed, learning rate 0.001, warm-up" in capsys.readouterr().out
+def test_it_trains_resumes_and_is_exported(plugin, line, tmp_path, capsys, monkeypatch):
+  chosen = ["optimizer.target=signed", "optimizer.options.decay=0.01", "optimizer.schedule_steps=20"]
+  command = [*line, *plugin, *chosen]
+  lines = train(command, tmp_path / "whole")
+  assert "signed, learning rate 0.1, warm-up" in capsys.readouterr().out
   for count in (10, 20):
-    out = [f"train.steps={count}", f"out={tmp_path / 'parts'}"]
-    assert main(["train", *tiny, *plugin, *chosen, steps, *out]) == 0
-  whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
-  for key in ("loss", "learning_rate", "grad_norm"):
-    assert [line[key] for line in whole] == [line[key] for line in parts]
-  assert whole[-1]["loss"] < whole[0]["loss"]
+    train(command, tmp_path / "parts", f"train.steps={count}")
+  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  assert lines[-1]["loss"] < lines[0]["loss"]
   written = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())["optimizer"]
   assert (written["name"], written["target"]) == (None, "signed")
   assert written["options"] == {"momentum": 0.9, "decay": 0.01}
   assert main(["export", str(tmp_path / "whole"), *plugin]) == 0
   monkeypatch.setattr(TARGETS, "_kinds", {})
-  assert load_safetensors(tmp_path / "whole" / "model.safetensors").config.model.kind == "gpt"
-  assert main(["export", str(tmp_path / "whole")]) == 2
-  assert "--plugin" in capsys.readouterr().err
+  assert load_safetensors(tmp_path / "whole" / "model.safetensors").config.model.kind == "line"
+  refused(["export", str(tmp_path / "whole")], ["--plugin"], capsys)
 
 
-@pytest.mark.parametrize(
-  ("options", "words"),
-  [
-    (["optimizer.target=singed"], ["optimizer.target 'singed'", "did you mean 'signed'", "--plugin"]),
-    (["optimizer.target=signed"], ["missing key 'optimizer.options.decay'", "optimizer.target=signed needs"]),
-    (
-      ["optimizer.target=signed", "optimizer.options={decay: 1, momentun: 1}"],
-      ["unknown key 'optimizer.options.momentun'", "did you mean 'momentum'"],
-    ),
-    (["optimizer.target=signed", "optimizer.options.decay=much"], ["optimizer.options.decay='much'"]),
-    (["optimizer.target=nothing"], ["returned a int", "optax transform"]),
-    (["optimizer.target=nothing", "optimizer.options.x=1"], ["optimizer.options.x", "it has none"]),
-    (["optimizer.target=nothing", "optimizer.name=lion"], ["name='lion' beside target='nothing'"]),
-    (
-      ["optimizer.target=nothing", "optimizer.name=adamw"],
-      ["'adamw' beside target", "null takes back the name"],
-    ),
-    (["optimizer.name=null"], ["unknown optimizer.name None", "adamw"]),
-    (["optimizer.name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
-  ],
-)
-def test_what_is_wrong_is_one_line(plugin, tiny, tmp_path, capsys, options, words):
-  assert main(["train", *tiny, *plugin, *options, f"out={tmp_path / 'run'}"]) == 2
-  error = capsys.readouterr().err
-  assert error.count("\n") == 1, error
-  assert all(word in error for word in words), error
+WRONG = [
+  (["target=singed"], ["optimizer.target 'singed'", "did you mean 'signed'", "--plugin"]),
+  (["target=signed"], ["missing key 'optimizer.options.decay'", "optimizer.target=signed needs"]),
+  (
+    ["target=signed", "options={decay: 1, momentun: 1}"],
+    ["unknown key 'optimizer.options.momentun'", "did you mean 'momentum'"],
+  ),
+  (["target=signed", "options.decay=much"], ["optimizer.options.decay='much'"]),
+  (["target=nothing"], ["returned a int", "optax transform"]),
+  (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
+  (["target=nothing", "name=lion"], ["name='lion' beside target='nothing'"]),
+  (["target=nothing", "name=adamw"], ["'adamw' beside target", "null takes back the name"]),
+  (["name=null"], ["unknown optimizer.name None", "adamw"]),
+  (["name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
+]
 
 
-def test_without_the_plugin_a_config_says_how_it_comes(tiny, capsys):
-  assert main(["train", *tiny, "optimizer.target=signed"]) == 2
+def test_what_is_wrong_is_one_line(plugin, line, tmp_path, capsys):
+  for options, words in WRONG:
+    options = [f"optimizer.{option}" for option in options]
+    refused(["train", *line, *plugin, *options, f"out={tmp_path / 'run'}"], words, capsys)
+
+
+def test_without_the_plugin_a_config_says_how_it_comes(line, capsys, monkeypatch):
+  monkeypatch.setattr(TARGETS, "_kinds", {})
+  assert main(["train", *line, "optimizer.target=signed"]) == 2
   assert capsys.readouterr().err == (
     "error: unknown optimizer.target 'signed': a target of your own needs --plugin FILE.py or --plugin "
     "package.module on every command, as a config never loads code (in Python: mpjax.train.load_plugins)\n"

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import zipfile
@@ -14,11 +13,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mpjax.train import ConfigError, load_config, load_safetensors, parse_config
+from mpjax.train import (
+  ConfigError,
+  load_config,
+  load_safetensors,
+  make_setup,
+  parse_config,
+  save_safetensors,
+)
 from mpjax.train.data import DataError
-from mpjax.train.monitors import MetricsFile, RunDirectory
+from mpjax.train.monitors import RunDirectory
 from tests._quick_compile import environment as quick_environment
 from tests.train._datasets import IMAGES, LABELS, load
+from tests.train._runs import raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -63,16 +70,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("text", "words"), CONFIGS.values(), ids=CONFIGS)
-def test_a_config_is_data(text, words, tmp_path, monkeypatch):
+def test_a_config_is_data(tmp_path, monkeypatch):
   monkeypatch.setenv("A_SECRET", "hunter2")
   trap, file = tmp_path / "trap", tmp_path / "c.yaml"
-  file.write_text(MINIMAL + text.format(trap=trap))
-  with pytest.raises(ConfigError, match=re.escape(words)) as raised:
-    load_config(file)
-  assert "\n" not in str(raised.value)
-  assert "hunter2" not in str(raised.value)
-  assert not trap.exists()
+  for name, (text, words) in CONFIGS.items():
+    file.write_text(MINIMAL + text.format(trap=trap))
+    assert "hunter2" not in raises_one_line(ConfigError, [words], load_config, file), name
+    assert not trap.exists(), name
 
 
 def test_a_value_may_refer_to_another_key(tmp_path):
@@ -103,16 +107,14 @@ NPZ = {
 }
 
 
-@pytest.mark.parametrize("member", NPZ.values(), ids=NPZ)
-def test_an_npz_file_is_data(member, tmp_path):
+def test_an_npz_file_is_data(tmp_path):
   trap, file = tmp_path / "trap", tmp_path / "d.npz"
-  with zipfile.ZipFile(file, "w") as archive:
-    archive.writestr("images.npy", member(trap))
-    archive.writestr("labels.npy", saved(LABELS))
-  with pytest.raises(DataError, match=r"d\.npz") as raised:
-    load("npz", path=str(file))
-  assert "\n" not in str(raised.value)
-  assert not trap.exists()
+  for name, member in NPZ.items():
+    with zipfile.ZipFile(file, "w") as archive:
+      archive.writestr("images.npy", member(trap))
+      archive.writestr("labels.npy", saved(LABELS))
+    raises_one_line(DataError, ["d.npz"], load, "npz", path=str(file))
+    assert not trap.exists(), name
 
 
 def test_damage_anywhere_in_an_npz_file_is_a_data_error(tmp_path):
@@ -138,50 +140,46 @@ def test_scripts_of_hub_datasets_run_only_if_the_environment_says_so(own, monkey
   assert os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] == (own or "0")
 
 
-LINKS = [".lock", "config.yaml.tmp", "metrics.jsonl", "checkpoints", "checkpoints/8", "tensorboard/events"]
+@pytest.fixture
+def config(tmp_path):
+  """The config of a run whose directory is there."""
+  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
+  RunDirectory(config).close()
+  return config
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_a_run_directory_with_a_link_in_it_is_refused(name, tmp_path):
+def test_a_run_directory_with_a_link_in_it_is_refused(config, tmp_path):
   out, victim = tmp_path / "run", tmp_path / "victim"
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(out)})
-  RunDirectory(config).close()
   victim.write_text("precious")
-  (out / name).parent.mkdir(exist_ok=True)
-  (out / name).unlink(missing_ok=True)
-  (out / name).symlink_to(victim)
-  with pytest.raises(ConfigError, match=f"{name} in it is a link"):
-    RunDirectory(config)
-  assert victim.read_text() == "precious"
+  for name in (
+    ".lock",
+    "config.yaml.tmp",
+    "metrics.jsonl",
+    "checkpoints",
+    "checkpoints/8",
+    "tensorboard/events",
+  ):
+    link = out / name
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    raises_one_line(ConfigError, [f"{name} in it is a link"], RunDirectory, config)
+    assert victim.read_text() == "precious", name
+    link.unlink()
 
 
-def test_a_run_directory_may_itself_be_a_link(tmp_path):
-  (tmp_path / "disk").mkdir()
+def test_a_run_directory_may_itself_be_a_link(config, tmp_path):
+  (tmp_path / "run").rename(tmp_path / "disk")
   (tmp_path / "run").symlink_to(tmp_path / "disk")
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
-  RunDirectory(config).close()
   RunDirectory(config).close()
 
 
-@pytest.mark.parametrize("name", ["config.yaml"])
-@pytest.mark.parametrize("text", ["!!python/name:os.system", "[1", "[" * 100_000, "\0"])
-def test_a_run_directory_with_damaged_files_is_refused(name, text, tmp_path):
-  config = parse_config({"model": {"kind": "gpt"}, "data": {"kind": "stdlib"}, "out": str(tmp_path / "run")})
-  RunDirectory(config).close()
-  (tmp_path / "run" / name).write_text(text)
-  with pytest.raises(ConfigError, match=name), contextlib.closing(RunDirectory(config)) as directory:
-    directory.summary()
+def test_a_run_directory_with_a_damaged_config_is_refused(config, tmp_path):
+  for text in ("!!python/name:os.system", "[1", "[" * 100_000, "\0"):
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    raises_one_line(ConfigError, ["config.yaml"], RunDirectory, config)
 
 
-@pytest.mark.parametrize("line", [b"[1]\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"step": {}}\n'])
-def test_lines_that_are_no_metrics_are_dropped(line, tmp_path):
-  file = tmp_path / "metrics.jsonl"
-  file.write_bytes(b'{"step": 1}\n' + line)
-  MetricsFile(file, resume_step=5).close()
-  assert file.read_text() == '{"step": 1}\n'
-
-
-STDLIB = "data={kind: stdlib, seq_len: 16, eval_batches: 1}"
 # A training run with everything that writes or reads, in a process that notes what Python does meanwhile.
 AUDITED = """
 import json, os, sys
@@ -199,8 +197,9 @@ def note(event, arguments):
 sys.addaudithook(note)
 sys.dont_write_bytecode = True
 
+import dataclasses
 from mpjax.cli import main
-from mpjax.train import Task, load_safetensors, register_model
+from mpjax.train import load_safetensors, register_model
 from mpjax.train.models._language_model import gpt
 
 @register_model("oddly_named")
@@ -211,19 +210,18 @@ def oddly_named(info, *, dim: int, layers: int, heads: int, dropout: float):
     loss = task.loss_fn(model, batch, row_rngs)
     return loss, {"../../metric": loss, os.path.abspath("metric"): loss}
 
-  return Task(init=task.init, loss_fn=loss_fn, evaluate=task.evaluate, units=task.units)
+  return dataclasses.replace(task, loss_fn=loss_fn, by_head={})
 
-arguments, exported = json.loads(sys.argv[1]), sys.argv[2]
-statuses = [main(["train", *line]) for line in arguments] + [main(["export", arguments[0][-1].removeprefix("out=")])]
-load_safetensors(exported)
+statuses = [main(["train", *line]) for line in json.loads(sys.argv[1])] + [main(["export", "text"])]
+load_safetensors("text/model.safetensors")
 print(json.dumps([statuses, events]))
 """
 
 
-@pytest.fixture(scope="module")
-def audited(tmp_path_factory):
-  """The folder that a process worked in, its exit statuses, and what it did."""
-  folder = tmp_path_factory.mktemp("audited")
+@pytest.mark.slow
+def test_a_run_does_nothing_but_write_in_its_directory_whatever_is_called_what(tmp_path):
+  """It opens no connection, starts no program and unpickles nothing."""
+  folder = tmp_path
   for name in ("work", "home", "tmp"):
     (folder / name).mkdir()
   (tiny,) = write_tiny_gpt(folder)
@@ -233,100 +231,74 @@ def audited(tmp_path_factory):
   shared = ["train.eval_every=2", "train.checkpoint_every=2", "train.log_every=1"]
   images = [str(ROOT / "configs" / "resnet_digits.yaml"), "model.stages=[1]", "model.width=4", *shared]
   images += ["data.batch_size=4", "data.eval_batches=1", "train.steps=1", "mesh.data=1"]
+  odd = [tiny, *shared, "model.kind=oddly_named", "model.layers=1"]
+  npz = f"data={{kind: npz, path: {folder / 'd.npz'}, batch_size: 4, valid_fraction: 0.2}}"
   runs = [
-    [
-      tiny,
-      *shared,
-      "model.kind=oddly_named",
-      "model.layers=1",
-      "train.steps=2",
-      "train.export=safetensors",
-      "out=text",
-    ],
-    [tiny, *shared, "model.kind=oddly_named", "model.layers=1", "train.steps=1", STDLIB, "out=stdlib"],
+    [*odd, "train.steps=2", "train.export=safetensors", "out=text"],
+    [*odd, "train.steps=1", "data={kind: stdlib, seq_len: 16, eval_batches: 1}", "out=stdlib"],
     [*images, "out=digits"],
-    [*images, f"data={{kind: npz, path: {folder / 'd.npz'}, batch_size: 4, valid_fraction: 0.2}}", "out=npz"],
+    [*images, npz, "out=npz"],
   ]
-  environment = {
-    "PATH": os.environ["PATH"],
-    "HOME": str(folder / "home"),
-    "TMPDIR": str(folder / "tmp"),
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-    **quick_environment(devices=1),
-  }
-  done = subprocess.run(
-    [sys.executable, "-c", AUDITED, json.dumps(runs), "text/model.safetensors"],
-    cwd=folder / "work",
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  environment = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  environment |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), **quick_environment(devices=1)}
+  command = [sys.executable, "-c", AUDITED, json.dumps(runs)]
+  options = {"capture_output": True, "text": True, "timeout": 300}
+  done = subprocess.run(command, cwd=folder / "work", env=environment, **options)
   assert done.returncode == 0, done.stderr
   statuses, events = json.loads(done.stdout.splitlines()[-1])
-  return folder, statuses, events
-
-
-@pytest.mark.slow
-def test_a_run_opens_no_connection_starts_no_program_and_unpickles_nothing(audited):
-  _, statuses, events = audited
   assert statuses == [0] * 5
   # The writer of TensorBoard's files hands its records to a thread of this process through a queue that pickles.
   own = "('tensorboardX.proto.event_pb2', 'Event')", "('builtins', 'object')"
   assert [event for event in events if event[0] != "write" and event[1] not in own] == []
-
-
-@pytest.mark.slow
-def test_a_run_writes_in_its_directory_alone_whatever_is_called_what(audited):
-  folder, _, events = audited
-  runs = [str(folder / "work" / name) + os.sep for name in ("text", "stdlib", "digits", "npz")]
-  outside = {path for event, path in events if event == "write" and not path.startswith(tuple(runs))}
-  assert {path for path in outside if not path.startswith("/dev/")} == set()
+  inside = tuple(str(folder / "work" / name) + os.sep for name in ("text", "stdlib", "digits", "npz"))
+  outside = {path for event, path in events if event == "write" and not path.startswith((*inside, "/dev/"))}
+  assert outside == set()
   assert sorted(os.listdir(folder / "work")) == ["digits", "npz", "stdlib", "text"]
   assert sorted(os.listdir(folder)) == ["corpus", "d.npz", "home", "tiny.yaml", "tmp", "work"]
   assert os.listdir(folder / "home") == os.listdir(folder / "tmp") == []
-  text = (folder / "work" / "text" / "metrics.jsonl").read_text()
-  assert "../../metric" in text
+  assert "../../metric" in (folder / "work" / "text" / "metrics.jsonl").read_text()
 
 
-METADATA = {
+def with_model(config, **options):
+  return config | {"model": config["model"] | options}
+
+
+def with_vocabulary(data, size):
+  return data | {"facts": data["facts"] | {"vocab_size": size}}
+
+
+METADATA = {  # what becomes of the config and the data in a file
   "no config": lambda config, data: (None, data),
   "no data": lambda config, data: (config, None),
   "no JSON": lambda config, data: ("{", data),
   "JSON that overruns the stack": lambda config, data: ("[" * 100_000, data),
   "a list": lambda config, data: (config, []),
-  "another type": lambda config, data: (config, data | {"vocab_size": "256; x"}),
-  "no vocabulary": lambda config, data: (config, data | {"vocab_size": None}),
-  "a vocabulary larger than any memory": lambda config, data: (config, data | {"vocab_size": 10**15}),
-  "layers for an hour": lambda config, data: (config | {"model": config["model"] | {"layers": 10**6}}, data),
-  "widths larger than any integer": lambda config, data: (
-    config | {"model": config["model"] | {"dim": 10**30, "heads": 1}},
-    data,
-  ),
+  "another type": lambda config, data: (config, with_vocabulary(data, "256; x")),
+  "no vocabulary": lambda config, data: (config, with_vocabulary(data, None)),
+  "a vocabulary larger than any memory": lambda config, data: (config, with_vocabulary(data, 10**15)),
+  "layers for an hour": lambda config, data: (with_model(config, layers=10**6), data),
+  "widths larger than any integer": lambda config, data: (with_model(config, dim=10**30, heads=1), data),
 }
 
 
-@pytest.mark.parametrize("change", METADATA.values(), ids=METADATA)
-def test_metadata_of_an_export_are_checked(audited, change, tmp_path):
-  source, file = audited[0] / "work" / "text" / "model.safetensors", tmp_path / "x.safetensors"
+def test_metadata_of_an_export_are_checked(tmp_path):
+  source, file = tmp_path / "source", tmp_path / "x.safetensors"
+  config = load_config(write_tiny_gpt(tmp_path)[0], ["model.layers=1", "policy=fp32"])
+  setup = make_setup(config)
+  save_safetensors(source, config, setup.info, setup.first_state().params, {})
   with safetensors.safe_open(source, framework="np") as stored:
     metadata, tensors = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-  parts = zip(("config", "data"), change(*(json.loads(metadata[n]) for n in ("config", "data"))), strict=True)
-  metadata = {"format": "mpjax-1"} | {
-    name: part if isinstance(part, str) else json.dumps(part) for name, part in parts if part is not None
-  }
-  safetensors.numpy.save_file(tensors, file, metadata)
-  with pytest.raises(ConfigError, match=r"x\.safetensors") as raised:
-    load_safetensors(file)
-  assert "\n" not in str(raised.value)
-
-
-def test_an_export_is_not_written_through_a_link(audited, tmp_path):
-  from mpjax.cli import main
-
+  for name, change in METADATA.items():
+    changed = {"format": "mpjax-1"}
+    parts = change(*(json.loads(metadata[part]) for part in ("config", "data")))
+    for part, value in zip(("config", "data"), parts, strict=True):
+      if value is not None:
+        changed[part] = value if isinstance(value, str) else json.dumps(value)
+    safetensors.numpy.save_file(tensors, file, changed)
+    assert raises_one_line(ConfigError, ["x.safetensors"], load_safetensors, file), name
+  # No file is written through a link.
   victim, link = tmp_path / "victim", tmp_path / "m.safetensors.tmp"
   victim.write_text("precious")
   link.symlink_to(victim)
-  assert main(["export", str(audited[0] / "work" / "digits"), f"out={tmp_path / 'm.safetensors'}"]) == 0
+  save_safetensors(tmp_path / "m.safetensors", config, setup.info, setup.first_state().params, {})
   assert victim.read_text() == "precious"
