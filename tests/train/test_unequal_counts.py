@@ -1,8 +1,6 @@
 """Losses over tokens that count: evaluations of unequal batches, padded rows, and runs on them."""
 
-import functools
 import itertools
-import json
 import types
 
 import jax
@@ -13,9 +11,11 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.train._kinds import DATASETS, MODELS
+
+# The task of `model.kind: gpt` for rows that are made here.
 from mpjax.train.models._language_model import gpt
 from tests.train._datasets import load
+from tests.train._tiny_gpt import records
 
 datasets = pytest.importorskip("datasets")
 
@@ -57,10 +57,8 @@ class MaskedRows:
     return {"x": self.x[index], "counts": self.counts[index]}
 
 
-@pytest.mark.parametrize(("policy", "devices"), [("fp32", 1), ("fp32", 8), ("bf16", 1)])
-def test_an_evaluation_of_averages_is_that_of_all_that_counts(tmp_path, policy, devices, monkeypatch):
-  for kinds in (MODELS, DATASETS):  # which other tests list
-    monkeypatch.setattr(kinds, "_kinds", dict(kinds._kinds))
+@pytest.mark.parametrize(("policy", "devices"), [("fp32", 8), ("bf16", 1)])
+def test_an_evaluation_of_averages_is_that_of_all_that_counts(tmp_path, policy, devices):
   mpjax.train.register_model("masked")(masked_task)
   mpjax.train.register_data("masked_rows")(lambda: (MaskedRows(0), MaskedRows(1)))
   config = {
@@ -82,7 +80,7 @@ def test_an_evaluation_of_averages_is_that_of_all_that_counts(tmp_path, policy, 
   assert abs(of_means - (counted**2).mean()) > 0.05  # what is not asked for is far away
   assert result["eval_positive"] == pytest.approx((counted > 0).mean(), rel=1e-6)
   assert result["eval_rows"] == 8
-  (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+  (line,) = records(tmp_path / "run")
   assert (line["eval_loss"], line["eval_positive"]) == (result.eval_loss, result["eval_positive"])
 
 
@@ -137,75 +135,73 @@ def made(vocab_size=120, **options):
   return gpt(types.SimpleNamespace(**facts), **SIZES, **options)
 
 
-def padded(seed=0):
-  rng = np.random.default_rng(seed)
-  lengths = np.array([9, 2, 5, 1])
-  mask = np.arange(9) < lengths[:, None]
-  return {"tokens": np.where(mask, rng.integers(1, 120, (4, 9)), 0).astype(np.int32), "mask": mask}
+def test_the_loss_of_padded_rows_is_the_mean_over_their_tokens_alone():
+  lengths = [9, 2, 5, 1]
+  mask = np.arange(9) < np.array(lengths)[:, None]
+  tokens = np.where(mask, np.random.default_rng(0).integers(1, 120, (4, 9)), 0).astype(np.int32)
+  batch = {"tokens": tokens, "mask": mask}
+  graphdef, params = nnx.split(made().init(jax.random.key(0)))
+
+  def parts(params):  # row by row, without padding
+    model = nnx.merge(graphdef, params)
+    losses = []
+    for row, length in zip(tokens, lengths, strict=True):
+      logits = model(row[None, : length - 1])[0] if length > 1 else jnp.zeros((0, 120))
+      losses.append(optax.softmax_cross_entropy_with_integer_labels(logits, row[1:length]))
+    return jnp.concatenate(losses).mean(), [loss.sum() for loss in losses]
+
+  (value, sums), gradients = jax.jit(jax.value_and_grad(parts, has_aux=True))(params)
+  for loss_rows in (0, 16):
+    task = made(loss_rows=loss_rows)
+
+    def loss(params, batch):
+      average = task.loss_fn(nnx.merge(graphdef, params), batch)
+      return average.value, average
+
+    def run(params):
+      of_rows = [loss(params, jax.tree.map(lambda x: x[i : i + 1], batch))[1] for i in range(4)]
+      evaluated = task.evaluate(nnx.merge(graphdef, params), batch)
+      return jax.value_and_grad(loss, has_aux=True)(params, batch), of_rows, evaluated
+
+    ((got, average), got_gradients), of_rows, evaluated = jax.jit(run)(params)
+    assert int(average.count) == 8 + 1 + 4
+    pairs = zip(*map(jax.tree.leaves, ((got, got_gradients), (value, gradients))), strict=True)
+    for a, b in pairs:
+      assert np.linalg.norm(np.asarray(a) - b) <= 2e-5 * np.linalg.norm(b)
+    np.testing.assert_allclose([part.total for part in of_rows], sums, rtol=1e-5)
+    assert float(of_rows[3].total) == int(of_rows[3].count) == 0
+    bits = evaluated["bits_per_byte"]
+    assert float(bits.total) / int(bits.count) == pytest.approx(float(value) / np.log(2), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_rows", [0, 16])
-def test_the_loss_of_padded_rows_is_the_mean_over_their_tokens_alone(loss_rows):
-  task, batch = made(loss_rows=loss_rows), padded()
-  graphdef, params = nnx.split(task.init(jax.random.key(0)))
-  loss = lambda params, batch: task.loss_fn(nnx.merge(graphdef, params), batch)
-  average = jax.jit(loss)(params, batch)
-  assert int(average.count) == 8 + 1 + 4
-
-  def each(params):  # row by row, without padding
-    model, losses = nnx.merge(graphdef, params), []
-    for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True):
-      tokens = tokens[mask][None]
-      if tokens.shape[1] > 1:
-        logits = model(tokens[:, :-1])
-        losses.append(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).ravel())
-    return jnp.concatenate(losses).mean()
-
-  value, gradients = jax.jit(jax.value_and_grad(each))(params)
-  got = jax.jit(jax.value_and_grad(lambda p: loss(p, batch).value))(params)
-  for a, b in zip(*map(jax.tree.leaves, (got, (value, gradients))), strict=True):
-    assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
-  of_parts = [jax.jit(loss)(params, jax.tree.map(lambda x: x[i : i + 1], batch)) for i in range(4)]
-  assert sum(float(part.total) for part in of_parts) / 13 == pytest.approx(float(value), rel=1e-5)
-  assert float(of_parts[3].total) == int(of_parts[3].count) == 0
-  evaluated = task.evaluate(nnx.merge(graphdef, params), batch)
-  assert float(evaluated["bits_per_byte"]) == pytest.approx(float(value) / np.log(2), rel=1e-5)
-
-
-@pytest.mark.parametrize("mask", [("int32", (9,)), ("bool", (8,))])
-def test_a_mask_that_says_something_else_is_refused(mask):
-  info = types.SimpleNamespace(
-    vocab_size=9, seq_len=8, recompute="none", row={"tokens": ("int32", (9,)), "mask": mask}
-  )
-  with pytest.raises(ValueError, match=r"mask of \w+\[\d\]: expected bool\[9\]"):
-    gpt(info, **SIZES)
-
-
-@functools.cache
-def padded_lists():
-  rng = np.random.default_rng(0)
-  return [rng.integers(1, 120, length).tolist() for length in rng.integers(1, 30, 64)]
+def test_a_mask_that_says_something_else_is_refused():
+  for mask in (("int32", (9,)), ("bool", (8,))):
+    info = types.SimpleNamespace(
+      vocab_size=9, seq_len=8, recompute="none", row={"tokens": ("int32", (9,)), "mask": mask}
+    )
+    with pytest.raises(ValueError, match=r"mask of \w+\[\d\]: expected bool\[9\]"):
+      gpt(info, **SIZES)
 
 
 @pytest.mark.slow
 def test_a_run_on_padded_rows_is_the_same_however_its_batches_are_divided(tmp_path):
-  path = saved(tmp_path / "lists", ids=padded_lists())
-  data = {"kind": "huggingface", "path": path, "token_column": "ids", "vocab_size": 120}
-  losses = {}
-  for devices, accumulate in ((1, 1), (1, 8), (8, 1), (4, 2)):
+  rng = np.random.default_rng(0)
+  lists = [rng.integers(1, 120, length).tolist() for length in rng.integers(1, 30, 64)]
+  data = {"kind": "huggingface", "path": saved(tmp_path / "lists", ids=lists), "token_column": "ids"}
+  losses = []
+  for devices, accumulate in ((1, 1), (8, 1), (4, 2)):
     out = tmp_path / f"{devices}-{accumulate}"
     config = {
       "policy": "fp32",
       "out": str(out),
       "model": {"kind": "gpt", **SIZES},
-      "data": data | {"packed": False, "seq_len": 16, "batch_size": 8, "valid_fraction": 0.25},
+      "data": data
+      | {"vocab_size": 120, "packed": False, "seq_len": 16, "batch_size": 8, "valid_fraction": 0.25},
       "optimizer": {"learning_rate": 1e-2},
       "mesh": {"data": devices},
       "train": {"steps": 6, "accumulate": accumulate, "log_every": 1, "eval_every": 6},
     }
     result = mpjax.train.run(config)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses[devices, accumulate] = [line["loss"] for line in lines] + [result.eval_loss]
-  usual = losses.pop((1, 1))
-  for other in losses.values():
-    np.testing.assert_allclose(other, usual, rtol=1e-4)
+    losses.append([line["loss"] for line in records(out)] + [result.eval_loss])
+  for other in losses[1:]:
+    np.testing.assert_allclose(other, losses[0], rtol=1e-4)
