@@ -64,15 +64,20 @@ def test_casts_of_nnx_keep_shared_variables_shared():
   assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"bfloat16", "int32"}
 
 
-def test_casts_of_registered_pytrees():
+def test_vectors_have_a_dtype_of_their_own_in_any_tree():
   @jax.tree_util.register_dataclass
   @dataclasses.dataclass
   class Layer:
-    weight: jax.Array
+    scale: np.ndarray
+    kernel: np.ndarray
+    steps: np.ndarray
     name: str = dataclasses.field(metadata={"static": True})
 
-  out = mpjax.get_policy("bf16").cast_to_compute(Layer(jnp.ones(2), "layer"))
-  assert (out.weight.dtype, out.name) == (jnp.bfloat16, "layer")
+  out = mpjax.get_policy("bf16_lean").cast_to_param(
+    Layer(np.ones(3, np.float32), np.ones((3, 3)), np.ones(3, np.int32), "layer")
+  )
+  dtypes = [x.dtype.name for x in (out.scale, out.kernel, out.steps)]
+  assert [*dtypes, out.name] == ["float32", "bfloat16", "int32", "layer"]
 
 
 def test_the_policy_tests_of_jmp_pass_with_ours(monkeypatch):
