@@ -1,6 +1,9 @@
 """A small problem for training steps: plain parameters, linen with BatchNorm, an nnx module."""
 
+import functools
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -9,20 +12,38 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
 Y = (X @ np.arange(1, 5, dtype=np.float32) + 1)[:, None]
 BATCH = {"x": X, "y": Y}
-PARAMS = {"w": jnp.zeros((4, 1)), "b": jnp.zeros(1)}
+PARAMS = {"w": np.zeros((4, 1), np.float32), "b": np.zeros(1, np.float32)}
 # At its usual 2**16 the first steps of these problems overflow, which is not what every test is about.
 FP16 = {"base": "fp16", "loss_scaling": {"init_scale": 256.0}}
 
 
 def loss_fn(params, batch):
   error = batch["x"] @ params["w"] + params["b"] - batch["y"]
-  return (error.astype(jnp.float32) ** 2).mean()
+  return (error.astype(np.float32) ** 2).mean()
+
+
+def loss_and_gradients(params):
+  """Returns what `loss_fn` and its gradients are for `BATCH`."""
+  error = X.astype(np.float64) @ params["w"] + params["b"] - Y
+  return (error**2).mean(), {"w": X.T @ error / 8, "b": error.sum(0) / 8}
 
 
 def train(step, state, steps, batch=BATCH):
   for _ in range(steps):
     state, metrics = step(state, batch)
   return state, metrics
+
+
+def np_tree(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+def assert_same(got, want):
+  jax.tree.map(np.testing.assert_array_equal, np_tree(got), np_tree(want))
+
+
+def assert_near(got, want, **tolerance):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), np_tree(got), np_tree(want))
 
 
 class Net(nn.Module):
@@ -34,7 +55,15 @@ class Net(nn.Module):
 
 def linen_loss(params, batch, model_state):
   out, model_state = Net().apply({"params": params, **model_state}, batch["x"], True, mutable=["batch_stats"])
-  return ((out - batch["y"]).astype(jnp.float32) ** 2).mean(), {}, model_state
+  metrics = {"largest": jnp.abs(out).max()}
+  return ((out - batch["y"]).astype(jnp.float32) ** 2).mean(), metrics, model_state
+
+
+@functools.cache
+def linen_variables():
+  """Returns parameters and state of the model."""
+  variables = jax.jit(lambda: Net().init(jax.random.key(0), X, False))()
+  return variables["params"], {"batch_stats": variables["batch_stats"]}
 
 
 class Model(nnx.Module):

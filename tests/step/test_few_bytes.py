@@ -1,4 +1,8 @@
-"""A training step whose policy keeps master weights and the optimiser's state in few bytes."""
+"""A step whose policy keeps weights and state in few bytes, and states that go from policy to policy."""
+
+import functools
+import os
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +13,16 @@ from flax import nnx
 
 import mpjax
 from mpjax.optim import find_master_weights, merge_master_weights
-from mpjax.optim._master_weights import split
-from mpjax.step._optimizer import apply_step
+from mpjax.optim._master_weights import split  # master weights to the bit, which no public function makes
+from mpjax.step._optimizer import apply_step  # how a step applies updates, beside optax.apply_updates
+from tests.step._problems import assert_same
 
-KEY = jax.random.key(0)
-PARAMS = {
-  "w": jax.random.normal(KEY, (128, 256)) / 8,
-  "b": jnp.zeros(256),
-  "v": jax.random.normal(KEY, (256, 64)) / 16,
-}
-BATCH = {"x": jax.random.normal(KEY, (64, 128)), "y": jax.random.normal(KEY, (64, 64))}
-MASTERS = ("int16", "int8", "stochastic", "float32")
-STATES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+RNG = np.random.default_rng(0)
+normal = lambda *shape: RNG.normal(size=shape).astype(np.float32)
+PARAMS = {"w": normal(128, 256) / 8, "b": np.zeros(256, np.float32), "v": normal(256, 64) / 16}
+BATCH = {"x": normal(64, 128), "y": normal(64, 64)}
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 100)
+KEPT = "_overwrite_with_gradient"
 
 
 def loss_fn(params, batch):
@@ -33,8 +35,8 @@ def policy_of(master, state):
   return base if master is None else base | {"param_dtype": "bfloat16", "master_weights": master}
 
 
-def make(policy, tx=None, **options):
-  return mpjax.make_train_step(loss_fn, tx or optax.adamw(1e-2), policy, **options)
+def make(policy, tx=None, loss=loss_fn, **options):
+  return mpjax.make_train_step(loss, tx or optax.adamw(SCHEDULE), policy, donate=False, **options)
 
 
 def run(step, state, steps):
@@ -43,99 +45,129 @@ def run(step, state, steps):
   return state, float(metrics["loss"])
 
 
-@pytest.mark.parametrize("master", [None, *MASTERS])
-@pytest.mark.parametrize("stored", STATES)
+def types(tree):
+  return str(jax.tree.map(lambda x: (x.shape, x.dtype.name), tree))
+
+
+def adopt(new, state, old):
+  return jax.jit(lambda state: new.adopt(state, old, warn=False))(state)
+
+
+@functools.cache
+def loss_in_float32():
+  step = make("fp32")
+  return run(step, step.init(PARAMS), 40)[1]
+
+
+KEPT_IN = {
+  None: "float8_e4m3fn",
+  "int16": "float32",
+  "int8": "int8",
+  "stochastic": "bfloat16",
+  "float32": "int8",
+}
+
+
+@pytest.mark.parametrize(("master", "stored"), KEPT_IN.items())
 def test_it_learns_as_float32_state_does(master, stored):
   step = make(policy_of(master, stored))
-  state = step.init(PARAMS)
-  described = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-  state, loss = run(step, state, 40)
-  reference = make("fp32")
-  _, expected = run(reference, reference.init(PARAMS), 40)
-  assert loss == pytest.approx(expected, rel=0.2)
-  assert str(jax.tree.map(lambda x: (x.shape, x.dtype), state)) == str(described)
+  first = step.init(PARAMS)
+  state, loss = run(step, first, 40)
+  assert loss == pytest.approx(loss_in_float32(), rel=0.2)
+  assert types(state) == types(first)
   assert step.jitted._cache_size() == 1
 
 
 def test_parameters_are_always_the_rounded_masters():
-  inner = optax.sgd(1.0)
-  step = make(policy_of("int16", "float32"), inner, donate=False)
+  step = make(policy_of("int16", "float32"), optax.sgd(1.0))
   # Rounded to 1, from below: what the step goes beyond 0 is less than a float32 update from 1 can say.
-  masters = {"w": jnp.full((100, 1), 1 - 2.0**-12)}
-  grads = masters["w"] + 2.0**-24 * jnp.arange(100.0)[:, None]
+  masters = np.full((100, 1), 1 - 2.0**-12, np.float32)
+  grads = masters + np.float32(2.0**-24) * np.arange(100, dtype=np.float32)[:, None]
+  key = jax.random.key(0)
 
-  tx, exact = step.tx, step._exact_tx
-  params, correction = split(masters["w"], "int16", np.dtype(jnp.bfloat16), KEY)
-  state = tx.init({"w": params})._replace(correction={"w": correction})
-  expected, _ = split(masters["w"] - grads, "int16", np.dtype(jnp.bfloat16), KEY)
+  @jax.jit
+  def both():
+    params, correction = split(jnp.asarray(masters), "int16", np.dtype(jnp.bfloat16), key)
+    state = step.tx.init({"w": params})._replace(correction={"w": correction})
+    expected, _ = split(jnp.asarray(masters) - grads, "int16", np.dtype(jnp.bfloat16), key)
+    updates, _ = step._exact_tx.update({"w": grads}, state, {"w": params})
+    exact = apply_step(step.policy, {"w": params}, updates)
+    updates, state = step.tx.update({"w": grads}, state, {"w": params})
+    new = mpjax.apply_updates({"w": params}, updates)
+    return expected, exact["w"], new["w"], merge_master_weights(new, state)[0]["w"]
 
-  updates, _ = exact.update({"w": grads}, state, {"w": params})
-  new = apply_step(step.policy, {"w": params}, updates)
-  np.testing.assert_array_equal(new["w"], expected)
-
-  updates, state = tx.update({"w": grads}, state, {"w": params})
-  new = mpjax.apply_updates({"w": params}, updates)
-  missed = np.asarray(new["w"] != expected)
+  expected, exact, new, back = (np.asarray(x, np.float32) for x in both())
+  np.testing.assert_array_equal(exact, expected)
+  missed = new != expected
   assert missed.any()
-  assert np.abs(np.asarray(new["w"] - expected, np.float32)).max() <= 2**-23
-  back, _ = merge_master_weights(new, state)
-  np.testing.assert_array_equal(np.asarray(back["w"])[missed], np.asarray(new["w"], np.float32)[missed])
+  assert np.abs(new - expected).max() <= 2**-23
+  np.testing.assert_array_equal(back[missed], new[missed])
 
 
-@pytest.mark.parametrize("before", ["fp32", "bf16_lean", policy_of("int16", "bfloat16")])
+@functools.cache
+def trained(name):
+  step = make({"int16": policy_of("int16", "bfloat16")}.get(name, name))
+  return step, run(step, step.init(PARAMS), 5)[0]
+
+
 @pytest.mark.parametrize(
-  "after", ["bf16", "bf16_lean", policy_of("int16", "float8_e4m3fn"), policy_of("stochastic", "int8")]
+  ("before", "after"),
+  [
+    ("fp32", "bf16_lean"),
+    ("fp32", policy_of("int16", "float8_e4m3fn")),
+    ("bf16_lean", "bf16"),
+    ("bf16_lean", policy_of("stochastic", "int8")),
+    ("int16", "bf16_lean"),
+    ("int16", policy_of("int16", "float8_e4m3fn")),
+  ],
+  ids=str,
 )
 def test_a_state_goes_from_one_policy_to_another(before, after):
-  old, new = make(before), make(after)
-  state, _ = run(old, old.init(PARAMS), 5)
-  masters = old_masters(state)
-  adopted = new.adopt(state, old)
-  first = new.init(PARAMS)
-  describe = lambda s: str(jax.tree.map(lambda x: (x.shape, x.dtype), (s.params, s.opt_state)))
-  assert describe(adopted) == describe(first)
+  (old, state), new = trained(before), make(after)
+  adopted = adopt(new, state, old)
+  first = jax.eval_shape(new.init, PARAMS)
+  assert types((adopted.params, adopted.opt_state)) == types((first.params, first.opt_state))
   tolerance = 0 if new.policy.master_weights in (None, "int16") else 2**-7
-  for mine, theirs in zip(jax.tree.leaves(old_masters(adopted)), jax.tree.leaves(masters), strict=True):
-    np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance * 1e-6)
-  moments = [mpjax.dequantize_state(s.opt_state) for s in (adopted, state)]
-  nu = [next(x for x in jax.tree.leaves(m, is_leaf=is_adam) if is_adam(x)).nu["w"] for m in moments]
-  np.testing.assert_allclose(nu[0], nu[1], rtol=0.15, atol=float(nu[1].max()) * 1e-5)
-  run(new, adopted, 1)
+  (mine, adam), (theirs, its_adam) = (parts_of(s) for s in (adopted, state))
+  for name in PARAMS:
+    np.testing.assert_allclose(mine[name], theirs[name], rtol=tolerance, atol=tolerance * 1e-6)
+  atol = np.max(its_adam.nu["w"]) * 1e-5
+  np.testing.assert_allclose(adam.nu["w"], its_adam.nu["w"], rtol=0.15, atol=atol)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_state_with_master_weights_of_ones_own_is_adopted(scaled):
-  tx = mpjax.master_weights(optax.adamw(1e-2))
-  tx = mpjax.dynamic_loss_scale(tx) if scaled else tx
-  own, lean = make("bf16_pure", tx), make("bf16_lean")
+def parts_of(state):
+  """Returns master weights and the state of Adam."""
+
+  def parts(state):
+    found = find_master_weights(state.opt_state)
+    masters = merge_master_weights(state.params, found[0])[0] if found else state.params
+    return masters, mpjax.dequantize_state(state.opt_state)
+
+  is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+  masters, opt_state = jax.jit(parts)(state)
+  return masters, next(x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.dynamic_loss_scale], ids=["bare", "scaled"])
+def test_a_state_with_master_weights_of_ones_own_is_adopted(wrap):
+  own, lean = make("bf16_pure", wrap(mpjax.master_weights(optax.adamw(1e-2)))), make("bf16_lean")
   state, _ = run(own, own.init(PARAMS), 2)
   kept = own.adopt(state, own)
-  jax.tree.map(np.testing.assert_array_equal, kept, state)
-  run(lean, lean.adopt(kept, own), 1)
+  assert_same(kept, state)
+  first = jax.eval_shape(lean.init, PARAMS)
+  assert types(adopt(lean, kept, own)) == types(first)
 
 
 def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
   whole = mpjax.quantized_state(optax.adamw(1e-2))
-  half = mpjax.quantized_state(optax.adamw(1e-2), exclude="nu")
-  for tx in (whole, half, optax.chain(whole)):
+  for tx in (whole, mpjax.quantized_state(optax.adamw(1e-2), exclude="nu"), optax.chain(whole)):
     old, new = make("fp32", tx), make("bf16_lean", tx)
     state, _ = run(old, old.init(PARAMS), 2)
-    adopted = new.adopt(state, old)
-    describe = lambda s: str(jax.tree.map(lambda x: (x.shape, x.dtype), s.opt_state))
-    assert describe(adopted) == describe(new.init(PARAMS))
-    moments = [mpjax.dequantize_state(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
+    adopted = adopt(new, state, old)
+    assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
+    moments = [jax.jit(mpjax.dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
     for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
-      np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=float(jnp.max(jnp.abs(theirs))) * 1e-4)
-    run(new, adopted, 1)
-
-
-def is_adam(x):
-  return isinstance(x, optax.ScaleByAdamState)
-
-
-def old_masters(state):
-  found = find_master_weights(state.opt_state)
-  return merge_master_weights(state.params, found[0])[0] if found else state.params
+      np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=np.max(np.abs(theirs)) * 1e-4)
 
 
 def test_a_step_in_place_is_compiled_once():
@@ -143,49 +175,82 @@ def test_a_step_in_place_is_compiled_once():
   model = step.policy.cast_to_param(nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
   optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
   for _ in range(3):
-    step(model, optimizer, jnp.ones((8, 64)))
+    step(model, optimizer, np.ones((8, 64), np.float32))
   assert step.jitted._cache_size() == 1
 
 
-def test_a_skipped_step_changes_no_bit():
-  for policy in (
-    "bf16_lean",
-    policy_of("stochastic", "bfloat16"),
-    {"base": "fp16", "optimizer_dtype": "int8"},
-  ):
-    step = make(policy, skip_nonfinite=True, donate=False)
-    state, _ = run(step, step.init(PARAMS), 2)
-    bad = BATCH | {"x": BATCH["x"].at[0, 0].set(jnp.nan)}
-    after, _ = step(state, bad)
-    inner = lambda s: s.opt_state.inner_state
-    jax.tree.map(np.testing.assert_array_equal, (after.params, inner(after)), (state.params, inner(state)))
+@pytest.mark.parametrize(
+  "policy",
+  ["bf16_lean", policy_of("stochastic", "bfloat16"), {"base": "fp16", "optimizer_dtype": "int8"}],
+  ids=str,
+)
+def test_a_skipped_step_changes_no_bit(policy):
+  step = make(policy, skip_nonfinite=True)
+  state, _ = run(step, step.init(PARAMS), 2)
+  bad = BATCH["x"].copy()
+  bad[0, 0] = np.nan
+  after, _ = step(state, BATCH | {"x": bad})
+  kept = lambda state: (state.params, state.opt_state.inner_state)
+  assert_same(kept(after), kept(state))
 
 
 def test_a_step_of_ones_own_by_tx_is_that_of_the_step():
-  step = make("bf16_lean", donate=False)
-  state = step.init(PARAMS)
+  step, state = trained("bf16_lean")
   _, grads = step.gradients(state, BATCH)
   updates, opt_state = jax.jit(step.tx.update)(grads, state.opt_state, state.params)
   mine = optax.apply_updates(state.params, updates)
   theirs, _ = step(state, BATCH)
-  jax.tree.map(np.testing.assert_array_equal, mine, theirs.params)
-  jax.tree.map(np.testing.assert_array_equal, opt_state, theirs.opt_state)
+  assert_same((mine, opt_state), (theirs.params, theirs.opt_state))
 
 
-@pytest.mark.parametrize("master", MASTERS)
-def test_overwritten_leaves_are_adopted(master):
-  kept = "_overwrite_with_gradient"
-  of = lambda params, batch: loss_fn(params, batch) + (params[kept]["s"] * 0.3).sum()
-  step = mpjax.make_train_step(of, optax.adamw(1e-2), policy_of(master, "int8"), donate=False)
-  state, _ = run(step, step.init(PARAMS | {kept: {"s": jnp.ones(3)}}), 1)
+@pytest.mark.parametrize("master", ["int16", "stochastic"])
+def test_overwritten_leaves_become_their_updates_and_are_adopted(master):
+  of = lambda params, batch: loss_fn(params, batch) + (params[KEPT]["s"] * 0.3).sum()
+  step = make(policy_of(master, "int8"), loss=of)
+  state, _ = run(step, step.init(PARAMS | {KEPT: {"s": np.ones(3, np.float32)}}), 1)
+  np.testing.assert_allclose(state.params[KEPT]["s"], 0.3, rtol=1e-2)
   adopted = step.adopt(state, step)
-  jax.tree.map(np.testing.assert_array_equal, adopted.params[kept], state.params[kept])
-  run(step, adopted, 1)
+  assert_same(adopted.params[KEPT], state.params[KEPT])
+  assert types(adopted) == types(state)
 
 
-def test_overwritten_leaves_become_their_updates():
-  params = {"w": jnp.ones((2, 2), jnp.bfloat16), "_overwrite_with_gradient": {"s": jnp.ones(3)}}
-  updates = {"w": jnp.full((2, 2), 128.0), "_overwrite_with_gradient": {"s": jnp.full(3, 7.0)}}
-  new = apply_step(mpjax.get_policy("bf16_lean"), params, updates)
-  np.testing.assert_array_equal(new["w"], 2)  # a binade is 128 steps of bfloat16
-  np.testing.assert_array_equal(new["_overwrite_with_gradient"]["s"], 7)
+def test_moments_and_schedules_that_begin_anew_are_named():
+  old, state = trained("bf16")
+  new = make("bf16", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)))
+  message = (
+    r"anew while step is 5: the optimizer's state, its moments .*schedules \('1/0/count' was not there"
+  )
+  with pytest.warns(UserWarning, match=message):
+    adopted = new.adopt(state, before=old)
+  assert adopted.step == 5
+  assert not np.asarray(optax.tree_utils.tree_get(adopted.opt_state, "mu")["w"]).any()
+
+
+def test_a_dtype_that_does_not_fit_is_named():
+  old, state = trained("bf16")
+  new = make("params=float16,compute=float16,output=float16")
+  with pytest.warns(UserWarning, match=r"'0/mu/b' was float32\[256\] and is float16\[256\]"):
+    jax.eval_shape(lambda state: new.adopt(state, old), state)
+
+
+def test_a_loss_scale_that_begins_anew_is_named():
+  old, new = make("fp16"), make({"base": "fp16", "loss_scaling": {"init_scale": 64.0}})
+  state, _ = run(old, old.init(PARAMS), 2)
+  with pytest.warns(UserWarning, match="anew while step is 2: the loss scale[.]") as caught:
+    adopted = new.adopt(state, old)
+  if "MPJAX_TYPECHECK" not in os.environ:  # which puts a call of its own between
+    assert caught[0].filename == __file__
+  assert adopted.opt_state.scale == 64.0
+  with pytest.warns(UserWarning, match="anew: the loss scale[.]"):
+    jax.eval_shape(lambda state: new.adopt(state, old), state)
+
+
+def test_what_stays_a_first_state_and_one_that_is_meant_need_no_word():
+  old, state = trained("bf16")
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for policy in ("fp32", "bf16", "bf16_lean", "fp16"):
+      make(policy).adopt(state, old)
+    new = make("bf16", optax.sgd(1e-2))
+    new.adopt(old.init(PARAMS), old)
+    new.adopt(state, old, warn=False)

@@ -1,4 +1,4 @@
-"""What a step gives an optimiser beside gradients, and what it refuses."""
+"""What a step gives an optimiser beside gradients, what it refuses, and the rate that a state says."""
 
 import jax
 import jax.numpy as jnp
@@ -7,136 +7,194 @@ import optax
 import optax.contrib as contrib
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import mpjax
-from tests.step._problems import BATCH, FP16, PARAMS, loss_fn, train
+from tests.step._problems import (
+  BATCH,
+  FP16,
+  PARAMS,
+  X,
+  Y,
+  assert_near,
+  assert_same,
+  loss_and_gradients,
+  loss_fn,
+  train,
+)
 
 
-def taking(names, seen):
-  """Returns an optimiser whose update takes these keyword arguments, which go to `seen` with the gradients."""
+def make(tx, policy="fp32", loss=loss_fn, **options):
+  return mpjax.make_train_step(loss, tx, policy, **options)
 
+
+sam = lambda: contrib.sam(optax.sgd(0.05), optax.sgd(0.01))
+
+
+def test_an_update_is_given_what_its_signature_has():
   def value_and_grad(updates, state, params=None, *, value, grad):
-    seen.append({"value": value, "grad": grad, "updates": updates})
-    return updates, state
+    return seen.append("grad value") or (updates, state)
 
   def value_only(updates, state, params=None, *, value):
-    seen.append({"value": value})
-    return updates, state
+    return seen.append("value") or (updates, state)
 
   def anything(updates, state, params=None, **extra):
-    seen.append(extra)
-    return updates, state
+    return seen.append(" ".join(sorted(extra))) or (updates, state)
 
   def nothing(updates, state, params=None):
-    seen.append({})
-    return updates, state
+    return seen.append("") or (updates, state)
 
-  update = {"value grad": value_and_grad, "value": value_only, "**": anything, "": nothing}[names]
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  takes = {value_and_grad: "grad value", value_only: "value", anything: "grad value", nothing: ""}
+  for update, given in takes.items():
+    seen = []
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    step = make(tx, "bf16")
+    jax.eval_shape(step.jitted, jax.eval_shape(step.init, PARAMS), BATCH)
+    assert set(seen) == {given}
 
 
-@pytest.mark.parametrize(
-  ("names", "given"),
-  [("value grad", "grad updates value"), ("value", "value"), ("**", "grad value"), ("", "")],
+def keeps(value, grad):
+  return {"value": value, "grad": grad}
+
+
+SEEN = optax.GradientTransformationExtraArgs(
+  lambda params: keeps(jnp.zeros([]), jax.tree.map(jnp.zeros_like, params)),
+  lambda updates, state, params=None, *, value, grad: (updates, keeps(value, grad)),
 )
-def test_an_update_is_given_what_its_signature_has(names, given):
-  seen = []
-  step = mpjax.make_train_step(loss_fn, taking(names, seen), "bf16")
-  step(step.init(PARAMS), BATCH)
-  assert {" ".join(sorted(each)) for each in seen} == {given}
 
 
-@pytest.mark.parametrize("policy", ["fp32", FP16, "bf16_lean"])
+@pytest.mark.parametrize("policy", ["fp32", FP16, "bf16_lean", "a scale of the user's own"], ids=str)
 def test_value_and_grad_are_those_of_the_unscaled_loss(policy):
-  def init(params):
-    return {"value": jnp.zeros([]), "grad": jax.tree.map(jnp.zeros_like, params)}
-
-  def update(updates, state, params=None, *, value, grad):
-    return updates, {"value": value, "grad": grad}
-
-  tx = optax.chain(optax.GradientTransformationExtraArgs(init, update), optax.sgd(1e-3))
-  step = mpjax.make_train_step(loss_fn, tx, policy)
+  tx = optax.chain(SEEN, optax.sgd(1e-3))
+  own = policy == "a scale of the user's own"
+  step = make(mpjax.static_loss_scale(tx, 64.0), "bf16") if own else make(tx, policy)
   state, metrics = step(step.init(PARAMS), BATCH)
-  seen = step.user_state(state)[1][0]
+  seen = state.opt_state.inner_state[0] if own else step.user_state(state)[1][0]
   assert seen["value"] == metrics["loss"]
-  expected = jax.grad(loss_fn)(PARAMS, BATCH)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.05), seen["grad"], expected)
-  own = mpjax.make_train_step(loss_fn, mpjax.static_loss_scale(tx, 64.0), "bf16")
-  seen = own(own.init(PARAMS), BATCH)[0].opt_state.inner_state[0]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.05), seen["grad"], expected)
+  assert_near(seen["grad"], loss_and_gradients(PARAMS)[1], rtol=0.02, atol=0.05)
 
 
 def test_a_wrapper_that_hands_everything_on_is_tried_without_an_init_too():
-  make = lambda: optax.chain(optax.clip(1.0), contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
-  first, restored = (mpjax.make_train_step(loss_fn, make(), FP16, donate=False) for _ in range(2))
+  first, restored = (make(optax.chain(optax.clip(1.0), sam()), FP16, donate=False) for _ in range(2))
   state = first.init(PARAMS)
-  jax.tree.map(np.testing.assert_array_equal, restored(state, BATCH), first(state, BATCH))
+  assert_same(restored(state, BATCH), first(state, BATCH))
 
 
 def test_multi_steps_hands_the_loss_on():
-  step = mpjax.make_train_step(
-    loss_fn, optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation(), FP16
-  )
-  tx = optax.polyak_sgd()
-  value, grads = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
-  updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, value=value)
+  tx = optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation()
+  step = make(tx, FP16)
+  value, grads = loss_and_gradients(PARAMS)
   state, _ = train(step, step.init(PARAMS), 2)
-  expected = optax.apply_updates(PARAMS, updates)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), state.params, expected)
+  rate = value / sum((g**2).sum() for g in grads.values())
+  assert_near(state.params, {name: -min(rate, 1) * g for name, g in grads.items()}, rtol=0.01)
 
 
 def test_an_optimiser_with_fixed_arguments_updates_a_module_in_place():
   model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
   loss = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-  step = mpjax.make_train_step(loss, contrib.sam(optax.sgd(0.05), optax.sgd(0.01)), "bf16")
+  step = make(sam(), "bf16", loss)
   optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
-  first = step(model, optimizer, BATCH)["loss"]
-  for _ in range(6):
-    metrics = step(model, optimizer, BATCH)
-  assert metrics["loss"] < first
+  losses = [step(model, optimizer, BATCH)["loss"] for _ in range(7)]
+  assert losses[-1] < losses[0]
 
 
 def test_the_numerics_give_an_update_the_same():
-  step = mpjax.make_train_step(loss_fn, contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), FP16, donate=False)
+  step = make(sam(), FP16, donate=False)
   report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, advise=False)
   assert "w" in str(report)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16_lean"])
-def test_an_update_of_another_shape_is_refused_by_name(policy):
-  params = {"layer": {"kernel": jnp.ones((8, 4))}}
+def test_an_update_that_a_step_cannot_make_is_refused_by_init():
+  params = {"layer": {"kernel": np.ones((8, 4), np.float32)}}
   loss = lambda p, batch: jnp.mean((batch @ p["layer"]["kernel"]) ** 2)
   tx = optax.chain(contrib.differentially_private_aggregate(1.0, 0.0, 0), optax.sgd(0.1))
-  step = mpjax.make_train_step(loss, tx, policy)
-  with pytest.raises(ValueError, match=r"'layer/kernel' has shape \[4\]: .*\[8, 4\].*each example"):
-    step.init(params)
+  for policy in ("fp32", "fp16", "bf16_lean"):
+    step = make(tx, policy, loss)
+    with pytest.raises(ValueError, match=r"'layer/kernel' has shape \[4\]: .*\[8, 4\].*each example"):
+      step.init(params)
 
-
-def test_another_error_of_an_update_is_told_by_init():
   def update(updates, state, params=None, *, value, hessian):
     return updates, state
 
   tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-  step = mpjax.make_train_step(loss_fn, tx, "bf16")
+  step = make(tx, "bf16")
   with pytest.raises(ValueError, match=r"missing 1 required keyword-only argument: 'hessian'.*yourself"):
     step.init(PARAMS)
 
 
 def test_the_loop_that_a_refusal_shows_runs():
   tx = mpjax.dynamic_loss_scale(optax.lbfgs(), init_scale=256.0)
-  params, opt_state = PARAMS, tx.init(PARAMS)
-  batch = BATCH
-  for _ in range(3):
+
+  @jax.jit
+  def loop(params, opt_state, batch):
     loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
     updates, opt_state = tx.update(
       grads, opt_state, params, value=loss, grad=grads, value_fn=lambda p: loss_fn(p, batch)
     )
-    params = mpjax.apply_updates(params, updates)
-  assert loss_fn(params, batch) < 0.5 * loss_fn(PARAMS, batch)
+    return mpjax.apply_updates(params, updates), opt_state
+
+  params, opt_state = PARAMS, tx.init(PARAMS)
+  for _ in range(3):
+    params, opt_state = loop(params, opt_state, BATCH)
+  assert loss_and_gradients(params)[0] < 0.5 * loss_and_gradients(PARAMS)[0]
 
 
 def test_the_state_of_an_optimiser_can_be_mapped_over():
-  step = mpjax.make_train_step(loss_fn, optax.adam(1e-2), "fp32")
-  state = step.init(PARAMS)
-  halved = optax.tree_utils.tree_map_params(step.tx, lambda x: x + 1, state.opt_state)
-  assert float(halved[0].mu["b"][0]) == 1.0
+  step = make(optax.adam(1e-2))
+  moved = optax.tree_utils.tree_map_params(step.tx, lambda x: x + 1, step.init(PARAMS).opt_state)
+  assert float(moved[0].mu["b"][0]) == 1.0
+
+
+SCHEDULE = optax.linear_schedule(0.5, 0.1, 4)
+INJECTED = optax.inject_hyperparams(optax.adam)
+
+
+def rates(tx, policy, batch=BATCH, **options):
+  step = make(tx, policy, **options)
+  state, found = step.init(PARAMS), []
+  for _ in range(3):
+    state, metrics = step(state, batch)
+    found.append(metrics["learning_rate"])
+    assert (metrics["learning_rate"].shape, metrics["learning_rate"].dtype) == ((), jnp.float32)
+  return np.asarray(found)
+
+
+def test_an_injected_schedule_is_logged_as_each_update_was_made():
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+  for policy, options in (("fp32", {}), (FP16, {}), ("bf16_lean", {}), ("fp32", {"mesh": mesh})):
+    found = rates(INJECTED(SCHEDULE), policy, **options)
+    np.testing.assert_allclose(found, [0.5, 0.4, 0.3], rtol=1e-6, err_msg=f"{policy} {options}")
+  skipped = rates(INJECTED(SCHEDULE), FP16, {"x": X * np.float32(np.inf), "y": Y})
+  np.testing.assert_allclose(skipped, 0.5)  # that of the update before
+
+
+def test_it_is_found_wherever_it_is_nested():
+  for wrap in (
+    lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    mpjax.dynamic_loss_scale,
+  ):
+    np.testing.assert_allclose(rates(wrap(INJECTED(0.25)), "fp32", accumulate=2), 0.25)
+
+
+def test_a_rate_that_is_set_by_hand_is_the_next_steps():
+  step = make(INJECTED(0.25), "bf16")
+  state, metrics = step(step.init(PARAMS), BATCH)
+  assert metrics["learning_rate"] == 0.25
+  state.opt_state.hyperparams["learning_rate"] = np.float32(0.125)
+  _, metrics = step(state, BATCH)
+  assert metrics["learning_rate"] == 0.125
+
+
+def test_a_state_that_says_no_rate_adds_nothing_and_a_metric_of_that_name_stays_the_loss_functions():
+  for tx in (
+    optax.adam(SCHEDULE),
+    optax.inject_hyperparams(optax.scale)(step_size=0.1),
+    # Two rates: neither is the step's.
+    optax.partition({"a": INJECTED(0.1), "b": INJECTED(0.2)}, {"w": "a", "b": "b"}),
+  ):
+    step = make(tx)
+    _, metrics = jax.eval_shape(step.jitted, jax.eval_shape(step.init, PARAMS), BATCH)
+    assert metrics.keys() == {"loss"}
+  step = make(INJECTED(0.25), loss=lambda p, b: (loss_fn(p, b), {"learning_rate": 7.0}))
+  assert step(step.init(PARAMS), BATCH)[1]["learning_rate"] == 7
