@@ -101,7 +101,6 @@ SCALED_BY = (
   "adadelta adam adamax adan amsgrad lion novograd radam rprop sm3 yogi acprop ademamix adopt cocob galore "
   "madgrad muon simplified_ademamix"
 )
-in_chain = lambda *transforms: lambda: optax.chain(*transforms)
 sam = lambda **options: contrib.sam(sgd(), optax.chain(contrib.normalize(), optax.sgd(0.5)), **options)
 
 ALSO_IN = (
@@ -121,9 +120,9 @@ TABLE = {
   **dict(pair.split(":") for pair in words(ALSO_IN)),
   **{f"scale_by_{name}": name for name in words(SCALED_BY)},
   # optax
-  "apply_every": Runs(in_chain(optax.apply_every(2), optax.sgd(0.1))),
+  "apply_every": Runs(lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1))),
   "apply_if_finite": Runs(lambda: optax.apply_if_finite(momentum(), 3), "trace"),
-  "clip": Runs(in_chain(
+  "clip": Runs(lambda: optax.chain(
     optax.clip(0.01), optax.clip_by_block_rms(0.02), optax.adaptive_grad_clip(0.5),
     optax.clip_by_global_norm(1.0),
     optax.centralize(), optax.zero_nans(), optax.add_decayed_weights(1e-3), optax.scale(0.5),
@@ -134,34 +133,35 @@ TABLE = {
   )),
   "conditionally_mask": Runs(lambda: optax.conditionally_mask(momentum(), lambda n: n % 2 == 0), "trace"),
   "conditionally_transform": Runs(lambda: optax.conditionally_transform(sgd(), lambda n: n % 2 == 0)),
-  "ema": Runs(in_chain(optax.ema(0.9), sgd()), "ema"),
+  "ema": Runs(lambda: optax.chain(optax.ema(0.9), sgd()), "ema"),
   "flatten": Runs(lambda: optax.flatten(momentum())),
   "inject_hyperparams": Runs(lambda: optax.inject_hyperparams(optax.adamw)(1e-2), "mu nu"),
   "inject_stateful_hyperparams": Runs(lambda: optax.inject_stateful_hyperparams(optax.adamw)(1e-2), "mu nu"),
-  "keep_params_nonnegative": Runs(in_chain(sgd(), optax.keep_params_nonnegative())),
+  "keep_params_nonnegative": Runs(lambda: optax.chain(sgd(), optax.keep_params_nonnegative())),
   "lbfgs": Refused(optax.lbfgs, "value_fn"),
   "lookahead": Refused(lambda: optax.lookahead(sgd(), 2, 0.5), "LookaheadParams"),
-  "masked": Runs(in_chain(optax.masked(optax.trace(0.9), half), sgd()), "trace"),
+  "masked": Runs(lambda: optax.chain(optax.masked(optax.trace(0.9), half), sgd()), "trace"),
   # The first update gives its state another structure, which a loss scale refuses.
-  "monitor": Runs(in_chain(
+  "monitor": Runs(lambda: optax.chain(
     optax.monitor({"norm": optax.measure_with_ema(optax.tree_utils.tree_norm, 0.9)}),
     optax.snapshot("norm", optax.tree_utils.tree_norm),
     sgd(),
   ), policies=("fp32",)),
   "named_chain": Runs(lambda: optax.named_chain(("clip", optax.clip(0.01)), ("sgd", sgd()))),
   "noisy_sgd": Runs(lambda: optax.noisy_sgd(0.1, key=0)),
-  "normalize_by_update_norm": Runs(in_chain(optax.normalize_by_update_norm(), sgd())),
+  "normalize_by_update_norm": Runs(lambda: optax.chain(optax.normalize_by_update_norm(), sgd())),
   "optimistic_adam": Runs(lambda: optax.optimistic_adam(1e-2, optimism=0.05), "mu nu previous_gradient"),
   "optimistic_gradient_descent": Runs(lambda: optax.optimistic_gradient_descent(0.1), "previous_gradient"),
   "partition": Runs(lambda: optax.partition({"a": momentum(), "b": sgd()}, {"w": "a", "b": "b"}), "trace"),
   "polyak_sgd": Runs(lambda: optax.polyak_sgd(0.1)),
   "scale_by_backtracking_linesearch": Refused(
-    in_chain(sgd(), optax.scale_by_backtracking_linesearch(5)), "value_fn"),
+    lambda: optax.chain(sgd(), optax.scale_by_backtracking_linesearch(5)), "value_fn"),
   "scale_by_distance_over_gradients": Runs(
-    in_chain(optax.scale_by_distance_over_gradients(reps_rel=0.1), optax.scale(-1.0))),
+    lambda: optax.chain(optax.scale_by_distance_over_gradients(reps_rel=0.1), optax.scale(-1.0))),
   "scale_by_lbfgs": Runs(lambda: optax.lbfgs(0.1, linesearch=None), lean=0.4),
   "scale_by_stddev": Runs(lambda: optax.rmsprop(1e-2, centered=True), "mu nu"),
-  "scale_by_zoom_linesearch": Refused(in_chain(sgd(), optax.scale_by_zoom_linesearch(5)), "value_fn"),
+  "scale_by_zoom_linesearch": Refused(
+    lambda: optax.chain(sgd(), optax.scale_by_zoom_linesearch(5)), "value_fn"),
   "selective_transform": Runs(lambda: optax.selective_transform(sgd(), freeze_mask=half)),
   "set_to_zero": Runs(lambda: optax.partition({True: optax.set_to_zero(), False: sgd()}, half)),
   "sgd": Runs(momentum, "trace"),
@@ -176,7 +176,8 @@ TABLE = {
   "mechanize": Runs(lambda: contrib.mechanize(sgd(), s_init=0.1), lean=0.08),
   "momo": Runs(lambda: contrib.momo(0.1), "exp_avg"),
   "prodigy": Runs(lambda: contrib.prodigy(estim_lr0=1e-2), "exp_avg exp_avg_sq grad_sum"),
-  "reduce_on_plateau": Runs(in_chain(sgd(), contrib.reduce_on_plateau(patience=1, rtol=0.9, factor=0.5))),
+  "reduce_on_plateau": Runs(
+    lambda: optax.chain(sgd(), contrib.reduce_on_plateau(patience=1, rtol=0.9, factor=0.5))),
   "sam": Runs(lambda: sam(sync_period=2)),
   "sam, in a chain": Runs(lambda: optax.chain(optax.clip(1.0), sam())),
   "sam, opaque": Refused(lambda: contrib.sam(sgd(), sgd(), opaque_mode=True), "grad_fn"),
