@@ -12,12 +12,8 @@ import pytest
 from tests.models._model import CLASSES, LENGTH, VOCAB, Model, cross_entropy, drawn, images, next_token, text
 
 WIDTH, HEADS, SIDE = 64, 4, 16
-LAYER = {
-  "hidden_size": WIDTH,
-  "intermediate_size": 2 * WIDTH,
-  "num_hidden_layers": 1,
-  "num_attention_heads": HEADS,
-}
+LAYER = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 1}
+LAYER["num_attention_heads"] = HEADS
 SIZES = {**LAYER, "vocab_size": VOCAB}
 TWO_TOWERS = {
   **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
@@ -49,9 +45,8 @@ def causal(name: str, head: str = "ForCausalLM", **config: Any) -> Model:
 
 
 def gpt2():
-  return causal(
-    "GPT2", "LMHeadModel", vocab_size=VOCAB, n_embd=WIDTH, n_layer=1, n_head=HEADS, n_positions=LENGTH
-  )
+  sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 1, "n_head": HEADS, "n_positions": LENGTH}
+  return causal("GPT2", "LMHeadModel", **sizes)
 
 
 # A model's table of angles is cut to as many columns as it has positions: they are no fewer than a head's size twice.

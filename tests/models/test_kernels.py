@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import jax
@@ -65,15 +64,11 @@ def outside(jaxpr):
         yield from outside(body)
 
 
-@functools.cache
-def model(name):
-  return decoder(LENGTH, 512, attention_fn=ATTENTION[name][0])
-
-
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+  ("name", "policy"), [*((name, "bf16") for name in ATTENTION), ("attention for GPU", "fp16")]
+)
 def test_a_kernel_in_a_decoder_has_half_precision_operands(name, policy):
-  of = model(name)
+  of = decoder(LENGTH, 512, attention_fn=ATTENTION[name][0])
   half = {"bf16": "bfloat16", "fp16": "float16"}[policy]
   args = (of.params, of.batch, jax.random.key(0))
   explained = mpjax.explain(jax.value_and_grad(of.loss), policy)(*args)
