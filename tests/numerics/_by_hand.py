@@ -9,35 +9,37 @@ import numpy as np
 import optax
 
 import mpjax
+
+# Histograms that a report has to have, of arrays that are not in one.
 from mpjax.numerics._tensors import Magnitudes, full_summary
 
 WIDTH, ROWS = 16, 16  # FP8 products take multiples of 16
 _FP8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
-
 POLICIES = {
   "fp32": "fp32",
   "bf16": "bf16",
   "fp16": "fp16",
-  "float16": "float16",
   "bf16_pure": "bf16_pure",
   "fp8": {"base": "fp8", "fp8": _FP8},
 }
-AS_ROUNDED = {"xla_allow_excess_precision": False}
+TX = optax.sgd(1e-2)
 
 
 def normal(seed, *shape, scale=1.0):
-  return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+  return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
 
 
-def params_of(seed=0):
-  return {
-    "one": {"w": normal(seed, WIDTH, WIDTH, scale=0.25), "b": normal(seed + 1, WIDTH, scale=0.1)},
-    "two": {"w": normal(seed + 2, WIDTH, WIDTH, scale=0.25)},
-  }
+PARAMS = {
+  "one": {"w": normal(0, WIDTH, WIDTH, scale=0.25), "b": normal(1, WIDTH, scale=0.1)},
+  "two": {"w": normal(2, WIDTH, WIDTH, scale=0.25)},
+}
 
 
 def batch_of(seed=10, rows=ROWS):
   return {"x": normal(seed, rows, WIDTH), "y": normal(seed + 1, rows, WIDTH)}
+
+
+BATCH = batch_of()
 
 
 def mlp(params, batch, taps=()):
@@ -59,19 +61,20 @@ def loss_fn(params, batch):
 ACTIVATIONS = [("one", "dot_general"), ("one", "tanh"), ("two", "dot_general")]
 
 
+def look(policy, batches=BATCH, loss=loss_fn, **options):
+  return mpjax.inspect_numerics(loss, PARAMS, batches, policy, **{"tx": TX, "advise": False, **options})
+
+
 @functools.cache
-def report_of(policy, **options):
-  tx = optax.sgd(1e-2)
-  return mpjax.inspect_numerics(
-    loss_fn, params_of(), batch_of(), POLICIES[policy], tx=tx, advise=False, title="mlp", pieces=1, **options
-  )
+def report_of(policy):
+  return look(POLICIES[policy], title="mlp", pieces=1)
 
 
+@functools.cache
 def by_hand(policy):
-  """Loss, activations, their gradients and those of parameters: of the policy's own run."""
-  policy = mpjax.get_policy(policy)
-  params, batch = policy.cast_to_param(params_of()), batch_of()
-  fun = mlp
+  """The loss, and tensors by (kind, module, name), of the policy's own run."""
+  policy = mpjax.get_policy(POLICIES[policy])
+  params, batch, fun = policy.cast_to_param(PARAMS), BATCH, mlp
   if policy.autocast:
     fun = mpjax.autocast(mlp, policy)
   else:
@@ -83,25 +86,20 @@ def by_hand(policy):
     return loss.astype(jnp.float32) * scale, (loss, activations)
 
   dtype = jnp.float32 if policy.autocast else policy.compute_dtype
-  taps = [jnp.zeros((ROWS, WIDTH), dtype)] * 3
-  run = jax.jit(jax.grad(scaled, (0, 1), has_aux=True), compiler_options=AS_ROUNDED)
-  (grads, of_taps), (loss, activations) = run(params, taps)
-  unscale = lambda tree: jax.tree.map(lambda g: np.asarray(g, np.float32) / scale, tree)
-  return float(loss), jax.tree.map(np.asarray, activations), unscale(of_taps), unscale(grads)
-
-
-def tensors_by_hand(policy):
-  """By (kind, module, name): the values."""
-  loss, activations, of_taps, grads = by_hand(policy)
+  run = jax.jit(
+    jax.grad(scaled, (0, 1), has_aux=True), compiler_options={"xla_allow_excess_precision": False}
+  )
+  (grads, of_taps), (loss, activations) = run(params, [np.zeros((ROWS, WIDTH), dtype)] * 3)
+  wide = lambda x: np.asarray(x, np.float32)
   found = {}
-  for (module, name), value, gradient in zip(ACTIVATIONS, activations, of_taps, strict=True):
-    found["activation", module, name] = np.asarray(value, np.float32)
-    found["activation gradient", module, name] = gradient
+  for place, value, gradient in zip(ACTIVATIONS, activations, of_taps, strict=True):
+    found["activation", *place] = wide(value)
+    found["activation gradient", *place] = wide(gradient) / scale
   for module, leaves in grads.items():
     for name, gradient in leaves.items():
-      found["weight gradient", module, name] = gradient
-      found["parameter", module, name] = np.asarray(params_of()[module][name])
-  return loss, found
+      found["weight gradient", module, name] = wide(gradient) / scale
+      found["parameter", module, name] = PARAMS[module][name]
+  return float(loss), found
 
 
 def magnitudes_of(x, scale=1.0):
@@ -124,5 +122,6 @@ def near_counts(got, want, fraction=0.02):
   return got.count == want.count and moved <= max(1, fraction * want.count)
 
 
-def scaled_policy(scale):
-  return {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": scale}}
+def at_scale(state, scale):
+  """The state of a step at another loss scale, for which no program is compiled anew."""
+  return state.replace(opt_state=state.opt_state._replace(scale=np.float32(scale)))

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-HERE = pathlib.Path(__file__).parent
-W = np.eye(4, dtype=np.float32) + 0.1
+W = np.eye(4, dtype=np.float32) + np.float32(0.1)
 
 
 def none(x):
@@ -47,22 +46,17 @@ PRIMITIVE = {
 }
 
 
-def line_of(name):
-  """The line of this file or of the tests that ends with a comment of this name, as a report gives it."""
-  found = [
-    f"{file.name}:{number}"
-    for file in (HERE / "_faults.py", HERE / "test_find_nonfinite.py")
-    for number, text in enumerate(file.read_text().splitlines(), 1)
-    if text.endswith(f"# line of: {name}")
-  ]
-  (line,) = found
-  return line
+def line_of(name, file=__file__):
+  """The line of a file that ends with a comment of this name, as a report gives it."""
+  path = pathlib.Path(file)
+  lines = enumerate(path.read_text().splitlines(), 1)
+  (number,) = [number for number, text in lines if text.endswith(f"# line of: {name}")]
+  return f"{path.name}:{number}"
 
 
 class NnxBlock(nnx.Module):
   def __init__(self, fault):
-    self.w = nnx.Param(jnp.asarray(W))
-    self.fault = fault
+    self.w, self.fault = nnx.Param(W), fault
 
   def __call__(self, x):
     return FAULTS[self.fault](x @ self.w)
@@ -83,7 +77,7 @@ class LinenBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    return FAULTS[self.fault](x @ self.param("w", lambda _: jnp.asarray(W)))
+    return FAULTS[self.fault](x @ self.param("w", lambda _: W))
 
 
 class LinenModel(nn.Module):
@@ -96,11 +90,8 @@ class LinenModel(nn.Module):
     return x
 
 
-def plain(faults):
-  def model(params, x):
-    for i, fault in enumerate(faults):
-      with jax.named_scope(f"layer_{i}"):
-        x = FAULTS[fault](x @ params["w"][i])
-    return x
-
-  return model, {"w": [jnp.asarray(W)] * len(faults)}
+def plain(params, x, faults):
+  for i, fault in enumerate(faults):
+    with jax.named_scope(f"layer_{i}"):
+      x = FAULTS[fault](x @ params["w"][i])
+  return x

@@ -1,6 +1,5 @@
 """A model with one fault of low precision in each of three known layers."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,46 +7,12 @@ import numpy as np
 WIDTH = 32
 
 
-class Planted(nn.Module):
-  """`big` overflows float16, `small` has gradients below it, `still` has weights that small updates do not move."""
-
-  big: float = 1e4
-  small: float = 1e-7
-  still: float = 8.0
-
-  @nn.compact
-  def __call__(self, x):
-    dense = lambda name, scale=0.2: nn.Dense(WIDTH, name=name, kernel_init=nn.initializers.normal(scale))
-    x = jnp.tanh(dense("first")(x))
-    x = jnp.tanh(dense("big", self.big)(x) * (0.3 / self.big))
-    x = x + dense("small")(x) * self.small
-    x = jnp.tanh(dense("still", self.still)(x) * (0.2 / self.still))
-    return dense("last")(x)
-
-
-def planted(**sizes):
-  """The model's parameters, a batch, and its loss function."""
-  model = Planted(**sizes)
-  rng = np.random.default_rng(0)
-  batch = {
-    "x": jnp.asarray(rng.standard_normal((64, WIDTH)), jnp.float32),
-    "y": jnp.asarray(rng.standard_normal((64, WIDTH)), jnp.float32),
-  }
-  params = model.init(jax.random.key(0), batch["x"])["params"]
-
-  def loss_fn(params, batch):
-    out = model.apply({"params": params}, batch["x"].astype(jax.tree.leaves(params)[0].dtype))
-    return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
-
-  return params, batch, loss_fn
-
-
 def chain(big=1.0, small=1.0, still=1.0):
   """Four layers as a plain function of {layer: {"w": ...}}: parameters, a batch, and the loss function.
 
   `big` of 1e4 overflows float16 in layer `big`; `small` of 1e-7 leaves the gradient of layer `small` below it
   at loss scale 1, by two factors that are no constants, which a compiler would multiply and round; `still` of 32
-  has large weights there.
+  has large weights there, which small updates do not move.
   """
   rng = np.random.default_rng(1)
   sizes = {
@@ -57,9 +22,9 @@ def chain(big=1.0, small=1.0, still=1.0):
     "still": 0.15 if still == 1 else 8.0,
   }
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-  params = {name: {"w": jnp.asarray(size * normal(WIDTH, WIDTH))} for name, size in sizes.items()}
-  batch = {"x": jnp.asarray(normal(16, WIDTH)), "y": jnp.asarray(0.5 * normal(16, WIDTH))}
-  batch["z"] = jnp.full(WIDTH, small**0.5, jnp.float32)
+  params = {name: {"w": np.float32(size) * normal(WIDTH, WIDTH)} for name, size in sizes.items()}
+  batch = {"x": normal(16, WIDTH), "y": np.float32(0.5) * normal(16, WIDTH)}
+  batch["z"] = np.full(WIDTH, small**0.5, np.float32)
 
   def loss_fn(params, batch):
     product = lambda name, x: x @ params[name]["w"]

@@ -11,32 +11,34 @@ import pytest
 from flax import nnx
 
 import mpjax
+
+# Tensors are looked at in the pass where they do not fit beside the state: here they always fit.
 from mpjax.numerics import _programs
 from mpjax.numerics._tensors import INTEREST, KINDS
 from tests.numerics._by_hand import (
   ACTIVATIONS,
-  POLICIES,
+  BATCH,
+  PARAMS,
   ROWS,
+  TX,
   WIDTH,
+  at_scale,
   batch_of,
+  by_hand,
+  look,
   loss_fn,
   magnitudes_of,
   mlp,
   near_counts,
   normal,
-  params_of,
   report_of,
-  scaled_policy,
   shares_by_hand,
-  tensors_by_hand,
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fp32", "fp16"])
-def test_magnitudes_are_those_of_float32(policy):
-  report = report_of(policy)
-  loss, found = tensors_by_hand("fp32")
+def test_magnitudes_are_those_of_float32():
+  report = report_of("fp16")
+  loss, found = by_hand("fp32")
   assert report.reference_loss == pytest.approx(loss, rel=1e-5)
   tensors = {(t.kind, t.module, t.name): t for t in report.tensors if t.kind != "update"}
   assert tensors.keys() == found.keys()
@@ -46,16 +48,14 @@ def test_magnitudes_are_those_of_float32(policy):
     assert (magnitudes.nan, magnitudes.inf, magnitudes.zero) == (0, 0, (values == 0).sum())
     for name in INTEREST:
       for scale in (1.0, report.loss_scale) if "gradient" in key[0] else (1.0,):
-        assert magnitudes.shares(name, scale) == pytest.approx(
-          shares_by_hand(values, name, scale), abs=2 / values.size
-        ), (key, name, scale)
+        shares = pytest.approx(shares_by_hand(values, name, scale), abs=2 / values.size)
+        assert magnitudes.shares(name, scale) == shares, (key, name, scale)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "bf16_pure", "fp8"])
 def test_errors_are_those_of_the_policys_own_run(policy):
   report = report_of(policy)
-  loss, found = tensors_by_hand(POLICIES[policy])
-  _, exact = tensors_by_hand("fp32")
+  (loss, found), (_, exact) = by_hand(policy), by_hand("fp32")
   assert report.loss == pytest.approx(loss, rel=1e-2 if policy != "fp32" else 1e-5)
   for t in report.tensors:
     if t.kind in ("update", "parameter"):
@@ -81,66 +81,50 @@ def test_dtypes_shapes_lines_and_order_are_those_of_the_program():
   assert {t.line.partition(":")[0] for t in activations} == {"_by_hand.py"}
   assert [t.dtype for t in activations if t.name == "dot_general"] == ["float16"] * 2
   assert [t.kind for t in report.tensors] == sorted((t.kind for t in report.tensors), key=KINDS.index)
-  assert {(t.module, t.name, t.dtype) for t in report.of("parameter")} == {
-    ("one", "w", "float32"),
-    ("one", "b", "float32"),
-    ("two", "w", "float32"),
-  }
+  weights = {("one", "w"), ("one", "b"), ("two", "w")}
+  assert {(t.module, t.name, t.dtype) for t in report.of("parameter")} == {(*w, "float32") for w in weights}
   assert (report.batches, report.rows, report.step, report.loss_scale) == (1, ROWS, 0, 2.0**16)
+  kept = [t.dtype for kind in ("parameter", "update") for t in report_of("bf16_pure").of(kind)]
+  assert kept == ["bfloat16"] * 6
 
 
-@pytest.mark.parametrize("policy", ["bf16_pure", "float16"])
-def test_parameters_and_updates_are_in_the_policys_dtype(policy):
-  name = mpjax.get_policy(policy).param_dtype.name
-  assert {t.dtype for kind in ("parameter", "update") for t in report_of(policy).of(kind)} == {name}
-
-
-@pytest.fixture(scope="module")
-def without_reference():
-  run = lambda policy: mpjax.inspect_numerics(
-    loss_fn, params_of(), batch_of(), policy, tx=optax.sgd(1e-2), reference=False
-  )
-  return {scale: run(scaled_policy(scale)) for scale in (2.0**8, 2.0**12, 1000.0)}
-
-
-@pytest.mark.slow
-def test_reported_gradients_do_not_depend_on_the_loss_scale(without_reference):
-  low, high, odd = (without_reference[scale] for scale in (2.0**8, 2.0**12, 1000.0))
-  for a, b, c in zip(low.tensors, high.tensors, odd.tensors, strict=True):
+def test_reported_gradients_do_not_depend_on_the_loss_scale():
+  step = mpjax.make_train_step(loss_fn, TX, "fp16")
+  state, scales = step.init(PARAMS), (2.0**8, 2.0**12, 1000.0)
+  reports = [mpjax.inspect_numerics(step, at_scale(state, s), BATCH, reference=False) for s in scales]
+  for a, b, c in zip(*(report.tensors for report in reports), strict=True):
     assert near_counts(a.magnitudes, b.magnitudes)
     assert near_counts(a.magnitudes, c.magnitudes)
     assert a.magnitudes.range[1] == b.magnitudes.range[1]
-  for report in without_reference.values():
+  for report, scale in zip(reports, scales, strict=True):
+    assert report.loss_scale == scale
     for t in report.of("weight gradient"):
-      data = t.to_dict(report.loss_scale)
-      assert (
-        data["scaled_shares"]["float8_e5m2"]
-        == t.magnitudes.shares("float8_e5m2", report.loss_scale)._asdict()
-      )
+      shares = t.magnitudes.shares("float8_e5m2", scale)
+      assert t.to_dict(scale)["scaled_shares"]["float8_e5m2"] == shares._asdict()
+    assert report.reference_loss is None
+    assert {(t.error, t.cosine, t.policy) for t in report.tensors} == {(None, None, None)}
+    assert report.advice.unchanged
+    assert "float32:" not in str(report)
 
 
-@pytest.mark.parametrize("in_the_pass", [False, True])
-def test_gradients_inside_a_loop_over_time_are_unscaled_too(in_the_pass, monkeypatch):
+def test_gradients_inside_a_loop_over_time_are_unscaled_too():
   def loss(params, batch):
     step = lambda h, x: (jnp.tanh(x + h @ params), None)
     return jnp.mean(jax.lax.scan(step, jnp.zeros_like(batch[0]), batch)[0] ** 2)
 
-  monkeypatch.setattr(_programs, "_FITS", 0 if in_the_pass else 1 << 29)
   params, batch = normal(1, WIDTH, WIDTH, scale=0.1), normal(2, 3, ROWS, WIDTH)
-  report = mpjax.inspect_numerics(loss, params, batch, scaled_policy(2.0**8), advise=False)
+  policy = {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 2.0**8}}
+  report = mpjax.inspect_numerics(loss, params, batch, policy, advise=False)
   gradients = [t for t in report.of("activation gradient") if t.name == "dot_general"]
   assert gradients
   assert all(t.error < 0.01 for t in gradients)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", [True, False])
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize(("policy", "reference"), [("fp16", True), ("bf16", False)])
 def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, reference, monkeypatch):
   """In the pass, or after it where they fit; with an overflow, a branch not taken and layers of a loop."""
-  scale = {"first": 1e4, "layers": 0.2}
-  params = {"first": normal(1, WIDTH, WIDTH), "layers": normal(2, 2, WIDTH, WIDTH)}
-  params = {name: scale[name] * w for name, w in params.items()}
+  params = {"first": normal(1, WIDTH, WIDTH, scale=1e4), "layers": normal(2, 2, WIDTH, WIDTH, scale=0.2)}
 
   def loss(params, batch):
     x = batch["x"] @ params["first"]
@@ -148,21 +132,18 @@ def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, refere
     x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])[0]
     return jnp.mean((x - batch["y"].astype(x.dtype)).astype(jnp.float32) ** 2)
 
-  def look():
+  def run():
     own = lambda params, batch: loss(params, batch)  # of which no programs are kept
-    return mpjax.inspect_numerics(
-      own, params, batch_of(), policy, tx=optax.sgd(1e-2), reference=reference, advise=False
-    )
+    return mpjax.inspect_numerics(own, params, BATCH, policy, tx=TX, reference=reference, advise=False)
 
-  after = look()
+  after = run()
   monkeypatch.setattr(_programs, "_FITS", 0)
-  inside = look()
+  inside = run()
   keys = [(t.kind, t.module, t.name, t.index) for t in after.tensors]
   assert keys == [(t.kind, t.module, t.name, t.index) for t in inside.tensors]
   broken = [t for t in after.tensors if sum((t.policy or (t.magnitudes.nan, t.magnitudes.inf))[:2])]
   assert bool(broken) == (policy == "fp16")
-  for a, b in zip(after.tensors, inside.tensors, strict=True):
-    key = (a.kind, a.module, a.name)
+  for key, a, b in zip(keys, after.tensors, inside.tensors, strict=True):
     assert near_counts(a.magnitudes, b.magnitudes), key
     assert a.policy == pytest.approx(b.policy, abs=2), key
     assert a.lost == pytest.approx(b.lost, abs=1e-3), key
@@ -170,58 +151,38 @@ def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, refere
       assert a.error == pytest.approx(b.error, rel=0.05), key
 
 
-def test_without_a_reference_there_are_no_errors(without_reference):
-  report = without_reference[2.0**8]
-  assert report.reference_loss is None
-  assert {(t.error, t.cosine, t.policy) for t in report.tensors} == {(None, None, None)}
-  assert report.advice.unchanged
-  assert "float32:" not in str(report)
-
-
-@pytest.fixture(scope="module")
-def two_batches():
-  run = lambda batches, **options: mpjax.inspect_numerics(
-    loss_fn, params_of(), batches, "bf16", advise=False, **options
-  )
-  first, second = batch_of(20), batch_of(30)
-  return run([first]), run([second]), run(iter([first, second])), (first, second)
-
-
-def test_batches_add_up(two_batches):
-  first, second, both, _ = two_batches
+def test_batches_and_the_micro_batches_of_accumulation_add_up():
+  batches = batch_of(20), batch_of(30)
+  first, second, both = (look("bf16", b) for b in ([batches[0]], [batches[1]], iter(batches)))
   assert (both.batches, both.rows) == (2, 2 * ROWS)
   assert both.loss == pytest.approx((first.loss + second.loss) / 2, rel=1e-6)
   assert both.reference_loss == pytest.approx((first.reference_loss + second.reference_loss) / 2, rel=1e-6)
   for a, b, total in zip(first.tensors, second.tensors, both.tensors, strict=True):
     assert total.magnitudes == a.magnitudes + b.magnitudes
-    norms = [np.sqrt(t.magnitudes.count) for t in (a, b)]
-    assert min(a.error, b.error) <= total.error * 1.0001
-    assert total.error <= max(a.error, b.error) * 1.0001, norms
-
-
-def test_micro_batches_of_accumulation_are_the_batches(two_batches):
-  *_, both, (first, second) = two_batches
-  interleaved = jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(-1, *a.shape[1:]), first, second)
-  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "bf16", accumulate=2)
-  report = mpjax.inspect_numerics(step, step.init(params_of()), interleaved, advise=False)
+    if total.kind != "update":
+      assert min(a.error, b.error) <= total.error * 1.0001
+      assert total.error <= max(a.error, b.error) * 1.0001
+  step = mpjax.make_train_step(loss_fn, TX, "bf16", accumulate=2)
+  interleaved = jax.tree.map(lambda a, b: np.stack([a, b], 1).reshape(-1, *a.shape[1:]), *batches)
+  report = mpjax.inspect_numerics(step, step.init(PARAMS), interleaved, advise=False)
   assert (report.batches, report.rows) == (2, 2 * ROWS)
-  for a, b in zip([t for t in report.tensors if t.kind != "update"], both.tensors, strict=True):
-    assert (a.magnitudes, a.error) == (b.magnitudes, b.error)
+  for a, b in zip(report.tensors, both.tensors, strict=True):
+    assert a.kind == "update" or (a.magnitudes, a.error) == (b.magnitudes, b.error)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_a_batch_in_pieces_gives_the_same_figures(loss):
-  run = lambda pieces: mpjax.inspect_numerics(
-    lambda p, b: loss_fn(p, b) if loss == "mean" else jnp.sum((mlp(p, b)[1][2] - b["y"]) ** 2),
-    params_of(),
-    batch_of(),
-    "bf16",
-    tx=optax.sgd(1e-2),
-    advise=False,
-    pieces=pieces,
-  )
-  whole, parts = run(1), run(4 if loss == "mean" else None)  # None finds out that it has to be 1
+def summed_loss(params, batch):
+  return jnp.sum((mlp(params, batch)[1][2].astype(jnp.float32) - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize(
+  ("loss", "pieces"), [(loss_fn, 4), pytest.param(summed_loss, None, marks=pytest.mark.slow)]
+)
+def test_a_batch_in_pieces_gives_the_same_figures(loss, pieces, monkeypatch):
+  """Without a number, a batch of large activations is taken apart if its loss is found to be a mean."""
+  whole = look("bf16", loss=loss, pieces=1)
+  monkeypatch.setattr(_programs, "_FITS", 0)
+  monkeypatch.setattr(_programs, "_LARGE", 0)
+  parts = look("bf16", loss=loss, pieces=pieces)
   assert (parts.batches, parts.rows) == (whole.batches, whole.rows) == (1, ROWS)
   assert parts.reference_loss == pytest.approx(whole.reference_loss, rel=1e-5)
   for a, b in zip(whole.tensors, parts.tensors, strict=True):
@@ -234,10 +195,13 @@ def test_a_batch_in_pieces_gives_the_same_figures(loss):
 class Net(nnx.Module):
   def __init__(self):
     rngs = nnx.Rngs(0, dropout=1)
-    self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    linear = lambda seed: nnx.Linear(
+      WIDTH, WIDTH, rngs=rngs, kernel_init=lambda *_: jnp.asarray(normal(seed, WIDTH, WIDTH, scale=0.25))
+    )
+    self.first = linear(0)
     self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
-    self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+    self.blocks = nnx.List([linear(1), linear(2)])
 
   def __call__(self, x):
     x = self.dropout(nnx.relu(self.norm(self.first(x))))
@@ -257,19 +221,19 @@ def stateful_loss(params, batch, rng, model_state):
   return loss, {}, {"mean": mean}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "policy"), [("nnx", "fp16"), ("rng and model_state", "bf16")])
 def test_gradients_and_loss_are_those_of_the_training_step(kind, policy):
-  loss, params, init = net_loss, Net(), {}
-  if kind != "nnx":
-    loss, params = stateful_loss, params_of()
-    init = {"rng": jax.random.key(3), "model_state": {"mean": jnp.zeros(WIDTH)}}
-  step = mpjax.make_train_step(loss, optax.sgd(1e-2), policy)
+  loss, params, init = stateful_loss, PARAMS, {}
+  if kind == "nnx":
+    loss, params = net_loss, Net()
+  else:
+    init = {"rng": jax.random.key(3), "model_state": {"mean": np.zeros(WIDTH, np.float32)}}
+  step = mpjax.make_train_step(loss, TX, policy)
   state = step.init(params, **init)
   before = jax.tree.map(np.asarray, (state.params, state.opt_state))
-  report = mpjax.inspect_numerics(step, state, batch_of(), reference=False)
+  report = mpjax.inspect_numerics(step, state, BATCH, reference=False)
   jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
-  value, grads = step.gradients(state, batch_of())
+  value, grads = step.gradients(state, BATCH)
   assert report.loss == pytest.approx(float(value), rel=1e-3)
   leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
   tensors = {t.path: t for t in report.of("weight gradient")}
@@ -278,17 +242,10 @@ def test_gradients_and_loss_are_those_of_the_training_step(kind, policy):
     t = tensors[jax.tree_util.keystr(path, simple=True, separator="/")]
     assert near_counts(t.magnitudes, magnitudes_of(leaf, report.loss_scale), 0.1), t.path
   if kind == "nnx":
-    modules = list(dict.fromkeys(t.module for t in report.of("activation")))
-    assert [m for m in modules if m in ("Net/first", "Net/blocks/0", "Net/blocks/1")] == [
-      "Net/first",
-      "Net/blocks/0",
-      "Net/blocks/1",
-    ]
+    modules = [*dict.fromkeys(t.module for t in report.of("activation"))]
+    linear = ["Net/first", "Net/blocks/0", "Net/blocks/1"]
+    assert [m for m in modules if m in linear] == linear
     assert {t.module for t in report.of("parameter")} <= {*modules}
-
-
-def given_updates(updates):
-  return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (updates, state))
 
 
 LOST = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -303,15 +260,12 @@ def test_lost_updates_are_those_that_rounding_loses(policy):
   weights = np.concatenate([weights, [1.0, 1.0, 1.0, 1.0, 2.0**-24, 2.0**-24, 0.0, 3.0]]).astype(held)
   extra = [2.0**-11, 2.0**-12, -(2.0**-12), 2.0**-8, 2.0**-25, 2.0**-24, 2.0**-30, 0.0]
   updates = np.concatenate([weights[:4000].astype(np.float64) * relative, extra]).astype(np.float32)
-  report = mpjax.inspect_numerics(
-    lambda p, b: jnp.sum(p["w"].astype(jnp.float32) * b) * 1e-6,
-    {"w": jnp.asarray(weights)},
-    jnp.ones(len(weights)),
-    policy,
-    tx=given_updates({"w": jnp.asarray(updates)}),
-    advise=False,
-    pieces=1,
+  given = optax.GradientTransformation(
+    lambda params: (), lambda grads, state, params: ({"w": updates}, state)
   )
+  loss = lambda p, b: jnp.sum(p["w"].astype(jnp.float32) * b) * 1e-6
+  ones = np.ones(len(weights), np.float32)
+  report = mpjax.inspect_numerics(loss, {"w": weights}, ones, policy, tx=given, advise=False, pieces=1)
   (t,) = report.of("update")
   moved = updates != 0
   for name, dtype in LOST.items():

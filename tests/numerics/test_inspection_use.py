@@ -1,7 +1,11 @@
-"""`inspect_numerics` as it is called: what it takes, refuses and gives back."""
+"""`inspect_numerics` as it is called: what it takes, refuses and gives back, and what a second call compiles."""
 
+import functools
+import gc
 import json
 import math
+import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +15,68 @@ import pytest
 
 import mpjax
 from mpjax.numerics import inspection_programs
-from mpjax.numerics._summary import Summary
-from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Magnitudes, full_summary
+
+# A report's dictionary has all bins and formats, and no other way tells which.
+from mpjax.numerics._tensors import BINS, INTEREST, KINDS
 from tests.numerics._by_hand import (
+  BATCH,
+  PARAMS,
+  TX,
   WIDTH,
-  batch_of,
+  at_scale,
+  look,
   loss_fn,
   magnitudes_of,
   near_counts,
   normal,
-  params_of,
   report_of,
-  scaled_policy,
 )
 
 
 def test_without_an_optimiser_nothing_is_said_of_updates():
-  report = mpjax.inspect_numerics(loss_fn, params_of(), batch_of(), "bf16", advise=False)
+  report = look("bf16", tx=None)
   assert not report.of("update")
-  assert not [f for f in report.findings if f.kind == "lost updates"]
+  assert not [f for f in report.findings if f.kind in ("lost updates", "descent")]
+  assert report.descent_quality is None
+  assert report.to_dict()["descent_quality"] is None
 
 
 @pytest.mark.slow
 def test_the_programs_of_an_inspection_leave_the_state_and_agree_on_the_loss():
   step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), "bf16")
-  state, batch = step.init(params_of()), batch_of()
-  programs = inspection_programs(step, state, batch)
+  state = step.init(PARAMS)
+  programs = inspection_programs(step, state, BATCH)
   assert list(programs) == ["policy", "float32", "check"]
   (policy, own), (float32, wide), (check, same) = programs.values()
   assert own is state
   assert wide is same
   assert not wide.opt_state
-  seen, reference = policy(own, batch), float32(wide, batch)
+  seen, reference = policy(own, BATCH), float32(wide, BATCH)
   assert seen.updates
   assert not reference.updates
-  np.testing.assert_allclose(reference.loss, check(wide, batch), rtol=1e-6)
+  np.testing.assert_allclose(reference.loss, check(wide, BATCH), rtol=1e-6)
   np.testing.assert_allclose(seen.loss, reference.loss, rtol=0.02)
 
 
-DEEP = 4
-
-
-def scanned_loss(params, batch):
-  def layer(x, w):
-    with jax.named_scope("layers"):
-      return x + jnp.tanh(x @ w), None
-
-  out, _ = jax.lax.scan(layer, batch["x"], params["w"])
-  return jnp.mean((out - batch["y"]) ** 2)
-
-
 def test_steps_of_a_loop_are_layers():
-  params = {"w": normal(7, DEEP, WIDTH, WIDTH, scale=0.2) * (4.0 ** jnp.arange(DEEP))[:, None, None]}
-  batch = batch_of()
-  report = mpjax.inspect_numerics(scanned_loss, params, batch, "fp32", advise=False)
-  names = [t.module for t in report.of("activation") if t.name == "dot_general"]
-  assert names == [f"layers[{i}]" for i in range(DEEP)]
-  x = np.asarray(batch["x"])
-  for i in range(DEEP):
-    z = x @ np.asarray(params["w"][i])
-    (t,) = [t for t in report.of("activation", f"layers[{i}]") if t.name == "dot_general"]
-    assert near_counts(t.magnitudes, magnitudes_of(z))
-    x = x + np.tanh(z)
+  deep = 4
+  weights = normal(7, deep, WIDTH, WIDTH, scale=0.2) * np.float32(4.0) ** np.arange(deep)[:, None, None]
+
+  def scanned_loss(params, batch):
+    def layer(x, w):
+      with jax.named_scope("layers"):
+        return x + jnp.tanh(x @ w), None
+
+    return jnp.mean((jax.lax.scan(layer, batch["x"], params["w"])[0] - batch["y"]) ** 2)
+
+  params = {"w": weights.astype(np.float32)}
+  report = mpjax.inspect_numerics(scanned_loss, params, BATCH, "fp32", advise=False)
+  found = [t for t in report.of("activation") if t.name == "dot_general"]
+  assert [t.module for t in found] == [f"layers[{i}]" for i in range(deep)]
+  x = BATCH["x"]
+  for t, w in zip(found, params["w"], strict=True):
+    assert near_counts(t.magnitudes, magnitudes_of(x @ w))
+    x = x + np.tanh(x @ w)
 
 
 def strict(text):
@@ -82,28 +86,19 @@ def strict(text):
   return json.loads(text, parse_constant=refuse)
 
 
+FIELDS = (
+  "version title policy compute_dtype backend versions loss_scale step batches rows loss bins formats stored"
+)
+FIELDS += " lost_updates descent_quality tensors findings advice"
+
+
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])
 def test_the_dictionary_is_strict_json_of_the_documented_form(policy, tmp_path):
   report = report_of(policy)
   report.save_json(tmp_path / "report.json")
   data = strict((tmp_path / "report.json").read_text())
   assert data == strict(json.dumps(report.to_dict(), allow_nan=False))
-  assert data.keys() == {
-    *("version", "title", "policy", "compute_dtype", "backend", "versions", "loss_scale", "step"),
-    *(
-      "batches",
-      "rows",
-      "loss",
-      "bins",
-      "formats",
-      "stored",
-      "lost_updates",
-      "descent_quality",
-      "tensors",
-      "findings",
-      "advice",
-    ),
-  }
+  assert data.keys() == {*FIELDS.split()}
   assert (data["version"], data["title"], data["bins"]) == (1, "mlp", list(BINS))
   assert data["formats"].keys() == {*INTEREST}
   for t in data["tensors"]:
@@ -118,14 +113,17 @@ def test_the_dictionary_is_strict_json_of_the_documented_form(policy, tmp_path):
   mpjax.get_policy(data["advice"]["policy"])
 
 
-def test_numbers_that_json_has_not_are_strings():
-  batch = batch_of()
-  batch["x"] = batch["x"].at[0, 0].set(jnp.nan)
-  report = mpjax.inspect_numerics(loss_fn, params_of(), batch, "bf16", tx=optax.sgd(1e-2), advise=False)
+def test_numbers_that_json_has_not_are_strings_and_values_are_counted_at_the_ends_of_histograms():
+  x = BATCH["x"].copy()
+  x[0, 0] = np.nan
+  report = look("bf16", BATCH | {"x": x})
   data = strict(json.dumps(report.to_dict(), allow_nan=False))
   assert data["loss"] == {"policy": "nan", "reference": "nan"}
   (first, *_) = report.of("activation")
   assert (first.magnitudes.nan, first.policy[0]) == (WIDTH, WIDTH)
+  m = magnitudes_of(np.asarray([0.0, -0.0, 2.0**-70, 2.0**-64, 1.0, 2.0**40, np.inf, np.nan], np.float32))
+  below, counts = m.histogram
+  assert (m.zero, below, counts[0], counts[-BINS[0]], counts[-1], m.inf, m.nan) == (2, 1, 1, 1, 1, 1, 1)
 
 
 def test_the_text_has_every_finding():
@@ -137,73 +135,46 @@ def test_the_text_has_every_finding():
   assert text.startswith("numerics of mlp: policy bf16_pure, 1 batch (16 rows), step 0")
 
 
-STEP = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "bf16")
-WRONG = {
-  "no batch": (lambda: (loss_fn, params_of(), []), {}, "no batch: expected"),
-  "no batch left": (lambda: (loss_fn, params_of(), iter(())), {}, "no batch: expected"),
-  "keep": (lambda: (loss_fn, params_of(), batch_of()), {"keep": 1.0}, "keep=1.0: expected a share"),
-  "keep text": (
-    lambda: (loss_fn, params_of(), batch_of()),
-    {"keep": "most"},
-    "keep='most': expected a share",
-  ),
-  "target": (
-    lambda: ("gpt", params_of(), batch_of()),
-    {},
-    "target of type str: expected a TrainStep or a loss function",
-  ),
-  "state": (lambda: (STEP, params_of(), batch_of()), {}, "state of type dict: expected the TrainState"),
-  "tx": (
-    lambda: (STEP, STEP.init(params_of()), batch_of()),
-    {"tx": optax.sgd(1.0)},
-    "tx beside a TrainStep",
-  ),
-  "rng": (
-    lambda: (STEP, STEP.init(params_of()), batch_of()),
-    {"rng": jax.random.key(0)},
-    "rng beside a TrainStep",
-  ),
-  "rng not taken": (
-    lambda: (loss_fn, params_of(), batch_of()),
-    {"rng": jax.random.key(0)},
-    "loss_fn does not take 'rng'",
-  ),
-  "reference": (lambda: (loss_fn, params_of(), batch_of()), {"reference": "x"}, "reference='x': expected"),
-  "policy": (lambda: (loss_fn, params_of(), batch_of(), "fp61"), {}, "unknown policy 'fp61'"),
-  "accumulate": (
-    lambda: (
-      (step := mpjax.make_train_step(loss_fn, optax.sgd(1e-2), accumulate=3)),
-      step.init(params_of()),
-      batch_of(),
-    ),
-    {},
-    "16 rows cannot be split into accumulate=3",
-  ),
-}
+def test_wrong_arguments_are_named():
+  step = mpjax.make_train_step(loss_fn, TX, "bf16")
+  in_three = mpjax.make_train_step(loss_fn, TX, accumulate=3)
+  of_loss, state = (loss_fn, PARAMS, BATCH), step.init(PARAMS)
+  of_step, key = (step, state, BATCH), jax.random.key(0)
+  rows = [
+    ((loss_fn, PARAMS, []), {}, "no batch: expected"),
+    ((loss_fn, PARAMS, iter(())), {}, "no batch: expected"),
+    (of_loss, {"keep": 1.0}, "keep=1.0: expected a share"),
+    (of_loss, {"keep": "most"}, "keep='most': expected a share"),
+    (of_loss, {"pieces": 0}, "pieces=0: expected a positive whole number"),
+    (of_loss, {"pieces": 3}, "pieces=3: expected a divisor of the batch's 16 rows"),
+    (("gpt", PARAMS, BATCH), {}, "target of type str: expected a TrainStep or a loss function"),
+    ((step, PARAMS, BATCH), {}, "state of type dict: expected the TrainState"),
+    (of_step, {"tx": TX}, "tx beside a TrainStep"),
+    (of_step, {"rng": key}, "rng beside a TrainStep"),
+    (of_loss, {"rng": key}, "loss_fn does not take 'rng'"),
+    (of_loss, {"reference": "x"}, "reference='x': expected"),
+    ((*of_loss, "fp61"), {}, "unknown policy 'fp61'"),
+    ((in_three, in_three.init(PARAMS), BATCH), {}, "16 rows cannot be split into accumulate=3"),
+  ]
+  for args, options, message in rows:
+    with pytest.raises(ValueError, match=re.escape(message)):
+      mpjax.inspect_numerics(*args, **options)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_arguments_are_named(wrong):
-  make, options, message = WRONG[wrong]
-  with pytest.raises(ValueError, match=message):
-    mpjax.inspect_numerics(*make(), **options)
-
-
-@pytest.mark.slow
-def test_a_step_is_inspected_under_another_policy_at_that_ones_loss_scale():
-  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "fp16")
-  state = step.init(params_of())
-  report = mpjax.inspect_numerics(step, state, batch_of(), scaled_policy(4.0), advise=False)
-  assert (report.loss_scale, report.policy) == (4.0, mpjax.get_policy(scaled_policy(4.0)))
-  later = state.replace(opt_state=state.opt_state._replace(scale=jnp.float32(32.0)))
+def test_a_step_is_inspected_at_its_loss_scale_and_under_another_policy_at_that_ones():
+  step = mpjax.make_train_step(loss_fn, TX, "fp16")
+  state = step.init(PARAMS)
+  other = {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 4.0}}
+  report = mpjax.inspect_numerics(step, state, BATCH, other, reference=False)
+  assert (report.loss_scale, report.policy) == (4.0, mpjax.get_policy(other))
+  later = at_scale(state, 32.0)
   assert step.adopt(later, step).opt_state.scale == 32.0
-  assert mpjax.inspect_numerics(step, later, batch_of(), advise=False).loss_scale == 32.0
+  assert mpjax.inspect_numerics(step, later, BATCH, reference=False).loss_scale == 32.0
 
 
 def test_an_adopted_state_keeps_what_fits():
-  adam = optax.adam(1e-2)
-  step = mpjax.make_train_step(loss_fn, adam, "bf16", donate=False)
-  state, _ = step(step.init(params_of()), batch_of())
+  step = mpjax.make_train_step(loss_fn, optax.adam(1e-2), "bf16", donate=False)
+  state, _ = step(step.init(PARAMS), BATCH)
   with pytest.warns(UserWarning, match="anew while step is 1: the optimizer's state"):
     narrow = step.with_policy("float16").adopt(state, step)
   assert {x.dtype.name for x in jax.tree.leaves(narrow.params)} == {"float16"}
@@ -211,33 +182,77 @@ def test_an_adopted_state_keeps_what_fits():
   wide = step.with_policy("fp32").adopt(state, step)
   jax.tree.map(np.testing.assert_array_equal, wide.opt_state, state.opt_state)
   assert int(wide.step) == 1
-  assert math.isfinite(float(step.with_policy("fp32")(wide, batch_of())[1]["loss"]))
+  assert math.isfinite(float(step.with_policy("fp32")(wide, BATCH)[1]["loss"]))
 
 
 def test_a_step_in_float32_with_another_loss_function_is_a_reference():
-  doubled = mpjax.make_train_step(lambda p, b: 2 * loss_fn(p, b), optax.sgd(1e-2), "fp32")
-  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "bf16")
-  report = mpjax.inspect_numerics(step, step.init(params_of()), batch_of(), reference=doubled, advise=False)
+  doubled = mpjax.make_train_step(lambda p, b: 2 * loss_fn(p, b), TX, "fp32")
+  step = mpjax.make_train_step(loss_fn, TX, "bf16")
+  report = mpjax.inspect_numerics(step, step.init(PARAMS), BATCH, reference=doubled, advise=False)
   assert report.reference_loss == pytest.approx(2 * report.loss, rel=1e-2)
   assert all(0.45 < t.error < 0.55 for t in report.of("weight gradient"))
 
 
-def test_the_sketch_is_not_needed_for_exact_counts():
-  x = np.asarray([0.0, -0.0, 2.0**-70, 2.0**-64, 1.0, 2.0**40, np.inf, np.nan], np.float32)
-  summary = Summary(full_summary(1.0).edges)
-  m = Magnitudes.of(summary, np.asarray(summary(jnp.asarray(x))))
-  below, counts = m.histogram
-  assert (m.zero, below, counts[0], counts[-BINS[0]], counts[-1], m.inf, m.nan) == (2, 1, 1, 1, 1, 1, 1)
-
-
-@pytest.mark.slow
 def test_a_batch_on_an_explicit_mesh_is_inspected():
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
   place = lambda tree, *axes: jax.device_put(tree, jax.NamedSharding(mesh, jax.P(*axes)))
-  params = {"w": jnp.eye(8) * 0.5}
-  batch = jnp.arange(32.0).reshape(4, 8) / 32
-  loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-  expected = mpjax.inspect_numerics(loss_fn, params, batch, "fp16")
+  params = {"w": np.eye(8, dtype=np.float32) * 0.5}
+  batch = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
+  loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+  expected = mpjax.inspect_numerics(loss, params, batch, "fp16", advise=False)
   with jax.set_mesh(mesh):
-    found = mpjax.inspect_numerics(loss_fn, place(params), place(batch, "data"), "fp16")
+    found = mpjax.inspect_numerics(loss, place(params), place(batch, "data"), "fp16", advise=False)
   assert [t.magnitudes for t in found.tensors] == [t.magnitudes for t in expected.tensors]
+
+
+@pytest.fixture
+def compiled():
+  """Names of the functions that were compiled."""
+  names = []
+
+  def listen(event, seconds, **more):
+    if "backend_compile" in event:
+      names.append(more.get("fun_name", ""))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield names
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_second_inspection_of_a_step_compiles_nothing(compiled):
+  step = mpjax.make_train_step(loss_fn, optax.adam(1e-3), {"base": "fp16", "loss_scaling": 64})
+  state = step.init(PARAMS)
+  first = mpjax.inspect_numerics(step, state, BATCH, advise=False)
+  assert compiled
+  del compiled[:]
+  second = mpjax.inspect_numerics(step, state, BATCH, advise=False)
+  assert compiled == []
+  assert first.to_dict() == second.to_dict()
+
+
+def test_a_loss_function_is_compiled_once_for_its_policy_and_shapes(compiled):
+  own = lambda params, batch: loss_fn(params, batch)
+  four, two = ({name: x[:rows] for name, x in BATCH.items()} for rows in (4, 2))
+  loss = lambda policy, batch: look(policy, batch, own, reference=False).loss
+  loss("bf16", four)
+  of_bf16 = loss("bf16", four)
+  del compiled[:]
+  assert loss("bf16", four) == of_bf16
+  assert compiled == []
+  assert loss("fp32", four) != of_bf16
+  assert compiled
+  del compiled[:]
+  loss("bf16", two)
+  assert compiled
+
+
+def test_a_function_that_wraps_another_is_looked_at_itself():
+  own = lambda params, batch: loss_fn(params, batch)
+  before = look("fp32", loss=own, tx=None)
+  twice = functools.wraps(own)(lambda params, batch: 2 * own(params, batch))
+  assert look("fp32", loss=twice, tx=None).loss == pytest.approx(2 * before.loss)
+  gone = weakref.ref(twice)
+  del twice
+  jax.clear_caches()
+  gc.collect()
+  assert gone() is None  # nothing stays of a function that is gone

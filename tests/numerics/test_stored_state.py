@@ -11,6 +11,7 @@ import mpjax
 
 ROWS, GROUP, GROUPS = 64, 128, 3
 SHAPE = (ROWS, GROUP * GROUPS)
+ONES, ZEROS, BATCH = np.ones(SHAPE, np.float32), np.zeros(SHAPE, np.float32), np.ones(4, np.float32)
 
 
 def signed(seed, shape=SHAPE, binades=10):
@@ -59,25 +60,20 @@ def stored_by_hand(x, dtype):
   return (back * scale).reshape(SHAPE)
 
 
-def inspected(policy, mu, nu, **options):
-  step = mpjax.make_train_step(loss_fn, adam_of(mu, nu, jnp.ones(SHAPE, jnp.float32)), policy, **options)
-  state = step.init({"w": jnp.ones(SHAPE, jnp.float32)})
-  return mpjax.inspect_numerics(step, state, [jnp.ones(4)], advise=False, pieces=1)
+def inspected(policy, mu, nu):
+  step = mpjax.make_train_step(loss_fn, adam_of(mu, nu, ONES), policy)
+  return mpjax.inspect_numerics(step, step.init({"w": ONES}), BATCH, advise=False, pieces=1)
 
 
 SCALED = {"base": "fp16", "loss_scaling": {"kind": "dynamic", "init_scale": 2.0**8}}
+KEPT = {
+  "int8": {**SCALED, "optimizer_dtype": "int8"},
+  "E4M3": {"base": "bf16", "optimizer_dtype": "float8_e4m3fn"},
+  "lean": "bf16_lean",
+}
 
 
-@pytest.mark.parametrize(
-  "policy",
-  [
-    {"base": "bf16", "optimizer_dtype": "int8"},
-    {**SCALED, "optimizer_dtype": "int8"},
-    {"base": "bf16", "optimizer_dtype": "float8_e4m3fn"},
-    "bf16_lean",
-  ],
-  ids=["int8", "scaled", "E4M3", "lean"],
-)
+@pytest.mark.parametrize("policy", KEPT.values(), ids=KEPT)
 def test_errors_of_stored_moments_are_those_of_their_nearest_codes(policy):
   moments = {"mu": signed(0), "nu": np.abs(signed(1, binades=12))}
   report = inspected(policy, **moments)
@@ -129,10 +125,10 @@ def test_lost_updates_are_those_of_the_master_weights(correction):
   masters = {"int8": rounded(masters, 24), "int16": masters}.get(correction, rounded(masters, 16))
   updates = (masters * rng.choice([-1, 1], SHAPE) * 2.0 ** rng.uniform(-25, -8, SHAPE)).astype(np.float32)
   updates[:8] = 0
-  wide = mpjax.make_train_step(loss_fn, adam_of(*2 * [jnp.zeros(SHAPE)], jnp.asarray(updates)), "fp32")
+  wide = mpjax.make_train_step(loss_fn, adam_of(ZEROS, ZEROS, updates), "fp32")
   step = wide.with_policy({"base": "bf16_pure", "master_weights": correction})
-  state = step.adopt(wide.init({"w": jnp.asarray(masters)}), wide)
-  report = mpjax.inspect_numerics(step, state, [jnp.ones(4)], advise=False, pieces=1)
+  state = step.adopt(wide.init({"w": masters}), wide)
+  report = mpjax.inspect_numerics(step, state, BATCH, advise=False, pieces=1)
   (t,) = report.of("update")
   moved = updates != 0
   bf16 = masters.astype(ml_dtypes.bfloat16)
@@ -153,18 +149,15 @@ def test_lost_updates_are_those_of_the_master_weights(correction):
 
 def still(policy, size):
   """An inspection of weights of 1 with updates of a size."""
-  updates = jnp.full(SHAPE, size, jnp.float32)
-  tx = adam_of(jnp.zeros(SHAPE), jnp.zeros(SHAPE), updates)
-  return mpjax.inspect_numerics(loss_fn, {"w": jnp.ones(SHAPE)}, jnp.ones(4), policy, tx=tx)
+  tx = adam_of(ZEROS, ZEROS, np.full(SHAPE, size, np.float32))
+  return mpjax.inspect_numerics(loss_fn, {"w": ONES}, BATCH, policy, tx=tx)
 
 
 def test_advice_for_lost_updates_names_corrections():
   advice = still("bf16_pure", 2.0**-10).advice
   assert advice.policy["param_dtype"] == "float32"
-  assert (
-    "master_weights: int16, or int8 (3 bytes a weight in place of 4; loses 0)"
-    in dict(advice.lines)["param_dtype: float32"]
-  )
+  text = "master_weights: int16, or int8 (3 bytes a weight in place of 4; loses 0)"
+  assert text in dict(advice.lines)["param_dtype: float32"]
   advice = still({"base": "bf16_pure", "master_weights": "int8"}, 2.0**-18).advice
   assert mpjax.get_policy(advice.policy) == mpjax.get_policy({"base": "bf16_pure", "master_weights": "int16"})
   assert [(m.before, m.after) for m in advice.measured] == [(1, 0)]
