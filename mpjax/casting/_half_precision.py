@@ -166,7 +166,8 @@ def _halves_of_its_own(call: Callable[[list[Any]], PyTree], leaves: list[Any], h
   """Returns the results that are half precision without autocast, too: a cache, say, that is an argument."""
   if not any(_is(leaf, half) for leaf in leaves):
     return set()
-  arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+  # A type such as `jnp.float32` has a dtype, too.
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, np.generic))}
 
   def results(arrays: dict[int, Array]) -> list[Array]:
     return jax.tree.leaves(call([arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))

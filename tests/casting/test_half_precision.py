@@ -153,6 +153,15 @@ def test_gradients_out_of_range_are_not_hidden():
   assert not np.isfinite(found).any()
 
 
+def test_a_cache_stays_half_precision_beside_a_dtype_that_is_an_argument():
+  def decode(cache, x, dtype, scale):
+    return cache.at[0].set((x * scale).sum().astype(cache.dtype)), x.astype(dtype)
+
+  turn = lambda cache, x: mpjax.half_precision(decode)(cache, x, jnp.float32, np.float32(2))
+  run = mpjax.autocast(lambda cache, xs: jax.lax.scan(turn, cache, xs)[1], "bf16")
+  assert jax.eval_shape(run, np.zeros(4, jnp.bfloat16), np.ones((3, 4), np.float32)).shape == (3, 4)
+
+
 def test_what_enters_and_leaves_stays_half_precision():
   mix = mpjax.half_precision(lambda a, b: jax.lax.optimization_barrier((a, b))[0])
   f = lambda w, x: mix(x @ w["q"], x @ w["k"]) @ w["o"]
