@@ -235,3 +235,11 @@ def test_nothing_is_infinite_or_undefined_that_is_finite_in_float32(name):
     found = leaf_failures("gradient", results[policy], want, TOLERANCE[policy], 1e-3)
     lines += [f"{policy} {line}" for line in found]
   assert not lines, "\n" + "\n".join(lines)
+
+
+def test_integers_beyond_float16_meet_it_in_float32():
+  n = np.arange(100_000, 100_004)
+  fun = lambda x, w: ((x @ w + n) - n) @ w
+  x, w = np.full((2, 4), 0.5, np.float32), np.eye(4, dtype=np.float32)
+  ours, want = jax.jit(lambda x, w: (mpjax.autocast(fun, "fp16")(x, w), fun(x, w)))(x, w)
+  np.testing.assert_allclose(ours, want, rtol=2e-2)

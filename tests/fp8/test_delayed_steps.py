@@ -244,3 +244,12 @@ def test_a_step_says_what_it_lacks():
     step(model, nnx.Optimizer(model, step.tx, wrt=nnx.Param), BATCH)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
   same(step.init(model, batch=shapes).fp8_state, step.init(model, batch=BATCH).fp8_state)
+
+
+def test_the_history_of_gradients_grows_with_the_loss_scale():
+  newest_gradient = {}
+  for interval in (1, 1000):
+    scaling = {"init_scale": 2.0**4, "growth_interval": interval}
+    step, state = started({**with_loss_scale(), "loss_scaling": scaling})
+    newest_gradient[interval] = newest(step(state, BATCH)[0].fp8_state)[":1"][2]
+  assert newest_gradient[1] == 2 * newest_gradient[1000]

@@ -101,6 +101,11 @@ def test_output_and_gradient_dtypes():
     e.params["spec"].out_dtype.name for e in named("fp8_dot_general", mpjax.autocast(mlp, fp8()), W, X)
   ]
   assert set(specs) == {"bfloat16"}
+  grad = jax.grad(
+    mpjax.autocast(loss, fp8())
+  )  # gradients of float32 weights are float32, those of activations not
+  dtypes = sorted(e.params["spec"].out_dtype.name for e in named("fp8_dot_general", grad, W, X))
+  assert dtypes == ["bfloat16"] * 6 + ["float32"] * 3
   wide = named("fp8_dot_general", mpjax.autocast(mlp, {**fp8(), "accum_dtype": "float32"}), W, X)
   assert {e.params["spec"].out_dtype.name for e in wide} == {"float32"}
 

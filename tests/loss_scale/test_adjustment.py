@@ -367,3 +367,17 @@ def test_what_cannot_be_converted_is_named():
     state = mpjax.with_loss_scaling(SGD, scaling or "dynamic").init(ZERO)
     with pytest.raises(ValueError, match=match):
       mpjax.export_loss_scale(state, to, scaling=scaling)
+
+
+def test_gradients_count_and_updates_are_blamed_each_for_themselves():
+  tx = mpjax.dynamic_loss_scale(optax.rmsprop(1e-3, eps=0.0), init_scale=4.0, growth_interval=2)
+  params, ones = {"w": np.ones(2, np.float32)}, {"w": np.ones(2, np.float32)}
+  first = tx.init(params)
+  _, state = tx.update(ones, first, params)
+  # 0 / 0 in the optimiser: its update is not taken, and the gradients were good.
+  _, after = tx.update({"w": np.zeros(2, np.float32)}, state._replace(inner_state=first.inner_state), params)
+  assert not after.updates_finite
+  assert int(after.good_steps) == 1
+  _, after = tx.update({"w": np.full(2, np.nan, np.float32)}, first, params)
+  assert not after.grads_finite
+  assert after.updates_finite

@@ -346,3 +346,16 @@ def test_one_fault_in_a_chain_of_operations_is_found_at_its_line(before, after, 
   loss = lambda p, b: functools.reduce(lambda x, operation: operation(x), chain, p["w"]).sum()
   report = hunt(*of_loss(loss, {"w": np.ones(4, np.float32)}), {})
   assert report.origin.line == f"test_find_nonfinite.py:{PLANTED[planted].__code__.co_firstlineno}"
+
+
+def test_turns_of_a_scan_that_runs_backwards_are_numbered_as_they_run():
+  def loss(p, b):
+    body = lambda c, w: (c - 1, jnp.log(c) * w)
+    return jax.lax.scan(body, b["x"], p["w"], reverse=True)[1].mean()
+
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), "fp32")
+  report = find_nonfinite(
+    step, step.init({"w": np.ones(4, np.float32)}), {"x": np.float32(2)}, reference=False
+  )
+  (turn,) = report.origin.iterations
+  assert (turn.index, turn.length) == (1, 4)

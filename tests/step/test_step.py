@@ -261,3 +261,14 @@ def test_float16_learns_as_float32_does_once_the_loss_is_scaled():
   first, last, grads = losses({"base": "fp16", "loss_scaling": None})
   assert last == pytest.approx(first, rel=1e-3)
   assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+def test_the_norm_of_a_step_after_which_the_scale_grows_is_not_that_of_the_next_scale():
+  loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
+  grows = {"base": "fp16", "loss_scaling": {"init_scale": 1024, "growth_interval": 1}}
+  norms = []
+  for policy in ("fp32", grows):
+    step = mpjax.make_train_step(loss, optax.sgd(0.1), policy, grad_norm=True)
+    state = step.init({"w": np.ones((4, 2), np.float32)})
+    norms.append(float(step(state, np.ones((8, 4), np.float32))[1]["grad_norm"]))
+  assert norms[1] == pytest.approx(norms[0], rel=0.01)

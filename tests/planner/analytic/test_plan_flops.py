@@ -174,3 +174,10 @@ def test_a_vocabulary_is_to_be_padded_at_its_cost():
 def test_a_padded_convolution_is_judged_by_all_its_taps():
   [product] = plan_of(convolution(1, "SAME"), S((3, 3, 64, 64), BF16), S((2, 8, 8, 64), BF16)).products
   assert (product.shape, product.eligible) == ((2 * 8 * 8, 64, 3 * 3 * 64), True)
+
+
+def test_the_floor_takes_the_cheapest_branch():
+  step = lambda w, b: jax.lax.cond(b.sum() > 0, lambda b: (b @ w).sum(), lambda b: b.sum(), b)
+  x = S((256, 256), F32)
+  plan = mpjax.plan(step, (x, x), target="h200", compile=False)
+  assert plan.floor.parts["matrix units"] == 0

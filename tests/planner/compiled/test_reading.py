@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import mpjax
-from mpjax import _compat
+from mpjax import _compat  # which release the analytic plan is of
 from mpjax.planner import ARGUMENT_PARTS
 from mpjax.planner import _plan as planning  # whose compiler is replaced
 from mpjax.planner.compiled import read_program
