@@ -172,7 +172,7 @@ TABLE = {
   "dog": Runs(lambda: contrib.dog(**FIRST_STEP)),
   "dowg": Runs(lambda: contrib.dowg(init_estim_sq_dist=1.0)),
   "dpsgd": Refused(lambda: contrib.dpsgd(0.1, 1.0, 0.0, 0), "each example"),
-  "galore": Runs(lambda: contrib.galore(1e-2, rank=4)),
+  "galore": Runs(lambda: contrib.galore(1e-2, rank=4), lean=0.08),
   "mechanize": Runs(lambda: contrib.mechanize(sgd(), s_init=0.1), lean=0.08),
   "momo": Runs(lambda: contrib.momo(0.1), "exp_avg"),
   "prodigy": Runs(lambda: contrib.prodigy(estim_lr0=1e-2), "exp_avg exp_avg_sq grad_sum"),
