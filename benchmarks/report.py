@@ -21,6 +21,7 @@ from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.gather import _suite as gather_suite
 from benchmarks.layerwise import _suite as layerwise_suite
 from benchmarks.memory import _suite as memory_suite
+from benchmarks.mutations import _suite as mutations_suite
 from benchmarks.quality import _tables as quality_tables
 from benchmarks.tune import _suite as tune_suite
 from mpjax._picture_style import save_figure
@@ -400,6 +401,7 @@ def main() -> None:
     ("scaling_tpu_v5e", scaling),
     ("chaos_cpu", chaos_suite.table),
     ("chaos_mutations", chaos_mutations.table),
+    ("mutations", lambda report: mutations_suite.table(report["before"], report["after"])),
     ("gather_v5e", gather_suite.table),
     ("gather_h200", gather_suite.table),
     ("gather_large", gather_suite.table_of_large),

@@ -2,7 +2,7 @@
 
     pytest -n 2 -p benchmarks.mutations._lines --lines map.jsonl           # which test runs which line
     python -m benchmarks.mutations --map map_gw0.jsonl map_gw1.jsonl [--tests DIR] [--only NAME ...]
-    python -m benchmarks.mutations --table before.json after.json
+    python -m benchmarks.mutations --table before.json after.json --json benchmarks/results/mutations.json
 
 Of the tests that run a fault's line the nearest and cheapest come first, until one fails: the fault is found
 then, if that test passes without it. A fault that none finds in `--most` tests or `--seconds` survives. A
@@ -65,10 +65,11 @@ class Try(NamedTuple):
   options: tuple[str, ...]
 
 
-def run(options: argparse.Namespace) -> dict[str, Any] | int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
   if options.table is not None:
-    print(table(*(json.loads(path.read_text()) for path in options.table)))
-    return 0
+    before, after = (json.loads(path.read_text()) for path in options.table)
+    print(table(before, after))
+    return {"before": before, "after": after}
   faults = [fault for fault in read_faults() if options.only is None or fault.name in options.only]
   if unknown := {*(options.only or ())} - {fault.name for fault in faults}:
     sys.exit(f"--only {min(unknown)}: no such fault in faults.toml")
