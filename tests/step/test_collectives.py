@@ -35,7 +35,9 @@ def plain_params():
   return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
 
-def a_step(policy, sizes, accumulate=1, target="here", loss=plain, rules=None):
+def a_step(
+  policy, sizes, accumulate=1, target="here", loss=plain, first=plain_params, rows=(ROWS,), rules=None
+):
   """A training step on a mesh, and the shapes of its arguments where they lie."""
   shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
   if target == "here":
@@ -45,9 +47,10 @@ def a_step(policy, sizes, accumulate=1, target="here", loss=plain, rules=None):
   kind = get_target(target).kind
   resolved = mpjax.get_policy(policy, backend=kind)
   step = mpjax.make_train_step(loss, TX, resolved, accumulate=accumulate, mesh=mesh, sharding=rules)
-  state = jax.eval_shape(lambda: step.init(plain_params()))
+  random = {"rng": jax.random.key(0)} if step.loss.by_row else {}
+  state = jax.eval_shape(lambda: step.init(first(), **random))
   put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  batch = {"x": put(jax.ShapeDtypeStruct((ROWS,), jnp.int32), step.layout.batch_sharding)}
+  batch = {"x": put(jax.ShapeDtypeStruct(rows, jnp.int32), step.layout.batch_sharding)}
   return step, (jax.tree.map(put, state, step.layout.shardings(state)), batch)
 
 

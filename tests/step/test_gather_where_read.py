@@ -181,11 +181,16 @@ def test_no_residual_holds_a_gathered_parameter():
 
 
 def test_no_tracer_outlives_its_trace():
+  step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
+  with jax.checking_leaks():
+    step.jitted.trace(state, batch)
+
+
+@pytest.mark.slow
+def test_no_tracer_of_any_program_outlives_its_trace():
   with jax.checking_leaks():
     for program in PROGRAMS.values():
       jax.jit(gradients(program)).trace(*shapes())
-    step, state, batch = in_fp8_by("block", gather_dtype="float8_e4m3fn")
-    step.jitted.trace(state, batch)
 
 
 def test_a_loop_of_unknown_length_reads_what_is_gathered_before_it():

@@ -71,13 +71,14 @@ def vit(heads):
     logits = model.apply({"params": params}, batch["x"].astype(jnp.float32)[..., None], train=False)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 0, 0] % 8).mean()
 
-  return loss, first, (16, 8, 8), lambda path, shape: vit_sharding(path, shape, heads=heads)
+  rules = lambda path, shape: vit_sharding(path, shape, heads=heads)
+  return {"loss": loss, "first": first, "rows": (16, 8, 8), "rules": rules}
 
 
 CASES = {
-  "gpt": (gpt_loss, lambda: gpt(HEADS), (16, 9), gpt_rules(HEADS)),
+  "gpt": {"loss": gpt_loss, "first": lambda: gpt(HEADS), "rows": (16, 9), "rules": gpt_rules(HEADS)},
   "vit": vit(HEADS),
-  "three heads": (gpt_loss, lambda: gpt(3), (16, 9), gpt_rules(3)),
+  "three heads": {"loss": gpt_loss, "first": lambda: gpt(3), "rows": (16, 9), "rules": gpt_rules(3)},
 }
 
 
@@ -86,7 +87,7 @@ CASES = {
   [("gpt", 4), pytest.param("vit", 4, marks=pytest.mark.slow), ("three heads", 2)],
 )
 def test_nothing_of_attention_moves_between_devices(case, tensor):
-  step, args = a_step("fp32", {"data": 8 // tensor, "tensor": tensor}, model=CASES[case])
+  step, args = a_step("fp32", {"data": 8 // tensor, "tensor": tensor}, **CASES[case])
   everywhere, _ = crossing(step.jitted.lower(*args).compile().as_text())
   assert {operation for operation, _ in everywhere} == {"all-reduce"}
 
@@ -102,8 +103,8 @@ def test_nothing_of_attention_moves_in_programs_for_described_devices(target, at
     pytest.skip(lacks)
   sizes = {"vocab_size": 512, "max_len": 128, "dim": 512, "layers": 1, "heads": HEADS}
   make = lambda: GPT(**sizes, attention=attention, rngs=nnx.Rngs(0))
-  case = (gpt_loss, make, (16, 129), gpt_rules(HEADS))
-  step, args = a_step("bf16", {"fsdp": 2, "tensor": 4}, target=target, model=case)
+  case = {"loss": gpt_loss, "first": make, "rows": (16, 129), "rules": gpt_rules(HEADS)}
+  step, args = a_step("bf16", {"fsdp": 2, "tensor": 4}, target=target, **case)
   everywhere, _ = crossing(compilers.compile_step(step.jitted, args, [], described).text)
   assert {name for name, _ in everywhere} == {"all-gather", "all-reduce", "reduce-scatter"}
   # The parameters, which `tensor` divides.
@@ -114,7 +115,7 @@ def test_nothing_of_attention_moves_in_programs_for_described_devices(target, at
 @pytest.mark.slow
 def test_losses_are_those_of_one_device():
   """Also of heads that the mesh does not divide."""
-  loss, first, rows, rules = CASES["three heads"]
+  loss, first, rows, rules = CASES["three heads"].values()
   batch = {"x": np.random.default_rng(0).integers(0, 128, rows)}
   found = []
   for sizes in ({"fsdp": 2, "tensor": 2}, {"data": 1}):
