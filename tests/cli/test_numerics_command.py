@@ -30,6 +30,14 @@ def trained(config, tmp_path_factory):
   return out
 
 
+@pytest.fixture(scope="module")
+def plain(config, tmp_path_factory):
+  """A finished run in float16."""
+  out = tmp_path_factory.mktemp("plain") / "run"
+  assert main(["train", config, "policy=fp16", "train.steps=8", f"out={out}"]) == 0
+  return out
+
+
 @pytest.fixture
 def run(config, tmp_path, monkeypatch, capsys):
   """Runs the command line in an empty folder; returns its report as data, and what it printed."""
@@ -97,11 +105,10 @@ def test_the_advised_config_trains_where_the_other_could_not(run, config, tmp_pa
 
 
 @pytest.mark.slow
-def test_looking_at_a_run_changes_nothing_and_leaves_histograms(config, trained, tmp_path):
-  assert main(["train", config, "policy=fp16", "train.steps=8", f"out={tmp_path / 'run'}"]) == 0
+def test_looking_at_a_run_changes_nothing_and_leaves_histograms(trained, plain):
   lines = lambda out: (out / "metrics.jsonl").read_text().splitlines()
   losses = lambda out: [json.loads(line)["loss"] for line in lines(out)]
-  assert losses(trained) == losses(tmp_path / "run")
+  assert losses(trained) == losses(plain)
   events = EventAccumulator(str(trained / "tensorboard"), size_guidance={"histograms": 0})
   events.Reload()
   tags = events.Tags()
@@ -137,9 +144,9 @@ def test_the_formats_are_printed_without_a_config(capsys):
 
 ERRORS = {
   "no checkpoint there": (["checkpoint=nowhere"], "nowhere is not a run directory"),
-  "no such step": (["checkpoint={trained}/checkpoints/3"], "there are 4, 8"),
-  "another model": (["checkpoint={trained}", "model.dim=64"], "another model"),
-  "a run directory and a checkpoint": (["checkpoint={trained}"], "expected one of them"),
+  "no such step": (["checkpoint={run}/checkpoints/3"], "there are 4, 8"),
+  "another model": (["checkpoint={run}", "model.dim=64"], "another model"),
+  "a run directory and a checkpoint": (["checkpoint={run}"], "expected one of them"),
   "batches": (["batches=0"], "batches=0: expected a whole number from 1 on"),
   "steps": (["steps=x"], "steps=x: expected a whole number from 0 on"),
   "keep": (["keep=1.5"], "keep=1.5: expected a share between 0 and 1"),
@@ -148,28 +155,28 @@ ERRORS = {
   "a config that is there": (["--apply", "taken.yaml"], "exists; it is not overwritten"),
   "an unknown key": (["numerics.evry=5"], "did you mean 'every'"),
   "a hunt without a checkpoint": (["--hunt"], "expected a checkpoint"),
-  "a hunt without a batch": (["checkpoint={trained}", "--hunt"], "holds no nonfinite_batch_"),
-  "a batch of another shape": (["checkpoint={trained}", "--hunt", "bad.npz"], "expected rows of"),
-  "no batch at all": (["checkpoint={trained}", "--hunt", "text.npz"], "cannot be read as a batch"),
+  "a hunt without a batch": (["checkpoint={run}", "--hunt"], "holds no nonfinite_batch_"),
+  "a batch of another shape": (["checkpoint={run}", "--hunt", "bad.npz"], "expected rows of"),
+  "no batch at all": (["checkpoint={run}", "--hunt", "text.npz"], "cannot be read as a batch"),
 }
 
 
-def test_an_error_is_one_line_and_status_2(config, trained, tmp_path, monkeypatch, capsys):
+def test_an_error_is_one_line_and_status_2(config, plain, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   np.savez("bad.npz", tokens=np.zeros((8, 5), np.int32))
   (tmp_path / "text.npz").write_text("no archive")
   (tmp_path / "taken.yaml").write_text("policy: fp32\n")
   for name, (arguments, expected) in ERRORS.items():
-    first = trained if name == "a run directory and a checkpoint" else config
-    line = [str(first), *(a.format(trained=trained) for a in arguments)]
+    first = plain if name == "a run directory and a checkpoint" else config
+    line = [str(first), *(a.format(run=plain) for a in arguments)]
     assert main(["numerics", *line]) == 2, name
     [error] = capsys.readouterr().err.splitlines()
     assert expected in error, name
 
 
-def test_a_run_of_an_earlier_release_is_resumed(config, trained, tmp_path):
+def test_a_run_of_an_earlier_release_is_resumed(config, plain, tmp_path):
   out = tmp_path / "run"
-  shutil.copytree(trained, out)
+  shutil.copytree(plain, out)
   (out / "summary.json").unlink()
   file = out / "config.yaml"
   lines = file.read_text().splitlines(keepends=True)
