@@ -2,13 +2,14 @@
 
 Seconds are a processor's: of the worker that ran a test, and of the processes that it started and waited for. JAX
 says how long each tracing, lowering and compilation took; one inside another counts once, for the inner one.
-`--cost=FILE` writes a line for every test, too.
+`--cost=FILE` writes a line for every test, too; what follows `--cost` without `=` is taken for FILE, unless it
+looks like tests.
 """
 
 import collections
 import dataclasses
+import os
 import pathlib
-import resource
 import time
 
 import jax
@@ -117,6 +118,8 @@ def install(config):
   """Registers the plug-ins if `--cost` was given."""
   if not (option := config.option.cost):
     return
+  if "::" in option or option.endswith(".py") or pathlib.Path(option).is_dir():  # it would be written over
+    raise pytest.UsageError(f"--cost {option}: expected a file to write; say --cost after the tests")
   worker = getattr(config, "workerinput", {}).get("workerid", "")
   workers = not worker and config.option.numprocesses if hasattr(config.option, "numprocesses") else 0
   file = None
@@ -131,5 +134,5 @@ def install(config):
 
 
 def _of_children():
-  usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return usage.ru_utime + usage.ru_stime
+  times = os.times()
+  return times.children_user + times.children_system

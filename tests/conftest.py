@@ -46,11 +46,27 @@ def pytest_collection_modifyitems(config, items):
   """The runs first, each of which takes long: at the end there is something short for either worker."""
   items.sort(key=lambda item: item.path.parent.name not in ("train", "cli"))
   if not (config.option.all or config.option.markexpr):
-    named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
-    left = [item for item in items if _is_long(item) and item.nodeid.partition("[")[0] not in named]
+    named = {_place(config.invocation_params.dir, argument) for argument in config.args if "::" in argument}
+    left = [item for item in items if _is_long(item) and _place(config.rootpath, item.nodeid) not in named]
     config.hook.pytest_deselected(items=left)
+    config.stash[_LEFT] = len(left)
     out = set(left)
     items[:] = [item for item in items if item not in out]
+
+
+def pytest_report_collectionfinish(config):
+  if left := config.stash.get(_LEFT, 0):
+    return f"{left} that are slow or aot are left out: --all, -m or their own names run them"
+  return []
+
+
+_LEFT = pytest.StashKey[int]()  # how many tests are left out
+
+
+def _place(folder, name):
+  """The file and the function of a test, whose name is relative to a folder."""
+  file, _, function = name.partition("[")[0].partition("::")
+  return (folder / file).resolve(), function
 
 
 def _is_long(item):
