@@ -6,7 +6,8 @@
 
 Of the tests that run a fault's line the nearest and cheapest come first, until one fails: the fault is found
 then, if that test passes without it. A fault that none finds in `--most` tests or `--seconds` survives. A
-test that hangs, an interpreter that crashes, and tests that cannot be imported find a fault, too.
+test that hangs, an interpreter that crashes, and tests that cannot be imported find a fault, too. Tests
+that are slow or aot are among them with `--all` in both commands.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.mutations._faults import Fault, place_of, read_faults
 
 _PARTS = (0, 8, 32, None)  # of the tests: some are tried before the others are collected
 _OUTSIDE = "slow or aot"  # marks of tests that only --all runs
+_ANY = ("-m", "slow or not slow")  # all tests: without -m some suites leave out those
 _FOUND = {"failed": "", "collection": "not imported: ", "timeout": "hangs: ", "crash": "crashes: "}
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   checkout = options.tests.resolve()
   begun = time.monotonic()
   tests = candidates(options.map, {fault: place_of(fault, checkout) for fault in faults}, checkout)
-  marks = () if options.all else ("-m", f"not ({_OUTSIDE})")
+  marks = _ANY if options.all else ("-m", f"not ({_OUTSIDE})")
   tries = [Try(fault, tests[fault], options.most, options.seconds, marks) for fault in faults]
   _forks.preload()
   context = multiprocessing.get_context("fork")
@@ -199,5 +201,5 @@ def _edited(path: pathlib.Path, fault: Fault) -> Iterator[None]:
 def _failing(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
   """Returns which of some tests, or modules of tests, fail without a fault."""
   known = {test: seconds.get(test, 1.0) for test in tests if "::" in test}
-  ended = _forks.run_tests(_copy, known, 30 + 10 * sum(known.values()), ())
+  ended = _forks.run_tests(_copy, known, 30 + 10 * sum(known.values()), _ANY)
   return [*ended.failed] if ended.kind != "passed" else []
