@@ -137,12 +137,12 @@ WRONG = [
 
 
 def test_what_is_not_a_policy_is_named_in_few_words():
-  for spec, words in [*WRONG, ([list(range(10_000))], ["list"])]:
+  for spec, words, most in [*((*row, 700) for row in WRONG), ([list(range(10_000))], ["list"], 300)]:
     with pytest.raises(ValueError) as error:
       mpjax.get_policy(spec)
     text = str(error.value)
     assert all(word in text for word in words), text
-    assert len(text) < 700, spec
+    assert len(text) < most, spec
 
 
 def test_yaml_1_1_numbers_and_booleans():

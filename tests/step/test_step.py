@@ -198,7 +198,7 @@ def test_nnx_modules_train_as_a_state_and_in_place_alike_and_skip():
   np.testing.assert_allclose(state.model.inner.kernel[...], model.inner.kernel[...], rtol=1e-2, atol=1e-3)
   assert model.norm.mean.dtype == jnp.float32
   assert np.asarray(model.norm.mean[...]).any()
-  assert int(optimizer.step[...]) == 20
+  assert int(optimizer.step[...]) == int(model.drop.rngs.count[...]) == 20
   assert int(mpjax.get_loss_scale(optimizer).good_steps) == 20
   assert step.jitted._cache_size() == 2  # one trace for each way in
   kept = lambda: np_tree(nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))

@@ -18,12 +18,13 @@ from mpjax.train import ConfigError, load_config, load_safetensors, make_setup, 
 
 # Which kernel is taken, and a step in float32 beside another, of what no run of this machine shows.
 from mpjax.train._inspecting import open_subject
+from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import ModelInfo
 from mpjax.train.models import GPT, ViT, _fused_attention, gpt_sharding
 from mpjax.train.models._attention import attention
 from mpjax.train.models._fused_attention import chosen_attention, on_parts
 from tests.casting._jaxprs import equations
-from tests.train._runs import raises_one_line
+from tests.train._runs import assert_same_bits, raises_one_line
 from tests.train._tiny_gpt import write_tiny_gpt
 
 FP8 = {"base": "fp8", "fp8": {"emulate": True}}
@@ -282,6 +283,11 @@ def test_a_model_that_asks_for_a_kernel_is_compared_with_float32_and_read_where_
   monkeypatch.undo()
   with pytest.raises(ConfigError, match=r"model\.attention=splash on cpu"):
     make_setup(config)
+  checkpoints = Checkpoints(tmp_path / "checkpoints")
+  checkpoints.save(1, state, {}, {}, None)
+  usual = make_setup(load_config(asked[0], [*asked[1:-1], "model.attention=auto"]))
+  assert_same_bits(checkpoints.restore(1, usual.abstract_state()).state, state)
+  checkpoints.close()
   save_safetensors(file, config, setup.info, state.params, state.model_state)
   exported = load_safetensors(file)
   assert exported.config.model.options["attention"] == "splash"

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from mpjax.train import ConfigError, parse_config
+from mpjax.train import ConfigError, DataError, parse_config, register_data
 
 # The streams of a command, and what a run shows of a step, to disturb it there.
 from mpjax.train._display import Display
@@ -21,7 +21,7 @@ from mpjax.train.data import Data
 from mpjax.train.monitors import Events, MetricsFile, RunDirectory
 from mpjax.train.multiprocess import Interrupt
 from tests._quick_compile import environment as quick_environment
-from tests.train._runs import curve, refused, train, write_line
+from tests.train._runs import Points, curve, refused, train, write_line
 from tests.train._tiny_gpt import records
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -242,6 +242,18 @@ def test_a_run_without_its_data_saves_the_steps_so_far(alone, tmp_path, monkeypa
     refused(["train", *arguments, f"out={out}"], told, capsys)
   train(arguments, out)
   assert curve(out) == curve(alone[1])
+
+
+def test_a_row_that_is_bad_in_the_middle_of_a_run_is_one_line(alone, tmp_path, capsys):
+  class Torn(Points):
+    def __getitem__(self, index):
+      if index == 37:  # which is not looked at before the run
+        raise DataError("a.bin: token 5000 is 900: expected less than data.vocab_size=50")
+      return super().__getitem__(index)
+
+  register_data("torn")(lambda: (Torn(64, 1000), Points(16, 1000)))
+  told = ["the data of step ", "a.bin: token 5000 is 900: expected less than data.vocab_size=50"]
+  refused(["train", *alone[0], "data.kind=torn", f"out={tmp_path / 'run'}"], told, capsys)
 
 
 def test_a_run_goes_on_without_tensorboard(alone, happens, tmp_path, capsys, monkeypatch):

@@ -175,6 +175,16 @@ def test_processes_that_are_killed_resume_bit_for_bit(tmp_path):
   assert curve(out) == curve(tmp_path / "uninterrupted")
 
 
+@pytest.mark.slow
+def test_eight_devices_train_a_gpt_as_one_does(tmp_path):
+  arguments = [*write_tiny_gpt(tmp_path, layers=1), "policy=fp32", "model.dropout=0", "train.steps=3"]
+  one, eight = (
+    [(r["loss"], r["grad_norm"]) for r in train(arguments, tmp_path / name, f"mesh={mesh}")]
+    for name, mesh in (("one", "{data: 1}"), ("eight", "{data: 2, fsdp: 2, tensor: 2}"))
+  )
+  np.testing.assert_allclose(eight, one, rtol=1e-4)
+
+
 def test_a_run_stuck_at_the_lowest_scale_stops_and_says_why(tmp_path, capsys):
   policy = "policy={base: fp16, loss_scaling: {init_scale: 16777216, min_scale: 8388608}}"
   out = tmp_path / "run"

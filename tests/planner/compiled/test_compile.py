@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 import mpjax
 from mpjax.planner import ARGUMENT_PARTS, CompileError, get_target, tiled_bytes
+from mpjax.planner import _plan as planning  # which asks for the compilers' packages
 from mpjax.planner.compiled import _compile, _worker, compile_step, parse  # a process of its own is replaced
 from tests.planner._steps import (
   F32,
@@ -141,10 +142,20 @@ def test_a_step_that_is_refused_or_too_large_says_so(compilers, monkeypatch):
   assert len(compilers.flags) == before + 1  # other flags would not help
 
 
-def test_a_step_that_calls_this_machine_back_cannot_travel(compilers):
-  calls_back = lambda x: jax.pure_callback(lambda x: x, SQUARE, x)
-  with pytest.raises(CompileError, match=r"^the step cannot be taken to v5e: "):
-    compile_step(calls_back, (SQUARE,), [], get_target("v5e"))
+def test_a_step_that_calls_this_machine_back_cannot_travel_and_is_planned_all_the_same(
+  compilers, monkeypatch
+):
+  def prints(x):
+    jax.debug.print("{}", x.sum())
+    return 2 * x
+
+  monkeypatch.setattr(planning, "missing", lambda _: "")
+  for step in (prints, lambda x: jax.pure_callback(lambda x: x, SQUARE, x)):
+    with pytest.raises(CompileError, match=r"^the step cannot be taken to v5e: "):
+      compile_step(step, (SQUARE,), [], get_target("v5e"))
+    plan = mpjax.plan(step, (SQUARE,), target="v5e")
+    assert plan.compiled is None
+    assert any(note.startswith("the compiler failed: the step cannot be taken to") for note in plan.notes)
   assert not compilers.requests
 
 
