@@ -47,6 +47,18 @@ def with_static_arguments():
   return lambda w, x: f(jnp.tanh, x @ w, 2)
 
 
+def jvp_with_static_arguments():
+  f = jax.custom_jvp(lambda function, x, n: function(x) * n, nondiff_argnums=(0, 2))
+  f.defjvp(lambda function, n, p, t: (f(function, p[0], n), 7 * t[0]))
+  return lambda w, x: f(jnp.tanh, x @ w, 2)
+
+
+def jvp_by_argument():
+  f = jax.custom_jvp(lambda w, x: jnp.exp(x @ w))
+  f.defjvps(lambda t, out, w, x: 7 * (x @ t), lambda t, out, w, x: out * (t @ w))
+  return f
+
+
 after = lambda f: lambda w, x: f(x @ w)
 between = lambda f: lambda w, x: f(x @ w) @ w
 with_integers = lambda f: lambda w, x: f(w, jnp.arange(4), x)
@@ -58,6 +70,8 @@ RULES = {
     lambda w, x: jnp.tanh(x @ w), lambda p, t: 7 * (p[1] @ t[0] + t[1] @ p[0])),
   "jvp, integers": with_integers(with_jvp(
     lambda w, i, x: (x @ w) * i, lambda p, t: 7 * (t[2] @ p[0]) + 7 * p[2] @ t[0])),
+  "jvp, static arguments": jvp_with_static_arguments(),
+  "jvp, by argument": jvp_by_argument(),
   "jvp, symbolic zeros": with_jvp(lambda w, x: x @ w, jvp_with_symbolic_zeros, symbolic_zeros=True),
   "vjp, elementwise": after(with_vjp(jnp.sin, lambda _, g: (7 * g,), lambda x: (jnp.sin(x), None))),
   "vjp, products": with_vjp(

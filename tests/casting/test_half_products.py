@@ -131,6 +131,7 @@ def test_vmap_keeps_explicit_shardings():
       for rows in (jax.vmap(mpjax.autocast(loss, "bf16"), (0, None)), jax.vmap(loss, (0, None)))
     )
   assert got == want
+  assert [{*sharding.spec} - {None} for sharding in want] == [{"data"}, {"model"}]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -146,6 +147,18 @@ def test_other_platforms_have_the_products_of_casts_by_hand(platform):
     )
     assert by_autocast == by_hand, name
     assert len(by_hand) == 2, name
+
+
+@pytest.mark.parametrize(("platform", "result"), [("tpu", "f32"), ("cuda", "bf16")])
+def test_other_platforms_convolve_in_half_precision_once_for_each_gradient(platform, result):
+  """On a GPU a gradient is widened afterwards: cuDNN has no float32 result of half operands."""
+  fun, *shapes = PRODUCTS["convolution"]
+  args = operands((*shapes, (4, 8, 8, 48)), "bfloat16")
+  for order in ("grad(autocast)", "autocast(grad)"):
+    lowered = jax.jit(in_order(order, fun, "bf16")).trace(*args).lower(lowering_platforms=(platform,))
+    lines = [line for line in lowered.as_text().splitlines() if "stablehlo.convolution" in line]
+    found = [re.findall(r"x(bf16|f32)>", line.rpartition(" : ")[2]) for line in lines]
+    assert found == [["bf16", "bf16", result]] * 2, order
 
 
 def products(lowered):

@@ -74,6 +74,25 @@ def nnx_model():
   return nnx.merge(graphdef, filled(state))
 
 
+def nnx_split():
+  """A module that the function makes itself, with scopes of the user's: it has no path of its own."""
+  graphdef, state = nnx.split(nnx_model())
+
+  @jax.named_scope("GPT")
+  def fun(state, x):
+    model = nnx.merge(graphdef, state)
+    for name in ("h0", "h1"):
+      block = getattr(model, name)
+      with jax.named_scope(f"{name}/attn"):
+        x = x + block.attn(block.norm(x))
+      with jax.named_scope(f"{name}/mlp"):
+        x = x + block.mlp(x)
+    with jax.named_scope("head"):
+      return model.head(x)
+
+  return fun, (state, X)
+
+
 def equinox():
   """Modules whose paths are scopes of the user's."""
   linear = lambda out: eqx.filter_eval_shape(eqx.nn.Linear, 4, out, key=jax.random.key(0))
@@ -111,6 +130,7 @@ NETWORKS = {  # name: returns a function and its arguments
   "nnx module itself": lambda: (nnx_model(), (X,)),
   "nnx bound method": lambda: (nnx_model().logits, (X,)),
   "nnx in a tree": lambda: ((lambda tree, x: tree["models"][0](x)), ({"models": [nnx_model()]}, X)),
+  "nnx split": nnx_split,
   "equinox": equinox,
   "haiku": haiku,
 }

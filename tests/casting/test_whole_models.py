@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.casting._jaxprs import OPTIONS, multiplied, walk
+from tests.casting._jaxprs import OPTIONS, equations, multiplied, walk
 from tests.casting._jaxprs import PRODUCTS as PRIMITIVES
 from tests.casting._models import MODELS, text_batch
 
@@ -115,6 +115,39 @@ def test_every_product_is_half_precision_and_no_reduction_is(name, policy, order
   found = [multiplied(e) for e in walk(traced(name, policy, order).jaxpr) if e.primitive.name in PRIMITIVES]
   half = {"bf16": "bf16 bf16", "fp16": "f16 f16"}[policy]
   assert collections.Counter(found) == {half: PRODUCTS[name]}  # none is computed twice
+
+
+def batch_norm(x):  # [B, C, H, W]
+  mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
+  return (x - mean) * jax.lax.rsqrt(var + 1e-5)
+
+
+def convolutional(params, x):
+  """A residual block with batch statistics, a strided convolution, a depthwise one, pooling and a head."""
+  conv = functools.partial(jax.lax.conv_general_dilated, padding="SAME")
+  x = jax.nn.relu(batch_norm(conv(x, params["stem"], (2, 2))))
+  x = x + batch_norm(conv(jax.nn.relu(batch_norm(conv(x, params["in"], (1, 1)))), params["out"], (1, 1)))
+  x = jax.nn.silu(batch_norm(conv(x, params["depthwise"], (1, 1), feature_group_count=4)))
+  x = jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+  return jnp.mean((x.mean((2, 3)) @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize(("policy", "half"), [("bf16", "bf16 bf16"), ("fp16", "f16 f16")])
+def test_every_convolution_is_half_precision_and_none_is_computed_twice(policy, half):
+  shapes = {
+    "stem": (4, 3, 3, 3),
+    "in": (4, 4, 3, 3),
+    "out": (4, 4, 3, 3),
+    "depthwise": (4, 1, 3, 3),
+    "head": (4, 5),
+  }
+  params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+  x = jax.ShapeDtypeStruct((2, 3, 8, 8), np.float32)
+  cast = mpjax.autocast(policy=policy)
+  for gradients in (jax.grad(cast(convolutional)), cast(jax.grad(convolutional))):
+    found = [multiplied(e) for e in equations(gradients, params, x) if e.primitive.name in PRIMITIVES]
+    # Three for each of five, but for the gradient of the input.
+    assert collections.Counter(found) == {half: 14}
 
 
 @pytest.mark.slow

@@ -240,6 +240,7 @@ def test_explicit_sharding_gives_what_a_plain_product_gives():
   with jax.set_mesh(mesh_of_two("Explicit")):
     arrays = [jax.device_put(x, spec) for x, spec in zip((X, W_, CT), SPECS["lhs"], strict=True)]
     kinds = lambda fun: [a.sharding for a in jax.tree.leaves(jax.eval_shape(with_gradients(fun), *arrays))]
+    assert [sharding.spec[0] for sharding in kinds(jnp.matmul)] == ["d", "d", None]
     for recipe in ("current", SAVED, "block"):
       assert kinds(lambda x, w, recipe=recipe: matmul(x, w, recipe)) == kinds(jnp.matmul), recipe
 

@@ -1,10 +1,12 @@
 """Loss scaling of gradients of every kind, and of what is no gradient."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen import fp8_ops
 
 import mpjax
 
@@ -160,6 +162,19 @@ def test_a_training_step_of_any_policy_overwrites_leaves(policy, accumulate):
   np.testing.assert_allclose(new.params["params"]["w"], np.full((4, 4), 0.99), rtol=1e-3)
   assert new.params[OWG]["amax"].dtype == jnp.float32
   np.testing.assert_allclose(step.gradients(state, x)[1][OWG]["amax"], [8e5], rtol=1e-6)
+
+
+def test_a_layer_of_flax_in_fp8_overwrites_its_leaves():
+  model = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp, use_bias=False)
+  x = np.arange(1, 17, dtype=F32).reshape(4, 4)
+  loss = lambda v, x: jnp.mean((model.apply(v, x) - 1) ** 2)
+  step = mpjax.make_train_step(loss, optax.sgd(0.01), {"base": "fp32", "loss_scaling": 8}, donate=False)
+  state = step.init(jax.jit(model.init)(jax.random.key(0), x))
+  first, _ = step(state, x)
+  assert np.max(first.params[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]) == 16
+  bad, metrics = step(first, x * F32(np.nan))
+  assert not metrics["grads_finite"]
+  jax.tree.map(np.testing.assert_array_equal, bad.params, first.params)
 
 
 def test_overwritten_leaves_beside_integers_and_as_extra_arguments():

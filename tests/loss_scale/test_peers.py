@@ -9,6 +9,7 @@ import jmp
 import mpx
 import numpy as np
 import optax
+import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
@@ -150,3 +151,10 @@ def test_micro_batches_of_half_precision_are_added_in_float32():
 
   run = jax.jit(lambda *carry: jax.lax.scan(micro_step, carry, None, length=512)[0][0])
   assert float(run(params, tx.init(params))["w"]) == -512
+
+
+def test_policies_of_numpy_dtypes_have_a_string():
+  policy = jmp.Policy(*[np.dtype("float16")] * 3)
+  with pytest.raises(KeyError):  # as jmp's own have not
+    str(policy)
+  assert mpjax.get_policy(str(mpjax.get_policy(policy))) == mpjax.get_policy(policy)

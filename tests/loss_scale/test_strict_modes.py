@@ -87,6 +87,16 @@ def test_an_update_outside_jit(name):
     assert np.asarray(updates["w"]).any(), mode
 
 
+def test_a_static_scale_keeps_its_types():
+  tx = mpjax.static_loss_scale(INNER, 8.0)
+  for mode, enter in TRACED.items():
+    with enter():
+      state = jax.eval_shape(tx.init, PARAMS)
+      updates, new = jax.eval_shape(tx.update, PARAMS, state, PARAMS)
+    assert described(new) == described(state), mode
+    assert described(updates) == described(PARAMS), mode
+
+
 def layerwise_gradients(layers, x):
   scaling = mpjax.layerwise_loss_scale()
 

@@ -145,6 +145,18 @@ def test_gradients_that_are_not_finite_make_no_such_code(form):
     assert list(np.isfinite(x.scales)[:, 0]) == [i != 3 for i in range(64)]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_multi_steps_outside_keeps_every_type(form):
+  """It takes the old state or the new one by a conditional, which refuses other types; sums are float32."""
+  wrap, dtype = FORMS[form]
+  tx = optax.MultiSteps(wrap(optax.adamw(0.1)), 2).gradient_transformation()
+  params = start(dtype)
+  state = jax.eval_shape(tx.init, params)
+  _, after = jax.eval_shape(tx.update, jax.tree.map(np.float32, params), state, params)
+  assert described(after.inner_opt_state) == described(state.inner_opt_state)
+  assert {x.dtype for x in jax.tree.leaves(after.acc_grads)} == {np.dtype("float32")}
+
+
 NNX = [("int8", jnp.int8), ("bfloat16", jnp.bfloat16), ("weights int16", jnp.int16), ("lean", jnp.int8)]
 
 

@@ -156,6 +156,7 @@ def test_under_strict_promotion_and_with_other_dtypes():
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     for dtype in TARGETS:
       assert jax.eval_shape(lambda x, dtype=dtype: compiled(x, dtype, 0), x).dtype == dtype
+  assert jax.eval_shape(lambda x: mpjax.stochastic_round(x, jax.random.key(0)), x).dtype == "bfloat16"
   with pytest.raises(ValueError, match="dtype='float32'"):
     mpjax.stochastic_round(x, jax.random.key(0), jnp.float32)
   with pytest.raises(TypeError, match="x is int32"):
