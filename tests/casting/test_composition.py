@@ -207,6 +207,8 @@ def test_no_policy_gets_the_program_of_another():
       cast = f if policy is None else mpjax.autocast(f, policy)
       want = {"bf16": {"bf16"}, "fp16": {"f16"}}.get(policy, {"f32"})
       assert products(cast, X[:4]) == products(jax.jit(cast), X[:4]) == want, (i, policy)
+      if f is JITTED:  # an eager call in between
+        cast(X[:4])
   step = jax.jit(lambda policy, x: mpjax.autocast(lambda x: x @ W, policy)(x), static_argnums=0)
   for policy, dtype in (("bf16", "bf16"), ("fp16", "f16"), ("fp32", "f32"), ("bf16", "bf16")):
     assert operands(step.trace(policy, X).jaxpr.jaxpr) == {f"{dtype} {dtype}"}

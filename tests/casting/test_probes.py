@@ -164,7 +164,7 @@ def compare(fun, policy, args, argnums=(0, 1), **options):
 @pytest.mark.parametrize(
   ("program", "policy"),
   [
-    *((program, "fp16") for program in PROGRAMS if program not in ("jit", "scan", "cond")),  # below
+    *((program, "fp16") for program in PROGRAMS if program not in ("scan", "cond")),  # below
     ("custom_vjp", None),
     ("plain", "overrides"),
     ("plain", "delayed"),

@@ -148,12 +148,13 @@ def test_no_magnitudes_make_nan_of_finite_operands():
   right[8:] *= np.float32(1e4)
   exponents = (-38, -30, -20, 0, 20, 30, 38)
   sized = lambda x, exponent: flushed(np.clip(x.astype(np.float64) * 10.0**exponent, -3e38, 3e38))
-  for lhs, rhs in itertools.product(*([sized(x, e) for e in exponents] for x in (left, right))):
+  for row in itertools.product(exponents, repeat=2):
+    lhs, rhs = map(sized, (left, right), row)
     out, *grads = with_gradients_of("current")(lhs, rhs, np.ones((6, 5), np.float32))
     check_product(out, "ij,jk->ik", lhs, rhs, E4M3, E4M3)
-    assert (np.asarray(out)[2] == 0).all()
-    assert (np.asarray(out)[:, 3] == 0).all()
-    assert not any(np.isnan(g).any() for g in grads)
+    assert (np.asarray(out)[2] == 0).all(), row
+    assert (np.asarray(out)[:, 3] == 0).all(), row
+    assert not any(np.isnan(g).any() for g in grads), row
 
 
 def test_dtypes_of_results_and_gradients():
