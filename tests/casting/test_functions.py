@@ -22,8 +22,10 @@ from tests.casting._conformance import (
   check_traced,
   each,
   exact,
+  listed_failures,
   normal,
   passes,
+  traced,
 )
 from tests.casting._numpy import MASK, MATRIX, POSITIVE, PROBABILITIES, SYMMETRIC, TABLES, UNIT, VECTORS, X, Y
 
@@ -264,6 +266,16 @@ def test_names_of_compiled_functions_are_there_but_for_those_of_some_releases():
     name for table, names in COMPILED.items() for name in names.split(", ") if name not in TABLES[table]
   }
   assert missing <= OF_SOME_RELEASES
+
+
+def test_a_product_that_is_left_in_float32_is_seen():
+  for name, fun in {
+    "matmul": jnp.matmul,
+    "einsum": lambda x, y: jnp.einsum("ij,kj->ik", x, y),
+    "dot": lax.dot,
+  }.items():
+    found = [*listed_failures(traced(fun, (X, Y if name == "einsum" else Y.T))[0], "bf16")]
+    assert found == ["bf16: dot_general multiplies f32 f32"], name
 
 
 @pytest.mark.parametrize("table", TABLES)
