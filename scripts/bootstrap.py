@@ -72,7 +72,7 @@ def test(newest: str, *everything: str) -> int:
   if newest == sys.executable:
     print("no newer Python is here: the newest JAX that this one has is what was tested", flush=True)
   oldest = environment(sys.executable, "test-core", OLDEST)
-  return run(oldest, "pytest", "-n", "2", *(f"tests/{name}" for name in INTERNALS))
+  return run(oldest, "pytest", "-n", "2", "-m", "not slow", *(f"tests/{name}" for name in INTERNALS))
 
 
 def run(python: str, *arguments: str) -> int:

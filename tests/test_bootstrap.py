@@ -44,7 +44,7 @@ def test_a_failure_shows_what_pip_said(tmp_path, capsys):
   ("arguments", "suites"),
   [
     ([], [["pytest", "-n", "2"]]),
-    (["--all"], [["pytest", "-n", "2", "--all"], ["pytest", "-n", "2", "tests/jaxpr"]]),
+    (["--all"], [["pytest", "-n", "2", "--all"], ["pytest", "-n", "2", "-m", "not slow", "tests/jaxpr"]]),
     (["-k", "skip", "tests/step"], [["pytest", "-k", "skip", "tests/step"]]),
   ],
   ids=str,
