@@ -180,7 +180,7 @@ def test_fit_finds_a_batch_that_fits_and_the_next_does_not(run, config, policies
 
 
 def test_memory_is_read_with_its_unit():
-  for text, nbytes in (("100MB", 100 * MB), ("0.1 GB", 100 * MB), ("96MiB", 96 * 2**20)):
+  for text, nbytes in (("100MB", 100 * MB), ("0.1 GB", 100 * MB), ("96MiB", 96 * 2**20), ("2GiB", 2**31)):
     for written in (text, text.upper(), text.lower(), str(nbytes)):
       assert _plan_command._memory(written, get_target("h200")) == nbytes
   assert _plan_command._memory(None, get_target("h200")) == get_target("h200").usable
@@ -275,6 +275,9 @@ BAD = {
 def test_an_error_is_one_line_and_status_2(fails, tmp_path):
   for arguments, message in BAD.values():
     assert fails(*arguments).startswith(f"error: {message}")
+  written = tmp_path / "plan.json"  # what was made to see whether it can be written
+  assert fails(*analytic("--json", str(written), "--fit", "--memory", "1kB"))
+  assert not written.exists()
   missing = str(tmp_path / "none.yaml")
   assert fails("--analytic", config=missing).startswith(f"error: no such config file: {missing}: expected ")
 

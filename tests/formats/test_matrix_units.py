@@ -121,3 +121,9 @@ def test_units_are_those_of_the_described_devices():
 
 def test_units_name_every_row_of_the_matrix_units_but_the_cpu():
   assert {unit for row in describe() for unit in row["units"]} == set(MATRIX_UNITS) - {"cpu"}
+
+
+def test_a_vector_is_on_no_matrix_unit_even_of_one_that_takes_any_size():
+  unit = MatrixUnit("any size", {"bfloat16": (1, 1, 1)})
+  assert eligible(unit, "bfloat16", 3, 5, 7)
+  assert not any(eligible(unit, "bfloat16", *sizes) for sizes in ((1, 5, 7), (3, 1, 7), (3, 5, 1)))

@@ -291,3 +291,19 @@ def test_200_scanned_steps_are_bitwise_the_jitted_loop(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX")
   run = subprocess.run([sys.executable, "-c", _SCANNED], capture_output=True, text=True, timeout=300)
   assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_an_update_that_is_not_finite_on_one_device_is_taken_on_none():
+  tx = mpjax.dynamic_loss_scale(
+    optax.scale_by_rms(eps=0.0, initial_scale=0.0), axis_name="d"
+  )  # 0 times infinity
+
+  def step(grads):
+    updates, state = tx.update(grads, tx.init(grads))
+    return updates, state.updates_finite[None], state.grads_finite[None]
+
+  grads = np.ones((8, 1), F32)
+  grads[5] = 0
+  updates, *finite = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=ROWS, out_specs=ROWS))(grads)
+  assert not np.asarray(updates).any()
+  np.testing.assert_array_equal(finite, [[False] * 8, [True] * 8])

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax.jaxpr import rows
-from mpjax.planner import get_target
+from mpjax.planner import Collective, get_target
 from mpjax.planner.compiled._hlo_opcodes import COLLECTIVES  # what the reader of programs looks for
 from tests.planner._steps import F32, S, described, mesh_of, on
 
@@ -146,3 +146,7 @@ def test_what_is_stated_is_what_the_compiler_makes(gather):
   else:  # the compiler gathers the last parameter once, which is read at the end of one pass and in the next
     last = {("all-gather", "bfloat16", 2): 2 * 256 * 512}
     assert large(stated) == {key: n + last.get(key, 0) for key, n in large(made).items()}
+
+
+def test_a_reduce_scatter_sends_all_but_its_own_part():
+  assert Collective("reduce-scatter", "float32", 8, 1, (), group=4).sent == 24
