@@ -153,13 +153,13 @@ def test_gradients_out_of_range_are_not_hidden():
   assert not np.isfinite(found).any()
 
 
-def test_a_gradient_that_overflows_on_its_way_out_of_a_region_is_infinite():
+def test_a_gradient_that_overflows_on_its_way_out_of_a_region_is_not_clipped():
   loss = lambda w, x: jnp.sum(mpjax.half_precision(jnp.tanh)(x @ w) * 1e6)
   orders = (lambda f: jax.grad(mpjax.autocast(f, "fp16")), lambda f: mpjax.autocast(jax.grad(f), "fp16"))
   for grads in jax.jit(lambda w, x: [order(loss)(w, x) for order in orders])(
     0 * X[:2, :2], 1 + 0 * X[:2, :2]
   ):
-    assert np.isinf(grads).all()
+    assert not np.isfinite(grads).any()
 
 
 def test_a_cache_stays_half_precision_beside_a_dtype_that_is_an_argument():
