@@ -155,7 +155,7 @@ def test_values_and_gradients_are_those_of_whole_parameters(programs):
   found = jax.jit(lambda *args: list(references(*args)))(PARAMS, key)
   for name, (expected, reference) in zip(programs, found, strict=True):
     losses, grads = jax.jit(gradients(PROGRAMS[name]))(PARAMS, X, key)
-    rtol = 2e-2 if name in ("in bfloat16", "in fp8") else 5e-5
+    rtol = 2e-2 if name in ("in bfloat16", "in fp8") else 1e-5
     np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
     for leaf, g in grads.items():
       g, want = np.asarray(g), np.asarray(reference[leaf])
@@ -303,7 +303,7 @@ def test_codes_that_crossed_are_those_of_the_product_and_show_what_is_not_finite
     np.testing.assert_allclose(loss, of_codes, rtol=5e-3)
     for name, g in grads.items():
       error = np.asarray(grads_of_codes[name]) - np.asarray(g)
-      assert np.linalg.norm(error) < 0.1 * np.linalg.norm(g), (gather, name)
+      assert np.linalg.norm(error) < 0.08 * np.linalg.norm(g), (gather, name)
   bad = PARAMS["w"].copy()
   bad[3, 3] = np.nan
   state = state.replace(params={**state.params, "w": jax.device_put(bad, state.params["w"].sharding)})
