@@ -1,0 +1,1 @@
+"""Whether two checkouts of mpjax make the same programs."""
