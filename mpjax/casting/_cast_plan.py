@@ -34,8 +34,8 @@ class Mode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-  """One equation with what is decided about it.
+class Decision:
+  """An equation with what is decided about it by its operands.
 
   Attributes:
     equation: the equation of the user's program.
@@ -44,14 +44,8 @@ class Node:
     mode: how it is carried out.
     half: the compute dtype of its module; `None` for float32.
     why: the reason, in words.
+    rule: the row of the table of decisions.
     outs: how each result is held.
-    reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
-    widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
-      summed in float32.
-    own_casts: the operands that are cast to `half` for this use alone, so that the gradients of several uses
-      meet in float32; of a product, those whose gradient it makes in float32 itself.
-    result_dtype: the dtype that a product is asked for; `None` for what the program says.
-    stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
     call: for `Mode.ENTER`, its bodies.
     fp8: if it is an FP8 product, how.
     recipe: of a product, the FP8 recipe that decided whether it is one; `None` for none.
@@ -64,16 +58,12 @@ class Node:
   mode: Mode
   half: np.dtype | None
   why: str
+  rule: str
   outs: tuple[Held, ...]
   call: Call | None = None
   fp8: Fp8Product | None = None
   recipe: Recipe | None = None
   site: str | None = None
-  reads: tuple[np.dtype | None, ...] = ()
-  widened: frozenset[int] = frozenset()
-  own_casts: frozenset[int] = frozenset()
-  result_dtype: np.dtype | None = None
-  stores_gradient: bool = False
 
   @property
   def name(self) -> str:
@@ -84,12 +74,6 @@ class Node:
   def multiplies(self) -> bool:
     """Whether it is a matrix product, has one in its bodies, or is in a region, which stands for one."""
     return self.listed == "allow" or self.has_product() or in_region(self.path)
-
-  def originals(self) -> list[Var]:
-    """Returns the variables of which a product makes the gradient in float32 itself."""
-    if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
-      return []
-    return [cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)]
 
   def depths(self) -> list[int]:
     """Returns how deep in backward passes each result was made, in its bodies too."""
@@ -102,6 +86,33 @@ class Node:
   def has_product(self) -> bool:
     """Returns whether a matrix product is in its bodies, at any depth."""
     return self.call is not None and any(plan.has_product for plan in self.call.plans)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Node(Decision):
+  """A decision with how the equation is carried out, once it is known how every value of its program is held.
+
+  Attributes:
+    reads: the dtype that each operand is read in; `None` for what is not autocast's to cast.
+    widened: the operands that are cast to `half` only after their broadcast, so that their gradient is
+      summed in float32.
+    own_casts: the operands that are cast to `half` for this use alone, so that the gradients of several uses
+      meet in float32; of a product, those whose gradient it makes in float32 itself.
+    result_dtype: the dtype that a product is asked for; `None` for what the program says.
+    stores_gradient: whether the gradient of a product's result crosses an optimisation barrier.
+  """
+
+  reads: tuple[np.dtype | None, ...]
+  widened: frozenset[int]
+  own_casts: frozenset[int]
+  result_dtype: np.dtype | None
+  stores_gradient: bool
+
+  def originals(self) -> list[Var]:
+    """Returns the variables of which a product makes the gradient in float32 itself."""
+    if self.listed != "allow" or self.fp8 is not None or not has_own_gradients(self.equation):
+      return []
+    return [cast(Var, self.equation.invars[i]) for i in sorted(self.own_casts)]
 
 
 class LoopCarry(NamedTuple):

@@ -44,10 +44,6 @@ class CastingRules:
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
     wide_gradients: whether gradients of float32 values are float32 from the product on that makes them.
     recompute: what the backward pass computes again, of `RECOMPUTE`.
-    islands: whether there are islands: not inside a checkpoint of the user's.
-    in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
-    copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
-    enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
   ops: OpLists
@@ -56,10 +52,6 @@ class CastingRules:
   accum_dtype: np.dtype | None
   wide_gradients: bool = True
   recompute: str = "islands"
-  islands: bool = True
-  in_loop: bool = False
-  copies: bool = True
-  enter_all: bool = False
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
   _with_region: dict[Jaxpr, bool] = dataclasses.field(default_factory=dict)
@@ -77,7 +69,7 @@ class CastingRules:
 
   def computes_again(self, path: str) -> bool:
     """Returns whether float32 islands of a module are computed again in the backward pass."""
-    return self.islands and (self.overrides.recompute_at(path) or self.recompute) != "nothing"
+    return (self.overrides.recompute_at(path) or self.recompute) != "nothing"
 
   def check_all_matched(self, products: Collection[str]) -> None:
     """Raises `ValueError` for a pattern of an override or a recipe that matched nothing.
@@ -138,7 +130,7 @@ class CastingRules:
     inside = self.primitives([equation])
     dear = any(facts(p).traits & _DEAR or self.list_of(p) == "deny" for p in inside)
     custom = any(row.call is not None and row.call.is_custom_rule for row in map(facts, inside))
-    again = self.copies and self.computes_again(path) and self.may_recompute(equation)
+    again = self.computes_again(path) and self.may_recompute(equation)
     return again and not dear and not custom
 
   def has_region(self, equation: JaxprEqn) -> bool:

@@ -9,7 +9,6 @@ array. Nor does it pay where the result is small beside what the product reads.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -18,10 +17,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._types import Array, Jaxpr, Var
-from mpjax.casting._cast_plan import Mode, Node
+from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import Held, Kind, castable, size
-from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._place import Place
 from mpjax.jaxpr import Trait, bodies_of, facts, has, register_as, variables_of
 
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
@@ -45,52 +44,48 @@ batching.defvectorized(store_gradient_p)
 mlir.register_lowering(store_gradient_p, lambda ctx, x: [x])
 
 
-def with_stored_gradients(
-  nodes: Sequence[Node],
+def stores_gradient(
+  i: int,
+  decisions: Sequence[Decision],
   jaxpr: Jaxpr,
   held: Mapping[Var, Held],
   rules: CastingRules,
-  roles: ProductRoles | None,
-) -> list[Node]:
-  """Returns decisions in which the last products before a loss by element store their gradient.
+  place: Place,
+) -> bool:
+  """Returns whether an equation is the last product before a loss by element, which stores its gradient.
 
   Args:
-    nodes: the decisions, in the order of the program.
+    i: which equation.
+    decisions: in the order of the program.
     jaxpr: the program.
     held: how each variable is held.
     rules: what decides.
-    roles: of the program's products; `None` where they are not known.
+    place: of the program.
   """
-  if roles is None or rules.in_loop or not rules.islands:
-    return list(nodes)
-  found = []
-  for i, node in enumerate(nodes):
-    if has(node.equation, Trait.PRODUCT) and node.mode is Mode.HALF and node.fp8 is None:
-      (result,) = node.equation.outvars
-      head = result in roles.scored and result not in roles.reaching
-      head = head and all(size(v) <= size(result) for v in _activations(node, held))
-      if (
-        head
-        and rules.computes_again(node.path)
-        and _is_by_element(result, nodes[i + 1 :], jaxpr, held, rules)
-      ):
-        node = dataclasses.replace(node, stores_gradient=True)
-    found.append(node)
-  return found
+  made, roles = decisions[i], place.roles
+  if roles is None or place.in_loop or not place.islands:
+    return False
+  if not has(made.equation, Trait.PRODUCT) or made.mode is not Mode.HALF or made.fp8 is not None:
+    return False
+  (result,) = made.equation.outvars
+  head = result in roles.scored and result not in roles.reaching
+  if not head or any(size(v) > size(result) for v in _activations(made, held)):
+    return False
+  return rules.computes_again(made.path) and _is_by_element(result, decisions[i + 1 :], jaxpr, held, rules)
 
 
-def _activations(node: Node, held: Mapping[Var, Held]) -> list[Var]:
-  return [v for v in variables_of(node.equation.invars) if held[v].kind is not Kind.FLEXIBLE]
+def _activations(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
+  return [v for v in variables_of(made.equation.invars) if held[v].kind is not Kind.FLEXIBLE]
 
 
 def _is_by_element(
-  result: Var, nodes: Sequence[Node], jaxpr: Jaxpr, held: Mapping[Var, Held], rules: CastingRules
+  result: Var, decisions: Sequence[Decision], jaxpr: Jaxpr, held: Mapping[Var, Held], rules: CastingRules
 ) -> bool:
   """Returns whether a result is compared with targets by element, summed, and nothing else is made of it."""
   full, reduced = {result}, set[Var]()
   compared = False  # with targets, which would be read again
-  for node in nodes:
-    equation = node.equation
+  for made in decisions:
+    equation = made.equation
     read, outs = set(variables_of(equation.invars)), equation.outvars
     if not read & full:
       if read & reduced:

@@ -98,8 +98,8 @@ def explain(
   @functools.wraps(fun)
   def explained(*args: Any, **kwargs: Any) -> Explanation:
     resolved = get_policy(policy)
-    rules = dataclasses.replace(make_rules(resolved, ops, overrides), enter_all=True)
-    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved)
+    rules = make_rules(resolved, ops, overrides)
+    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
     rules.check_all_matched(plan.fp8_paths())
     found = _Explained()
     _walk(plan, 1, found)
@@ -161,6 +161,7 @@ def _row(
     cast_bytes=times * sum(_bytes(variable, dtype) for variable, dtype in casts),
     island=island,
     why=node.why,
+    rule=node.rule,
     times=times,
   )
 
@@ -195,6 +196,7 @@ def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
     cast_bytes=0,
     island=None,
     why=why,
+    rule=node.rule,
     times=times,
     operands=operands if kernel else (),
   )

@@ -19,7 +19,7 @@ from mpjax._text_sections import (
   print_sections,
   sections_text,
 )
-from mpjax.casting._decide import IN_REGION
+from mpjax.casting._decision_table import IN_REGION
 from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.jaxpr import layer_pattern, merged_path
@@ -114,19 +114,19 @@ def _full(one: ExplainedProgram) -> TextSection | None:
 
 
 def _what_follows(one: ExplainedProgram) -> TextSection | None:
-  """Returns the operations that are float32 since those beside them are, by reason."""
-  by_reason: dict[str, list[ExplainedOperation]] = {}
+  """Returns the operations that are float32 since those beside them are, by rule and reason."""
+  by_reason: dict[tuple[str, str], list[ExplainedOperation]] = {}
   for row in one.rows:
     if _is_full(row) and row.list == "infer":
-      by_reason.setdefault(row.why, []).append(row)
+      by_reason.setdefault((row.rule, row.why), []).append(row)
   if _all_float32(one) or not by_reason:
     return None
   rows = []
-  for why, found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+  for (rule, why), found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
     groups = _grouped([row.path for row in found], lambda path: layer_pattern(path))
     names = _merged_names(groups, _paths(one))
-    rows.append(TextRow([why, str(len(found)), ", ".join(names)]))
-  return TextSection("In float32 with them", _columns("because", "operations", "module"), [rows])
+    rows.append(TextRow([rule, why, str(len(found)), ", ".join(names)]))
+  return TextSection("In float32 with them", _columns("rule", "because", "operations", "module"), [rows])
 
 
 def _not_fp8(one: ExplainedProgram) -> TextSection | None:

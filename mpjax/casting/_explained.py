@@ -23,6 +23,7 @@ class ExplainedOperation:
     cast_bytes: what those casts write.
     island: number of the float32 island that it is part of, or `None`.
     why: the reason for the dtype.
+    rule: the row of the table of decisions (docs/autocast.md).
     times: how often it runs (the length of the scans around it; a while loop counts once).
     operands: of a kernel, the floating dtypes of its operands; empty for others.
   """
@@ -38,6 +39,7 @@ class ExplainedOperation:
   cast_bytes: int
   island: int | None
   why: str
+  rule: str
   times: int
   operands: tuple[str, ...] = ()
 

@@ -18,11 +18,11 @@ from jax.extend.core import Primitive
 
 from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
-from mpjax.casting._cast_plan import Island, Mode, Node
+from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._copies import Copies, held_dtype, making_operands_again
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
-from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._place import Place
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -38,15 +38,15 @@ from mpjax.jaxpr import (
 
 
 def pull_in(
-  nodes: Sequence[Node], held: dict[Var, Held], results: set[Var], full_outputs: bool
-) -> list[Node]:
+  decisions: Sequence[Decision], held: dict[Var, Held], results: set[Var], full_outputs: bool
+) -> list[Decision]:
   """Moves into float32 what only float32 reads: the scale and the mask before a softmax, say.
 
   The island then takes what comes before it. Not so for a sum of two values of full size: the sum is the
   smaller thing to save.
 
   Args:
-    nodes: the decisions, in the order of the program.
+    decisions: in the order of the program.
     held: how each variable is held; changed for what is moved.
     results: the variables that the program returns.
     full_outputs: whether those are read in float32.
@@ -54,67 +54,65 @@ def pull_in(
   Returns:
     The decisions, some of them changed.
   """
-  makers = {v: node for node in nodes for v in node.equation.outvars}
-  users: dict[Var, list[Node]] = {}
-  changed = []
-  for node in reversed(nodes):
-    readers = [users.get(v, []) for v in node.equation.outvars]
-    if _only_float32_reads(node, readers, results, full_outputs) and not _better_saved(node, held, makers):
-      own = Held(Kind.ISLAND, FLOAT32)
-      outs = tuple(own if castable(v.aval) else initial(v.aval) for v in node.equation.outvars)
-      node = dataclasses.replace(
-        node, mode=Mode.FULL, listed="infer", why="only float32 reads it", outs=outs, call=None
-      )
-      held.update(zip(node.equation.outvars, outs, strict=True))
-    for atom in node.equation.invars:
-      if is_variable(atom):
-        users.setdefault(atom, []).append(node)
-    changed.append(node)
-  return changed[::-1]
+  makers = {v: made for made in decisions for v in made.equation.outvars}
+  users: dict[Var, list[Decision]] = {}
+  found = []
+  for made in reversed(decisions):
+    equation = made.equation
+    readers = [users.get(v, []) for v in equation.outvars]
+    if _only_float32_reads(made, readers, results, full_outputs) and not _better_saved(made, held, makers):
+      own, why = Held(Kind.ISLAND, FLOAT32), "only float32 reads it"
+      outs = tuple(own if castable(v.aval) else initial(v.aval) for v in equation.outvars)
+      made = Decision(equation, made.path, "infer", Mode.FULL, made.half, why, "pulled in", outs)
+      held.update(zip(equation.outvars, outs, strict=True))
+    for atom in variables_of(equation.invars):
+      users.setdefault(atom, []).append(made)
+    found.append(made)
+  return found[::-1]
 
 
 def _only_float32_reads(
-  node: Node, readers: Sequence[list[Node]], results: set[Var], full_outputs: bool
+  made: Decision, readers: Sequence[list[Decision]], results: set[Var], full_outputs: bool
 ) -> bool:
-  if node.mode not in (Mode.HALF, Mode.ENTER) or node.listed not in ("infer", "call"):
+  if made.mode not in (Mode.HALF, Mode.ENTER) or made.listed not in ("infer", "call"):
     return False
-  if node.mode is Mode.ENTER and (call_kind(node.equation) is not CallKind.JIT or node.has_product()):
+  if made.mode is Mode.ENTER and (call_kind(made.equation) is not CallKind.JIT or made.has_product()):
     return False
-  returned = any(v in results for v in node.equation.outvars)
+  returned = any(v in results for v in made.equation.outvars)
   if (returned and not full_outputs) or not (returned or any(readers)):
     return False
   return all(r.mode is Mode.FULL and r.listed in ("deny", "infer") for rs in readers for r in rs)
 
 
-def _better_saved(node: Node, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> bool:
+def _better_saved(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
   """Returns whether a result is the smaller thing to save, or costs a pass over memory to compute again."""
-  return has(node.equation, Trait.MOVES) or _sums(node, held, makers) or _shrinks(node, held)
+  return has(made.equation, Trait.MOVES) or _sums(made, held, makers) or _shrinks(made, held)
 
 
-def _shrinks(node: Node, held: Mapping[Var, Held]) -> bool:
+def _shrinks(made: Decision, held: Mapping[Var, Held]) -> bool:
   """Returns whether less comes out than goes in."""
-  return max(map(size, _halves(node, held)), default=0) > max(map(size, node.equation.outvars))
+  return max(map(size, _halves(made, held)), default=0) > max(map(size, made.equation.outvars))
 
 
-def _sums(node: Node, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> bool:
-  """Returns whether a node adds, or chooses between, two values of full size."""
-  if not has(node.equation, Trait.CHOICE):
+def _sums(made: Decision, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> bool:
+  """Returns whether a made adds, or chooses between, two values of full size."""
+  if not has(made.equation, Trait.CHOICE):
     return False
-  largest = max(map(size, node.equation.invars))
-  return len({_source(a, held, makers) for a in _halves(node, held) if size(a) == largest}) > 1
+  largest = max(map(size, made.equation.invars))
+  return len({_source(a, held, makers) for a in _halves(made, held) if size(a) == largest}) > 1
 
 
-def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Node]) -> Var:
+def _source(variable: Var, held: Mapping[Var, Held], makers: Mapping[Var, Decision]) -> Var:
   """Returns the half value that this one is made of, element by element; itself, if it is made of several."""
-  node = makers.get(variable)
-  if node is None or node.mode is not Mode.HALF or node.listed != "infer" or has(node.equation, Trait.MOVES):
+  made = makers.get(variable)
+  if made is None or made.mode is not Mode.HALF or made.listed != "infer" or has(made.equation, Trait.MOVES):
     return variable
-  sources = {_source(a, held, makers) for a in _halves(node, held)}
+  sources = {_source(a, held, makers) for a in _halves(made, held)}
   return sources.pop() if len(sources) == 1 else variable
 
 
-def _halves(node: Node, held: Mapping[Var, Held]) -> list[Var]:
-  return [a for a in node.equation.invars if is_variable(a) and held[a].kind is Kind.HALF]
+def _halves(made: Decision, held: Mapping[Var, Held]) -> list[Var]:
+  return [a for a in made.equation.invars if is_variable(a) and held[a].kind is Kind.HALF]
 
 
 def in_units(
@@ -123,7 +121,7 @@ def in_units(
   held: Mapping[Var, Held],
   outs: Sequence[Held],
   rules: CastingRules,
-  roles: ProductRoles | None,
+  place: Place,
 ) -> tuple[Node | Island, ...]:
   """Returns a program's decisions in an order in which they can be carried out, islands as one.
 
@@ -133,15 +131,15 @@ def in_units(
     held: how each variable is held.
     outs: how each output is held.
     rules: what decides.
-    roles: of the program's products; `None` where they are not known.
+    place: of the program.
   """
-  if not rules.islands:
+  if not place.islands:
     return tuple(nodes)
   inside = [
     _in_float32(node) and rules.may_recompute(node.equation) and rules.computes_again(node.path)
     for node in nodes
   ]
-  return _Grouping(nodes, jaxpr, held, outs, inside, rules, roles).units()
+  return _Grouping(nodes, jaxpr, held, outs, inside, rules, place).units()
 
 
 def _in_float32(node: Node) -> bool:
@@ -165,7 +163,7 @@ class _Grouping:
     outs: Sequence[Held],
     inside: list[bool],
     rules: CastingRules,
-    roles: ProductRoles | None,
+    place: Place,
   ):
     self.nodes = nodes
     self.jaxpr = jaxpr
@@ -173,7 +171,8 @@ class _Grouping:
     self.outs = outs
     self.inside = inside
     self.rules = rules
-    self.roles = roles
+    self.place = place
+    self.roles = place.roles
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
     self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
@@ -187,7 +186,10 @@ class _Grouping:
     found = [(members, island) for members, island in found if self._pays(island)]
     taken = {i for members, _ in found for i in members}
     cheap = [
-      i not in taken and not _is_product(node) and self.rules.is_cheap(node.equation, node.path)
+      self.place.copies
+      and i not in taken
+      and not _is_product(node)
+      and self.rules.is_cheap(node.equation, node.path)
       for i, node in enumerate(self.nodes)
     ]
     copies = Copies(self.nodes, cheap, self.held)
@@ -213,7 +215,7 @@ class _Grouping:
     island = dataclasses.replace(island, copies=copied, inputs=inputs)
     # Where the backward pass follows at once, a compiler that keeps the inside keeps it for no time; from one
     # loop to another it keeps nothing but what it is told to.
-    fenced = not self.rules.in_loop and self._followed(v for v, _ in island.outputs)
+    fenced = not self.place.in_loop and self._followed(v for v, _ in island.outputs)
     saved = _saved_dtype(island, self.rules) if self._before_the_last_product(island) else None
     return dataclasses.replace(island, fenced=fenced, saved=saved)
 

@@ -139,8 +139,7 @@ def _planned(
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   traced = Traced(fun, args, kwargs, rules.overrides)
-  rules = dataclasses.replace(rules, enter_all=True, copies=False)
-  return traced, traced.plan(rules, policy or as_written)
+  return traced, traced.plan(rules, policy or as_written, copies=False, enter_all=True)
 
 
 def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:

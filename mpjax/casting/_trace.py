@@ -18,7 +18,9 @@ from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import initial
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
+from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy
 
@@ -71,8 +73,10 @@ class Traced:
     self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
-  def plan(self, rules: CastingRules, policy: Policy) -> CastPlan:
-    """Returns what is decided about the program under these rules."""
+  def plan(
+    self, rules: CastingRules, policy: Policy, *, copies: bool = True, enter_all: bool = False
+  ) -> CastPlan:
+    """Returns what is decided about the program under these rules; for the options see `Place`."""
     body = open_jaxpr(self.closed)
     constants = constants_of(self.closed)
     half = rules.overrides.any_half
@@ -80,7 +84,8 @@ class Traced:
     held += [initial(v.aval) for v in body.invars]
     roles = ProductRoles.of(self.closed, rules)
     full = policy.output_dtype.itemsize >= 4 or any(self._sums)
-    return decide(self.closed, held, rules, full_outputs=full, roles=roles)
+    place = Place(WeightGradients.leaving(self.closed), roles, copies=copies, enter_all=enter_all)
+    return decide(self.closed, held, rules, place, full_outputs=full)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
     """Returns the function's value from the results of its program; puts mutated state where it belongs.

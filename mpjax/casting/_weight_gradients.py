@@ -56,6 +56,11 @@ class WeightGradients:
       self._read(equation)
     self.inputs = [self._is_gradient(v) for v in body.invars]
 
+  @classmethod
+  def leaving(cls, jaxpr: AnyJaxpr) -> WeightGradients:
+    """Returns those of a whole program: all that leaves its backward passes."""
+    return cls(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
+
   def has_product(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation of the jaxpr, in a backward pass, makes the gradient of a parameter."""
     return self._depth_of(equation) > 0 and all(map(self._is_gradient, equation.outvars))

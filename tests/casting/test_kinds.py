@@ -1,11 +1,12 @@
-"""The table of kinds: what becomes of values where they meet, in code and in the guide."""
+"""The tables of decisions and of kinds, in code and in the guide."""
 
 import itertools
 import pathlib
 
 import numpy as np
 
-# The table is the subject: from outside, each cell takes a program.
+# The tables are the subject: from outside, each cell takes a program.
+from mpjax.casting._decision_table import table_of_decisions
 from mpjax.casting._kinds import FLOAT32, KIND_RULES, Condition, Held, Kind, Where, meet, table_of_kinds
 
 HALF = np.dtype("float16")
@@ -16,8 +17,8 @@ def held(kind):
   return Held(kind, HALF if kind is Kind.HALF else FLOAT32)
 
 
-def test_the_guide_has_the_table_of_the_code():
-  rows = ["| " + " | ".join(row) + " |" for row in table_of_kinds()]
+def test_the_guide_has_the_tables_of_the_code():
+  rows = ["| " + " | ".join(row) + " |" for row in [*table_of_decisions(), *table_of_kinds()]]
   conditions = [f"- *{condition.name.lower()}*: {condition.value}" for condition in Condition]
   guide = GUIDE.read_text()
   assert [line for line in [*rows, *conditions] if line not in guide] == []

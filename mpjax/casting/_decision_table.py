@@ -1,0 +1,443 @@
+"""The table of decisions: what autocast does with an equation, by the first row whose condition holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from mpjax._types import Atom, JaxprEqn
+from mpjax.casting import _fp8_products
+from mpjax.casting._cast_plan import Call, Decision, Mode
+from mpjax.casting._higher_order import LOOPS, RULES
+from mpjax.casting._kinds import (
+  FLOAT32,
+  Condition,
+  Held,
+  Kind,
+  Where,
+  castable,
+  followed,
+  initial,
+  is_float,
+  meet,
+  of_its_own,
+  rule_of,
+  size,
+  small,
+)
+from mpjax.casting._product_roles import is_layer, states_precision
+from mpjax.jaxpr import (
+  OUTPUT,
+  UNKNOWN,
+  CallKind,
+  Trait,
+  at_region_edge,
+  call_kind,
+  dtype_of,
+  facts,
+  has,
+  in_region,
+  inside,
+  is_variable,
+  marked_path,
+  operation_name,
+  values_read,
+)
+
+if TYPE_CHECKING:
+  from mpjax.casting._decide import Body
+
+IN_REGION = "it is in a half_precision region"
+_WHOLE = "its module's policy computes in float32"
+_FOLLOWS = "its operands are half precision"
+_OWN = "it has operands in a dtype of the user's own"
+
+
+class Case:
+  """An equation that is decided about: what the conditions of the table ask, and how its results are held.
+
+  Args:
+    equation: the equation.
+    body: the jaxpr that it is in, as far as that is decided about.
+  """
+
+  def __init__(self, equation: JaxprEqn, body: Body):
+    self.equation: JaxprEqn = equation
+    self.body: Body = body
+    self.path: str = inside(body.place.path, marked_path(equation))
+    self.half: np.dtype | None = body.rules.overrides.half_at(self.path)
+    self.listed: str = body.rules.list_of(equation.primitive, self.half)
+    self.is_cast: bool = equation.primitive is jax.lax.convert_element_type_p
+    self.at_edge: bool = at_region_edge(self.path)  # what is no cast there is a sum of gradients
+    self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
+    self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
+
+  @functools.cached_property
+  def lists(self) -> set[str]:
+    """The lists of what is in its bodies."""
+    return self.body.rules.inside(self.equation, self.half)
+
+  @property
+  def has_product(self) -> bool:
+    """Whether a matrix product, or a region, which stands for one, is in its bodies."""
+    return "allow" in self.lists or self.body.rules.has_region(self.equation)
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether nothing in its bodies runs in half precision, and nobody wants to see them."""
+    place, overrides = self.body.place, self.body.rules.overrides
+    return self.half is None and not place.enter_all and overrides.uniform_below(self.path)
+
+  @functools.cached_property
+  def reads_half(self) -> bool:
+    """Whether an operand is held in half precision."""
+    return any(self.met(a).kind is Kind.HALF for a in self.operands)
+
+  @property
+  def is_entered(self) -> bool:
+    """Whether its bodies are decided about, one by one."""
+    kind = call_kind(self.equation)
+    if kind not in RULES or self.is_whole:
+      return False
+    plain = kind in LOOPS or (kind is CallKind.JIT and "deny" not in self.lists)
+    return self.has_product or (plain and self.reads_half)
+
+  @property
+  def follows_as_one(self) -> bool:
+    """Whether it is a call such as relu, with a rule of its own, that follows its operands."""
+    kind = call_kind(self.equation)
+    known = kind in RULES and kind not in LOOPS and "deny" not in self.lists
+    return known and self.half is not None and not self.is_whole and self.reads_half
+
+  @property
+  def asked(self) -> list[Atom]:
+    """The values whose dtypes are asked for: a product that gives half precision is of its operands alone."""
+    given, results = values_read(self.equation), self.equation.outvars
+    gives_half = self.half is not None and all(dtype_of(v) == self.half for v in results)
+    return given if self.listed == "allow" and gives_half else [*given, *results]
+
+  @property
+  def has_own_dtypes(self) -> bool:
+    """Whether the user chose a dtype in it."""
+    return any(of_its_own(a.aval) for a in self.asked)
+
+  @property
+  def is_half_by_hand(self) -> bool:
+    """Whether it is a product that the user casts to the compute dtype."""
+    half = self.listed == "allow" and self.half is not None and self.has_own_dtypes
+    return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
+
+  @property
+  def adds_gradients(self) -> bool:
+    """Whether it adds gradients of a parameter."""
+    return self.body.rules.wide_gradients and self.body.place.gradients.has_sum(self.equation)
+
+  def met(self, atom: Atom) -> Held:
+    """Returns how a value meets the others."""
+    return self.body.met(atom, self.half, self.equation)
+
+  def all_held(self, held: Held) -> tuple[Held, ...]:
+    """Returns how the results are held if the float32 ones are held so."""
+    return tuple(held if castable(v.aval) else initial(v.aval) for v in self.equation.outvars)
+
+  def all_in_half(self, kind: Kind) -> tuple[Held, ...]:
+    """Returns how the results are held if the float32 ones are in the compute dtype."""
+    return self.all_held(Held(kind, cast(np.dtype, self.half)))
+
+  def kept(self) -> tuple[Held, ...]:
+    """Returns how the results are held if the equation keeps its dtypes."""
+    kind = Kind.ISLAND if self.operands else Kind.FLEXIBLE
+    if any(is_float(a.aval) and dtype_of(a).itemsize < 4 for a in self.equation.invars):
+      kind = Kind.PINNED
+    return self.all_held(Held(kind, FLOAT32))
+
+  def computed(self) -> tuple[Held, ...]:
+    """Returns how the results are held if the equation runs in float32 whatever its operands."""
+    held = [self.body.met(a, None, self.equation) for a in self.operands] or [Held(Kind.FLEXIBLE, FLOAT32)]
+    largest = max(map(size, self.operands), default=0)
+    wide = self.half == np.float16 and self._expands()
+    outs = []
+    for v in self.equation.outvars:
+      shrinks = size(v) < largest or small(held)
+      out = meet(held, Where.FULL, [Condition.SHRINKS] if shrinks else [])
+      outs.append(out._replace(wide=wide) if castable(v.aval) else initial(v.aval))
+    return tuple(outs)
+
+  def _expands(self) -> bool:
+    """Returns whether a result may be far larger than the operands, and so outside float16's range."""
+    if self.equation.primitive not in (jax.lax.div_p, jax.lax.rsqrt_p):
+      return has(self.equation, Trait.EXPANDS)
+    divisor = self.equation.invars[-1]
+    if is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
+      return self.body.how(divisor).kind is not Kind.STATISTIC
+    return bool(abs(divisor.val) < 1)
+
+  def reason(self, otherwise: str) -> str:
+    """Returns why the equation's list decides."""
+    row = facts(self.equation)
+    return otherwise if row is UNKNOWN else row.reason_in(self.half)
+
+
+class Outcome(NamedTuple):
+  """What a row of the table leads to; see `Decision`. Without `listed` the equation's own list decided."""
+
+  mode: Mode
+  why: str
+  outs: tuple[Held, ...]
+  listed: str = ""
+  call: Call | None = None
+  fp8: _fp8_products.Fp8Decision | None = None
+
+
+def _enters_region(case: Case) -> bool:
+  if not case.in_region or not case.at_edge or case.half is None:
+    return False
+  (source,), (result,) = case.equation.invars, case.equation.outvars
+  return castable(source.aval) and dtype_of(result) == case.half
+
+
+def _into_region(case: Case) -> Outcome:
+  (source,) = case.equation.invars
+  fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
+  outs = case.all_in_half(Kind.FIXED)
+  return Outcome(Mode.HALF if fits else Mode.EDGE, "it enters a half_precision region", outs, "opaque")
+
+
+def _leaves_region(case: Case) -> bool:
+  if not case.in_region or not case.at_edge or case.half is None:
+    return False
+  (source,), (result,) = case.equation.invars, case.equation.outvars
+  return castable(result.aval) and dtype_of(source) == case.half
+
+
+def _out_of_region(case: Case) -> Outcome:
+  outs = case.all_in_half(Kind.HALF)
+  return Outcome(Mode.EACH, "it leaves a half_precision region", outs, "opaque")
+
+
+def _enter(case: Case) -> Outcome:
+  wanted = [case.half if case.body.feeds_product(v) else None for v in case.equation.outvars]
+  held = [case.met(a) for a in case.equation.invars]
+  rule = RULES[call_kind(case.equation)]
+  call = rule.decide(case.equation, held, wanted, case.body.bodies(case))
+  return Outcome(Mode.ENTER, "its body is entered", call.outs, call=call)
+
+
+def _as_one(case: Case) -> Outcome:
+  why = _WHOLE if case.is_whole else f"{operation_name(case.equation)} runs as one"
+  return Outcome(Mode.FULL, why, case.computed(), "deny" if "deny" in case.lists else "infer")
+
+
+def _cast_from_floats(case: Case) -> Outcome:
+  pinned = dtype_of(case.equation.invars[0]).itemsize < 4
+  held = Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32)
+  return Outcome(Mode.CAST, "the user's own cast", (held,), "infer")
+
+
+def _cast_from_integers(case: Case) -> Outcome:
+  # Counts and token numbers have more digits than float16 has.
+  wide = case.half == np.float16 and dtype_of(case.equation.invars[0]).itemsize > 1
+  return Outcome(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
+
+
+def _product(case: Case) -> Outcome:
+  equation, place = case.equation, case.body.place
+  wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
+  of_weight = wide and place.gradients.has_product(equation)
+  outs = case.all_held(Held(Kind.PINNED, FLOAT32)) if of_weight else case.all_in_half(Kind.HALF)
+  return _quantised(case, Outcome(Mode.HALF, case.reason(""), outs))
+
+
+def _quantised(case: Case, half: Outcome) -> Outcome:
+  """Returns what becomes of a product in half precision, which may be an FP8 one."""
+  recipe = case.body.rules.overrides.recipe_at(case.path)
+  if recipe is None:
+    return half
+  roles = case.body.place.roles
+  role = roles.products.get(id(case.equation)) if roles else None
+  decision = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
+  return half._replace(why=decision.why, fp8=decision)
+
+
+def _follow(case: Case) -> Outcome:
+  met = [case.met(a) for a in case.operands]
+  if case.half is None:
+    met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
+  results = [v for v in case.equation.outvars if castable(v.aval)]
+  out = followed(case.equation, case.operands, results, met, case.half)
+  if out.kind is Kind.HALF:
+    return Outcome(Mode.HALF, _FOLLOWS, case.all_held(out))
+  strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
+  why = "an operand has values that half precision has not" if out.wide else strongest.why
+  return Outcome(Mode.FULL, why, case.all_held(out))
+
+
+def _full(why: str, listed: str = "") -> Callable[[Case], Outcome]:
+  return lambda case: Outcome(Mode.FULL, why, case.computed(), listed)
+
+
+def _keep(why: str, listed: str = "") -> Callable[[Case], Outcome]:
+  return lambda case: Outcome(Mode.KEEP, why, case.kept(), listed)
+
+
+class Row(NamedTuple):
+  """A row of the table.
+
+  Attributes:
+    rule: its name, as `explain` prints it.
+    means: the condition, in words.
+    holds: whether it is the row of an equation that no row before it holds for.
+    outcome: what is decided then.
+  """
+
+  rule: str
+  means: str
+  holds: Callable[[Case], bool]
+  outcome: Callable[[Case], Outcome]
+
+
+ROWS = (
+  Row("region entered", "a cast where a half_precision region begins", _enters_region, _into_region),
+  Row("region left", "a cast where a half_precision region ends", _leaves_region, _out_of_region),
+  Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(IN_REGION, "opaque")),
+  Row(
+    "call without floats",
+    "a call that neither reads float32 nor has a product inside",
+    lambda c: c.listed == "call" and not c.operands and not c.has_product,
+    _keep("no matrix product inside"),
+  ),
+  Row(
+    "call",
+    "a call with a product inside; a loop or branch that reads half precision; a `jit` with nothing denied",
+    lambda c: c.listed == "call" and c.is_entered,
+    _enter,
+  ),
+  Row(
+    "rule of its own",
+    "a call that reads half precision, with a derivative rule and nothing denied inside, such as relu",
+    lambda c: c.listed == "call" and c.follows_as_one,
+    lambda c: Outcome(Mode.HALF, _FOLLOWS, c.all_in_half(Kind.HALF), "infer"),
+  ),
+  Row("call as one", "any other call", lambda c: c.listed == "call", _as_one),
+  Row(
+    "same dtype",
+    "a cast from float32 to float32, for a weak type or a sharding",
+    lambda c: c.is_cast and bool(c.operands) and castable(c.equation.outvars[0].aval),
+    lambda c: Outcome(Mode.EACH, "it changes no dtype", (c.body.how(c.equation.invars[0], c.half),), "infer"),
+  ),
+  Row(
+    "cast away",
+    "a cast of the user's to another dtype",
+    lambda c: c.is_cast and not castable(c.equation.outvars[0].aval),
+    lambda c: Outcome(
+      Mode.CAST,
+      "the user's own cast",
+      (Held(Kind.FIXED, dtype_of(c.equation.outvars[0])),),
+      "infer",
+    ),
+  ),
+  Row(
+    "autocast inside",
+    "a cast at the end of an inner autocast",
+    lambda c: c.is_cast and OUTPUT in c.path.split("/"),
+    lambda c: Outcome(Mode.CAST, "the end of an inner autocast", (Held(Kind.ISLAND, FLOAT32),), "infer"),
+  ),
+  Row(
+    "cast to float32",
+    "a cast of the user's from another floating dtype",
+    lambda c: c.is_cast and is_float(c.equation.invars[0].aval),
+    _cast_from_floats,
+  ),
+  Row("cast of integers", "a cast from integers to float32", lambda c: c.is_cast, _cast_from_integers),
+  Row(
+    "product by hand",
+    "a product that the user casts to the compute dtype",
+    lambda c: c.is_half_by_hand,
+    lambda c: _quantised(c, Outcome(Mode.KEEP, _OWN, c.kept())),
+  ),
+  Row(
+    "own dtype", "an operand or result in a dtype of the user's own", lambda c: c.has_own_dtypes, _keep(_OWN)
+  ),
+  Row(
+    "opaque",
+    "on the list `opaque`",
+    lambda c: c.listed == "opaque",
+    lambda c: Outcome(Mode.KEEP, c.reason(UNKNOWN.reason), c.kept()),
+  ),
+  Row(
+    "no float32",
+    "no operand is float32",
+    lambda c: not c.operands,
+    _keep("nothing in it is half precision"),
+  ),
+  Row(
+    "sum of products",
+    "a product of two vectors, on the list `allow`",
+    lambda c: c.listed == "allow" and not is_layer(c.equation, c.body.rules),
+    _full("a sum of products, on no matrix unit: it accumulates as one", "deny"),
+  ),
+  Row(
+    "float32 module",
+    "on the list `allow`, in a module that computes in float32",
+    lambda c: c.listed == "allow" and c.half is None,
+    _full(_WHOLE),
+  ),
+  Row(
+    "stated precision",
+    "a product of which the user states the precision",
+    lambda c: c.listed == "allow" and states_precision(c.equation),
+    _full("the user asks for this precision"),
+  ),
+  Row("product", "on the list `allow`", lambda c: c.listed == "allow", _product),
+  Row(
+    "denied",
+    "on the list `deny`",
+    lambda c: c.listed == "deny",
+    lambda c: Outcome(
+      Mode.FULL, c.reason("it is denied half precision") if c.half is not None else _WHOLE, c.computed()
+    ),
+  ),
+  Row(
+    "each alone",
+    "it has a result for each operand",
+    lambda c: has(c.equation, Trait.EACH) and len(c.equation.invars) == len(c.equation.outvars),
+    lambda c: Outcome(Mode.EACH, "each operand as it comes", tuple(map(c.body.how, c.equation.invars))),
+  ),
+  Row(
+    "comparison",
+    "no result is float32: exact whatever the operands",
+    lambda c: not any(castable(v.aval) for v in c.equation.outvars),
+    lambda c: Outcome(Mode.FULL, "its result is no floating number", c.all_held(Held(Kind.FIXED, FLOAT32))),
+  ),
+  Row(
+    "sum of gradients",
+    "it adds gradients of a parameter",
+    lambda c: c.adds_gradients,
+    lambda c: Outcome(Mode.FULL, "it adds gradients of a parameter", c.all_held(Held(Kind.PINNED, FLOAT32))),
+  ),
+  Row("follows", "anything else: by the kinds of its operands", lambda c: True, _follow),
+)
+
+
+def decision_of(case: Case, clips: bool) -> Decision:
+  """Returns what the table says about an equation.
+
+  `clips` says whether results outside of the half dtype's range may be clipped where they are rounded.
+  """
+  row = next(row for row in ROWS if row.holds(case))
+  mode, why, outs, listed, call, fp8 = row.outcome(case)
+  if not clips:
+    outs = tuple(held._replace(wide=False) for held in outs)
+  decided = (fp8.fp8, fp8.recipe, fp8.site) if fp8 is not None else (None, None, None)
+  return Decision(
+    case.equation, case.path, listed or case.listed, mode, case.half, why, row.rule, outs, call, *decided
+  )
+
+
+def table_of_decisions() -> list[tuple[str, str]]:
+  """Returns the table as text, the heading first: the name of a row, and its condition."""
+  return [("rule", "an equation"), *((row.rule, row.means) for row in ROWS)]

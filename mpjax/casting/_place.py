@@ -1,0 +1,34 @@
+"""The place of a jaxpr in the program that autocast decides about."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpjax.casting._fp8_products import Sites
+from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._weight_gradients import WeightGradients
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+  """What is known of a jaxpr from where it stands.
+
+  Attributes:
+    gradients: of parameters, in it.
+    roles: of its products; `None` where they are not known, as in a derivative rule.
+    path: the module path that it is in.
+    sites: the names that products under delayed FP8 scaling have taken.
+    islands: whether there are islands: not inside a checkpoint of the user's.
+    in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
+    copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
+    enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
+  """
+
+  gradients: WeightGradients
+  roles: ProductRoles | None = None
+  path: str = ""
+  sites: Sites = dataclasses.field(default_factory=Sites)
+  islands: bool = True
+  in_loop: bool = False
+  copies: bool = True
+  enter_all: bool = False
