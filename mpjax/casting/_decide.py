@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
+from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._decision_table import Case, decision_of
+from mpjax.casting._decision_table import decision_of
 from mpjax.casting._elementwise_losses import stores_gradient
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size

@@ -2,184 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from mpjax._types import Atom, JaxprEqn
 from mpjax.casting import _fp8_products
+from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import Call, Decision, Mode
-from mpjax.casting._higher_order import LOOPS, RULES
+from mpjax.casting._higher_order import RULES
 from mpjax.casting._kinds import (
   FLOAT32,
-  Condition,
   Held,
   Kind,
-  Where,
   castable,
   followed,
-  initial,
   is_float,
-  meet,
-  of_its_own,
   rule_of,
-  size,
-  small,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
 from mpjax.jaxpr import (
   OUTPUT,
   UNKNOWN,
-  CallKind,
   Trait,
-  at_region_edge,
   call_kind,
   dtype_of,
-  facts,
   has,
-  in_region,
-  inside,
   is_variable,
-  marked_path,
   operation_name,
-  values_read,
 )
-
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Body
 
 IN_REGION = "it is in a half_precision region"
 _WHOLE = "its module's policy computes in float32"
 _FOLLOWS = "its operands are half precision"
 _OWN = "it has operands in a dtype of the user's own"
-
-
-class Case:
-  """An equation that is decided about: what the conditions of the table ask, and how its results are held.
-
-  Args:
-    equation: the equation.
-    body: the jaxpr that it is in, as far as that is decided about.
-  """
-
-  def __init__(self, equation: JaxprEqn, body: Body):
-    self.equation: JaxprEqn = equation
-    self.body: Body = body
-    self.path: str = inside(body.place.path, marked_path(equation))
-    self.half: np.dtype | None = body.rules.overrides.half_at(self.path)
-    self.listed: str = body.rules.list_of(equation.primitive, self.half)
-    self.is_cast: bool = equation.primitive is jax.lax.convert_element_type_p
-    self.at_edge: bool = at_region_edge(self.path)  # what is no cast there is a sum of gradients
-    self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
-    self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
-
-  @functools.cached_property
-  def lists(self) -> set[str]:
-    """The lists of what is in its bodies."""
-    return self.body.rules.inside(self.equation, self.half)
-
-  @property
-  def has_product(self) -> bool:
-    """Whether a matrix product, or a region, which stands for one, is in its bodies."""
-    return "allow" in self.lists or self.body.rules.has_region(self.equation)
-
-  @property
-  def is_whole(self) -> bool:
-    """Whether nothing in its bodies runs in half precision, and nobody wants to see them."""
-    place, overrides = self.body.place, self.body.rules.overrides
-    return self.half is None and not place.enter_all and overrides.uniform_below(self.path)
-
-  @functools.cached_property
-  def reads_half(self) -> bool:
-    """Whether an operand is held in half precision."""
-    return any(self.met(a).kind is Kind.HALF for a in self.operands)
-
-  @property
-  def is_entered(self) -> bool:
-    """Whether its bodies are decided about, one by one."""
-    kind = call_kind(self.equation)
-    if kind not in RULES or self.is_whole:
-      return False
-    plain = kind in LOOPS or (kind is CallKind.JIT and "deny" not in self.lists)
-    return self.has_product or (plain and self.reads_half)
-
-  @property
-  def follows_as_one(self) -> bool:
-    """Whether it is a call such as relu, with a rule of its own, that follows its operands."""
-    kind = call_kind(self.equation)
-    known = kind in RULES and kind not in LOOPS and "deny" not in self.lists
-    return known and self.half is not None and not self.is_whole and self.reads_half
-
-  @property
-  def asked(self) -> list[Atom]:
-    """The values whose dtypes are asked for: a product that gives half precision is of its operands alone."""
-    given, results = values_read(self.equation), self.equation.outvars
-    gives_half = self.half is not None and all(dtype_of(v) == self.half for v in results)
-    return given if self.listed == "allow" and gives_half else [*given, *results]
-
-  @property
-  def has_own_dtypes(self) -> bool:
-    """Whether the user chose a dtype in it."""
-    return any(of_its_own(a.aval) for a in self.asked)
-
-  @property
-  def is_half_by_hand(self) -> bool:
-    """Whether it is a product that the user casts to the compute dtype."""
-    half = self.listed == "allow" and self.half is not None and self.has_own_dtypes
-    return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
-
-  @property
-  def adds_gradients(self) -> bool:
-    """Whether it adds gradients of a parameter."""
-    return self.body.rules.wide_gradients and self.body.place.gradients.has_sum(self.equation)
-
-  def met(self, atom: Atom) -> Held:
-    """Returns how a value meets the others."""
-    return self.body.met(atom, self.half, self.equation)
-
-  def all_held(self, held: Held) -> tuple[Held, ...]:
-    """Returns how the results are held if the float32 ones are held so."""
-    return tuple(held if castable(v.aval) else initial(v.aval) for v in self.equation.outvars)
-
-  def all_in_half(self, kind: Kind) -> tuple[Held, ...]:
-    """Returns how the results are held if the float32 ones are in the compute dtype."""
-    return self.all_held(Held(kind, cast(np.dtype, self.half)))
-
-  def kept(self) -> tuple[Held, ...]:
-    """Returns how the results are held if the equation keeps its dtypes."""
-    kind = Kind.ISLAND if self.operands else Kind.FLEXIBLE
-    if any(is_float(a.aval) and dtype_of(a).itemsize < 4 for a in self.equation.invars):
-      kind = Kind.PINNED
-    return self.all_held(Held(kind, FLOAT32))
-
-  def computed(self) -> tuple[Held, ...]:
-    """Returns how the results are held if the equation runs in float32 whatever its operands."""
-    held = [self.body.met(a, None, self.equation) for a in self.operands] or [Held(Kind.FLEXIBLE, FLOAT32)]
-    largest = max(map(size, self.operands), default=0)
-    wide = self.half == np.float16 and self._expands()
-    outs = []
-    for v in self.equation.outvars:
-      shrinks = size(v) < largest or small(held)
-      out = meet(held, Where.FULL, [Condition.SHRINKS] if shrinks else [])
-      outs.append(out._replace(wide=wide) if castable(v.aval) else initial(v.aval))
-    return tuple(outs)
-
-  def _expands(self) -> bool:
-    """Returns whether a result may be far larger than the operands, and so outside float16's range."""
-    if self.equation.primitive not in (jax.lax.div_p, jax.lax.rsqrt_p):
-      return has(self.equation, Trait.EXPANDS)
-    divisor = self.equation.invars[-1]
-    if is_variable(divisor):  # a softmax divides by its sum, a norm by its deviation
-      return self.body.how(divisor).kind is not Kind.STATISTIC
-    return bool(abs(divisor.val) < 1)
-
-  def reason(self, otherwise: str) -> str:
-    """Returns why the equation's list decides."""
-    row = facts(self.equation)
-    return otherwise if row is UNKNOWN else row.reason_in(self.half)
 
 
 class Outcome(NamedTuple):
