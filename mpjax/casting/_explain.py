@@ -25,7 +25,6 @@ from mpjax.casting._trace import Traced
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import (
   UNKNOWN,
-  CallKind,
   Trait,
   bodies_of,
   call_kind,
@@ -38,7 +37,6 @@ from mpjax.jaxpr import (
   is_variable,
   marked_path,
   open_jaxpr,
-  scan_parts,
   shape_of,
   times_run,
   variables_of,
@@ -240,11 +238,8 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
 
 
 def _carries(node: Node, call: Call) -> Iterator[ExplainedCarry]:
-  operands = node.equation.invars
-  is_scan = call_kind(node.equation) is CallKind.SCAN
-  first = scan_parts(node.equation).consts if is_scan else len(operands) - len(call.carry)
   for i, carry in enumerate(call.carry):
-    atom = operands[first + i]
+    atom = node.equation.invars[call.first_carry + i]
     if castable(atom.aval):
       dtype = carry.held.dtype.name
       yield ExplainedCarry(
