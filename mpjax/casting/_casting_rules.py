@@ -38,7 +38,7 @@ class CastingRules:
   """The rules that autocast decides by, and what they have found out about jaxprs.
 
   Attributes:
-    ops: the lists.
+    ops: the user's lists; `None` for the default ones.
     changed: names of primitives that the user has put on another list.
     overrides: the policies by module.
     accum_dtype: dtype that matrix products accumulate in and return, or `None`.
@@ -46,7 +46,7 @@ class CastingRules:
     recompute: what the backward pass computes again, of `RECOMPUTE`.
   """
 
-  ops: OpLists
+  ops: OpLists | None
   changed: frozenset[str]
   overrides: Overrides
   accum_dtype: np.dtype | None
@@ -63,7 +63,7 @@ class CastingRules:
     a library defines, is unknown.
     """
     half = half or self.overrides.any_half
-    if primitive.name in self.changed:
+    if self.ops is not None and primitive.name in self.changed:
       return self.ops.of(primitive.name, half)
     return facts(primitive).list_in(half)
 
@@ -205,7 +205,7 @@ def make_rules(
       "parameter in float32; leave grad_dtype out"
     )
   return CastingRules(
-    ops=ops or OpLists.default(),
+    ops=ops,
     changed=changed(ops) if ops else frozenset(),
     overrides=by_module,
     accum_dtype=policy.accum_dtype,
