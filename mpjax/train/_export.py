@@ -40,11 +40,10 @@ from mpjax.step._optimizer import masters_of
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._files import unfinished
-from mpjax.train._head_order import reordered_params
 from mpjax.train._kinds import MODELS
 from mpjax.train._setup import build_step, init_state, make_setup
 from mpjax.train._task import Task
-from mpjax.train._tasks import apply, make_task
+from mpjax.train._tasks import apply
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import DataInfo
 
@@ -129,8 +128,6 @@ def save_safetensors(
   path = pathlib.Path(path)
   _require_writable(path, dtype)
   policy = config.resolve_policy()
-  task = make_task(config.with_any_attention(), info, policy)
-  params = reordered_params(params, task.by_head, back=True)
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
   tree = {"params": kept, "model_state": model_state}
@@ -269,8 +266,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
 
   trees = jax.tree_util.tree_map_with_path(read, {"params": like.params, "model_state": like.model_state})
   like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
-  params = reordered_params(trees["params"], task.by_head)
-  return ExportedModel(config, policy, params, trees["model_state"], task, like)
+  return ExportedModel(config, policy, trees["params"], trees["model_state"], task, like)
 
 
 def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -329,7 +325,7 @@ def export_run(
   config = load_config(directory / "config.yaml")
   # One device is enough, whatever the run had.
   setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
-  checkpoints = Checkpoints(directory / "checkpoints", read_only=True, by_head=setup.task.by_head)
+  checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
   try:
     steps = checkpoints.steps()
     found = {"best": checkpoints.best(), "latest": checkpoints.latest()}.get(step)

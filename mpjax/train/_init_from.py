@@ -56,7 +56,7 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   task, before = build_step(theirs, setup.info, theirs.resolve_policy(), setup.layout.mesh)
   shapes = jax.eval_shape(lambda: init_state(theirs, task, before, setup.batch_shapes()))
   shardings = setup.layout.shardings
-  checkpoints = Checkpoints(path / "checkpoints", read_only=True, by_head=task.by_head)
+  checkpoints = Checkpoints(path / "checkpoints", read_only=True)
   try:
     step = checkpoints.latest()
     if step is None:

@@ -82,7 +82,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     )
   # On the devices that are here, whatever it ran on.
   original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
-  checkpoints = Checkpoints(run / "checkpoints", read_only=True, by_head=original.task.by_head)
+  checkpoints = Checkpoints(run / "checkpoints", read_only=True)
   try:
     steps = checkpoints.steps()
     found = checkpoints.latest() if step is None else step

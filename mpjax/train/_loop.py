@@ -94,7 +94,6 @@ class TrainingRun:
       timeout_s=round(settings.hang_timeout_s) or 1,
       # By its own clock: time in which the process is stopped counts there, and not for who watches over it.
       write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
-      by_head=self.setup.task.by_head,
       run=yaml.safe_load(self.config.to_yaml()),
       mismatch=run_mismatch,
     )

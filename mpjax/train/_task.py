@@ -28,8 +28,6 @@ class Task:
     sharding: where parameters lie on a mesh, as `make_train_step` takes it: `{regex: axes}` or a function of
       path and shape. An axis that does not divide a dimension is left out.
     units: what a row of a batch counts, and how many of them it holds: `("tokens", 128)`.
-    by_head: `{regex: heads}` of kernels that make queries, keys and values in one product, with the columns
-      of the three by head. Exports have them apart, all of q first, and so have checkpoints without a note.
   """
 
   init: Callable[[PRNGKeyArray], PyTree]
@@ -38,7 +36,6 @@ class Task:
   logits: Callable[..., PyTree] | None = None
   sharding: ShardingRule | Mapping[str, Dims | None] | None = None
   units: tuple[str, int] = ("rows", 1)
-  by_head: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
     for name in ("init", "loss_fn", "evaluate", "logits"):

@@ -115,7 +115,7 @@ def kill():
 def state_of(directory, *overrides, step=None):
   """Returns the state of a checkpoint, the newest by default, where a config with these overrides has it."""
   setup = make_setup(load_config(directory / "config.yaml", list(overrides)))
-  checkpoints = Checkpoints(directory / "checkpoints", read_only=True, by_head=setup.task.by_head)
+  checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
   state = checkpoints.restore(step or checkpoints.latest(), setup.abstract_state()).state
   checkpoints.close()
   return state

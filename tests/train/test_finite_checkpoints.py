@@ -97,7 +97,7 @@ def test_a_shard_that_is_not_finite_is_one_of_the_whole(tmp_path):
 def test_a_checkpoint_of_nan_that_is_there_is_moved_away_and_not_resumed_from(tmp_path, monkeypatch):
   folder = tmp_path / "run" / "checkpoints"
   before = opened(folder, keep=3)
-  with monkeypatch.context() as patched:  # as an earlier release saved
+  with monkeypatch.context() as patched:  # or none would be saved
     patched.setattr(_integrity, "nonfinite", lambda *_: {})
     for step, bad in ((2, {}), (4, {"w": NAN}), (6, {"w": NAN, "mu": INF})):
       save(before, step, **bad)

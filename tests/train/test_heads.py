@@ -1,52 +1,27 @@
-"""Heads over the mesh axis `tensor`: what crosses devices, the losses, and files with q, k and v apart."""
-
-import json
-import shutil
+"""Heads over the mesh axis `tensor`: what crosses devices, and the losses."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import safetensors.numpy
 from flax import nnx
-from jax.sharding import NamedSharding
 
 import mpjax
-from mpjax.cli import main
 from mpjax.planner import get_target
 from mpjax.planner.compiled import _compile as compilers
-from mpjax.train import load_safetensors
-
-# The order of columns, which files of before have otherwise.
-from mpjax.train._head_order import reordered_state
-from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.models import GPT, ViT, gpt_sharding, vit_sharding
-from mpjax.train.models._attention import by_head, split_heads
+from mpjax.train.models._attention import split_heads
 from tests.step.test_collectives import a_step, crossing
-from tests.train._runs import assert_same_bits, state_of, train
-from tests.train._tiny_gpt import write_tiny_gpt
 
 HEADS, DIM = 4, 32
 
 
-def apart(x, heads, axis=-1):
-  """Returns columns by head as they were before: those of q, of k, and of v."""
-  x = np.moveaxis(np.asarray(x), axis, -1)
-  by_head = x.reshape(*x.shape[:-1], heads, 3, -1)
-  parts = [by_head[..., i, :].reshape(*x.shape[:-1], -1) for i in range(3)]
-  return np.moveaxis(np.concatenate(parts, -1), -1, axis)
-
-
-def test_a_kernel_has_the_values_that_it_had_with_q_k_and_v_apart():
-  x = np.random.default_rng(0).normal(size=(2, 5, DIM)).astype(np.float32)
-  init = jax.nn.initializers.normal(0.02)
-  before = init(jax.random.key(1), (DIM, 3 * DIM), jnp.float32)
-  kernel = by_head(init, HEADS)(jax.random.key(1), (DIM, 3 * DIM), jnp.float32)
-  np.testing.assert_array_equal(apart(kernel, HEADS), before)
-  wanted = [y.reshape(2, 5, HEADS, -1) for y in np.split(x @ np.asarray(before), 3, axis=-1)]
-  for found, want in zip(split_heads(x @ np.asarray(kernel), HEADS), wanted, strict=True):
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+def test_columns_are_by_head():
+  qkv = np.random.default_rng(0).normal(size=(2, 5, 3 * DIM)).astype(np.float32)
+  for head, columns in enumerate(np.split(qkv, HEADS, axis=-1)):
+    for found, want in zip(split_heads(qkv, HEADS), np.split(columns, 3, axis=-1), strict=True):
+      np.testing.assert_array_equal(found[:, :, head], want)
 
 
 def gpt_loss(model, batch):
@@ -140,106 +115,3 @@ def test_heads_are_divided_where_tensor_divides_their_number():
     mesh = jax.sharding.AbstractMesh((2, tensor), ("fsdp", "tensor"))
     rules = mpjax.sharding.ShardingRules(model=lambda path, shape: gpt_sharding(path, shape, heads=heads))
     assert tuple(rules.specs(params, mesh)["qkv"]["kernel"]) == spec, (heads, tensor)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
-def test_quantised_moments_keep_their_values_nearly_where_groups_are_divided(dtype):
-  heads, columns = 3, 288  # three groups: first q, k and v, then heads
-  values = np.random.default_rng(0).uniform(-1, 1, (4, columns)).astype(np.float32)
-  tx = mpjax.quantized_state(optax.trace(0.9), dtype, min_size=0)
-
-  @jax.jit
-  def moments(values):
-    params = {"qkv": {"kernel": jnp.zeros((4, columns))}}
-    _, state = tx.update({"qkv": {"kernel": values}}, tx.init(params), params)
-    states = reordered_state(state, params, {"qkv": heads}), state
-    return [mpjax.optim.dequantize_state(each).trace["qkv"]["kernel"] for each in states]
-
-  found, want = moments(values)
-  assert not np.array_equal(found, want)
-  np.testing.assert_allclose(apart(found, heads), want, rtol=2**-4, atol=1e-4)
-
-
-RUNS = [
-  "policy=fp32",
-  pytest.param("policy=bf16_lean", marks=pytest.mark.slow),
-  pytest.param("optimizer.name=adafactor", marks=pytest.mark.slow),
-]
-
-
-@pytest.fixture(scope="module", params=RUNS)
-def runs(request, tmp_path_factory):
-  """Directories of a run of three steps, and of the same as it was with q, k and v apart; their arguments."""
-  folder = tmp_path_factory.mktemp("runs")
-  options = ["train.eval_every=4", "train.checkpoint_every=3", "optimizer.schedule_steps=6", request.param]
-  arguments = [*write_tiny_gpt(folder, layers=1), *options]
-  now, before = folder / "now", folder / "before"
-  train(arguments, now, "train.steps=3")
-  shutil.copytree(now, before)
-  state, old = state_of(now), Checkpoints(now / "checkpoints", read_only=True)
-  restored = old.restore(3, state)
-  old.close()
-  shutil.rmtree(before / "checkpoints")
-  checkpoints = Checkpoints(before / "checkpoints")
-  moved = state.replace(params=all_apart(state.params), opt_state=all_apart(state.opt_state))
-  checkpoints.save(3, moved, restored.data, restored.loop, None)
-  checkpoints.close()
-  return now, before, arguments
-
-
-def all_apart(tree):
-  """Returns a state as it was before; a row of a quantised array is one group here, and moves whole."""
-
-  def of(path, leaf):
-    if "qkv" not in jax.tree_util.keystr(path):
-      return leaf
-    moved = leaf
-    for axis in (i for i, size in enumerate(leaf.shape) if size == 3 * DIM):
-      moved = apart(moved, heads=2, axis=axis)
-    return jax.device_put(moved, leaf.sharding)
-
-  return jax.tree_util.tree_map_with_path(of, tree)
-
-
-def test_a_checkpoint_of_before_is_the_same_state(runs):
-  now, before, _ = runs
-  assert_same_bits(state_of(before), state_of(now))
-  on_mesh = state_of(before, "mesh={data: 2, fsdp: 2, tensor: 2}")
-  assert_same_bits(on_mesh, state_of(now))
-  kernel = on_mesh.params["blocks"][0]["qkv"]["kernel"]
-  assert isinstance(kernel.sharding, NamedSharding)
-  assert tuple(kernel.sharding.spec) == ("fsdp", "tensor")
-
-
-def test_what_a_run_saves_is_another_state_to_releases_of_before(runs):
-  now, before, _ = runs
-  kinds = lambda folder: json.loads((folder / "checkpoints/3/integrity/metadata").read_text())["kinds"]
-  name = "params/blocks/0/qkv/kernel"
-  assert kinds(before)[name] in ("float32[32,96]", "bfloat16[32,96]")
-  assert kinds(now)[name] == kinds(before)[name] + " by head"
-
-
-def test_a_run_of_before_is_exported_as_it_was(runs, tmp_path, capsys):
-  now, before, _ = runs
-  files = [tmp_path / "now.safetensors", tmp_path / "before.safetensors"]
-  for folder, file in zip((now, before), files, strict=True):
-    assert main(["export", str(folder), "dtype=float32", "step=latest", f"out={file}"]) == 0
-  one, other = map(safetensors.numpy.load_file, files)
-  assert {name: x.tobytes() for name, x in one.items()} == {name: x.tobytes() for name, x in other.items()}
-  name = "params/blocks/0/qkv/kernel"
-  masters = state_of(now).params["blocks"][0]["qkv"]["kernel"]
-  if masters.dtype == jnp.float32:
-    np.testing.assert_array_equal(one[name], apart(masters, heads=2))
-    read = load_safetensors(files[1]).params["blocks"][0]["qkv"]["kernel"]
-    np.testing.assert_array_equal(read, masters)
-
-
-def test_a_run_of_before_goes_on_and_begins_others(runs, tmp_path):
-  now, before, arguments = runs
-  for name, folder in (("now", now), ("before", before)):
-    shutil.copytree(folder, tmp_path / name)
-    train(arguments, tmp_path / name, "train.steps=4")
-    begin = [f"train.init_from={folder}", "train.init_optimizer=true"]
-    train(arguments, tmp_path / f"{name}-new", "train.steps=1", *begin)
-  assert_same_bits(state_of(tmp_path / "before"), state_of(tmp_path / "now"))
-  assert_same_bits(state_of(tmp_path / "before-new"), state_of(tmp_path / "now-new"))

@@ -210,7 +210,7 @@ def oddly_named(info, *, dim: int, layers: int, heads: int, dropout: float):
     loss = task.loss_fn(model, batch, row_rngs)
     return loss, {"../../metric": loss, os.path.abspath("metric"): loss}
 
-  return dataclasses.replace(task, loss_fn=loss_fn, by_head={})
+  return dataclasses.replace(task, loss_fn=loss_fn)
 
 statuses = [main(["train", *line]) for line in json.loads(sys.argv[1])] + [main(["export", "text"])]
 load_safetensors("text/model.safetensors")

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from mpjax._types import PyTree
 from mpjax.step import TrainState
 from mpjax.train._errors import CheckpointError
 from mpjax.train._files import unused
-from mpjax.train._head_order import ByHead, reordered_params, reordered_state
 from mpjax.train.checkpoints import _integrity as reading
 from mpjax.train.checkpoints._checksums import NonFiniteLeaves, examine
 from mpjax.train.checkpoints._orbax_errors import reason
@@ -67,8 +65,6 @@ class Checkpoints:
     keep: how many of the newest to keep, besides the best, and the newest of a step that was not skipped.
     timeout_s: how long a write, and one process's wait for the others, may take, in seconds.
     read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
-    by_head: the kernels of the model whose columns are by head, as `Task.by_head` says; what was saved before
-      they were is read in that order.
     run: what tells this run from others, in plain data; saved with each checkpoint.
     mismatch: of another run's `run` and this one's, how they differ, or `None`; a checkpoint of another run
       counts as damaged.
@@ -85,14 +81,12 @@ class Checkpoints:
     *,
     timeout_s: int = 600,
     read_only: bool = False,
-    by_head: ByHead | None = None,
     run: dict[str, Any] | None = None,
     mismatch: Callable[[dict[str, Any], dict[str, Any]], str | None] = lambda theirs, ours: None,
     write_timeout_s: int | None = None,
   ):
     self._run, self._mismatch = run, mismatch
     self._directory, self._timeout_s, self._read_only = directory.absolute(), timeout_s, read_only
-    self._by_head = by_head or {}
     self.begun_with: NonFiniteLeaves = {}
     self._writing: int | None = None
     self._has_failed = False
@@ -161,7 +155,7 @@ class Checkpoints:
     ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
     metrics: dict[str, Any] = {"eval_loss": ranked, SKIPS: skips}
     origin = {"step": step} | ({} if self._run is None else {"run": self._run})
-    parts = reading.sealed(tree, data, loop, metrics, self._by_head, origin, examined, self.begun_with)
+    parts = reading.sealed(tree, data, loop, metrics, origin, examined, self.begun_with)
     with self._explained(step):
       _write_a_little(self._directory)
       self._manager.save(
@@ -292,14 +286,11 @@ class Checkpoints:
     except TimeoutError as error:
       raise CheckpointError(f"{self._path(step)} cannot be read: {error}") from error
     self.begun_with = parts.begun_with
-    state = like.replace(**parts.state)
-    if self._by_head and not parts.is_by_head:
-      state = _by_head(state, self._by_head)
-    return Restored(state, parts.data, parts.loop)
+    return Restored(like.replace(**parts.state), parts.data, parts.loop)
 
   def _foreign(self, step: int, origin: dict[str, Any]) -> str | None:
-    """Returns why a checkpoint is not this run's of `step`; one of an earlier release does not say."""
-    if origin.get("step", step) != step:
+    """Returns why a checkpoint is not this run's of `step`."""
+    if origin["step"] != step:
       return f"it is of step {origin['step']}"
     theirs = origin.get("run")
     differ = None if theirs is None or self._run is None else self._mismatch(theirs, self._run)
@@ -394,18 +385,6 @@ class _Manager(ocp.CheckpointManager):
       return metrics if isinstance(metrics["eval_loss"], float) else None
     except (OSError, ValueError, LookupError, TypeError):  # not there, no JSON, or other keys and values
       return None
-
-
-def _by_head(state: TrainState, by_head: ByHead) -> TrainState:
-  """Returns a state of before with the columns of kernels by head, where it lies."""
-
-  def moved(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    return reordered_params(params, by_head), reordered_state(opt_state, params, by_head)
-
-  trees = (state.params, state.opt_state)
-  places = jax.tree.map(lambda x: x.sharding, trees)
-  params, opt_state = jax.jit(moved, out_shardings=places)(*trees)
-  return state.replace(params=params, opt_state=opt_state)
 
 
 def _not_opened(directory: pathlib.Path, problem: str) -> str:

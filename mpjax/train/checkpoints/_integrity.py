@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
-from mpjax.train._head_order import ByHead, heads_of
 from mpjax.train.checkpoints._checksums import (
   Examined,
   NonFiniteLeaves,
@@ -22,14 +21,12 @@ from mpjax.train.checkpoints._checksums import (
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
 
-# Where the loop's part holds the checksum of the checksums: without it, none were saved.
+# Where the loop's part holds the checksum of the checksums.
 _SEAL = "integrity"
 # Where integrity has which leaves held NaN or infinity in the state that the run began with.
 _BEGUN = "begun_with"
 # What has to be finite: all of a state but its counters and keys, and FP8 histories, which forget.
 _FINITE_FIELDS = ("params", "model_state", "opt_state")
-# Ends the kind of a kernel whose columns are by head; those of before have no such note.
-_BY_HEAD = " by head"
 
 
 class Damaged(Exception):
@@ -49,7 +46,7 @@ class OtherState(Exception):
 
 
 class Parts(NamedTuple):
-  """The parts of a checkpoint; `integrity` is `None` in one of a release that saved no checksums.
+  """The parts of a checkpoint, `integrity` with the checksums of the others.
 
   `begun_with` is what leaves of the run's first state held that is not finite, such as the best loss so far.
   """
@@ -57,16 +54,11 @@ class Parts(NamedTuple):
   state: dict[str, Any]
   data: Any
   loop: dict[str, Any]
-  integrity: dict[str, Any] | None
+  integrity: dict[str, Any]
 
   @property
   def begun_with(self) -> NonFiniteLeaves:
-    return {} if self.integrity is None else self.integrity.get(_BEGUN, {})
-
-  @property
-  def is_by_head(self) -> bool:
-    """Returns whether it was saved with the columns of kernels by head."""
-    return self.integrity is not None and any(k.endswith(_BY_HEAD) for k in self.integrity["kinds"].values())
+    return self.integrity.get(_BEGUN, {})
 
 
 def sealed(
@@ -74,7 +66,6 @@ def sealed(
   data: object,
   loop: dict[str, Any],
   metrics: dict[str, Any],
-  by_head: ByHead,
   origin: dict[str, Any],
   examined: Examined,
   begun_with: NonFiniteLeaves,
@@ -83,17 +74,13 @@ def sealed(
 
   Args:
     state, data, loop, metrics: what to save.
-    by_head: kernels whose columns are by head.
     origin: what the checkpoint is of: its step, and the run.
     examined: of the state.
     begun_with: what leaves of the run's first state held that is not finite.
   """
   # Written by a thread, while the caller may go on to change its own.
   data, loop = copy.deepcopy((data, loop))
-  # In the kinds, so that a release which does not know of it says that this is another state.
-  note = lambda path: "" if heads_of(path, by_head) is None else _BY_HEAD
-  kinds = {path: kind + note(path) for path, kind in tree_kinds(state).items()}
-  integrity: dict[str, Any] = {"kinds": kinds, "state": examined.checksums} | {
+  integrity: dict[str, Any] = {"kinds": tree_kinds(state), "state": examined.checksums} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
   }
   integrity["origin"] = origin
@@ -153,10 +140,9 @@ def read(
   if parts is None or kind:
     raise (OtherState if kind == "other" else Damaged)(text)
   examined = examine(parts.state)
-  if parts.integrity is not None:
-    # A key of which the description is lost comes back as numbers, with the same bits.
-    _compare(_shapes(parts.integrity), tree_kinds(parts.state))
-    _compare(parts.integrity["state"], examined.checksums)
+  # A key of which the description is lost comes back as numbers, with the same bits.
+  _compare(parts.integrity["kinds"], tree_kinds(parts.state))
+  _compare(parts.integrity["state"], examined.checksums)
   if held := nonfinite(examined, parts.begun_with):
     raise NotFinite(nonfinite_text(held))
   return parts
@@ -170,32 +156,25 @@ def _read(
 ) -> Parts:
   """Reads in this process, without comparing checksums of arrays, for which it needs the others."""
   data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
-  seal, integrity = loop.pop(_SEAL, None), None
-  if seal is not None or (folder / "integrity").exists():
-    integrity = _read_json(folder, "integrity")
-    if json_checksum(integrity) != seal:
-      raise Damaged("integrity or loop: not what was saved")
-    for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
-      if json_checksum(part) != integrity[name]:
-        raise Damaged(f"{name}: not what was saved")
-    if (problem := foreign(integrity.get("origin", {}))) is not None:
-      raise Damaged(problem)
-    kinds, saved = tree_kinds(like), _shapes(integrity)
-    differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
-    if differ:
-      there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
-      raise OtherState(f"{differ[0]} is {there} in the checkpoint and {here} in this run")
+  seal, integrity = loop.pop(_SEAL, None), _read_json(folder, "integrity")
+  if json_checksum(integrity) != seal:
+    raise Damaged("integrity or loop: not what was saved")
+  for name, part in {"data": data, "loop": loop, "metrics": metrics}.items():
+    if json_checksum(part) != integrity[name]:
+      raise Damaged(f"{name}: not what was saved")
+  if (problem := foreign(integrity["origin"])) is not None:
+    raise Damaged(problem)
+  kinds, saved = tree_kinds(like), integrity["kinds"]
+  differ = sorted(path for path in kinds.keys() | saved.keys() if kinds.get(path) != saved.get(path))
+  if differ:
+    there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
+    raise OtherState(f"{differ[0]} is {there} in the checkpoint and {here} in this run")
   try:
     # Not through the manager, whose barriers would wait for a process that met the damage and left.
     state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
   except Exception as error:  # of any kind: damage can show in every layer that reads
     raise Damaged(f"state: {reason(error)}") from error
   return Parts(state, data, loop, integrity)
-
-
-def _shapes(integrity: dict[str, Any]) -> dict[str, str]:
-  """Returns dtype and shape of each leaf, without the notes."""
-  return {path: kind.removesuffix(_BY_HEAD) for path, kind in integrity["kinds"].items()}
 
 
 def _compare(saved: dict[str, str], found: dict[str, str]) -> None:

@@ -8,24 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.casting import half_precision
-from mpjax.train._head_order import reordered
 from mpjax.train.models._fused_attention import IMPLEMENTATIONS, on_parts, takes, takes_dtype
-
-Initializer = jax.nn.initializers.Initializer
 
 
 def split_heads(qkv: jax.Array, heads: int) -> list[jax.Array]:
   """Returns queries, keys and values: [B, T, 3 D] with columns by head -> three of [B, T, N, H].
 
-  A device that has a part of the columns has q, k and v of its heads, and nothing moves.
+  By head are the columns of q, k and v of one head, then those of the next. A device that has a part of the
+  columns has q, k and v of its heads, and nothing moves.
   """
-  by_head = qkv.reshape(*qkv.shape[:-1], heads, 3, -1)
-  return [by_head[..., i, :] for i in range(3)]
-
-
-def by_head(initializer: Initializer, heads: int) -> Initializer:
-  """Returns an initializer of [D, 3 D] with the columns of another one's q, k and v by head."""
-  return lambda *args: reordered(initializer(*args), heads)
+  each = qkv.reshape(*qkv.shape[:-1], heads, 3, -1)
+  return [each[..., i, :] for i in range(3)]
 
 
 def attention(

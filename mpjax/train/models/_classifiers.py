@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -59,7 +58,7 @@ def vit(
     return _training_loss(module, params, batch, model_state, row_rngs=row_rngs)
 
   sharding = functools.partial(vit_sharding, heads=heads)
-  return _classifier(module, info, loss_fn, sharding, {"qkv/kernel": heads})
+  return _classifier(module, info, loss_fn, sharding)
 
 
 @register_model("resnet")
@@ -90,7 +89,6 @@ def _classifier(
   info: ModelInfo,
   loss_fn: Any,
   sharding: ShardingRule,
-  by_head: Mapping[str, int] | None = None,
 ) -> Task:
   image_shape = tuple(info.image_shape)
 
@@ -106,4 +104,4 @@ def _classifier(
     out, labels = logits(params, batch["images"], model_state), batch["labels"]
     return {"loss": cross_entropy(out, labels), "accuracy": accuracy(out, labels)}
 
-  return Task(init, loss_fn, evaluate, logits, sharding, ("images", 1), by_head or {})
+  return Task(init, loss_fn, evaluate, logits, sharding, ("images", 1))

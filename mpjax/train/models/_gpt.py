@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.train.models._attention import attention, by_head, require_implementation, split_heads
+from mpjax.train.models._attention import attention, require_implementation, split_heads
 from mpjax.train.models._dropout import dropout, split
 
 _NORMS = ("rms", "layer")
@@ -164,8 +164,7 @@ class GPTBlock(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.attention_norm = Norm(dim, norm)
-    init = by_head(_normal(), heads)
-    self.qkv = nnx.Linear(dim, 3 * dim, use_bias=False, kernel_init=init, rngs=rngs)
+    self.qkv = _linear(dim, 3 * dim, rngs)
     self.out = _linear(dim, dim, rngs, residual_scale)
     self.mlp_norm = Norm(dim, norm)
     self.up = _linear(dim, hidden, rngs)

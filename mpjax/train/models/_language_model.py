@@ -99,7 +99,7 @@ def gpt(
 
   sharding = functools.partial(gpt_sharding, heads=heads)
   units = ("tokens", seq_len)
-  return Task(init, loss_fn, evaluate, logits, sharding, units, by_head={"qkv/kernel": heads})
+  return Task(init, loss_fn, evaluate, logits, sharding, units)
 
 
 def _is_masked(info: ModelInfo) -> bool:

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mpjax.train.models._attention import attention, by_head, require_implementation, split_heads
+from mpjax.train.models._attention import attention, require_implementation, split_heads
 from mpjax.train.models._dropout import dropout, split
 
 
@@ -81,8 +81,7 @@ class ViTBlock(nn.Module):
     """Returns the stream after the block: [B, T, D] -> [B, T, D]."""
     attention_key, mlp_key = (None, None) if key is None else split(key, 2)
     dim = x.shape[-1]
-    init = by_head(nn.Dense.kernel_init, self.heads)
-    qkv = nn.Dense(3 * dim, use_bias=False, kernel_init=init, name="qkv")
+    qkv = nn.Dense(3 * dim, use_bias=False, name="qkv")
     q, k, v = split_heads(qkv(nn.LayerNorm(name="attention_norm")(x)), self.heads)
     y = attention(q, k, v, causal=False, implementation=self.attention).reshape(x.shape)
     x += dropout(nn.Dense(dim, use_bias=False, name="out")(y), self.dropout, attention_key)

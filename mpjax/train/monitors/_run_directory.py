@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from mpjax._types import ArrayLike
-from mpjax.train._config import Config, parse_config
+from mpjax.train._config import Config
 from mpjax.train._config_file import read_tree
 from mpjax.train._errors import ConfigError
 from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomically
@@ -210,7 +210,7 @@ def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) 
 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
   """Returns how the config of one run differs from another's in what a run keeps; `None` for not at all."""
-  found = differences(_with_defaults(theirs), ours, "there", "here", _FREE)
+  found = differences(theirs, ours, "there", "here", _FREE)
   found = [line for line in found if not line.startswith(_GROWING)]
   return "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "") if found else None
 
@@ -244,7 +244,7 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
     theirs = read_tree(file)
   except ConfigError as error:
     raise ConfigError(f"{error}; choose another out=") from error
-  theirs, ours = _with_defaults(theirs), yaml.safe_load(text)
+  ours = yaml.safe_load(text)
   grows = _steps(ours) > _steps(theirs) > 0
   found = differences(theirs, ours, "there", "here", _FREE)
   if grows:
@@ -280,15 +280,6 @@ def _steps(config: dict[str, Any]) -> int:
   train = config.get("train")
   steps = train.get("steps") if isinstance(train, dict) else None
   return steps if isinstance(steps, int) else 0
-
-
-def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-  """Returns a config of an earlier release with the keys that it lacks; as it is, if it is no config."""
-  try:
-    config = parse_config(tree)
-    return config.model_dump(mode="json") | {"policy": config.resolve_policy().to_dict()}
-  except (TypeError, ValueError):
-    return tree
 
 
 def _lock(path: pathlib.Path) -> IO[str]:
