@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks._record import provenance
 from benchmarks.memory._suite import peak
-from mpjax._picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
+from mpjax._render.picture_style import BLACK, BLUE, GREY, HEADING, TEXT, new_figure, picture_style
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

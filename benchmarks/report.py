@@ -24,7 +24,7 @@ from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
 from benchmarks.quality import _tables as quality_tables
 from benchmarks.tune import _suite as tune_suite
-from mpjax._picture_style import save_figure
+from mpjax._render.picture_style import save_figure
 
 FOLDER = pathlib.Path(__file__).parent
 SOME_LAYERS = (0, 4, 8, 12, 16, 20, 24, 28, 31)

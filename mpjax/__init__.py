@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpjax._average import Average
-from mpjax._precision_warning import PrecisionWarning
 from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
 from mpjax.dtypes import cast_floating
@@ -49,7 +48,7 @@ from mpjax.optim import (
   split_master_weights,
   stochastic_round,
 )
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import Policy, PrecisionWarning, get_policy
 from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 

@@ -1,4 +1,4 @@
-"""Dtypes by name, the cast of a tree, and the hints in error messages."""
+"""Dtypes by name, casts and shapes of a tree, and the hints in error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._types import DTypeLike
+from mpjax._types import Array, DTypeLike, PyTree
 
 T = TypeVar("T")
 
@@ -83,6 +83,26 @@ def widen_floating(tree: T) -> T:
     return cast_floating(leaf, jnp.float32) if half else leaf
 
   return jax.tree.map(widen, tree)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+  """Casts each leaf of a tree to the dtype of its counterpart; a leaf that has it already stays as it is.
+
+  Args:
+    tree: of arrays or numbers.
+    like: a tree of the same structure; where a leaf has no dtype, the one of `tree` stays as it is.
+  """
+
+  def cast(leaf: Array, other: Array) -> Array:
+    same = not hasattr(other, "dtype") or jnp.asarray(leaf).dtype == other.dtype
+    return leaf if same else jnp.asarray(leaf).astype(other.dtype)
+
+  return jax.tree.map(cast, tree, like)
+
+
+def as_shapes(tree: PyTree) -> PyTree:
+  """Returns the shape and dtype of each leaf of a tree, of numbers too, without where it lies."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

@@ -1,9 +1,16 @@
-"""Regular expressions on module paths: a pattern has to match whole components, anywhere in the path."""
+"""Paths of modules and of leaves as text, and regular expressions that match whole components of them."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import KeyPath
+
+from mpjax._types import PyTree
 
 _FLAGS = re.compile(r"\(\?[aiLmsux]+\)")
 
@@ -22,3 +29,28 @@ def component_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"{pattern[:start]}(?:^|/)(?:{pattern[start:]})(?:/|$)")
   except (re.error, TypeError) as error:
     raise ValueError(f"{pattern!r} is not a regular expression ({error})") from error
+
+
+def path_text(path: KeyPath) -> str:
+  """Returns a key path as rules, reports and files have it: `blocks/0/qkv/kernel`; `""` for a bare leaf."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+  """Returns each leaf of a tree with its `path_text`, in the order of `jax.tree.leaves`."""
+  return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+
+
+def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+  """Returns the path of the parameter that a leaf of an optimiser's state belongs to; `None` for none.
+
+  That is the longest path of a parameter of the leaf's shape with which the leaf's ends.
+
+  Args:
+    name: path of the leaf, as `path_text` gives it.
+    shape: of the leaf.
+    shapes: of each parameter, by its path; of a bare array by `""`.
+  """
+  parts = name.split("/")
+  ends = ("/".join(parts[i:]) for i in range(len(parts) + 1))
+  return next((end for end in ends if shapes.get(end) == shape), None)

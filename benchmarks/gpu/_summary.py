@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu._rows import REFERENCE
 from benchmarks.gpu._stage import paired
-from mpjax._picture_style import BLACK, SMALL, draw_limit, new_figure, picture_style, policy_colour
+from mpjax._render.picture_style import BLACK, SMALL, draw_limit, new_figure, picture_style, policy_colour
 
 FUSED = "bf16, fused attention"
 LEAST_BF16, LEAST_SHARE, LEAST_FP8, MOST_ACTIVATIONS = 3.0, 0.5, 1.25, 0.55

@@ -24,7 +24,7 @@ import optax
 
 import mpjax
 from benchmarks._record import origin, write
-from mpjax._picture_style import VERMILLION, new_figure, picture_style, save_figure, shades
+from mpjax._render.picture_style import VERMILLION, new_figure, picture_style, save_figure, shades
 
 DEPTH, WIDTH, INPUTS, BATCH = 32, 8, 16, 256
 ATTENUATION = 0.375

@@ -21,7 +21,7 @@ import pathlib
 import sys
 from typing import Any
 
-from mpjax._picture_style import new_figure, picture_style, policy_colour
+from mpjax._render.picture_style import new_figure, picture_style, policy_colour
 
 SECONDS = 900  # of a row on a GPU
 ALLOCATE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

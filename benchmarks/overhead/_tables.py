@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from benchmarks._record import provenance
-from mpjax._picture_style import (
+from mpjax._render.picture_style import (
   BLACK,
   GREY,
   SMALL,

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from benchmarks._record import provenance
-from mpjax._picture_style import GREY, PALE, SMALL, new_figure, picture_style, policy_colour
+from mpjax._render.picture_style import GREY, PALE, SMALL, new_figure, picture_style, policy_colour
 
 # Of float32's mean loss.
 BAR = 0.01

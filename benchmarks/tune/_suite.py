@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks._record import origin, provenance, write
-from mpjax._picture_style import BLUE, GREY, new_figure, picture_style
+from mpjax._render.picture_style import BLUE, GREY, new_figure, picture_style
 from mpjax.planner import get_target
 from mpjax.train import Config, Planner, load_config, load_plugins
 from mpjax.train._inspecting import open_subject

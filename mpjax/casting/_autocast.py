@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from mpjax._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import execute
@@ -19,6 +18,7 @@ from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION
 from mpjax.loss_scale._own_loops import WITHOUT_SCALE
 from mpjax.policy import get_policy, matmul_precision
+from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
 
 
 class _NotGiven(str):

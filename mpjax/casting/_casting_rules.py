@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from jax.extend.core import Primitive
 
-from mpjax._policy_text import brief
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike, Var
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
@@ -28,6 +27,7 @@ from mpjax.jaxpr import (
 )
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy
+from mpjax.policy._policy_text import brief
 
 RECOMPUTE = ("islands", "dots", "nothing")
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT

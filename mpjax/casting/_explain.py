@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._html_sections import Shown
-from mpjax._text_sections import TextSection
+from mpjax._render.html_sections import Shown
+from mpjax._render.text_sections import TextSection
 from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from mpjax._plain_text import bytes_text, with_prefix
-from mpjax._text_sections import (
+from mpjax._render.plain_text import bytes_text, with_prefix
+from mpjax._render.text_sections import (
   TextColumn,
   TextRow,
   TextSection,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from mpjax._lazy import nnx
-from mpjax._tree import path_text
+from mpjax.patterns import path_text
 
 
 def _is_node(x: object) -> bool:

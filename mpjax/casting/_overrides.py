@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._override import Override
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import FULL_PRECISION, without_marks
 from mpjax.patterns import component_regex
-from mpjax.policy import Policy, parse_overrides
+from mpjax.policy import Override, Policy, parse_overrides
 
 
 class InRegion(NamedTuple):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import mpjax
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 from mpjax.dtypes import did_you_mean
 
 __all__ = ["COMMANDS", "main", "run_command"]

@@ -8,9 +8,9 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from mpjax._precision_warning import bare_dtype_advice
 from mpjax._types import PolicyLike
 from mpjax.policy import get_policy
+from mpjax.policy._precision_warning import bare_dtype_advice
 from mpjax.train import ConfigError
 
 DEFAULT = "gpt_stdlib"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import mpjax
-from mpjax._plain_text import bytes_text, table
+from mpjax._render.plain_text import bytes_text, table
 from mpjax.planner import device_memory
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxtyping", "numpy")

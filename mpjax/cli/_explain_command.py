@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import rich.console
 
-from mpjax._text_sections import TEXT_WIDTH
+from mpjax._render.text_sections import TEXT_WIDTH
 from mpjax.casting import print_explanations
 from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded

@@ -15,8 +15,8 @@ import jax
 import rich.console
 import rich.progress
 
-from mpjax._install import pip_install
-from mpjax._plain_text import bytes_text
+from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import bytes_text
 from mpjax.cli._config_arguments import add_config, parse, require_file, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing, presets_of

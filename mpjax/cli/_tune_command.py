@@ -15,7 +15,7 @@ import rich.console
 import rich.progress
 import yaml
 
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 from mpjax.cli._config_arguments import (
   add_config,
   command_options,

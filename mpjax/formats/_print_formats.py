@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpjax._plain_text import table, table_width
+from mpjax._render.plain_text import table, table_width
 from mpjax.dtypes import did_you_mean
 from mpjax.formats._devices import described_devices
 from mpjax.formats._matrix_units import MATRIX_UNITS, runs_on

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._lazy import nnx
-from mpjax._tree import named_leaves
 from mpjax._types import PyTree
 from mpjax.loss_scale._check_optimizer import without_scale
 from mpjax.loss_scale._finite import is_inexact
@@ -23,6 +22,7 @@ from mpjax.loss_scale._state_access import (
   refuse_multi_steps_outside,
 )
 from mpjax.loss_scale._transform import LossScaleState
+from mpjax.patterns import named_leaves
 
 # A dynamic scale grows to the highest by itself. At the largest scale at which gradients are finite they are
 # least rounded, and a clip in a backward rule cuts most of them.

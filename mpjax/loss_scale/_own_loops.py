@@ -13,9 +13,10 @@ from jaxtyping import Array, Float32, PyTree
 
 from mpjax._average import is_average
 from mpjax._lazy import nnx
-from mpjax._tree import cast_like, named_leaves
+from mpjax.dtypes import cast_like
 from mpjax.loss_scale._skip import is_array, keep_if
 from mpjax.loss_scale._state_access import scaler_of
+from mpjax.patterns import named_leaves
 
 T = TypeVar("T")
 

@@ -15,9 +15,8 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
 from mpjax import _compat
-from mpjax._tree import cast_like
 from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from mpjax.dtypes import at_least_float32
+from mpjax.dtypes import at_least_float32, cast_like
 from mpjax.jaxpr import (
   CallKind,
   alignment,

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide
+from mpjax.patterns import named_leaves
 
 # Below this part of the largest norm, a gradient is what rounding has left of 0.
 _ROUNDING = 1e-6

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._plain_text import table
+from mpjax._render.plain_text import table
 from mpjax._types import Array, JaxprEqn, PolicyLike, PyTree
 from mpjax.fp8._eligibility import conv_operands, conv_result, windows_of
 from mpjax.fp8._recipe import BLOCK

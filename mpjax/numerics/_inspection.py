@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 
-from mpjax._tree import named_leaves
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
@@ -26,6 +25,7 @@ from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, is_half
 from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
+from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState, TrainStep
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._average import worth
-from mpjax._tree import cast_like, named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.casting._half_precision import float32_where_there_is_one
 from mpjax.casting._probes import Point, find_points, watched
+from mpjax.dtypes import cast_like
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.loss_scale._state_access import find_scaler
@@ -29,6 +29,7 @@ from mpjax.numerics._update_sums import UpdateSums, update_sums
 from mpjax.numerics._whole_tensors import Left, kept_whole, leave, pair_kept_whole
 from mpjax.optim._convert import store_step
 from mpjax.optim._quantized import unstored
+from mpjax.patterns import named_leaves
 from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._plain_text import percent
+from mpjax._render.plain_text import percent
 from mpjax._types import Array, PolicyLike, PyTree
 from mpjax.casting import autocast
 from mpjax.policy import Policy, get_policy, matmul_precision

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from mpjax._html_sections import Shown
-from mpjax._plain_text import power_of_two_text
-from mpjax._text_sections import TextSection
+from mpjax._render.html_sections import Shown
+from mpjax._render.plain_text import power_of_two_text
+from mpjax._render.text_sections import TextSection
 from mpjax._version import __version__
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._plain_text import table
-from mpjax._tree import named_leaves
+from mpjax._render.plain_text import table
 from mpjax._types import Array, PolicyLike, PyTree
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide
@@ -19,6 +18,7 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._inspection import module_of, step_of
 from mpjax.numerics._instrumented_step import loss_and_gradients
 from mpjax.numerics._random_rounding import with_random_rounding
+from mpjax.patterns import named_leaves
 from mpjax.step import TrainState, TrainStep
 
 # Digits of float32, in which what is not rounded is computed.

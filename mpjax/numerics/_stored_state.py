@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from mpjax._tree import named_leaves, parameter_of, path_text
 from mpjax._types import Array, PyTree
 from mpjax.numerics._summary import Summary
 from mpjax.optim import Quantized, is_quantized
 from mpjax.optim._quantized import dequantize
+from mpjax.patterns import named_leaves, parameter_of, path_text
 
 # Up to 1 eight relative errors to a binade: a median between two of them is known to about a percent.
 _ERRORS = Summary.of([2.0 ** (i / 8) for i in range(-24 * 8, 0)] + [2.0**i for i in range(33)])

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._tensors import is_half
+from mpjax.patterns import named_leaves
 from mpjax.step import TrainState
 from mpjax.step._optimizer import corrections_of
 

@@ -12,9 +12,8 @@ import numpy as np
 import optax
 from jax.tree_util import KeyPath
 
-from mpjax._tree import cast_like
 from mpjax._types import Array, DTypeLike, PyTree
-from mpjax.dtypes import cast_floating
+from mpjax.dtypes import cast_floating, cast_like
 from mpjax.optim._master_weights import MasterWeightsState, is_half_array, join, master_weights, split
 from mpjax.optim._quantized import Quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._quantized_state import QuantizedState, quantized_state

@@ -17,10 +17,10 @@ import optax
 from jax.tree_util import KeyPath
 from jaxtyping import Float32, UInt16
 
-from mpjax._tree import path_text
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean, widen_floating
 from mpjax.optim._stochastic import leaf_key, stochastic_round
+from mpjax.patterns import path_text
 
 CORRECTIONS = ("float32", "int16", "int8", "stochastic")
 _INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # their bits

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from mpjax._tree import cast_like, named_leaves, parameter_of, path_text
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import did_you_mean, widen_floating
+from mpjax.dtypes import cast_like, did_you_mean, widen_floating
 from mpjax.optim._exact_leaves import is_exact
 from mpjax.optim._quantized import FORMATS, Quantized, is_quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._stochastic import leaf_key
-from mpjax.patterns import component_regex
+from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
 _SEED = 0  # the noise need not differ between runs: it is that of a rounding
 

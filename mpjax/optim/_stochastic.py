@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from mpjax._tree import path_text
 from mpjax._types import Array, DTypeLike
+from mpjax.patterns import path_text
 
 _TARGETS = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2))
 _MANTISSA = 23  # bits of float32

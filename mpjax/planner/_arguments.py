@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._tree import path_text
 from mpjax._types import PyTree
 from mpjax.optim import Quantized
+from mpjax.patterns import path_text
 from mpjax.planner._array_bytes import itemsize, key_words, tiled_bytes
 from mpjax.planner._results import ARGUMENT_PARTS
 from mpjax.step import TrainState

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._html_sections import Shown
-from mpjax._plain_text import bytes_text
-from mpjax._text_sections import TextSection
+from mpjax._render.html_sections import Shown
+from mpjax._render.plain_text import bytes_text
+from mpjax._render.text_sections import TextSection
 from mpjax._types import PolicyLike, PyTree
 from mpjax.formats import runs_on
 from mpjax.jaxpr import constants_of

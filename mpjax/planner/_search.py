@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax.planner._plan import Plan
 from mpjax.planner.compiled import CompileError
 

@@ -9,10 +9,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
-from mpjax._tree import named_leaves, parameter_of, path_text
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.optim import Quantized, is_quantized
-from mpjax.patterns import component_regex
+from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
 Shape = tuple[int, ...]
 Dims = Sequence[str | None]

@@ -9,12 +9,12 @@ from jaxtyping import Float
 
 from mpjax._average import Average, is_average
 from mpjax._lazy import nnx
-from mpjax._policy_text import brief, plain
-from mpjax._tree import named_leaves
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
+from mpjax.patterns import named_leaves
 from mpjax.policy import Policy
+from mpjax.policy._policy_text import brief, plain
 from mpjax.step._train_state import TrainState
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}

@@ -10,9 +10,9 @@ from typing import TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._tree import as_shapes, named_leaves
 from mpjax._types import Mesh, PyTree
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import as_shapes, did_you_mean
+from mpjax.patterns import named_leaves
 from mpjax.sharding import (
   Dims,
   ShardingRule,

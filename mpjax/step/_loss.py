@@ -14,11 +14,10 @@ from jaxtyping import Float32
 
 from mpjax._average import Average, constant, divided, is_average, nonzero
 from mpjax._lazy import nnx
-from mpjax._tree import cast_like
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting import autocast
 from mpjax.casting._nnx_modules import give_scopes
-from mpjax.dtypes import at_least_float32
+from mpjax.dtypes import at_least_float32, cast_like
 from mpjax.loss_scale import scale_loss
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_scaler

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import optax
 
 from mpjax._lazy import nnx
-from mpjax._precision_warning import warn_of_bare_dtype
 from mpjax._types import LossFunction, Mesh, PolicyLike
 from mpjax.policy import get_policy
+from mpjax.policy._precision_warning import warn_of_bare_dtype
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 from mpjax.step._layout import make_layout
 from mpjax.step._options import StepOptions

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Int32, Shaped
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
+from mpjax.patterns import named_leaves
 from mpjax.sharding import dimension_over, is_spec, keep_axes
 from mpjax.step import _collectives
 from mpjax.step._collectives import Part

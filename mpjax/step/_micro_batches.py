@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree, Shaped
 
 from mpjax._average import Average, is_average, sum_of
-from mpjax._tree import named_leaves
 from mpjax._types import Array
 from mpjax.dtypes import at_least_float32
+from mpjax.patterns import named_leaves
 
 
 def split_batch(n: int, batch: PyTree) -> PyTree:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._tree import path_text
 from mpjax._types import Array, Metrics, PyTree
 from mpjax.dtypes import cast_floating, widen_floating
 from mpjax.loss_scale import LossScaleState, apply_updates, static_loss_scale, with_loss_scaling
@@ -31,6 +30,7 @@ from mpjax.optim import (
 from mpjax.optim._convert import split_like, store_like
 from mpjax.optim._master_weights import apply_bits, join, make_master_weights
 from mpjax.optim._quantized import dequantize, rebuild
+from mpjax.patterns import path_text
 from mpjax.policy import Policy
 
 

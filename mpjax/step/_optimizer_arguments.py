@@ -13,9 +13,9 @@ import optax
 import optax.contrib
 from jax.tree_util import PyTreeDef
 
-from mpjax._tree import as_shapes, named_leaves
 from mpjax._types import PyTree
-from mpjax.dtypes import widen_floating
+from mpjax.dtypes import as_shapes, widen_floating
+from mpjax.patterns import named_leaves
 
 _GIVEN = ("value", "grad")
 _REFUSED = re.compile(r"unexpected keyword argument '(\w+)'")

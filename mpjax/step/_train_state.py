@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._html_sections import sections_html
 from mpjax._lazy import nnx
-from mpjax._plain_text import bytes_text
-from mpjax._text_sections import of_rows
+from mpjax._render.html_sections import sections_html
+from mpjax._render.plain_text import bytes_text
+from mpjax._render.text_sections import of_rows
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale._state_access import find_loss_scales
 

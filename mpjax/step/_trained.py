@@ -11,12 +11,11 @@ import numpy as np
 import optax
 
 from mpjax._lazy import nnx
-from mpjax._tree import as_shapes, named_leaves, path_text
 from mpjax._types import PyTree
-from mpjax.dtypes import widen_floating
+from mpjax.dtypes import as_shapes, widen_floating
 from mpjax.loss_scale._overwritten import hide, is_overwritten, show
 from mpjax.loss_scale._skip import flow_of
-from mpjax.patterns import component_regex
+from mpjax.patterns import component_regex, named_leaves, path_text
 from mpjax.step._train_state import TrainState
 
 # `wrt` for a tree of parameters; an nnx.Module takes an nnx Filter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
   from mpjax.train._config import Config, parse_config

@@ -26,14 +26,14 @@ import safetensors.flax
 from jax.tree_util import KeyPath
 from jaxtyping import Float
 
-from mpjax._plain_text import bytes_text
-from mpjax._tree import named_leaves, path_text
+from mpjax._render.plain_text import bytes_text
 from mpjax._types import Array, ArrayLike, PyTree
 from mpjax.casting._fp8_state import fp8_weights
 from mpjax.dtypes import cast_floating
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
 from mpjax.step._optimizer import masters_of

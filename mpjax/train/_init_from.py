@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import jax
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale import LossScaleState
+from mpjax.patterns import named_leaves
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._optimizer import can_adopt, masters_of, set_masters
 from mpjax.train._config import Config

@@ -12,7 +12,7 @@ from typing import Any
 
 import rich.console
 
-from mpjax._plain_text import table
+from mpjax._render.plain_text import table
 from mpjax.policy import Policy
 from mpjax.train._config import Config
 from mpjax.train._run import run

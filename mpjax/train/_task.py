@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from jaxtyping import PRNGKeyArray
 
-from mpjax._tree import named_leaves
 from mpjax._types import LossFunction, PyTree
-from mpjax.patterns import component_regex
+from mpjax.patterns import component_regex, named_leaves
 from mpjax.sharding import Dims, ShardingRule, ShardingRules
 
 

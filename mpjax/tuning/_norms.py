@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from mpjax._tree import named_leaves
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import at_least_float32
 from mpjax.jaxpr import layer_pattern
+from mpjax.patterns import named_leaves
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._picture_style import (
+from mpjax._render.picture_style import (
   BLACK,
   GREY,
   LIGHT,

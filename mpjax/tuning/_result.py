@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from mpjax._html_sections import Shown
-from mpjax._plain_text import bytes_text, table, with_prefix
-from mpjax._text_sections import TextSection, of_rows
+from mpjax._render.html_sections import Shown
+from mpjax._render.plain_text import bytes_text, table, with_prefix
+from mpjax._render.text_sections import TextSection, of_rows
 from mpjax.numerics.render import plain_data
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from mpjax._plain_text import percent
+from mpjax._render.plain_text import percent
 from mpjax.tuning._modules import LEVELS, Module
 from mpjax.tuning._trials import Cost, Trial
 

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import optax
 
-from mpjax._tree import as_shapes
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import Explanation
 from mpjax.casting._casting_rules import RECOMPUTE
+from mpjax.dtypes import as_shapes
 from mpjax.numerics._batches import listed, rows
 from mpjax.planner import Plan, Target, get_target, plan, policy_on_target, presets_of
 from mpjax.policy import Policy

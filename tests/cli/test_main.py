@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 import mpjax
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 from mpjax.cli import COMMANDS, main, run_command
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_advice_to_install_names_where_mpjax_came_from(tmp_path, monkeypatch):
   here = lambda text: text.replace("HERE", str(tmp_path))
   anywhere = 'pip install "mpjax[plan]", or in a checkout pip install -e ".[plan]"'
   repository = {"url": "https://example.org/mpjax.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
-  monkeypatch.setattr("mpjax._install._ROOT", tmp_path)  # no checkout
+  monkeypatch.setattr("mpjax._render.install_text._ROOT", tmp_path)  # no checkout
   for written, command in (
     (None, anywhere),
     ({"url": "file://HERE", "dir_info": {}}, 'pip install "mpjax[plan] @ file://HERE"'),

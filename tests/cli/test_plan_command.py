@@ -8,8 +8,8 @@ import xml.etree.ElementTree
 import jax
 import pytest
 
-from mpjax._install import pip_install
-from mpjax._plain_text import bytes_text
+from mpjax._render.install_text import pip_install
+from mpjax._render.plain_text import bytes_text
 from mpjax.cli import _plan_command, main
 from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, get_target
 from mpjax.planner.compiled import _compile as compilers

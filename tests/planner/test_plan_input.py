@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._install import pip_install  # the command of the package manager that is in use
+from mpjax._render.install_text import pip_install  # the command of the package manager that is in use
 from mpjax.planner import CompileError, get_target, missing
 from mpjax.planner import _plan as planning  # whose compiler is replaced
 from tests.planner._steps import BATCH, F32, PARAMS, S, mesh_of, mlp, on

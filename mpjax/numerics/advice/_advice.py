@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._plain_text import percent, power_of_two_text
+from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport

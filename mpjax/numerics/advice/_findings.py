@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
-from mpjax._plain_text import percent, power_of_two_text
+from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax.casting._overrides import Overrides
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding

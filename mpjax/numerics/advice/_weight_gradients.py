@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mpjax._plain_text import percent
+from mpjax._render.plain_text import percent
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import Tensor

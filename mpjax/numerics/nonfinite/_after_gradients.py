@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from mpjax._tree import cast_like
 from mpjax._types import Array, PyTree
+from mpjax.dtypes import cast_like
 from mpjax.loss_scale import apply_updates, get_loss_scale
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import map_parts

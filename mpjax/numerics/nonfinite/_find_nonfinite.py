@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from mpjax._tree import path_text
 from mpjax._types import ClosedJaxpr, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import get_loss_scale
@@ -23,6 +22,7 @@ from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
 from mpjax.numerics.nonfinite._places import Place
 from mpjax.numerics.nonfinite._report import NonfiniteReport
+from mpjax.patterns import path_text
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpjax._picture_style import (
+from mpjax._render.picture_style import (
   BLUE,
   GREEN,
   GREY,

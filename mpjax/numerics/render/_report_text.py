@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpjax._plain_text import percent, power_of_two_text, table
-from mpjax._text_sections import TextSection, of_rows
+from mpjax._render.plain_text import percent, power_of_two_text, table
+from mpjax._render.text_sections import TextSection, of_rows
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost

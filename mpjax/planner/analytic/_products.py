@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import formats
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax._types import JaxprEqn
 from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import Trait, dtype_of, has, layer_pattern, shape_of

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.export
 
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 from mpjax._types import Array, PyTree
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled import _worker

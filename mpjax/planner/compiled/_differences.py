@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpjax import _compat
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax.planner._results import Memory
 from mpjax.planner._targets import Target
 from mpjax.planner.compiled._compile import Program

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax.planner._arguments import Argument, argument_parts
 from mpjax.planner._results import Collective, Compiled, Memory
 from mpjax.planner._targets import Target

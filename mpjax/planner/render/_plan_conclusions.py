@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax.planner._results import TRANSIENT_PARTS, Memory, PlanFigures
 
 _MOST_SHARE = 0.97  # of a GPU that a process can be given: the driver and the runtime keep some

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._picture_style import (
+from mpjax._render.picture_style import (
   ALARM,
   BLUES,
   GREY,
@@ -19,7 +19,7 @@ from mpjax._picture_style import (
   picture_style,
   save_figure,
 )
-from mpjax._plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpjax._plain_text import bytes_text, with_prefix
-from mpjax._text_sections import (
+from mpjax._render.plain_text import bytes_text, with_prefix
+from mpjax._render.text_sections import (
   TEXT_WIDTH,
   TextColumn,
   TextRow,

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._tree import named_leaves
 from mpjax._types import ArrayLike, PyTree
+from mpjax.patterns import named_leaves
 
 # By path, what a leaf holds that is not finite: "NaN", "inf" or both.
 NonFiniteLeaves = dict[str, list[str]]

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from mpjax import _picture_style as style
+from mpjax._render import picture_style as style
 from mpjax.numerics.render import _report_picture
 from mpjax.planner.render import save_picture
 from tests.planner._plans import a_plan
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_policies_have_colours_of_their_own_and_their_variants_have_them_too():
@@ -58,5 +58,5 @@ def test_nothing_else_chooses_colours():
   found = [path for path in drawers if "new_figure" in path.read_text()]
   assert len(found) > 8
   for path in found:
-    if path.name != "_picture_style.py":
+    if path.name != "picture_style.py":
       assert not re.findall(r"\"#[0-9a-fA-F]{6}\"|pyplot|savefig", path.read_text()), path

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpjax._plain_text import fold, table, table_width
+from mpjax._render.plain_text import fold, table, table_width
 
 if TYPE_CHECKING:
   import rich.console
@@ -61,7 +61,7 @@ def of_rows(
   Args:
     title: of the section.
     rows: cells.
-    left: numbers of the columns that are flush left, as for `mpjax._plain_text.table`.
+    left: numbers of the columns that are flush left, as for `mpjax._render.plain_text.table`.
     lines: sentences under the table.
   """
   heading, *body = rows

@@ -1,7 +1,4 @@
-"""Policies: which dtype holds what, as data that a YAML file, a string or a `jmp.Policy` can give.
-
-`get_policy` is the one way in; `Policy.to_dict` and `str` are the ways out.
-"""
+"""`Policy`, and what makes one of a preset's name, a string, a mapping or a `jmp.Policy`."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ import jax
 import jmp
 import numpy as np
 
-from mpjax._html_sections import sections_html
-from mpjax._override import CHOICES, Override, require_possible
-from mpjax._policy_text import brief, plain, read_text, write_text
-from mpjax._text_sections import of_rows
+from mpjax._render.html_sections import sections_html
+from mpjax._render.text_sections import of_rows
 from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import (
   DTYPE_NAMES,
@@ -38,8 +33,8 @@ from mpjax.optim._master_weights import CORRECTIONS
 from mpjax.optim._quantized import FORMATS
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
-
-__all__ = ["Override", "Policy", "get_policy", "matmul_precision", "parse_overrides"]
+from mpjax.policy._override import CHOICES, Override, require_possible
+from mpjax.policy._policy_text import brief, plain, read_text, write_text
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import pathlib
 import urllib.parse
 import urllib.request
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def pip_install(extras: str) -> str:

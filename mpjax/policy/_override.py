@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._policy_text import plain
 from mpjax.dtypes import check_dtype
+from mpjax.policy._policy_text import plain
 
 CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing")}
 

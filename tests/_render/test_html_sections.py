@@ -11,8 +11,8 @@ import pytest
 import treescope
 
 import mpjax
-from mpjax._html_sections import sections_html
-from mpjax._text_sections import TextColumn, TextRow, TextSection, of_rows
+from mpjax._render.html_sections import sections_html
+from mpjax._render.text_sections import TextColumn, TextRow, TextSection, of_rows
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
 

@@ -10,7 +10,7 @@ import jmp
 from mpjax._types import PolicyLike
 from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policies import ALIASES, presets
-from mpjax.policy import Policy, get_policy
+from mpjax.policy._policy import Policy, get_policy
 
 
 class PrecisionWarning(UserWarning):

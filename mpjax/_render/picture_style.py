@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpjax._install import pip_install
+from mpjax._render.install_text import pip_install
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import dataclasses
 import html
 from collections.abc import Iterable
 
-from mpjax._text_sections import TextSection
+from mpjax._render.text_sections import TextSection
 
 MOST_HTML = 16_000  # bytes of tables and sentences: a notebook keeps what it shows
 
