@@ -30,6 +30,10 @@ DTYPE_NAMES = {
   "f64": "float64",
   "float64": "float64",
 }
+# What `quantized_state` stores an optimiser's state in, by name.
+STATE_DTYPES = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
+# What `master_weights` keeps besides half-precision parameters.
+MASTER_WEIGHTS = ("float32", "int16", "int8", "stochastic")
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 

@@ -36,6 +36,29 @@ def test_what_a_package_exports_is_imported_from_it():
   assert not found, f"import these from the package: {sorted(found)}"
 
 
+def reached(module):
+  """The modules of mpjax that an import of one runs, packages on the way among them."""
+  found, left = set(), [module]
+  while left:
+    name = left.pop()
+    path = ROOT.joinpath(*name.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if name in found or name == "mpjax" or not file.exists():
+      continue
+    found.add(name)
+    left.append(name.rpartition(".")[0])
+    for node in ast.parse(file.read_text()).body:
+      if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mpjax":
+        left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+  return found
+
+
+def test_policies_import_no_transform_of_an_optimiser():
+  assert "mpjax.fp8._recipe" in reached("mpjax.policy")
+  above = ("mpjax.optim", "mpjax.loss_scale", "mpjax.casting", "mpjax.step")
+  assert not [name for name in reached("mpjax.policy") if name.startswith(above)]
+
+
 @pytest.mark.slow
 def test_every_suite_of_the_benchmarks_can_be_imported():
   # Each in a fork that has the libraries, and nothing yet of mpjax and the benchmarks.

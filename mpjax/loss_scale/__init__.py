@@ -14,7 +14,6 @@ from mpjax.loss_scale._monitor import (
 )
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
-from mpjax.loss_scale._presets import LossScaling
 from mpjax.loss_scale._scaled_region import scaled_region
 from mpjax.loss_scale._state_access import get_loss_scale, scale_loss
 from mpjax.loss_scale._transform import (
@@ -23,6 +22,7 @@ from mpjax.loss_scale._transform import (
   static_loss_scale,
   with_loss_scaling,
 )
+from mpjax.policy import LossScaling
 
 __all__ = [
   "LayerwiseLossScale",

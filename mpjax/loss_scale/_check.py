@@ -25,10 +25,10 @@ from mpjax.loss_scale._check_own_step import (
 from mpjax.loss_scale._finite import all_finite, is_inexact, unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._own_loops import has_module, value_and_grad
-from mpjax.loss_scale._presets import LossScaling
 from mpjax.loss_scale._state_access import all_loss_scales, find_loss_scales, with_scale
 from mpjax.loss_scale._transform import LossScaleState, first_state
 from mpjax.loss_scale._two_scales import scale_dependent
+from mpjax.policy import LossScaling
 
 _USAGE = (
   "expected an optimiser and parameters, check_loss_scaling(tx, params); a step that make_train_step made, "

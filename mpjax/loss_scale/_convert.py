@@ -11,17 +11,16 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 from mpjax._types import PyTree
-from mpjax.loss_scale._presets import (
+from mpjax.loss_scale._state_access import get_loss_scale
+from mpjax.loss_scale._transform import LossScaleState, first_state, scaling_of, with_loss_scaling
+from mpjax.policy import LossScaling
+from mpjax.policy._loss_scaling import (
   HIGHEST,
   LOWEST,
-  LossScaling,
   LossScalingSpec,
   number,
   positive_integer,
-  scaling_of,
 )
-from mpjax.loss_scale._state_access import get_loss_scale
-from mpjax.loss_scale._transform import LossScaleState, first_state, with_loss_scaling
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _TARGETS = ("jmp", "flax", "torch")

@@ -27,7 +27,7 @@ from mpjax.dtypes import cast_floating
 from mpjax.jaxpr import closure_as_argument
 from mpjax.loss_scale import _layerwise_vjp
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.loss_scale._presets import HIGHEST, number
+from mpjax.policy._loss_scaling import HIGHEST, number
 
 
 @jax.tree_util.register_pytree_node_class

@@ -15,9 +15,9 @@ from mpjax import _compat
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, show
-from mpjax.loss_scale._presets import positive_integer
 from mpjax.loss_scale._state_access import find_loss_scales, find_states, get_loss_scale
 from mpjax.patterns import path_text
+from mpjax.policy._loss_scaling import positive_integer
 
 _FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite", "updates_finite")
 

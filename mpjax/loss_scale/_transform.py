@@ -14,10 +14,12 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Bool
 
 from mpjax._types import Array, PyTree
+from mpjax.dtypes import did_you_mean
 from mpjax.loss_scale._finite import all_finite, unscale
 from mpjax.loss_scale._overwritten import has_overwritten, hide, hide_like, map_parts, show
-from mpjax.loss_scale._presets import LossScaling, LossScalingSpec, is_power_of_two, scaling_of
 from mpjax.loss_scale._skip import Guard, after_update, update_if_finite
+from mpjax.policy import LossScaling, get_policy
+from mpjax.policy._loss_scaling import PRESETS, LossScalingSpec, is_power_of_two, parse_loss_scaling
 
 
 class LossScaleState(NamedTuple):
@@ -335,3 +337,31 @@ def _keep_power_of_two(config: LossScaling) -> LossScaling:
     min_scale=2.0 ** math.ceil(math.log2(config.min_scale)),
     max_scale=2.0 ** math.floor(math.log2(config.max_scale)),
   )
+
+
+def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
+  """Returns what `parse_loss_scaling` does, and for a policy's name or string what that policy says.
+
+  A word that is a loss scaling itself (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) stays one.
+
+  Raises:
+    ValueError: names the part that is wrong and the choices.
+  """
+  if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
+    return parse_loss_scaling(spec)
+  try:
+    policy = get_policy(spec)
+  except ValueError as error:
+    raise ValueError(
+      f"loss_scaling={spec!r} is neither a loss scaling (none, dynamic, {', '.join(PRESETS)}, a number) nor "
+      f"a policy: {error}" + did_you_mean(spec, ["none", "dynamic", *PRESETS])
+    ) from error
+  return policy.loss_scaling
+
+
+def _is_number(text: str) -> bool:
+  try:
+    float(text)
+  except ValueError:
+    return False
+  return True

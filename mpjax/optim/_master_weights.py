@@ -18,11 +18,10 @@ from jax.tree_util import KeyPath
 from jaxtyping import Float32, UInt16
 
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import did_you_mean, widen_floating
+from mpjax.dtypes import MASTER_WEIGHTS, did_you_mean, widen_floating
 from mpjax.optim._stochastic import leaf_key, stochastic_round
 from mpjax.patterns import path_text
 
-CORRECTIONS = ("float32", "int16", "int8", "stochastic")
 _INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # their bits
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _HIGH_24 = np.uint32(0xFFFFFF00)
@@ -93,9 +92,9 @@ def make_master_weights(
     give_new: updates of half-precision parameters are the steps between the bits of old and new parameter, a
       whole number in float32, for `apply_bits`; 0 changes nothing, as in any update.
   """
-  if correction not in CORRECTIONS:
-    hint = did_you_mean(str(correction), CORRECTIONS)
-    raise ValueError(f"correction={correction!r}: expected one of {', '.join(CORRECTIONS)}{hint}")
+  if correction not in MASTER_WEIGHTS:
+    hint = did_you_mean(str(correction), MASTER_WEIGHTS)
+    raise ValueError(f"correction={correction!r}: expected one of {', '.join(MASTER_WEIGHTS)}{hint}")
   inner = optax.with_extra_args_support(inner)
 
   def init(params: PyTree) -> MasterWeightsState:

@@ -26,8 +26,6 @@ from jaxtyping import Float32
 from mpjax._types import Array, Mesh, PyTree
 from mpjax.optim._stochastic import stochastic_round
 
-FORMATS = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
-
 _SHIFT = 20  # leaves three bits of a float32's mantissa
 _ONE = 127 << 3  # float32 1.0, shifted: the code of the largest entry
 _UNSIGNED, _SIGNED = 255, 127  # the largest codes

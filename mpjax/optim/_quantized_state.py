@@ -11,9 +11,9 @@ import optax
 from jax.tree_util import KeyPath
 
 from mpjax._types import Array, PyTree
-from mpjax.dtypes import cast_like, did_you_mean, widen_floating
+from mpjax.dtypes import STATE_DTYPES, cast_like, did_you_mean, widen_floating
 from mpjax.optim._exact_leaves import is_exact
-from mpjax.optim._quantized import FORMATS, Quantized, is_quantized, quantize, rebuild, scales_of, unstored
+from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, scales_of, unstored
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
@@ -77,14 +77,14 @@ def quantized_state(
   Raises:
     ValueError: names the argument that is wrong.
   """
-  if dtype not in FORMATS:
-    hint = did_you_mean(str(dtype), FORMATS)
-    raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(FORMATS)}{hint}")
+  if dtype not in STATE_DTYPES:
+    hint = did_you_mean(str(dtype), STATE_DTYPES)
+    raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(STATE_DTYPES)}{hint}")
   for name, value, least in (("group", group, 1), ("min_size", min_size, 0)):
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
       raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
   patterns = [component_regex(p) for p in ([exclude] if isinstance(exclude, str) else exclude or ())]
-  code_dtype = FORMATS[dtype]
+  code_dtype = STATE_DTYPES[dtype]
   inner = optax.with_extra_args_support(inner)
 
   def init(params: PyTree) -> QuantizedState:

@@ -4,11 +4,13 @@
 """
 
 from mpjax.policies import presets
+from mpjax.policy._loss_scaling import LossScaling
 from mpjax.policy._override import Override
 from mpjax.policy._policy import Policy, get_policy, matmul_precision, parse_overrides
 from mpjax.policy._precision_warning import PrecisionWarning
 
 __all__ = [
+  "LossScaling",
   "Override",
   "Policy",
   "PrecisionWarning",

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -202,42 +202,6 @@ def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
       "static scale), a mapping such as {kind: dynamic, init_scale: 65536}, or in Python a policy, as "
       "mpjax.get_policy('fp16')" + _yaml_hint(spec) + did_you_mean(str(spec), ["none", "dynamic", *PRESETS])
     ) from error
-
-
-_readers: list[Callable[[str], HasLossScaling]] = []
-
-
-def read_policies_by(read: Callable[[str], HasLossScaling]) -> None:
-  """Says what reads the names of policies, which are made of loss scalings and so lie above them."""
-  _readers.append(read)
-
-
-def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
-  """Returns what `parse_loss_scaling` does, and for a policy's name or string what that policy says.
-
-  A word that is a loss scaling itself (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) stays one.
-
-  Raises:
-    ValueError: names the part that is wrong and the choices.
-  """
-  if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
-    return parse_loss_scaling(spec)
-  try:
-    policy = _readers[-1](spec)
-  except ValueError as error:
-    raise ValueError(
-      f"loss_scaling={spec!r} is neither a loss scaling (none, dynamic, {', '.join(PRESETS)}, a number) nor "
-      f"a policy: {error}" + did_you_mean(spec, ["none", "dynamic", *PRESETS])
-    ) from error
-  return policy.loss_scaling
-
-
-def _is_number(text: str) -> bool:
-  try:
-    float(text)
-  except ValueError:
-    return False
-  return True
 
 
 def is_power_of_two(value: float) -> bool:

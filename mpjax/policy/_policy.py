@@ -18,6 +18,8 @@ from mpjax._render.text_sections import of_rows
 from mpjax._types import DTypeLike, PolicyLike
 from mpjax.dtypes import (
   DTYPE_NAMES,
+  MASTER_WEIGHTS,
+  STATE_DTYPES,
   cast_by_rank,
   cast_floating,
   check_dtype,
@@ -27,12 +29,9 @@ from mpjax.dtypes import (
 )
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import parse_recipe
-from mpjax.loss_scale import LossScaling
-from mpjax.loss_scale._presets import parse_loss_scaling, read_policies_by
-from mpjax.optim._master_weights import CORRECTIONS
-from mpjax.optim._quantized import FORMATS
 from mpjax.patterns import component_regex
 from mpjax.policies import ALIASES, presets, read_preset
+from mpjax.policy._loss_scaling import LossScaling, parse_loss_scaling
 from mpjax.policy._override import CHOICES, Override, require_possible
 from mpjax.policy._policy_text import brief, plain, read_text, write_text
 
@@ -42,9 +41,9 @@ _SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 _SHORT |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
-_E4M3 = FORMATS["float8_e4m3fn"]
+_E4M3 = STATE_DTYPES["float8_e4m3fn"]
 # Formats of 8 bits, which no other field may be.
-_ALSO = {"optimizer_dtype": FORMATS, "gather_dtype": {_E4M3.name: _E4M3}}
+_ALSO = {"optimizer_dtype": STATE_DTYPES, "gather_dtype": {_E4M3.name: _E4M3}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -131,8 +130,8 @@ class Policy(jmp.Policy):
     value = self.master_weights
     if value in (None, "none"):
       return None
-    if value not in CORRECTIONS:
-      choices = [*CORRECTIONS, "none"]
+    if value not in MASTER_WEIGHTS:
+      choices = [*MASTER_WEIGHTS, "none"]
       raise ValueError(
         f"master_weights={value!r}: expected one of {', '.join(choices)}" + did_you_mean(str(value), choices)
       )
@@ -441,6 +440,3 @@ def _override_from_mapping(spec: Mapping[str, Any], backend: str | None) -> Over
   if override == Override():
     raise ValueError(f"expected a dtype, a preset, or a mapping of base, compute_dtype, {', '.join(CHOICES)}")
   return override
-
-
-read_policies_by(get_policy)

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental import checkify
 
 import mpjax
+from mpjax.dtypes import STATE_DTYPES
 from mpjax.optim import Quantized, is_quantized
 from mpjax.optim._quantized import (
-  FORMATS,
   dequantize,
   quantize,
   scales_of,
@@ -26,7 +26,7 @@ BYTES = ("int8", "float8_e4m3fn")
 
 
 def stored(x, dtype, group=128):
-  dtype = FORMATS[dtype]
+  dtype = STATE_DTYPES[dtype]
   return quantize(x, scales_of(x, dtype, group), dtype, jax.random.key(0))
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_in_the_scale_and_nothing_is_lost_at_the_ends(dtyp
   np.testing.assert_array_equal(np.asarray(there_and_back([moments], dtype)[0][1]) > 0, moments > 0)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_under_strict_promotion_and_checks(dtype):
   tx = mpjax.quantized_state(optax.sgd(0.1, momentum=0.9), dtype, min_size=0)
   params = {"w": np.ones((8, 300), F32), "s": np.ones((), F32)}
@@ -98,7 +98,7 @@ def test_under_strict_promotion_and_checks(dtype):
   error.throw()
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_any_tree_of_any_dtypes_keeps_the_dtypes_of_its_state(dtype):
   half, shapes = (
     [(np.ones((64, 300), np.float16),)],
@@ -137,7 +137,7 @@ def test_small_and_excluded_leaves_are_those_of_the_inner_transform():
     np.testing.assert_array_equal(moments.mu[name], plain[0].mu[name])
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
   decay, shape, steps = 0.95, (16, 128), 400
   spread = np.exp(normal(*shape))
@@ -161,7 +161,7 @@ def test_the_second_moment_follows_large_and_tiny_gradients(dtype):
       assert 0.7 < np.quantile(ratio, 0.01) < np.quantile(ratio, 0.99) < 1.35, name
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
 def test_there_and_back(dtype):
   params = {"w": normal(64, 128), "b": np.ones(128, F32)}
   inner = optax.adam(1e-2)
@@ -228,9 +228,9 @@ def test_what_is_no_moment_stays_as_it_is():
 
 
 def test_a_first_update_is_that_of_moments_in_float32():
-  inits = (ADAM, *(mpjax.quantized_state(ADAM, dtype) for dtype in FORMATS))
+  inits = (ADAM, *(mpjax.quantized_state(ADAM, dtype) for dtype in STATE_DTYPES))
   plain, *few = jax.jit(lambda grads: [tx.update(grads, tx.init(PARAMS), PARAMS)[0] for tx in inits])(PARAMS)
-  for dtype, updates in zip(FORMATS, few, strict=True):
+  for dtype, updates in zip(STATE_DTYPES, few, strict=True):
     for name, want in plain.items():
       np.testing.assert_allclose(updates[name], want, rtol=1e-5, err_msg=f"{dtype} {name}")
 

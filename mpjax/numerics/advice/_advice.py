@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._render.plain_text import percent, power_of_two_text
-from mpjax.loss_scale._presets import parse_loss_scaling
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics.advice import _findings as seen
 from mpjax.policies import presets
 from mpjax.policy import Policy, get_policy
+from mpjax.policy._loss_scaling import parse_loss_scaling
 
 Trial = Callable[[Policy], NumericsReport]
 _ROUNDS = 5
