@@ -2,7 +2,7 @@
 
 A call goes one way: `_trace.py` traces the function, `_decide.py` decides about all of it and returns a
 frozen `CastPlan`, `_explain.py` makes data of that and `_explain_text.py` tables, and `_emit.py` carries it
-out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Tap`, as `_probes.py` does.
+out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Tap`, as `mpjax.numerics` does.
 """
 
 from mpjax.casting._autocast import autocast, full_precision

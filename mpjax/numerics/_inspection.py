@@ -12,11 +12,11 @@ import numpy as np
 import optax
 
 from mpjax._types import PolicyLike, PyTree
-from mpjax.casting._probes import Point
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
 from mpjax.numerics._kept_programs import shapes_of, step_for, step_under
+from mpjax.numerics._probes import Point
 from mpjax.numerics._programs import Programs, programs_for
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._scale_dependence import ScaleDependent, scale_dependence

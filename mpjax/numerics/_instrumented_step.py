@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from mpjax._average import worth
 from mpjax._types import Array, PyTree
 from mpjax.casting._half_precision import float32_where_there_is_one
-from mpjax.casting._probes import Point, find_points, watched
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
 from mpjax.numerics._kept_programs import step_under
+from mpjax.numerics._probes import Point, find_points, watched
 from mpjax.numerics._stored_state import what_is_lost
 from mpjax.numerics._summary import Summary, look
 from mpjax.numerics._tensors import full_summary

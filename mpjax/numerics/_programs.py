@@ -10,10 +10,10 @@ import jax
 
 from mpjax import _compat
 from mpjax._types import PyTree
-from mpjax.casting._probes import Point
 from mpjax.numerics._batches import most_pieces, rows
 from mpjax.numerics._instrumented_step import Seen, is_mean_of_pieces, loss_points, make_pass
 from mpjax.numerics._kept_programs import kept, shapes_of
+from mpjax.numerics._probes import Point
 from mpjax.numerics._summary import Summary
 from mpjax.numerics._whole_tensors import condensed, padded_size
 from mpjax.step import TrainState, TrainStep

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Array
-from mpjax.casting._probes import Point
+from mpjax.numerics._probes import Point
 from mpjax.numerics._summary import SKETCH, Summary
 from mpjax.numerics._update_sums import UpdateSums, whole_update_sums
 

@@ -16,7 +16,7 @@ import mpjax
 from mpjax import get_policy
 
 # What reports of numbers show is what is found here; from outside it is rounded and merged.
-from mpjax.casting._probes import find_points, watched
+from mpjax.numerics._probes import find_points, watched
 from tests.casting._conformance import leaf_failures, normal
 from tests.casting._jaxprs import jit
 
