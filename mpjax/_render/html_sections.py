@@ -26,7 +26,7 @@ _STYLE = (
 
 def sections_html(sections: Iterable[TextSection]) -> str:
   """Returns sections as one HTML element below 20 kB, which says how much of longer ones is left out."""
-  room = _Room(MOST_HTML)
+  room = _Budget(MOST_HTML)
   body = "".join(_section(section, room) for section in sections)
   if room.left_out:
     body += _paragraph(f"{room.left_out} more rows: print() shows all.")
@@ -50,7 +50,7 @@ class Shown:
 
 
 @dataclasses.dataclass
-class _Room:
+class _Budget:
   """What may still be written; nothing after the first piece that was too long."""
 
   size: int
@@ -66,7 +66,7 @@ class _Room:
     return True
 
 
-def _section(section: TextSection, room: _Room) -> str:
+def _section(section: TextSection, room: _Budget) -> str:
   bodies = []
   for group in section.groups:
     rows = [row for row in (_row(row.cells, section, strong=row.strong) for row in group) if room.takes(row)]

@@ -1,7 +1,6 @@
 """Loss scaling as optax transforms: the scale and the skip live in the optimiser's state."""
 
 from mpjax.loss_scale._check import check_loss_scaling
-from mpjax.loss_scale._convert import export_loss_scale, import_loss_scale
 from mpjax.loss_scale._finite import all_finite
 from mpjax.loss_scale._gradient_norm import gradient_norm
 from mpjax.loss_scale._layerwise import LayerwiseLossScale, Scaled, layerwise_loss_scale
@@ -12,6 +11,7 @@ from mpjax.loss_scale._monitor import (
   skip_report,
   track_skips,
 )
+from mpjax.loss_scale._other_libraries import export_loss_scale, import_loss_scale
 from mpjax.loss_scale._overwritten import apply_updates
 from mpjax.loss_scale._own_loops import keep_if_finite, value_and_grad
 from mpjax.loss_scale._scaled_region import scaled_region

@@ -1,7 +1,7 @@
 """`plan`: what a policy costs on a device, from the traced program and from the device's own compiler."""
 
 from mpjax.planner._array_bytes import tiled_bytes
-from mpjax.planner._fp8_on_target import policy_on_target
+from mpjax.planner._fits import Fit, cheapest, largest_batch
 from mpjax.planner._plan import Plan, plan
 from mpjax.planner._results import (
   ARGUMENT_PARTS,
@@ -15,8 +15,14 @@ from mpjax.planner._results import (
   ProductGroup,
   Saved,
 )
-from mpjax.planner._search import Fit, cheapest, largest_batch
-from mpjax.planner._targets import Target, device_memory, get_target, presets_of, target_names
+from mpjax.planner._targets import (
+  Target,
+  device_memory,
+  get_target,
+  policy_on_target,
+  presets_of,
+  target_names,
+)
 from mpjax.planner.compiled import CompileError, missing
 
 __all__ = [

@@ -6,12 +6,15 @@ import dataclasses
 import math
 import os
 import re
+import types
 from collections.abc import Mapping
 
 import jax
 
 from mpjax.dtypes import did_you_mean
 from mpjax.formats import DeviceData, described_devices, runs_on
+from mpjax.fp8._hardware import fp8_units
+from mpjax.policy import Policy
 
 HERE = "here"
 # JAX takes this share of a GPU's memory unless one of these variables says another.
@@ -232,3 +235,19 @@ def device_memory(device: jax.Device | None) -> int:
     except (AttributeError, OSError, ValueError):
       return 0
   return int((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
+def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
+  """Returns the policy as the target would run it, whatever this machine has, and a note or nothing."""
+  recipe = policy.fp8
+  if recipe is None or recipe.emulate or target.is_here:
+    return policy, ""
+  major, minor = target.compute_capability
+  device = types.SimpleNamespace(
+    platform=target.kind, device_kind=target.device, compute_capability=f"{major}.{minor}"
+  )
+  there, why = fp8_units(recipe, device)
+  if not there:
+    return dataclasses.replace(policy, fp8=None), f"{why}: products run in {policy.compute_dtype.name}"
+  # Its products are to be traced as FP8 on this machine, too; which kernels they become the target decides.
+  return dataclasses.replace(policy, fp8=dataclasses.replace(recipe, emulate=True)), ""

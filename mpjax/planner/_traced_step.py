@@ -15,8 +15,7 @@ from mpjax._lazy import nnx
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
-from mpjax.planner._fp8_on_target import policy_on_target
-from mpjax.planner._targets import Target
+from mpjax.planner._targets import Target, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainStep
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
   from mpjax.train._config_file import load_config
   from mpjax.train._errors import CheckpointError, ConfigError, DataError, Interrupted, Stuck
   from mpjax.train._export import ExportedModel, export_run, load_safetensors, save_safetensors
-  from mpjax.train._kinds import register_data, register_model, register_optimizer
   from mpjax.train._optimizers import make_optimizer
   from mpjax.train._planning import Planner
   from mpjax.train._plugins import load_plugins
+  from mpjax.train._registry import register_data, register_model, register_optimizer
   from mpjax.train._run import RunResult, run
   from mpjax.train._setup import make_setup
   from mpjax.train._task import Task
@@ -58,7 +58,7 @@ _MODULES = {
   "_config_file": ("load_config",),
   "_errors": ("CheckpointError", "ConfigError", "DataError", "Interrupted", "Stuck"),
   "_export": ("ExportedModel", "export_run", "load_safetensors", "save_safetensors"),
-  "_kinds": ("register_data", "register_model", "register_optimizer"),
+  "_registry": ("register_data", "register_model", "register_optimizer"),
   "_optimizers": ("make_optimizer",),
   "_planning": ("Planner",),
   "_plugins": ("load_plugins",),

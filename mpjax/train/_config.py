@@ -13,7 +13,7 @@ from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import MODELS, TARGETS, KindSection
+from mpjax.train._registry import MODELS, TARGETS, KindSection
 from mpjax.train._sections import Float, Int, Natural, Positive, Section, Seed, describe
 from mpjax.train.data import DataConfig
 from mpjax.train.models import _classifiers, _language_model  # noqa: F401 (they register mpjax's own)

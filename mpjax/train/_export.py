@@ -40,7 +40,7 @@ from mpjax.step._optimizer import masters_of
 from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._files import unfinished
-from mpjax.train._kinds import MODELS
+from mpjax.train._registry import MODELS
 from mpjax.train._setup import build_step, init_state, make_setup
 from mpjax.train._task import Task
 from mpjax.train._tasks import apply

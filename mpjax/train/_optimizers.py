@@ -14,7 +14,7 @@ from mpjax._types import PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.train._config import OptimizerConfig
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import TARGETS
+from mpjax.train._registry import TARGETS
 
 OPTIMIZERS = (
   "adafactor",

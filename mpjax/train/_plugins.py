@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import DATASETS, MODELS, TARGETS, Kind
+from mpjax.train._registry import DATASETS, MODELS, TARGETS, Registered
 
 # Names of the modules that are plug-ins.
 _LOADED: set[str] = set()
@@ -43,7 +43,7 @@ def plugin_digests() -> dict[str, str]:
   return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
 
 
-def _registered() -> dict[str, Kind]:
+def _registered() -> dict[str, Registered]:
   return {
     f"{kinds.section}.{kinds.key}={name}": kind
     for kinds in (MODELS, DATASETS, TARGETS)

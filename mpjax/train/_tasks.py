@@ -22,8 +22,8 @@ from mpjax.step import TrainState
 from mpjax.step._loss import row_count, row_keys
 from mpjax.train._config import Config
 from mpjax.train._errors import ConfigError
-from mpjax.train._kinds import MODELS
 from mpjax.train._plugins import place
+from mpjax.train._registry import MODELS
 from mpjax.train._task import Task
 from mpjax.train.data import DataInfo, MissingFact, ModelInfo
 

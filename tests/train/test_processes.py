@@ -24,7 +24,7 @@ from mpjax.train.data import data_mismatch
 from mpjax.train.monitors import config_mismatch
 
 # What only several processes do, here with stand-ins for the others.
-from mpjax.train.multiprocess import _first, _processes, _start, code_mismatch
+from mpjax.train.multiprocess import _processes, _start, code_mismatch
 from tests._quick_compile import environment as quick_environment
 from tests.train import _runs
 from tests.train._own_config import PLUGIN, write_config
@@ -338,15 +338,15 @@ def test_the_others_see_process_0_end_and_no_other_end_of_a_connection(monkeypat
     def blocking_key_value_get(self, key, milliseconds):
       return self.values[key]
 
-  monkeypatch.setattr(_first._compat, "coordination", lambda: (Client(), 1, 2, "127.0.0.1:1"))
-  held = _first.hold_open()
+  monkeypatch.setattr(_processes._compat, "coordination", lambda: (Client(), 1, 2, "127.0.0.1:1"))
+  held = _processes.hold_open()
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    seen = pool.submit(_first.wait_for_its_end)
+    seen = pool.submit(_processes.wait_for_its_end)
     held.accept()[0].close()
     with held, held.accept()[0]:  # there again
       assert not seen.done()
     assert seen.result(timeout=60) is True
-  assert _first.wait_for_its_end() is False  # it was never there
+  assert _processes.wait_for_its_end() is False  # it was never there
 
 
 @pytest.mark.slow

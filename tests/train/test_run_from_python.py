@@ -107,4 +107,4 @@ def test_the_module_shows_its_public_names():
   assert {"Task", "register_data", "register_model", "run"} <= set(dir(mpjax.train))
   assert all(getattr(mpjax.train, name) is not None for name in dir(mpjax.train))
   assert set(dir(mpjax)) >= {*mpjax.__all__, "train"}
-  assert not {"Any", "importlib", "_tree"} & set(dir(mpjax))
+  assert not {"Any", "importlib", "_average"} & set(dir(mpjax))

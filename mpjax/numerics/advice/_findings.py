@@ -13,8 +13,7 @@ from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Finding
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._tensors import Tensor, is_half
-from mpjax.numerics.advice._biases import biases
-from mpjax.numerics.advice._weight_gradients import far_from_float32, of_weight_gradients
+from mpjax.numerics.advice._errors import biases, far_from_float32, of_weight_gradients
 
 # How much an error has to grow to be the one that began it.
 _GROWS = 4.0

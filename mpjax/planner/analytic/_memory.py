@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import jax
 
 from mpjax import _compat
 from mpjax.jaxpr import BACKWARD, FORWARD, CallKind, Trait, call_kind, has, layer_pattern, scan_parts
@@ -13,7 +15,6 @@ from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._results import Memory, Saved
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._divided_weights import DividedWeights, like_weight
-from mpjax.planner.analytic._gathered import gathered_at_once
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue, merged
 from mpjax.planner.analytic._held_at_once import from_arguments, held_at_once
 from mpjax.planner.analytic._liveness import Peak, peak, traits_of
@@ -204,3 +205,38 @@ def _saved(worst: Peak) -> tuple[Saved, ...]:
 
 def _total(saved: Sequence[Saved]) -> int:
   return sum(row.nbytes for row in saved)
+
+
+def gathered_at_once(graph: Graph, size: Callable[[GraphValue], int]) -> int:
+  """Returns the most bytes of gathered parameters that a program holds at one time, in its own order.
+
+  A cast or a view of one is the same parameter.
+
+  Args:
+    graph: of the program.
+    size: bytes of a value on a device.
+  """
+  root: dict[int, GraphValue] = {}
+  last: dict[int, int] = {}
+  for i, operation in enumerate(graph.operations):
+    if _is_gather(operation):
+      root.update((id(v), v) for v in operation.results)
+    for operand in operation.operands:
+      if (found := root.get(id(operand))) is not None:
+        last[id(found)] = i
+        if has(operation.equation, Trait.ALIAS | Trait.CAST):
+          root.update((id(v), found) for v in operation.results)
+  most = 0
+  live: dict[int, int] = {}
+  for i, operation in enumerate(graph.operations):
+    if _is_gather(operation):
+      live.update((id(v), size(v)) for v in operation.results if id(v) in last)
+    inside = max((gathered_at_once(body, size) for body in operation.bodies), default=0)
+    most = max(most, sum(live.values()) + inside)
+    live = {key: nbytes for key, nbytes in live.items() if last[key] > i}
+  return most
+
+
+def _is_gather(operation: GraphOperation) -> bool:
+  equation = operation.equation
+  return equation.primitive is jax.lax.all_gather_p and "fsdp" in equation.params["axis_name"]

@@ -39,7 +39,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Live:
+class LiveBuffers:
   """The worst moment of a computation.
 
   Attributes:
@@ -52,10 +52,10 @@ class Live:
   nbytes: int
   buffers: list[Buffer]
   at: HloInstruction | None
-  inner: Live | None
+  inner: LiveBuffers | None
 
 
-def live_at_peak(module: HloModule) -> Live:
+def live_at_peak(module: HloModule) -> LiveBuffers:
   """Returns the worst moment of a module's main computation."""
   return _LiveRanges(module).peak(module.entry)
 
@@ -63,9 +63,9 @@ def live_at_peak(module: HloModule) -> Live:
 class _LiveRanges:
   def __init__(self, module: HloModule):
     self._module = module
-    self._inner: dict[str, Live] = {}
+    self._inner: dict[str, LiveBuffers] = {}
 
-  def peak(self, name: str) -> Live:
+  def peak(self, name: str) -> LiveBuffers:
     """Returns the worst moment of a computation, whose results are its caller's."""
     instructions = list(self._module.computations[name].values())
     parts = _buffers(instructions, self._module)
@@ -86,7 +86,7 @@ class _LiveRanges:
     elsewhere = _in_slots([(b, position[b.maker.name], last.get(id(b))) for b in made], slots)
     live: dict[int, Buffer] = {}
     total = 0
-    worst = Live(0, [], None, None)
+    worst = LiveBuffers(0, [], None, None)
     for i, instruction in enumerate(instructions):
       if instruction.op in VIEWS or instruction.op in _NO_MEMORY:
         continue
@@ -104,7 +104,7 @@ class _LiveRanges:
       inner = self._called(instruction)
       now = total + (inner.nbytes if inner else 0)
       if now > worst.nbytes:
-        worst = Live(now, list(live.values()), instruction, inner)
+        worst = LiveBuffers(now, list(live.values()), instruction, inner)
       for buffer in (*dying, *(b for b in own if id(b) not in last)):
         if id(buffer) in live:
           del live[id(buffer)]
@@ -183,7 +183,7 @@ class _LiveRanges:
       slots.append(_Slot(buffer.nbytes, start, position.get(buffer.maker.name, 0), []))
     return slots
 
-  def _called(self, instruction: HloInstruction) -> Live | None:
+  def _called(self, instruction: HloInstruction) -> LiveBuffers | None:
     if instruction.op not in ("while", "conditional", "call"):
       return None
     found = []

@@ -6,11 +6,10 @@ import collections
 import functools
 import math
 
-from mpjax.jaxpr import BACKWARD, FORWARD, layer_pattern
+from mpjax.jaxpr import BACKWARD, FORWARD, MARKS, is_library, layer_pattern, parse_scopes, split_scopes
 from mpjax.planner._results import Memory, Saved
 from mpjax.planner.compiled._hlo import HloInstruction, HloModule, numpy_name
-from mpjax.planner.compiled._hlo_locations import operation_of, path_of_name, phase_of_name, source_of
-from mpjax.planner.compiled._hlo_memory import Buffer, Live, live_at_peak
+from mpjax.planner.compiled._hlo_memory import Buffer, LiveBuffers, live_at_peak
 
 LISTED = 20
 _PRODUCTS = frozenset({"dot", "convolution", "custom-call", "fusion"})
@@ -122,7 +121,7 @@ class _Names:
     )
 
 
-def _all(live: Live) -> list[Buffer]:
+def _all(live: LiveBuffers) -> list[Buffer]:
   inner = _all(live.inner) if live.inner else []
   return [*live.buffers, *inner]
 
@@ -149,7 +148,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(sorted(d for d in shape if d != 1))
 
 
-def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Saved, ...]:
+def _saved(live: LiveBuffers, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Saved, ...]:
   groups: dict[tuple[str, str, str, str, tuple[int, ...]], list[int]] = {}
   for buffer in live.buffers:
     if _part(buffer, names, weights) != "activations":
@@ -168,3 +167,33 @@ def _saved(live: Live, names: _Names, weights: set[tuple[int, ...]]) -> tuple[Sa
     row[1] += buffer.nbytes
   rows = [Saved(*key, count=count, nbytes=nbytes) for key, (count, nbytes) in groups.items()]
   return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+# Parts of a name that lowering puts in for loops and calls.
+_NOT_MODULES = MARKS | {"call_exported", "while", "body", "cond", "closed_call", "remat2"}
+
+
+def phase_of_name(op_name: str) -> str:
+  """Returns FORWARD or BACKWARD for the passes of a derivative, else OTHER."""
+  return parse_scopes(op_name).phase
+
+
+def path_of_name(op_name: str) -> str:
+  """Returns `GPT/blocks/5/down` for `jit(step)/transpose(jvp(GPT))/blocks/5/down/dot_general`."""
+  return parse_scopes("/".join(split_scopes(op_name)[:-1])).path(_NOT_MODULES)
+
+
+def operation_of(op_name: str) -> str:
+  """Returns the primitive: the last part of a name."""
+  return split_scopes(op_name)[-1] if op_name else ""
+
+
+def source_of(module: HloModule, instruction: HloInstruction) -> str:
+  """Returns the file and line of the user's program, `model.py:31`."""
+  first = ""
+  for file, line in module.lines.get(instruction.frame, ()):
+    shown = f"{file.rpartition('/')[2]}:{line}"
+    if not is_library(file):
+      return shown
+    first = first or shown
+  return first

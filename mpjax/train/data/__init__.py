@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpjax.train._errors import DataError
-from mpjax.train._kinds import DATASETS
+from mpjax.train._registry import DATASETS
 from mpjax.train.data import _huggingface, _images, _text, _tokens  # noqa: F401 (they register what they read)
 from mpjax.train.data._data_config import DataConfig
 from mpjax.train.data._dataset import Batch, Data, Rows, RowSource, data_mismatch, describe, make_data

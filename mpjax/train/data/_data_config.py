@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pydantic
 
-from mpjax.train._kinds import DATASETS, KindSection
+from mpjax.train._registry import DATASETS, KindSection
 from mpjax.train._sections import Natural, Positive
 
 

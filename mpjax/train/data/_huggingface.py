@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.train._errors import DataError
-from mpjax.train._kinds import register_data
+from mpjax.train._registry import register_data
 from mpjax.train._sections import Positive
 from mpjax.train.data._images import (
   Classes,

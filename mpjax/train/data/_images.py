@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 
 from mpjax.train._errors import DataError
-from mpjax.train._kinds import register_data
+from mpjax.train._registry import register_data
 from mpjax.train._sections import Positive
 from mpjax.train.data._text import Loaded, Share
 

@@ -16,7 +16,7 @@ import numpy as np
 import pydantic
 
 from mpjax.train._errors import DataError
-from mpjax.train._kinds import register_data
+from mpjax.train._registry import register_data
 from mpjax.train._sections import Positive
 
 # The share of rows that is held out.
@@ -75,7 +75,7 @@ def load_text(
   return documents_to_rows(documents, ", ".join(paths), seq_len, valid_fraction)
 
 
-class Windows:
+class TextWindows:
   """Rows of `seq_len + 1` tokens, which overlap by one: the last token of a row is the first of the next."""
 
   def __init__(self, tokens: np.ndarray, seq_len: int):
@@ -92,8 +92,8 @@ class Windows:
 class PaddedWindows:
   """Rows of `seq_len + 1` tokens of one sequence each, padded with 0; `mask` has which are the sequence's.
 
-  A longer sequence makes several rows, which overlap by one as those of `Windows` do. One of fewer than two
-  tokens has none that could be predicted, and makes no row.
+  A longer sequence makes several rows, which overlap by one as those of `TextWindows` do. One of fewer than
+  two tokens has none that could be predicted, and makes no row.
 
   Args:
     tokens: of all sequences, one after the other: [sum of lengths].
@@ -195,7 +195,7 @@ def streams_to_rows(
       PaddedWindows(tokens, of, seq_len) for tokens, of in zip(streams, lengths, strict=True)
     )
     return train, held_out, facts
-  return Windows(streams[0], seq_len), Windows(streams[1], seq_len), facts
+  return TextWindows(streams[0], seq_len), TextWindows(streams[1], seq_len), facts
 
 
 def _joined(documents: list[Document], separator: bytes, title: str) -> Document:

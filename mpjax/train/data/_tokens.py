@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from mpjax.train._errors import DataError
-from mpjax.train._kinds import register_data
+from mpjax.train._registry import register_data
 from mpjax.train._sections import Natural, Positive
 from mpjax.train.data._text import Loaded, Share
 

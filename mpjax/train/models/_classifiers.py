@@ -11,7 +11,7 @@ from jaxtyping import Float, Key, PRNGKeyArray
 
 from mpjax._types import Array, Metrics, PyTree
 from mpjax.sharding import ShardingRule
-from mpjax.train._kinds import register_model
+from mpjax.train._registry import register_model
 from mpjax.train._sections import Positive
 from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo

@@ -14,7 +14,7 @@ from jaxtyping import Float, Key, PRNGKeyArray
 from mpjax._average import Average
 from mpjax._types import Array
 from mpjax.ops import linear_cross_entropy
-from mpjax.train._kinds import register_model
+from mpjax.train._registry import register_model
 from mpjax.train._sections import Natural, Positive
 from mpjax.train._task import Task
 from mpjax.train.data import ModelInfo

@@ -1,9 +1,8 @@
 """Several processes of one run: start, agreement, signals, and what happens when one is lost."""
 
-from mpjax.train.multiprocess._agreement import everyone
+from mpjax.train.multiprocess._agreement import code_mismatch, digest, everyone, versions
 from mpjax.train.multiprocess._interrupt import Interrupt, Poll
 from mpjax.train.multiprocess._processes import Processes
-from mpjax.train.multiprocess._same_program import code_mismatch, digest, versions
 from mpjax.train.multiprocess._start import Flags, start
 
 __all__ = [

@@ -3,7 +3,7 @@
 import pytest
 
 from mpjax.jaxpr import BACKWARD, FORWARD
-from mpjax.planner.compiled import _hlo_locations, collectives, parse  # a plan shows few of the names
+from mpjax.planner.compiled import _hlo_parts, collectives, parse  # a plan shows few of the names
 from tests.planner.compiled._hlo_text import computation, program
 
 # A loop of five steps in a program with aliases, tiles, a tuple and the tables of its lines.
@@ -109,8 +109,8 @@ def test_asynchronous_copy_has_the_copy_its_source_and_a_counter(module):
 def test_frames_lead_from_a_line_to_its_callers_and_the_source_is_the_users(module):
   optax, mine = ("/venv/lib/python3.11/site-packages/optax/_src/base.py", 7), "/home/me/train.py"
   assert module.lines == {1: [(mine, 29)], 2: [(mine, 12), (mine, 29)], 3: [optax, (mine, 12), (mine, 29)]}
-  assert _hlo_locations.source_of(module, module.computations["body"]["tanh.3"]) == "train.py:12"
-  assert _hlo_locations.source_of(module, module.computations["main.7"]["sum"]) == ""
+  assert _hlo_parts.source_of(module, module.computations["body"]["tanh.3"]) == "train.py:12"
+  assert _hlo_parts.source_of(module, module.computations["main.7"]["sum"]) == ""
 
 
 def test_text_without_an_entry_is_refused():
@@ -181,7 +181,7 @@ NAMES = [
 
 def test_what_a_name_says():
   for name, *want in NAMES:
-    told = (_hlo_locations.path_of_name, _hlo_locations.phase_of_name, _hlo_locations.operation_of)
+    told = (_hlo_parts.path_of_name, _hlo_parts.phase_of_name, _hlo_parts.operation_of)
     assert [of(name) for of in told] == want, name
   line = '  ROOT %x = f32[2]{0} parameter(0), metadata={op_name="jit(f)/A/mul;jit(f)/B/add"}'
   joined = parse(f"ENTRY %e () -> () {{\n{line}\n}}\n")  # by the compiler

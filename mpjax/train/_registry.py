@@ -36,7 +36,7 @@ class Option:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class Registered:
   """A function that makes a model or data, by the name that a config gives it.
 
   Attributes:
@@ -77,7 +77,7 @@ class Kinds:
     self.section, self.key = section, key
     self._options = f"{section}.{options}" if options else section
     self._positional, self._common = positional, common
-    self._kinds: dict[str, Kind] = {}
+    self._kinds: dict[str, Registered] = {}
 
   def register(self, name: str) -> Callable[[_F], _F]:
     """Returns a decorator that makes a function a kind; a kind of the same name gives way to it.
@@ -91,7 +91,7 @@ class Kinds:
       raise TypeError(f'{title}: expected a name, as in @mpjax.train.register_{self.section}("mine")')
 
     def decorate(fun: _F) -> _F:
-      made = Kind(name, fun, _options(fun, title, self._positional, self._common))
+      made = Registered(name, fun, _options(fun, title, self._positional, self._common))
       if name in self._kinds and self._kinds[name].is_own and not made.is_own:
         raise ValueError(f"{title}: the name of a kind of mpjax's own; choose another")
       self._kinds[name] = made
@@ -99,11 +99,11 @@ class Kinds:
 
     return decorate
 
-  def registered(self) -> dict[str, Kind]:
+  def registered(self) -> dict[str, Registered]:
     """Returns all kinds there are by name."""
     return dict(self._kinds)
 
-  def find(self, name: object) -> Kind:
+  def find(self, name: object) -> Registered:
     """Returns a kind.
 
     Raises:
@@ -135,7 +135,7 @@ class Kinds:
         raise ConfigError(f"{where}: {expected}{did_you_mean(str(key), known)}")
     return {key: self._value(kind, key, option, section) for key, option in kind.options.items()}
 
-  def _value(self, kind: Kind, key: str, option: Option, section: Mapping[str, Any]) -> Any:
+  def _value(self, kind: Registered, key: str, option: Option, section: Mapping[str, Any]) -> Any:
     if key not in section:
       if option.default is _REQUIRED:
         raise ConfigError(
