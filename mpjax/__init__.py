@@ -14,7 +14,6 @@ from mpjax._average import Average
 from mpjax._version import __version__ as __version__
 from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
 from mpjax.dtypes import cast_floating
-from mpjax.fp8 import fp8_dot_general
 from mpjax.loss_scale import (
   LossScaleState,
   LossScaling,
@@ -49,6 +48,7 @@ from mpjax.optim import (
   stochastic_round,
 )
 from mpjax.policy import Policy, PrecisionWarning, get_policy
+from mpjax.products import fp8_dot_general
 from mpjax.sharding import batch_axes
 from mpjax.step import TrainState, TrainStep, make_train_step
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks._worker import serve_stages
 from benchmarks.gpu._models import training
-from mpjax.fp8 import fp8_dot_general
+from mpjax.products import fp8_dot_general
 
 Stages = Generator[dict[str, Any], str, None]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -14,11 +14,11 @@ import numpy as np
 
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
 from mpjax.casting._fp8_products import Fp8Product
-from mpjax.casting._half_products import has_own_gradients
 from mpjax.casting._kinds import Held
 from mpjax.casting._side_inputs import SideInputs
 from mpjax.fp8 import Recipe
 from mpjax.jaxpr import backward_depth, bodies_of, constants_of, in_region, parse_scopes
+from mpjax.products import has_own_gradients
 
 
 class Mode(enum.Enum):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.core import AbstractValue
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from mpjax._types import Array, Jaxpr, Var
 from mpjax.casting._cast_plan import Decision, Mode
@@ -22,6 +22,7 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import Held, Kind, castable, size
 from mpjax.casting._place import Place
 from mpjax.jaxpr import Trait, bodies_of, facts, has, register_as, variables_of
+from mpjax.products import lower_as
 
 _STORED = Trait.READS_STORED | Trait.STORES_RESULT | Trait.MOVES | Trait.PRODUCT
 
@@ -41,7 +42,7 @@ store_gradient_p.def_impl(_itself)
 store_gradient_p.def_abstract_eval(_itself)
 ad.deflinear2(store_gradient_p, _transposed)
 batching.defvectorized(store_gradient_p)
-mlir.register_lowering(store_gradient_p, lambda ctx, x: [x])
+lower_as(store_gradient_p, _itself)
 
 
 def stores_gradient(

@@ -21,7 +21,6 @@ from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
-from mpjax.casting._half_products import as_product, bind_product
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
 from mpjax.casting._kinds import FLOAT32, Held, Kind, as_held, castable, in_mesh_of
@@ -36,6 +35,7 @@ from mpjax.jaxpr import (
   scopes_of,
   shape_of,
 )
+from mpjax.products import as_product, bind_product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
-from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,
@@ -43,6 +42,7 @@ from mpjax.jaxpr import (
   without_marks,
 )
 from mpjax.policy import get_policy
+from mpjax.products import fp8_dot_general_p
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -14,24 +14,30 @@ import jax
 import numpy as np
 
 from mpjax._types import Array, Fp8State, JaxprEqn
-from mpjax.casting._half_products import half_dot_general_p
 from mpjax.casting._kinds import is_float
 from mpjax.casting._product_roles import ProductRole, Root
 from mpjax.casting._side_inputs import SideInputs
-from mpjax.fp8 import Recipe, fp8_dot_general
-from mpjax.fp8._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe
+from mpjax.fp8 import Recipe
 from mpjax.fp8._delayed import check_state, open_state
-from mpjax.fp8._eligibility import (
+from mpjax.fp8._hardware import fp8_units
+from mpjax.jaxpr import shape_of
+from mpjax.products import (
+  GRADIENT,
+  LHS,
+  NOTHING,
+  RHS,
   Windows,
   conv_operands,
   conv_result,
   conv_sizes,
+  fp8_dot_general,
+  half_dot_general_p,
+  observe,
   sizes_of,
+  spread,
   unfit,
   windows_of,
 )
-from mpjax.fp8._hardware import fp8_units
-from mpjax.jaxpr import shape_of
 
 # A warning of `warn_of` names the user's line, and before Python 3.12, where that takes the stack, its own.
 _AT_THE_USER: dict[str, Any] = (
@@ -303,4 +309,9 @@ def open_state_for(
     )
   check_state(state, {site: recipes[site].amax_history_len for site in uses})
   known = {site: numbers for site, numbers in uses.items() if site in state["amax"]}
-  return Opened(*open_state(state, {site: recipes[site] for site in known}, known))
+  scales, probes, tie = open_state(state, {site: recipes[site] for site in known})
+  by_number: dict[int, Array] = {}
+  for site, numbers in known.items():  # the amaxes of products that share a history are merged by the larger
+    several = spread(probes[site], len(numbers)) if len(numbers) > 1 else probes[site][None]
+    by_number |= {number: several[i] for i, number in enumerate(numbers)}
+  return Opened(scales, by_number, tie)

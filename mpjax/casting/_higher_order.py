@@ -16,10 +16,9 @@ from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting import _derivative_rules, _loop_carry
 from mpjax.casting._cast_plan import Call, DecideBody, Emit
-from mpjax.casting._half_products import as_product
 from mpjax.casting._kinds import Held, Where, as_held, initial, meet
-from mpjax.fp8._amax_probe import spread
 from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts
+from mpjax.products import as_product, spread
 
 # Entered when what they are given is half precision, even without a product inside.
 LOOPS = frozenset((CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.SHARD_MAP))

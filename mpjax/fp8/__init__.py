@@ -1,9 +1,5 @@
-"""FP8 matrix products: recipes, scaling, and `fp8_dot_general`. Knows nothing of policies or autocast."""
+"""What FP8 products are scaled by: recipes, scales, delayed state, and devices. Knows no product."""
 
-from mpjax.fp8._dot_general import fp8_dot_general
 from mpjax.fp8._recipe import Recipe
 
-__all__ = [
-  "Recipe",
-  "fp8_dot_general",
-]
+__all__ = ["Recipe"]

@@ -6,19 +6,17 @@ user, puts its gradient in its place, and leaves it alone on a step that is skip
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._types import Array, Fp8State
-from mpjax.fp8._amax_probe import spread
 from mpjax.fp8._recipe import Recipe
 from mpjax.fp8._scaling import scale_of
 
 _Histories: TypeAlias = dict[str, dict[str, Array]]  # by product, then by operand
-_Opened: TypeAlias = tuple[dict[str, Array], dict[str, Array], Array]  # scales and probes by product, the tie
+Opened: TypeAlias = tuple[dict[str, Array], dict[str, Array], Array]  # scales and probes by product, the tie
 OPERANDS = ("lhs", "rhs", "gradient")
 
 
@@ -72,41 +70,29 @@ def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
   return state | {"amax": grown}
 
 
-def open_state(
-  state: Fp8State, recipes: dict[str, Recipe], uses: Mapping[str, Iterable[int]]
-) -> tuple[dict[str, Array], dict[int, Array], Array]:
-  """Returns the scales for this step, and a probe for each product.
+def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
+  """Returns the scales for this step, and probes.
 
   Args:
     state: as of `empty_state`.
-    recipes: the recipe of each history.
-    uses: the numbers of the products that share each history; their amaxes are merged by the larger.
+    recipes: the recipe of each history that is used.
 
   Returns:
     scales: by history, float32[3] for lhs, rhs and gradient.
-    probes: by number, float32[3].
+    probes: by history, float32[3].
     tie: a probe for results that are differentiated, so that a state always has a next value.
   """
-  scales, probes, tie = _open(state, recipes)
-  by_number: dict[int, jax.Array] = {}
-  for site, numbers in uses.items():
-    own = list(numbers)
-    several = spread(probes[site], len(own)) if len(own) > 1 else probes[site][None]
-    by_number |= {number: several[i] for i, number in enumerate(own)}
-  return scales, by_number, tie
 
-
-def _open(state: Fp8State, recipes: dict[str, Recipe]) -> _Opened:
   @jax.custom_vjp
-  def open_histories(state: Fp8State) -> _Opened:
+  def open_histories(state: Fp8State) -> Opened:
     normal = _normalised(state)
     scales = {site: _scales(normal[site], recipe) for site, recipe in recipes.items()}
     return scales, {site: jnp.zeros([3], jnp.float32) for site in recipes}, jnp.zeros([3], jnp.float32)
 
-  def forward(state: Fp8State) -> tuple[_Opened, Fp8State]:
+  def forward(state: Fp8State) -> tuple[Opened, Fp8State]:
     return open_histories(state), state
 
-  def backward(state: Fp8State, cotangents: _Opened) -> tuple[Fp8State]:
+  def backward(state: Fp8State, cotangents: Opened) -> tuple[Fp8State]:
     _, amaxes, _ = cotangents
     normal = _normalised(state)
     new = dict(normal)  # what was not used, as it is

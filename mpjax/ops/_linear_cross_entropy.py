@@ -22,12 +22,10 @@ from mpjax._average import Average
 from mpjax.casting import half_precision
 from mpjax.casting._fp8_products import support
 from mpjax.casting._half_precision import last_layer
-from mpjax.casting._half_products import half_dot_general_p
 from mpjax.dtypes import at_least_float32
 from mpjax.fp8 import Recipe
-from mpjax.fp8._codes import InFp8, in_fp8, product
-from mpjax.fp8._eligibility import Sizes, unfit
 from mpjax.ops._check_arguments import check_arguments
+from mpjax.products import InFp8, Sizes, half_dot_general_p, in_fp8, product, unfit
 
 # Where the gradient is formed before the loss scale is known: float16 holds softmax less one-hot down to
 # 2^-24 times this. A z-loss may make it 63 times as large as without one.

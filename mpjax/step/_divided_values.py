@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._types import Array, ClosedJaxpr, JaxprEqn, PyTree, Var
-from mpjax.fp8._codes import InFp8
 from mpjax.jaxpr import bind_again, is_variable, live, variables_of
+from mpjax.products import InFp8
 from mpjax.step._collectives import Part
 
 

@@ -19,7 +19,6 @@ import jax
 
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, JaxprEqn, PyTree, Var
-from mpjax.fp8._codes import InFp8, multiply_codes, takes_codes
 from mpjax.jaxpr import (
   CallKind,
   Trait,
@@ -35,6 +34,7 @@ from mpjax.jaxpr import (
   scan_parts,
   shape_of,
 )
+from mpjax.products import InFp8, multiply_codes, takes_codes
 from mpjax.step._collectives import Part
 from mpjax.step._divided_values import (
   Divided,

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from mpjax.fp8 import fp8_dot_general
+from mpjax.products import fp8_dot_general
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 E4M3_AMD, E5M2_AMD = "float8_e4m3fnuz", "float8_e5m2fnuz"

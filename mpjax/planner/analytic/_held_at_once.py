@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import BACKWARD, OTHER, Trait, has
 from mpjax.planner.analytic._graph import Graph, GraphValue
 from mpjax.planner.analytic._liveness import Peak
+from mpjax.products import fp8_dot_general_p
 
 Shape = tuple[int, ...]
 

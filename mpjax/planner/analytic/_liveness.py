@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from mpjax import _compat
-from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import BACKWARD, FORWARD, Trait, has
 from mpjax.planner.analytic._divided_weights import NOT_DIVIDED, DividedWeights
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.planner.analytic._schedule import Peak, StoredOperation, delayed, greedy
+from mpjax.products import fp8_dot_general_p
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import numpy as np
 from mpjax import formats
 from mpjax._render.plain_text import bytes_text
 from mpjax._types import JaxprEqn
-from mpjax.fp8._dot_general import fp8_dot_general_p
 from mpjax.jaxpr import Trait, dtype_of, has, layer_pattern, shape_of
 from mpjax.planner._results import KernelGroup, ProductGroup
 from mpjax.planner._targets import Target
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
+from mpjax.products import fp8_dot_general_p
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
 # Padding by more than this share of a weight costs more than it wins.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.fp8 import fp8_dot_general
+from mpjax.products import fp8_dot_general
 from tests.fp8._reference import (
   AMD,
   E4M3,

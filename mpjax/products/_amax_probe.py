@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import Array
 from mpjax.fp8._scaling import amax_of
 from mpjax.jaxpr import PrimitiveFacts, register
+from mpjax.products._lowering import lower_as
 
 LHS, RHS, GRADIENT, NOTHING = range(4)
 
@@ -135,7 +136,7 @@ def _register() -> None:
   for primitive in (observe_p, observe_linear_p):
     primitive.def_impl(first)
     primitive.def_abstract_eval(first)
-    mlir.register_lowering(primitive, lambda _, x, *__, **___: [x])
+    lower_as(primitive, first)
   ad.primitive_jvps[observe_p] = _observe_jvp
   ad.primitive_jvps[observe_linear_p] = _linear_jvp
   ad.primitive_transposes[observe_linear_p] = _linear_transpose
@@ -145,7 +146,7 @@ def _register() -> None:
   copies = lambda x, n: jnp.broadcast_to(x, (n, *x.shape))
   spread_p.def_impl(copies)
   spread_p.def_abstract_eval(lambda x, n: jax.core.ShapedArray((n, *x.shape), x.dtype))
-  mlir.register_lowering(spread_p, mlir.lower_fun(copies, multiple_results=False))
+  lower_as(spread_p, copies)
   ad.deflinear2(spread_p, lambda ct, _, n: [None if isinstance(ct, ad.Zero) else ct.max(0)])
   batching.primitive_batchers[spread_p] = _spread_batch
 

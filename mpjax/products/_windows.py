@@ -1,57 +1,15 @@
-"""Rules by shape: which products are worth FP8, and which convolutions are products."""
+"""Convolutions whose windows do not overlap, as products."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from mpjax._types import JaxprEqn
-from mpjax.fp8._recipe import Recipe
 from mpjax.jaxpr import shape_of
-
-
-class Sizes(NamedTuple):
-  """A product as [m, k] x [k, n], but for batch dimensions; a symbolic dimension is `None`."""
-
-  m: int | None
-  k: int | None
-  n: int | None
-
-
-def sizes_of(
-  lhs_shape: tuple[Any, ...], rhs_shape: tuple[Any, ...], dimension_numbers: jax.lax.DotDimensionNumbers
-) -> Sizes:
-  """Returns the sizes of a `dot_general`, its dimensions folded."""
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-
-  def folded(sizes: list[Any]) -> int | None:
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
-
-  return Sizes(
-    folded([size for i, size in enumerate(lhs_shape) if i not in (*lhs_contract, *lhs_batch)]),
-    folded([lhs_shape[i] for i in lhs_contract]),
-    folded([size for i, size in enumerate(rhs_shape) if i not in (*rhs_contract, *rhs_batch)]),
-  )
-
-
-def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
-  """Returns why a product of these sizes is not quantised; `None` if it is.
-
-  All three dimensions count: each is contracted in one of the forward and the two backward products.
-  """
-  named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
-  known = {name: size for name, size in named.items() if size is not None}
-  if len(known) < len(named):
-    return "a dimension is symbolic, so that it may be no multiple of 16"
-  shown = " x ".join(f"{name}={size}" for name, size in known.items())
-  odd = [name for name, size in known.items() if size % recipe.multiple]
-  if odd:
-    return f"{shown}: {', '.join(odd)} is no multiple of {recipe.multiple}"
-  if min(known.values()) < recipe.min_dim:
-    return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
-  return None
+from mpjax.products._eligibility import Sizes
 
 
 class Windows(NamedTuple):

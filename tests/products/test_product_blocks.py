@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpjax.fp8 import fp8_dot_general
+from mpjax.products import fp8_dot_general
 from tests.fp8._reference import (
   E4M3,
   E5M2,

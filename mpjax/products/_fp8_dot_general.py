@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -18,17 +18,19 @@ import numpy as np
 from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from mpjax import _compat
 from mpjax._types import DTypeLike
-from mpjax.fp8._amax_probe import batch_size, to_front
-from mpjax.fp8._recipe import BLOCK, Recipe, RecipeLike, parse_recipe
+from mpjax.fp8 import Recipe
+from mpjax.fp8._recipe import BLOCK, RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
+from mpjax.products._amax_probe import batch_size, to_front
+from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
+from mpjax.products._lowering import compute_by_platform
 
-Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -151,16 +153,6 @@ register(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("dimension_numbers", "spec"))
-def _compiled(*operands: Array, dimension_numbers: Dims, spec: Spec) -> Array:
-  return fp8_dot_general_p.bind(*operands, dimension_numbers=dimension_numbers, spec=spec)
-
-
-def _eager(*operands: Array, dimension_numbers: Dims, spec: Spec) -> Array:
-  with jax.disable_jit(False):  # or `_compiled` would end here again
-    return _compiled(*operands, dimension_numbers=dimension_numbers, spec=spec)
-
-
 def _abstract(
   lhs: ShapedArray, rhs: ShapedArray, *_: ShapedArray, dimension_numbers: Dims, spec: Spec
 ) -> ShapedArray:
@@ -256,39 +248,6 @@ def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
   return blocks.reshape(x.shape).astype(dtype)
 
 
-def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
-  """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
-  used = {*dims[0][side], *dims[1][side]}
-  return [i for i in range(ndim) if i not in used]
-
-
-def batched_dims(ndims: Sequence[int], axes: Sequence[int | None], dims: Dims) -> tuple[Dims, int]:
-  """Returns the dimensions of a product whose operands `vmap` maps over, and the mapped one of its result.
-
-  Args:
-    ndims: of the operands, the mapped dimension with the others.
-    axes: the mapped dimension of each; `None` for one that is not mapped.
-    dims: of the product of one member.
-  """
-
-  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
-
-  (lhs_axis, rhs_axis), (lhs_ndim, rhs_ndim) = axes, ndims
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
-  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
-  if lhs_axis is not None and rhs_axis is not None:
-    lhs_batch, rhs_batch, out_axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
-  elif lhs_axis is not None:
-    free = free_dims(lhs_ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
-    out_axis = len(lhs_batch) + free.index(lhs_axis)
-  else:
-    free = free_dims(rhs_ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
-    out_axis = lhs_ndim - len(lhs_contract) + free.index(cast(int, rhs_axis))
-  return ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), out_axis
-
-
 def jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
@@ -310,8 +269,7 @@ def jvp(
       spec, rhs_dtype=spec.gradient_dtype, given=(spec.given[0], False, spec.given[2]), saved=False
     )
     terms.append(bind(lhs, d_rhs, *scales, spec=of_rhs))
-  tangent = functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
-  return out, tangent
+  return out, sum_of_tangents(terms, out)
 
 
 def _saved(
@@ -340,13 +298,13 @@ def _transpose(
   if isinstance(ct, ad.Zero):
     return [None, None, *nothing]
   of_lhs = isinstance(lhs, ad.UndefinedPrimal)
-  lhs_ndim, rhs_ndim = (x.aval.ndim if isinstance(x, ad.UndefinedPrimal) else x.ndim for x in (lhs, rhs))
-  dims, permutation = _transposed(lhs_ndim, rhs_ndim, dimension_numbers, of_lhs)
+  like, other = (lhs.aval, rhs) if isinstance(lhs, ad.UndefinedPrimal) else (cast(Any, rhs).aval, lhs)
+  ndim = cast(Array, other).ndim
+  product = gradient_product(like, ndim, dimension_numbers, 1 - of_lhs, cotangent_first=of_lhs)
   # The gradient is the left operand for lhs and the right one for rhs, so that E4M3 and E5M2 always meet.
   operands = (ct, rhs) if of_lhs else (lhs, ct)
   first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
-  like = (lhs if of_lhs else rhs).aval
   backward = dataclasses.replace(
     spec,
     lhs_dtype=formats[0],
@@ -354,60 +312,44 @@ def _transpose(
     # Gradients of gradients are another thing than what has a history.
     given=(spec.given[first], spec.given[second], False),
     out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # of a master weight
-    out_sharding=_compat.permuted_sharding(like, permutation),
+    out_sharding=product.out_sharding,
   )
   out = fp8_dot_general_p.bind(
-    *operands, scales[first], scales[second], scales[2], dimension_numbers=dims, spec=backward
+    *operands, scales[first], scales[second], scales[2], dimension_numbers=product.dims, spec=backward
   )
-  out = jax.lax.convert_element_type(jax.lax.transpose(out, permutation), like.dtype)
+  out = product.in_layout(out)
   return [out, None, *nothing] if of_lhs else [None, out, *nothing]
 
 
-def _transposed(lhs_ndim: int, rhs_ndim: int, dims: Dims, of_lhs: bool) -> tuple[Dims, tuple[int, ...]]:
-  """Returns the product that gives an operand's gradient, and the permutation into the operand's layout."""
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-  n = len(lhs_batch)
-  lhs_free, rhs_free = free_dims(lhs_ndim, dims, 0), free_dims(rhs_ndim, dims, 1)
-  batch = tuple(range(n))
-  ct_lhs = tuple(range(n, n + len(lhs_free)))
-  ct_rhs = tuple(range(n + len(lhs_free), n + len(lhs_free) + len(rhs_free)))
-  if of_lhs:  # [batch, lhs free, contracted in the order of rhs]
-    new = ((ct_rhs, tuple(rhs_free)), (batch, rhs_batch))
-    by_rhs = [lhs_contract[i] for i in np.argsort(rhs_contract)]
-    layout = [*lhs_batch, *lhs_free, *by_rhs]
-  else:  # [batch, contracted in the order of lhs, rhs free]
-    new = ((tuple(lhs_free), ct_lhs), (lhs_batch, batch))
-    by_lhs = [rhs_contract[i] for i in np.argsort(lhs_contract)]
-    layout = [*rhs_batch, *by_lhs, *rhs_free]
-  return new, tuple(int(i) for i in np.argsort(layout))
-
-
 def _batch(
-  operands: Sequence[Array], axes: Sequence[int | None], *, dimension_numbers: Dims, spec: Spec
-) -> tuple[Array, int]:
+  axis_data: Any,
+  operands: Sequence[Array],
+  axes: Sequence[int | None],
+  *,
+  dimension_numbers: Dims,
+  spec: Spec,
+) -> tuple[Array, int | None]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
-  size = batch_size(operands, axes)
-  ranked = any(scale.ndim for scale in scales)
-  if ranked or any(axis is not None for axis in scale_axes):  # each member has its scales
+  mapped = any(axis is not None for axis in axes)
+  if mapped and any(scale.ndim or axis is not None for scale, axis in zip(scales, scale_axes, strict=True)):
+    size = batch_size(operands, axes)  # each member has its scales
     lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
     scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
-  dims, out_axis = batched_dims((lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers)
-  return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), out_axis
+  dims, axis, sharding = batched_product(
+    (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
+  )
+  spec = dataclasses.replace(spec, out_sharding=sharding)
+  return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis
 
 
-def _lower(units: DTypeLike | None) -> Callable[..., Any]:
-  return mlir.lower_fun(functools.partial(_compute, units=units), multiple_results=False)
-
-
-fp8_dot_general_p.def_impl(_eager)
+# XLA for CPU has no bfloat16 kernel for some layouts.
+_UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None}
+compute_by_platform(
+  fp8_dot_general_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}
+)
 fp8_dot_general_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_dot_general_p] = jvp
 ad.primitive_transposes[fp8_dot_general_p] = _transpose
-batching.primitive_batchers[fp8_dot_general_p] = _batch
-mlir.register_lowering(fp8_dot_general_p, _lower(jnp.bfloat16))
-# XLA has no bfloat16 kernel for some layouts there.
-mlir.register_lowering(fp8_dot_general_p, _lower(jnp.float32), platform="cpu")
-for _platform in ("cuda", "rocm"):
-  mlir.register_lowering(fp8_dot_general_p, _lower(None), platform=_platform)
+batching.fancy_primitive_batchers[fp8_dot_general_p] = _batch

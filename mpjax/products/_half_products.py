@@ -22,14 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 
 from mpjax import _compat
 from mpjax._types import Array, ClosedJaxpr, JaxprEqn
-from mpjax.casting._kinds import FLOAT32
-from mpjax.fp8._dot_general import Dims, batched_dims, fp8_dot_general_p, free_dims
-from mpjax.jaxpr import register_as
+from mpjax.jaxpr import interpret, register_as
+from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
+from mpjax.products._fp8_dot_general import fp8_dot_general_p
+from mpjax.products._lowering import compute_by_platform
+
+FLOAT32 = np.dtype(np.float32)
 
 # Operands: lhs, rhs, and an original for each side (0, 1) in the parameter `originals`. A lhs or rhs in
 # float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent is float32.
@@ -139,16 +142,6 @@ def _abstract(
   return _compat.product_type(_PLAIN[own], lhs, rhs, **params)
 
 
-@functools.partial(jax.jit, static_argnames=("own", "parameters"))
-def _compiled(own: Primitive, *operands: Array, parameters: tuple[tuple[str, Any], ...]) -> Array:
-  return own.bind(*operands, **dict(parameters))
-
-
-def _eager(own: Primitive, *operands: Array, **parameters: Any) -> Array:
-  with jax.disable_jit(False):  # or `_compiled` would end here again
-    return _compiled(own, *operands, parameters=tuple(parameters.items()))
-
-
 def _jvp(
   own: Primitive,
   primals: Sequence[Array],
@@ -166,7 +159,7 @@ def _jvp(
     if not isinstance(tangent, ad.Zero):
       operands = (tangent, values[1]) if side == 0 else (values[0], tangent)
       terms.append(own.bind(*operands, originals=(), **parameters))
-  return out, functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
+  return out, sum_of_tangents(terms, out)
 
 
 def _transpose(
@@ -196,21 +189,10 @@ def _dot_gradient(
   ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
 ) -> Array:
   """Returns the cotangent of an operand by the product and transpose that JAX's rule has."""
-  dims: Dims = parameters["dimension_numbers"]
-  (x_contract, y_contract), (x_batch, y_batch) = ((pair[side], pair[1 - side]) for pair in dims)
-  x_free = free_dims(x.aval.ndim, dims, side)
-  y_free = free_dims(y.ndim, dims, 1 - side)
-  n = len(x_batch)
-  first = n + len(x_free) * (side == 0)
-  ct_of_y = tuple(range(first, first + len(y_free)))
-  layout = [*x_batch, *x_free, *(x_contract[i] for i in np.argsort(y_contract))]
-  permutation = tuple(int(i) for i in np.argsort(layout))
-  changes = {
-    "dimension_numbers": ((ct_of_y, tuple(y_free)), (tuple(range(n)), y_batch)),
-    "out_sharding": _compat.permuted_sharding(x.aval, permutation),
-  }
+  product = gradient_product(x.aval, y.ndim, parameters["dimension_numbers"], side, cotangent_first=True)
+  changes = {"dimension_numbers": product.dims, "out_sharding": product.out_sharding}
   out = half_dot_general_p.bind(ct, y, originals=(), **{**parameters, **changes})
-  return jax.lax.convert_element_type(jax.lax.transpose(out, permutation), x.aval.dtype)
+  return product.in_layout(out)
 
 
 def _conv_gradient(
@@ -236,16 +218,14 @@ def _with_own_convs(closed: ClosedJaxpr, operands: list[list[Array]], originals:
     operands: lhs and rhs; each with its original behind it, if there is one.
     originals: as of the convolution.
   """
-  values: dict[Any, list[Array]] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-  for equation in closed.jaxpr.eqns:
-    copies = [values[v] for v in equation.invars]
-    if equation.primitive is jax.lax.conv_general_dilated_p:
-      flat = [c[0] for c in copies] + [copies[side][1] for side in originals]
-      made = [half_conv_p.bind(*flat, originals=originals, **equation.params)]
-    else:
-      made = [_compat.bind(equation, [x])[0] for x in copies[0]]
-    values[equation.outvars[0]] = made
-  return values[closed.jaxpr.outvars[0]][0]
+
+  def rule(equation: JaxprEqn, values: list[list[Array]]) -> list[list[Array]]:
+    if equation.primitive is not jax.lax.conv_general_dilated_p:
+      return [[_compat.bind(equation, [x])[0] for x in values[0]]]
+    flat = [x[0] for x in values] + [values[side][1] for side in originals]
+    return [[half_conv_p.bind(*flat, originals=originals, **equation.params)]]
+
+  return interpret(closed, operands, rule)[0][0]
 
 
 def _batch_dot(
@@ -259,13 +239,10 @@ def _batch_dot(
   **parameters: Any,
 ) -> tuple[Array, int | None]:
   operands, axes = _with_axes_alike(operands, axes, originals)
-  parameters["originals"] = originals
-  if axes[0] is None and axes[1] is None:  # a rule that takes `axis_data` is called for these, too
-    parameters |= {"dimension_numbers": dimension_numbers, "out_sharding": out_sharding}
-    return half_dot_general_p.bind(*operands, **parameters), None
-  dims, axis = batched_dims((operands[0].ndim, operands[1].ndim), axes[:2], dimension_numbers)
-  sharding = _compat.batched_sharding(out_sharding, axis_data, axis)
-  return half_dot_general_p.bind(*operands, dimension_numbers=dims, out_sharding=sharding, **parameters), axis
+  ndims = (operands[0].ndim, operands[1].ndim)
+  dims, axis, sharding = batched_product(ndims, axes[:2], dimension_numbers, out_sharding, axis_data)
+  parameters |= {"originals": originals, "dimension_numbers": dims, "out_sharding": sharding}
+  return half_dot_general_p.bind(*operands, **parameters), axis
 
 
 def _batch_conv(
@@ -296,14 +273,11 @@ def _with_axes_alike(
   return values, found
 
 
-_LOWERINGS = {None: _bind_plain, "cpu": _bind_on_cpu, "cuda": _bind_on_gpu, "rocm": _bind_on_gpu}
+_BY_PLATFORM = {None: _bind_plain, "cpu": _bind_on_cpu, "cuda": _bind_on_gpu, "rocm": _bind_on_gpu}
 for _own in _PLAIN:
-  _own.def_impl(functools.partial(_eager, _own))
+  compute_by_platform(_own, {name: functools.partial(bind, _own) for name, bind in _BY_PLATFORM.items()})
   _own.def_abstract_eval(functools.partial(_abstract, _own))
   ad.primitive_jvps[_own] = functools.partial(_jvp, _own)
   ad.primitive_transposes[_own] = functools.partial(_transpose, _own)
-  for _platform, _lowered in _LOWERINGS.items():
-    _rule = mlir.lower_fun(functools.partial(_lowered, _own), multiple_results=False)
-    mlir.register_lowering(_own, _rule, platform=_platform)
 batching.fancy_primitive_batchers[half_dot_general_p] = _batch_dot
 batching.primitive_batchers[half_conv_p] = _batch_conv

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.fp8 import fp8_dot_general
+from mpjax.products import fp8_dot_general
 from tests.fp8._reference import (
   AMD,
   E4M3,

@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from mpjax._types import JaxprEqn
-from mpjax.fp8._dot_general import Dims, Spec, fp8_dot_general_p, jvp, spec_of
-from mpjax.fp8._recipe import Recipe
+from mpjax.fp8 import Recipe
 from mpjax.fp8._scaling import amax_of, quantise, scale_of
+from mpjax.products._dimensions import Dims
+from mpjax.products._fp8_dot_general import Spec, fp8_dot_general_p, jvp, spec_of
 
 
 def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:

@@ -1,0 +1,53 @@
+"""Matrix products of few bits: primitives, dimensions, batching, transposes, and lowering by platform.
+
+`_half_products.py` has those of half-precision operands, `_fp8_dot_general.py` those of FP8 operands,
+`_dimensions.py` what both share, and `_lowering.py` alone knows compilers. What an FP8 product is scaled by
+is in `mpjax/fp8/`; which product is which, in `mpjax/casting/`.
+"""
+
+from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
+from mpjax.products._codes import InFp8, in_fp8, multiply_codes, product, takes_codes
+from mpjax.products._dimensions import Dims
+from mpjax.products._eligibility import Sizes, sizes_of, unfit
+from mpjax.products._fp8_dot_general import Spec, fp8_dot_general, fp8_dot_general_p
+from mpjax.products._half_products import (
+  as_product,
+  bind_product,
+  half_conv_p,
+  half_dot_general_p,
+  has_own_gradients,
+)
+from mpjax.products._lowering import lower_as
+from mpjax.products._windows import Windows, conv_operands, conv_result, conv_sizes, windows_of
+
+__all__ = [
+  "GRADIENT",
+  "LHS",
+  "NOTHING",
+  "RHS",
+  "Dims",
+  "InFp8",
+  "Sizes",
+  "Spec",
+  "Windows",
+  "as_product",
+  "bind_product",
+  "conv_operands",
+  "conv_result",
+  "conv_sizes",
+  "fp8_dot_general",
+  "fp8_dot_general_p",
+  "half_conv_p",
+  "half_dot_general_p",
+  "has_own_gradients",
+  "in_fp8",
+  "lower_as",
+  "multiply_codes",
+  "observe",
+  "product",
+  "sizes_of",
+  "spread",
+  "takes_codes",
+  "unfit",
+  "windows_of",
+]

@@ -1,0 +1,128 @@
+"""Dimensions of a product, of the product that `vmap` makes of it, and of those of its gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.interpreters import ad
+from jax.sharding import NamedSharding
+
+from mpjax import _compat
+from mpjax._types import Array
+
+Dims: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def free_dims(ndim: int, dims: Dims, side: int) -> list[int]:
+  """Returns the dimensions of the lhs (side 0) or rhs (1) that are neither contracted nor batch."""
+  used = {*dims[0][side], *dims[1][side]}
+  return [i for i in range(ndim) if i not in used]
+
+
+class BatchedProduct(NamedTuple):
+  """A product whose operands `vmap` maps over.
+
+  Attributes:
+    dims: its dimensions.
+    axis: the mapped dimension of its result; `None` where no operand is mapped.
+    out_sharding: of its result; `None` without explicit axes.
+  """
+
+  dims: Dims
+  axis: int | None
+  out_sharding: NamedSharding | None
+
+
+def batched_product(
+  ndims: Sequence[int],
+  axes: Sequence[int | None],
+  dims: Dims,
+  out_sharding: NamedSharding | None,
+  axis_data: Any,
+) -> BatchedProduct:
+  """Returns the product whose operands `vmap` maps over.
+
+  Args:
+    ndims: of the operands, the mapped dimension with the others.
+    axes: the mapped dimension of each; `None` for one that is not mapped.
+    dims: of the product of one member.
+    out_sharding: of the result of one member.
+    axis_data: as a batching rule has it, which is called also where nothing is mapped.
+  """
+
+  def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    return dims if axis is None else tuple(i + (i >= axis) for i in dims)
+
+  (lhs_axis, rhs_axis), (lhs_ndim, rhs_ndim) = axes, ndims
+  if lhs_axis is None and rhs_axis is None:
+    return BatchedProduct(dims, None, out_sharding)
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+  lhs_contract, lhs_batch = moved(lhs_contract, lhs_axis), moved(lhs_batch, lhs_axis)
+  rhs_contract, rhs_batch = moved(rhs_contract, rhs_axis), moved(rhs_batch, rhs_axis)
+  if lhs_axis is not None and rhs_axis is not None:
+    lhs_batch, rhs_batch, axis = (lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch), 0
+  elif lhs_axis is not None:
+    free = free_dims(lhs_ndim, ((lhs_contract, ()), (lhs_batch, ())), 0)
+    axis = len(lhs_batch) + free.index(lhs_axis)
+  else:
+    free = free_dims(rhs_ndim, ((rhs_contract, ()), (rhs_batch, ())), 0)
+    axis = lhs_ndim - len(lhs_contract) + free.index(cast(int, rhs_axis))
+  sharding = _compat.batched_sharding(out_sharding, axis_data, axis)
+  return BatchedProduct(((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), axis, sharding)
+
+
+class GradientProduct(NamedTuple):
+  """The product that gives an operand's gradient: its dimensions, and the way into the operand's layout.
+
+  Attributes:
+    dims: of the cotangent and the other operand.
+    permutation: from the product's result to the operand.
+    out_sharding: of the product's result; `None` without explicit axes.
+    operand: the operand's type.
+  """
+
+  dims: Dims
+  permutation: tuple[int, ...]
+  out_sharding: NamedSharding | None
+  operand: ShapedArray
+
+  def in_layout(self, out: Array) -> Array:
+    """Returns the product's result as the operand's gradient."""
+    return jax.lax.convert_element_type(jax.lax.transpose(out, self.permutation), self.operand.dtype)
+
+
+def gradient_product(
+  operand: ShapedArray, other_ndim: int, dims: Dims, side: int, *, cotangent_first: bool
+) -> GradientProduct:
+  """Returns the product for the gradient of one operand of a product, as JAX's own rule has it.
+
+  Args:
+    operand: the type of the operand.
+    other_ndim: the number of dimensions of the other operand.
+    dims: of the product.
+    side: 0 if the operand is the lhs, 1 if it is the rhs.
+    cotangent_first: whether the cotangent is the lhs of the gradient's product, or the rhs.
+  """
+  (contract, other_contract), (batch, other_batch) = ((pair[side], pair[1 - side]) for pair in dims)
+  free, other_free = free_dims(operand.ndim, dims, side), free_dims(other_ndim, dims, 1 - side)
+  n = len(batch)
+  first = n + len(free) * (side == 0)
+  contracted = (tuple(range(first, first + len(other_free))), tuple(other_free))
+  batches = (tuple(range(n)), other_batch)
+  layout = [*batch, *free, *(contract[i] for i in np.argsort(other_contract))]
+  if not cotangent_first:
+    contracted, batches = contracted[::-1], batches[::-1]
+    layout = [*batch, *layout[n + len(free) :], *free]
+  permutation = tuple(int(i) for i in np.argsort(layout))
+  sharding = _compat.permuted_sharding(operand, permutation)
+  return GradientProduct((contracted, batches), permutation, sharding, operand)
+
+
+def sum_of_tangents(terms: Sequence[Array], out: Array) -> Array | ad.Zero:
+  """Returns the tangent of a product's result, of a term for each operand that has a tangent."""
+  return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))
