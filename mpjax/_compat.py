@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,36 +43,6 @@ def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
   """
   modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "jax"]
   return any(value is primitive for module in modules for value in list(vars(module).values()))
-
-
-# Kernels that JAX ships, by the innermost name that leads all callers to them; tokamax's public functions,
-# which ask for the precision of what they are given.
-_KERNELS = {
-  "jax._src.nn.functions": ("cudnn_dot_product_attention",),
-  "jax.experimental.pallas.ops.tpu.flash_attention": ("_flash_attention",),
-  "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel": ("_splash_attention_custom",),
-  "jax.experimental.pallas.ops.tpu.paged_attention": ("paged_attention",),
-  "jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel": ("paged_attention",),
-  "jax.experimental.pallas.ops.tpu.ragged_paged_attention": ("ragged_paged_attention",),
-  "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel": ("ragged_paged_attention",),
-  "jax.experimental.pallas.ops.gpu.attention": ("mha",),
-  "jax.experimental.pallas.ops.gpu.attention_mgpu": ("attention",),
-  "jax.experimental.pallas.ops.gpu.decode_attention": ("mqa", "gqa"),
-  "jax.experimental.pallas.ops.gpu.paged_attention": ("paged_attention",),
-  "jax.experimental.pallas.ops.gpu.layer_norm": ("layer_norm",),
-  "jax.experimental.pallas.ops.gpu.rms_norm": ("rms_norm",),
-  "tokamax": ("dot_product_attention", "gated_linear_unit", "ragged_dot", "ragged_dot_general", "layer_norm"),
-}
-
-
-def shipped_kernels() -> Iterator[tuple[types.ModuleType, str]]:
-  """Yields (module, name) of the kernels that JAX and tokamax ship, in modules that have been imported.
-
-  Waits for a way to register with JAX how a function runs under a transformation of dtypes.
-  """
-  for path, names in _KERNELS.items():
-    module = sys.modules.get(path)
-    yield from ((module, name) for name in names if module is not None and hasattr(module, name))
 
 
 def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:

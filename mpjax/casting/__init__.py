@@ -11,6 +11,7 @@ from mpjax.casting._explain_text import print_explanations
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._half_precision import half_precision
+from mpjax.casting._kernels import register_kernel
 from mpjax.casting._op_lists import OpLists
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
   "half_precision",
   "init_fp8_state",
   "print_explanations",
+  "register_kernel",
 ]

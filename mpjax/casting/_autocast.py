@@ -13,6 +13,7 @@ from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import execute
 from mpjax.casting._fp8_products import warn_of
 from mpjax.casting._half_precision import NO_REGIONS, tracing
+from mpjax.casting._kernels import warn_of_kernels
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION
@@ -81,6 +82,7 @@ def autocast(
 
   Warns:
     PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype;
+      for a kernel that stays in float32, with the line that changes it;
       without a policy on a GPU, which makes it `fp16`, whose loss scale autocast cannot apply; and by
       `mpjax.value_and_grad` of it, if the policy scales the loss and the optimiser's state has no loss scale.
   """
@@ -113,6 +115,7 @@ def autocast(
       traced = Traced(fun, args, kwargs, rules.overrides)
       plan = traced.plan(rules, resolved)
       rules.check_all_matched(plan.fp8_paths())
+      warn_of_kernels(plan)
       results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
       return traced.finish(results, resolved)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn
+from mpjax.casting import _kernels
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
   FLOAT32,
@@ -69,10 +70,16 @@ class Case:
     """The lists of what is in its bodies."""
     return self.body.rules.inside(self.equation, self.half)
 
+  @functools.cached_property
+  def kernel(self) -> _kernels.InHalf | None:
+    """How it runs in half precision as a registered kernel, if it is one."""
+    return _kernels.in_half(self.equation, self.body.how, self.half)
+
   @property
   def has_product(self) -> bool:
     """Whether a matrix product, or a region, which stands for one, is in its bodies."""
-    return "allow" in self.lists or self.body.rules.has_region(self.equation)
+    runs_in_half = self.body.rules.has_region(self.equation) or _kernels.has_registered(self.equation)
+    return "allow" in self.lists or runs_in_half
 
   @property
   def is_whole(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Decision:
     fp8: if it is an FP8 product, how.
     recipe: of a product, the FP8 recipe that decided whether it is one; `None` for none.
     site: under delayed FP8 scaling, the name of its history.
+    kernel: of a registered kernel, what runs it in half precision.
   """
 
   equation: JaxprEqn
@@ -64,6 +65,7 @@ class Decision:
   fp8: Fp8Product | None = None
   recipe: Recipe | None = None
   site: str | None = None
+  kernel: Callable[..., Any] | None = None
 
   @property
   def name(self) -> str:

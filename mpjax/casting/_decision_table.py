@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpjax.casting import _fp8_products
+from mpjax.casting import _fp8_products, _kernels
 from mpjax.casting._case import Case
 from mpjax.casting._cast_plan import Call, Decision, Mode
 from mpjax.casting._higher_order import RULES
@@ -47,6 +47,7 @@ class Outcome(NamedTuple):
   listed: str = ""
   call: Call | None = None
   fp8: _fp8_products.Fp8Decision | None = None
+  kernel: Callable[..., Any] | None = None
 
 
 def _enters_region(case: Case) -> bool:
@@ -73,6 +74,11 @@ def _leaves_region(case: Case) -> bool:
 def _out_of_region(case: Case) -> Outcome:
   outs = case.all_in_half(Kind.HALF)
   return Outcome(Mode.EACH, "it leaves a half_precision region", outs, "opaque")
+
+
+def _kernel(case: Case) -> Outcome:
+  run, outs = cast(_kernels.InHalf, case.kernel)
+  return Outcome(Mode.KEEP, "a registered kernel", outs, "opaque", kernel=run)
 
 
 def _enter(case: Case) -> Outcome:
@@ -160,6 +166,7 @@ ROWS = (
   Row("region entered", "a cast where a half_precision region begins", _enters_region, _into_region),
   Row("region left", "a cast where a half_precision region ends", _leaves_region, _out_of_region),
   Row("region", "inside a half_precision region", lambda c: c.in_region, _keep(IN_REGION, "opaque")),
+  Row("registered kernel", "a kernel of `register_kernel`", lambda c: c.kernel is not None, _kernel),
   Row(
     "call without floats",
     "a call that neither reads float32 nor has a product inside",
@@ -285,12 +292,23 @@ def decision_of(case: Case, clips: bool) -> Decision:
   `clips` says whether results outside of the half dtype's range may be clipped where they are rounded.
   """
   row = next(row for row in ROWS if row.holds(case))
-  mode, why, outs, listed, call, fp8 = row.outcome(case)
+  mode, why, outs, listed, call, fp8, kernel = row.outcome(case)
   if not clips:
     outs = tuple(held._replace(wide=False) for held in outs)
-  decided = (fp8.fp8, fp8.recipe, fp8.site) if fp8 is not None else (None, None, None)
   return Decision(
-    case.equation, case.path, listed or case.listed, mode, case.half, why, row.rule, outs, call, *decided
+    equation=case.equation,
+    path=case.path,
+    listed=listed or case.listed,
+    mode=mode,
+    half=case.half,
+    why=why,
+    rule=row.rule,
+    outs=outs,
+    call=call,
+    fp8=fp8.fp8 if fp8 else None,
+    recipe=fp8.recipe if fp8 else None,
+    site=fp8.site if fp8 else None,
+    kernel=kernel,
   )
 
 

@@ -19,6 +19,7 @@ from mpjax.casting._explain_text import explanations_text, sections_of
 from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation, ExplainedProgram
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
+from mpjax.casting._kernels import runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
@@ -135,7 +136,7 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
         _walk(inner, times * length, explanation)
     else:
       within = list(_inside(node, node.equation, node.path, times))
-      if not has(node.equation, Trait.KERNEL):
+      if node.kernel is None and not has(node.equation, Trait.KERNEL):
         explanation.rows.append(_row(node, plan, times, island_of.get(node), made))
       explanation.rows += within
 
@@ -166,22 +167,23 @@ def _row(
 
 def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[ExplainedOperation]:
   """Yields a row for each kernel of an equation that is carried out as one, and each product in it."""
-  kernel = has(equation, Trait.KERNEL)
+  kernel = node.kernel is not None or has(equation, Trait.KERNEL)
   for body in () if kernel else bodies_of(equation):  # a kernel's is of one block
     for each in open_jaxpr(body).eqns:
       yield from _inside(node, each, inside(path, marked_path(each)), times * times_run(equation))
   if not kernel and (equation is node.equation or not has(equation, Trait.PRODUCT)):
     return
   floats = [v for v in (*equation.invars, *equation.outvars) if is_float(v.aval)]
-  operands = tuple(dict.fromkeys(str(dtype_of(a)) for a in equation.invars if is_float(a.aval)))
+  dtypes = zip(equation.invars, node.reads if node.kernel else map(dtype_of, equation.invars), strict=True)
+  operands = tuple(dict.fromkeys(str(dtype or dtype_of(a)) for a, dtype in dtypes if is_float(a.aval)))
   if equation.primitive is fp8_dot_general_p:
     operands = (str(equation.params["spec"].lhs_dtype),)
   narrow = [dtype for dtype in operands if np.dtype(dtype).itemsize < 4]
-  why = "a kernel: it stays in the dtypes of the program" if kernel else node.why
+  why = "a kernel: it stays in the dtypes of the program" if kernel and node.kernel is None else node.why
   if in_region(path):
     why = f"a {'kernel' if kernel else 'product'} in a half-precision region"
-  elif kernel and operands and not narrow and node.half is not None:
-    why = "a kernel that runs in float32: wrap it in mpjax.half_precision"
+  elif node.kernel is None and node.half is not None and runs_in_float32(equation, path):
+    why = f"a kernel that runs in float32: {way_out(equation)}"
   yield ExplainedOperation(
     path=without_marks(path),
     primitive=_name(equation),

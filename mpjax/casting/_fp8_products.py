@@ -39,8 +39,8 @@ from mpjax.products import (
   windows_of,
 )
 
-# A warning of `warn_of` names the user's line, and before Python 3.12, where that takes the stack, its own.
-_AT_THE_USER: dict[str, Any] = (
+# A warning with these names the user's line, and before Python 3.12, where that takes the stack, its own.
+AT_THE_USER: dict[str, Any] = (
   {
     "skip_file_prefixes": tuple(
       str(pathlib.Path(str(m.__file__)).parent) for m in (jax, sys.modules["mpjax"])
@@ -153,7 +153,7 @@ def warn_of(recipes: set[Recipe], compute_dtype: str) -> None:
         f"the policy asks for FP8 products and {lack}: they run in {compute_dtype} instead. For the numbers "
         "of FP8 without its speed, put emulate: true into the policy's fp8 mapping",
         UserWarning,
-        **_AT_THE_USER,
+        **AT_THE_USER,
       )
 
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax import _compat
 from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, PyTree
 from mpjax.casting._kinds import castable
 from mpjax.casting._nnx_modules import Modules, with_module_argument
@@ -65,7 +64,7 @@ class Regions:
     self.others = others
     self.instead = instead
     self.trace = None if others is None else next(_traces)
-    self._key = (usual, instead, len(_replaced), self.trace)
+    self._key = (usual, instead, self.trace)
     self._numbers = itertools.count()
 
   def __hash__(self) -> int:
@@ -82,7 +81,6 @@ class Regions:
     return self.others.get(number, self.usual), region_scope(f"{self.trace}.{number}")
 
 
-_replaced: set[int] = set()  # the kernels of JAX that are regions by now
 NO_REGIONS = Regions(_FLOAT32)
 # While autocast traces, what regions compute in.
 tracing = jax.make_user_context(default_value=NO_REGIONS)
@@ -199,12 +197,9 @@ def trace(make: Callable[[], ClosedJaxpr], overrides: Overrides | None) -> Close
   if overrides is None or known == [_FLOAT32]:
     with tracing(NO_REGIONS if tracing.value.instead is None else tracing.value):
       return make()
-  _replace_kernels()
   usual = next(found for found in known if found.half is not None)
   with tracing(Regions(usual)):
     closed = make()
-  if _replace_kernels():  # of modules that the function has imported itself
-    return trace(make, overrides)
   if known == [InRegion(usual.half)]:
     return closed
   if all(found == usual for _, found in _regions(closed, overrides, "")):
@@ -240,54 +235,3 @@ def _regions(jaxpr: AnyJaxpr, overrides: Overrides, path: str) -> Iterator[tuple
       continue
     for body in bodies_of(equation):
       yield from _regions(body, overrides, own)
-
-
-class _KernelOfJax(jax.custom_vjp):
-  """A kernel with a derivative rule that JAX ships, as a region; the object stays the one that users hold."""
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return half_precision(super().__call__)(*args, **kwargs)
-
-
-class _FunctionOfJax:
-  """A kernel without a derivative rule that JAX ships, as a region; all else is the function's."""
-
-  def __init__(self, kernel: Callable[..., Any]):
-    functools.update_wrapper(self, kernel)
-    self._region = half_precision(kernel)
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    # The scales of what is quantised stay float32.
-    quantised = any(_is(x, np.int8) for x in jax.tree.leaves((args, kwargs)))
-    return (self.__wrapped__ if quantised else self._region)(*args, **kwargs)
-
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith("__"):
-      raise AttributeError(name)
-    return getattr(self.__wrapped__, name)
-
-
-def _replace_kernels() -> bool:
-  """Makes regions of JAX's kernels whose modules have been imported; returns whether there were new ones."""
-  before = len(_replaced)
-  for module, name in _compat.shipped_kernels():
-    kernel = getattr(module, name)
-    if type(kernel) is jax.custom_vjp and kernel.fwd is not None and kernel.bwd is not None:
-      kernel.fwd, kernel.bwd = _apart(kernel.fwd), _apart(kernel.bwd)
-      kernel.__class__ = _KernelOfJax
-      _replaced.add(id(kernel))
-    elif not isinstance(kernel, (_KernelOfJax, _FunctionOfJax)):
-      setattr(module, name, _FunctionOfJax(kernel))
-      _replaced.add(id(kernel))
-  return len(_replaced) > before
-
-
-def _apart(rule: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a derivative rule that may call its own kernel again, in the dtypes that the rule is given."""
-
-  @functools.wraps(rule)
-  def call(*args: Any, **kwargs: Any) -> Any:
-    with tracing(NO_REGIONS):
-      return rule(*args, **kwargs)
-
-  return call

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import types
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from mpjax._types import PyTree
+from mpjax._types import LossFunction, PyTree
 from mpjax.policy import Policy
 from mpjax.step import TrainStep, make_train_step
 
@@ -21,26 +23,25 @@ T = TypeVar("T")
 # Entries kept with one step or loss function; the one that was longest unused goes first.
 _MOST = 16
 _PLACE, _ROOT = "_mpjax_inspections", "_mpjax_inspected_from"
+_steps: weakref.WeakKeyDictionary[LossFunction, collections.OrderedDict[Hashable, TrainStep]]
+_steps = weakref.WeakKeyDictionary()
 
 
-def kept(owner: TrainStep | Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
+def kept(step: TrainStep, key: Hashable, make: Callable[[], T]) -> T:
   """Returns what was made for a key before, or makes it.
 
-  It lies in the owner's own attributes and goes when the owner goes, although it refers to it: a table of
+  It lies in the step's own attributes and goes when the step goes, although it refers to it: a table of
   weak references would keep both for ever.
 
   Args:
-    owner: a step, a function or a `functools.partial`; of anything else nothing is kept.
-    key: what the result depends on besides the owner.
+    step: whose it is.
+    key: what the result depends on besides the step.
     make: makes it.
   """
-  if not isinstance(owner, (TrainStep, types.FunctionType, functools.partial)):
-    return make()
-  # `functools.wraps` copies attributes to another function.
-  whose, there = vars(owner).get(_PLACE, (None, None))
-  if whose is not owner or there is None:
-    there = collections.OrderedDict()
-    vars(owner)[_PLACE] = (owner, there)
+  return _made_once(vars(step).setdefault(_PLACE, collections.OrderedDict()), key, make)
+
+
+def _made_once(there: collections.OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
   if key not in there:
     there[key] = make()
   there.move_to_end(key)
@@ -49,13 +50,27 @@ def kept(owner: TrainStep | Callable[..., Any], key: Hashable, make: Callable[[]
   return there[key]
 
 
-def step_for(
-  loss_fn: Callable[..., Any], tx: optax.GradientTransformation | None, policy: Policy
-) -> TrainStep:
+def step_for(loss_fn: LossFunction, tx: optax.GradientTransformation | None, policy: Policy) -> TrainStep:
   """Returns the step of a loss function, an optimiser (or none) and a policy."""
-  make = lambda: make_train_step(loss_fn, optax.identity() if tx is None else tx, policy)
-  key = ("step", tx, policy)
-  return kept(loss_fn, key, make) if _is_hashable(key) else make()
+  optimizer = optax.identity() if tx is None else tx
+  key = (tx, policy)
+  if not isinstance(loss_fn, (types.FunctionType, functools.partial)) or not _is_hashable(key):
+    return make_train_step(loss_fn, optimizer, policy)
+  there = _steps.setdefault(loss_fn, collections.OrderedDict())
+  return _made_once(there, key, lambda: make_train_step(_weakly(loss_fn), optimizer, policy))
+
+
+def _weakly(fun: LossFunction) -> LossFunction:
+  """Returns a function that calls another, and does not keep it alive."""
+  reference = weakref.ref(fun)
+
+  def call(*args: Any, **kwargs: Any) -> Any:
+    return reference()(*args, **kwargs)  # type: ignore[misc]  # its caller has the function
+
+  functools.update_wrapper(call, fun)
+  del call.__wrapped__  # type: ignore[attr-defined]
+  call.__signature__ = inspect.signature(fun)  # type: ignore[attr-defined]
+  return call
 
 
 def step_under(step: TrainStep, policy: Policy) -> TrainStep:

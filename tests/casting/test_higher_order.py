@@ -242,6 +242,7 @@ FOREIGN = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:the kernel doubling runs in float32:mpjax.PrecisionWarning")
 def test_foreign_code_gets_the_dtypes_of_the_users_program():
   for name, (fun, want) in FOREIGN.items():
     for policy in HALF:

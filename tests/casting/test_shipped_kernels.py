@@ -1,6 +1,9 @@
-"""The kernels that JAX ships run in half precision under autocast, without a word from the user."""
+"""Kernels that JAX and tokamax ship run in half precision under autocast by a line of the user's."""
 
 import functools
+import re
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -23,8 +26,8 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore", DeprecationWarning)  # in JAX 0.12 they are on their way to another package
   from jax.experimental.pallas.ops.gpu import attention as gpu_attention
   from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm
-  from jax.experimental.pallas.ops.gpu.attention import mha
 
+half = mpjax.half_precision
 LENGTH, HEADS, SIZE = 256, 2, 128
 X = normal(1, LENGTH, HEADS * SIZE)
 W = {name: normal(HEADS * SIZE, HEADS * SIZE, seed=i, scale=1 / 16) for i, name in enumerate("qkvo", 1)}
@@ -49,20 +52,21 @@ def by_heads(f):
 def splash(q, k, v):
   mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((LENGTH, LENGTH))] * HEADS)
   kernel = splash_attention_kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
-  return jax.vmap(kernel)(q / SIZE**0.5, k, v)
+  return jax.vmap(half(kernel))(q / SIZE**0.5, k, v)
 
 
 BLOCKS = gpu_attention.BlockSizes(
   block_q=64, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64
 )
-on_gpu = functools.partial(mha, segment_ids=None, causal=True, interpret=True, block_sizes=BLOCKS)
+on_gpu = functools.partial(
+  half(gpu_attention.mha), segment_ids=None, causal=True, interpret=True, block_sizes=BLOCKS
+)
 LOSSES = {
   "flash attention for TPU": loss_with(
-    by_heads(lambda q, k, v: flash_attention.flash_attention(q, k, v, causal=True))
+    by_heads(lambda q, k, v: half(flash_attention.flash_attention)(q, k, v, causal=True))
   ),
   "splash attention for TPU": loss_with(by_heads(splash)),
-  "attention for GPU, imported before": loss_with(on_gpu),
-  "attention for GPU": loss_with(functools.partial(gpu_attention.mha, **on_gpu.keywords)),
+  "attention for GPU": loss_with(on_gpu),
 }
 ORDERS = {
   "grad of autocast": lambda f, policy: jax.grad(mpjax.autocast(f, policy)),
@@ -99,35 +103,38 @@ def test_its_gradients():
 @pytest.mark.parametrize("norm", [rms_norm.rms_norm, layer_norm.layer_norm], ids=["rms_norm", "layer_norm"])
 def test_norms(norm):
   def loss(w, x):
-    return jnp.sum(norm(x @ w["q"], ones(HEADS * SIZE), 0 * ones(HEADS * SIZE), interpret=True) @ w["o"])
+    return jnp.sum(
+      half(norm)(x @ w["q"], ones(HEADS * SIZE), 0 * ones(HEADS * SIZE), interpret=True) @ w["o"]
+    )
 
   [dtypes] = kernels(mpjax.autocast(loss, "bf16"), W, X)
   assert set(dtypes) == {jnp.dtype("bfloat16")}
 
 
-def test_paged_attention_but_for_quantised_pages():
+def test_paged_attention():
   q, pages = ones((1, 2, 128)), ones((2, 4, 16, 128))
-  quantised = paged_attention.quantization_utils.quantize_to_int8(pages)
 
   def attend(q, pages):
     lengths, indices = np.ones(1, np.int32), np.zeros((1, 4), np.int32)
-    return paged_attention.paged_attention(q, pages, pages, lengths, indices, pages_per_compute_block=4)
+    return half(paged_attention.paged_attention)(q, pages, pages, lengths, indices, pages_per_compute_block=4)
 
   [dtypes] = kernels(mpjax.autocast(attend, "bf16"), q, pages)
   assert dtypes.count("bfloat16") >= 2  # the kernel widens queries itself
-  assert kernels(mpjax.autocast(attend, "bf16"), q, quantised) == kernels(attend, q, quantised)
 
 
 def test_ragged_paged_attention():
   def attend(q, pages):
     whole = functools.partial(np.full, dtype=np.int32)
-    return ragged_paged_attention.ragged_paged_attention(
+    return half(ragged_paged_attention.ragged_paged_attention)(
       q, pages, whole(2, 16), whole((2, 4), 0), np.array([0, 8, 16], np.int32), whole(1, 2),
       num_kv_pages_per_block=2, num_queries_per_block=8,
     )  # fmt: skip
 
   [dtypes] = kernels(mpjax.autocast(attend, "bf16"), ones((16, 4, 128)), ones((8, 16, 4, 128)))
   assert set(dtypes) == {jnp.dtype("bfloat16")}
+
+
+FUSED = half(jax.nn.dot_product_attention)
 
 
 def refuses_float32(query, key, value, *args, mask_type=MaskType.NO_MASK, **kwargs):
@@ -141,9 +148,7 @@ def refuses_float32(query, key, value, *args, mask_type=MaskType.NO_MASK, **kwar
 
 def test_cudnns_attention_is_no_longer_refused(monkeypatch):
   monkeypatch.setattr(jax._src.nn.functions, "cudnn_dot_product_attention", refuses_float32)
-  loss, plain = (
-    loss_with(functools.partial(jax.nn.dot_product_attention, implementation=how)) for how in ("cudnn", "xla")
-  )
+  loss, plain = (loss_with(functools.partial(FUSED, implementation=how)) for how in ("cudnn", "xla"))
   with pytest.raises(ValueError, match="must be fp16 or bf16"):
     jax.eval_shape(loss, W, X)
   functions = [order(loss, "bf16") for order in ORDERS.values()] + [ORDERS["grad of autocast"](loss, "fp16")]
@@ -160,12 +165,34 @@ def test_the_built_in_models_take_it(monkeypatch):
   near(nnx.jit(nnx.grad(mpjax.autocast(loss, "bf16")))(fused), nnx.jit(nnx.grad(loss))(plain), 0.1)
 
 
-def test_without_autocast_they_are_as_they_were():
-  jax.eval_shape(mpjax.autocast(lambda x: x @ x, "bf16"), ones((2, 2)))
-  q, blocks = ones((1, 64, 1, 32)), gpu_attention.BlockSizes(block_q=64, block_k=64)
-  attend = lambda q: (on_gpu(q, q, q, block_sizes=blocks), jax.nn.dot_product_attention(q, q, q))
-  assert [x.dtype for x in jax.eval_shape(attend, q)] == [np.float32, np.float32]
-  assert "bf16" not in str(jax.make_jaxpr(attend)(q))
+def test_without_the_line_autocast_and_explain_say_it():
+  attend = by_heads(lambda q, k, v: flash_attention.flash_attention(q, k, v, causal=True))
+  line = "flash_attention = mpjax.half_precision(flash_attention)"
+  for order in ORDERS.values():
+    with pytest.warns(mpjax.PrecisionWarning, match=re.escape(line)):
+      found = kernels(order(loss_with(attend), "bf16"), W, X)
+    assert {dtype for dtypes in found for dtype in dtypes} == {jnp.dtype("float32")}
+  explained = mpjax.explain(jax.grad(loss_with(attend)), "bf16")(W, X)
+  rows = [row for row in explained.rows if row.operands]
+  assert len(rows) == 3
+  assert all(line in row.why for row in rows)
+
+
+def test_autocast_sets_no_attribute_of_a_library():
+  program = """
+import jax, mpjax
+from jax.experimental.pallas.ops.tpu import flash_attention
+held = [m for name, m in sys.modules.items() if name.partition(".")[0] == "jax"]
+before = [(m, dict(vars(m))) for m in held]
+classes = [type(x) for _, own in before for x in own.values()]
+jax.eval_shape(mpjax.autocast(lambda x: x @ x, "bf16"), jax.ShapeDtypeStruct((4, 4), "float32"))
+for m, own in before:
+  changed = [name for name, x in own.items() if vars(m).get(name) is not x]
+  assert not changed, (m, changed)
+assert classes == [type(x) for _, own in before for x in own.values()]
+"""
+  done = subprocess.run([sys.executable, "-W", "ignore", "-c", "import sys" + program], check=False)
+  assert done.returncode == 0
 
 
 def test_explain_shows_each_kernel_and_its_dtypes():
@@ -205,11 +232,11 @@ def test_explain_warns_of_kernels_in_float32():
 
 TOKAMAX = {
   "attention": lambda tokamax: loss_with(
-    functools.partial(tokamax.dot_product_attention, is_causal=True, implementation="xla")
+    functools.partial(half(tokamax.dot_product_attention), is_causal=True, implementation="xla")
   ),
   "gated linear unit": lambda tokamax: (
     lambda w, x: jnp.mean(
-      tokamax.gated_linear_unit(
+      half(tokamax.gated_linear_unit)(
         x, jnp.stack([w["q"], w["k"]], 1), activation=jax.nn.silu, implementation="xla"
       )
       @ w["o"]
@@ -246,7 +273,7 @@ def cudnn_is_here() -> bool:
 @pytest.mark.parametrize(("policy", "half"), [("bf16", "bf16"), ("fp16", "f16")])
 @pytest.mark.parametrize("order", ORDERS)
 def test_cudnns_attention_in_a_program_for_gpus(order, policy, half):
-  loss = loss_with(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+  loss = loss_with(functools.partial(FUSED, implementation="cudnn"))
   text = jax.jit(ORDERS[order](loss, policy)).trace(W, X).lower(lowering_platforms=("cuda",)).as_text()
   calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
   assert any("Backward" in line for line in calls)

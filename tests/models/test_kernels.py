@@ -1,4 +1,4 @@
-"""A decoder whose attention is a kernel: its operands are half precision, and so `explain` says."""
+"""A decoder whose attention is a kernel in a region: its operands are half precision, and so `explain` says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore", DeprecationWarning)  # in JAX 0.12 they are on their way to another package
   from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
+half = mpjax.half_precision
 LENGTH, HEADS = 128, 4
 
 
@@ -26,20 +27,20 @@ def by_heads(f):
 
 
 def flash(q, k, v):
-  return flash_attention.flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5)
+  return half(flash_attention.flash_attention)(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5)
 
 
 def splash(q, k, v):
   mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((LENGTH, LENGTH))] * HEADS)
   kernel = splash_attention_kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
-  return jax.vmap(kernel)(q * q.shape[-1] ** -0.5, k, v)
+  return jax.vmap(half(kernel))(q * q.shape[-1] ** -0.5, k, v)
 
 
 def on_gpu(q, k, v, **rest):
   names = ("block_q", "block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
   sizes = gpu_attention.BlockSizes(**dict.fromkeys(names, 64))
   options = {"segment_ids": None, "causal": True, "interpret": True, "block_sizes": sizes}
-  return gpu_attention.mha(q, k, v, sm_scale=q.shape[-1] ** -0.5, **options)
+  return half(gpu_attention.mha)(q, k, v, sm_scale=q.shape[-1] ** -0.5, **options)
 
 
 def fused(q, k, v, **rest):
@@ -69,17 +70,17 @@ def outside(jaxpr):
 )
 def test_a_kernel_in_a_decoder_has_half_precision_operands(name, policy):
   of = decoder(LENGTH, 512, attention_fn=ATTENTION[name][0])
-  half = {"bf16": "bfloat16", "fp16": "float16"}[policy]
+  narrow = {"bf16": "bfloat16", "fp16": "float16"}[policy]
   args = (of.params, of.batch, jax.random.key(0))
   explained = mpjax.explain(jax.value_and_grad(of.loss), policy)(*args)
   kernels = [row for row in explained.rows if row.operands]
   assert len(kernels) == ATTENTION[name][1]
-  assert {row.after for row in kernels} <= {half}
+  assert {row.after for row in kernels} <= {narrow}
   assert ("Kernels" in str(explained)) == bool(kernels)
-  assert {row.after for row in explained.rows if row.flops and row.list == "allow"} == {half}
+  assert {row.after for row in explained.rows if row.flops and row.list == "allow"} == {narrow}
   equations = list(outside(jax.make_jaxpr(jax.grad(mpjax.autocast(of.loss, policy)))(*args).jaxpr))
   inputs = [[str(v.aval.dtype) for v in e.invars] for e in equations if e.primitive.name == "pallas_call"]
   assert len(inputs) == len(kernels)
-  assert all(dtypes.count(half) >= 2 for dtypes in inputs)
+  assert all(dtypes.count(narrow) >= 2 for dtypes in inputs)
   short = {"bf16": "bf16 bf16", "fp16": "f16 f16"}[policy]
   assert {multiplied(e) for e in equations if is_matrix_product(e)} == {short}

@@ -14,7 +14,7 @@ W, X = S((512, 512), F32), S((2, 1024, 512), F32)
 
 def attend(w, x):
   q = (x @ w).reshape(2, 1024, 4, 128).swapaxes(1, 2)
-  return flash_attention(q, q, q, causal=True).astype(jnp.float32).sum()
+  return mpjax.half_precision(flash_attention)(q, q, q, causal=True).astype(jnp.float32).sum()
 
 
 def plan_of(fun, *args):
