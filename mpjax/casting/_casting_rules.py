@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from jax.extend.core import Primitive
 
-from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike, Var
+from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
+  Backward,
+  Calls,
+  Facts,
   Trait,
-  alignment,
   at_region_edge,
   bodies_of,
   call_kind,
@@ -23,7 +25,6 @@ from mpjax.jaxpr import (
   in_region,
   marked_path,
   open_jaxpr,
-  variables_of,
 )
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy
@@ -53,7 +54,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  _feeding: dict[Jaxpr, set[Var]] = dataclasses.field(default_factory=dict)
+  _feeding: dict[Jaxpr, Facts[bool]] = dataclasses.field(default_factory=dict)
   _with_region: dict[Jaxpr, bool] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
@@ -143,25 +144,31 @@ class CastingRules:
       self._with_region[body] = any(in_region(marked_path(e)) or self.has_region(e) for e in body.eqns)
     return self._with_region[body]
 
-  def feeding(self, jaxpr: AnyJaxpr) -> set[Var]:
-    """Returns the variables of a jaxpr that a matrix product reads, directly or by views."""
+  def feeding(self, jaxpr: AnyJaxpr) -> Facts[bool]:
+    """Returns of each variable of a jaxpr whether a matrix product reads it, directly or by views."""
     body = open_jaxpr(jaxpr)
     if body not in self._feeding:
-      found: set[Var] = set()
-      for equation in reversed(body.eqns):
-        kind = self.list_of(equation.primitive)
-        passes_on = has(equation, Trait.PASSES_ON)
-        product = kind == "allow" or at_region_edge(marked_path(equation))
-        if product or (passes_on and any(v in found for v in equation.outvars)):
-          found.update(v for v in variables_of(equation.invars) if castable(v.aval))
-        elif kind == "call":
-          for inner, indices in alignment(equation):
-            within = self.feeding(inner)
-            pairs = zip(open_jaxpr(inner).invars, indices, strict=True)
-            operands = (equation.invars[i] for v, i in pairs if v in within)
-            found.update(v for v in variables_of(operands) if castable(v.aval))
-      self._feeding[body] = found
+      self._feeding[body] = _Feeding(self).solve(body, [False] * len(body.outvars))
     return self._feeding[body]
+
+
+class _Feeding(Backward[bool]):
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+
+  def start(self, atom: Atom) -> bool:
+    return False
+
+  def join(self, a: bool, b: bool) -> bool:
+    return a or b
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))
+
+  def transfer(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> list[bool]:
+    product = self._rules.list_of(equation.primitive) == "allow" or at_region_edge(marked_path(equation))
+    feeds = product or (has(equation, Trait.PASSES_ON) and any(results))
+    return [feeds and castable(atom.aval) for atom in equation.invars]
 
 
 def require_recompute(recompute: str) -> str:

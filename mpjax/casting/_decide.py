@@ -115,7 +115,7 @@ class Body:
 
   def feeds_product(self, atom: Atom) -> bool:
     """Returns whether a matrix product reads this variable."""
-    return is_variable(atom) and atom in self._feeding
+    return self._feeding[atom]
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable meets others in an equation.
@@ -216,11 +216,11 @@ class Bodies:
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
     place, kind = self.outside.place, call_kind(self.equation)
-    roles = None
+    roles, i = None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
-      roles = place.roles.inner.get(id(self.equation), {}).get(id(open_jaxpr(jaxpr)))
+      roles = place.roles.inside(self.equation, i)
     if gradients is None:
-      flow = place.gradients.inside(self.equation, jaxpr) or WeightGradients.leaving(jaxpr)
+      flow = place.gradients.inside(self.equation, i) or WeightGradients.leaving(jaxpr)
     else:
       flow = WeightGradients(jaxpr, gradients, depth=1)
     p = self.equation.params
@@ -237,6 +237,12 @@ class Bodies:
   def carry_setting(self, i: int) -> str | None:
     """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""
     return self.outside.rules.overrides.loop_carry_at(inside(self.path, f"carry_{i}"))
+
+
+def _number(jaxpr: AnyJaxpr, equation: JaxprEqn) -> int:
+  """Returns which body of a call a jaxpr is; -1 for the program of a derivative rule."""
+  bodies = list(map(open_jaxpr, bodies_of(equation)))
+  return bodies.index(open_jaxpr(jaxpr)) if open_jaxpr(jaxpr) in bodies else -1
 
 
 def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:

@@ -120,7 +120,7 @@ def _quantised(case: Case, half: Outcome) -> Outcome:
   if recipe is None:
     return half
   roles = case.body.place.roles
-  role = roles.products.get(id(case.equation)) if roles else None
+  role = roles.product(case.equation) if roles else None
   decision = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
   return half._replace(why=decision.why, fp8=decision)
 

@@ -69,8 +69,7 @@ def stores_gradient(
   if not has(made.equation, Trait.PRODUCT) or made.mode is not Mode.HALF or made.fp8 is not None:
     return False
   (result,) = made.equation.outvars
-  head = result in roles.scored and result not in roles.reaching
-  if not head or any(size(v) > size(result) for v in _activations(made, held)):
+  if not roles.is_head(result) or any(size(v) > size(result) for v in _activations(made, held)):
     return False
   return rules.computes_again(made.path) and _is_by_element(result, decisions[i + 1 :], jaxpr, held, rules)
 

@@ -173,6 +173,8 @@ class _Grouping:
     self.rules = rules
     self.place = place
     self.roles = place.roles
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    self.arguments = {v for v in inputs if place.roles is not None and place.roles.is_argument(v)}
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
     self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
@@ -205,8 +207,7 @@ class _Grouping:
     again = _is_product(node) or self.rules.may_recompute(node.equation)  # a product's result is saved
     if not again or not self.rules.computes_again(node.path):
       return None
-    arguments = self.roles.arguments if self.roles is not None else set()
-    return making_operands_again(node, copies, arguments, self.held)
+    return making_operands_again(node, copies, self.arguments, self.held)
 
   def _finished(self, island: Island, copies: Copies) -> Island:
     """Returns an island with what is copied into it, fenced off and saved in FP8."""
@@ -228,16 +229,15 @@ class _Grouping:
       readers = {i for v in made for i, _ in self.readers.get(v, ())}
       made = [v for v in made if v in self.jaxpr.outvars]
       made += [v for i in readers for v in self.nodes[i].equation.outvars]
-    return any(v in self.roles.reaching for v in made)
+    return any(map(self.roles.reaches_product, made))
 
   def _followed(self, variables: Iterable[Var]) -> bool:
     """Returns whether a matrix product comes after some variables, anywhere in the whole program, or may."""
-    return self.roles is None or any(v in self.roles.followed for v in variables)
+    return self.roles is None or any(map(self.roles.is_followed, variables))
 
   def _is_head(self, variable: Var) -> bool:
     """Returns whether a scalar result, a loss, is made of a variable with no matrix product between."""
-    roles = self.roles
-    return roles is not None and variable in roles.scored and variable not in roles.reaching
+    return self.roles is not None and self.roles.is_head(variable)
 
   def _groups(self) -> list[list[int]]:
     """Returns connected equations of one level, and the products that read them.

@@ -1,13 +1,15 @@
-"""Facts about jaxprs, the same for whoever asks: primitives, scopes, bodies, walks, derivative rules."""
+"""Facts about jaxprs, the same for whoever asks: primitives, scopes, bodies, flow, derivative rules."""
 
 from mpjax.jaxpr import _primitive_table as _primitive_table
 from mpjax.jaxpr._alike_paths import layer_pattern, merged_path
 from mpjax.jaxpr._bodies import (
+  CallBody,
+  CallLayout,
   ScanParts,
   WhileParts,
-  alignment,
   as_function,
   bodies_of,
+  call_layout,
   constants_of,
   default_branch,
   dtype_of,
@@ -24,6 +26,15 @@ from mpjax.jaxpr._bodies import (
 )
 from mpjax.jaxpr._derivatives import custom_jvp_rule, custom_vjp_rules
 from mpjax.jaxpr._flops import flops, taps
+from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, outputs_of
+from mpjax.jaxpr._interpret import (
+  Rule,
+  bind_again,
+  closure_as_argument,
+  interpret,
+  into_bodies,
+  last_reads,
+)
 from mpjax.jaxpr._primitives import (
   LISTS,
   UNKNOWN,
@@ -64,7 +75,6 @@ from mpjax.jaxpr._scopes import (
   transform_place,
   without_marks,
 )
-from mpjax.jaxpr._walk import bind_again, closure_as_argument, inputs_read, interpret, last_reads, live
 
 __all__ = [
   "BACKWARD",
@@ -76,12 +86,18 @@ __all__ = [
   "OUTPUT",
   "REGION_EDGE",
   "UNKNOWN",
+  "Backward",
+  "CallBody",
   "CallKind",
+  "CallLayout",
+  "Calls",
+  "Facts",
+  "Forward",
   "PrimitiveFacts",
+  "Rule",
   "ScanParts",
   "Trait",
   "WhileParts",
-  "alignment",
   "as_function",
   "as_traced",
   "at_region_edge",
@@ -89,6 +105,7 @@ __all__ = [
   "bind_again",
   "bodies_of",
   "call_kind",
+  "call_layout",
   "closure_as_argument",
   "constants_of",
   "custom_jvp_rule",
@@ -102,6 +119,7 @@ __all__ = [
   "inputs_read",
   "inside",
   "interpret",
+  "into_bodies",
   "is_library",
   "is_recomputed",
   "is_variable",
@@ -114,6 +132,7 @@ __all__ = [
   "module_path",
   "open_jaxpr",
   "operation_name",
+  "outputs_of",
   "parse_scopes",
   "phase_of",
   "region_mark",

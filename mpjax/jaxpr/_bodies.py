@@ -61,17 +61,58 @@ def bodies_of(equation: JaxprEqn) -> list[AnyJaxpr]:
   return found
 
 
-def alignment(equation: JaxprEqn) -> list[tuple[AnyJaxpr, list[int]]]:
-  """Each body of a higher-order equation, with the operand that each of its inputs is."""
+class CallBody(NamedTuple):
+  """A body of a call.
+
+  Attributes:
+    jaxpr: the body.
+    operands: for each of its inputs, which operand of the call it is.
+    decides: whether its output says if a `while` goes on; the outputs of others are the call's results.
+  """
+
+  jaxpr: AnyJaxpr
+  operands: list[int]
+  decides: bool = False
+
+
+class CallLayout(NamedTuple):
+  """What the operands and results of a call are to its bodies.
+
+  Attributes:
+    bodies: in the order in which they stand in the equation's parameters.
+    carry: the operands that go round a loop, and leave it as the first results.
+    rows: the operands of which each step of a `scan` reads a row, as its results after the carry are
+      collected; `None` for another call.
+    choice: the operand that says which body runs; `None` where all do.
+  """
+
+  bodies: list[CallBody]
+  carry: range = range(0)
+  rows: range | None = None
+  choice: int | None = None
+
+
+def call_layout(equation: JaxprEqn) -> CallLayout:
+  """Returns the layout of a higher-order equation; without bodies where they are not known."""
   kind, n = call_kind(equation), len(equation.invars)
   if kind is CallKind.WHILE:
     condition, body, first, second = while_parts(equation)
-    rest = list(range(first + second, n))
-    return [(condition, [*range(first), *rest]), (body, [*range(first, first + second), *rest])]
+    carry = range(first + second, n)
+    around = [*range(first, n)]
+    return CallLayout([CallBody(condition, [*range(first), *carry], True), CallBody(body, around)], carry)
   if kind is CallKind.COND:
-    return [(branch, list(range(1, n))) for branch in equation.params["branches"]]
-  found = bodies_of(equation)[:1]
-  return [(body, list(range(n))) for body in found if len(open_jaxpr(body).invars) == n]
+    operands = [*range(1, n)]
+    return CallLayout([CallBody(branch, operands) for branch in equation.params["branches"]], choice=0)
+  found = [body for body in bodies_of(equation)[:1] if _fits(open_jaxpr(body), equation)]
+  bodies = [CallBody(body, [*range(n)]) for body in found]
+  if kind is CallKind.SCAN:
+    k, length, _ = scan_parts(equation)
+    return CallLayout(bodies, range(k, k + length), range(k + length, n))
+  return CallLayout(bodies)
+
+
+def _fits(body: Jaxpr, equation: JaxprEqn) -> bool:
+  return len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
 
 
 def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:

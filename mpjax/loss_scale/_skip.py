@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,19 +16,9 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, ArrayLike, Bool, PyTree, Shaped
 
 from mpjax import _compat
-from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from mpjax._types import Atom, ClosedJaxpr, JaxprEqn, Var
 from mpjax.dtypes import at_least_float32, cast_like
-from mpjax.jaxpr import (
-  CallKind,
-  alignment,
-  bind_again,
-  call_kind,
-  dtype_of,
-  inputs_read,
-  interpret,
-  is_variable,
-  open_jaxpr,
-)
+from mpjax.jaxpr import Calls, Forward, bind_again, dtype_of, inputs_read, interpret, is_variable
 from mpjax.loss_scale._finite import all_finite, is_inexact
 
 State = TypeVar("State")
@@ -225,7 +216,8 @@ class _Traced:
       if after == needed:
         break
       needed = after
-    reads, moves = iter(inputs), (not flag for flag in _zeros(jaxpr))
+    content = _Contents().solve(jaxpr, [_Content.ANYTHING] * len(jaxpr.invars)).outputs
+    reads, moves = iter(inputs), (x is not _Content.ZEROS for x in content)
     of_updates = self.others[: self.updates.num_leaves]
     return Flow(
       [is_array(leaf) and next(reads) for leaf in jax.tree.leaves(gradients)],
@@ -255,24 +247,31 @@ def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -
   return found[0] if found else None
 
 
-def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool] = ()) -> list[bool]:
-  """Returns for each output of a jaxpr whether it is zeros whatever the inputs are, given which are zeros."""
-  zeros: set[Atom] = {v for v, flag in zip(jaxpr.invars, inputs, strict=False) if flag}
-  numbers: set[Atom] = set()  # finite, since they were integers
-  is_zero = lambda v: v in zeros if is_variable(v) else v.aval.size > 0 and not np.any(v.val)
-  for equation in jaxpr.eqns:
-    flags = [is_zero(v) for v in equation.invars]
-    if call_kind(equation) in (CallKind.JIT, CallKind.INLINE, CallKind.COND):
-      of_bodies = [_zeros(open_jaxpr(body), [flags[i] for i in at]) for body, at in alignment(equation)]
-      made = [all(each) for each in zip(*of_bodies, strict=True)]
-      zeros.update(v for v, flag in zip(equation.outvars, made, strict=False) if flag)
-    elif equation.primitive in _KEEPS_ZEROS and any(flags):
-      known = all(v in zeros or v in numbers for v in equation.invars if is_variable(v))
-      zeros.update(equation.outvars if known else ())
+class _Content(enum.IntEnum):
+  """What a value holds whatever the inputs are; of two that it may be, the later is true."""
+
+  ZEROS = 0
+  FINITE = 1  # a literal, or what was an integer
+  ANYTHING = 2
+
+
+class _Contents(Forward[_Content]):
+  def start(self, atom: Atom) -> _Content:
+    if is_variable(atom) or not np.isfinite(atom.val).all():
+      return _Content.ANYTHING
+    return _Content.FINITE if np.any(atom.val) or not np.size(atom.val) else _Content.ZEROS
+
+  def join(self, a: _Content, b: _Content) -> _Content:
+    return max(a, b)
+
+  def transfer(self, equation: JaxprEqn, operands: list[_Content], calls: Calls) -> list[_Content]:
+    made = _Content.ANYTHING
+    if equation.primitive in _KEEPS_ZEROS and _Content.ZEROS in operands:
+      made = _Content.ZEROS if max(operands) < _Content.ANYTHING else made
     elif equation.primitive is jax.lax.convert_element_type_p:
-      whole = not jnp.issubdtype(dtype_of(equation.invars[0]), jnp.inexact)
-      numbers.update(equation.outvars if whole else ())
-  return [is_zero(v) for v in jaxpr.outvars]
+      is_whole = not jnp.issubdtype(dtype_of(equation.invars[0]), jnp.inexact)
+      made = _Content.FINITE if is_whole else made
+    return [made] * len(equation.outvars)
 
 
 def _trace(

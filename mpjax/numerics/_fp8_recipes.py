@@ -17,12 +17,14 @@ from mpjax._types import Array, JaxprEqn, PolicyLike, PyTree
 from mpjax.fp8._recipe import BLOCK
 from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import (
+  Rule,
   bind_again,
   bodies_of,
   call_kind,
   dtype_of,
   inside,
   interpret,
+  into_bodies,
   module_path,
   open_jaxpr,
   shape_of,
@@ -31,7 +33,6 @@ from mpjax.jaxpr import (
 from mpjax.numerics._batches import listed
 from mpjax.numerics._inspection import step_of
 from mpjax.numerics._instrumented_step import differentiated, reference_state, reference_step
-from mpjax.numerics._random_rounding import Rule, into_bodies
 from mpjax.products import conv_operands, conv_result, windows_of
 
 FORMATS = {"E4M3": np.dtype(jnp.float8_e4m3fn), "E5M2": np.dtype(jnp.float8_e5m2)}

@@ -9,22 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from mpjax import _compat
-from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, JaxprEqn
-from mpjax.jaxpr import (
-  CallKind,
-  as_traced,
-  bind_again,
-  bodies_of,
-  call_kind,
-  default_branch,
-  interpret,
-  open_jaxpr,
-  scan_parts,
-  while_parts,
-)
+from mpjax._types import Array, JaxprEqn
+from mpjax.jaxpr import as_traced, bind_again, call_kind, interpret, into_bodies
 from mpjax.optim import stochastic_round
 
-Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _PRODUCTS = {"dot_general": jax.lax.dot_general_p, "conv_general_dilated": jax.lax.conv_general_dilated_p}
 # Operations of numbers on numbers, which have a float32 result where their operands are float32.
@@ -78,42 +66,6 @@ class _AtRandom:
     # steps of a loop are not rounded alike.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return stochastic_round(x, jax.random.fold_in(self._key, jnp.sum(bits, dtype=jnp.uint32)), dtype)
-
-
-def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
-  """Returns the results of a higher-order equation with `interpret`'s rule applied in its bodies.
-
-  Calls that run once are put in line; kernels, `shard_map`s and choices by platform are as they were.
-  """
-  kind = call_kind(equation)
-
-  def body(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
-    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
-    return lambda *operands: interpret(closed, list(operands), rule)
-
-  if kind is CallKind.SCAN:
-    k, n, options = scan_parts(equation)
-    inside = body(equation.params["jaxpr"])
-
-    def step(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
-      out = inside(*operands[:k], *carry, *xs)
-      return out[:n], out[n:]
-
-    carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
-    return [*carry, *ys]
-  if kind is CallKind.WHILE:
-    condition, again, first, second = while_parts(equation)
-    start = first + second
-    go_on = lambda carry: body(condition)(*operands[:first], *carry)[0]
-    return jax.lax.while_loop(
-      go_on, lambda carry: body(again)(*operands[first:start], *carry), operands[start:]
-    )
-  if kind is CallKind.COND and default_branch(equation) is None:
-    return jax.lax.switch(operands[0], [body(b) for b in equation.params["branches"]], *operands[1:])
-  bodies = bodies_of(equation)[:1]
-  if kind is not None and kind.runs_once and bodies and len(open_jaxpr(bodies[0]).invars) == len(operands):
-    return body(bodies[0])(*operands)
-  return bind_again(equation, operands)
 
 
 def _in_float32(equation: JaxprEqn, operands: Sequence[Any]) -> Array | None:

@@ -6,8 +6,8 @@ import jax
 import optax
 import optax.contrib
 
-from mpjax._types import Jaxpr, PyTree
-from mpjax.jaxpr import CallKind, alignment, call_kind, is_variable, open_jaxpr
+from mpjax._types import PyTree
+from mpjax.jaxpr import outputs_of
 
 # By state, the fields that are not moments, though an `init` of zeros does not show it.
 _FIELDS: dict[type, tuple[str, ...]] = {
@@ -16,7 +16,6 @@ _FIELDS: dict[type, tuple[str, ...]] = {
   optax.ScaleByLBFGSState: ("params", "updates"),  # of the last step, for the difference from this one's
   optax.contrib.DoGState: ("init_params",),  # in older versions of the first update, not of `init`
 }
-_CALLS = (CallKind.JIT, CallKind.INLINE, CallKind.REMAT, CallKind.COND)
 
 
 def is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:
@@ -37,7 +36,7 @@ def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> lis
     params: tree of parameters.
   """
   jaxpr = jax.make_jaxpr(inner.init)(params).jaxpr
-  return _depends(jaxpr, [True] * len(jaxpr.invars))
+  return outputs_of(jaxpr, [True] * len(jaxpr.invars))
 
 
 def _is_exact_field(state: PyTree) -> PyTree:
@@ -52,21 +51,3 @@ def _is_exact_field(state: PyTree) -> PyTree:
     return type(x)(*(whole(part) if name in fields else _is_exact_field(part) for name, part in parts))
 
   return jax.tree.map(node, state, is_leaf=lambda x: type(x) in _FIELDS)
-
-
-def _depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
-  """Returns of each output of a jaxpr whether it is computed of a marked input."""
-  marked = {v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
-  for equation in jaxpr.eqns:
-    flags = [is_variable(atom) and atom in marked for atom in equation.invars]
-    if not any(flags):
-      continue
-    outputs = [True] * len(equation.outvars)
-    kind = call_kind(equation)
-    if kind in _CALLS and not (kind is CallKind.COND and flags[0]):
-      bodies = [(open_jaxpr(body), [flags[i] for i in operands]) for body, operands in alignment(equation)]
-      found = [_depends(body, given) for body, given in bodies]
-      if found and all(len(each) == len(outputs) for each in found):
-        outputs = [any(each) for each in zip(*found, strict=True)]
-    marked.update(v for v, flag in zip(equation.outvars, outputs, strict=True) if flag)
-  return [is_variable(atom) and atom in marked for atom in jaxpr.outvars]

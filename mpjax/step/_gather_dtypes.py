@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import operator
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, Var
+from mpjax._types import AnyJaxpr, Array, Atom, JaxprEqn
 from mpjax.jaxpr import (
+  Backward,
   CallKind,
+  Calls,
   Trait,
-  alignment,
+  bodies_of,
   call_kind,
   custom_vjp_rules,
   dtype_of,
   has,
-  is_variable,
   open_jaxpr,
   shape_of,
   values_read,
 )
+
+Dtypes: TypeAlias = frozenset[np.dtype]
 
 
 def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
@@ -30,8 +37,8 @@ def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
     closed: a jaxpr.
     inputs: positions among its inputs.
   """
-  body = open_jaxpr(closed)
-  return [_single(_reads(body, body.invars[i])) for i in inputs]
+  found = _reads(closed)
+  return [next(iter(found[i])) if len(found[i]) == 1 else None for i in inputs]
 
 
 def only_multiplied(closed: AnyJaxpr, inputs: Sequence[int]) -> list[bool]:
@@ -41,79 +48,79 @@ def only_multiplied(closed: AnyJaxpr, inputs: Sequence[int]) -> list[bool]:
     closed: a jaxpr.
     inputs: positions among its inputs.
   """
-  body = open_jaxpr(closed)
-  return [_is_multiplied(body, body.invars[i]) for i in inputs]
+  others = [_Use.OTHER] * len(open_jaxpr(closed).outvars)
+  found = _Uses().solve(closed, others).inputs
+  return [found[i] is _Use.PRODUCT for i in inputs]
 
 
-def _is_multiplied(body: Jaxpr, start: Var) -> bool:
-  values, found = {start}, False
-  for equation in body.eqns:
-    read = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in values]
-    if not read:
-      continue
+class _Use(enum.Flag):
+  NONE = 0
+  PRODUCT = enum.auto()
+  OTHER = enum.auto()
+
+
+class _Uses(Backward[_Use]):
+  """What reads a value, or a view of it."""
+
+  def start(self, atom: Atom) -> _Use:
+    return _Use.NONE
+
+  def join(self, a: _Use, b: _Use) -> _Use:
+    return a | b
+
+  def enters(self, equation: JaxprEqn) -> bool:
     kind = call_kind(equation)
-    if kind is not None and kind.is_plain:
-      aligned = [(open_jaxpr(inner), operands) for inner, operands in alignment(equation)]
-      inside = [
-        (inner, inner.invars[operands.index(i)]) for i in read for inner, operands in aligned if i in operands
-      ]
-      if not inside or not all(_is_multiplied(*pair) for pair in inside):
-        return False
-      found = True
-    elif kind is None and has(equation, Trait.SAME_WEIGHT | Trait.ALIAS):
-      values.update(equation.outvars)
-    elif kind is None and has(equation, Trait.PRODUCT):
-      found = True
-    else:
-      return False
-  return found and not any(is_variable(a) and a in values for a in body.outvars)
+    return kind is not None and kind.is_plain
+
+  def transfer(self, equation: JaxprEqn, results: list[_Use], calls: Calls) -> list[_Use]:
+    use = _Use.OTHER
+    if call_kind(equation) is None and has(equation, Trait.SAME_WEIGHT | Trait.ALIAS):
+      use = functools.reduce(operator.or_, results)
+    elif call_kind(equation) is None and has(equation, Trait.PRODUCT):
+      use = _Use.PRODUCT
+    return [use] * len(equation.invars)
 
 
-def _single(reads: set[np.dtype]) -> np.dtype | None:
-  return next(iter(reads)) if len(reads) == 1 else None
+class _Reads(Backward[Dtypes]):
+  """The dtypes in which a value, or a view of it, is read; `in_rule`: in a rule of a `custom_vjp`."""
 
+  def __init__(self, in_rule: bool):
+    self._in_rule = in_rule
 
-def _reads(body: Jaxpr, start: Var, in_rule: bool = False) -> set[np.dtype]:
-  """Returns the dtypes in which a variable of a jaxpr, or of a forward rule, is used."""
-  values, found = {start}, set()
-  for equation in body.eqns:
-    read = [i for i, atom in enumerate(values_read(equation)) if is_variable(atom) and atom in values]
-    if not read:
-      continue
+  def start(self, atom: Atom) -> Dtypes:
+    return frozenset()
+
+  def join(self, a: Dtypes, b: Dtypes) -> Dtypes:
+    return a | b
+
+  def enters(self, equation: JaxprEqn) -> bool:
     kind = call_kind(equation)
+    if kind is CallKind.CUSTOM_VJP and not self._in_rule:
+      return False  # the backward rule reads what the forward one returns
+    return kind is not None and kind.is_plain  # of other rules the body is not the whole truth
+
+  def transfer(self, equation: JaxprEqn, results: list[Dtypes], calls: Calls) -> list[Dtypes]:
+    given = values_read(equation)
+    kept = [frozenset([dtype_of(a)]) for a in given]
     if equation.primitive is jax.lax.convert_element_type_p:
-      found.add(np.dtype(equation.params["new_dtype"]))
+      kept = [frozenset([np.dtype(equation.params["new_dtype"])])]
     elif has(equation, Trait.ALIAS) and len(equation.invars) == len(equation.outvars):
-      values.update(equation.outvars[i] for i in read)
+      kept = results
     elif has(equation, Trait.PASSES_ON) and len(equation.invars) == 1:
-      values.update(equation.outvars)
-    elif kind is CallKind.CUSTOM_VJP and not in_rule:  # the backward rule reads what the forward one returns
-      found |= _in_call(equation, read, in_rule) | _in_forward_rule(equation, read)
-    elif kind is not None and kind.is_plain:  # of other rules the body is not the whole truth
-      found |= _in_call(equation, read, in_rule)
-    else:
-      found.add(dtype_of(start))
-  if any(is_variable(atom) and atom in values for atom in body.outvars):
-    found.add(dtype_of(start))
-  return found
+      kept = [frozenset[np.dtype]().union(*results)]
+    elif call_kind(equation) is CallKind.CUSTOM_VJP and not self._in_rule:
+      body = self.solve(bodies_of(equation)[0], results).inputs
+      kept = list(map(self.join, body, _in_forward_rule(equation)))
+    return [*kept, *[frozenset[np.dtype]()] * (len(equation.invars) - len(given))]
 
 
-def _in_call(equation: JaxprEqn, read: Sequence[int], in_rule: bool) -> set[np.dtype]:
-  """Returns the dtypes in which the bodies of a call use some of its operands."""
-  aligned = alignment(equation)
-  found: set[np.dtype] = set()
-  for i in read:
-    bodies = [(body, operands.index(i)) for body, operands in aligned if i in operands]
-    if not bodies:
-      return {dtype_of(equation.invars[i])}
-    for body, position in bodies:
-      inner = open_jaxpr(body)
-      found |= _reads(inner, inner.invars[position], in_rule)
-  return found
+def _reads(closed: AnyJaxpr, in_rule: bool = False) -> list[Dtypes]:
+  outputs = [frozenset([dtype_of(atom)]) for atom in open_jaxpr(closed).outvars]
+  return _Reads(in_rule).solve(closed, outputs).inputs
 
 
-def _in_forward_rule(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
-  """Returns the dtypes in which the forward rule of a `custom_vjp` uses some of its operands."""
+def _in_forward_rule(equation: JaxprEqn) -> list[Dtypes]:
+  """Returns the dtypes in which the forward rule of a `custom_vjp` reads its operands."""
   forward, _ = custom_vjp_rules(equation)
 
   def flat(*operands: Array) -> list[Array]:
@@ -122,8 +129,7 @@ def _in_forward_rule(equation: JaxprEqn, read: Sequence[int]) -> set[np.dtype]:
 
   shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
   try:
-    rule = open_jaxpr(jax.make_jaxpr(flat)(*shapes))
+    rule = jax.make_jaxpr(flat)(*shapes)
   except NameError:  # of an axis, which a collective in the rule names
-    return {dtype_of(equation.invars[i]) for i in read}
-  # One that calls its own function again would have no end.
-  return set().union(*(_reads(rule, rule.invars[i], in_rule=True) for i in read))
+    return [frozenset([dtype_of(a)]) for a in equation.invars]
+  return _reads(rule, in_rule=True)  # one that calls its own function again would have no end

@@ -61,7 +61,7 @@ PROGRAMS = {
   "kept narrow by a rule of its own": (narrow_in_its_rule, "bfloat16"),
   "by the loss of a large vocabulary": (mpjax.autocast(head, "bf16"), "bfloat16"),
   "under a derivative": (
-    lambda w, x: jax.grad(lambda w: product(w, x).sum().astype(jnp.float32))(w),
+    lambda w, x: jax.grad(lambda w: jnp.square(product(w, x)).sum().astype(jnp.float32))(w),
     "bfloat16",
   ),
   "not at all": (lambda w, x: x, None),

@@ -1,71 +1,28 @@
-"""Walks over jaxprs: what of one is live, when a value is read last, and evaluating one again."""
+"""The one evaluator of jaxprs: with a rule for each equation, into bodies where the rule asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 
 from mpjax import _compat
-from mpjax._types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from mpjax.jaxpr._bodies import alignment, as_function, bodies_of, open_jaxpr, variables_of
+from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from mpjax.jaxpr._bodies import (
+  as_function,
+  bodies_of,
+  call_layout,
+  default_branch,
+  open_jaxpr,
+  scan_parts,
+  variables_of,
+  while_parts,
+)
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
 from mpjax.jaxpr._scopes import as_traced
 
-
-class Live(NamedTuple):
-  """The part of a jaxpr that matters.
-
-  Attributes:
-    equations: in the order of the program.
-    variables: those that are read, by the outputs or by these equations.
-  """
-
-  equations: list[JaxprEqn]
-  variables: set[Var]
-
-
-def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool = True) -> Live:
-  """What of a jaxpr its outputs need.
-
-  Args:
-    jaxpr: an open jaxpr.
-    outputs: which of its outputs; all by default.
-    effects: also keep equations that have an effect, and what they need.
-  """
-  chosen = outputs if outputs is not None else [True] * len(jaxpr.outvars)
-  read = set(variables_of(v for v, flag in zip(jaxpr.outvars, chosen, strict=True) if flag))
-  kept = []
-  for equation in reversed(jaxpr.eqns):
-    if (effects and equation.effects) or not read.isdisjoint(equation.outvars):
-      kept.append(equation)
-      read.update(variables_of(equation.invars))
-  return Live(kept[::-1], read)
-
-
-def inputs_read(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
-  """Returns which inputs of a jaxpr some of its outputs are computed of, also through `jit` and `cond`.
-
-  Args:
-    jaxpr: an open jaxpr.
-    outputs: which of its outputs.
-  """
-  read = set(variables_of(v for v, flag in zip(jaxpr.outvars, outputs, strict=True) if flag))
-  for equation in reversed(jaxpr.eqns):
-    flags = [v in read for v in equation.outvars]
-    if not any(flags):
-      continue
-    operands = equation.invars
-    kind = call_kind(equation)
-    bodies = alignment(equation) if kind in (CallKind.JIT, CallKind.INLINE, CallKind.COND) else []
-    if bodies:
-      chosen = {0} if kind is CallKind.COND else set()
-      for body, at in bodies:
-        chosen.update(i for i, flag in zip(at, inputs_read(open_jaxpr(body), flags), strict=True) if flag)
-      operands = [operands[i] for i in sorted(chosen)]
-    read.update(variables_of(operands))
-  return [v in read for v in jaxpr.invars]
+Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # (equation, operands) -> results
 
 
 def last_reads(steps: Sequence[Iterable[Atom]], results: Iterable[Atom]) -> list[list[Var]]:
@@ -85,9 +42,7 @@ def bind_again(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     return _compat.bind(equation, operands)
 
 
-def interpret(
-  closed: ClosedJaxpr, arguments: Sequence[Any], rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
-) -> list[Any]:
+def interpret(closed: ClosedJaxpr, arguments: Sequence[Any], rule: Rule) -> list[Any]:
   """Evaluates a closed jaxpr; every value is freed after its last read.
 
   Args:
@@ -109,6 +64,42 @@ def interpret(
       del environment[variable]
     environment |= zip(equation.outvars, rule(equation, operands), strict=True)
   return [read(atom) for atom in jaxpr.outvars]
+
+
+def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
+  """Returns the results of a higher-order equation with a rule applied in its bodies.
+
+  Calls that run once are put in line; kernels, `shard_map`s and choices by platform are as they were.
+  """
+  kind = call_kind(equation)
+
+  def body(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
+    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+    return lambda *operands: interpret(closed, list(operands), rule)
+
+  if kind is CallKind.SCAN:
+    k, n, options = scan_parts(equation)
+    inside = body(equation.params["jaxpr"])
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+      out = inside(*operands[:k], *carry, *xs)
+      return out[:n], out[n:]
+
+    carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
+    return [*carry, *ys]
+  if kind is CallKind.WHILE:
+    condition, again, first, second = while_parts(equation)
+    start = first + second
+    go_on = lambda carry: body(condition)(*operands[:first], *carry)[0]
+    return jax.lax.while_loop(
+      go_on, lambda carry: body(again)(*operands[first:start], *carry), operands[start:]
+    )
+  if kind is CallKind.COND and default_branch(equation) is None:
+    return jax.lax.switch(operands[0], [body(b) for b in equation.params["branches"]], *operands[1:])
+  bodies = call_layout(equation).bodies
+  if kind is not None and kind.runs_once and bodies:
+    return body(bodies[0].jaxpr)(*operands)
+  return bind_again(equation, operands)
 
 
 def closure_as_argument(

@@ -1,48 +1,22 @@
-"""Walks over jaxprs: liveness, last reads, evaluation again; bodies and derivative rules."""
+"""The evaluator of jaxprs: last reads, evaluation again, into bodies; closures."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.jaxpr import (
-  alignment,
   bind_again,
-  bodies_of,
+  call_kind,
   closure_as_argument,
   interpret,
+  into_bodies,
   is_variable,
   last_reads,
-  live,
   module_path,
-  open_jaxpr,
-  scan_parts,
 )
 
 X = np.arange(3, dtype=np.float32)
 traced = lambda fun, *args: jax.make_jaxpr(fun)(*args)
-names = lambda equations: [equation.primitive.name for equation in equations]
-
-
-def two(x, y):
-  dead = jnp.cos(x)
-  jnp.tan(dead)
-  return jnp.sin(x) * 2.0, jnp.exp(y)
-
-
-def test_what_nothing_reads_is_not_live_and_effects_are():
-  assert names(live(traced(two, X, X).jaxpr).equations) == ["sin", "mul", "exp"]
-  printing = traced(lambda x: (jax.debug.print("{}", x), jnp.sin(x))[1], X)
-  assert len(live(printing.jaxpr).equations) == len(printing.jaxpr.eqns) > 1
-  assert names(live(printing.jaxpr, effects=False).equations) == ["sin"]
-
-
-def test_what_some_outputs_need():
-  jaxpr = traced(two, X, X).jaxpr
-  x, y = jaxpr.invars
-  assert {x, y} <= live(jaxpr).variables
-  assert x in live(jaxpr, [True, False]).variables
-  assert y not in live(jaxpr, [True, False]).variables
-  assert live(jaxpr, [False, False]) == ([], set())
 
 
 def test_each_variable_is_read_last_once_and_results_never():
@@ -80,25 +54,31 @@ def test_a_rule_may_give_other_results():
   assert seen == ["cos", "sin"]
 
 
-LOOPS = {  # function of [3], inputs of each body as operands of the call
-  "scan": (lambda x: jax.lax.scan(lambda c, a: (c + a * X.sum(), c), 0.0, x), "scan"),
-  "while": (lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: c + x, x), "while"),
-  "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "cond"),
-  "jit": (jax.jit(jnp.sin), "jit"),
-  "checkpoint": (jax.checkpoint(jnp.sin), "remat2"),
+CALLS = {  # what `into_bodies` enters
+  "scan": lambda x: jax.lax.scan(lambda c, a: (c + jnp.sin(a), jnp.sin(c)), 0.5, x, reverse=True),
+  "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0.0, x)),
+  "cond": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+  "jit": lambda x: jax.jit(jnp.sin)(x) * 2,
+  "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))),
 }
 
 
-def test_inputs_of_bodies_are_operands_of_their_type():
-  for name, (fun, primitive) in LOOPS.items():
-    (equation,) = (e for e in traced(fun, X).jaxpr.eqns if e.primitive.name == primitive)
-    aligned = alignment(equation)
-    assert len(aligned) == (2 if name in ("while", "cond") else 1) == len(bodies_of(equation)), name
-    stacked = sum(scan_parts(equation)[:2]) if name == "scan" else None
-    for body, indices in aligned:
-      for variable, i in zip(open_jaxpr(body).invars, indices, strict=True):
-        shape = equation.invars[i].aval.shape
-        assert variable.aval.shape == (shape if stacked is None or i < stacked else shape[1:]), name
+def test_a_rule_is_applied_in_bodies_of_calls():
+  def rule(equation, operands):
+    if call_kind(equation) is not None:
+      return into_bodies(equation, operands, rule)
+    return [jnp.cos(*operands)] if equation.primitive is jax.lax.sin_p else bind_again(equation, operands)
+
+  text = str(traced(lambda x: [fun(x) for fun in CALLS.values()], X))
+  assert "sin " in text
+  for name, fun in CALLS.items():
+    closed = traced(fun, X)
+    assert "sin " not in str(traced(lambda x, closed=closed: interpret(closed, [x], rule), X)), name
+    again = interpret(
+      closed, [X], lambda e, xs: into_bodies(e, xs, bind_again) if call_kind(e) else bind_again(e, xs)
+    )
+    for got, want in zip(again, jax.tree.leaves(fun(X)), strict=True):
+      np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_a_closure_is_passed_as_an_argument_and_its_axes_are_named():

@@ -1,0 +1,292 @@
+"""The one solver of facts about a program's values: forward or backward, into bodies and round loops.
+
+An analysis says what an equation makes of facts; the solver knows what is live, which operand each input of
+a body is, and goes round loops until nothing changes.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
+from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, open_jaxpr, variables_of
+from mpjax.jaxpr._primitives import call_kind
+
+F = TypeVar("F")
+# The calls that a body is in, outermost first, each with the number of its body.
+Calls: TypeAlias = tuple[tuple[JaxprEqn, int], ...]
+
+
+class Live(NamedTuple):
+  """The part of a jaxpr that matters.
+
+  Attributes:
+    equations: in the order of the program.
+    variables: those that are read, by the outputs or by these equations.
+  """
+
+  equations: list[JaxprEqn]
+  variables: set[Var]
+
+
+def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool = True) -> Live:
+  """What of a jaxpr its outputs need.
+
+  Args:
+    jaxpr: an open jaxpr.
+    outputs: which of its outputs; all by default.
+    effects: also keep equations that have an effect, and what they need.
+  """
+  chosen = outputs if outputs is not None else [True] * len(jaxpr.outvars)
+  read = set(variables_of(v for v, flag in zip(jaxpr.outvars, chosen, strict=True) if flag))
+  kept = []
+  for equation in reversed(jaxpr.eqns):
+    if (effects and equation.effects) or not read.isdisjoint(equation.outvars):
+      kept.append(equation)
+      read.update(variables_of(equation.invars))
+  return Live(kept[::-1], read)
+
+
+class Facts(Generic[F]):
+  """The facts about the values of one body of a program, and those about the bodies of its calls.
+
+  Attributes:
+    jaxpr: the body.
+    calls: those that it is in.
+    equations: those that are live.
+  """
+
+  def __init__(self, jaxpr: Jaxpr, calls: Calls, analysis: _Analysis[F]):
+    self.jaxpr = jaxpr
+    self.calls = calls
+    self.equations = live(jaxpr).equations
+    self._analysis = analysis
+    self._of: dict[Var, F] = {}
+    self._inner: dict[tuple[JaxprEqn, int], Facts[F]] = {}
+
+  def __getitem__(self, atom: Atom) -> F:
+    """Returns the fact about a variable or literal of the body."""
+    return self._of[atom] if is_variable(atom) and atom in self._of else self._analysis.start(atom)
+
+  def inside(self, equation: JaxprEqn, i: int = 0) -> Facts[F] | None:
+    """Returns the facts about the i-th body of a call; `None` for what is not entered."""
+    return self._inner.get((equation, i))
+
+  def everywhere(self) -> Iterator[Facts[F]]:
+    """Yields these facts, and those about bodies at any depth."""
+    yield self
+    for inner in self._inner.values():
+      yield from inner.everywhere()
+
+  @property
+  def inputs(self) -> list[F]:
+    """The facts about the inputs."""
+    return [self[v] for v in self.jaxpr.invars]
+
+  @property
+  def outputs(self) -> list[F]:
+    """The facts about the outputs."""
+    return [self[atom] for atom in self.jaxpr.outvars]
+
+  def _write(self, variables: Iterable[Var], facts: Iterable[F]) -> None:
+    self._of.update(zip(variables, facts, strict=True))
+
+  def _join(self, atoms: Iterable[Atom], facts: Iterable[F]) -> None:
+    for atom, fact in zip(atoms, facts, strict=True):
+      if is_variable(atom):
+        self._of[atom] = self._analysis.join(self._of[atom], fact) if atom in self._of else fact
+
+  def _enter(self, equation: JaxprEqn, bodies: Iterable[Facts[F]]) -> None:
+    self._inner.update(((equation, i), facts) for i, facts in enumerate(bodies))
+
+
+class _Analysis(abc.ABC, Generic[F]):
+  """What facts are, of whichever direction."""
+
+  @abc.abstractmethod
+  def start(self, atom: Atom) -> F:
+    """Returns the fact about an atom before anything flows into it."""
+
+  @abc.abstractmethod
+  def join(self, a: F, b: F) -> F:
+    """Returns what is known of a value for which both facts may hold; joining again changes nothing."""
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    """Returns whether facts flow through an equation's bodies; if not, it is as any other."""
+    return call_kind(equation) is not None
+
+  def _layout(self, equation: JaxprEqn) -> CallLayout | None:
+    layout = call_layout(equation) if self.enters(equation) else None
+    return layout if layout is not None and layout.bodies else None
+
+
+class Forward(_Analysis[F]):
+  """Facts that follow from what a value is computed of. `start`: of literals and of constants of a jaxpr."""
+
+  @abc.abstractmethod
+  def transfer(self, equation: JaxprEqn, operands: list[F], calls: Calls) -> Sequence[F]:
+    """Returns the facts about the results of an equation, of those about its operands."""
+
+  def row(self, fact: F) -> F:
+    """Returns the fact about what one step of a `scan` reads of an array, of that about the array."""
+    return fact
+
+  def stacked(self, fact: F) -> F:
+    """Returns the fact about what a `scan` collects, of that about what one step gives."""
+    return fact
+
+  def after_loop(self, result: Var, fact: F, calls: Calls) -> F:
+    """Returns the fact about the carry that a loop leaves, of that at any step."""
+    return fact
+
+  def chosen(self, result: F, choice: F) -> F:
+    """Returns the fact about a result that a choice decides: the index of a `cond`, a `while`'s condition."""
+    return result
+
+  def solve(self, jaxpr: AnyJaxpr, inputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
+    """Returns the facts about a program.
+
+    Args:
+      jaxpr: the program.
+      inputs: facts about its inputs.
+      calls: those that it is in.
+    """
+    body = open_jaxpr(jaxpr)
+    facts = Facts(body, calls, self)
+    facts._write(body.invars, inputs)
+    for equation in facts.equations:
+      operands = [facts[a] for a in equation.invars]
+      layout = self._layout(equation)
+      if layout is None:
+        results = self.transfer(equation, operands, calls)
+      else:
+        results = self._call(equation, layout, operands, facts)
+      facts._write(equation.outvars, results)
+    return facts
+
+  def _call(
+    self, equation: JaxprEqn, layout: CallLayout, operands: Sequence[F], facts: Facts[F]
+  ) -> Sequence[F]:
+    entering = list(operands)
+    for k in layout.rows or ():
+      entering[k] = self.row(entering[k])
+    while True:
+      bodies = [
+        self.solve(body.jaxpr, [entering[k] for k in body.operands], (*facts.calls, (equation, i)))
+        for i, body in enumerate(layout.bodies)
+      ]
+      outs = [inner.outputs for inner, body in zip(bodies, layout.bodies, strict=True) if not body.decides]
+      left = functools.reduce(lambda a, b: list(map(self.join, a, b)), outs)
+      around = [self.join(entering[k], left[i]) for i, k in enumerate(layout.carry)]
+      if around == entering[layout.carry.start : layout.carry.stop]:
+        break
+      entering[layout.carry.start : layout.carry.stop] = around
+    facts._enter(equation, bodies)
+    n = len(layout.carry)
+    carry = [self.after_loop(*pair, facts.calls) for pair in zip(equation.outvars[:n], around, strict=True)]
+    results = [*carry, *(left[n:] if layout.rows is None else map(self.stacked, left[n:]))]
+    choices = [inner.outputs[0] for inner, body in zip(bodies, layout.bodies, strict=True) if body.decides]
+    choices += [operands[layout.choice]] if layout.choice is not None else []
+    return functools.reduce(lambda facts, choice: [self.chosen(f, choice) for f in facts], choices, results)
+
+
+class Backward(_Analysis[F]):
+  """Facts that follow from what is computed of a value. `start`: of one that nothing reads."""
+
+  @abc.abstractmethod
+  def transfer(self, equation: JaxprEqn, results: list[F], calls: Calls) -> Sequence[F]:
+    """Returns what an equation adds to the facts about its operands, of the facts about its results."""
+
+  def choice(self, equation: JaxprEqn, results: list[F], calls: Calls) -> F:
+    """Returns what the facts about a call's results add to that about what decides on them: see `chosen`."""
+    return self.start(equation.invars[0])
+
+  def solve(self, jaxpr: AnyJaxpr, outputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
+    """Returns the facts about a program.
+
+    Args:
+      jaxpr: the program.
+      outputs: what its outputs add to the facts about them.
+      calls: those that it is in.
+    """
+    body = open_jaxpr(jaxpr)
+    facts = Facts(body, calls, self)
+    facts._join(body.outvars, outputs)
+    for equation in reversed(facts.equations):
+      results = [facts[v] for v in equation.outvars]
+      layout = self._layout(equation)
+      if layout is None:
+        operands = self.transfer(equation, results, calls)
+      else:
+        operands = self._call(equation, layout, results, facts)
+      facts._join(equation.invars, operands)
+    return facts
+
+  def _call(
+    self, equation: JaxprEqn, layout: CallLayout, results: Sequence[F], facts: Facts[F]
+  ) -> Sequence[F]:
+    leaving = list(results)
+    while True:
+      choice = self.choice(equation, leaving, facts.calls)
+      bodies = [
+        self.solve(body.jaxpr, [choice] if body.decides else leaving, (*facts.calls, (equation, i)))
+        for i, body in enumerate(layout.bodies)
+      ]
+      found = [self.start(a) for a in equation.invars]
+      for inner, body in zip(bodies, layout.bodies, strict=True):
+        for k, fact in zip(body.operands, inner.inputs, strict=True):
+          found[k] = self.join(found[k], fact)
+      around = [self.join(leaving[i], found[k]) for i, k in enumerate(layout.carry)]
+      if around == leaving[: len(around)]:
+        break
+      leaving[: len(around)] = around
+    facts._enter(equation, bodies)
+    found[layout.carry.start : layout.carry.stop] = around  # a loop may run no time at all
+    if layout.choice is not None:
+      found[layout.choice] = choice
+    return found
+
+
+class _Needed(Backward[bool]):
+  """Whether an output is computed of a value."""
+
+  def start(self, atom: Atom) -> bool:
+    return False
+
+  def join(self, a: bool, b: bool) -> bool:
+    return a or b
+
+  def transfer(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> list[bool]:
+    return [any(results)] * len(equation.invars)
+
+  def choice(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> bool:
+    return any(results)
+
+
+class _Computed(Forward[bool]):
+  """Whether a value is computed of an input."""
+
+  def start(self, atom: Atom) -> bool:
+    return False
+
+  def join(self, a: bool, b: bool) -> bool:
+    return a or b
+
+  def transfer(self, equation: JaxprEqn, operands: list[bool], calls: Calls) -> list[bool]:
+    return [any(operands)] * len(equation.outvars)
+
+  def chosen(self, result: bool, choice: bool) -> bool:
+    return result or choice
+
+
+def inputs_read(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
+  """Returns which inputs of a jaxpr some of its outputs are computed of."""
+  return _Needed().solve(jaxpr, outputs).inputs
+
+
+def outputs_of(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
+  """Returns which outputs of a jaxpr are computed of some of its inputs."""
+  return _Computed().solve(jaxpr, inputs).outputs

@@ -1,0 +1,160 @@
+"""The solver of facts: liveness, layouts of calls, and what is computed of what, held to derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.jaxpr import (
+  Backward,
+  Forward,
+  bodies_of,
+  call_layout,
+  inputs_read,
+  live,
+  open_jaxpr,
+  outputs_of,
+)
+
+X = np.arange(1, 4, dtype=np.float32)
+traced = lambda fun, *args: jax.make_jaxpr(fun)(*args)
+names = lambda equations: [equation.primitive.name for equation in equations]
+
+
+def two(x, y):
+  dead = jnp.cos(x)
+  jnp.tan(dead)
+  return jnp.sin(x) * 2.0, jnp.exp(y)
+
+
+def test_what_nothing_reads_is_not_live_and_effects_are():
+  assert names(live(traced(two, X, X).jaxpr).equations) == ["sin", "mul", "exp"]
+  printing = traced(lambda x: (jax.debug.print("{}", x), jnp.sin(x))[1], X)
+  assert len(live(printing.jaxpr).equations) == len(printing.jaxpr.eqns) > 1
+  assert names(live(printing.jaxpr, effects=False).equations) == ["sin"]
+
+
+def test_what_some_outputs_need():
+  jaxpr = traced(two, X, X).jaxpr
+  x, y = jaxpr.invars
+  assert {x, y} <= live(jaxpr).variables
+  assert x in live(jaxpr, [True, False]).variables
+  assert y not in live(jaxpr, [True, False]).variables
+  assert live(jaxpr, [False, False]) == ([], set())
+
+
+CALLS = {  # function of [3], its primitive
+  "scan": (lambda x: jax.lax.scan(lambda c, a: (c + a * X.sum(), c), 0.0, x), "scan"),
+  "while": (lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: c + x, x), "while"),
+  "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "cond"),
+  "jit": (jax.jit(jnp.sin), "jit"),
+  "checkpoint": (jax.checkpoint(jnp.sin), "remat2"),
+}
+
+
+def test_inputs_of_bodies_are_operands_of_their_type():
+  for name, (fun, primitive) in CALLS.items():
+    (equation,) = (e for e in traced(fun, X).jaxpr.eqns if e.primitive.name == primitive)
+    layout = call_layout(equation)
+    assert [body.jaxpr for body in layout.bodies] == bodies_of(equation), name
+    assert len(layout.bodies) == (2 if name in ("while", "cond") else 1), name
+    for body in layout.bodies:
+      for variable, k in zip(open_jaxpr(body.jaxpr).invars, body.operands, strict=True):
+        shape = equation.invars[k].aval.shape
+        assert variable.aval.shape == (shape[1:] if k in (layout.rows or ()) else shape), name
+      outs = [v.aval.shape for v in open_jaxpr(body.jaxpr).outvars]
+      assert outs == [()] if body.decides else len(outs) == len(equation.outvars), name
+    for result, k in zip(equation.outvars, layout.carry, strict=False):
+      assert result.aval.shape == equation.invars[k].aval.shape, name
+
+
+def shift(carry, _):  # a value takes as many steps as there are carries to come out
+  a, b, c = carry
+  return (a, a * 2, b * 2), c * 3
+
+
+PROGRAMS = {  # functions of three numbers, with loops of n steps
+  "straight": lambda n, x, y, z: (x * y, z, 2.0),
+  "dead": lambda n, x, y, z: ((lambda unused: z)(x + y), y),
+  "jit": lambda n, x, y, z: jax.jit(lambda a, b: (b * 2, a * 3))(x, y * z),
+  "checkpoint": lambda n, *xyz: jax.checkpoint(lambda x, y, z: (jnp.sin(x) * z, y))(*xyz),
+  "custom_jvp": lambda n, x, y, z: (jax.nn.softplus(x) * z, y),
+  "scan": lambda n, *xyz: jax.lax.scan(shift, xyz, None, length=n),
+  "rows": lambda n, x, y, z: jax.lax.scan(lambda c, row: (c + row * z, c), x, y * jnp.ones(n)),
+  "nested": lambda n, *xyz: jax.lax.scan(
+    lambda c, _: (jax.lax.scan(shift, c, None, length=n)[0], c[1]), xyz, None, length=n
+  ),
+  "fori": lambda n, *xyz: jax.lax.fori_loop(0, n, lambda _, c: (c[0], c[0] * 2, c[1] + 1), xyz),
+  "while": lambda n, x, y, z: jax.lax.while_loop(
+    lambda c: c[2] < n, lambda c: (c[1] * 2, c[1] + y, c[2] + 1), (x, y * z, 0)
+  ),
+  "cond": lambda n, x, y, z: jax.lax.cond(n > 0, lambda a, b: (a, b), lambda a, b: (b, b), x, z),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_computed_of_what_is_what_moves_with_it_at_some_number_of_steps(name):
+  point = (1.5, 2.0, 3.0)
+  moves = np.array(False)
+  for n in range(5):
+    fun = lambda *args, n=n: [jnp.sum(x) for x in jax.tree.leaves(PROGRAMS[name](n, *args))]
+    moves = moves | (np.array(jax.jacfwd(fun, (0, 1, 2))(*point)).T != 0)
+  closed = traced(lambda *args: jax.tree.leaves(PROGRAMS[name](2, *args)), *point)
+  flags = lambda n: np.eye(n, dtype=bool).tolist()
+  np.testing.assert_array_equal([outputs_of(closed, given) for given in flags(3)], moves)
+  np.testing.assert_array_equal([inputs_read(closed, given) for given in flags(moves.shape[1])], moves.T)
+
+
+def test_what_a_choice_follows_from_decides_results():
+  chooses = traced(
+    lambda p, x, y: jax.lax.cond(p > 0, lambda a, b: (a, 1.0), lambda a, b: (b, 2.0), x, y), *X
+  )
+  assert outputs_of(chooses, [True, False, False]) == [True, True]
+  assert inputs_read(chooses, [False, True]) == [True, False, False]
+  loops = traced(
+    lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 2), (0.0, x))[1], *X[:2]
+  )
+  assert outputs_of(loops, [True, False]) == [True]
+  assert inputs_read(loops, [True]) == [True, True]
+
+
+class Steps(Forward[frozenset]):
+  """The names of inputs that a value is made of, and what a scan made of them."""
+
+  start = lambda self, atom: frozenset()
+  join = lambda self, a, b: a | b
+  row = lambda self, fact: frozenset(f"row of {name}" for name in fact)
+  stacked = lambda self, fact: frozenset(f"rows of {name}" for name in fact)
+  transfer = lambda self, equation, operands, calls: [frozenset().union(*operands)] * len(equation.outvars)
+
+
+def test_rows_and_what_is_collected_are_told_apart():
+  closed = traced(lambda k, c, xs: jax.lax.scan(lambda c, x: (c * k, x + c), c, xs), 1.0, 2.0, X)
+  facts = Steps().solve(closed, [frozenset(name) for name in "kcx"])
+  assert facts.outputs == [{"k", "c"}, {"rows of k", "rows of c", "rows of row of x"}]
+
+
+class Readers(Backward[frozenset]):
+  """The primitives that read a value."""
+
+  start = lambda self, atom: frozenset()
+  join = lambda self, a, b: a | b
+  transfer = lambda self, equation, results, calls: (
+    [frozenset([equation.primitive.name])] * len(equation.invars)
+  )
+
+
+def test_a_body_has_facts_for_each_call_of_it():
+  body = jax.jit(lambda x: x)
+  branch = lambda x: (jnp.sin(body(x)), jnp.cos(body(x)))
+  closed = traced(jax.jit(lambda x: jax.lax.cond(True, branch, branch, x)), X)
+  facts = Readers().solve(closed, [frozenset(["a"]), frozenset(["b"])])
+  assert facts.inputs == [{"sin", "cos"}]
+  depths = sorted(len(inner.calls) for inner in facts.everywhere())
+  assert depths[:3] == [0, 1, 2]
+  assert len({inner.calls for inner in facts.everywhere()}) == len(depths)
+  twice = traced(lambda x: [fun(body(x)) for fun in (jnp.sin, jnp.cos)], X)
+  facts = Readers().solve(twice, [frozenset()] * 2)
+  first, second = (facts.inside(e) for e in twice.jaxpr.eqns if e.primitive.name == "jit")
+  assert first.jaxpr is second.jaxpr
+  assert (first.inputs, second.inputs) == ([{"sin"}], [{"cos"}])
