@@ -2,15 +2,17 @@
 
     python scripts/bench.py autocast memory cuda|tpu [--dtype bfloat16|float16] [--json FILE]
     python scripts/bench.py autocast trace [cuda|tpu] [--dtype bfloat16|float16] [--rounds N] [--json FILE]
+    python scripts/bench.py autocast ablation cuda|tpu [--model NAME] [--without MECHANISM] [--json FILE]
 
 `memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
 (384 wide, 6 layers, 224 x 224, batch 32) for an H200 or a TPU v5e, without the device: temporary memory from
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
 `trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
 JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
-counts the equations. A described device needs the packages
-that `mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to
-tune them on, XLA finds no tiling for the ViT's and stops.
+counts the equations. `ablation` compiles the gradients of ten small models of ten kinds, under autocast and
+under autocast without one of its mechanisms. A described device needs the packages that `mpjax[plan-cuda]`
+and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune them on, XLA finds no
+tiling for the ViT's and stops.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
+from benchmarks.autocast import _ablation
 from benchmarks.autocast._models import Task, gpt, vit
+from benchmarks.autocast._ten_models import EXAMPLES
 from mpjax._types import AnyJaxpr
 from mpjax.jaxpr import bodies_of, open_jaxpr
 
@@ -138,6 +142,16 @@ def measure_trace(target: str | None, dtype: str, rounds: int, names: list[str])
   return report
 
 
+def measure_ablation(target: str, models: list[str] | None, without: list[str] | None) -> dict[str, Any]:
+  """Compiles the gradient of every model under autocast without each mechanism; "nothing" stands for none."""
+  device = target_device(target)
+  report = origin(
+    f"autocast ablation {target}", "flax", "optax", device=f"{device.device_kind}, described and not there"
+  )
+  chosen = None if without is None else [name for name in without if name != "nothing"]
+  return report | {"models": _ablation.measure(device, models, chosen)}
+
+
 def equations(loss: Any, params: Any, batch: Any) -> int:
   """The number of equations in a loss's gradient, those of bodies too."""
 
@@ -164,21 +178,30 @@ def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("measure", choices=("memory", "trace"))
+  parser.add_argument("measure", choices=("memory", "trace", "ablation"))
   parser.add_argument(
     "target", choices=("cuda", "tpu"), nargs="?", help="a device to compile for, which need not be there"
   )
   parser.add_argument("--dtype", choices=POLICIES, default="bfloat16")
   parser.add_argument("--variant", choices=VARIANTS, action="append", help="leave the others out; may repeat")
   parser.add_argument("--rounds", type=int, help="of trace (5)")
+  parser.add_argument(
+    "--model", choices=EXAMPLES, action="append", help="of ablation; leave the others out; may repeat"
+  )
+  parser.add_argument(
+    "--without", choices=(*_ablation.MECHANISMS, "nothing"), action="append", help="of ablation; may repeat"
+  )
 
 
 def run(options: argparse.Namespace) -> int:
+  if options.measure != "trace" and options.target is None:
+    sys.exit(f"{options.measure} needs the device to compile for: {options.measure} cuda, or tpu")
+  if options.measure == "ablation":
+    write(measure_ablation(options.target, options.model, options.without), options.json)
+    return 0
   # The first is what the others are divided by.
   names = sorted(options.variant or VARIANTS, key=ORDER[options.measure].index)
   if options.measure == "memory":
-    if options.target is None:
-      sys.exit("memory needs the device to compile for: memory cuda, or memory tpu")
     report = measure_memory(options.target, options.dtype, names)
   else:
     report = measure_trace(options.target, options.dtype, options.rounds or 5, names)
