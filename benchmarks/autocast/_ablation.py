@@ -1,4 +1,4 @@
-"""What each mechanism of autocast's islands earns, on ten kinds of model.
+"""What each mechanism of autocast's islands earns, on a dozen kinds of model.
 
 Each model's gradient is compiled in float32, cast by hand, under autocast, and under autocast without one
 mechanism: temporary memory and, where the compiler says them, bytes accessed. A mechanism is a private
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks._record import compiler_figures, provenance
-from benchmarks.autocast._ten_models import EXAMPLES, Example
+from benchmarks.autocast._kinds_of_models import EXAMPLES, Example
 from mpjax.casting import _alike_islands, _copies, _decide, _emit, _islands
 
 Patch = Callable[[], Any]
@@ -123,26 +123,23 @@ def on_device(example: Example, device: Any) -> tuple[Any, Any, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-  """Returns autocast over casts by hand, and what a mechanism's absence adds to autocast, as tables."""
-  accessed = all(row["bytes_accessed"] for rows in report["models"].values() for row in rows.values())
+  """Returns autocast beside casts by hand, and what it takes more without a mechanism, as two tables."""
+  models: dict[str, dict[str, Any]] = report["models"]
+  accessed = all(row["bytes_accessed"] for rows in models.values() for row in rows.values())
   keys = ("temp_bytes", "bytes_accessed") if accessed else ("temp_bytes",)
-  lines = [
-    "| gradient of | float32 | by hand | autocast | beside by hand | `grad_dtype=bfloat16` beside by hand |",
-    "|---" * 6 + "|",
-  ]
-  for model, rows in report["models"].items():
-    cells = [_sizes(rows[name], accessed) for name in ("float32", "hand", "autocast")]
-    cells += [_ratios(rows[name], rows["hand"], keys) for name in ("autocast", "grad_dtype=bfloat16")]
+  whole = [name for name in WHOLE if all(name in rows for rows in models.values())]
+  beside = [name for name in whole if name not in ("float32", "hand")]
+  heads = ["gradient of", *whole, *(f"{name} / hand" for name in beside)]
+  lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+  for model, rows in models.items():
+    cells = [_sizes(rows[name], accessed) for name in whole]
+    cells += [", ".join(f"{rows[name][key] / rows['hand'][key]:.2f}" for key in keys) for name in beside]
     lines.append(f"| {model} | {' | '.join(cells)} |")
-  names = [name for name in next(iter(report["models"].values())) if name.startswith("without ")]
+  names = dict.fromkeys(name for rows in models.values() for name in rows if name not in WHOLE)
   if names:
-    lines += [
-      "",
-      f"| {' | '.join(['autocast', *report['models']])} |",
-      "|---" * (len(report["models"]) + 1) + "|",
-    ]
+    lines += ["", f"| % more | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
   for name in names:
-    cells = [_changes(rows[name], rows["autocast"], keys) for rows in report["models"].values()]
+    cells = [_more(rows.get(name), rows["autocast"], keys) for rows in models.values()]
     lines.append(f"| {name} | {' | '.join(cells)} |")
   return "\n".join([*lines, "", provenance(report)])
 
@@ -152,11 +149,9 @@ def _sizes(row: dict[str, Any], accessed: bool) -> str:
   return f"{size}, {row['bytes_accessed'] / 1e9:.2f} GB" if accessed else size
 
 
-def _ratios(row: dict[str, Any], base: dict[str, Any], keys: Iterable[str]) -> str:
-  return ", ".join(f"{row[key] / base[key]:.2f}" for key in keys)
-
-
-def _changes(row: dict[str, Any], base: dict[str, Any], keys: Iterable[str]) -> str:
-  """Returns by how much each figure is larger, in percent; nothing where all are the same."""
+def _more(row: dict[str, Any] | None, base: dict[str, Any], keys: Iterable[str]) -> str:
+  """Returns by how many percent each figure is larger; 0 where none differs, nothing where none is known."""
+  if row is None:
+    return ""
   changes = [100 * (row[key] / base[key] - 1) for key in keys]
-  return ", ".join(f"{x:+.1f}" for x in changes) if any(changes) else ""
+  return ", ".join(f"{x:+.1f}" for x in changes) if any(changes) else "0"

@@ -9,7 +9,7 @@
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
 `trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
 JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
-counts the equations. `ablation` compiles the gradients of ten small models of ten kinds, under autocast and
+counts the equations. `ablation` compiles the gradients of small models of a dozen kinds, under autocast and
 under autocast without one of its mechanisms. A described device needs the packages that `mpjax[plan-cuda]`
 and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune them on, XLA finds no
 tiling for the ViT's and stops.
@@ -45,8 +45,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
 from benchmarks.autocast import _ablation
+from benchmarks.autocast._kinds_of_models import EXAMPLES
 from benchmarks.autocast._models import Task, gpt, vit
-from benchmarks.autocast._ten_models import EXAMPLES
 from mpjax._types import AnyJaxpr
 from mpjax.jaxpr import bodies_of, open_jaxpr
 

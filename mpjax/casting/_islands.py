@@ -319,12 +319,8 @@ class _Grouping:
     half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
     if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
       return False  # one-hots and their products: whoever reads them may make them
-    # Before the first product nothing is half yet: an embedding and the norm after it.
-    half = half or max(
-      (size(v) for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval)), default=0
-    )
     heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
-    return half > 1 and any(2 * size(a) >= half for node in heavy for a in node.equation.invars)
+    return any(2 * size(a) >= max(half, 2) for node in heavy for a in node.equation.invars)
 
   def _ordered(self, islands: Sequence[tuple[list[int], Island]]) -> tuple[Node | Island, ...]:
     """Returns nodes and islands in an order as near to the program's as can be; effects stay in theirs."""

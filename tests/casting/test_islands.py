@@ -127,6 +127,17 @@ def test_an_island_between_products_is_fenced():
   assert f"{ROWS}x{TOKENS}x{D}xbf16" in kinds
 
 
+def test_a_norm_before_the_first_product_is_an_island_however_wide_the_product():
+  def f(table, w, tokens):
+    x = table[tokens]
+    return ((x + jax.nn.gelu(norm(x) @ w) @ w.T) ** 2).sum()
+
+  args = (PARAMS["head"].T[:8], np.full((D, 4 * D), 0.1, np.float32), LABELS % 8)
+  first = mpjax.explain(f, "bf16")(*args).islands[0]
+  assert "rsqrt" in first.operations
+  same_with_islands(f, *args)
+
+
 def test_in_a_loop_nothing_is_fenced_unless_it_is_unrolled():
   """Its backward pass is a loop of its own: nothing in it can be found equal to the forward pass's."""
   params = np.stack([PARAMS["up"]] * 4)

@@ -1,4 +1,4 @@
-"""Ten kinds of model in plain linen, small, for the ablation; by themselves and with careful casts by hand.
+"""Kinds of model in plain linen, small, for the ablation; by themselves and with careful casts by hand.
 
 They take `dtype` as those of `_models` do. By hand, products, convolutions and what lies between them are in
 half precision; softmax, statistics, the memory of recurrent layers and the loss are in float32.
@@ -73,7 +73,7 @@ class UNet(nn.Module):
 class ResNet(nn.Module):
   """Basic blocks with batch norm: [B, S, S, 3] to [B, 100]."""
 
-  widths: tuple[int, ...] = (64, 128, 256)
+  widths: tuple[int, ...] = (64, 128)
   dtype: Any = None
 
   @nn.compact
@@ -106,13 +106,12 @@ class ConvNeXt(nn.Module):
       window = 4 if i == 0 else 2
       x = nn.Conv(width, (window, window), (window, window), dtype=self.dtype)(x)
       x = nn.LayerNorm(dtype=self.dtype)(x)
-      for j in range(2):
-        y = nn.Conv(width, (7, 7), feature_group_count=width, dtype=self.dtype)(x)
-        y = nn.LayerNorm(dtype=self.dtype)(y)
-        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
-        y = nn.Dense(width, dtype=self.dtype)(y)
-        scale = self.param(f"scale_{i}_{j}", nn.initializers.constant(1e-6), (width,))
-        x = x + y * scale.astype(y.dtype)
+      y = nn.Conv(width, (7, 7), feature_group_count=width, dtype=self.dtype)(x)
+      y = nn.LayerNorm(dtype=self.dtype)(y)
+      y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
+      y = nn.Dense(width, dtype=self.dtype)(y)
+      scale = self.param(f"scale_{i}", nn.initializers.constant(1e-6), (width,))
+      x = x + y * scale.astype(y.dtype)
     x = nn.LayerNorm(dtype=self.dtype)(x.mean((1, 2)))
     return nn.Dense(100, dtype=self.dtype)(x)
 
@@ -136,7 +135,7 @@ class Cell(nn.Module):
 class LSTM(nn.Module):
   width: int = 512
   vocab: int = 256
-  layers: int = 2
+  layers: int = 1
   dtype: Any = None
 
   @nn.compact
@@ -156,7 +155,7 @@ class StateSpace(nn.Module):
 
   width: int = 512
   vocab: int = 256
-  layers: int = 2
+  layers: int = 1
   dtype: Any = None
 
   @nn.compact
@@ -183,7 +182,7 @@ class Mixture(nn.Module):
   width: int = 512
   experts: int = 8
   vocab: int = 256
-  layers: int = 2
+  layers: int = 1
   dtype: Any = None
 
   @nn.compact
@@ -195,7 +194,7 @@ class Mixture(nn.Module):
       y = nn.LayerNorm(dtype=self.dtype)(x)
       scores = nn.softmax(nn.Dense(self.experts, dtype=F32, name=f"router_{i}")(y.astype(F32)))
       chosen = jax.nn.one_hot(scores.argmax(-1), self.experts, dtype=F32)  # [B, T, E]
-      place = (jnp.cumsum(chosen, 1) - 1) * chosen
+      place = (jnp.cumsum(chosen, 1) * chosen - 1).astype(I32)  # -1 is no expert's
       sent = chosen[..., None] * jax.nn.one_hot(place, places, dtype=F32)  # [B, T, E, C]
       sent = sent.astype(y.dtype)
       weights = (scores.max(-1)[..., None, None] * sent.astype(F32)).astype(y.dtype)
@@ -212,7 +211,7 @@ class Mixture(nn.Module):
 class Recommender(nn.Module):
   """A DLRM: embeddings of categories, their products by pairs, a perceptron below and one above."""
 
-  categories: int = 8
+  categories: int = 4
   rows: int = 20_000
   width: int = 64
   dtype: Any = None
@@ -239,7 +238,7 @@ class BERT(nn.Module):
 
   width: int = 512
   heads: int = 8
-  layers: int = 2
+  layers: int = 1
   vocab: int = 8192
   dropout: float = 0.1
   dtype: Any = None
@@ -271,6 +270,24 @@ class BERT(nn.Module):
     return dense(self.vocab, norm(nn.gelu(dense(self.width, x))))  # [B, T, vocab]
 
 
+class Autoencoder(nn.Module):
+  """A variational one, of pixels between 0 and 1: [B, P] to logits [B, P]."""
+
+  hidden: int = 400
+  latent: int = 20
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, pixels: jax.Array) -> jax.Array:
+    x = nn.relu(nn.Dense(self.hidden, dtype=self.dtype)(pixels))
+    mean = nn.Dense(self.latent, dtype=self.dtype)(x)
+    deviation = jnp.exp(0.5 * nn.Dense(self.latent, dtype=self.dtype)(x).astype(F32))
+    noise = jax.random.normal(self.make_rng("dropout"), mean.shape)
+    x = (mean.astype(F32) + deviation * noise).astype(mean.dtype)
+    x = nn.relu(nn.Dense(self.hidden, dtype=self.dtype)(x))
+    return nn.Dense(pixels.shape[-1], dtype=self.dtype)(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
   """A float32 model, the shapes of what it is given and compared with, and its loss.
@@ -280,12 +297,14 @@ class Example:
     inputs: of the model, in order.
     target: what its result is compared with.
     compare: (result in float32, target) -> loss, `f32[]`.
+    returns_result: whether the loss returns the result, too, as for a measure of accuracy.
   """
 
   model: Any
   inputs: tuple[jax.ShapeDtypeStruct, ...]
   target: jax.ShapeDtypeStruct
   compare: Callable[[jax.Array, jax.Array], jax.Array]
+  returns_result: bool = False
 
   def variables(self) -> Any:
     """Returns the shapes of parameters, and of running statistics where there are any."""
@@ -304,7 +323,8 @@ class Example:
       variables = {"params": params, **statistics}
       rngs = {"dropout": jax.random.wrap_key_data(batch["key"], impl="rbg")}
       result, new = model.apply(variables, *batch["inputs"], rngs=rngs, mutable=list(statistics))
-      return self.compare(result.astype(F32), batch["target"]), new
+      result = result.astype(F32)
+      return self.compare(result, batch["target"]), (new, result) if self.returns_result else new
 
     return loss
 
@@ -331,22 +351,31 @@ EXAMPLES = {
   "transformer, scanned": _of_tokens(ScannedGPT(512, 8, 3, 256), 16, 512),
   "U-Net": Example(
     UNet(),
-    (_shape(16, 64, 64, 3),),
-    _shape(16, 64, 64, 3),
+    (_shape(64, 64, 64, 3),),
+    _shape(64, 64, 64, 3),
     lambda noise, target: jnp.square(noise - target).mean(),
   ),
-  "ResNet": _of_images(ResNet(), 64, 32),
-  "ConvNeXt": _of_images(ConvNeXt(), 32, 128),
+  "ResNet": _of_images(ResNet(), 256, 32),
+  "ConvNeXt": _of_images(ConvNeXt(), 64, 128),
   "LSTM": _of_tokens(LSTM(), 128, 128),
-  "state space": _of_tokens(StateSpace(), 16, 512),
-  "mixture of experts": _of_tokens(Mixture(), 16, 512),
+  "state space": _of_tokens(StateSpace(), 32, 512),
+  "mixture of experts": _of_tokens(Mixture(), 32, 512),
   "recommender": Example(
     Recommender(),
-    (_shape(8192, 13), _shape(8192, 8, dtype=I32)),
-    _shape(8192),
+    (_shape(65_536, 13), _shape(65_536, 4, dtype=I32)),
+    _shape(65_536),
     lambda logits, clicks: optax.sigmoid_binary_cross_entropy(logits, clicks).mean(),
   ),
+  "autoencoder": Example(
+    Autoencoder(),
+    (_shape(16_384, 784),),
+    _shape(16_384, 784),
+    lambda logits, pixels: optax.sigmoid_binary_cross_entropy(logits, pixels).sum(-1).mean(),
+  ),
+  "transformer, logits returned": Example(
+    GPT(512, 8, 1, 8192), (_shape(16, 512, dtype=I32),), _shape(16, 512, dtype=I32), _cross_entropy, True
+  ),
   "BERT": Example(
-    BERT(), (_shape(16, 256, dtype=I32), _shape(16, 256)), _shape(16, 256, dtype=I32), _cross_entropy
+    BERT(), (_shape(64, 256, dtype=I32), _shape(64, 256)), _shape(64, 256, dtype=I32), _cross_entropy
   ),
 }
