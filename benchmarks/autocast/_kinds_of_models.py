@@ -349,6 +349,7 @@ def _of_images(model: Any, batch: int, side: int) -> Example:
 EXAMPLES = {
   "transformer": _of_tokens(GPT(512, 8, 2, 256), 16, 512),
   "transformer, scanned": _of_tokens(ScannedGPT(512, 8, 3, 256), 16, 512),
+  "transformer, wide and scanned": _of_tokens(ScannedGPT(2048, 16, 4, 256), 2, 256),
   "U-Net": Example(
     UNet(),
     (_shape(64, 64, 64, 3),),

@@ -235,23 +235,17 @@ class _Grouping:
     """Returns whether a matrix product comes after some variables, anywhere in the whole program, or may."""
     return self.roles is None or any(map(self.roles.is_followed, variables))
 
-  def _is_head(self, variable: Var) -> bool:
-    """Returns whether a scalar result, a loss, is made of a variable with no matrix product between."""
-    return self.roles is not None and self.roles.is_head(variable)
-
   def _groups(self) -> list[list[int]]:
     """Returns connected equations of one level, and the products that read them.
 
-    Not the last product before a loss, though its result may be returned too: it is the largest array of a
-    language model, and the gradient of an island's result crosses a barrier, where it has to exist in memory.
+    Not the last product: it is the largest array of a language model, and the gradient of an island's result
+    crosses a barrier, where it has to exist in memory.
 
     Whatever leaves an island raises the level, a product's result too, so that no path returns to one.
     """
     inside, reads = self.inside, self.reads
     ends = [
-      _is_product(node)
-      and any(inside[j] for j in before)
-      and self._followed(v for v in node.equation.outvars if not self._is_head(v))
+      _is_product(node) and any(inside[j] for j in before) and self._followed(node.equation.outvars)
       for node, before in zip(self.nodes, reads, strict=True)
     ]
     level = [0] * len(reads)
