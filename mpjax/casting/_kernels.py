@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
@@ -14,7 +15,7 @@ from mpjax import _compat
 from mpjax._types import Atom, JaxprEqn
 from mpjax.casting._cast_plan import CastPlan, Node
 from mpjax.casting._fp8_products import AT_THE_USER
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_float
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial
 from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, in_region, inside, marked_path, open_jaxpr, shape_of
 from mpjax.policy import PrecisionWarning
 
@@ -148,9 +149,10 @@ def way_out(equation: JaxprEqn) -> str:
 
 
 def runs_in_float32(equation: JaxprEqn, path: str) -> bool:
-  """Returns whether an equation at a path is a kernel that reads float32 alone, and in no region."""
-  operands = [dtype_of(a) for a in equation.invars if is_float(a.aval)]
-  wide = bool(operands) and all(dtype.itemsize >= 4 for dtype in operands)
+  """Returns whether an equation at a path is a kernel of float32 alone, in no region, and not of codes."""
+  dtypes = [dtype_of(a) for a in equation.invars if hasattr(a.aval, "dtype")]
+  floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+  wide = floats == {FLOAT32} and not any(dtype in (jnp.int8, jnp.uint8, jnp.int4) for dtype in dtypes)
   return wide and has(equation, Trait.KERNEL) and not in_region(path)
 
 

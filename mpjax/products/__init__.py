@@ -7,13 +7,11 @@ is in `mpjax/fp8/`; which product is which, in `mpjax/casting/`.
 
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread
 from mpjax.products._codes import InFp8, in_fp8, multiply_codes, product, takes_codes
-from mpjax.products._dimensions import Dims
 from mpjax.products._eligibility import Sizes, sizes_of, unfit
-from mpjax.products._fp8_dot_general import Spec, fp8_dot_general, fp8_dot_general_p
+from mpjax.products._fp8_dot_general import fp8_dot_general, fp8_dot_general_p
 from mpjax.products._half_products import (
   as_product,
   bind_product,
-  half_conv_p,
   half_dot_general_p,
   has_own_gradients,
 )
@@ -25,10 +23,8 @@ __all__ = [
   "LHS",
   "NOTHING",
   "RHS",
-  "Dims",
   "InFp8",
   "Sizes",
-  "Spec",
   "Windows",
   "as_product",
   "bind_product",
@@ -37,7 +33,6 @@ __all__ = [
   "conv_sizes",
   "fp8_dot_general",
   "fp8_dot_general_p",
-  "half_conv_p",
   "half_dot_general_p",
   "has_own_gradients",
   "in_fp8",

@@ -90,29 +90,16 @@ def _linear_transpose(
   return [of_dx, of_probe, None]
 
 
-def _observe_batch(
-  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
+def _batch(
+  primitive: Primitive, operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
 ) -> tuple[Array, int | None]:
-  x, probe = operands
-  x_axis, probe_axis = axes
-  if probe_axis is None and not lead:
-    return observe_p.bind(x, probe, slot=slot, lead=0), x_axis
-  size = batch_size(operands, axes)
-  x, probe = to_front(x, x_axis, size), to_front(probe, probe_axis, size)
-  return observe_p.bind(x, probe, slot=slot, lead=lead + 1), 0
-
-
-def _linear_batch(
-  operands: Sequence[Array], axes: Sequence[int | None], *, slot: int, lead: int
-) -> tuple[Array, int | None]:
-  dx, d_probe, amax = operands
-  dx_axis, probe_axis, amax_axis = axes
-  if probe_axis is None and not lead:
-    amax = amax if amax_axis is None else amax.max(amax_axis)
-    return observe_linear_p.bind(dx, d_probe, amax, slot=slot, lead=0), dx_axis
+  if axes[1] is None and not lead:  # one probe for all
+    x, probe, *amaxes = operands
+    amaxes = [amax if axis is None else amax.max(axis) for amax, axis in zip(amaxes, axes[2:], strict=True)]
+    return primitive.bind(x, probe, *amaxes, slot=slot, lead=0), axes[0]
   size = batch_size(operands, axes)
   operands = [to_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-  return observe_linear_p.bind(*operands, slot=slot, lead=lead + 1), 0
+  return primitive.bind(*operands, slot=slot, lead=lead + 1), 0
 
 
 def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
@@ -137,11 +124,10 @@ def _register() -> None:
     primitive.def_impl(first)
     primitive.def_abstract_eval(first)
     lower_as(primitive, first)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
   ad.primitive_jvps[observe_p] = _observe_jvp
   ad.primitive_jvps[observe_linear_p] = _linear_jvp
   ad.primitive_transposes[observe_linear_p] = _linear_transpose
-  batching.primitive_batchers[observe_p] = _observe_batch
-  batching.primitive_batchers[observe_linear_p] = _linear_batch
 
   copies = lambda x, n: jnp.broadcast_to(x, (n, *x.shape))
   spread_p.def_impl(copies)

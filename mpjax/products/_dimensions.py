@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -123,6 +123,24 @@ def gradient_product(
   return GradientProduct((contracted, batches), permutation, sharding, operand)
 
 
-def sum_of_tangents(terms: Sequence[Array], out: Array) -> Array | ad.Zero:
-  """Returns the tangent of a product's result, of a term for each operand that has a tangent."""
+def sum_of_tangents(
+  out: Array,
+  values: Sequence[Array],
+  tangents: Iterable[tuple[int, Array | ad.Zero]],
+  bind: Callable[[int, Array, Array], Array],
+) -> Array | ad.Zero:
+  """Returns the tangent of a product's result.
+
+  Args:
+    out: the result.
+    values: lhs and rhs.
+    tangents: by side (0, 1).
+    bind: (side, lhs, rhs) -> the product with a tangent on that side.
+  """
+  lhs, rhs = values
+  terms = [
+    bind(side, dx, rhs) if side == 0 else bind(side, lhs, dx)
+    for side, dx in tangents
+    if not isinstance(dx, ad.Zero)
+  ]
   return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(jax.typeof(out))

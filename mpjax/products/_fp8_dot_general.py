@@ -253,23 +253,17 @@ def jvp(
 ) -> tuple[Array, Array | ad.Zero]:
   """Returns a product and its tangent, as the rule of the primitive does."""
   lhs, rhs, *scales = primals
-  d_lhs, d_rhs = tangents[:2]
   if spec.saved:
     lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec)
   bind = functools.partial(fp8_dot_general_p.bind, dimension_numbers=dimension_numbers)
   out = bind(lhs, rhs, *scales, spec=spec)
-  terms = []
-  if not isinstance(d_lhs, ad.Zero):
-    of_lhs = dataclasses.replace(
-      spec, lhs_dtype=spec.gradient_dtype, given=(False, *spec.given[1:]), saved=False
-    )
-    terms.append(bind(d_lhs, rhs, *scales, spec=of_lhs))
-  if not isinstance(d_rhs, ad.Zero):
-    of_rhs = dataclasses.replace(
-      spec, rhs_dtype=spec.gradient_dtype, given=(spec.given[0], False, spec.given[2]), saved=False
-    )
-    terms.append(bind(lhs, d_rhs, *scales, spec=of_rhs))
-  return out, sum_of_tangents(terms, out)
+
+  def term(side: int, lhs: Array, rhs: Array) -> Array:
+    changes: dict[str, Any] = {("lhs_dtype", "rhs_dtype")[side]: spec.gradient_dtype}
+    changes["given"] = tuple(is_given and i != side for i, is_given in enumerate(spec.given))
+    return bind(lhs, rhs, *scales, spec=dataclasses.replace(spec, **changes, saved=False))
+
+  return out, sum_of_tangents(out, (lhs, rhs), enumerate(tangents[:2]), term)
 
 
 def _saved(

@@ -154,12 +154,8 @@ def _jvp(
   moving = {side: tangents[side] for side in (0, 1)}
   moving |= dict(zip(originals, tangents[2:], strict=True))
   out = _PLAIN[own].bind(*values, **parameters)
-  terms = []
-  for side, tangent in moving.items():
-    if not isinstance(tangent, ad.Zero):
-      operands = (tangent, values[1]) if side == 0 else (values[0], tangent)
-      terms.append(own.bind(*operands, originals=(), **parameters))
-  return out, sum_of_tangents(terms, out)
+  bind = lambda _, lhs, rhs: own.bind(lhs, rhs, originals=(), **parameters)
+  return out, sum_of_tangents(out, values, moving.items(), bind)
 
 
 def _transpose(

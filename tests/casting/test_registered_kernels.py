@@ -147,6 +147,18 @@ def test_nothing_is_said_where_it_is_meant(loss, policy):
     jax.eval_shape(jax.grad(mpjax.autocast(loss, policy)), W, X)
 
 
+def test_nothing_is_said_of_quantised_operands_and_their_scales():
+  def kernel(codes, scale, out):
+    out[...] = codes[...].astype(jnp.float32) * scale[...]
+
+  def f(codes, scale):
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(codes.shape, scale.dtype))(codes, scale)
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    jax.eval_shape(mpjax.autocast(f, "bf16"), np.ones((8, 8), np.int8), np.ones((8, 8), np.float32))
+
+
 def test_explain_shows_a_registered_kernel_in_half_precision():
   register_kernel("mix_forward", forward)
   [row] = [row for row in mpjax.explain(LOSS, "bf16")(W, X).rows if row.operands]
