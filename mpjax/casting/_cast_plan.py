@@ -162,7 +162,6 @@ class Call:
     decide_rule: decides about the program of a custom derivative or batching rule. There is none before JAX
       differentiates or batches; each is decided whole before any of it is emitted.
     carry: of a loop.
-    first_carry: the operand that the first of them is.
   """
 
   equation: JaxprEqn
@@ -171,7 +170,6 @@ class Call:
   outs: tuple[Held, ...]
   decide_rule: DecideBody
   carry: tuple[LoopCarry, ...] = ()
-  first_carry: int = 0
 
   def body(self, emit: Emit, i: int = 0) -> Callable[..., list[Array]]:
     """Returns the i-th body as a function of its inputs, its constants put in."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from jax.extend.core import Primitive
 
-from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, PolicyLike
+from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
@@ -20,6 +20,7 @@ from mpjax.jaxpr import (
   at_region_edge,
   bodies_of,
   call_kind,
+  equations_in,
   facts,
   has,
   in_region,
@@ -55,7 +56,6 @@ class CastingRules:
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
   _feeding: dict[Jaxpr, Facts[bool]] = dataclasses.field(default_factory=dict)
-  _with_region: dict[Jaxpr, bool] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on where `half` is the compute dtype.
@@ -92,12 +92,8 @@ class CastingRules:
     """Returns the primitives in a jaxpr, at any depth; not those inside opaque ones."""
     body = open_jaxpr(jaxpr)
     if body not in self._contents:
-      found: set[Primitive] = set()
-      for equation in body.eqns:
-        found.add(equation.primitive)
-        if self.list_of(equation.primitive) == "call":
-          found.update(*(self.contents(inner) for inner in bodies_of(equation)))
-      self._contents[body] = frozenset(found)
+      is_call = lambda equation: self.list_of(equation.primitive) == "call"
+      self._contents[body] = frozenset(e.primitive for e in equations_in(body, is_call))
     return self._contents[body]
 
   def primitives(self, equations: Iterable[JaxprEqn]) -> set[Primitive]:
@@ -136,13 +132,7 @@ class CastingRules:
 
   def has_region(self, equation: JaxprEqn) -> bool:
     """Returns whether a region of `half_precision` is in an equation's bodies."""
-    return any(map(self._has_region, bodies_of(equation)))
-
-  def _has_region(self, jaxpr: AnyJaxpr) -> bool:
-    body = open_jaxpr(jaxpr)
-    if body not in self._with_region:
-      self._with_region[body] = any(in_region(marked_path(e)) or self.has_region(e) for e in body.eqns)
-    return self._with_region[body]
+    return any(in_region(marked_path(e)) for body in bodies_of(equation) for e in equations_in(body))
 
   def feeding(self, jaxpr: AnyJaxpr) -> Facts[bool]:
     """Returns of each variable of a jaxpr whether a matrix product reads it, directly or by views."""
@@ -153,14 +143,10 @@ class CastingRules:
 
 
 class _Feeding(Backward[bool]):
+  nothing = False
+
   def __init__(self, rules: CastingRules):
     self._rules = rules
-
-  def start(self, atom: Atom) -> bool:
-    return False
-
-  def join(self, a: bool, b: bool) -> bool:
-    return a or b
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))

@@ -222,7 +222,7 @@ class Bodies:
     if gradients is None:
       flow = place.gradients.inside(self.equation, i) or WeightGradients.leaving(jaxpr)
     else:
-      flow = WeightGradients(jaxpr, gradients, depth=1)
+      flow = WeightGradients.of(jaxpr, gradients, depth=1)
     p = self.equation.params
     inner = dataclasses.replace(
       place,

@@ -28,6 +28,7 @@ from mpjax.jaxpr import (
   Trait,
   bodies_of,
   call_kind,
+  call_layout,
   dtype_of,
   facts,
   flops,
@@ -240,8 +241,8 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
 
 
 def _carries(node: Node, call: Call) -> Iterator[ExplainedCarry]:
-  for i, carry in enumerate(call.carry):
-    atom = node.equation.invars[call.first_carry + i]
+  for i, (k, carry) in enumerate(zip(call_layout(node.equation).carry, call.carry, strict=False)):
+    atom = node.equation.invars[k]
     if castable(atom.aval):
       dtype = carry.held.dtype.name
       yield ExplainedCarry(

@@ -94,7 +94,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
   plan, carry = _loop_carry.settle(held[k : k + n], decide_with, len(consts) + k, bodies)
   kept = [one.held for one in carry]
   outs = _loop_carry.after_loop([*kept, *plan.outs[n:]])
-  return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry, k)
+  return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
 
 
 def _emit_scan(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
@@ -132,7 +132,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   order = {"cond_jaxpr": condition, "body_jaxpr": plan}
   plans = tuple(order[key] for key in p if key in order)
   ins = (*in_condition, *in_body, *kept)
-  return Call(equation, ins, plans, _loop_carry.after_loop(kept), bodies, carry, first + second)
+  return Call(equation, ins, plans, _loop_carry.after_loop(kept), bodies, carry)
 
 
 def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:

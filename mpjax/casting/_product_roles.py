@@ -109,14 +109,10 @@ class Ends(enum.Flag):
 class EndsOfValues(Backward[Ends]):
   """What is made of values: up to the next product, and not in a backward pass."""
 
+  nothing = Ends.NONE
+
   def __init__(self, rules: CastingRules):
     self._rules = rules
-
-  def start(self, atom: Atom) -> Ends:
-    return Ends.NONE
-
-  def join(self, a: Ends, b: Ends) -> Ends:
-    return a | b
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call" and not backward_depth(equation)

@@ -7,16 +7,16 @@ of something that came into the forward pass, and has a float32 result.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import primitives
 
 from mpjax._compat import newer
-from mpjax._types import AnyJaxpr, Atom, JaxprEqn
+from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting._kinds import castable, size
-from mpjax.jaxpr import Backward, CallKind, Calls, Trait, backward_depth, call_kind, has, open_jaxpr
+from mpjax.jaxpr import Backward, CallKind, Calls, Facts, Trait, backward_depth, call_kind, has, open_jaxpr
 
 _PASSES = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.MARKS_AXES | Trait.ADDS
 _MOVES = frozenset({jax.lax.dynamic_update_slice_p, jax.lax.select_n_p, newer("stack_p"), newer("unstack_p")})
@@ -24,28 +24,38 @@ _NOWHERE = -1
 _SCALES = frozenset({jax.lax.mul_p, jax.lax.div_p})
 
 
-class WeightGradients:
+class WeightGradients(NamedTuple):
   """The values of a program that become gradients of parameters and nothing else.
 
-  Args:
-    jaxpr: the program.
-    outs: for each output, whether it is such a gradient, or leaves the backward pass.
+  Attributes:
+    others: how deep in backward passes each value is read as something else.
     depth: how many backward passes the program is inside of.
   """
 
-  def __init__(self, jaxpr: AnyJaxpr, outs: Sequence[bool], depth: int = 0):
-    self._facts = _Others(depth).solve(jaxpr, [_NOWHERE if is_gradient else depth for is_gradient in outs])
-    self._depth = depth
+  others: Facts[int]
+  depth: int
+
+  @classmethod
+  def of(cls, jaxpr: AnyJaxpr, outs: Sequence[bool], depth: int = 0) -> WeightGradients:
+    """Returns those of a program.
+
+    Args:
+      jaxpr: the program.
+      outs: for each output, whether it is such a gradient, or leaves the backward pass.
+      depth: how many backward passes the program is inside of.
+    """
+    outputs = [_NOWHERE if is_gradient else depth for is_gradient in outs]
+    return cls(_Others(depth).solve(jaxpr, outputs), depth)
 
   @classmethod
   def leaving(cls, jaxpr: AnyJaxpr) -> WeightGradients:
     """Returns those of a whole program: all that leaves its backward passes."""
-    return cls(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
+    return cls.of(jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
 
   def has_product(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation of the program, in a backward pass, makes the gradient of a parameter."""
-    depth = max(self._depth, backward_depth(equation))
-    return depth > 0 and all(self._facts[v] < depth for v in equation.outvars)
+    depth = max(self.depth, backward_depth(equation))
+    return depth > 0 and all(self.others[v] < depth for v in equation.outvars)
 
   def has_sum(self, equation: JaxprEqn) -> bool:
     """Returns whether an equation adds two such gradients."""
@@ -53,12 +63,8 @@ class WeightGradients:
 
   def inside(self, equation: JaxprEqn, i: int = 0) -> WeightGradients | None:
     """Returns those of the i-th body of an equation; `None` where they are not known."""
-    facts = self._facts.inside(equation, i)
-    if facts is None:
-      return None
-    inner = copy.copy(self)
-    inner._facts, inner._depth = facts, max(self._depth, backward_depth(equation))
-    return inner
+    others = self.others.inside(equation, i)
+    return WeightGradients(others, max(self.depth, backward_depth(equation))) if others else None
 
 
 class _Others(Backward[int]):
@@ -67,11 +73,10 @@ class _Others(Backward[int]):
   That is nothing to one that is made deeper: it has left its backward pass.
   """
 
+  nothing = _NOWHERE
+
   def __init__(self, depth: int):
     self._depth = depth
-
-  def start(self, atom: Atom) -> int:
-    return _NOWHERE
 
   def join(self, a: int, b: int) -> int:
     return max(a, b)

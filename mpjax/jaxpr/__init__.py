@@ -6,13 +6,13 @@ from mpjax.jaxpr._bodies import (
   CallBody,
   CallLayout,
   ScanParts,
-  WhileParts,
   as_function,
   bodies_of,
   call_layout,
   constants_of,
   default_branch,
   dtype_of,
+  equations_in,
   is_recomputed,
   is_variable,
   joined_branches,
@@ -22,11 +22,10 @@ from mpjax.jaxpr._bodies import (
   times_run,
   values_read,
   variables_of,
-  while_parts,
 )
 from mpjax.jaxpr._derivatives import custom_jvp_rule, custom_vjp_rules
 from mpjax.jaxpr._flops import flops, taps
-from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, outputs_of
+from mpjax.jaxpr._flow import Backward, Calls, Facts, Forward, inputs_read, live, needed_inside, outputs_of
 from mpjax.jaxpr._interpret import (
   Rule,
   bind_again,
@@ -97,7 +96,6 @@ __all__ = [
   "Rule",
   "ScanParts",
   "Trait",
-  "WhileParts",
   "as_function",
   "as_traced",
   "at_region_edge",
@@ -112,6 +110,7 @@ __all__ = [
   "custom_vjp_rules",
   "default_branch",
   "dtype_of",
+  "equations_in",
   "facts",
   "flops",
   "has",
@@ -130,6 +129,7 @@ __all__ = [
   "marked_path",
   "merged_path",
   "module_path",
+  "needed_inside",
   "open_jaxpr",
   "operation_name",
   "outputs_of",
@@ -150,6 +150,5 @@ __all__ = [
   "transform_place",
   "values_read",
   "variables_of",
-  "while_parts",
   "without_marks",
 ]

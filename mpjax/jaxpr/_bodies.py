@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -61,6 +61,16 @@ def bodies_of(equation: JaxprEqn) -> list[AnyJaxpr]:
   return found
 
 
+def equations_in(
+  jaxpr: AnyJaxpr, enters: Callable[[JaxprEqn], bool] = lambda equation: True
+) -> Iterator[JaxprEqn]:
+  """Yields the equations of a jaxpr, and those in the bodies of those that it `enters`, at any depth."""
+  for equation in open_jaxpr(jaxpr).eqns:
+    yield equation
+    for body in bodies_of(equation) if enters(equation) else ():
+      yield from equations_in(body, enters)
+
+
 class CallBody(NamedTuple):
   """A body of a call.
 
@@ -96,10 +106,10 @@ def call_layout(equation: JaxprEqn) -> CallLayout:
   """Returns the layout of a higher-order equation; without bodies where they are not known."""
   kind, n = call_kind(equation), len(equation.invars)
   if kind is CallKind.WHILE:
-    condition, body, first, second = while_parts(equation)
-    carry = range(first + second, n)
-    around = [*range(first, n)]
-    return CallLayout([CallBody(condition, [*range(first), *carry], True), CallBody(body, around)], carry)
+    p, first = equation.params, equation.params["cond_nconsts"]
+    carry = range(first + p["body_nconsts"], n)
+    condition = CallBody(p["cond_jaxpr"], [*range(first), *carry], decides=True)
+    return CallLayout([condition, CallBody(p["body_jaxpr"], [*range(first, n)])], carry)
   if kind is CallKind.COND:
     operands = [*range(1, n)]
     return CallLayout([CallBody(branch, operands) for branch in equation.params["branches"]], choice=0)
@@ -132,21 +142,6 @@ def scan_parts(equation: JaxprEqn) -> ScanParts:
   """The layout of a `scan`'s operands."""
   options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
   return ScanParts(*_compat.scan_counts(equation), options)
-
-
-class WhileParts(NamedTuple):
-  """The bodies of a `while`, and how many operands are constants of each; the others are the carry."""
-
-  condition: ClosedJaxpr
-  body: ClosedJaxpr
-  condition_consts: int
-  body_consts: int
-
-
-def while_parts(equation: JaxprEqn) -> WhileParts:
-  """The layout of a `while`'s operands."""
-  p = equation.params
-  return WhileParts(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
 
 
 def times_run(equation: JaxprEqn) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, open_jaxpr, variables_of
@@ -104,15 +105,21 @@ class Facts(Generic[F]):
 
 
 class _Analysis(abc.ABC, Generic[F]):
-  """What facts are, of whichever direction."""
+  """What facts are, of whichever direction.
 
-  @abc.abstractmethod
+  Attributes:
+    nothing: the fact about a value that nothing flows into.
+  """
+
+  nothing: F
+
   def start(self, atom: Atom) -> F:
     """Returns the fact about an atom before anything flows into it."""
+    return self.nothing
 
-  @abc.abstractmethod
   def join(self, a: F, b: F) -> F:
-    """Returns what is known of a value for which both facts may hold; joining again changes nothing."""
+    """Returns what is known of a value of both facts: all of both, if they are Booleans, flags or sets."""
+    return cast(F, operator.or_(a, b))
 
   def enters(self, equation: JaxprEqn) -> bool:
     """Returns whether facts flow through an equation's bodies; if not, it is as any other."""
@@ -202,7 +209,7 @@ class Backward(_Analysis[F]):
 
   def choice(self, equation: JaxprEqn, results: list[F], calls: Calls) -> F:
     """Returns what the facts about a call's results add to that about what decides on them: see `chosen`."""
-    return self.start(equation.invars[0])
+    return self.nothing
 
   def solve(self, jaxpr: AnyJaxpr, outputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
     """Returns the facts about a program.
@@ -221,21 +228,23 @@ class Backward(_Analysis[F]):
       if layout is None:
         operands = self.transfer(equation, results, calls)
       else:
-        operands = self._call(equation, layout, results, facts)
+        bodies, operands = self.enter(equation, layout, results, calls)
+        facts._enter(equation, bodies)
       facts._join(equation.invars, operands)
     return facts
 
-  def _call(
-    self, equation: JaxprEqn, layout: CallLayout, results: Sequence[F], facts: Facts[F]
-  ) -> Sequence[F]:
+  def enter(
+    self, equation: JaxprEqn, layout: CallLayout, results: Sequence[F], calls: Calls = ()
+  ) -> tuple[list[Facts[F]], list[F]]:
+    """Returns the facts about the bodies of a call, and what it adds to those about its operands."""
     leaving = list(results)
     while True:
-      choice = self.choice(equation, leaving, facts.calls)
+      choice = self.choice(equation, leaving, calls)
       bodies = [
-        self.solve(body.jaxpr, [choice] if body.decides else leaving, (*facts.calls, (equation, i)))
+        self.solve(body.jaxpr, [choice] if body.decides else leaving, (*calls, (equation, i)))
         for i, body in enumerate(layout.bodies)
       ]
-      found = [self.start(a) for a in equation.invars]
+      found = [self.nothing] * len(equation.invars)
       for inner, body in zip(bodies, layout.bodies, strict=True):
         for k, fact in zip(body.operands, inner.inputs, strict=True):
           found[k] = self.join(found[k], fact)
@@ -243,21 +252,16 @@ class Backward(_Analysis[F]):
       if around == leaving[: len(around)]:
         break
       leaving[: len(around)] = around
-    facts._enter(equation, bodies)
     found[layout.carry.start : layout.carry.stop] = around  # a loop may run no time at all
     if layout.choice is not None:
       found[layout.choice] = choice
-    return found
+    return bodies, found
 
 
 class _Needed(Backward[bool]):
   """Whether an output is computed of a value."""
 
-  def start(self, atom: Atom) -> bool:
-    return False
-
-  def join(self, a: bool, b: bool) -> bool:
-    return a or b
+  nothing = False
 
   def transfer(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> list[bool]:
     return [any(results)] * len(equation.invars)
@@ -269,11 +273,7 @@ class _Needed(Backward[bool]):
 class _Computed(Forward[bool]):
   """Whether a value is computed of an input."""
 
-  def start(self, atom: Atom) -> bool:
-    return False
-
-  def join(self, a: bool, b: bool) -> bool:
-    return a or b
+  nothing = False
 
   def transfer(self, equation: JaxprEqn, operands: list[bool], calls: Calls) -> list[bool]:
     return [any(operands)] * len(equation.outvars)
@@ -290,3 +290,9 @@ def inputs_read(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
 def outputs_of(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
   """Returns which outputs of a jaxpr are computed of some of its inputs."""
   return _Computed().solve(jaxpr, inputs).outputs
+
+
+def needed_inside(equation: JaxprEqn, results: Sequence[bool]) -> list[list[bool]]:
+  """Returns for each body of a call which of its outputs some results of the call are computed of."""
+  bodies, _ = _Needed().enter(equation, call_layout(equation), results)
+  return [facts.outputs for facts in bodies]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,13 +12,10 @@ from mpjax import _compat
 from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax.jaxpr._bodies import (
   as_function,
-  bodies_of,
   call_layout,
   default_branch,
-  open_jaxpr,
-  scan_parts,
+  equations_in,
   variables_of,
-  while_parts,
 )
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
 from mpjax.jaxpr._scopes import as_traced
@@ -71,35 +69,36 @@ def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence
 
   Calls that run once are put in line; kernels, `shard_map`s and choices by platform are as they were.
   """
-  kind = call_kind(equation)
-
-  def body(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
-    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
-    return lambda *operands: interpret(closed, list(operands), rule)
-
+  kind, layout = call_kind(equation), call_layout(equation)
+  bodies = [functools.partial(_evaluate, body.jaxpr, rule) for body in layout.bodies]
+  first, last = layout.carry.start, layout.carry.stop
   if kind is CallKind.SCAN:
-    k, n, options = scan_parts(equation)
-    inside = body(equation.params["jaxpr"])
 
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-      out = inside(*operands[:k], *carry, *xs)
-      return out[:n], out[n:]
+    def step(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+      out = bodies[0](*operands[:first], *carry, *row)
+      return out[: last - first], out[last - first :]
 
-    carry, ys = jax.lax.scan(step, operands[k : k + n], operands[k + n :], **options)
+    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], **options)
     return [*carry, *ys]
   if kind is CallKind.WHILE:
-    condition, again, first, second = while_parts(equation)
-    start = first + second
-    go_on = lambda carry: body(condition)(*operands[:first], *carry)[0]
-    return jax.lax.while_loop(
-      go_on, lambda carry: body(again)(*operands[first:start], *carry), operands[start:]
-    )
+
+    def run(i: int, carry: list[Any]) -> list[Any]:
+      values = [*operands[:first], *carry]
+      return bodies[i](*(values[k] for k in layout.bodies[i].operands))
+
+    goes_on = lambda carry: run(0, carry)[0]
+    return jax.lax.while_loop(goes_on, functools.partial(run, 1), operands[first:])
   if kind is CallKind.COND and default_branch(equation) is None:
-    return jax.lax.switch(operands[0], [body(b) for b in equation.params["branches"]], *operands[1:])
-  bodies = call_layout(equation).bodies
+    return jax.lax.switch(operands[0], bodies, *operands[1:])
   if kind is not None and kind.runs_once and bodies:
-    return body(bodies[0].jaxpr)(*operands)
+    return bodies[0](*operands)
   return bind_again(equation, operands)
+
+
+def _evaluate(jaxpr: AnyJaxpr, rule: Rule, *arguments: Any) -> list[Any]:
+  closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+  return interpret(closed, arguments, rule)
 
 
 def closure_as_argument(
@@ -117,13 +116,7 @@ def closure_as_argument(
 
 
 def _collective_axes(jaxpr: Jaxpr) -> set[str]:
-  axes: set[str] = set()
-  for equation in jaxpr.eqns:
-    if has(equation, Trait.MARKS_AXES):
-      continue
-    for key in ("axes", "axis_name"):
-      names = equation.params.get(key, ())
-      axes |= {name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)}
-    for body in bodies_of(equation):
-      axes |= _collective_axes(open_jaxpr(body))
-  return axes
+  equations = [e for e in equations_in(jaxpr) if not has(e, Trait.MARKS_AXES)]
+  values = [e.params.get(key, ()) for e in equations for key in ("axes", "axis_name")]
+  names = (name for value in values for name in (value if isinstance(value, tuple) else (value,)))
+  return {name for name in names if isinstance(name, str)}

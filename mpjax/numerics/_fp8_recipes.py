@@ -22,11 +22,11 @@ from mpjax.jaxpr import (
   bodies_of,
   call_kind,
   dtype_of,
+  equations_in,
   inside,
   interpret,
   into_bodies,
   module_path,
-  open_jaxpr,
   shape_of,
   source_line,
 )
@@ -45,7 +45,7 @@ _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
 _AMAX = 1 + 4 * len(RECIPES)
 
 
-_Place = tuple[int, ...]  # identities of the calls that a product is in, and its own
+_Place = tuple[JaxprEqn, ...]  # the calls that a product is in, and the product
 
 
 class _Product(NamedTuple):
@@ -210,10 +210,10 @@ def _watched(
 
   def rule_in(path: str, calls: _Place) -> Rule:
     def rule(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-      here, place = inside(path, module_path(equation)), (*calls, id(equation))
+      here, place = inside(path, module_path(equation)), (*calls, equation)
       kind = call_kind(equation)
       if kind is not None:  # a derivative rule of the user's stays what it is
-        entered = not kind.is_custom_rule and any(map(_has_product, bodies_of(equation)))
+        entered = not kind.is_custom_rule and _has_product(equation)
         if not entered:
           return bind_again(equation, operands)
         return into_bodies(equation, operands, rule_in(here, place))
@@ -247,9 +247,8 @@ def _is_product(equation: JaxprEqn) -> bool:
   )
 
 
-def _has_product(jaxpr: Any) -> bool:
-  equations = open_jaxpr(jaxpr).eqns
-  return any(e.primitive in _PRODUCTS or any(map(_has_product, bodies_of(e))) for e in equations)
+def _has_product(equation: JaxprEqn) -> bool:
+  return any(e.primitive in _PRODUCTS for body in bodies_of(equation) for e in equations_in(body))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -23,12 +23,12 @@ from mpjax.jaxpr import (
   Trait,
   at_region_edge,
   call_kind,
+  call_layout,
   dtype_of,
   has,
   in_region,
   is_variable,
   operation_name,
-  scan_parts,
   shape_of,
   source_line,
   times_run,
@@ -181,10 +181,9 @@ def _has_own_weights(node: Node) -> bool:
   """
   if node.call is None:
     return False
-  plan = node.call.plans[0]
-  k, n, _ = scan_parts(node.equation)
-  inner = plan.inputs[len(plan.inputs) - len(node.equation.invars) :]
-  constant, given = {*plan.inputs[: len(plan.inputs) - len(inner)], *inner[:k]}, set(inner[k + n :])
+  plan, layout = node.call.plans[0], call_layout(node.equation)
+  constant = {*plan.jaxpr.constvars, *plan.jaxpr.invars[: layout.carry.start]}
+  given = set(plan.jaxpr.invars[layout.carry.stop :])
   for one in plan.nodes:
     operands = variables_of(one.equation.invars)
     if one.listed == "allow" or one.has_product():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32
 
 from mpjax._types import AnyJaxpr, Array, PyTree
-from mpjax.jaxpr import bodies_of, open_jaxpr
+from mpjax.jaxpr import equations_in
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._two_scales import scale_dependent
@@ -56,18 +55,11 @@ def scale_dependence(
 
   run = kept(reference, "scale dependence", lambda: jax.jit(gradients))
   program = run.trace(state, batch, jnp.float32(scale)).jaxpr
-  scales = (scale / _APART, scale) if any(map(_has_float16, _bodies(program))) else (1.0, scale)
+  scales = (scale / _APART, scale) if _has_float16(program) else (1.0, scale)
   found = scale_dependent(lambda at: run(state, batch, jnp.float32(at)), scales)
   return tuple(ScaleDependent(path, scales, norms) for path, norms in found.items())
 
 
-def _bodies(jaxpr: AnyJaxpr) -> Iterator[AnyJaxpr]:
-  yield jaxpr
-  for equation in open_jaxpr(jaxpr).eqns:
-    for body in bodies_of(equation):
-      yield from _bodies(body)
-
-
 def _has_float16(jaxpr: AnyJaxpr) -> bool:
-  made = (v.aval for equation in open_jaxpr(jaxpr).eqns for v in equation.outvars)
+  made = (v.aval for equation in equations_in(jaxpr) for v in equation.outvars)
   return any(getattr(aval, "dtype", None) == jnp.float16 for aval in made)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from mpjax._types import AnyJaxpr, Array, Atom, JaxprEqn
+from mpjax._types import AnyJaxpr, Array, JaxprEqn
 from mpjax.jaxpr import (
   Backward,
   CallKind,
@@ -62,11 +62,7 @@ class _Use(enum.Flag):
 class _Uses(Backward[_Use]):
   """What reads a value, or a view of it."""
 
-  def start(self, atom: Atom) -> _Use:
-    return _Use.NONE
-
-  def join(self, a: _Use, b: _Use) -> _Use:
-    return a | b
+  nothing = _Use.NONE
 
   def enters(self, equation: JaxprEqn) -> bool:
     kind = call_kind(equation)
@@ -84,14 +80,10 @@ class _Uses(Backward[_Use]):
 class _Reads(Backward[Dtypes]):
   """The dtypes in which a value, or a view of it, is read; `in_rule`: in a rule of a `custom_vjp`."""
 
+  nothing: Dtypes = frozenset()
+
   def __init__(self, in_rule: bool):
     self._in_rule = in_rule
-
-  def start(self, atom: Atom) -> Dtypes:
-    return frozenset()
-
-  def join(self, a: Dtypes, b: Dtypes) -> Dtypes:
-    return a | b
 
   def enters(self, equation: JaxprEqn) -> bool:
     kind = call_kind(equation)
@@ -107,11 +99,11 @@ class _Reads(Backward[Dtypes]):
     elif has(equation, Trait.ALIAS) and len(equation.invars) == len(equation.outvars):
       kept = results
     elif has(equation, Trait.PASSES_ON) and len(equation.invars) == 1:
-      kept = [frozenset[np.dtype]().union(*results)]
+      kept = [self.nothing.union(*results)]
     elif call_kind(equation) is CallKind.CUSTOM_VJP and not self._in_rule:
       body = self.solve(bodies_of(equation)[0], results).inputs
       kept = list(map(self.join, body, _in_forward_rule(equation)))
-    return [*kept, *[frozenset[np.dtype]()] * (len(equation.invars) - len(given))]
+    return [*kept, *[self.nothing] * (len(equation.invars) - len(given))]
 
 
 def _reads(closed: AnyJaxpr, in_rule: bool = False) -> list[Dtypes]:

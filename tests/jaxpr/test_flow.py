@@ -121,8 +121,7 @@ def test_what_a_choice_follows_from_decides_results():
 class Steps(Forward[frozenset]):
   """The names of inputs that a value is made of, and what a scan made of them."""
 
-  start = lambda self, atom: frozenset()
-  join = lambda self, a, b: a | b
+  nothing = frozenset()
   row = lambda self, fact: frozenset(f"row of {name}" for name in fact)
   stacked = lambda self, fact: frozenset(f"rows of {name}" for name in fact)
   transfer = lambda self, equation, operands, calls: [frozenset().union(*operands)] * len(equation.outvars)
@@ -137,8 +136,7 @@ def test_rows_and_what_is_collected_are_told_apart():
 class Readers(Backward[frozenset]):
   """The primitives that read a value."""
 
-  start = lambda self, atom: frozenset()
-  join = lambda self, a, b: a | b
+  nothing = frozenset()
   transfer = lambda self, equation, results, calls: (
     [frozenset([equation.primitive.name])] * len(equation.invars)
   )

@@ -23,12 +23,12 @@ from mpjax.jaxpr import (
   as_function,
   bodies_of,
   call_kind,
+  call_layout,
   constants_of,
   has,
   is_variable,
+  needed_inside,
   open_jaxpr,
-  scan_parts,
-  while_parts,
 )
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
@@ -41,7 +41,7 @@ from mpjax.numerics.nonfinite._origins import (
   made_here,
   of_places,
 )
-from mpjax.numerics.nonfinite._places import EvaluationOrder, Place, evaluation_order, of_loss_inside
+from mpjax.numerics.nonfinite._places import EvaluationOrder, Place, evaluation_order
 
 # Enough to tell independent failures apart; of a model that has diverged everywhere, thousands are no news.
 _MOST_ORIGINS = 64
@@ -96,7 +96,7 @@ class Evaluation:
     self._accumulate = accumulate
     # The keys are by id; the objects are kept, so that no other comes to have it.
     self._constants: dict[int, tuple[Literal | Array, int]] = {}
-    self._orders: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, EvaluationOrder]] = {}
+    self._orders: dict[tuple[Jaxpr, tuple[bool, ...]], EvaluationOrder] = {}
 
   def run(
     self, closed: ClosedJaxpr, inputs: Sequence[tuple[str, Array, bool]], place: Place
@@ -165,10 +165,9 @@ class Evaluation:
     return self._constants[id(what)][1]
 
   def _order(self, jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
-    key = id(jaxpr), of_loss
-    if key not in self._orders:
-      self._orders[key] = jaxpr, evaluation_order(jaxpr, of_loss)
-    return self._orders[key][1]
+    if (jaxpr, of_loss) not in self._orders:
+      self._orders[jaxpr, of_loss] = evaluation_order(jaxpr, of_loss)
+    return self._orders[jaxpr, of_loss]
 
   def _operation(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
@@ -246,38 +245,37 @@ class Evaluation:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
-    parts = scan_parts(equation)
-    length, reverse = parts.options["length"], parts.options["reverse"]
+    length, layout = equation.params["length"], call_layout(equation)
+    first, last = layout.carry.start, layout.carry.stop
     own = self._accumulate > 1 and not place.iterations and not place.module and length == self._accumulate
-    body = equation.params["jaxpr"]
-    of_loss = of_loss_inside(open_jaxpr(body), place.of_loss, parts.consts, parts.carry)
-    constants, xs = operands[: parts.consts], operands[parts.consts + parts.carry :]
-    iterations = _Iterations(self, body, dataclasses.replace(place, of_loss=of_loss))
-    carry = operands[parts.consts : parts.consts + parts.carry]
+    (of_loss,) = needed_inside(equation, place.of_loss)
+    inside = dataclasses.replace(place, of_loss=tuple(of_loss))
+    iterations = _Iterations(self, layout.bodies[0].jaxpr, inside)
+    carry, n = operands[first:last], last - first
     blames = [_FINITE] * len(arrays)
-    for i in reversed(range(length)) if reverse else range(length):
-      rows = [_row_of(x, i) for x in xs]
-      out = iterations.evaluate(equation, [*constants, *carry, *rows], i, length, own)
-      carry = out[: parts.carry]
-      for j, value in enumerate(out[parts.carry :], parts.carry):
+    for i in reversed(range(length)) if equation.params["reverse"] else range(length):
+      rows = [_row_of(x, i) for x in operands[last:]]
+      out = iterations.evaluate(equation, [*operands[:first], *carry, *rows], i, length, own)
+      carry = out[:n]
+      for j, value in enumerate(out[n:], n):
         blames[j] |= value.blame
-    blames[: parts.carry] = [value.blame for value in carry]
+    blames[:n] = [value.blame for value in carry]
     return self._looped(equation, operands, arrays, blames, place)
 
   def _while(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
-    condition, body, n, m = while_parts(equation)
-    m += n
-    of_loss = (any(place.of_loss),) * len(arrays)
-    iterations = _Iterations(self, body, dataclasses.replace(place, of_loss=of_loss))
-    goes_on = jax.jit(as_function(condition))
-    carry, i = operands[m:], 0
-    while i < _MOST_ITERATIONS and goes_on(*(x.array for x in [*operands[:n], *carry]))[0]:
-      carry = iterations.evaluate(equation, [*operands[n:m], *carry], i, None)
+    layout, of_loss = call_layout(equation), (any(place.of_loss),) * len(arrays)
+    condition, body = layout.bodies
+    iterations = _Iterations(self, body.jaxpr, dataclasses.replace(place, of_loss=of_loss))
+    goes_on = jax.jit(as_function(condition.jaxpr))
+    values, i = list(operands), 0
+    while i < _MOST_ITERATIONS and goes_on(*(values[k].array for k in condition.operands))[0]:
+      carry = iterations.evaluate(equation, [values[k] for k in body.operands], i, None)
+      values[layout.carry.start :] = carry
       i += 1
-    return self._looped(equation, operands, arrays, [x.blame for x in carry], place)
+    return self._looped(equation, operands, arrays, [values[k].blame for k in layout.carry], place)
 
   def _looped(
     self,

@@ -78,15 +78,3 @@ def evaluation_order(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder
   equations, read = live(jaxpr, effects=False)
   last = last_reads([equation.invars for equation in equations], jaxpr.outvars)
   return EvaluationOrder(equations, last, read, live(jaxpr, of_loss, effects=False).variables)
-
-
-def of_loss_inside(jaxpr: Jaxpr, of_loss: tuple[bool, ...], consts: int, carry: int) -> tuple[bool, ...]:
-  """Returns which results of a `scan`'s body the loss depends on, also through later iterations."""
-  flags = of_loss
-  while True:
-    of_body = live(jaxpr, flags, effects=False).variables
-    inputs = [v in of_body for v in jaxpr.invars[consts : consts + carry]]
-    more = (*(a or b for a, b in zip(flags, inputs, strict=False)), *flags[carry:])
-    if more == flags:
-      return flags
-    flags = more

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.jaxpr import BACKWARD, Trait, has, is_variable
+from mpjax.jaxpr import BACKWARD, Trait, call_layout, has, is_variable
 from mpjax.planner._arguments import Argument
 from mpjax.planner._array_bytes import itemsize
 from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
@@ -56,11 +56,10 @@ class DividedWeights:
       if is_same and first is not None and id(first) in self._weights:
         share = self._weights[id(first)][1]
         self._weights.update((id(value), (value, share)) for value in operation.results)
-      for body in operation.bodies:
-        given = iter(operation.operands)
-        operands = [next(given) if is_variable(atom) else None for atom in operation.equation.invars]
-        # The first operand of a choice is the choice; of a `while` those of its condition come first.
-        for inner, outer in zip(body.arguments, operands[-len(body.arguments) :], strict=False):
+      given = iter(operation.operands)
+      operands = [next(given) if is_variable(atom) else None for atom in operation.equation.invars]
+      for body, (_, places, _) in zip(operation.bodies, call_layout(operation.equation).bodies, strict=False):
+        for inner, outer in zip(body.arguments, [operands[k] for k in places], strict=True):
           if outer is not None and id(outer) in self._weights:
             self._weights[id(inner)] = inner, self._weights[id(outer)][1]
         self._follow(body)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from mpjax import _compat
-from mpjax.jaxpr import BACKWARD, FORWARD, CallKind, Trait, call_kind, has, layer_pattern, scan_parts
+from mpjax.jaxpr import BACKWARD, FORWARD, Trait, call_layout, has, layer_pattern
 from mpjax.planner._arguments import Argument, argument_bytes, argument_parts
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._results import Memory, Saved
@@ -149,13 +149,14 @@ def _workspace(graph: Graph, target: Target) -> int:
 
 def _multiplies_slices(loop: GraphOperation) -> bool:
   """Returns whether a product of a scan takes what it scans over, or makes what it stacks, as it is."""
-  if call_kind(loop.equation) is not CallKind.SCAN:
+  layout = call_layout(loop.equation)
+  if layout.rows is None:
     return False
-  (body,), parts = loop.bodies, scan_parts(loop.equation)
-  whole = {id(value) for value in body.arguments[: parts.consts + parts.carry]}
+  (body,) = loop.bodies
+  whole = {id(value) for value in body.arguments[: layout.rows.start]}
   products = [operation for operation in body.operations if operation.flops]
   read = [_viewed(value) for operation in products for value in operation.operands]
-  stacked = [_viewed(value) for value in body.results[parts.carry :]]
+  stacked = [_viewed(value) for value in body.results[len(layout.carry) :]]
   made = {id(value) for operation in products for value in operation.results}
   return any(value.argument is not None and id(value) not in whole for value in read) or any(
     id(value) in made for value in stacked
