@@ -1,8 +1,9 @@
-"""Imports among the packages: from a package where it has the name, and every suite's."""
+"""Imports among the packages, what each may know of, and every suite's imports."""
 
 import ast
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,22 @@ import benchmarks.__main__
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [file for top in ("mpjax", "tests", "benchmarks", "scripts") for file in (ROOT / top).rglob("*.py")]
+
+# What a folder's files do not have, but for those named: a pattern of it.
+NEVER = {
+  "a lowering rule": ("mpjax", r"\bmlir\b", "products/_lowering"),
+  "a transform in a policy": ("mpjax/policy", r"mpjax\.(optim|loss_scale|casting|products)", ""),
+  "the operands of a loop": (
+    "mpjax",
+    r"\b(scan_parts|while_parts|scan_counts|cond_nconsts|num_consts)\b",
+    "_compat jaxpr/__init__ jaxpr/_bodies casting/_higher_order step/_gather_where_read",
+  ),
+  "an attribute set on what is not ours": (
+    "mpjax",
+    r"\bsetattr\(|__class__ = |\bvars\(\w+\)\[",
+    "casting/_autocast",
+  ),
+}
 
 
 def imports(file):
@@ -57,6 +74,13 @@ def test_policies_import_no_transform_of_an_optimiser():
   assert "mpjax.fp8._recipe" in reached("mpjax.policy")
   above = ("mpjax.optim", "mpjax.loss_scale", "mpjax.casting", "mpjax.step")
   assert not [name for name in reached("mpjax.policy") if name.startswith(above)]
+
+
+def test_what_a_folder_must_not_know_of():
+  for name, (folder, pattern, allowed) in NEVER.items():
+    files = (file for file in (ROOT / folder).rglob("*.py") if re.search(pattern, file.read_text()))
+    found = {str(file.relative_to(ROOT / "mpjax").with_suffix("")) for file in files}
+    assert found == set(allowed.split()), name
 
 
 @pytest.mark.slow
