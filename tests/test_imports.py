@@ -26,7 +26,7 @@ NEVER = {
   "an attribute set on what is not ours": (
     "mpjax",
     r"\bsetattr\(|__class__ = |\bvars\(\w+\)\[",
-    "casting/_autocast",
+    "casting/_autocast numerics/_kept_programs",
   ),
 }
 

@@ -143,7 +143,8 @@ class Body:
 
   def _decide(self, equation: JaxprEqn) -> Decision:
     linear = any(is_variable(a) and a in self._linear for a in equation.invars)
-    gradient = self.place.roles is not None and any(map(self.place.roles.is_gradient, equation.outvars))
+    roles = self.place.roles
+    gradient = roles is not None and any(roles.lineage(v).gradient for v in equation.outvars)
     case = Case(equation, self)
     # To clip what is wide would not be linear, and would hide the overflow of a gradient.
     decision = decision_of(case, clips=not (linear or gradient))
@@ -191,7 +192,7 @@ class Body:
 
     def is_parameter(a: Atom) -> bool:
       flexible = is_variable(a) and self.held[a].kind is Kind.FLEXIBLE and not self.held[a].wide
-      return flexible and (roles is None or not roles.is_active(a))
+      return flexible and (roles is None or not roles.lineage(a).active)
 
     return frozenset(i for i, a in enumerate(made.equation.invars) if is_parameter(a))
 

@@ -174,7 +174,7 @@ class _Grouping:
     self.place = place
     self.roles = place.roles
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    self.arguments = {v for v in inputs if place.roles is not None and place.roles.is_argument(v)}
+    self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineage(v).argument}
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
     self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use

@@ -189,17 +189,9 @@ class ProductRoles:
     """Returns the role of a product; `None` where it is not known."""
     return self._products.get((*self._lineages.calls, (equation, 0)))
 
-  def is_active(self, atom: Atom) -> bool:
-    """Returns whether a layer came before a value."""
-    return self._lineages[atom].active
-
-  def is_gradient(self, atom: Atom) -> bool:
-    """Returns whether a value was computed in a backward pass, from what flows there."""
-    return self._lineages[atom].gradient
-
-  def is_argument(self, atom: Atom) -> bool:
-    """Returns whether a value is an argument of the whole program or an array that it closes over."""
-    return self._lineages[atom].argument
+  def lineage(self, atom: Atom) -> Lineage:
+    """Returns where a value comes from."""
+    return self._lineages[atom]
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product comes after a value."""
@@ -227,26 +219,21 @@ def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) 
         behind = after.get(facts.calls)
         outs = [behind[v] for v in equation.outvars if is_float(v.aval)] if behind else [Ends.PRODUCT]
         last = not any(end & Ends.PRODUCT for end in outs)
-        role = _role(equation, [facts[a] for a in equation.invars[:2]], last)
-        known[(*facts.calls, (equation, 0))] = role
+        lhs, rhs = (facts[a] for a in equation.invars[:2])
+        gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
+        known[(*facts.calls, (equation, 0))] = ProductRole(
+          (lhs.active, rhs.active),
+          (lhs.gradient, rhs.gradient),
+          (lhs.root, rhs.root),
+          size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
+          last,
+        )
   again = {place for place in known if any(backward_depth(call) for call, _ in place[:-1])}
   backward = {place for place, role in known.items() if any(role.gradients)}
   forward = {place: role for place, role in known.items() if place not in backward | again}
   recomputed = _inherited({place: known[place] for place in again - backward}, forward)
   both = forward | recomputed
   return both | _inherited({place: known[place] for place in backward}, both)
-
-
-def _role(equation: JaxprEqn, operands: list[Lineage], last: bool) -> ProductRole:
-  lhs, rhs = operands
-  gradient = lhs.gradient or rhs.gradient or backward_depth(equation) > 0
-  return ProductRole(
-    active=(lhs.active, rhs.active),
-    gradients=(lhs.gradient, rhs.gradient),
-    roots=(lhs.root, rhs.root),
-    size=size(equation.invars[0 if lhs.gradient else 1] if gradient else equation.outvars[0]),
-    last=last,
-  )
 
 
 def _inherited(

@@ -3,9 +3,6 @@
 from mpjax.jaxpr import _primitive_table as _primitive_table
 from mpjax.jaxpr._alike_paths import layer_pattern, merged_path
 from mpjax.jaxpr._bodies import (
-  CallBody,
-  CallLayout,
-  ScanParts,
   as_function,
   bodies_of,
   call_layout,
@@ -86,15 +83,12 @@ __all__ = [
   "REGION_EDGE",
   "UNKNOWN",
   "Backward",
-  "CallBody",
   "CallKind",
-  "CallLayout",
   "Calls",
   "Facts",
   "Forward",
   "PrimitiveFacts",
   "Rule",
-  "ScanParts",
   "Trait",
   "as_function",
   "as_traced",

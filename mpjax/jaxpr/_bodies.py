@@ -116,8 +116,8 @@ def call_layout(equation: JaxprEqn) -> CallLayout:
   found = [body for body in bodies_of(equation)[:1] if _fits(open_jaxpr(body), equation)]
   bodies = [CallBody(body, [*range(n)]) for body in found]
   if kind is CallKind.SCAN:
-    k, length, _ = scan_parts(equation)
-    return CallLayout(bodies, range(k, k + length), range(k + length, n))
+    k, carried = _compat.scan_counts(equation)
+    return CallLayout(bodies, range(k, k + carried), range(k + carried, n))
   return CallLayout(bodies)
 
 
@@ -130,18 +130,10 @@ def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
   return jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, []))
 
 
-class ScanParts(NamedTuple):
-  """The number of a `scan`'s operands that are constants and carries, and its options for `jax.lax.scan`."""
-
-  consts: int
-  carry: int
-  options: dict[str, Any]
-
-
-def scan_parts(equation: JaxprEqn) -> ScanParts:
-  """The layout of a `scan`'s operands."""
-  options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-  return ScanParts(*_compat.scan_counts(equation), options)
+def scan_parts(equation: JaxprEqn) -> tuple[int, int, dict[str, Any]]:
+  """Returns how many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
+  consts, carry = _compat.scan_counts(equation)
+  return consts, carry, {key: equation.params[key] for key in ("length", "reverse", "unroll")}
 
 
 def times_run(equation: JaxprEqn) -> int:

@@ -92,9 +92,6 @@ class Facts(Generic[F]):
     """The facts about the outputs."""
     return [self[atom] for atom in self.jaxpr.outvars]
 
-  def _write(self, variables: Iterable[Var], facts: Iterable[F]) -> None:
-    self._of.update(zip(variables, facts, strict=True))
-
   def _join(self, atoms: Iterable[Atom], facts: Iterable[F]) -> None:
     for atom, fact in zip(atoms, facts, strict=True):
       if is_variable(atom):
@@ -163,7 +160,7 @@ class Forward(_Analysis[F]):
     """
     body = open_jaxpr(jaxpr)
     facts = Facts(body, calls, self)
-    facts._write(body.invars, inputs)
+    facts._of.update(zip(body.invars, inputs, strict=True))
     for equation in facts.equations:
       operands = [facts[a] for a in equation.invars]
       layout = self._layout(equation)
@@ -171,7 +168,7 @@ class Forward(_Analysis[F]):
         results = self.transfer(equation, operands, calls)
       else:
         results = self._call(equation, layout, operands, facts)
-      facts._write(equation.outvars, results)
+      facts._of.update(zip(equation.outvars, results, strict=True))
     return facts
 
   def _call(

@@ -15,6 +15,7 @@ from mpjax.jaxpr._bodies import (
   call_layout,
   default_branch,
   equations_in,
+  scan_parts,
   variables_of,
 )
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
@@ -78,7 +79,7 @@ def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence
       out = bodies[0](*operands[:first], *carry, *row)
       return out[: last - first], out[last - first :]
 
-    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    *_, options = scan_parts(equation)
     carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], **options)
     return [*carry, *ys]
   if kind is CallKind.WHILE:
