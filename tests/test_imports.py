@@ -21,7 +21,7 @@ NEVER = {
   "the operands of a loop": (
     "mpjax",
     r"\b(scan_parts|while_parts|scan_counts|cond_nconsts|num_consts)\b",
-    "_compat jaxpr/__init__ jaxpr/_bodies casting/_higher_order step/_gather_where_read",
+    "_compat jaxpr/__init__ jaxpr/_bodies jaxpr/_interpret casting/_higher_order step/_gather_where_read",
   ),
   "an attribute set on what is not ours": (
     "mpjax",
