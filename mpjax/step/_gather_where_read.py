@@ -203,7 +203,7 @@ def _remat(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[
   with as_traced(equation):
     if not isinstance(fences, bool):  # one for each operand
       of_others = [f for f, x in zip(fences, operands, strict=True) if not is_put_off(x)]
-      fences = (*(True for _ in jax.tree.leaves(shards)), *of_others)
+      fences = (True, of_others)
     return jax.checkpoint(run, policy=p["policy"], prevent_cse=fences)(shards, others)
 
 

@@ -88,6 +88,9 @@ PROGRAMS = {
   "checkpointed": checkpointed,
   "checkpointed but for products": saving("dots_saveable"),
   "checkpointed but for everything": saving("everything_saveable"),
+  "checkpointed behind some barriers": lambda p, x, key: jax.checkpoint(
+    lambda x, w, v: jnp.tanh(x @ w) @ v, prevent_cse=(True, False, False)
+  )(x, p["w"], p["v"]),
   "scan of checkpoints": lambda p, x, key: jax.lax.scan(again, x, p["stack"])[0],
   # Devices have other rows, and choose other branches.
   "conditional": lambda p, x, key: jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: x @ p["v"]),
