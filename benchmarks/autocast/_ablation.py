@@ -126,13 +126,13 @@ def table(report: dict[str, Any]) -> str:
   models: dict[str, dict[str, Any]] = report["models"]
   accessed = all(row["bytes_accessed"] for rows in models.values() for row in rows.values())
   keys = ("temp_bytes", "bytes_accessed") if accessed else ("temp_bytes",)
-  whole = [name for name in WHOLE if all(name in rows for rows in models.values())]
+  whole = [name for name in WHOLE if any(name in rows for rows in models.values())]
   beside = [name for name in whole if name not in ("float32", "hand")]
   heads = ["gradient of", *whole, *(f"{name} / hand" for name in beside)]
   lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
   for model, rows in models.items():
-    cells = [_sizes(rows[name], accessed) for name in whole]
-    cells += [", ".join(f"{rows[name][key] / rows['hand'][key]:.2f}" for key in keys) for name in beside]
+    cells = [_sizes(rows.get(name), accessed) for name in whole]
+    cells += [_ratios(rows.get(name), rows["hand"], keys) for name in beside]
     lines.append(f"| {model} | {' | '.join(cells)} |")
   names = dict.fromkeys(name for rows in models.values() for name in rows if name not in WHOLE)
   if names:
@@ -143,9 +143,15 @@ def table(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
-def _sizes(row: dict[str, Any], accessed: bool) -> str:
-  size = f"{row['temp_bytes'] / 1e6:.0f} MB"
+def _sizes(row: dict[str, Any] | None, accessed: bool) -> str:
+  if row is None:
+    return ""
+  size = f"{row['temp_bytes'] / 1e6:.1f} MB"
   return f"{size}, {row['bytes_accessed'] / 1e9:.2f} GB" if accessed else size
+
+
+def _ratios(row: dict[str, Any] | None, base: dict[str, Any], keys: Iterable[str]) -> str:
+  return "" if row is None else ", ".join(f"{row[key] / base[key]:.3f}" for key in keys)
 
 
 def _more(row: dict[str, Any] | None, base: dict[str, Any], keys: Iterable[str]) -> str:

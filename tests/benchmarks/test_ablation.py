@@ -54,7 +54,7 @@ def test_a_table_says_what_casts_by_hand_and_a_mechanism_give():
   }
   report = {"command": "x", "device": "a TPU", "versions": {"jax": "1"}, "models": {"BERT": rows}}
   text = ablation.table(report)
-  sizes = "400 MB, 8.00 GB | 200 MB, 4.00 GB | 100 MB, 5.00 GB | 100 MB, 4.00 GB"
-  assert f"| BERT | {sizes} | 0.50, 1.25 | 0.50, 1.00 |" in text
+  sizes = "400.0 MB, 8.00 GB | 200.0 MB, 4.00 GB | 100.0 MB, 5.00 GB | 100.0 MB, 4.00 GB"
+  assert f"| BERT | {sizes} | 0.500, 1.250 | 0.500, 1.000 |" in text
   assert "| without barriers | +50.0, +0.0 |" in text
   assert "| without heads | 0 |" in text
