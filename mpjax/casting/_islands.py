@@ -313,6 +313,10 @@ class _Grouping:
     half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
     if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
       return False  # one-hots and their products: whoever reads them may make them
+    # Before the first product nothing is half yet: an embedding and the norm after it.
+    narrow = any(size(v) > 1 for v, dtype in island.outputs if dtype != FLOAT32 and castable(v.aval))
+    if half <= 1 and not narrow:
+      return False
     heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
     return any(2 * size(a) >= max(half, 2) for node in heavy for a in node.equation.invars)
 
