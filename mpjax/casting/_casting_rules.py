@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import Primitive
@@ -14,6 +14,7 @@ from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
   Backward,
+  CallLayout,
   Calls,
   Facts,
   Trait,
@@ -155,6 +156,11 @@ class _Feeding(Backward[bool]):
     product = self._rules.list_of(equation.primitive) == "allow" or at_region_edge(marked_path(equation))
     feeds = product or (has(equation, Trait.PASSES_ON) and any(results))
     return [feeds and castable(atom.aval) for atom in equation.invars]
+
+  def enter(
+    self, equation: JaxprEqn, layout: CallLayout, results: Sequence[bool], calls: Calls = ()
+  ) -> tuple[list[Facts[bool]], list[bool]]:
+    return super().enter(equation, layout, [False] * len(results), calls)  # a body is rounded by itself
 
 
 def require_recompute(recompute: str) -> str:

@@ -3,6 +3,7 @@
 from mpjax.jaxpr import _primitive_table as _primitive_table
 from mpjax.jaxpr._alike_paths import layer_pattern, merged_path
 from mpjax.jaxpr._bodies import (
+  CallLayout,
   as_function,
   bodies_of,
   call_layout,
@@ -84,6 +85,7 @@ __all__ = [
   "UNKNOWN",
   "Backward",
   "CallKind",
+  "CallLayout",
   "Calls",
   "Facts",
   "Forward",
