@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn
 from mpjax.casting import _kernels
+from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
   FLOAT32,
@@ -52,11 +53,15 @@ class Case:
   Args:
     equation: the equation.
     body: the jaxpr that it is in, as far as that is decided about.
+    clips: whether results outside of the half dtype's range may be clipped where they are rounded.
   """
 
-  def __init__(self, equation: JaxprEqn, body: Body):
+  rule = ""  # the row of the table that holds
+
+  def __init__(self, equation: JaxprEqn, body: Body, clips: bool):
     self.equation: JaxprEqn = equation
     self.body: Body = body
+    self._clips = clips
     self.path: str = inside(body.place.path, marked_path(equation))
     self.half: np.dtype | None = body.rules.overrides.half_at(self.path)
     self.listed: str = body.rules.list_of(equation.primitive, self.half)
@@ -64,6 +69,13 @@ class Case:
     self.at_edge: bool = at_region_edge(self.path)  # what is no cast there is a sum of gradients
     self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
     self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
+
+  def decided(self, mode: Mode, why: str, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Decision:
+    """Returns a decision about it; without `listed` its own list decided. For all else see `Decision`."""
+    if not self._clips:
+      outs = tuple(held._replace(wide=False) for held in outs)
+    listed = listed or self.listed
+    return Decision(self.equation, self.path, listed, mode, self.half, why, self.rule, outs, **more)
 
   @functools.cached_property
   def lists(self) -> set[str]:

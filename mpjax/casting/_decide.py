@@ -145,9 +145,8 @@ class Body:
     linear = any(is_variable(a) and a in self._linear for a in equation.invars)
     roles = self.place.roles
     gradient = roles is not None and any(roles.lineage(v).gradient for v in equation.outvars)
-    case = Case(equation, self)
     # To clip what is wide would not be linear, and would hide the overflow of a gradient.
-    decision = decision_of(case, clips=not (linear or gradient))
+    decision = decision_of(Case(equation, self, clips=not (linear or gradient)))
     self._linear.update(equation.outvars if linear else ())
     if decision.rule == "cast to float32" and dtype_of(equation.invars[0]) == np.float16:
       self.widened.update(equation.outvars)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from mpjax.casting import _fp8_products, _kernels
 from mpjax.casting._case import Case
-from mpjax.casting._cast_plan import Call, Decision, Mode
+from mpjax.casting._cast_plan import Decision, Mode
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._kinds import (
   FLOAT32,
@@ -38,18 +38,6 @@ _FOLLOWS = "its operands are half precision"
 _OWN = "it has operands in a dtype of the user's own"
 
 
-class Outcome(NamedTuple):
-  """What a row of the table leads to; see `Decision`. Without `listed` the equation's own list decided."""
-
-  mode: Mode
-  why: str
-  outs: tuple[Held, ...]
-  listed: str = ""
-  call: Call | None = None
-  fp8: _fp8_products.Fp8Decision | None = None
-  kernel: Callable[..., Any] | None = None
-
-
 def _enters_region(case: Case) -> bool:
   if not case.in_region or not case.at_edge or case.half is None:
     return False
@@ -57,11 +45,11 @@ def _enters_region(case: Case) -> bool:
   return castable(source.aval) and dtype_of(result) == case.half
 
 
-def _into_region(case: Case) -> Outcome:
+def _into_region(case: Case) -> Decision:
   (source,) = case.equation.invars
   fits = case.half != np.float16 or (is_variable(source) and source in case.body.widened)
   outs = case.all_in_half(Kind.FIXED)
-  return Outcome(Mode.HALF if fits else Mode.EDGE, "it enters a half_precision region", outs, "opaque")
+  return case.decided(Mode.HALF if fits else Mode.EDGE, "it enters a half_precision region", outs, "opaque")
 
 
 def _leaves_region(case: Case) -> bool:
@@ -71,79 +59,79 @@ def _leaves_region(case: Case) -> bool:
   return castable(result.aval) and dtype_of(source) == case.half
 
 
-def _out_of_region(case: Case) -> Outcome:
+def _out_of_region(case: Case) -> Decision:
   outs = case.all_in_half(Kind.HALF)
-  return Outcome(Mode.EACH, "it leaves a half_precision region", outs, "opaque")
+  return case.decided(Mode.EACH, "it leaves a half_precision region", outs, "opaque")
 
 
-def _kernel(case: Case) -> Outcome:
+def _kernel(case: Case) -> Decision:
   run, outs = cast(_kernels.InHalf, case.kernel)
-  return Outcome(Mode.KEEP, "a registered kernel", outs, "opaque", kernel=run)
+  return case.decided(Mode.KEEP, "a registered kernel", outs, "opaque", kernel=run)
 
 
-def _enter(case: Case) -> Outcome:
+def _enter(case: Case) -> Decision:
   wanted = [case.half if case.body.feeds_product(v) else None for v in case.equation.outvars]
   held = [case.met(a) for a in case.equation.invars]
   rule = RULES[call_kind(case.equation)]
   call = rule.decide(case.equation, held, wanted, case.body.bodies(case))
-  return Outcome(Mode.ENTER, "its body is entered", call.outs, call=call)
+  return case.decided(Mode.ENTER, "its body is entered", call.outs, call=call)
 
 
-def _as_one(case: Case) -> Outcome:
+def _as_one(case: Case) -> Decision:
   why = _WHOLE if case.is_whole else f"{operation_name(case.equation)} runs as one"
-  return Outcome(Mode.FULL, why, case.computed(), "deny" if "deny" in case.lists else "infer")
+  return case.decided(Mode.FULL, why, case.computed(), "deny" if "deny" in case.lists else "infer")
 
 
-def _cast_from_floats(case: Case) -> Outcome:
+def _cast_from_floats(case: Case) -> Decision:
   pinned = dtype_of(case.equation.invars[0]).itemsize < 4
   held = Held(Kind.PINNED if pinned else Kind.ISLAND, FLOAT32)
-  return Outcome(Mode.CAST, "the user's own cast", (held,), "infer")
+  return case.decided(Mode.CAST, "the user's own cast", (held,), "infer")
 
 
-def _cast_from_integers(case: Case) -> Outcome:
+def _cast_from_integers(case: Case) -> Decision:
   # Counts and token numbers have more digits than float16 has.
   wide = case.half == np.float16 and dtype_of(case.equation.invars[0]).itemsize > 1
-  return Outcome(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
+  return case.decided(Mode.CAST, "from integers", (Held(Kind.FLEXIBLE, FLOAT32, wide),), "infer")
 
 
-def _product(case: Case) -> Outcome:
+def _product(case: Case) -> Decision:
   equation, place = case.equation, case.body.place
   wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
   of_weight = wide and place.gradients.has_product(equation)
   outs = case.all_held(Held(Kind.PINNED, FLOAT32)) if of_weight else case.all_in_half(Kind.HALF)
-  return _quantised(case, Outcome(Mode.HALF, case.reason(""), outs))
+  return _quantised(case, Mode.HALF, case.reason(""), outs)
 
 
-def _quantised(case: Case, half: Outcome) -> Outcome:
+def _quantised(case: Case, mode: Mode, why: str, outs: tuple[Held, ...]) -> Decision:
   """Returns what becomes of a product in half precision, which may be an FP8 one."""
   recipe = case.body.rules.overrides.recipe_at(case.path)
   if recipe is None:
-    return half
+    return case.decided(mode, why, outs)
   roles = case.body.place.roles
   role = roles.product(case.equation) if roles else None
-  decision = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
-  return half._replace(why=decision.why, fp8=decision)
+  why, fp8, site, recipe = _fp8_products.decide(case.equation, case.path, recipe, role, case.body.place.sites)
+  return case.decided(mode, why, outs, fp8=fp8, recipe=recipe, site=site)
 
 
-def _follow(case: Case) -> Outcome:
+def _follow(case: Case) -> Decision:
   met = [case.met(a) for a in case.operands]
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half)
   if out.kind is Kind.HALF:
-    return Outcome(Mode.HALF, _FOLLOWS, case.all_held(out))
+    return case.decided(Mode.HALF, _FOLLOWS, case.all_held(out))
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
   why = "an operand has values that half precision has not" if out.wide else strongest.why
-  return Outcome(Mode.FULL, why, case.all_held(out))
+  return case.decided(Mode.FULL, why, case.all_held(out))
 
 
-def _full(why: str, listed: str = "") -> Callable[[Case], Outcome]:
-  return lambda case: Outcome(Mode.FULL, why, case.computed(), listed)
+def _full(why: str, listed: str = "") -> Callable[[Case], Decision]:
+  return lambda case: case.decided(Mode.FULL, why, case.computed(), listed)
 
 
-def _keep(why: str, listed: str = "") -> Callable[[Case], Outcome]:
-  return lambda case: Outcome(Mode.KEEP, why, case.kept(), listed)
+def _keep(why: str, listed: str = "") -> Callable[[Case], Decision]:
+  return lambda case: case.decided(Mode.KEEP, why, case.kept(), listed)
 
 
 class Row(NamedTuple):
@@ -159,7 +147,7 @@ class Row(NamedTuple):
   rule: str
   means: str
   holds: Callable[[Case], bool]
-  outcome: Callable[[Case], Outcome]
+  outcome: Callable[[Case], Decision]
 
 
 ROWS = (
@@ -183,20 +171,22 @@ ROWS = (
     "rule of its own",
     "a call that reads half precision, with a derivative rule and nothing denied inside, such as relu",
     lambda c: c.listed == "call" and c.follows_as_one,
-    lambda c: Outcome(Mode.HALF, _FOLLOWS, c.all_in_half(Kind.HALF), "infer"),
+    lambda c: c.decided(Mode.HALF, _FOLLOWS, c.all_in_half(Kind.HALF), "infer"),
   ),
   Row("call as one", "any other call", lambda c: c.listed == "call", _as_one),
   Row(
     "same dtype",
     "a cast from float32 to float32, for a weak type or a sharding",
     lambda c: c.is_cast and bool(c.operands) and castable(c.equation.outvars[0].aval),
-    lambda c: Outcome(Mode.EACH, "it changes no dtype", (c.body.how(c.equation.invars[0], c.half),), "infer"),
+    lambda c: c.decided(
+      Mode.EACH, "it changes no dtype", (c.body.how(c.equation.invars[0], c.half),), "infer"
+    ),
   ),
   Row(
     "cast away",
     "a cast of the user's to another dtype",
     lambda c: c.is_cast and not castable(c.equation.outvars[0].aval),
-    lambda c: Outcome(
+    lambda c: c.decided(
       Mode.CAST,
       "the user's own cast",
       (Held(Kind.FIXED, dtype_of(c.equation.outvars[0])),),
@@ -207,7 +197,7 @@ ROWS = (
     "autocast inside",
     "a cast at the end of an inner autocast",
     lambda c: c.is_cast and OUTPUT in c.path.split("/"),
-    lambda c: Outcome(Mode.CAST, "the end of an inner autocast", (Held(Kind.ISLAND, FLOAT32),), "infer"),
+    lambda c: c.decided(Mode.CAST, "the end of an inner autocast", (Held(Kind.ISLAND, FLOAT32),), "infer"),
   ),
   Row(
     "cast to float32",
@@ -220,7 +210,7 @@ ROWS = (
     "product by hand",
     "a product that the user casts to the compute dtype",
     lambda c: c.is_half_by_hand,
-    lambda c: _quantised(c, Outcome(Mode.KEEP, _OWN, c.kept())),
+    lambda c: _quantised(c, Mode.KEEP, _OWN, c.kept()),
   ),
   Row(
     "own dtype", "an operand or result in a dtype of the user's own", lambda c: c.has_own_dtypes, _keep(_OWN)
@@ -229,7 +219,7 @@ ROWS = (
     "opaque",
     "on the list `opaque`",
     lambda c: c.listed == "opaque",
-    lambda c: Outcome(Mode.KEEP, c.reason(UNKNOWN.reason), c.kept()),
+    lambda c: c.decided(Mode.KEEP, c.reason(UNKNOWN.reason), c.kept()),
   ),
   Row(
     "no float32",
@@ -260,7 +250,7 @@ ROWS = (
     "denied",
     "on the list `deny`",
     lambda c: c.listed == "deny",
-    lambda c: Outcome(
+    lambda c: c.decided(
       Mode.FULL, c.reason("it is denied half precision") if c.half is not None else _WHOLE, c.computed()
     ),
   ),
@@ -268,48 +258,31 @@ ROWS = (
     "each alone",
     "it has a result for each operand",
     lambda c: has(c.equation, Trait.EACH) and len(c.equation.invars) == len(c.equation.outvars),
-    lambda c: Outcome(Mode.EACH, "each operand as it comes", tuple(map(c.body.how, c.equation.invars))),
+    lambda c: c.decided(Mode.EACH, "each operand as it comes", tuple(map(c.body.how, c.equation.invars))),
   ),
   Row(
     "comparison",
     "no result is float32: exact whatever the operands",
     lambda c: not any(castable(v.aval) for v in c.equation.outvars),
-    lambda c: Outcome(Mode.FULL, "its result is no floating number", c.all_held(Held(Kind.FIXED, FLOAT32))),
+    lambda c: c.decided(Mode.FULL, "its result is no floating number", c.all_held(Held(Kind.FIXED, FLOAT32))),
   ),
   Row(
     "sum of gradients",
     "it adds gradients of a parameter",
     lambda c: c.adds_gradients,
-    lambda c: Outcome(Mode.FULL, "it adds gradients of a parameter", c.all_held(Held(Kind.PINNED, FLOAT32))),
+    lambda c: c.decided(
+      Mode.FULL, "it adds gradients of a parameter", c.all_held(Held(Kind.PINNED, FLOAT32))
+    ),
   ),
   Row("follows", "anything else: by the kinds of its operands", lambda c: True, _follow),
 )
 
 
-def decision_of(case: Case, clips: bool) -> Decision:
-  """Returns what the table says about an equation.
-
-  `clips` says whether results outside of the half dtype's range may be clipped where they are rounded.
-  """
+def decision_of(case: Case) -> Decision:
+  """Returns what the table says about an equation."""
   row = next(row for row in ROWS if row.holds(case))
-  mode, why, outs, listed, call, fp8, kernel = row.outcome(case)
-  if not clips:
-    outs = tuple(held._replace(wide=False) for held in outs)
-  return Decision(
-    equation=case.equation,
-    path=case.path,
-    listed=listed or case.listed,
-    mode=mode,
-    half=case.half,
-    why=why,
-    rule=row.rule,
-    outs=outs,
-    call=call,
-    fp8=fp8.fp8 if fp8 else None,
-    recipe=fp8.recipe if fp8 else None,
-    site=fp8.site if fp8 else None,
-    kernel=kernel,
-  )
+  case.rule = row.rule
+  return row.outcome(case)
 
 
 def table_of_decisions() -> list[tuple[str, str]]:
