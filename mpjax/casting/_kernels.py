@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,19 @@ from mpjax._types import Atom, JaxprEqn
 from mpjax.casting._cast_plan import CastPlan, Node
 from mpjax.casting._fp8_products import AT_THE_USER
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial
-from mpjax.jaxpr import Trait, bodies_of, dtype_of, has, in_region, inside, marked_path, open_jaxpr, shape_of
+from mpjax.jaxpr import (
+  CallKind,
+  Trait,
+  bodies_of,
+  call_kind,
+  dtype_of,
+  has,
+  in_region,
+  inside,
+  marked_path,
+  open_jaxpr,
+  shape_of,
+)
 from mpjax.policy import PrecisionWarning
 
 Run = Callable[..., Any]
@@ -56,9 +69,11 @@ def register_kernel(kernel: str | Primitive, run: Run) -> None:
   Args:
     kernel: the kernel's name in the program, which is the `name` of a `pallas_call` (by default that of its
       function), the target of an FFI call, or the name of a jitted function; or its primitive.
-    run: takes the operands of the call in the program, and returns its results. Float32 operands come in
-      the compute dtype, but for those that another registered kernel has returned in float32. A call that
-      `run` refuses by an error, or whose results have other shapes, stays as it is.
+    run: takes the operands of the call in the program, and returns its results as an array, a tuple or a
+      list. Float32 operands come in the compute dtype, but for those that another registered kernel has
+      returned in float32. By a name it has to make this very call where it is given the program's dtypes. A
+      call that it does not make (a batch or a derivative of the kernel, another function of the name), and
+      one for which it raises an error, stay as they are.
 
   Raises:
     TypeError: if `kernel` is neither a name nor a primitive, or `run` is no function.
@@ -97,14 +112,53 @@ def in_half(equation: JaxprEqn, how: Callable[[Atom], Held], half: np.dtype | No
     jax.ShapeDtypeStruct(shape_of(a), read_dtype(how(a), half) if castable(a.aval) else dtype_of(a))
     for a in equation.invars
   ]
+  if _registered(equation, by_name=False) is None and _why_not(run, equation):
+    return None
   try:
-    results = jax.tree.leaves(jax.eval_shape(run, *like))
-  except Exception:  # a function of this name that was differentiated has other operands
+    results = _flat(jax.eval_shape(run, *like))
+  except Exception:  # made for float32 alone
     return None
-  if [x.shape for x in results] != [shape_of(v) for v in equation.outvars]:
+  if len(results) != len(equation.outvars) or not all(hasattr(x, "shape") for x in results):
     return None
-  outs = [_held(x.dtype, v.aval, half) for x, v in zip(results, equation.outvars, strict=True)]
+  pairs = list(zip(results, equation.outvars, strict=True))
+  if any(x.shape != shape_of(v) or (x.dtype != dtype_of(v) and not castable(v.aval)) for x, v in pairs):
+    return None
+  outs = [_held(x.dtype, v.aval, half) for x, v in pairs]
   return InHalf(run, tuple(outs))
+
+
+def _flat(results: Any) -> list[Any]:
+  return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _why_not(run: Run, equation: JaxprEqn) -> str:
+  """Returns why a call is none of a registered kernel, although it has the name; empty if it is one.
+
+  In the dtypes of the program `run` has to make the very call. So a derivative or a batch of it, which JAX
+  gives the same name, is left alone, and so is what another library calls so.
+  """
+  own = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
+  try:
+    made = jax.make_jaxpr(run)(*own).jaxpr
+  except Exception as error:
+    return f"what is registered raises {type(error).__name__}: {error}"
+  bodies = [open_jaxpr(body) for body in bodies_of(equation)]
+  while not made.constvars:
+    if call_kind(equation) is CallKind.JIT and str(made) == str(bodies[0]):
+      return ""
+    if len(made.eqns) != 1 or made.eqns[0].invars != made.invars or made.eqns[0].outvars != made.outvars:
+      break
+    (call,) = made.eqns
+    if call.primitive is equation.primitive and _text(call) == _text(equation):
+      return ""
+    if call_kind(call) is not CallKind.JIT:
+      break
+    made = open_jaxpr(bodies_of(call)[0])
+  return "what is registered makes another call"
+
+
+def _text(equation: JaxprEqn) -> str:
+  return re.sub(r"\b0x[0-9a-f]+", "", str(sorted((k, str(v)) for k, v in equation.params.items())))
 
 
 def read_dtype(held: Held, half: np.dtype) -> np.dtype:
@@ -124,10 +178,10 @@ def has_registered(equation: JaxprEqn) -> bool:
   return any(_registered(e) is not None or has_registered(e) for e in inner)
 
 
-def _registered(equation: JaxprEqn) -> Run | None:
+def _registered(equation: JaxprEqn, by_name: bool = True) -> Run | None:
   if not _runs:
     return None
-  return _runs.get(equation.primitive) or _runs.get(kernel_name(equation))
+  return _runs.get(equation.primitive) or (_runs.get(kernel_name(equation)) if by_name else None)
 
 
 def kernel_name(equation: JaxprEqn) -> str:
@@ -141,7 +195,9 @@ def kernel_name(equation: JaxprEqn) -> str:
 
 def way_out(equation: JaxprEqn) -> str:
   """Returns what to write for a kernel that runs in float32."""
-  name = kernel_name(equation)
+  name, run = kernel_name(equation), _registered(equation)
+  if run is not None and (why := _why_not(run, equation)):
+    return f"{why}; register what makes this call, or wrap its function in mpjax.half_precision"
   shipped = next((of for start, of in _SHIPPED.items() if name.lstrip("_").startswith(start)), None)
   if shipped is not None:
     return f"write {shipped} = mpjax.half_precision({shipped})"

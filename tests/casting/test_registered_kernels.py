@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
@@ -114,6 +115,56 @@ def test_policies_of_modules_and_full_precision_decide():
     assert {dtype for _, dtypes in kernels(mpjax.autocast(loss, policy), W, X) for dtype in dtypes} == {
       "float32"
     }
+
+
+def column_kernel(x_ref, o_ref):
+  x = x_ref[...]
+  o_ref[...] = x / jnp.sum(jnp.abs(x), axis=0, keepdims=True)
+
+
+def columns(x):
+  return pl.pallas_call(
+    column_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), name="columns", interpret=True
+  )(x)
+
+
+def test_what_else_has_the_name_is_another_call():
+  @jax.jit
+  def gated(x, w):
+    return jnp.tanh(x) * w
+
+  register_kernel("gated", lambda x, w: jnp.tanh(x) * w)
+  register_kernel("columns", columns)
+  register_kernel("kept", lambda x: x * 3)
+  register_kernel("silu", columns)
+  x = jnp.linspace(-1.0, 1.0, 256).reshape(4, 8, 8)
+  functions = {
+    # JAX gives the gradient of a jitted function its name, and so a batch of a kernel.
+    "gradient": jax.grad(lambda w: jnp.sum(gated(x * 2, w) ** 2)),
+    "batch": jax.vmap(columns),
+    "name of a value": lambda x: checkpoint_name(x, "kept") + 1,
+    "function of a library": lambda x: jax.grad(lambda x: jnp.sum(jax.nn.silu(x)))(x),
+  }
+  for name, fun in functions.items():
+    cast = mpjax.autocast(fun, "bf16")
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", mpjax.PrecisionWarning)
+      np.testing.assert_allclose(jax.jit(cast)(x), jax.jit(fun)(x), atol=0.02, err_msg=name)
+
+
+def test_results_in_no_order_are_refused_and_errors_told():
+  register_kernel("mix_forward", lambda a, b: dict(zip("ba", forward(a, b), strict=True)))
+  with pytest.warns(mpjax.PrecisionWarning, match="makes another call"):
+    assert {dtype for _, dtypes in kernels(mpjax.autocast(LOSS, "bf16"), W, X) for dtype in dtypes} == {
+      "float32"
+    }
+
+  def misspelt(a, b):
+    raise NameError("foward")
+
+  register_kernel("mix_forward", misspelt)
+  with pytest.warns(mpjax.PrecisionWarning, match="raises NameError: foward"):
+    jax.eval_shape(mpjax.autocast(LOSS, "bf16"), W, X)
 
 
 def test_a_call_that_is_not_the_kernels_stays_as_it_is():
