@@ -94,7 +94,10 @@ class Lineages(Forward[Lineage]):
     return fact._replace(root=(_STACKED, fact.root), argument=False)
 
   def after_loop(self, result: Var, fact: Lineage, calls: Calls) -> Lineage:
-    return fact._replace(root=(calls, result))
+    return fact._replace(root=(calls, result), argument=False)
+
+  def chosen(self, result: Lineage, choice: Lineage) -> Lineage:
+    return result._replace(argument=False)
 
 
 class Ends(enum.Flag):
