@@ -17,7 +17,7 @@ from mpjax._types import AnyJaxpr, Array, Jaxpr, JaxprEqn, PyTree
 from mpjax.casting import _derivative_rules, _loop_carry
 from mpjax.casting._cast_plan import Call, DecideBody, Emit
 from mpjax.casting._kinds import Held, Where, as_held, initial, meet
-from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts
+from mpjax.jaxpr import CallKind, as_traced, bodies_of, joined_branches, open_jaxpr, scan_parts, while_loop
 from mpjax.products import as_product, spread
 
 # Entered when what they are given is half precision, even without a product inside.
@@ -147,7 +147,7 @@ def _emit_while(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array
 
   with as_traced(call.equation):
     go_on = lambda carry: condition(*operands[:first], *carry)[0]
-    return jax.lax.while_loop(go_on, step, list(operands[first + second :]))
+    return while_loop(call.equation, go_on, step, list(operands[first + second :]))
 
 
 def _decide_cond(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodies: DecideBody) -> Call:

@@ -31,6 +31,8 @@ from mpjax.jaxpr._interpret import (
   interpret,
   into_bodies,
   last_reads,
+  where_rows,
+  while_loop,
 )
 from mpjax.jaxpr._primitives import (
   LISTS,
@@ -146,5 +148,7 @@ __all__ = [
   "transform_place",
   "values_read",
   "variables_of",
+  "where_rows",
+  "while_loop",
   "without_marks",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from mpjax import _compat
 from mpjax._types import AnyJaxpr, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -15,7 +16,9 @@ from mpjax.jaxpr._bodies import (
   call_layout,
   default_branch,
   equations_in,
+  open_jaxpr,
   scan_parts,
+  shape_of,
   variables_of,
 )
 from mpjax.jaxpr._primitives import CallKind, Trait, call_kind, has
@@ -89,12 +92,48 @@ def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence
       return bodies[i](*(values[k] for k in layout.bodies[i].operands))
 
     goes_on = lambda carry: run(0, carry)[0]
-    return jax.lax.while_loop(goes_on, functools.partial(run, 1), operands[first:])
+    return while_loop(equation, goes_on, functools.partial(run, 1), operands[first:])
   if kind is CallKind.COND and default_branch(equation) is None:
     return jax.lax.switch(operands[0], bodies, *operands[1:])
   if kind is not None and kind.runs_once and bodies:
     return bodies[0](*operands)
   return bind_again(equation, operands)
+
+
+def while_loop(
+  equation: JaxprEqn,
+  goes_on: Callable[[list[Any]], Any],
+  step: Callable[[list[Any]], list[Any]],
+  carry: list[Any],
+) -> list[Any]:
+  """Returns what `jax.lax.while_loop` does, also where `vmap` has made a condition for each row.
+
+  Args:
+    equation: the `while` in the program.
+    goes_on: its condition, given the carry.
+    step: its body.
+    carry: as it enters.
+  """
+  if not rows_of(equation):
+    return jax.lax.while_loop(goes_on, step, carry)
+
+  def masked(carry: list[Any]) -> list[Any]:
+    return where_rows(goes_on(carry), step(carry), carry)
+
+  return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), masked, carry)
+
+
+def rows_of(equation: JaxprEqn) -> tuple[int, ...]:
+  """Returns the shape of a `while`'s condition: () but under `vmap`, where rows that are at an end stay."""
+  return shape_of(open_jaxpr(equation.params["cond_jaxpr"]).outvars[0])
+
+
+def where_rows(rows: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+  """Returns arrays with the rows of `new` where bool[rows] holds, and those of `old` elsewhere."""
+  return [
+    jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - rows.ndim)), x, y)
+    for x, y in zip(new, old, strict=True)
+  ]
 
 
 def _evaluate(jaxpr: AnyJaxpr, rule: Rule, *arguments: Any) -> list[Any]:

@@ -173,6 +173,21 @@ def test_while_carries():
   assert_near(functions, "bf16")
 
 
+def test_a_while_of_which_each_row_has_its_own_end():
+  def rows(x):
+    loop = lambda row: jax.lax.while_loop(
+      lambda c: c[1].sum() < 5, lambda c: (c[0] + 1, 2 * c[1] + jnp.abs(c[1] @ W)), (0, jnp.abs(row))
+    )
+    return jax.vmap(loop)(x)
+
+  x = X * jnp.arange(1, 9)[:, None] / 4
+  steps, values = jit(BF16(rows))(x)
+  expected = jit(rows)(x)
+  assert len(set(np.asarray(expected[0]).tolist())) > 1
+  np.testing.assert_array_equal(steps, expected[0])
+  np.testing.assert_allclose(values, expected[1], rtol=0.05)
+
+
 BRANCHES = {
   "product or nothing": lambda x: jax.lax.cond(x.sum() > 99, product, lambda x: x, x),
   "product or island": lambda x: jax.lax.cond(x.sum() > 99, product, lambda x: jax.nn.softmax(x), x @ W),

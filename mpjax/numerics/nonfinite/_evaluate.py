@@ -29,6 +29,7 @@ from mpjax.jaxpr import (
   is_variable,
   needed_inside,
   open_jaxpr,
+  where_rows,
 )
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
@@ -271,9 +272,19 @@ class Evaluation:
     iterations = _Iterations(self, body.jaxpr, dataclasses.replace(place, of_loss=of_loss))
     goes_on = jax.jit(as_function(condition.jaxpr))
     values, i = list(operands), 0
-    while i < _MOST_ITERATIONS and goes_on(*(values[k].array for k in condition.operands))[0]:
-      carry = iterations.evaluate(equation, [values[k] for k in body.operands], i, None)
-      values[layout.carry.start :] = carry
+    while i < _MOST_ITERATIONS:
+      rows = goes_on(*(values[k].array for k in condition.operands))[0]  # one for each row under `vmap`
+      if not jnp.any(rows):
+        break
+      before = values[layout.carry.start :]
+      after = iterations.evaluate(equation, [values[k] for k in body.operands], i, None)
+      if rows.ndim:
+        merged = where_rows(rows, [x.array for x in after], [x.array for x in before])
+        blames = [new.blame | old.blame for new, old in zip(after, before, strict=True)]
+        after = [
+          BlamedArray(x, _FINITE if is_finite(x) else blame) for x, blame in zip(merged, blames, strict=True)
+        ]
+      values[layout.carry.start :] = after
       i += 1
     return self._looped(equation, operands, arrays, [values[k].blame for k in layout.carry], place)
 
