@@ -50,7 +50,7 @@ MECHANISMS: dict[str, Patch] = {
   "what pays": _replaced(_islands._Grouping, "_pays", lambda *_: True),
   "copies": _replaced(_copies.Copies, "instead_of", lambda *_: ()),
   "operands again": _replaced(_islands._Grouping, "_alone", lambda *_: None),
-  "losses by element": _replaced(_decide, "with_stored_gradients", lambda nodes, *_: list(nodes)),
+  "losses by element": _replaced(_decide, "stores_gradient", lambda *_: False),
   "alike islands": _replaced(_alike_islands.AlikeIslands, "function", lambda self, *given: given[-1]),
 }
 

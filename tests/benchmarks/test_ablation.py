@@ -40,6 +40,10 @@ def test_a_mechanism_is_off_while_its_variant_is_traced_and_no_longer():
   for name in ("pull-in", "products at islands' ends", "barriers", "saved statistics"):
     assert program("transformer", name) != as_it_is, name
   assert program("transformer", "autocast") == as_it_is
+  assert program("autoencoder", "losses by element") != program("autoencoder", "autocast")
+  for off in ablation.MECHANISMS.values():
+    with off():  # each names a function that there is
+      pass
 
 
 def test_a_table_says_what_casts_by_hand_and_a_mechanism_give():
