@@ -196,7 +196,8 @@ def kernel_name(equation: JaxprEqn) -> str:
 def way_out(equation: JaxprEqn) -> str:
   """Returns what to write for a kernel that runs in float32."""
   name, run = kernel_name(equation), _registered(equation)
-  if run is not None and (why := _why_not(run, equation)):
+  if run is not None:
+    why = _why_not(run, equation) or "what is registered does not take half precision"
     return f"{why}; register what makes this call, or wrap its function in mpjax.half_precision"
   shipped = next((of for start, of in _SHIPPED.items() if name.lstrip("_").startswith(start)), None)
   if shipped is not None:

@@ -166,6 +166,14 @@ def test_results_in_no_order_are_refused_and_errors_told():
   with pytest.warns(mpjax.PrecisionWarning, match="raises NameError: foward"):
     jax.eval_shape(mpjax.autocast(LOSS, "bf16"), W, X)
 
+  def for_float32(a, b):
+    assert a.dtype == jnp.float32
+    return forward(a, b)
+
+  register_kernel("mix_forward", for_float32)
+  with pytest.warns(mpjax.PrecisionWarning, match="does not take half precision"):
+    jax.eval_shape(mpjax.autocast(LOSS, "bf16"), W, X)
+
 
 def test_a_call_that_is_not_the_kernels_stays_as_it_is():
   register_kernel("mix_forward", lambda a: a)  # another number of operands
