@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 
-from mpjax._types import Atom, JaxprEqn
+from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting import _kernels
-from mpjax.casting._cast_plan import Decision, Mode
+from mpjax.casting._cast_plan import DecideBody, Decision, Mode
+from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._higher_order import LOOPS, RULES
 from mpjax.casting._kinds import (
   FLOAT32,
@@ -26,6 +27,7 @@ from mpjax.casting._kinds import (
   size,
   small,
 )
+from mpjax.casting._place import Place
 from mpjax.casting._product_roles import states_precision
 from mpjax.jaxpr import (
   UNKNOWN,
@@ -43,8 +45,25 @@ from mpjax.jaxpr import (
   values_read,
 )
 
-if TYPE_CHECKING:
-  from mpjax.casting._decide import Body
+
+class Surroundings(Protocol):
+  """The jaxpr that an equation is in, as far as it is decided about; see `_decide.Body`."""
+
+  rules: CastingRules
+  place: Place
+  widened: set[Var]
+
+  def how(self, atom: Atom, half: np.dtype | None = None) -> Held:
+    """Returns how a variable or literal is held."""
+
+  def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
+    """Returns how a variable meets others in an equation."""
+
+  def feeds_product(self, atom: Atom) -> bool:
+    """Returns whether a matrix product reads this variable."""
+
+  def bodies(self, case: Case) -> DecideBody:
+    """Returns what decides about the bodies of a call."""
 
 
 class Case:
@@ -58,17 +77,17 @@ class Case:
 
   rule = ""  # the row of the table that holds
 
-  def __init__(self, equation: JaxprEqn, body: Body, clips: bool):
-    self.equation: JaxprEqn = equation
-    self.body: Body = body
+  def __init__(self, equation: JaxprEqn, body: Surroundings, clips: bool):
+    self.equation = equation
+    self.body = body
     self._clips = clips
-    self.path: str = inside(body.place.path, marked_path(equation))
-    self.half: np.dtype | None = body.rules.overrides.half_at(self.path)
-    self.listed: str = body.rules.list_of(equation.primitive, self.half)
-    self.is_cast: bool = equation.primitive is jax.lax.convert_element_type_p
-    self.at_edge: bool = at_region_edge(self.path)  # what is no cast there is a sum of gradients
-    self.in_region: bool = in_region(self.path) and (self.is_cast or not self.at_edge)
-    self.operands: list[Atom] = [a for a in equation.invars if castable(a.aval)]
+    self.path = inside(body.place.path, marked_path(equation))
+    self.half = body.rules.overrides.half_at(self.path)
+    self.listed = body.rules.list_of(equation.primitive, self.half)
+    self.is_cast = equation.primitive is jax.lax.convert_element_type_p
+    self.at_edge = at_region_edge(self.path)  # what is no cast there is a sum of gradients
+    self.in_region = in_region(self.path) and (self.is_cast or not self.at_edge)
+    self.operands = [a for a in equation.invars if castable(a.aval)]
 
   def decided(self, mode: Mode, why: str, outs: tuple[Held, ...], listed: str = "", **more: Any) -> Decision:
     """Returns a decision about it; without `listed` its own list decided. For all else see `Decision`."""
