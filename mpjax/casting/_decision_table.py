@@ -183,7 +183,7 @@ ROWS = (
     ),
   ),
   Row(
-    "cast away",
+    "cast from float32",
     "a cast of the user's to another dtype",
     lambda c: c.is_cast and not castable(c.equation.outvars[0].aval),
     lambda c: c.decided(
