@@ -29,6 +29,7 @@ from mpjax.casting._kinds import (
 )
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import states_precision
+from mpjax.casting._readers import Reads, in_half_alone, why_float32, why_float32_result
 from mpjax.jaxpr import (
   UNKNOWN,
   CallKind,
@@ -46,6 +47,13 @@ from mpjax.jaxpr import (
 )
 
 
+def why_whole(solver: bool) -> str:
+  """Returns why a program is in float32: since it is in a solver, or else by its module's policy."""
+  if solver:
+    return "the loop ends by a float that its products make: a solver"
+  return "its module's policy computes in float32"
+
+
 class Surroundings(Protocol):
   """The jaxpr that an equation is in, as far as it is decided about; see `_decide.Body`."""
 
@@ -59,8 +67,11 @@ class Surroundings(Protocol):
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable meets others in an equation."""
 
-  def feeds_product(self, atom: Atom) -> bool:
-    """Returns whether a matrix product reads this variable."""
+  def half_at(self, path: str) -> np.dtype | None:
+    """Returns the half dtype that a module computes in there; `None` for float32."""
+
+  def reads(self, atom: Atom) -> Reads:
+    """Returns who reads this variable."""
 
   def bodies(self, case: Case) -> DecideBody:
     """Returns what decides about the bodies of a call."""
@@ -82,7 +93,7 @@ class Case:
     self.body = body
     self._clips = clips
     self.path = inside(body.place.path, marked_path(equation))
-    self.half = body.rules.overrides.half_at(self.path)
+    self.half = body.half_at(self.path)
     self.listed = body.rules.list_of(equation.primitive, self.half)
     self.is_cast = equation.primitive is jax.lax.convert_element_type_p
     self.at_edge = at_region_edge(self.path)  # what is no cast there is a sum of gradients
@@ -111,6 +122,11 @@ class Case:
     """Whether a matrix product, or a region, which stands for one, is in its bodies."""
     runs_in_half = self.body.rules.has_region(self.equation) or _kernels.has_registered(self.equation)
     return "allow" in self.lists or runs_in_half
+
+  @property
+  def why_whole(self) -> str:
+    """Why it is in float32 where its module is."""
+    return why_whole(self.body.place.solver)
 
   @property
   def is_whole(self) -> bool:
@@ -157,10 +173,32 @@ class Case:
     half = self.listed == "allow" and self.half is not None and self.has_own_dtypes
     return half and all(dtype_of(a) == self.half for a in self.asked) and not states_precision(self.equation)
 
+  @functools.cached_property
+  def why_float32(self) -> str:
+    """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
+    place = self.body.place
+    lineage = place.roles.lineage if place.roles else None
+    real = [lineage(a).real if lineage else True for a in self.equation.invars[:2]]
+    return why_float32(self.equation, self.half, real, self._read_as(), self.body.rules, place.calls)
+
+  @property
+  def why_float32_result(self) -> str:
+    """Why it has a float32 result as a product in half precision; or empty."""
+    roles = self.body.place.roles
+    return why_float32_result(self.equation, self._read_as(), roles) if roles else ""
+
+  def _read_as(self) -> Reads:
+    reads = self.body.reads(self.equation.outvars[0])
+    return reads if self.body.place.roles else reads | Reads.HALF  # who reads it outside is not known
+
   @property
   def adds_gradients(self) -> bool:
     """Whether it adds gradients of a parameter."""
     return self.body.rules.wide_gradients and self.body.place.gradients.has_sum(self.equation)
+
+  def wanted(self) -> list[np.dtype | None]:
+    """Returns the half dtype of each result that nothing reads in another dtype."""
+    return [self.half if in_half_alone(self.body.reads(v)) else None for v in self.equation.outvars]
 
   def met(self, atom: Atom) -> Held:
     """Returns how a value meets the others."""

@@ -129,7 +129,14 @@ class DecideBody(Protocol):
 
   @property
   def half(self) -> np.dtype | None:
-    """The compute dtype where the call is; `None` for float32."""
+    """The compute dtype of the call's bodies; `None` for float32."""
+
+  @property
+  def why_float32(self) -> str:
+    """Why that is float32, where it is."""
+
+  def layers(self) -> list[bool]:
+    """Returns for each carry of a loop whether a product multiplies it by weights of the step's own."""
 
   def __call__(
     self,

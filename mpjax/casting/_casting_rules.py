@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from jax.extend.core import Primitive
 
 from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike
-from mpjax.casting._kinds import castable
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
-  Backward,
-  CallLayout,
-  Calls,
-  Facts,
   Trait,
-  at_region_edge,
   bodies_of,
   call_kind,
   equations_in,
   facts,
-  has,
   in_region,
   marked_path,
   open_jaxpr,
@@ -56,7 +49,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  _feeding: dict[Jaxpr, Facts[bool]] = dataclasses.field(default_factory=dict)
+  found_in_loops: dict[tuple[JaxprEqn, str], object] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on where `half` is the compute dtype.
@@ -134,33 +127,6 @@ class CastingRules:
   def has_region(self, equation: JaxprEqn) -> bool:
     """Returns whether a region of `half_precision` is in an equation's bodies."""
     return any(in_region(marked_path(e)) for body in bodies_of(equation) for e in equations_in(body))
-
-  def feeding(self, jaxpr: AnyJaxpr) -> Facts[bool]:
-    """Returns of each variable of a jaxpr whether a matrix product reads it, directly or by views."""
-    body = open_jaxpr(jaxpr)
-    if body not in self._feeding:
-      self._feeding[body] = _Feeding(self).solve(body, [False] * len(body.outvars))
-    return self._feeding[body]
-
-
-class _Feeding(Backward[bool]):
-  nothing = False
-
-  def __init__(self, rules: CastingRules):
-    self._rules = rules
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))
-
-  def transfer(self, equation: JaxprEqn, results: list[bool], calls: Calls) -> list[bool]:
-    product = self._rules.list_of(equation.primitive) == "allow" or at_region_edge(marked_path(equation))
-    feeds = product or (has(equation, Trait.PASSES_ON) and any(results))
-    return [feeds and castable(atom.aval) for atom in equation.invars]
-
-  def enter(
-    self, equation: JaxprEqn, layout: CallLayout, results: Sequence[bool], calls: Calls = ()
-  ) -> tuple[list[Facts[bool]], list[bool]]:
-    return super().enter(equation, layout, [False] * len(results), calls)  # a body is rounded by itself
 
 
 def require_recompute(recompute: str) -> str:

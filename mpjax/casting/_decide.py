@@ -16,14 +16,16 @@ import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _kernels
-from mpjax.casting._case import Case
+from mpjax.casting._case import Case, why_whole
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decision_table import decision_of
 from mpjax.casting._elementwise_losses import stores_gradient
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
+from mpjax.casting._loop_facts import is_solver, layers_of_steps
 from mpjax.casting._place import Place
+from mpjax.casting._readers import Readers, Reads, in_half_alone
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
@@ -31,6 +33,7 @@ from mpjax.jaxpr import (
   backward_depth,
   bodies_of,
   call_kind,
+  call_layout,
   dtype_of,
   has,
   inside,
@@ -83,7 +86,9 @@ class Body:
     self._inputs = (*jaxpr.constvars, *jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
     self.widened: set[Var] = set()
-    self._feeding = rules.feeding(jaxpr)
+    self._readers = place.readers
+    if self._readers is None:
+      self._readers = Readers(rules, place.path).solve(jaxpr, [Reads.NONE] * len(jaxpr.outvars))
     self._depth: dict[Var, int] = {}
     self._linear = set(self._inputs[len(self._inputs) - tangents :])
 
@@ -113,27 +118,36 @@ class Body:
     """Returns how a variable or literal is held."""
     return self.held[atom] if is_variable(atom) else initial(atom.aval, atom.val, half)
 
-  def feeds_product(self, atom: Atom) -> bool:
-    """Returns whether a matrix product reads this variable."""
-    return self._feeding[atom]
+  def half_at(self, path: str) -> np.dtype | None:
+    """Returns the half dtype that a module computes in there; `None` for float32."""
+    overrides = self.rules.overrides
+    return None if self.place.solver and not overrides.is_set(path) else overrides.half_at(path)
+
+  def reads(self, atom: Atom) -> Reads:
+    """Returns who reads this variable."""
+    return self._readers[atom]
 
   def met(self, atom: Atom, half: np.dtype | None, equation: JaxprEqn) -> Held:
     """Returns how a variable meets others in an equation.
 
-    An island's result that is rounded for a product anyway is half to all. A gradient that leaves the
+    An island's result that is read in half precision alone is half from here on. A gradient that leaves the
     backward pass is float32, as it is where parameters are cast by hand: an optimiser's sums would stall.
     """
     held = self.how(atom, half)
     depth = self._depth.get(atom, 0) if is_variable(atom) else 0
     if held.kind in (Kind.HALF, Kind.ISLAND) and depth > backward_depth(equation):
       return Held(Kind.PINNED, FLOAT32)
-    if held.kind is Kind.ISLAND and half is not None and not held.wide and self.feeds_product(atom):
+    if held.kind is Kind.ISLAND and half is not None and not held.wide and in_half_alone(self.reads(atom)):
       return Held(Kind.HALF, half)
     return held
 
   def bodies(self, case: Case) -> Bodies:
     """Returns what decides about the bodies of a call."""
-    return Bodies(self, case.equation, case.path, case.half)
+    n = len(call_layout(case.equation).carry) if is_solver(case.equation, self.rules) else 0
+    settings = [self.rules.overrides.loop_carry_at(inside(case.path, f"carry_{i}")) for i in range(n)]
+    solver = self.place.solver or (n > 0 and "half" not in settings)
+    half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
+    return Bodies(self, case.equation, case.path, half, solver)
 
   def _output(self, i: int, atom: Atom, wanted: Sequence[np.dtype | None]) -> Held:
     held = self.how(atom)
@@ -204,6 +218,7 @@ class Bodies:
   equation: JaxprEqn
   path: str
   half: np.dtype | None
+  solver: bool
 
   def __call__(
     self,
@@ -216,9 +231,10 @@ class Bodies:
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
     place, kind = self.outside.place, call_kind(self.equation)
-    roles, i = None, _number(jaxpr, self.equation)
+    roles, readers, i = None, None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
       roles = place.roles.inside(self.equation, i)
+      readers = place.readers.inside(self.equation, i) if place.readers else None
     if gradients is None:
       flow = place.gradients.inside(self.equation, i) or WeightGradients.leaving(jaxpr)
     else:
@@ -228,11 +244,23 @@ class Bodies:
       place,
       path=self.path,
       roles=roles,
+      readers=readers,
+      calls=(*place.calls, (self.equation, i)),
+      solver=self.solver,
       gradients=flow,
       islands=place.islands and islands,
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
     return decide(jaxpr, held, self.outside.rules, inner, wanted=wanted, tangents=tangents)
+
+  @property
+  def why_float32(self) -> str:
+    """Why the bodies are in float32, where they are."""
+    return why_whole(self.solver)
+
+  def layers(self) -> list[bool]:
+    """Returns for each carry of a loop whether a product multiplies it by weights of the step's own."""
+    return list(layers_of_steps(self.equation, self.outside.rules))
 
   def carry_setting(self, i: int) -> str | None:
     """Returns how the user wants the i-th carry of a loop held: `float32`, `half`, or `None`."""

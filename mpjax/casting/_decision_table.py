@@ -15,12 +15,15 @@ from mpjax.casting._kinds import (
   FLOAT32,
   Held,
   Kind,
+  Where,
   castable,
   followed,
   is_float,
+  meet,
   rule_of,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
+from mpjax.casting._readers import in_order_alone
 from mpjax.jaxpr import (
   OUTPUT,
   UNKNOWN,
@@ -33,7 +36,6 @@ from mpjax.jaxpr import (
 )
 
 IN_REGION = "it is in a half_precision region"
-_WHOLE = "its module's policy computes in float32"
 _FOLLOWS = "its operands are half precision"
 _OWN = "it has operands in a dtype of the user's own"
 
@@ -70,15 +72,14 @@ def _kernel(case: Case) -> Decision:
 
 
 def _enter(case: Case) -> Decision:
-  wanted = [case.half if case.body.feeds_product(v) else None for v in case.equation.outvars]
   held = [case.met(a) for a in case.equation.invars]
   rule = RULES[call_kind(case.equation)]
-  call = rule.decide(case.equation, held, wanted, case.body.bodies(case))
+  call = rule.decide(case.equation, held, case.wanted(), case.body.bodies(case))
   return case.decided(Mode.ENTER, "its body is entered", call.outs, call=call)
 
 
 def _as_one(case: Case) -> Decision:
-  why = _WHOLE if case.is_whole else f"{operation_name(case.equation)} runs as one"
+  why = case.why_whole if case.is_whole else f"{operation_name(case.equation)} runs as one"
   return case.decided(Mode.FULL, why, case.computed(), "deny" if "deny" in case.lists else "infer")
 
 
@@ -98,8 +99,12 @@ def _product(case: Case) -> Decision:
   equation, place = case.equation, case.body.place
   wide = case.body.rules.wide_gradients and "preferred_element_type" in equation.params
   of_weight = wide and place.gradients.has_product(equation)
-  outs = case.all_held(Held(Kind.PINNED, FLOAT32)) if of_weight else case.all_in_half(Kind.HALF)
-  return _quantised(case, Mode.HALF, case.reason(""), outs)
+  why = "" if of_weight else case.why_float32_result
+  if of_weight:
+    outs = case.all_held(Held(Kind.PINNED, FLOAT32))
+  else:
+    outs = case.all_held(Held(Kind.ISLAND, FLOAT32)) if why else case.all_in_half(Kind.HALF)
+  return _quantised(case, Mode.HALF, f"{case.reason('')}; {why}" if why else case.reason(""), outs)
 
 
 def _quantised(case: Case, mode: Mode, why: str, outs: tuple[Held, ...]) -> Decision:
@@ -113,12 +118,20 @@ def _quantised(case: Case, mode: Mode, why: str, outs: tuple[Held, ...]) -> Deci
   return case.decided(mode, why, outs, fp8=fp8, recipe=recipe, site=site)
 
 
+def _in_order(case: Case) -> Decision:
+  met = [case.body.met(a, None, case.equation) for a in case.operands]
+  return case.decided(Mode.FULL, case.reason(""), case.all_held(meet(met, Where.FULL)))
+
+
 def _follow(case: Case) -> Decision:
   met = [case.met(a) for a in case.operands]
   if case.half is None:
     met = [h._replace(kind=Kind.ISLAND, dtype=FLOAT32) if h.kind is Kind.HALF else h for h in met]
   results = [v for v in case.equation.outvars if castable(v.aval)]
   out = followed(case.equation, case.operands, results, met, case.half)
+  if out.kind is Kind.HALF and all(in_order_alone(case.body.reads(v)) for v in results):
+    why = "nothing but an order is made of it"
+    return case.decided(Mode.FULL, why, case.all_held(Held(Kind.ISLAND, FLOAT32)))
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, _FOLLOWS, case.all_held(out))
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
@@ -237,7 +250,7 @@ ROWS = (
     "float32 module",
     "on the list `allow`, in a module that computes in float32",
     lambda c: c.listed == "allow" and c.half is None,
-    _full(_WHOLE),
+    lambda c: _full(c.why_whole)(c),
   ),
   Row(
     "stated precision",
@@ -245,13 +258,25 @@ ROWS = (
     lambda c: c.listed == "allow" and states_precision(c.equation),
     _full("the user asks for this precision"),
   ),
+  Row(
+    "exact product",
+    "an outer product; one of positions or constants; a selection that float32 reads; a linear recurrence",
+    lambda c: c.listed == "allow" and bool(c.why_float32),
+    lambda c: _full(c.why_float32, "deny")(c),
+  ),
   Row("product", "on the list `allow`", lambda c: c.listed == "allow", _product),
+  Row(
+    "order",
+    "on the list `deny`, and puts values in order",
+    lambda c: c.listed == "deny" and has(c.equation, Trait.ORDERS),
+    _in_order,
+  ),
   Row(
     "denied",
     "on the list `deny`",
     lambda c: c.listed == "deny",
     lambda c: c.decided(
-      Mode.FULL, c.reason("it is denied half precision") if c.half is not None else _WHOLE, c.computed()
+      Mode.FULL, c.reason("it is denied half precision") if c.half is not None else c.why_whole, c.computed()
     ),
   ),
   Row(

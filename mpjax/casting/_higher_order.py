@@ -91,7 +91,7 @@ def _decide_scan(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodie
   consts = _constants(body)
   outs_wanted = [None] * n + list(wanted[n:])
   decide_with = lambda carry: bodies(body, [*consts, *held[:k], *carry, *held[k + n :]], outs_wanted)
-  plan, carry = _loop_carry.settle(held[k : k + n], decide_with, len(consts) + k, bodies)
+  plan, carry = _loop_carry.settle(held[k : k + n], decide_with, len(consts) + k, bodies.layers(), bodies)
   kept = [one.held for one in carry]
   outs = _loop_carry.after_loop([*kept, *plan.outs[n:]])
   return Call(equation, (*held[:k], *kept, *held[k + n :]), (plan,), outs, bodies, carry)
@@ -125,7 +125,7 @@ def _decide_while(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bodi
   in_condition, in_body, entering = held[:first], held[first : first + second], held[first + second :]
   consts = _constants(p["body_jaxpr"])
   decide_with = lambda carry: bodies(p["body_jaxpr"], [*consts, *in_body, *carry])
-  plan, carry = _loop_carry.settle(entering, decide_with, len(consts) + second, bodies)
+  plan, carry = _loop_carry.settle(entering, decide_with, len(consts) + second, bodies.layers(), bodies)
   kept = [one.held for one in carry]
   condition = bodies(p["cond_jaxpr"], [*_constants(p["cond_jaxpr"]), *in_condition, *kept])
   # In the order in which the bodies stand in the parameters.

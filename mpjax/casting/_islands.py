@@ -176,6 +176,7 @@ class _Grouping:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     self.arguments = {v for v in inputs if place.roles is not None and place.roles.lineage(v).argument}
     makers = {v: i for i, node in enumerate(nodes) for v in node.equation.outvars}
+    self.products = {v for node in nodes if _is_product(node) for v in node.equation.outvars}
     self.reads = [[makers[a] for a in variables_of(node.equation.invars) if a in makers] for node in nodes]
     self.readers: dict[Var, list[tuple[int, np.dtype | None]]] = {}  # (node, dtype) for each use
     for i, node in enumerate(nodes):
@@ -291,13 +292,12 @@ class _Grouping:
     return Island(nodes, self._inputs(nodes), tuple(outputs))
 
   def _read_as(self, v: Var, outside: Sequence[np.dtype | None]) -> list[np.dtype]:
-    """Returns the dtypes in which a float32 result is read outside: half alone, where anyone reads half."""
+    """Returns the dtypes in which a result is read outside."""
     held = self.held[v]
-    # A product's result: who reads it in float32 widens it there.
+    # A product's result: who reads it in float32 widens it there. What no product made is exact for them.
     halves = [] if held.kind is Kind.HALF else [dtype for dtype in outside if dtype != held.dtype]
-    narrow = held.kind in (Kind.ISLAND, Kind.FLEXIBLE) and bool(halves) and not held.wide
     wanted = dict.fromkeys(halves)
-    if len(halves) < len(outside) and not narrow:
+    if len(halves) < len(outside):
       wanted[held.dtype] = None
     for atom, out in zip(self.jaxpr.outvars, self.outs, strict=True):
       if atom is v:
@@ -310,7 +310,7 @@ class _Grouping:
     own = {v for node in island.nodes for v in node.equation.outvars}
     # What the products at its end read besides is saved with or without the island.
     read = {a for node in nodes for a in variables_of(node.equation.invars)}
-    half = max((size(v) for v in read - own if self.held[v].kind is Kind.HALF), default=0)
+    half = max((size(v) for v in read - own if self._follows_product(v)), default=0)
     if not half and all(self.rules.is_cheap(node.equation, node.path) for node in nodes):
       return False  # one-hots and their products: whoever reads them may make them
     # Before the first product nothing is half yet: an embedding and the norm after it.
@@ -319,6 +319,10 @@ class _Grouping:
       return False
     heavy = (node for node in nodes if not has(node.equation, Trait.NO_RESIDUAL))
     return any(2 * size(a) >= max(half, 2) for node in heavy for a in node.equation.invars)
+
+  def _follows_product(self, v: Var) -> bool:
+    """Returns whether a value is half precision, or the float32 result of a half-precision product."""
+    return self.held[v].kind is Kind.HALF or v in self.products
 
   def _ordered(self, islands: Sequence[tuple[list[int], Island]]) -> tuple[Node | Island, ...]:
     """Returns nodes and islands in an order as near to the program's as can be; effects stay in theirs."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpjax._types import Atom, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
-from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, castable, meet, rule_of
+from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, meet, rule_of
 from mpjax.jaxpr import Trait, has, is_variable, variables_of
 
 
@@ -17,6 +17,7 @@ def settle(
   entering: Sequence[Held],
   decide_with: Callable[[Sequence[Held]], CastPlan],
   offset: int,
+  layers: Sequence[bool],
   bodies: DecideBody,
 ) -> tuple[CastPlan, tuple[LoopCarry, ...]]:
   """Decides about a loop's body whose carry leaves as it enters.
@@ -25,6 +26,7 @@ def settle(
     entering: how the carry is held before the loop.
     decide_with: decides about the body, given how the carry enters it.
     offset: how many inputs of the body are before the carry.
+    layers: for each carry, whether a product in the body is of it and weights of the step's own.
     bodies: what decides about the loop's bodies.
 
   Returns:
@@ -35,8 +37,8 @@ def settle(
   carry = [_as_set(held, setting, bodies.half) for held, setting in zip(entering, settings, strict=True)]
   for _ in range(n + 3):  # a kind may move by one carry in each round
     plan = decide_with(carry)
-    pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], strict=True)
-    flows = [_flow(plan, before, after, plan.inputs[:offset], bodies.half) for before, after in pairs]
+    pairs = zip(plan.inputs[offset : offset + n], plan.jaxpr.outvars[:n], layers, strict=True)
+    flows = [_flow(plan, *pair, bodies) for pair in pairs]
     merged = [
       _merged(first, last, flow) if setting is None else LoopCarry(first, f"an override sets {setting}")
       for first, last, flow, setting in zip(carry, plan.outs[:n], flows, settings, strict=True)
@@ -81,7 +83,7 @@ def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:
   return Held(Kind.RUNNING, FLOAT32, held.wide)
 
 
-def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], half: np.dtype | None) -> _Flow:
+def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: DecideBody) -> _Flow:
   """Returns how a carry comes through the body of its loop.
 
   One that comes to a matrix product in the body is an activation that passes through layers. One that is
@@ -92,30 +94,25 @@ def _flow(plan: CastPlan, before: Var, after: Atom, constants: Sequence[Var], ha
     plan: of the body.
     before: the carry as it enters the body.
     after: the carry as it leaves.
-    constants: inputs of the body that are the same at each step.
-    half: the compute dtype of the loop's module.
+    layers: whether a product of the carry is by weights of the step's own.
+    bodies: what decides about the loop's bodies.
   """
-  constant = set(constants)
   reached, multiplied = {before}, {before: False}
-  product = layers = False
+  product, half = False, bodies.half
   for node in plan.nodes:
     equation = node.equation
     if node.half is None and after in equation.outvars:
       return _Flow(None, "it is computed in a region in float32")
     variables = variables_of(equation.invars)
-    if all(a in constant for a in variables):
-      constant.update(equation.outvars)
     if any(a in reached for a in variables):
       reached.update(equation.outvars)
-      if node.multiplies:
-        product = True
-        layers |= any(a not in reached and a not in constant and castable(a.aval) for a in variables)
+      product = product or node.multiplies
     past = [multiplied[a] for a in variables if a in multiplied]
     if past and node.listed == "infer":
       scales = any(past) or has(equation, Trait.SCALES)
       multiplied.update(dict.fromkeys(equation.outvars, scales))
   if half is None:
-    return _Flow(None, "its module's policy computes in float32")
+    return _Flow(None, bodies.why_float32)
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
   if not is_variable(after) or after not in multiplied:

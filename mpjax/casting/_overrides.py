@@ -74,6 +74,10 @@ class Overrides:
     """Returns the half dtype that a module computes in; `None` for float32."""
     return _half(self._at(path))
 
+  def is_set(self, path: str) -> bool:
+    """Returns whether an override matches a module."""
+    return self._at(path) is not self._default
+
   def in_region_at(self, path: str) -> InRegion:
     """Returns what a region in a module computes in."""
     found = self._in_region(self._at(path))

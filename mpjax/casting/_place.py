@@ -6,7 +6,9 @@ import dataclasses
 
 from mpjax.casting._fp8_products import Sites
 from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._readers import Reads
 from mpjax.casting._weight_gradients import WeightGradients
+from mpjax.jaxpr import Calls, Facts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,19 +18,25 @@ class Place:
   Attributes:
     gradients: of parameters, in it.
     roles: of its products; `None` where they are not known, as in a derivative rule.
+    readers: who reads its values; `None` where it is not known outside of it.
+    calls: those that it is in, outermost first.
     path: the module path that it is in.
     sites: the names that products under delayed FP8 scaling have taken.
     islands: whether there are islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
     copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
+    solver: whether it is in a loop that runs in float32 since its own products decide on its end.
     enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
   gradients: WeightGradients
   roles: ProductRoles | None = None
+  readers: Facts[Reads] | None = None
+  calls: Calls = ()
   path: str = ""
   sites: Sites = dataclasses.field(default_factory=Sites)
   islands: bool = True
   in_loop: bool = False
   copies: bool = True
+  solver: bool = False
   enter_all: bool = False

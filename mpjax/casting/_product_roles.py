@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple, TypeAlias, cast
@@ -44,6 +45,8 @@ class Lineage(NamedTuple):
     root: what identifies it behind reshapes and calls; `None` for what is made of literals.
     gradient: whether it was computed in a backward pass, from what flows there.
     argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
+    real: whether it is computed of a float input or of an array that the program closes over: not of
+      positions, indices and constants alone.
   """
 
   active: bool
@@ -51,6 +54,7 @@ class Lineage(NamedTuple):
   root: Root | None
   gradient: bool = False
   argument: bool = False
+  real: bool = False
 
 
 class Lineages(Forward[Lineage]):
@@ -61,13 +65,14 @@ class Lineages(Forward[Lineage]):
 
   def start(self, atom: Atom) -> Lineage:
     if is_variable(atom):
-      return Lineage(False, True, (atom, "constant"), argument=True)
-    return Lineage(False, False, None)
+      return Lineage(False, True, (atom, "constant"), argument=True, real=is_float(atom.aval))
+    return Lineage(False, False, None, real=is_float(atom.aval) and bool(shape_of(atom)))
 
   def join(self, a: Lineage, b: Lineage) -> Lineage:
     root = b.root if a.root is None else a.root
     gradient, argument = a.gradient or b.gradient, a.argument and b.argument
-    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument)
+    real = a.real or b.real
+    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call"
@@ -75,15 +80,20 @@ class Lineages(Forward[Lineage]):
   def transfer(self, equation: JaxprEqn, operands: list[Lineage], calls: Calls) -> list[Lineage]:
     active, varies = any(f.active for f in operands), any(f.varies for f in operands)
     gradient = any(f.gradient for f in operands) or backward_depth(equation) > 0
+    real = any(f.real for f in operands)
     if is_product(equation, self._rules):
-      active = active or is_layer(equation, self._rules, of_matrices=True)
+      layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
+      active = active or (real and layer)
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
       return [operands[0]._replace(argument=False)]
     made_of_literals = not any(map(is_variable, equation.invars))
     roots = [None if made_of_literals else (calls, v) for v in equation.outvars]
-    return [Lineage(active, varies, root, gradient) for root in roots]
+    return [
+      Lineage(active, varies, root, gradient, real=real and is_float(v.aval))
+      for root, v in zip(roots, equation.outvars, strict=True)
+    ]
 
   def row(self, fact: Lineage) -> Lineage:
     if fact.root is not None and fact.root[0] is _STACKED:
@@ -166,7 +176,7 @@ class ProductRoles:
   def __init__(
     self, lineages: Facts[Lineage], ends: Facts[Ends] | None, products: Mapping[Calls, ProductRole]
   ):
-    self._lineages = lineages
+    self.lineages = lineages
     self._ends = ends
     self._products = products
 
@@ -174,7 +184,10 @@ class ProductRoles:
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules) -> ProductRoles:
     """Returns the roles of the products of a whole program."""
     body = open_jaxpr(jaxpr)
-    inputs = [Lineage(False, True, input_root(i), argument=True) for i in range(len(body.invars))]
+    inputs = [
+      Lineage(False, True, input_root(i), argument=True, real=is_float(v.aval))
+      for i, v in enumerate(body.invars)
+    ]
     lineages = Lineages(rules).solve(jaxpr, inputs)
     returned = [
       (Ends.ARRAY if shape_of(v) else Ends.SCALAR) if is_float(v.aval) else Ends.NONE for v in body.outvars
@@ -184,17 +197,17 @@ class ProductRoles:
 
   def inside(self, equation: JaxprEqn, i: int) -> ProductRoles | None:
     """Returns those of the i-th body of a call; `None` where they are not known."""
-    lineages = self._lineages.inside(equation, i)
+    lineages = self.lineages.inside(equation, i)
     ends = self._ends.inside(equation, i) if self._ends else None
     return ProductRoles(lineages, ends, self._products) if lineages else None
 
   def product(self, equation: JaxprEqn) -> ProductRole | None:
     """Returns the role of a product; `None` where it is not known."""
-    return self._products.get((*self._lineages.calls, (equation, 0)))
+    return self._products.get((*self.lineages.calls, (equation, 0)))
 
   def lineage(self, atom: Atom) -> Lineage:
     """Returns where a value comes from."""
-    return self._lineages[atom]
+    return self.lineages[atom]
 
   def reaches_product(self, atom: Atom) -> bool:
     """Returns whether a product comes after a value."""
@@ -292,6 +305,17 @@ def is_layer(equation: JaxprEqn, rules: CastingRules, of_matrices: bool = False)
   used = [len(c) + len(b) for c, b in zip(contracted, batch, strict=True)]
   free = [len(shape_of(a)) > n for a, n in zip(equation.invars, used, strict=True)]
   return all(free) if of_matrices else any(free)
+
+
+def is_outer(equation: JaxprEqn) -> bool:
+  """Returns whether a product contracts nothing: a column times a row, which it multiplies alone."""
+  if equation.primitive is not jax.lax.dot_general_p:
+    return False
+  contracted, _ = equation.params["dimension_numbers"]
+  shapes = [shape_of(a) for a in equation.invars]
+  elements = (math.prod(shape[i] for i in own) for own, shape in zip(contracted, shapes, strict=True))
+  result = size(equation.outvars[0])
+  return max(elements) == 1 and all(size(a) < result for a in equation.invars)
 
 
 def states_precision(equation: JaxprEqn) -> bool:

@@ -20,6 +20,7 @@ from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._readers import Readers
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
 from mpjax.policy import Policy
@@ -84,7 +85,9 @@ class Traced:
     held += [initial(v.aval) for v in body.invars]
     roles = ProductRoles.of(self.closed, rules)
     full = policy.output_dtype.itemsize >= 4 or any(self._sums)
-    place = Place(WeightGradients.leaving(self.closed), roles, copies=copies, enter_all=enter_all)
+    readers = Readers.of(self.closed, rules, roles, full)
+    gradients = WeightGradients.leaving(self.closed)
+    place = Place(gradients, roles, readers, copies=copies, enter_all=enter_all)
     return decide(self.closed, held, rules, place, full_outputs=full)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:

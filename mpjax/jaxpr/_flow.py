@@ -167,19 +167,21 @@ class Forward(_Analysis[F]):
       if layout is None:
         results = self.transfer(equation, operands, calls)
       else:
-        results = self._call(equation, layout, operands, facts)
+        bodies, results = self.enter(equation, layout, operands, calls)
+        facts._enter(equation, bodies)
       facts._of.update(zip(equation.outvars, results, strict=True))
     return facts
 
-  def _call(
-    self, equation: JaxprEqn, layout: CallLayout, operands: Sequence[F], facts: Facts[F]
-  ) -> Sequence[F]:
+  def enter(
+    self, equation: JaxprEqn, layout: CallLayout, operands: Sequence[F], calls: Calls = ()
+  ) -> tuple[list[Facts[F]], Sequence[F]]:
+    """Returns the facts about the bodies of a call, and those about its results."""
     entering = list(operands)
     for k in layout.rows or ():
       entering[k] = self.row(entering[k])
     while True:
       bodies = [
-        self.solve(body.jaxpr, [entering[k] for k in body.operands], (*facts.calls, (equation, i)))
+        self.solve(body.jaxpr, [entering[k] for k in body.operands], (*calls, (equation, i)))
         for i, body in enumerate(layout.bodies)
       ]
       outs = [inner.outputs for inner, body in zip(bodies, layout.bodies, strict=True) if not body.decides]
@@ -188,13 +190,14 @@ class Forward(_Analysis[F]):
       if around == entering[layout.carry.start : layout.carry.stop]:
         break
       entering[layout.carry.start : layout.carry.stop] = around
-    facts._enter(equation, bodies)
     n = len(layout.carry)
-    carry = [self.after_loop(*pair, facts.calls) for pair in zip(equation.outvars[:n], around, strict=True)]
+    carry = [self.after_loop(*pair, calls) for pair in zip(equation.outvars[:n], around, strict=True)]
     results = [*carry, *(left[n:] if layout.rows is None else map(self.stacked, left[n:]))]
     choices = [inner.outputs[0] for inner, body in zip(bodies, layout.bodies, strict=True) if body.decides]
     choices += [operands[layout.choice]] if layout.choice is not None else []
-    return functools.reduce(lambda facts, choice: [self.chosen(f, choice) for f in facts], choices, results)
+    for choice in choices:
+      results = [self.chosen(fact, choice) for fact in results]
+    return bodies, results
 
 
 class Backward(_Analysis[F]):

@@ -148,10 +148,11 @@ decide(
 decide(
   "deny",
   "linear algebra: conditioning needs float32, and kernels take nothing less",
-  of(T.NONE, linalg.ormqr_p, linalg.symmetric_product_p, linalg.tridiagonal_p, linalg.tridiagonal_solve_p),
-  of(T.READS_STORED, linalg.cholesky_p, linalg.cholesky_update_p, linalg.eig_p, linalg.eigh_p),
-  of(T.READS_STORED, linalg.hessenberg_p, linalg.householder_product_p, linalg.lu_p, linalg.qr_p),
-  of(T.READS_STORED, linalg.schur_p, linalg.svd_p, linalg.triangular_solve_p),
+  of(T.ALGEBRA, linalg.ormqr_p, linalg.symmetric_product_p, linalg.tridiagonal_p),
+  of(T.ALGEBRA, linalg.tridiagonal_solve_p),
+  of(T.ALGEBRA | T.READS_STORED, linalg.cholesky_p, linalg.cholesky_update_p, linalg.eig_p, linalg.eigh_p),
+  of(T.ALGEBRA | T.READS_STORED, linalg.hessenberg_p, linalg.householder_product_p, linalg.lu_p, linalg.qr_p),
+  of(T.ALGEBRA | T.READS_STORED, linalg.schur_p, linalg.svd_p, linalg.triangular_solve_p),
   recompute=False,
 )
 decide(
@@ -225,9 +226,15 @@ decide(
 decide(
   "infer",
   "selects values and rounds none",
-  lax.approx_top_k_p,
-  of(T.MOVES | T.READS_STORED, lax.cummax_p, lax.cummin_p, lax.top_k_p),
-  of(T.MOVES | T.EACH | T.READS_STORED, lax.sort_p),
+  of(T.MOVES | T.READS_STORED, lax.cummax_p, lax.cummin_p),
+  recompute=False,
+)
+decide(
+  "deny",
+  "puts values in order: some that differ in float32 are equal in half precision",
+  of(T.ORDERS, lax.approx_top_k_p),
+  of(T.ORDERS | T.MOVES | T.READS_STORED, lax.top_k_p),
+  of(T.ORDERS | T.MOVES | T.EACH | T.READS_STORED, lax.sort_p),
   recompute=False,
 )
 decide(
@@ -378,7 +385,12 @@ decide(
   "linear_call",
   recompute=False,
 )
-decide("opaque", "its solver's tolerances are the user's dtype's", lax.linear_solve_p, recompute=False)
+decide(
+  "opaque",
+  "its solver's tolerances are the user's dtype's",
+  of(T.ALGEBRA, lax.linear_solve_p),
+  recompute=False,
+)
 decide(
   "opaque",
   "an effect or a token: computes no value",

@@ -41,6 +41,8 @@ class Trait(enum.Flag):
   ACCUMULATES = enum.auto()  # sums elements, or products of them: linear in each operand
   PRODUCT = enum.auto()  # a matrix product or convolution
   KERNEL = enum.auto()  # a program of another language, made for the dtypes that it is traced with
+  ALGEBRA = enum.auto()  # solves or factorises: a rounding error of a matrix may take its inverse away
+  ORDERS = enum.auto()  # puts values in order: equal ones keep the order that they come in
 
   # Of what the backward pass keeps.
   CHOICE = enum.auto()  # a sum or a choice: its gradient needs no operand, so that its result is what to save

@@ -158,7 +158,9 @@ WHILES = {
   # (condition, body, initial value, dtypes of the carry)
   "sampler": (lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + attend(c[1])), lambda x: (0, x), "int32 f32"),
   "sum": (lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + attend(X).sum()), lambda x: (0, 0.0), "int32 f32"),
-  "condition on the stream": (lambda c: c.sum() < 5, lambda c: c @ W + 1, lambda x: x * 0, "bf16"),
+  "condition on the stream": (lambda c: c.sum() < 5, lambda c: c @ W + 1, lambda x: x * 0, "f32"),
+  "next token": (
+    lambda c: c[0] < 3, lambda c: (jnp.argmax(c[1] @ W) + c[0] + 1, c[1] @ W), lambda x: (0, x), "int32 bf16"),
   "product in the condition": (lambda c: (c @ jnp.abs(W)).max() < 5, lambda c: c + 1, lambda x: x, "f32"),
 }  # fmt: skip
 

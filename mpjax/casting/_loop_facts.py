@@ -1,0 +1,231 @@
+"""What a loop does with its carry: whether products decide its end, and which products are a recurrence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._types import Atom, JaxprEqn
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._kinds import is_float, size
+from mpjax.casting._product_roles import is_layer, is_outer, states_precision
+from mpjax.jaxpr import (
+  FULL_PRECISION,
+  CallKind,
+  Calls,
+  Forward,
+  Trait,
+  at_region_edge,
+  call_kind,
+  call_layout,
+  dtype_of,
+  has,
+  marked_path,
+)
+
+
+def is_solver(equation: JaxprEqn, rules: CastingRules) -> bool:
+  """Returns whether an equation is a loop whose end depends on a float that its products make.
+
+  A fixed point or an adaptive step ends where an error is small: an error of roundings never is. What passes
+  through an arg-max or another integer, such as the next token, is no such float.
+  """
+  if call_kind(equation) is not CallKind.WHILE:
+    return False
+  found = rules.found_in_loops
+  if (equation, "solver") not in found:
+    bodies, _ = _MadeByProducts(rules).enter(equation, call_layout(equation), [False] * len(equation.invars))
+    layout = call_layout(equation)
+    ends = [facts.outputs[0] for facts, body in zip(bodies, layout.bodies, strict=True) if body.decides]
+    found[equation, "solver"] = any(ends)
+  return bool(found[equation, "solver"])
+
+
+class _MadeByProducts(Forward[bool]):
+  """Whether a float, or what is found by comparing it, is made by products in half precision."""
+
+  nothing = False
+
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
+
+  def transfer(self, equation: JaxprEqn, operands: list[bool], calls: Calls) -> list[bool]:
+    made = any(operands) or _is_half_product(equation, self._rules)
+    return [made and not _is_index(equation, v) for v in equation.outvars]
+
+  def chosen(self, result: bool, choice: bool) -> bool:
+    return result
+
+
+def _is_half_product(equation: JaxprEqn, rules: CastingRules) -> bool:
+  layer = is_layer(equation, rules) and not states_precision(equation)
+  return layer and not is_outer(equation) and FULL_PRECISION not in marked_path(equation).split("/")
+
+
+def _is_index(equation: JaxprEqn, result: Atom) -> bool:
+  """Returns whether a result is an index, or a number that was rounded to an integer."""
+  if not np.issubdtype(dtype_of(result), np.integer):
+    return False
+  return any(is_float(a.aval) for a in equation.invars)
+
+
+def is_recurrent(product: JaxprEqn, loop: JaxprEqn, half: np.dtype, rules: CastingRules) -> bool:
+  """Returns whether a product is part of a long linear recurrence of a `scan`.
+
+  The state of the loop comes to it and on to the next step by linear operations alone, and what it is
+  multiplied by is the same at each step. After n steps that matrix has its n-th power, with n times the
+  relative error of a rounding: long is where that is a tenth.
+  """
+  if call_kind(loop) is not CallKind.SCAN or loop.params["length"] * float(jnp.finfo(half).eps) < 0.2:
+    return False
+  found = rules.found_in_loops
+  if (loop, "recurrent") not in found:
+    found[loop, "recurrent"] = _recurrent_products(loop, rules)
+  return product in found[loop, "recurrent"]
+
+
+def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
+  """Returns for each carry of a loop whether a product in it multiplies it by weights of the step's own.
+
+  Such are the weights of stacked layers, which a `scan` reads row by row, and those that are taken from an
+  array by the number of the step.
+  """
+  found = rules.found_in_loops
+  if (loop, "layers") not in found:
+    layout = call_layout(loop)
+    steps = _Steps(rules)
+    entering = [_Step(frozenset(), False)] * len(loop.invars)
+    for k in layout.rows or ():
+      entering[k] = _Step(frozenset(), True)
+    for k in layout.carry:
+      is_state = is_float(loop.invars[k].aval)
+      entering[k] = _Step(frozenset([k]) if is_state else frozenset(), not is_state)
+    steps.enter(loop, layout, entering)
+    found[loop, "layers"] = [k in steps.layers for k in layout.carry]
+  return cast(Sequence[bool], found[loop, "layers"])
+
+
+class _Step(NamedTuple):
+  """What a value in a loop is made of.
+
+  Attributes:
+    states: the states, by their operands.
+    own: whether of something else that differs from step to step.
+  """
+
+  states: frozenset[int]
+  own: bool
+
+
+class _Steps(Forward[_Step]):
+  """What values in a loop are made of; `layers` are the states that are multiplied by weights of a step."""
+
+  nothing = _Step(frozenset(), False)
+
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+    self.layers: set[int] = set()
+
+  def join(self, a: _Step, b: _Step) -> _Step:
+    return _Step(a.states | b.states, a.own or b.own)
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
+
+  def transfer(self, equation: JaxprEqn, operands: list[_Step], calls: Calls) -> list[_Step]:
+    pairs = zip(operands, equation.invars, strict=True)
+    floats = [fact for fact, a in pairs if is_float(a.aval) and size(a) > 1]
+    listed = self._rules.list_of(equation.primitive)
+    multiplies = listed == "allow" or at_region_edge(marked_path(equation)) or has(equation, Trait.KERNEL)
+    if multiplies and any(fact.own and not fact.states for fact in floats):
+      self.layers |= frozenset().union(*(fact.states for fact in floats))
+    result = functools.reduce(self.join, operands, self.nothing)
+    return [result] * len(equation.outvars)
+
+
+def _recurrent_products(loop: JaxprEqn, rules: CastingRules) -> frozenset[JaxprEqn]:
+  layout = call_layout(loop)
+  states = [k for k in layout.carry if is_float(loop.invars[k].aval)]
+  rows = layout.rows or ()
+  entering = [
+    _Linear(frozenset({(k, None)}) if k in states else frozenset(), k not in rows and k not in layout.carry)
+    for k in range(len(loop.invars))
+  ]
+  body = next(body for body in layout.bodies if not body.decides)
+  facts = _LinearIn(rules).solve(body.jaxpr, [entering[k] for k in body.operands])
+  leaving = dict(zip(layout.carry, facts.outputs, strict=False))
+  follows = {k: {i for i, _ in leaving[k].paths} for k in layout.carry}  # of which states a state is made
+  found = set()
+  for k, fact in leaving.items():
+    found |= {product for i, product in fact.paths if product is not None and k in _closure(i, follows)}
+  return frozenset(found)
+
+
+def _closure(state: int, follows: dict[int, set[int]]) -> set[int]:
+  """Returns the states that a state is made of, over any number of steps, and itself."""
+  found, waiting = {state}, [state]
+  while waiting:
+    new = follows.get(waiting.pop(), set()) - found
+    found |= new
+    waiting += new
+  return found
+
+
+class _Linear(NamedTuple):
+  """How a value depends on the state of a loop.
+
+  Attributes:
+    paths: each state that it is linear in, with each product by a constant that is passed on the way to it.
+    constant: whether it is the same at each step.
+    depends: whether it depends on a state in any way.
+  """
+
+  paths: frozenset[tuple[int, JaxprEqn | None]]
+  constant: bool
+  depends: bool = False
+
+
+class _LinearIn(Forward[_Linear]):
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+
+  def start(self, atom: Atom) -> _Linear:
+    return _Linear(frozenset(), True)
+
+  def join(self, a: _Linear, b: _Linear) -> _Linear:
+    return _Linear(a.paths | b.paths, a.constant and b.constant, a.depends or b.depends)
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
+
+  def transfer(self, equation: JaxprEqn, operands: list[_Linear], calls: Calls) -> list[_Linear]:
+    constant = all(fact.constant for fact in operands)
+    depends = any(fact.depends or fact.paths for fact in operands)
+    paths: frozenset[tuple[int, JaxprEqn | None]] = frozenset()
+    moving = [fact for fact in operands if fact.depends or fact.paths]
+    if has(equation, _SUMS) or equation.primitive in _CHOOSES:
+      paths = frozenset().union(*(fact.paths for fact in operands))
+    elif len(moving) == 1 and has(equation, _BILINEAR) and not _divides_by(equation, operands, moving[0]):
+      paths = moving[0].paths
+      others_constant = all(fact.constant for fact in operands if fact is not moving[0])
+      if others_constant and _is_half_product(equation, self._rules):
+        paths |= {(state, equation) for state, _ in paths}
+    is_linear = [paths if is_float(v.aval) else frozenset() for v in equation.outvars]
+    return [_Linear(own, constant, depends) for own in is_linear]
+
+
+def _divides_by(equation: JaxprEqn, operands: list[_Linear], fact: _Linear) -> bool:
+  return equation.primitive in (jax.lax.div_p, jax.lax.rem_p) and operands[1] is fact
+
+
+_SUMS = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.ADDS
+_BILINEAR = Trait.PRODUCT | Trait.SCALES | Trait.ACCUMULATES
+_CHOOSES = frozenset({jax.lax.select_n_p, jax.lax.dynamic_update_slice_p})
