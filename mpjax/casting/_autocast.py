@@ -74,6 +74,8 @@ def autocast(
 
   Returns:
     A function with `fun`'s signature; its float16, bfloat16 and float32 outputs are in `policy.output_dtype`.
+    What `fun` returns with the shape and the half-precision dtype of an argument keeps it: the carry of a
+    loop, a cache.
 
   Raises:
     ValueError: for a policy or a list that is not understood, and when called, for an override that matches
@@ -111,7 +113,7 @@ def autocast(
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       if rules.overrides.nothing_to_do and fp8_state is None:
         with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
-          return to_output(fun(*args, **kwargs), resolved)
+          return to_output(fun(*args, **kwargs), resolved, (args, kwargs))
       traced = Traced(fun, args, kwargs, rules.overrides)
       plan = traced.plan(rules, resolved)
       rules.check_all_matched(plan.fp8_paths())

@@ -22,6 +22,7 @@ from mpjax.casting._kinds import (
   castable,
   initial,
   is_float,
+  is_half,
   meet,
   of_its_own,
   size,
@@ -46,12 +47,7 @@ from mpjax.jaxpr import (
   values_read,
 )
 
-
-def why_whole(solver: bool) -> str:
-  """Returns why a program is in float32: since it is in a solver, or else by its module's policy."""
-  if solver:
-    return "the loop ends by a float that its products make: a solver"
-  return "its module's policy computes in float32"
+OF_POLICY = "its module's policy computes in float32"
 
 
 class Surroundings(Protocol):
@@ -126,7 +122,7 @@ class Case:
   @property
   def why_whole(self) -> str:
     """Why it is in float32 where its module is."""
-    return why_whole(self.body.place.solver)
+    return self.body.place.solver or OF_POLICY
 
   @property
   def is_whole(self) -> bool:
@@ -164,8 +160,16 @@ class Case:
 
   @property
   def has_own_dtypes(self) -> bool:
-    """Whether the user chose a dtype in it."""
-    return any(of_its_own(a.aval) for a in self.asked)
+    """Whether the user chose a dtype in it, other than half precision for one operand of a product."""
+    return any(of_its_own(a.aval) for a in self.asked) and not self._multiplies_half_input
+
+  @property
+  def _multiplies_half_input(self) -> bool:
+    """Whether it is a product of a float32 value and one in half precision by the user's choice."""
+    if self.listed != "allow" or self.half is None or len(self.operands) != 1:
+      return False
+    others = [a for a in self.equation.invars if not castable(a.aval)]
+    return all(is_half(a.aval) for a in others) and all(castable(v.aval) for v in self.equation.outvars)
 
   @property
   def is_half_by_hand(self) -> bool:
@@ -177,9 +181,12 @@ class Case:
   def why_float32(self) -> str:
     """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
     place = self.body.place
-    lineage = place.roles.lineage if place.roles else None
-    real = [lineage(a).real if lineage else True for a in self.equation.invars[:2]]
-    return why_float32(self.equation, self.half, real, self._read_as(), self.body.rules, place.calls)
+    operands = [place.roles.lineage(a) for a in self.equation.invars[:2]] if place.roles else []
+    in_half = any(self.met(a).kind is Kind.HALF for a in self.operands)
+    followed = place.roles is not None and place.roles.reaches_product(self.equation.outvars[0])
+    return why_float32(
+      self.equation, operands, in_half, followed, self._read_as(), self.body.rules, place.calls
+    )
 
   @property
   def why_float32_result(self) -> str:

@@ -16,14 +16,14 @@ import numpy as np
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
 from mpjax.casting import _kernels
-from mpjax.casting._case import Case, why_whole
+from mpjax.casting._case import OF_POLICY, Case
 from mpjax.casting._cast_plan import CastPlan, Decision, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decision_table import decision_of
 from mpjax.casting._elementwise_losses import stores_gradient
 from mpjax.casting._islands import in_units, pull_in
-from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
-from mpjax.casting._loop_facts import is_solver, layers_of_steps
+from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
+from mpjax.casting._loop_facts import layers_of_steps, why_solver
 from mpjax.casting._place import Place
 from mpjax.casting._readers import Readers, Reads, in_half_alone
 from mpjax.casting._weight_gradients import WeightGradients
@@ -143,9 +143,10 @@ class Body:
 
   def bodies(self, case: Case) -> Bodies:
     """Returns what decides about the bodies of a call."""
-    n = len(call_layout(case.equation).carry) if is_solver(case.equation, self.rules) else 0
+    solver = self.place.solver or why_solver(case.equation, self.rules)
+    n = len(call_layout(case.equation).carry) if solver else 0
     settings = [self.rules.overrides.loop_carry_at(inside(case.path, f"carry_{i}")) for i in range(n)]
-    solver = self.place.solver or (n > 0 and "half" not in settings)
+    solver = "" if "half" in settings else solver
     half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
     return Bodies(self, case.equation, case.path, half, solver)
 
@@ -172,7 +173,7 @@ class Body:
     """Returns how an equation is carried out, once it is known how every variable is held."""
     equation = made.equation
     reads = tuple(
-      _read_dtype(made, i, self.how(atom)) if castable(atom.aval) else None
+      _read_dtype(made, i, self.how(atom)) if castable(atom.aval) else _own_read_dtype(made, atom)
       for i, atom in enumerate(equation.invars)
     )
     widened: frozenset[int] = frozenset()
@@ -218,7 +219,7 @@ class Bodies:
   equation: JaxprEqn
   path: str
   half: np.dtype | None
-  solver: bool
+  solver: str
 
   def __call__(
     self,
@@ -256,7 +257,7 @@ class Bodies:
   @property
   def why_float32(self) -> str:
     """Why the bodies are in float32, where they are."""
-    return why_whole(self.solver)
+    return self.solver or OF_POLICY
 
   def layers(self) -> list[bool]:
     """Returns for each carry of a loop whether a product multiplies it by weights of the step's own."""
@@ -283,6 +284,12 @@ def _read_dtype(made: Decision, i: int, held: Held) -> np.dtype | None:
   if made.mode is Mode.HALF and not bodies_of(made.equation):
     return made.half
   return held.dtype if made.mode in (Mode.EACH, Mode.CAST, Mode.EDGE) else FLOAT32
+
+
+def _own_read_dtype(made: Decision, atom: Atom) -> np.dtype | None:
+  """Returns the dtype in which an operand of the user's own dtype is read; `None` for its own."""
+  multiplies = made.listed == "allow" and made.mode is Mode.HALF and is_half(atom.aval)
+  return made.half if multiplies else None
 
 
 def _widened(equation: JaxprEqn) -> frozenset[int]:

@@ -229,7 +229,7 @@ class _Environment:
       self._arrays.setdefault(variable, {})[getattr(value, "dtype", None)] = value
 
   def read(self, atom: Atom, dtype: np.dtype | None, *, apart: bool = False) -> Array:
-    """Returns a value in a dtype; anything that is not float32 in the user's program comes as it is.
+    """Returns a value in a dtype; what is not float32 in the user's program comes as it is, for no dtype.
 
     `apart` gives this reader a cast of its own.
     """
@@ -238,7 +238,9 @@ class _Environment:
       return cast(Array, atom.val if keep else np.asarray(atom.val).astype(dtype))
     copies = self._arrays[atom]
     if not castable(atom.aval):
-      return next(iter(copies.values()))
+      own = next(iter(copies.values()))
+      # bfloat16 has float32's range.
+      return own if dtype in (None, own.dtype) else _narrow(own, dtype, own.dtype == jnp.bfloat16)
     if dtype not in copies or (apart and dtype != self.held[atom].dtype):
       held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))

@@ -227,6 +227,11 @@ def is_float(aval: AbstractValue) -> bool:
   return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def is_half(aval: AbstractValue) -> bool:
+  """Returns whether a value is an array in float16 or bfloat16."""
+  return is_float(aval) and getattr(aval, "dtype", FLOAT32).itemsize == 2
+
+
 def followed(
   equation: JaxprEqn, operands: list[Atom], results: list[Var], met: list[Held], half: np.dtype | None
 ) -> Held:

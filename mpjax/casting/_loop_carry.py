@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from mpjax._types import Atom, Var
+from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
 from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, meet, rule_of
 from mpjax.jaxpr import Trait, has, is_variable, variables_of
@@ -83,21 +87,37 @@ def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:
   return Held(Kind.RUNNING, FLOAT32, held.wide)
 
 
+class _Way(enum.Flag):
+  """What becomes of a carry on its way to the next step."""
+
+  NONE = 0  # it is moved
+  ADDED = enum.auto()
+  SCALED = enum.auto()
+
+
+def _way(equation: JaxprEqn) -> _Way:
+  if has(equation, Trait.SCALES):
+    return _Way.SCALED
+  moves = has(equation, Trait.MOVES | Trait.PASSES_ON) or equation.primitive is jax.lax.select_n_p
+  return _Way.NONE if moves else _Way.ADDED
+
+
 def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: DecideBody) -> _Flow:
   """Returns how a carry comes through the body of its loop.
 
-  One that comes to a matrix product in the body is an activation that passes through layers. One that is
-  only added to is a sum; one that is multiplied on its way to the next step decays; one to which the same
-  network adds at each step is a simulation's or a sampler's. All of these remember many steps.
+  One that comes to a matrix product in the body is an activation that passes through layers, or a cache that
+  is written in. One that is only added to is a sum; one that is multiplied on its way to the next step
+  decays; one to which the same network adds at each step is a simulation's or a sampler's. These three
+  remember many steps.
 
   Args:
     plan: of the body.
     before: the carry as it enters the body.
     after: the carry as it leaves.
-    layers: whether a product of the carry is by weights of the step's own.
+    layers: whether a product of the carry and weights of the step's own makes the next.
     bodies: what decides about the loop's bodies.
   """
-  reached, multiplied = {before}, {before: False}
+  reached, ways = {before}, {before: _Way.NONE}
   product, half = False, bodies.half
   for node in plan.nodes:
     equation = node.equation
@@ -107,18 +127,19 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
     if any(a in reached for a in variables):
       reached.update(equation.outvars)
       product = product or node.multiplies
-    past = [multiplied[a] for a in variables if a in multiplied]
+    past = [ways[a] for a in variables if a in ways]
     if past and node.listed == "infer":
-      scales = any(past) or has(equation, Trait.SCALES)
-      multiplied.update(dict.fromkeys(equation.outvars, scales))
+      ways.update(dict.fromkeys(equation.outvars, functools.reduce(operator.or_, past, _way(equation))))
   if half is None:
     return _Flow(None, bodies.why_float32)
   if not product:
     return _Flow(None, "no matrix product in the loop reads it: a sum or a state over many steps")
-  if not is_variable(after) or after not in multiplied:
+  if not is_variable(after) or after not in ways:
     return _Flow(half, "each step makes it anew by matrix products: activations that pass through layers")
-  if multiplied[after]:
+  if _Way.SCALED in ways[after]:
     return _Flow(None, "it is multiplied on its way to the next step: a memory that decays")
+  if not ways[after]:
+    return _Flow(half, "each step moves it or writes in it: a cache")
   if not layers:
     return _Flow(None, "each step adds what the same weights make of it: a memory of many steps")
   return _Flow(half, "each step adds a layer with weights of its own: activations that pass through layers")

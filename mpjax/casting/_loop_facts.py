@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn
@@ -28,22 +29,67 @@ from mpjax.jaxpr import (
   marked_path,
 )
 
+_LONG = 32  # steps: a network has about as many layers
 
-def is_solver(equation: JaxprEqn, rules: CastingRules) -> bool:
-  """Returns whether an equation is a loop whose end depends on a float that its products make.
+
+def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
+  """Returns why the bodies of a loop run in float32 whatever their policy; empty for others.
 
   A fixed point or an adaptive step ends where an error is small: an error of roundings never is. What passes
-  through an arg-max or another integer, such as the next token, is no such float.
+  through an arg-max or another integer, such as the next token, does not count. A filter solves a linear
+  system for its state at each step, as exactly as it knows the state.
   """
-  if call_kind(equation) is not CallKind.WHILE:
-    return False
-  found = rules.found_in_loops
+  kind, found = call_kind(equation), rules.found_in_loops
+  if kind not in (CallKind.WHILE, CallKind.SCAN):
+    return ""
   if (equation, "solver") not in found:
-    bodies, _ = _MadeByProducts(rules).enter(equation, call_layout(equation), [False] * len(equation.invars))
-    layout = call_layout(equation)
-    ends = [facts.outputs[0] for facts, body in zip(bodies, layout.bodies, strict=True) if body.decides]
-    found[equation, "solver"] = any(ends)
-  return bool(found[equation, "solver"])
+    why = ""
+    if kind is CallKind.WHILE and _ends_by_products(equation, rules):
+      why = "the loop ends by a float that its products make: a solver"
+    elif _solves_for_its_state(equation, rules):
+      why = "the state of the loop goes through linear algebra at each step: a filter"
+    found[equation, "solver"] = why
+  return str(found[equation, "solver"])
+
+
+def _ends_by_products(equation: JaxprEqn, rules: CastingRules) -> bool:
+  layout = call_layout(equation)
+  bodies, _ = _MadeByProducts(rules).enter(equation, layout, [False] * len(equation.invars))
+  return any(facts.outputs[0] for facts, body in zip(bodies, layout.bodies, strict=True) if body.decides)
+
+
+def _solves_for_its_state(equation: JaxprEqn, rules: CastingRules) -> bool:
+  layout = call_layout(equation)
+  if not layout.bodies or not any(has(p, Trait.ALGEBRA) for p in rules.primitives([equation])):
+    return False
+  states = [_Through.STATE if k in layout.carry else _Through.NONE for k in range(len(equation.invars))]
+  bodies, _ = _ThroughAlgebra(rules).enter(equation, layout, states)
+  leaving = (facts.outputs for facts, body in zip(bodies, layout.bodies, strict=True) if not body.decides)
+  return any(_Through.ALGEBRA in fact for facts in leaving for fact in facts[: len(layout.carry)])
+
+
+class _Through(enum.Flag):
+  """Whether a value is made of the state of a loop, and whether linear algebra lies between."""
+
+  NONE = 0
+  STATE = enum.auto()
+  ALGEBRA = enum.auto()
+
+
+class _ThroughAlgebra(Forward[_Through]):
+  nothing = _Through.NONE
+
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
+
+  def transfer(self, equation: JaxprEqn, operands: list[_Through], calls: Calls) -> list[_Through]:
+    found = functools.reduce(operator.or_, operands, _Through.NONE)
+    if found and has(equation, Trait.ALGEBRA):
+      found |= _Through.ALGEBRA
+    return [found if is_float(v.aval) else _Through.NONE for v in equation.outvars]
 
 
 class _MadeByProducts(Forward[bool]):
@@ -77,14 +123,14 @@ def _is_index(equation: JaxprEqn, result: Atom) -> bool:
   return any(is_float(a.aval) for a in equation.invars)
 
 
-def is_recurrent(product: JaxprEqn, loop: JaxprEqn, half: np.dtype, rules: CastingRules) -> bool:
+def is_recurrent(product: JaxprEqn, loop: JaxprEqn, rules: CastingRules) -> bool:
   """Returns whether a product is part of a long linear recurrence of a `scan`.
 
   The state of the loop comes to it and on to the next step by linear operations alone, and what it is
   multiplied by is the same at each step. After n steps that matrix has its n-th power, with n times the
-  relative error of a rounding: long is where that is a tenth.
+  relative error of a rounding.
   """
-  if call_kind(loop) is not CallKind.SCAN or loop.params["length"] * float(jnp.finfo(half).eps) < 0.2:
+  if call_kind(loop) is not CallKind.SCAN or loop.params["length"] < _LONG:
     return False
   found = rules.found_in_loops
   if (loop, "recurrent") not in found:
@@ -93,7 +139,7 @@ def is_recurrent(product: JaxprEqn, loop: JaxprEqn, half: np.dtype, rules: Casti
 
 
 def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
-  """Returns for each carry of a loop whether a product in it multiplies it by weights of the step's own.
+  """Returns for each carry of a loop whether a product of it and weights of the step's own makes the next.
 
   Such are the weights of stacked layers, which a `scan` reads row by row, and those that are taken from an
   array by the number of the step.
@@ -108,8 +154,11 @@ def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
     for k in layout.carry:
       is_state = is_float(loop.invars[k].aval)
       entering[k] = _Step(frozenset([k]) if is_state else frozenset(), not is_state)
-    steps.enter(loop, layout, entering)
-    found[loop, "layers"] = [k in steps.layers for k in layout.carry]
+    bodies, _ = steps.enter(loop, layout, entering)
+    n = len(layout.carry)
+    leaving = [fact for facts in bodies for fact in facts.outputs[:n]]
+    layered = frozenset[int]().union(*(fact.layered for fact in leaving))
+    found[loop, "layers"] = [k in layered for k in layout.carry]
   return cast(Sequence[bool], found[loop, "layers"])
 
 
@@ -119,23 +168,24 @@ class _Step(NamedTuple):
   Attributes:
     states: the states, by their operands.
     own: whether of something else that differs from step to step.
+    layered: the states of which a product with weights of the step's own has been taken on the way to it.
   """
 
   states: frozenset[int]
   own: bool
+  layered: frozenset[int] = frozenset()
 
 
 class _Steps(Forward[_Step]):
-  """What values in a loop are made of; `layers` are the states that are multiplied by weights of a step."""
+  """What values in a loop are made of."""
 
   nothing = _Step(frozenset(), False)
 
   def __init__(self, rules: CastingRules):
     self._rules = rules
-    self.layers: set[int] = set()
 
   def join(self, a: _Step, b: _Step) -> _Step:
-    return _Step(a.states | b.states, a.own or b.own)
+    return _Step(a.states | b.states, a.own or b.own, a.layered | b.layered)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call"
@@ -145,10 +195,11 @@ class _Steps(Forward[_Step]):
     floats = [fact for fact, a in pairs if is_float(a.aval) and size(a) > 1]
     listed = self._rules.list_of(equation.primitive)
     multiplies = listed == "allow" or at_region_edge(marked_path(equation)) or has(equation, Trait.KERNEL)
-    if multiplies and any(fact.own and not fact.states for fact in floats):
-      self.layers |= frozenset().union(*(fact.states for fact in floats))
     result = functools.reduce(self.join, operands, self.nothing)
-    return [result] * len(equation.outvars)
+    if multiplies and any(fact.own and not fact.states for fact in floats):
+      result = result._replace(layered=result.layered.union(*(fact.states for fact in floats)))
+    index = _Step(frozenset(), result.own or bool(result.states))
+    return [result if is_float(v.aval) else index for v in equation.outvars]
 
 
 def _recurrent_products(loop: JaxprEqn, rules: CastingRules) -> frozenset[JaxprEqn]:

@@ -25,7 +25,7 @@ class Place:
     islands: whether there are islands: not inside a checkpoint of the user's.
     in_loop: whether it is a step of a `scan`, whose backward pass is a loop of its own.
     copies: whether islands make cheap inputs themselves: not where values are looked at, each in one place.
-    solver: whether it is in a loop that runs in float32 since its own products decide on its end.
+    solver: why it is in float32 whatever its policy, as the body of a solver is; empty where it is not.
     enter_all: whether the bodies of calls that run whole in float32 are decided about, too, for `explain`.
   """
 
@@ -38,5 +38,5 @@ class Place:
   islands: bool = True
   in_loop: bool = False
   copies: bool = True
-  solver: bool = False
+  solver: str = ""
   enter_all: bool = False

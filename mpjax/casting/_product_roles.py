@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 
@@ -31,6 +31,7 @@ from mpjax.jaxpr import (
   shape_of,
 )
 
+F = TypeVar("F")
 Root: TypeAlias = tuple[Hashable, Hashable]  # what identifies a value behind reshapes and calls
 
 _STACKED = "stacked"  # what a scan collects of a value
@@ -177,7 +178,7 @@ class ProductRoles:
     self, lineages: Facts[Lineage], ends: Facts[Ends] | None, products: Mapping[Calls, ProductRole]
   ):
     self.lineages = lineages
-    self._ends = ends
+    self.ends = ends
     self._products = products
 
   @classmethod
@@ -198,7 +199,7 @@ class ProductRoles:
   def inside(self, equation: JaxprEqn, i: int) -> ProductRoles | None:
     """Returns those of the i-th body of a call; `None` where they are not known."""
     lineages = self.lineages.inside(equation, i)
-    ends = self._ends.inside(equation, i) if self._ends else None
+    ends = self.ends.inside(equation, i) if self.ends else None
     return ProductRoles(lineages, ends, self._products) if lineages else None
 
   def product(self, equation: JaxprEqn) -> ProductRole | None:
@@ -222,13 +223,18 @@ class ProductRoles:
     return self._end(atom) & (Ends.PRODUCT | Ends.SCALAR) == Ends.SCALAR
 
   def _end(self, atom: Atom) -> Ends:
-    return self._ends[atom] if self._ends else Ends.NONE
+    return self.ends[atom] if self.ends else Ends.NONE
+
+
+def by_calls(facts: Facts[F]) -> dict[Calls, Facts[F]]:
+  """Returns the facts about a program and its bodies, by the calls that each is in."""
+  return {own.calls: own for own in facts.everywhere()}
 
 
 def _products(lineages: Facts[Lineage], ends: Facts[Ends], rules: CastingRules) -> dict[Calls, ProductRole]:
   """Returns the products of a program by equation, with the calls that it is in."""
   known = {}
-  after = {facts.calls: facts for facts in ends.everywhere()}
+  after = by_calls(ends)
   for facts in lineages.everywhere():
     for equation in facts.equations:
       if is_product(equation, rules):

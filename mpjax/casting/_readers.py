@@ -1,4 +1,4 @@
-"""Who reads a value: half-precision products, float32, an order, integers, linear algebra, the caller.
+"""Who reads a value: half-precision products, float32, linear algebra, or nothing but its order.
 
 A value is rounded to half precision for those of its readers that compute in it, and for no others. So a
 product whose result nothing reads in half precision has a float32 result, and one that only selects and adds
@@ -10,18 +10,24 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting import _kernels
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import is_recurrent, is_solver
-from mpjax.casting._product_roles import Lineage, ProductRoles, is_layer, is_outer, states_precision
+from mpjax.casting._loop_facts import is_recurrent, why_solver
+from mpjax.casting._product_roles import (
+  Ends,
+  Lineage,
+  ProductRoles,
+  by_calls,
+  is_layer,
+  is_outer,
+  states_precision,
+)
 from mpjax.jaxpr import (
   Backward,
   Calls,
@@ -30,7 +36,6 @@ from mpjax.jaxpr import (
   at_region_edge,
   backward_depth,
   dtype_of,
-  facts,
   has,
   inside,
   marked_path,
@@ -44,11 +49,9 @@ class Reads(enum.Flag):
   NONE = 0
   VIEW = enum.auto()  # a half-precision product, as it is or by views
   HALF = enum.auto()  # an operation in half precision
-  FLOAT32 = enum.auto()  # an operation in float32
-  ALGEBRA = enum.auto()  # linear algebra
-  ORDER = enum.auto()  # a sort, an arg-max or a comparison, which rounds nothing
-  INTEGER = enum.auto()  # a cast to integers
-  RETURNED = enum.auto()  # the caller, in float32
+  FLOAT32 = enum.auto()  # an operation in float32, or the caller
+  ALGEBRA = enum.auto()  # linear algebra, directly or of what is computed of it in float32
+  ORDER = enum.auto()  # a sort, an arg-max, a comparison or a cast to integers
 
 
 _IN_HALF = Reads.VIEW | Reads.HALF
@@ -61,13 +64,14 @@ def in_half_alone(reads: Reads) -> bool:
 
 def in_order_alone(reads: Reads) -> bool:
   """Returns whether nothing but its place among others, or an integer, is made of a value."""
-  return reads != Reads.NONE and not reads & ~(Reads.ORDER | Reads.INTEGER)
+  return reads is Reads.ORDER
 
 
 def why_float32(
   equation: JaxprEqn,
-  half: np.dtype | None,
-  real: Sequence[bool],
+  operands: Sequence[Lineage],
+  in_half: bool,
+  followed: bool,
   reads: Reads,
   rules: CastingRules,
   calls: Calls,
@@ -76,8 +80,9 @@ def why_float32(
 
   Args:
     equation: the product.
-    half: the compute dtype of its module.
-    real: which of its two operands come from a float input or a parameter.
+    operands: where its two operands come from; empty where that is not known.
+    in_half: whether one of them is in half precision anyway.
+    followed: whether a further product is made of its result.
     reads: who reads its result.
     rules: what decides.
     calls: those that it is in.
@@ -85,14 +90,21 @@ def why_float32(
   if equation.primitive is not jax.lax.dot_general_p:
     return ""
   backward = max(map(backward_depth, (equation, *(call for call, _ in calls)))) > 0
+  real = [fact.real for fact in operands] or [True]
   if is_outer(equation) and not backward:  # a backward pass of one row has such a product for each weight
     return "an outer product, on no matrix unit: it contracts nothing"
   if not any(real):
     return "its operands are positions, counts or constants: from no float input and no parameter"
-  if half is not None and any(is_recurrent(equation, call, half, rules) for call, _ in calls):
+  if any(is_recurrent(equation, call, rules) for call, _ in calls):
     return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
-  if not all(real) and reads != Reads.NONE and not reads & _IN_HALF and not backward:
+  if reads == Reads.NONE or reads & _IN_HALF or backward:
+    return ""
+  if any(fact.gradient for fact in operands):
+    return "it is of a gradient that has left its backward pass, and float32 alone reads it"
+  if not all(real) and not (followed and reads & Reads.FLOAT32):
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
+  if reads & Reads.ALGEBRA and not in_half and len({fact.root for fact in operands}) == 1:
+    return "linear algebra reads it, a Gram matrix of float32 values"
   return ""
 
 
@@ -123,23 +135,23 @@ class Readers(Backward[Reads]):
   Args:
     rules: what decides.
     path: the module path that the program is in.
-    lineages: where values come from; `None` where that is not known.
+    roles: of its products; `None` where they are not known.
   """
 
   nothing = Reads.NONE
 
-  def __init__(self, rules: CastingRules, path: str = "", lineages: Facts[Lineage] | None = None):
+  def __init__(self, rules: CastingRules, path: str = "", roles: ProductRoles | None = None):
     self._rules = rules
     self._path = path
-    everywhere = lineages.everywhere() if lineages else ()
-    self._lineages: Mapping[Calls, Facts[Lineage]] = {facts.calls: facts for facts in everywhere}
+    self._lineages = by_calls(roles.lineages) if roles else {}
+    self._ends = by_calls(roles.ends) if roles and roles.ends else {}
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
     """Returns who reads each value of a whole program, which returns its results in float32 or does not."""
-    returned = Reads.RETURNED if full_outputs else Reads.HALF
+    returned = Reads.FLOAT32 if full_outputs else Reads.HALF
     outputs = [returned if castable(v.aval) else Reads.NONE for v in open_jaxpr(jaxpr).outvars]
-    return cls(rules, lineages=roles.lineages).solve(jaxpr, outputs)
+    return cls(rules, roles=roles).solve(jaxpr, outputs)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))
@@ -154,53 +166,33 @@ class Readers(Backward[Reads]):
     path = functools.reduce(inside, [marked_path(call) for call, _ in calls], self._path)
     half = self._rules.overrides.half_at(inside(path, marked_path(equation)))
     listed = self._rules.list_of(equation.primitive, half)
-    if half is None or any(is_solver(call, self._rules) for call, _ in calls):
+    if half is None or any(why_solver(call, self._rules) for call, _ in calls):
       return Reads.FLOAT32
     if listed == "allow":
-      return Reads.FLOAT32 if self._keeps_float32(equation, half, results, calls) else _IN_HALF
+      return Reads.FLOAT32 if self._keeps_float32(equation, results, calls) else _IN_HALF
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
-      algebra = facts(equation).traits & Trait.ALGEBRA
-      return Reads.FLOAT32 | Reads.ALGEBRA if algebra else Reads.FLOAT32
-    return self._followed(equation, results, calls)
+      algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
+      return Reads.FLOAT32 | algebra
+    return self._followed(equation, results)
 
-  def _keeps_float32(self, equation: JaxprEqn, half: np.dtype, results: Reads, calls: Calls) -> bool:
+  def _keeps_float32(self, equation: JaxprEqn, results: Reads, calls: Calls) -> bool:
     if not is_layer(equation, self._rules) or states_precision(equation):
       return True
     known = self._lineages.get(calls)
-    real = [known[a].real if known else True for a in equation.invars[:2]]
-    return bool(why_float32(equation, half, real, results, self._rules, calls))
+    lineages = [known[a] for a in equation.invars[:2]] if known else []
+    ends = self._ends.get(calls)
+    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
+    return bool(why_float32(equation, lineages, False, followed, results, self._rules, calls))
 
-  def _followed(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
+  def _followed(self, equation: JaxprEqn, results: Reads) -> Reads:
     """Returns how an equation reads that follows its operands."""
     outs = equation.outvars
-    if is_cast(equation):
-      if not castable(outs[0].aval):
-        return _of_cast(equation)
-      return results
+    if equation.primitive is jax.lax.convert_element_type_p and is_float(outs[0].aval):
+      if castable(outs[0].aval):
+        return results
+      return Reads.HALF if dtype_of(outs[0]).itemsize < 4 else Reads.FLOAT32
     if not any(is_float(v.aval) for v in outs):
       return Reads.ORDER
-    largest = max((size(a) for a in equation.invars), default=0)
-    if max(map(size, outs)) < largest and results & Reads.RETURNED:
-      results = results & ~Reads.RETURNED | Reads.FLOAT32
-    if has(equation, Trait.PASSES_ON):
-      return results
-    results &= ~Reads.VIEW
-    if has(equation, Trait.CHOICE) and results:
-      known = self._lineages.get(calls)
-      full = [a for a in equation.invars if castable(a.aval) and size(a) == largest]
-      results |= Reads.HALF if sum(known is None or known[a].active for a in full) > 1 else Reads.NONE
-    return results
-
-
-def is_cast(equation: JaxprEqn) -> bool:
-  """Returns whether an equation is a cast."""
-  return equation.primitive is jax.lax.convert_element_type_p
-
-
-def _of_cast(equation: JaxprEqn) -> Reads:
-  dtype = dtype_of(equation.outvars[0])
-  if jnp.issubdtype(dtype, jnp.inexact):
-    return Reads.HALF if dtype.itemsize < 4 else Reads.FLOAT32
-  return Reads.INTEGER if jnp.issubdtype(dtype, jnp.integer) else Reads.ORDER
+    return results if has(equation, Trait.PASSES_ON) else results & ~Reads.VIEW

@@ -70,6 +70,7 @@ class Traced:
       return [*(leaves_out[i] for i in self._arrays), *changes]
 
     arguments = [leaves[i] for i in dynamic]
+    self._own = own_types(arguments)
     self.names = [self._modules.names[i] for i in dynamic]
     self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
@@ -93,7 +94,8 @@ class Traced:
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
     """Returns the function's value from the results of its program; puts mutated state where it belongs.
 
-    Without a policy its outputs keep their dtypes.
+    Without a policy its outputs keep their dtypes. So do the sums of an `Average`, and what has the shape and
+    the half-precision dtype of an argument: the user chose it.
     """
     n = len(self._arrays)
     own = [dtype_of(v) for v in open_jaxpr(self.closed).outvars]
@@ -101,17 +103,25 @@ class Traced:
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
         is_cast = policy is not None and dtype in _OUTPUTS and not self._sums[i]
+        is_cast = is_cast and (x.shape, dtype) not in self._own
         out[i] = _as(x, policy.output_dtype if policy is not None and is_cast else dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
     self._modules.update(jax.tree.unflatten(self._changes, changes))
     return jax.tree.unflatten(self._structure, out)
 
 
-def to_output(tree: PyTree, policy: Policy) -> PyTree:
-  """Casts what a function returns to the policy's output dtype, but for the sums of an `Average`."""
+def own_types(arguments: PyTree) -> set[tuple[tuple[int, ...], np.dtype]]:
+  """Returns the shapes and dtypes of arguments in half precision, which results of those types keep."""
+  arrays = (leaf for leaf in jax.tree.leaves(arguments) if getattr(leaf, "dtype", None) in _OUTPUTS[:2])
+  return {(leaf.shape, leaf.dtype) for leaf in arrays}
+
+
+def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
+  """Casts what a function of some arguments returns to the policy's output dtype; see `Traced.finish`."""
+  own = own_types(arguments)
 
   def cast(x: Array) -> Array:
-    if is_average(x):
+    if is_average(x) or (getattr(x, "dtype", None) in _OUTPUTS and (x.shape, x.dtype) in own):
       return x
     if getattr(x, "dtype", None) in _OUTPUTS and x.dtype != policy.output_dtype:
       return jax.lax.convert_element_type(x, policy.output_dtype)

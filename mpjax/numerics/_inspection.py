@@ -309,7 +309,7 @@ class Inspection:
           index=key[2],
           name=point.name,
           line=point.line,
-          dtype=point.dtype,
+          dtype=point.gradient_dtype if key[0] == "activation gradient" else point.dtype,
           shape=point.shape,
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax._types import Array, Atom, Fp8State, PyTree, Var
-from mpjax.casting._cast_plan import CastPlan, Node
+from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._emit import Tap, execute
 from mpjax.casting._kinds import castable, is_float, size
@@ -50,6 +50,7 @@ class Point:
     name: the equation's primitive or function, with a number where its module has several.
     line: of the user's program, `model.py:31`.
     dtype: in which it is held.
+    gradient_dtype: in which its gradient is read: a product's, in that of its operands.
     shape: in one step of the loops that it is in.
     steps: lengths of the loops that it is in and whose steps are kept apart, outermost first.
     repeated: whether it is in a loop besides whose steps are seen together.
@@ -59,6 +60,7 @@ class Point:
   name: str
   line: str
   dtype: str
+  gradient_dtype: str
   shape: tuple[int, ...]
   steps: tuple[int, ...]
   repeated: bool = False
@@ -209,6 +211,7 @@ def _point(
     operation if count == 1 else f"{operation} {count}",
     source_line(equation),
     dtype.name,
+    node.half.name if node.mode is Mode.HALF and node.half is not None else dtype.name,
     shape_of(variable),
     steps or (),
     steps is None,

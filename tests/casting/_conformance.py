@@ -44,6 +44,7 @@ class Case:
     args: pytrees of float32 arrays and of anything else that `jax.jit` takes.
     alone: the function of a `case`, without the products before it.
     grad: whether to compare gradients too; false for what float32 cannot differentiate.
+    selects: whether its own products are by one-hots and float32 alone reads them: they stay in float32.
     slack: multiplies the tolerance of outputs, where the function amplifies the rounding of its inputs.
     grad_slack: the same for gradients.
   """
@@ -52,6 +53,7 @@ class Case:
   args: tuple[Any, ...]
   alone: Function | None = None
   grad: bool = True
+  selects: bool = False
   slack: float = 1.0
   grad_slack: float = 1.0
 
@@ -121,12 +123,12 @@ def check_traced(cases: dict[str, Any]) -> None:
     one = made if isinstance(made, Case) else made()
     _, results = traced(one.build(lambda fun: fun), one.args)
     jaxpr, got = traced(one.build(mpjax.autocast(policy="bf16")), one.args)
-    lines += [f"{name}: {line}" for line in listed_failures(jaxpr, "bf16")]
+    lines += [f"{name}: {line}" for line in listed_failures(jaxpr, "bf16", one.selects)]
     if got != results:
       lines.append(f"{name}: results {got} instead of {results}")
     if one.alone is not None and has_products(jax.make_jaxpr(one.alone)(*one.args).jaxpr):
       jaxpr, _ = traced(mpjax.autocast(one.alone, "bf16"), one.args)
-      lines += [f"{name} alone: {line}" for line in listed_failures(jaxpr, "bf16")]
+      lines += [f"{name} alone: {line}" for line in listed_failures(jaxpr, "bf16", one.selects)]
   assert not lines, "\n" + "\n".join(lines)
 
 
@@ -136,8 +138,8 @@ def traced(fun: Function, args: tuple[Any, ...]) -> tuple[Any, Any]:
   return jaxpr.jaxpr, [(x.shape, x.dtype.name) for x in jax.tree.leaves(out)]
 
 
-def listed_failures(jaxpr: Any, policy: str) -> Iterator[str]:
-  """Lines for equations that are not in the dtype of their list, products of float32 among them."""
+def listed_failures(jaxpr: Any, policy: str, selects: bool = False) -> Iterator[str]:
+  """Lines for equations that are not in the dtype of their list, products of float32 among them unless it selects."""
   half, dtype = HALF[policy]
   for equation in outside_of_solvers(jaxpr):
     name, params = equation.primitive.name, equation.params
@@ -145,7 +147,7 @@ def listed_failures(jaxpr: Any, policy: str) -> Iterator[str]:
       # Not whether float32 is preferred: jax.numpy asks for it wherever it multiplies float32.
       asks = "HIGHEST" in str(params.get("precision"))
       wide = {dtype for dtype in multiplied(equation).split() if dtype != half and "float8" not in dtype}
-      if wide and not asks:
+      if wide and not asks and not selects:
         yield f"{policy}: {name} multiplies {multiplied(equation)}"
     elif LISTS.of(name, dtype) == "deny":
       found = [v.aval.dtype.name for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "dtype")]
@@ -196,7 +198,7 @@ def check(case: Case, policies: tuple[str, ...] = ("fp16", "bf16")) -> None:
     trace_together({policy: functions[policy] for policy in ("plain", *different)}, *args)[0], case.args
   )
   for policy in different:
-    lines += listed_failures(traced(build(casts[policy]), case.args)[0], policy)
+    lines += listed_failures(traced(build(casts[policy]), case.args)[0], policy, case.selects)
     found = failures(case, TOLERANCE[policy], results[policy], results["plain"])
     lines += [f"{policy}: {line}" for line in found]
   assert not lines, "\n" + "\n".join(lines)

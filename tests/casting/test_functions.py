@@ -72,10 +72,10 @@ LOSSES = {
     np.eye(8, dtype=np.float32)[LABELS]),
   **each(losses, "multiclass_hinge_loss multiclass_perceptron_loss multiclass_sparsemax_loss "
     "softmax_cross_entropy_with_integer_labels", X, LABELS),
-  "ctc_loss": case(lambda logits: losses.ctc_loss(logits, *CTC), QKV[0][:, :, 0]),
+  "ctc_loss": case(lambda logits: losses.ctc_loss(logits, *CTC), QKV[0][:, :, 0], selects=True),
   # Paths that cannot be have a log-probability of about -1e5, whose gradients are noise.
   "ctc_loss_with_forward_probs": case(lambda logits: jax.tree.map(lambda x: jnp.maximum(x, -50),
-    losses.ctc_loss_with_forward_probs(logits, *CTC)), QKV[0][:, :, 0]),
+    losses.ctc_loss_with_forward_probs(logits, *CTC)), QKV[0][:, :, 0], selects=True),
   "kl_divergence_with_log_targets": case(losses.kl_divergence_with_log_targets, LOG, LOG[::-1].copy()),
   "make_fenchel_young_loss": case(losses.make_fenchel_young_loss(nn.logsumexp), X[0], PROBABILITIES[0]),
   "ntxent": case(losses.ntxent, normal(4, 8), np.array([0, 0, 1, 1])),

@@ -30,11 +30,11 @@ DECISIONS = {  # (list, list in float16): primitives
   ("deny", "deny"): """
     acos asin cosh sinh tan erf_inv exp expm1 log log1p log2 pow integer_pow rsqrt reduce_sum reduce_prod cumsum
     cumprod atan2 scatter-add erf erfc logistic tanh reduce_window_sum reduce_max reduce_min
-    select_and_scatter_add""",
+    select_and_scatter_add sort top_k""",
   ("infer", "deny"): "div rem sqrt",
   ("infer", "infer"): """
     add add_any sub mul reduce_window_max abs neg sign max min clamp select_n ceil floor round is_finite eq ne ge
-    gt le lt argmax argmin top_k broadcast_in_dim concatenate copy dynamic_slice gather pad reshape rev scatter
+    gt le lt argmax argmin broadcast_in_dim concatenate copy dynamic_slice gather pad reshape rev scatter
     slice split squeeze stack stop_gradient tile transpose zeros_like""",
   ("opaque", "opaque"): """
     dot_product_attention_fwd dot_product_attention_fwd_wrapper rnn_fwd rnn_bwd reduce_precision nextafter
