@@ -182,11 +182,8 @@ class Case:
     """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
     place = self.body.place
     operands = [place.roles.lineage(a) for a in self.equation.invars[:2]] if place.roles else []
-    in_half = any(self.met(a).kind is Kind.HALF for a in self.operands)
     followed = place.roles is not None and place.roles.reaches_product(self.equation.outvars[0])
-    return why_float32(
-      self.equation, operands, in_half, followed, self._read_as(), self.body.rules, place.calls
-    )
+    return why_float32(self.equation, operands, followed, self._read_as(), self.body.rules, place.calls)
 
   @property
   def why_float32_result(self) -> str:

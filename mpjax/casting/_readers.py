@@ -70,7 +70,6 @@ def in_order_alone(reads: Reads) -> bool:
 def why_float32(
   equation: JaxprEqn,
   operands: Sequence[Lineage],
-  in_half: bool,
   followed: bool,
   reads: Reads,
   rules: CastingRules,
@@ -81,7 +80,6 @@ def why_float32(
   Args:
     equation: the product.
     operands: where its two operands come from; empty where that is not known.
-    in_half: whether one of them is in half precision anyway.
     followed: whether a further product is made of its result.
     reads: who reads its result.
     rules: what decides.
@@ -103,8 +101,8 @@ def why_float32(
     return "it is of a gradient that has left its backward pass, and float32 alone reads it"
   if not all(real) and not (followed and reads & Reads.FLOAT32):
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
-  if reads & Reads.ALGEBRA and not in_half and len({fact.root for fact in operands}) == 1:
-    return "linear algebra reads it, a Gram matrix of float32 values"
+  if reads & Reads.ALGEBRA and len({fact.root for fact in operands}) == 1:
+    return "a Gram matrix that linear algebra reads"
   return ""
 
 
@@ -169,7 +167,8 @@ class Readers(Backward[Reads]):
     if half is None or any(why_solver(call, self._rules) for call, _ in calls):
       return Reads.FLOAT32
     if listed == "allow":
-      return Reads.FLOAT32 if self._keeps_float32(equation, results, calls) else _IN_HALF
+      exact = self._keeps_float32(equation, results, calls)
+      return Reads.FLOAT32 | (results & Reads.ALGEBRA) if exact else _IN_HALF
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
@@ -184,7 +183,7 @@ class Readers(Backward[Reads]):
     lineages = [known[a] for a in equation.invars[:2]] if known else []
     ends = self._ends.get(calls)
     followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
-    return bool(why_float32(equation, lineages, False, followed, results, self._rules, calls))
+    return bool(why_float32(equation, lineages, followed, results, self._rules, calls))
 
   def _followed(self, equation: JaxprEqn, results: Reads) -> Reads:
     """Returns how an equation reads that follows its operands."""

@@ -310,6 +310,7 @@ class Inspection:
           name=point.name,
           line=point.line,
           dtype=point.gradient_dtype if key[0] == "activation gradient" else point.dtype,
+          held=point.dtype,
           shape=point.shape,
         )
 

@@ -227,8 +227,9 @@ def _gradient_overflows(report: NumericsReport) -> Iterator[Finding]:
   if overflows(report):
     return
   scale = report.loss_scale
-  # What the policy's own run kept finite did not overflow.
-  pairs = [(t, t.dtype) for t in report.of("activation gradient") if t.not_finite]
+  # What the policy's own run kept finite, in the dtype in which it is read, did not overflow.
+  gradients = report.of("activation gradient")
+  pairs = [(t, t.dtype) for t in gradients if t.not_finite or t.held == "float32" != t.dtype]
   pairs += half_products(report)
   over = {
     t: dtype
