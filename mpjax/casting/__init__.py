@@ -8,7 +8,12 @@ out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Ta
 from mpjax.casting._autocast import autocast, full_precision
 from mpjax.casting._explain import Explanation, explain
 from mpjax.casting._explain_text import print_explanations
-from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation
+from mpjax.casting._explained import (
+  ExplainedCarry,
+  ExplainedFragility,
+  ExplainedIsland,
+  ExplainedOperation,
+)
 from mpjax.casting._fp8_state import init_fp8_state
 from mpjax.casting._half_precision import half_precision
 from mpjax.casting._kernels import register_kernel
@@ -16,6 +21,7 @@ from mpjax.casting._op_lists import OpLists
 
 __all__ = [
   "ExplainedCarry",
+  "ExplainedFragility",
   "ExplainedIsland",
   "ExplainedOperation",
   "Explanation",

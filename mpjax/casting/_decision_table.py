@@ -23,7 +23,7 @@ from mpjax.casting._kinds import (
   rule_of,
 )
 from mpjax.casting._product_roles import is_layer, states_precision
-from mpjax.casting._readers import in_order_alone
+from mpjax.casting._readers import in_order_alone, is_outer_product
 from mpjax.jaxpr import (
   OUTPUT,
   UNKNOWN,
@@ -247,6 +247,12 @@ ROWS = (
     _full("a sum of products, on no matrix unit: it accumulates as one", "deny"),
   ),
   Row(
+    "outer product",
+    "on the list `allow`, and contracts nothing",
+    lambda c: c.listed == "allow" and is_outer_product(c.equation, c.body.place.calls),
+    _full("an outer product, on no matrix unit: it contracts nothing", "deny"),
+  ),
+  Row(
     "float32 module",
     "on the list `allow`, in a module that computes in float32",
     lambda c: c.listed == "allow" and c.half is None,
@@ -260,9 +266,9 @@ ROWS = (
   ),
   Row(
     "exact product",
-    "an outer product; one of positions or constants; a selection that float32 reads; a linear recurrence",
+    "a product of positions or constants; a selection that float32 reads; a linear recurrence; a Gram matrix",
     lambda c: c.listed == "allow" and bool(c.why_float32),
-    lambda c: _full(c.why_float32, "deny")(c),
+    lambda c: _full(c.why_float32)(c),
   ),
   Row("product", "on the list `allow`", lambda c: c.listed == "allow", _product),
   Row(

@@ -16,7 +16,14 @@ from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._explain_text import explanations_text, sections_of
-from mpjax.casting._explained import ExplainedCarry, ExplainedIsland, ExplainedOperation, ExplainedProgram
+from mpjax.casting._explained import (
+  ExplainedCarry,
+  ExplainedFragility,
+  ExplainedIsland,
+  ExplainedOperation,
+  ExplainedProgram,
+)
+from mpjax.casting._fragile import REASONS, Fragile, fragile_nodes
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kernels import runs_in_float32, way_out
@@ -39,6 +46,7 @@ from mpjax.jaxpr import (
   marked_path,
   open_jaxpr,
   shape_of,
+  source_line,
   times_run,
   variables_of,
   without_marks,
@@ -59,6 +67,8 @@ class Explanation(Shown, ExplainedProgram):
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
     gathers: one for each parameter that a step on a mesh gathers; of `TrainStep.explain` alone.
+    fragile: one for each operation whose result half precision may take away: a difference of products, an
+      angle made by one, an order beside noise, the end of a loop. `mpjax.inspect_numerics` measures them.
   """
 
   def __str__(self) -> str:
@@ -105,7 +115,12 @@ def explain(
     _walk(plan, 1, found)
     unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
     return Explanation(
-      resolved, tuple(found.rows), tuple(found.islands), tuple(found.carries), tuple(sorted(unknown))
+      resolved,
+      rows=tuple(found.rows),
+      islands=tuple(found.islands),
+      carries=tuple(found.carries),
+      unknown=tuple(sorted(unknown)),
+      fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
     )
 
   return explained
@@ -237,6 +252,14 @@ def _island(island: Island, plan: CastPlan, number: int, times: int) -> Explaine
     fenced_bytes=times * fenced,
     kept_in="float8" if island.saved is not None else "",
     times=times,
+  )
+
+
+def _fragility(found: Fragile) -> ExplainedFragility:
+  equation = found.node.equation
+  path = without_marks(found.node.path)
+  return ExplainedFragility(
+    path, equation.primitive.name, found.kind, source_line(equation), REASONS[found.kind]
   )
 
 

@@ -50,7 +50,7 @@ def sections_of(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSectio
   """Yields the tables of explanations side by side."""
   labels = [one.policy.full_label for one in explanations]
   each: Sequence[Callable[[ExplainedProgram], TextSection | None]]
-  each = (_kernels, _full, _what_follows, _not_fp8, _unknown, _islands, _carries, _gathers)
+  each = (_kernels, _full, _what_follows, _not_fp8, _fragile, _unknown, _islands, _carries, _gathers)
   summaries = [_summary(one) for one in explanations]
   if len(explanations) == 1:
     yield TextSection(summaries[0])
@@ -147,6 +147,18 @@ def _reasons(
     for i, (why, names) in enumerate(of_module[paths[0]].items()):
       lines.append(TextRow([name if i == 0 else "", _counted(names), why]))
   return TextSection(title, _columns("module", "primitives", "because"), [lines]) if lines else None
+
+
+def _fragile(one: ExplainedProgram) -> TextSection | None:
+  """Returns what half precision may take away, the lines of a module that are alike together."""
+  alike = _grouped(one.fragile, lambda found: (layer_pattern(found.path), found.primitive, found.why))
+  names = _merged_names([[found.path for found in group] for group in alike], _paths(one))
+  rows = [
+    TextRow([name, group[0].primitive, ", ".join(dict.fromkeys(found.line for found in group)), group[0].why])
+    for group, name in zip(alike, names, strict=True)
+  ]
+  columns = _columns("module", "primitive", "line", "because")
+  return TextSection("Fragile in half precision, and why", columns, [rows]) if rows else None
 
 
 def _unknown(one: ExplainedProgram) -> TextSection | None:

@@ -75,6 +75,25 @@ class ExplainedIsland:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExplainedFragility:
+  """An operation whose result half precision may take away, whatever its policy.
+
+  Attributes:
+    path: module path.
+    primitive: name of the JAX primitive.
+    kind: `difference`, `angle`, `order` or `loop`.
+    line: of the user's program, `model.py:31`.
+    why: what may happen.
+  """
+
+  path: str
+  primitive: str
+  kind: str
+  line: str
+  why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class ExplainedCarry:
   """A carry of a loop that is float32 in the user's program, and the dtype it is held in.
 
@@ -120,6 +139,7 @@ class ExplainedProgram:
   carries: tuple[ExplainedCarry, ...] = ()
   unknown: tuple[str, ...] = ()
   gathers: tuple[ExplainedGather, ...] = ()
+  fragile: tuple[ExplainedFragility, ...] = ()
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""

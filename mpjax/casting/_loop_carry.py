@@ -121,7 +121,7 @@ def _flow(plan: CastPlan, before: Var, after: Atom, layers: bool, bodies: Decide
   product, half = False, bodies.half
   for node in plan.nodes:
     equation = node.equation
-    if node.half is None and after in equation.outvars:
+    if half is not None and node.half is None and after in equation.outvars:
       return _Flow(None, "it is computed in a region in float32")
     variables = variables_of(equation.invars)
     if any(a in reached for a in variables):

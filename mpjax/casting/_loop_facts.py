@@ -44,7 +44,7 @@ def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
     return ""
   if (equation, "solver") not in found:
     why = ""
-    if kind is CallKind.WHILE and _ends_by_products(equation, rules):
+    if ends_by_products(equation, rules):
       why = "the loop ends by a float that its products make: a solver"
     elif _solves_for_its_state(equation, rules):
       why = "the state of the loop goes through linear algebra at each step: a filter"
@@ -52,7 +52,10 @@ def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
   return str(found[equation, "solver"])
 
 
-def _ends_by_products(equation: JaxprEqn, rules: CastingRules) -> bool:
+def ends_by_products(equation: JaxprEqn, rules: CastingRules) -> bool:
+  """Returns whether an equation is a loop whose end depends on a float that its products make."""
+  if call_kind(equation) is not CallKind.WHILE:
+    return False
   layout = call_layout(equation)
   bodies, _ = _MadeByProducts(rules).enter(equation, layout, [False] * len(equation.invars))
   return any(facts.outputs[0] for facts, body in zip(bodies, layout.bodies, strict=True) if body.decides)

@@ -67,6 +67,19 @@ def in_order_alone(reads: Reads) -> bool:
   return reads is Reads.ORDER
 
 
+def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
+  """Returns whether an equation, or a call that it is in, is in a backward pass."""
+  return any(map(backward_depth, (equation, *(call for call, _ in calls))))
+
+
+def is_outer_product(equation: JaxprEqn, calls: Calls) -> bool:
+  """Returns whether an equation is an outer product, other than of a backward pass.
+
+  A backward pass of a single row has one for each weight.
+  """
+  return is_outer(equation) and not in_backward(equation, calls)
+
+
 def why_float32(
   equation: JaxprEqn,
   operands: Sequence[Lineage],
@@ -87,10 +100,8 @@ def why_float32(
   """
   if equation.primitive is not jax.lax.dot_general_p:
     return ""
-  backward = max(map(backward_depth, (equation, *(call for call, _ in calls)))) > 0
+  backward = in_backward(equation, calls)
   real = [fact.real for fact in operands] or [True]
-  if is_outer(equation) and not backward:  # a backward pass of one row has such a product for each weight
-    return "an outer product, on no matrix unit: it contracts nothing"
   if not any(real):
     return "its operands are positions, counts or constants: from no float input and no parameter"
   if any(is_recurrent(equation, call, rules) for call, _ in calls):
@@ -177,7 +188,7 @@ class Readers(Backward[Reads]):
     return self._followed(equation, results)
 
   def _keeps_float32(self, equation: JaxprEqn, results: Reads, calls: Calls) -> bool:
-    if not is_layer(equation, self._rules) or states_precision(equation):
+    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
       return True
     known = self._lineages.get(calls)
     lineages = [known[a] for a in equation.invars[:2]] if known else []

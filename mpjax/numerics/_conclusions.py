@@ -15,7 +15,8 @@ class Finding:
 
   Attributes:
     kind: `overflow`, `gradient overflow`, `underflow`, `nonfinite`, `lost updates`, `error`,
-      `gradient error`, `weight gradient`, `stored state`, `loss scale`, `descent`, `bias` or `range`.
+      `gradient error`, `weight gradient`, `stored state`, `loss scale`, `descent`, `bias`, `range` or
+      `fragile`.
     severity: `problem`, or `note` for what does no harm as it is.
     module: module path, a parameter's tree path, or a slot of the optimiser's state; empty for the whole.
     text: what was seen, in a sentence or two.

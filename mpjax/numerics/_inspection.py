@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from mpjax._types import PolicyLike, PyTree
+from mpjax.casting import ExplainedFragility
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
@@ -105,6 +106,7 @@ def inspect_numerics(
   say = progress or (lambda line: None)
   parts = micro_batches(listed(batches), step.accumulate)
   inspection = Inspection(step, state, reference, updates, pieces)
+  first: PyTree = None
   for i, batch in enumerate(parts):
     if i == 0:
       first = batch
@@ -115,7 +117,8 @@ def inspect_numerics(
     say(f"batch {i + 1}")
   if not inspection.count:
     raise ValueError("no batch: expected a batch, or a list of at least one")
-  report = inspection.report(title, keep)
+  lines = step.explain(state, first).fragile
+  report = inspection.report(title, keep, [one for one in lines if one.kind in ("loop", "order")])
   trial = None
   if advise and reference is not False:
 
@@ -223,8 +226,8 @@ class Inspection:
     self.pieces = programs.pieces
     return programs
 
-  def report(self, title: str, keep: float) -> NumericsReport:
-    """Returns the report on all batches so far."""
+  def report(self, title: str, keep: float, fragile: Sequence[ExplainedFragility] = ()) -> NumericsReport:
+    """Returns the report on all batches so far, and on what is fragile and cannot be measured."""
     losses = np.asarray([mine for mine, _ in self._losses])
     wide = [theirs for _, theirs in self._losses if theirs is not None]
     tensors = tuple(self._tensors())
@@ -243,6 +246,7 @@ class Inspection:
       narrow_reference=self._narrow_reference(),
       own_scale=_has_own_scale(self._step, self._state),
       scale_dependent=self._scale_dependent(tensors),
+      fragile=tuple(fragile),
     )
 
   def _scale_dependent(self, tensors: Sequence[Tensor]) -> tuple[ScaleDependent, ...]:
@@ -311,6 +315,7 @@ class Inspection:
           line=point.line,
           dtype=point.gradient_dtype if key[0] == "activation gradient" else point.dtype,
           held=point.dtype,
+          fragile=point.fragile,
           shape=point.shape,
         )
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpjax._types import Array, Atom, Fp8State, PyTree, Var
+from mpjax._types import Array, Atom, Fp8State, JaxprEqn, PyTree, Var
 from mpjax.casting._cast_plan import CastPlan, Mode, Node
-from mpjax.casting._casting_rules import make_rules
+from mpjax.casting._casting_rules import CastingRules, make_rules
 from mpjax.casting._emit import Tap, execute
+from mpjax.casting._fragile import fragile_equations
 from mpjax.casting._kinds import castable, is_float, size
 from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
@@ -54,6 +55,7 @@ class Point:
     shape: in one step of the loops that it is in.
     steps: lengths of the loops that it is in and whose steps are kept apart, outermost first.
     repeated: whether it is in a loop besides whose steps are seen together.
+    fragile: `difference` for one of matrix products, `angle` for one that a product makes; else empty.
   """
 
   module: str
@@ -64,6 +66,7 @@ class Point:
   shape: tuple[int, ...]
   steps: tuple[int, ...]
   repeated: bool = False
+  fragile: str = ""
 
 
 def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
@@ -78,7 +81,7 @@ def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[...,
   """
 
   def find(*args: Any, **kwargs: Any) -> list[Point]:
-    return list(_points(_planned(fun, args, kwargs, policy, "islands")[1]).values())
+    return list(_points(*_planned(fun, args, kwargs, policy, "islands")[1:]).values())
 
   return find
 
@@ -108,8 +111,8 @@ def watched(
   """
 
   def run(*args: Any, **kwargs: Any) -> Any:
-    traced, plan = _planned(fun, args, kwargs, policy, recompute)
-    points = _points(plan)
+    traced, plan, rules = _planned(fun, args, kwargs, policy, recompute)
+    points = _points(plan, rules)
     if len(points) != len(probes):
       raise ValueError(f"{len(probes)} probes: expected one for each of the {len(points)} points")
     results = execute(
@@ -137,30 +140,33 @@ def _planned(
   kwargs: dict[str, Any],
   policy: Policy | None,
   recompute: str,
-) -> tuple[Traced, CastPlan]:
+) -> tuple[Traced, CastPlan, CastingRules]:
   as_written = get_policy("fp32")
   rules = make_rules(policy or as_written, None, None, recompute if policy else "nothing")
   traced = Traced(fun, args, kwargs, rules.overrides)
-  return traced, traced.plan(rules, policy or as_written, copies=False, enter_all=True)
+  return traced, traced.plan(rules, policy or as_written, copies=False, enter_all=True), rules
 
 
-def _points(plan: CastPlan) -> dict[tuple[Node, int], Point]:
+def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:
   """Returns the results that are looked at, by decision and position, in the order of the program."""
-  return dict(_walk(plan, (), collections.Counter()))
+  return dict(_walk(plan, (), fragile_equations(plan.jaxpr, rules), collections.Counter()))
 
 
 def _walk(
-  plan: CastPlan, steps: tuple[int, ...] | None, seen: collections.Counter[tuple[str, str]]
+  plan: CastPlan,
+  steps: tuple[int, ...] | None,
+  kinds: Mapping[JaxprEqn, str],
+  seen: collections.Counter[tuple[str, str]],
 ) -> Iterator[tuple[tuple[Node, int], Point]]:
-  chosen = _chosen(plan)
+  chosen = _chosen(plan, kinds)
   for node in plan.nodes:
     if _is_entered(node):
       for inner in node.call.plans if node.call else ():
-        yield from _walk(inner, _steps_inside(node, steps), seen)
+        yield from _walk(inner, _steps_inside(node, steps), kinds, seen)
       continue
     for i, variable in enumerate(node.equation.outvars):
       if variable in chosen:
-        yield (node, i), _point(node, i, steps, seen)
+        yield (node, i), _point(node, i, steps, chosen[variable], seen)
 
 
 def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -198,7 +204,11 @@ def _has_own_weights(node: Node) -> bool:
 
 
 def _point(
-  node: Node, i: int, steps: tuple[int, ...] | None, seen: collections.Counter[tuple[str, str]]
+  node: Node,
+  i: int,
+  steps: tuple[int, ...] | None,
+  fragile: str,
+  seen: collections.Counter[tuple[str, str]],
 ) -> Point:
   equation = node.equation
   variable = equation.outvars[i]
@@ -215,6 +225,7 @@ def _point(
     shape_of(variable),
     steps or (),
     steps is None,
+    fragile,
   )
 
 
@@ -225,8 +236,8 @@ def _is_entered(node: Node) -> bool:
   return node.call is not None and looked_at and node.has_product()
 
 
-def _chosen(plan: CastPlan) -> set[Var]:
-  """Returns the variables of one body that are looked at."""
+def _chosen(plan: CastPlan, kinds: Mapping[JaxprEqn, str]) -> dict[Var, str]:
+  """Returns the variables of one body that are looked at, each with what is fragile about it."""
   maker = {v: node for node in plan.nodes for v in node.equation.outvars}
 
   def origin(atom: Var) -> Var | None:
@@ -252,11 +263,14 @@ def _chosen(plan: CastPlan) -> set[Var]:
       wanted += [
         a for a in node.equation.invars if is_variable(a) and a in maker and _leaves(maker[a].path, node.path)
       ]
-  origins = set(map(origin, variables_of(wanted)))
+  at = {"difference": lambda e: e.outvars[0], "angle": lambda e: e.invars[0]}
+  found = [(node.equation, kinds[node.equation]) for node in plan.nodes if kinds.get(node.equation) in at]
+  fragile = {origin(atom): kind for e, kind in found for atom in variables_of([at[kind](e)])}
+  origins = {*map(origin, variables_of(wanted)), *fragile}
   looked_at = {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
   # What is in a region has other equations in another dtype: only what enters one in half precision.
   enters = lambda v: at_region_edge(maker[v].path) and dtype_of(v).itemsize < 4
-  return {v for v in looked_at if not in_region(maker[v].path) or enters(v)}
+  return {v: fragile.get(v, "") for v in looked_at if not in_region(maker[v].path) or enters(v)}
 
 
 def _leaves(source: str, target: str) -> bool:

@@ -14,6 +14,7 @@ from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import power_of_two_text
 from mpjax._render.text_sections import TextSection
 from mpjax._version import __version__
+from mpjax.casting import ExplainedFragility
 from mpjax.formats import FORMATS
 from mpjax.numerics._conclusions import Advice, Finding
 from mpjax.numerics._scale_dependence import ScaleDependent
@@ -52,6 +53,7 @@ class NumericsReport(Shown):
     own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
     scale_dependent: parameters whose gradient is another one at another loss scale, in float32, too; looked
       for under a loss scale where gradients are far from float32's.
+    fragile: loops and orders that half precision may change, and that no figure shows; see `mpjax.explain`.
     findings: problems first.
     advice: what to use instead; `None` before there is any.
   """
@@ -70,6 +72,7 @@ class NumericsReport(Shown):
   narrow_reference: tuple[str, ...] = ()
   own_scale: bool = False
   scale_dependent: tuple[ScaleDependent, ...] = ()
+  fragile: tuple[ExplainedFragility, ...] = ()
   findings: tuple[Finding, ...] = ()
   advice: Advice | None = None
 

@@ -221,6 +221,7 @@ class Tensor:
       `master_weights` gives it.
     path: tree path of the parameter, for what belongs to one.
     index: the steps of loops that `module` ends with.
+    fragile: `difference` for one of matrix products, `angle` for one that a product makes; else empty.
   """
 
   kind: str
@@ -243,6 +244,7 @@ class Tensor:
   held: str = ""
   path: str = ""
   index: tuple[int, ...] = ()
+  fragile: str = ""
 
   @property
   def scope(self) -> str:

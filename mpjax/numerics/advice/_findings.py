@@ -26,6 +26,8 @@ _STALLS = 0.5
 # A parameter that makes less of its descent than this part of what all make is named.
 _SOME = 0.9
 _MAX_EXPONENT = 24
+# Binary digits that a difference should keep; the distance of neighbouring angles, as a power of two.
+_FEW_DIGITS, _FINE_ANGLE = 4, -4
 
 
 def find(report: NumericsReport) -> tuple[Finding, ...]:
@@ -33,12 +35,36 @@ def find(report: NumericsReport) -> tuple[Finding, ...]:
   found = [*_nonfinite(report), *_scale_dependent(report)]
   found += [*_overflows(report), *_gradient_overflows(report), *_underflows(report)]
   found += [*_lost_updates(report), *_stored(report), *_errors(report)]
+  found += [*_fragile(report)]
   known = any(f.severity == "problem" and f.kind != "lost updates" for f in found)
   found += [*of_weight_gradients(report, known), *biases(report), *_reference(report)]
   # Of a module the first of a kind says it all.
   first = {(f.kind, f.severity, f.module): f for f in reversed(found)}
   kept = [f for f in found if first[f.kind, f.severity, f.module] is f]
   return tuple(sorted(kept, key=lambda f: f.severity != "problem"))
+
+
+def _fragile(report: NumericsReport) -> Iterator[Finding]:
+  """Yields what half precision takes away of differences and angles, and what it may of loops and orders."""
+  dtype = report.policy.compute_dtype
+  if dtype.itemsize != 2:
+    return
+  digits = int(FORMATS[dtype.name].mantissa_bits) + 1
+  for t in report.of("activation"):
+    if t.fragile == "difference" and t.error is not None and t.error > 2.0**-_FEW_DIGITS:
+      kept = max(0.0, -math.log2(t.error)) if t.error else float(digits)
+      text = (
+        f"{_name(t)}: a difference of products in {dtype.name} keeps {kept:.1f} of their {digits} binary "
+      )
+      text += f"digits; {percent(1 - kept / digits)} of them cancel"
+      yield Finding("fragile", "note", t.module, text)
+    largest = t.magnitudes.range[1] + 1 if t.fragile == "angle" and t.magnitudes.range else -math.inf
+    if largest - digits > _FINE_ANGLE:
+      text = f"{_name(t)}: angles of up to 2^{largest} that a product in {dtype.name} makes; numbers of that "
+      text += f"size are {2.0 ** (largest - digits):.2g} apart, a period is 6.3"
+      yield Finding("fragile", "note", t.module, text)
+  for found in report.fragile:
+    yield Finding("fragile", "note", found.path, f"{found.primitive} ({found.line}): {found.why}")
 
 
 def overflows(report: NumericsReport) -> list[Tensor]:

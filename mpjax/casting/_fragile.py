@@ -1,0 +1,133 @@
+"""What stays fragile in half precision whatever a policy says: differences, angles, orders, ends of loops."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.extend.core import primitives
+
+from mpjax._types import AnyJaxpr, JaxprEqn
+from mpjax.casting._cast_plan import CastPlan, Mode, Node
+from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._kinds import Kind, is_float, size
+from mpjax.casting._loop_facts import ends_by_products
+from mpjax.casting._product_roles import is_layer, is_outer
+from mpjax.jaxpr import Calls, Forward, Trait, has, is_variable, open_jaxpr
+
+REASONS = {
+  "difference": "a difference of half-precision products: where they are nearly equal, its digits cancel",
+  "angle": "an angle that a half-precision product makes: a large one keeps no fraction of a period",
+  "order": "an order of half-precision values with noise: rounding makes some of them equal",
+  "loop": "the loop ends by what half-precision products make: it may end late, or never",
+}
+
+_ANGLES = frozenset({jax.lax.sin_p, jax.lax.cos_p, jax.lax.tan_p})
+_NOISE = frozenset(
+  {primitives.random_bits_p, primitives.threefry2x32_p, jax.lax.rng_bit_generator_p, jax.lax.rng_uniform_p}
+)
+_SQUARES = frozenset({jax.lax.square_p, jax.lax.integer_pow_p, jax.lax.mul_p})
+
+
+class Fragile(NamedTuple):
+  """An operation whose result half precision may take away.
+
+  Attributes:
+    node: the decision about it.
+    kind: one of `REASONS`.
+  """
+
+  node: Node
+  kind: str
+
+
+def fragile_nodes(plan: CastPlan, rules: CastingRules) -> Iterator[Fragile]:
+  """Yields the fragile operations of a whole program under its policy, in the order of the program."""
+  yield from _fragile_in(plan, fragile_equations(plan.jaxpr, rules), rules)
+
+
+def _fragile_in(plan: CastPlan, kinds: dict[JaxprEqn, str], rules: CastingRules) -> Iterator[Fragile]:
+  for node in plan.nodes:
+    kind = kinds.get(node.equation, "")
+    operand = node.equation.invars[0] if kind == "order" else None
+    rounded = operand is None or (is_variable(operand) and plan.held[operand].kind is Kind.HALF)
+    if kind and node.half is not None and rounded:
+      yield Fragile(node, kind)
+    if ends_by_products(node.equation, rules) and _multiplies_in_half(node):
+      yield Fragile(node, "loop")
+    for inner in node.call.plans if node.call else ():
+      yield from _fragile_in(inner, kinds, rules)
+
+
+def _multiplies_in_half(node: Node) -> bool:
+  inner = (one for plan in (node.call.plans if node.call else ()) for one in plan.all_nodes())
+  return any(one.listed == "allow" and one.mode is Mode.HALF for one in inner)
+
+
+def fragile_equations(jaxpr: AnyJaxpr, rules: CastingRules) -> dict[JaxprEqn, str]:
+  """Returns the kind of each equation of a program that is fragile where its products are half precision."""
+  analysis = _MadeOf(rules)
+  analysis.solve(jaxpr, [_Made.NONE] * len(open_jaxpr(jaxpr).invars))
+  return analysis.fragile
+
+
+class _Made(enum.Flag):
+  """What a value is made of."""
+
+  NONE = 0
+  PRODUCT = enum.auto()  # a product, times numbers
+  SCALED = enum.auto()  # products, by element-wise operations
+  SQUARES = enum.auto()  # sums of squares
+  NOISE = enum.auto()  # random bits
+
+
+class _MadeOf(Forward[_Made]):
+  """What values are made of, up to the next product; `fragile` is what is found on the way."""
+
+  nothing = _Made.NONE
+
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+    self.fragile: dict[JaxprEqn, str] = {}
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
+
+  def transfer(self, equation: JaxprEqn, operands: list[_Made], calls: Calls) -> list[_Made]:
+    made = functools.reduce(operator.or_, operands, _Made.NONE)
+    kind = self._kind(equation, operands, made)
+    if kind:
+      self.fragile[equation] = kind
+    result = self._result(equation, operands, made)
+    return [result if is_float(v.aval) else result & _Made.NOISE for v in equation.outvars]
+
+  def _kind(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> str:
+    if equation.primitive in _ANGLES:
+      return "angle" if made & _Made.SCALED else ""
+    if has(equation, Trait.ORDERS) or equation.primitive in (jax.lax.argmax_p, jax.lax.argmin_p):
+      return "order" if _Made.SCALED in made and _Made.NOISE in made else ""
+    if equation.primitive is jax.lax.sub_p and all(map(is_variable, equation.invars)):
+      lhs, rhs = operands
+      other = _Made.PRODUCT | _Made.SQUARES
+      cancels = (lhs & _Made.PRODUCT and rhs & other) or (rhs & _Made.PRODUCT and lhs & other)
+      return "difference" if cancels else ""
+    return ""
+
+  def _result(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> _Made:
+    listed = self._rules.list_of(equation.primitive)
+    if listed == "allow":
+      layer = is_layer(equation, self._rules) and not is_outer(equation)
+      return _Made.PRODUCT | _Made.SCALED if layer else _Made.NONE
+    if equation.primitive is jax.lax.reduce_sum_p:
+      return operands[0] & _Made.SQUARES
+    if equation.primitive in _SQUARES and all(a is equation.invars[0] for a in equation.invars):
+      return _Made.SQUARES | made & _Made.NOISE
+    if has(equation, Trait.SCALES) and not any(size(a) == 1 for a in equation.invars):
+      return made & (_Made.SCALED | _Made.NOISE)
+    if listed == "infer" or has(equation, Trait.SCALES):
+      return made & ~_Made.SQUARES if has(equation, Trait.SCALES) else made
+    return made & _Made.NOISE  # a float32 function of it: an island
