@@ -7,7 +7,7 @@ was written for, decided about as a whole, and emitted with the casts that belon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,10 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
   body = call.body(emit)
   forward, backward = custom_vjp_rules(call.equation)
   avals = [a.aval for a in call.equation.invars]
-  kept_types: list[AbstractValue] = []  # of the residuals: left by the forward rule for the backward rule
+  # Of the residuals, left by the forward rule for the backward rule. Those that are no tracers (a Python
+  # bool, an array of constants) are handed on as they are: the backward rule may branch on them.
+  is_traced: list[bool] = []
+  kept_types: list[AbstractValue] = []  # of those that are
   kept_held: list[Held] = []
 
   @jax.custom_vjp
@@ -73,29 +76,34 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
 
   def f_forward(
     *primals: jax.custom_derivatives.CustomVJPPrimal,
-  ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+  ) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    known: list[Any] = []
+
     def flat(*xs: Array) -> list[Array]:
       residuals, outs = forward(list(xs), [primal.perturbed for primal in primals])
-      kept_types[:] = [jax.typeof(r) for r in residuals]
-      return [*outs, *residuals]
+      is_traced[:] = [isinstance(r, jax.core.Tracer) for r in residuals]
+      kept, known[:] = _parted(is_traced, residuals)
+      kept_types[:] = map(jax.typeof, kept)
+      return [*outs, *kept]
 
     closed, plan = _decide_rule(call, flat, list(map(_struct, avals)), call.ins)
     out = emit(plan, [*constants_of(closed), *(primal.value for primal in primals)])
     n = len(call.outs)
     kept_held[:] = plan.outs[n:]
-    return _as_results(call, out[:n]), tuple(out[n:])
+    return _as_results(call, out[:n]), tuple(_merged(is_traced, out[n:], known))
 
-  def f_backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
+  def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
     given: list[bool] = []
+    kept, known = _parted(is_traced, residuals)
 
     def flat(*xs: Array) -> list[Array]:
-      out = backward(list(xs[: len(residuals)]), list(xs[len(residuals) :]))
+      out = backward(_merged(is_traced, xs[: len(kept)], known), list(xs[len(kept) :]))
       given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
       return [x for x, is_given in zip(out, given, strict=True) if is_given]
 
     results = [v.aval for v in call.equation.outvars]
     like = [*map(_struct, kept_types), *map(_struct, results)]
-    values = [*residuals, *map(_instantiated, cotangents)]
+    values = [*kept, *map(_instantiated, cotangents)]
 
     def gradients() -> list[bool]:
       return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
@@ -175,6 +183,18 @@ def _emit_rule(
   """
   closed, plan = _decide_rule(call, flat, like, held, tangents, gradients)
   return emit(plan, [*constants_of(closed), *operands])
+
+
+def _parted(flags: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  """Returns the values with a flag, and those without."""
+  pairs = list(zip(flags, values, strict=True))
+  return [x for flag, x in pairs if flag], [x for flag, x in pairs if not flag]
+
+
+def _merged(flags: Sequence[bool], flagged: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+  """Returns what `_parted` took apart."""
+  parts = iter(flagged), iter(others)
+  return [next(parts[0] if flag else parts[1]) for flag in flags]
 
 
 def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:

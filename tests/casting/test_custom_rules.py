@@ -1,5 +1,6 @@
 """`custom_jvp`, `custom_vjp` and `custom_vmap` under `mpjax.autocast`: the user's rules stay in force."""
 
+import equinox.internal
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +168,58 @@ def test_the_rule_is_run_only_when_differentiated_and_sees_float32():
   assert jax.eval_shape(jax.grad(lambda x: cast(x).sum()), X).dtype == np.float32
   assert set(ran) == {"forward", "backward"}
   assert seen == {np.dtype("float32")}
+
+
+KEPT = {
+  "bool": True, "int": 3, "float": 0.5, "complex": 1j, "None": None, "NumPy bool": np.bool_(True),
+  "NumPy number": np.float32(2), "NumPy array": np.arange(3), "float0": np.zeros(2, jax.dtypes.float0),
+  "array": jnp.arange(3.0), "key": jax.random.key(0), "float8": jnp.ones(2, jnp.float8_e4m3fn),
+}  # fmt: skip
+DIFFERENTIATED = {
+  "grad": jax.grad,
+  "jit of grad": lambda f: jax.jit(jax.grad(f)),
+  "grad of jit": lambda f: jax.grad(jax.jit(f)),
+  "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
+  "vmap of grad": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, w])),
+  "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+  "scan": lambda f: jax.grad(lambda w: jax.lax.scan(lambda c, _: (c + f(w), ()), 0.0, length=2)[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("differentiate", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
+def test_what_a_forward_rule_keeps_is_handed_on_as_jax_hands_it_on(differentiate):
+  handed = []
+
+  def backward(residuals, g):
+    x, w, *others = residuals
+    handed.append([(type(r), getattr(r, "dtype", None)) for r in others])
+    return g @ w.T, x.T @ g
+
+  f = with_vjp(lambda x, w: x @ w, backward, lambda x, w: (x @ w, (x, w, *KEPT.values())))
+  loss = lambda w: jnp.sum(f(X, w))
+  jax.eval_shape(differentiate(loss), W)
+  as_they_are = handed[-1]
+  jax.eval_shape(differentiate(BF16(loss)), W)
+  assert handed[-1] == as_they_are
+
+
+def test_a_backward_rule_branches_on_what_was_kept():
+  def backward(residuals, g):
+    x, w, is_steep = residuals
+    return x.T @ (7 * g if is_steep else g), g @ w.T
+
+  f = with_vjp(lambda w, x: x @ w, backward, lambda w, x: (x @ w, (x, w, True)))
+  compared({"branch": f, "branch in jit": jax.jit(f)}, "bf16")
+
+
+def test_a_checkpointed_loop_of_equinox_is_differentiated():
+  def f(w, x):
+    step = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w))
+    loop = equinox.internal.while_loop
+    return loop(lambda carry: carry[0] < 3, step, (0, x), kind="checkpointed", max_steps=4)[1]
+
+  for cast, plain in zip(jax.tree.leaves(both(BF16(f))(W, X)), jax.tree.leaves(both(f)(W, X)), strict=True):
+    np.testing.assert_allclose(cast, plain, atol=0.05, rtol=0.05)
 
 
 def test_custom_vmap_rule_is_used_under_vmap():
