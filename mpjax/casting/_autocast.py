@@ -14,6 +14,7 @@ from mpjax.casting._emit import execute
 from mpjax.casting._fp8_products import warn_of
 from mpjax.casting._half_precision import NO_REGIONS, tracing
 from mpjax.casting._kernels import warn_of_kernels
+from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION
@@ -58,8 +59,9 @@ def autocast(
   float64, complex, integer and explicitly half-precision values, kernels and callbacks keep their dtypes.
 
   Args:
-    fun: any function of pytrees, an `nnx.Module`, or a method of one; `None` for use as a decorator. NumPy
-      and JAX arrays among its arguments are traced, everything else (Python numbers, strings) is static.
+    fun: any function of pytrees, a module, or a method of one, also inside a linen module; `None` for use as
+      a decorator. NumPy and JAX arrays among its arguments are traced, everything else (Python numbers,
+      strings) is static.
     policy: whatever `mpjax.get_policy` takes; read at each call, so `"auto"` follows the backend.
     ops: the lists of primitives, if not `mpjax.OpLists.default()`.
     overrides: policies by regular expression on the module path (`GPT/h0/attn`), tried before the policy's
@@ -80,7 +82,8 @@ def autocast(
   Raises:
     ValueError: for a policy or a list that is not understood, and when called, for an override that matches
       no module path (it lists the paths there are).
-    TypeError: when called, if `fun` returns something that is neither array nor number.
+    TypeError: when called, if `fun` returns something that is neither array nor number, or makes variables
+      of a linen module that it is not given.
 
   Warns:
     PrecisionWarning: for a bare half-precision dtype as a policy, which also has its outputs in that dtype;
@@ -111,15 +114,27 @@ def autocast(
     with matmul_precision(resolved):
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
-      if rules.overrides.nothing_to_do and fp8_state is None:
+      module = bound_module(fun, args, kwargs)
+      # The parameters that a linen module makes at first are those that it makes without autocast.
+      is_initializing = module is not None and module.is_initializing()
+      if (rules.overrides.nothing_to_do and fp8_state is None) or is_initializing:
         with jax.named_scope(FULL_PRECISION), tracing(NO_REGIONS):
           return to_output(fun(*args, **kwargs), resolved, (args, kwargs))
-      traced = Traced(fun, args, kwargs, rules.overrides)
-      plan = traced.plan(rules, resolved)
-      rules.check_all_matched(plan.fp8_paths())
-      warn_of_kernels(plan)
-      results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
-      return traced.finish(results, resolved)
+
+      def transform(fun: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+          traced = Traced(fun, args, kwargs, rules.overrides)
+          plan = traced.plan(rules, resolved)
+          rules.check_all_matched(plan.fp8_paths())
+          warn_of_kernels(plan)
+          results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
+          return traced.finish(results, resolved)
+
+        return run
+
+      if module is not None:
+        return with_variables(transform, module, fun, args, kwargs)
+      return transform(fun)(*args, **kwargs)
 
   # `value_and_grad` knows the state of the optimiser, and nothing of policies.
   setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))

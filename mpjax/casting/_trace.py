@@ -16,6 +16,7 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
 from mpjax.casting._half_precision import trace
 from mpjax.casting._kinds import initial
+from mpjax.casting._linen_modules import InOwnDtypes, leaks_refused
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
 from mpjax.casting._place import Place
@@ -61,7 +62,7 @@ class Traced:
         merged[i] = array
       out, changed = self._modules.call(fun, merged)
       leaves_out, self._structure = jax.tree.flatten(out)
-      self._sums = _of_averages(out)
+      self._kept = _in_own_dtypes(out)
       for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]:
         _check_output(path, leaf)
       changes, self._changes = jax.tree.flatten(changed)
@@ -72,7 +73,8 @@ class Traced:
     arguments = [leaves[i] for i in dynamic]
     self._own = own_types(arguments)
     self.names = [self._modules.names[i] for i in dynamic]
-    self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
+    with leaks_refused():
+      self.closed = trace(lambda: jax.make_jaxpr(flat)(*arguments), overrides)
     self.operands = [*constants_of(self.closed), *arguments]
 
   def plan(
@@ -85,7 +87,7 @@ class Traced:
     held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
     held += [initial(v.aval) for v in body.invars]
     roles = ProductRoles.of(self.closed, rules)
-    full = policy.output_dtype.itemsize >= 4 or any(self._sums)
+    full = policy.output_dtype.itemsize >= 4 or any(self._kept)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)
     place = Place(gradients, roles, readers, copies=copies, enter_all=enter_all)
@@ -102,7 +104,7 @@ class Traced:
     out = list(self._out)
     with jax.named_scope(OUTPUT):
       for i, x, dtype in zip(self._arrays, results, own, strict=False):
-        is_cast = policy is not None and dtype in _OUTPUTS and not self._sums[i]
+        is_cast = policy is not None and dtype in _OUTPUTS and not self._kept[i]
         is_cast = is_cast and (x.shape, dtype) not in self._own
         out[i] = _as(x, policy.output_dtype if policy is not None and is_cast else dtype)
       changes = [_as(x, dtype) for x, dtype in zip(results[n:], own[n:], strict=True)]
@@ -131,10 +133,14 @@ def to_output(tree: PyTree, policy: Policy, arguments: PyTree) -> PyTree:
     return jax.tree.map(cast, tree, is_leaf=is_average)
 
 
-def _of_averages(tree: PyTree) -> list[bool]:
-  """Returns for each leaf whether an `Average` has it: an output dtype may lack range and digits for sums."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_average)
-  return [is_average(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
+def _in_own_dtypes(tree: PyTree) -> list[bool]:
+  """Returns for each leaf whether it keeps its dtype: variables, and the sums of an `Average`.
+
+  An output dtype may lack range and digits for sums.
+  """
+  keeps = lambda x: is_average(x) or isinstance(x, InOwnDtypes)
+  leaves = jax.tree.leaves(tree, is_leaf=keeps)
+  return [keeps(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
 
 
 def _as(x: Array, dtype: np.dtype) -> Array:

@@ -1,0 +1,142 @@
+"""linen modules that a function under autocast is a method of, or is given: their variables go in and out.
+
+A linen module keeps its variables in a scope, which is a side effect to a trace. So a function with a module
+that is bound to one is lifted, as `flax.linen.jit` lifts: inside the trace the module is a copy with a scope
+of its own, whose variables are arguments, and results, of the function that is traced. flax is imported by
+those alone who have such a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from mpjax._types import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InOwnDtypes:
+  """Variables among what a function under autocast returns, which no policy's output dtype is for."""
+
+  tree: PyTree
+
+
+def bound_module(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+  """Returns the first linen module of a call that is bound to a scope; `None` without one.
+
+  Args:
+    fun: the function: a module, a method of one, or another that may be given some.
+    args: of the call.
+    kwargs: of the call.
+  """
+  if "flax.linen" not in sys.modules:
+    return None
+  if isinstance(fun, functools.partial):
+    return bound_module(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
+  return next(filter(_is_bound, [fun, _owner(fun), *jax.tree.leaves((args, kwargs))]), None)
+
+
+def with_variables(
+  transform: Callable[[Callable[..., Any]], Callable[..., Any]],
+  module: Any,
+  fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+) -> Any:
+  """Returns what a function with a bound module gives under a transform, and keeps the variables it makes.
+
+  Args:
+    transform: of a function of arrays that returns a value, and variables as `InOwnDtypes`.
+    module: as of `bound_module`.
+    fun: the function.
+    args: of the call.
+    kwargs: of the call.
+  """
+  from flax.core import lift
+  from flax.linen import transforms
+
+  def lifted(core_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(scope_of: Any, variables_of: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+      def flat(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, InOwnDtypes]:
+        scope = scope_of(variables, rngs)
+        out = core_fn(scope, *args, **kwargs)
+        return out, InOwnDtypes(variables_of(scope))
+
+      out, made = transform(flat)(variables, rngs, args, kwargs)
+      return out, made.tree
+
+    return lift.pack(inner, (True,), (True,), (True,), name="autocast", enable_kwargs=True)
+
+  method, args, kwargs = _as_method(module, fun, args, kwargs)
+  return transforms.lift_transform(lifted, method)(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def leaks_refused() -> Iterator[None]:
+  """Raises `TypeError` if a function that is traced inside leaves tracers among a linen module's variables.
+
+  That is what happens where it closes over the module, or makes one in the `compact` method around it.
+  """
+  linen = sys.modules.get("flax.linen")
+  if linen is None:
+    yield
+    return
+  from flax.core import Scope
+
+  outside = Scope({}).trace_level
+  before: dict[int, tuple[Any, list[Any], str]] = {}  # by the root of a scope that was there before
+
+  def look(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    scope = context.module.scope
+    if scope is not None and scope.root.trace_level == outside:
+      variables = jax.tree.leaves(scope.root.mutable_variables())
+      before.setdefault(id(scope.root), (scope.root, variables, type(context.module).__name__))
+    return next_fun(*args, **kwargs)
+
+  with linen.intercept_methods(look):
+    yield
+  for root, variables, name in before.values():
+    known = set(map(id, variables))
+    for x in jax.tree.leaves(root.mutable_variables()):
+      if isinstance(x, jax.core.Tracer) and id(x) not in known:
+        raise TypeError(
+          f"a function under mpjax.autocast makes variables of the linen module {name}, which is none of its "
+          "arguments, so that they would not leave the trace: decorate the method with "
+          "@mpjax.autocast(policy=...), call mpjax.autocast(self.method, policy)(x), or pass the module, as "
+          "in mpjax.autocast(fun, policy)(self, x)"
+        )
+
+
+def _owner(fun: object) -> Any:
+  """Returns the object whose method, of its own class, a function is; of linen's own methods none."""
+  if not isinstance(fun, types.MethodType):
+    return None
+  is_linens_own = getattr(sys.modules["flax.linen"].Module, fun.__name__, None) is fun.__func__
+  return None if is_linens_own else fun.__self__
+
+
+def _is_bound(x: object) -> bool:
+  return isinstance(x, sys.modules["flax.linen"].Module) and getattr(x, "scope", None) is not None
+
+
+def _as_method(
+  module: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+  """Returns a function whose first argument is the module, and its other arguments."""
+  if isinstance(fun, functools.partial):
+    return _as_method(module, fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
+  if fun is module:
+    return type(module).__call__, args, kwargs
+  if isinstance(fun, types.MethodType) and _owner(fun) is module:
+    return fun.__func__, args, kwargs
+  if args and args[0] is module:
+    return fun, args[1:], kwargs
+  return (lambda _, *args, **kwargs: fun(*args, **kwargs)), args, kwargs

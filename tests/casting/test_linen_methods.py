@@ -1,0 +1,200 @@
+"""Methods of linen modules under `mpjax.autocast`: their variables go in and out, as through `nn.jit`."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from tests.casting._jaxprs import run_together
+
+BF16 = mpjax.autocast(policy="bf16")
+X = jax.random.normal(jax.random.key(0), (4, 8))
+KEYS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+
+
+class Parts(nn.Module):
+  """Layers made in `setup`, and the calls of them that the models below put under autocast."""
+
+  def setup(self):
+    self.first, self.norm, self.drop = nn.Dense(16), nn.BatchNorm(), nn.Dropout(0.5)
+    self.last = nn.Dense(3, param_dtype=jnp.bfloat16)
+
+  def body(self, x, *, train=True):
+    x = self.norm(self.first(x), use_running_average=not train)
+    self.sow("intermediates", "normed", x)
+    return self.last(self.drop(nn.gelu(x), deterministic=not train))
+
+
+def compact(self, x, *, train=True):
+  x = nn.BatchNorm(name="norm")(nn.Dense(16, name="first")(x), use_running_average=not train)
+  self.sow("intermediates", "normed", x)
+  x = nn.Dropout(0.5, name="drop")(nn.gelu(x), deterministic=not train)
+  return nn.Dense(3, name="last", param_dtype=jnp.bfloat16)(x)
+
+
+class Plain(Parts):
+  __call__ = Parts.body
+
+
+class Decorated(Parts):
+  @BF16
+  def __call__(self, x, *, train=True):
+    return self.body(x, train=train)
+
+
+class Compact(nn.Module):
+  __call__ = nn.compact(BF16(compact))
+
+
+class CompactInside(nn.Module):
+  __call__ = BF16(nn.compact(compact))
+
+
+class MethodOfItself(Parts):
+  def __call__(self, x, **options):
+    return mpjax.autocast(self.body, "bf16")(x, **options)
+
+
+class Partial(Parts):
+  def __call__(self, x, **options):
+    return mpjax.autocast(functools.partial(self.body, **options), "bf16")(x)
+
+
+class GivenItself(Parts):
+  def __call__(self, x, **options):
+    return mpjax.autocast(lambda x, model: model.body(x, **options), "bf16")(x, self)
+
+
+FORMS = [Decorated, Compact, CompactInside, MethodOfItself, Partial, GivenItself]
+RNGS = {"dropout": KEYS["dropout"]}
+
+
+def applied(model, variables, x=X, mutable=("batch_stats", "intermediates")):
+  return model.apply(variables, x, rngs=RNGS, mutable=list(mutable))
+
+
+def both(f):
+  """What `f` gives of variables, and the gradients of the sum of its output."""
+
+  def loss(params, rest):
+    out, changed = f({"params": params, **rest})
+    return jnp.sum(out.astype(jnp.float32)), (out, changed)
+
+  return lambda params, rest: jax.grad(loss, has_aux=True)(params, rest)
+
+
+@functools.cache
+def variables():
+  return jax.jit(Plain().init)(KEYS, X)
+
+
+def test_a_method_under_autocast_is_what_the_model_under_autocast_is():
+  params, rest = variables()["params"], {"batch_stats": variables()["batch_stats"]}
+  functions = {"plain": mpjax.autocast(functools.partial(applied, Plain()), "bf16")}
+  functions |= {form.__name__: functools.partial(applied, form()) for form in FORMS}
+  results, found = run_together({name: both(f) for name, f in functions.items()}, params, rest)
+  wanted = results.pop("plain")
+  for name, result in results.items():
+    assert jax.tree.structure(result) == jax.tree.structure(wanted), name
+    for ours, other in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
+      np.testing.assert_allclose(np.float32(ours), np.float32(other), rtol=0, atol=0, err_msg=name)
+    assert found[name] == {"bf16 bf16"}, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_variables_are_made_as_without_autocast(form):
+  for made, wanted in zip(*map(jax.tree.leaves, (jax.jit(form().init)(KEYS, X), variables())), strict=True):
+    assert made.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.float32(made), np.float32(wanted))
+
+
+def test_variables_keep_their_dtypes_whatever_the_output_dtype():
+  class Half(Parts):
+    @mpjax.autocast(policy="params=float32,compute=bfloat16,output=bfloat16")
+    def __call__(self, x):
+      return self.body(x)
+
+  out, changed = jax.eval_shape(functools.partial(applied, Half()), variables(), X)
+  assert out.dtype == jnp.bfloat16
+  assert {x.dtype for x in jax.tree.leaves(changed["batch_stats"])} == {np.dtype("float32")}
+  # What a call makes later is given back, too.
+  _, made = jax.eval_shape(lambda x: Half().apply({}, x, rngs=KEYS, mutable=True), X)
+  assert made["params"]["first"]["kernel"].dtype == np.float32
+
+
+class Layer(nn.Module):
+  @nn.compact
+  @BF16
+  def __call__(self, x, _=None):
+    return nn.tanh(nn.Dense(8, name="dense")(x)), None
+
+
+class Deep(nn.Module):
+  """A layer, the method of which is under autocast, under flax's transforms."""
+
+  @nn.compact
+  def __call__(self, x):
+    layers = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    x, _ = layers(name="layers")(x)
+    x, _ = nn.jit(Layer)(name="compiled")(x)
+    mapped = nn.vmap(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0)
+    return mapped(name="mapped")(x)[0]
+
+
+def test_under_other_transforms_of_linen():
+  made = jax.jit(Deep().init)(KEYS, X)
+  assert made["params"]["layers"]["dense"]["kernel"].shape == (3, 8, 8)
+  loss = lambda params, x: Deep().apply(params, x).sum()
+  results, found = run_together({"grad": jax.grad(loss)}, made, X)
+  assert found["grad"] == {"bf16 bf16"}
+  assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(results["grad"]))
+
+
+def test_parts_of_a_model_by_themselves():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = mpjax.autocast(nn.Dense(16), "bf16")(x)
+      return nn.Dense(3)(mpjax.autocast(lambda layers, x: layers["a"](x), "bf16")({"a": nn.Dense(8)}, x))
+
+  made = jax.jit(Model().init)(KEYS, X)
+  assert {*made["params"]} == {"Dense_0", "Dense_1", "Dense_2"}
+  results, found = run_together({"f": jax.grad(lambda v, x: Model().apply(v, x).sum())}, made, X)
+  assert found["f"] == {"bf16 bf16", "f32 f32"}
+  assert all(np.any(x) for x in jax.tree.leaves(results["f"]))
+
+
+def test_an_override_has_the_paths_of_modules():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return mpjax.autocast(Plain(name="inner"), "bf16", overrides={".*/last": "fp32"})(x)
+
+  out = run_together({"f": lambda x: Model().apply({}, x, rngs=KEYS, mutable=True)[0]}, X)[1]
+  assert out["f"] == {"bf16 bf16", "f32 f32"}
+
+
+def test_a_bound_module():
+  bound = Plain().bind(variables(), rngs=RNGS)
+  out = mpjax.autocast(bound, "bf16")(X, train=False)
+  np.testing.assert_allclose(np.float32(out), np.float32(bound(X, train=False)), atol=0.05)
+  closed_over = mpjax.autocast(lambda x: bound(x, train=False), "bf16")(X)
+  np.testing.assert_allclose(np.float32(closed_over), np.float32(out), atol=0.05)
+
+
+def test_a_module_that_is_no_argument_is_refused_where_it_makes_variables():
+  class Closure(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return mpjax.autocast(lambda x: nn.Dense(3)(x), "bf16")(x)
+
+  with pytest.raises(
+    TypeError, match=r"makes variables of the linen module Dense.*autocast\(fun, policy\)\(self"
+  ):
+    Closure().init(KEYS, X)
+  made = {"params": {"Dense_0": {"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}}}
+  assert Closure().apply(made, X).shape == (4, 3)  # which only reads them
