@@ -95,7 +95,7 @@ def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
 def _check_made_step(step: _MadeStep, state: Any, batch: PyTree) -> None:
   all_loss_scales(state.opt_state)
   if not isinstance(state.opt_state, LossScaleState):  # where the policy puts one, it is outermost
-    check_optimizer(step.tx, state.params)
+    check_optimizer(step.tx, state.arrays)
 
   def gradients_at(scale: float) -> PyTree:
     return step.gradients(state.replace(opt_state=with_scale(state.opt_state, scale)), batch)[1]

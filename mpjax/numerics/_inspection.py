@@ -271,7 +271,7 @@ class Inspection:
     return tuple(reversed(found.values()))
 
   def _tensors(self) -> Iterator[Tensor]:
-    parameters = dict(named_leaves(self._state.params))
+    parameters = dict(named_leaves(self._state.arrays))
     points = {name: point for one in self._programs.values() for name, point in one.points.items()}
     modules = [point.module for point in points.values()]
     held = held_as(self._state)
@@ -389,4 +389,4 @@ def step_of(
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
   """Returns whether the optimiser that the step was made with scales the loss itself."""
-  return bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.params)))
+  return bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.arrays)))

@@ -16,7 +16,7 @@ from mpjax._average import worth
 from mpjax._types import Array, PyTree
 from mpjax.casting._half_precision import float32_where_there_is_one
 from mpjax.dtypes import cast_like
-from mpjax.loss_scale._finite import unscale
+from mpjax.loss_scale._finite import is_inexact, unscale
 from mpjax.loss_scale._overwritten import hide, map_parts
 from mpjax.loss_scale._state_access import find_scaler
 from mpjax.numerics._batches import most_pieces
@@ -34,6 +34,7 @@ from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.step import TrainState, TrainStep, Transform
 from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._optimizer import on_masters
+from mpjax.step._trained import merged, only
 
 # (state, batch, pieces) to the loss over the pieces, its gradients, and what is kept at each point.
 ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Any]]]
@@ -67,8 +68,8 @@ def reference_step(step: TrainStep) -> TrainStep:
 
 def reference_state(state: TrainState) -> TrainState:
   """Returns the state as float32 parameters without an optimiser, and so without a loss scale."""
-  params = get_policy("fp32").cast_to_param(state.params)
-  return state.replace(params=params, opt_state=(), fp8_state={})
+  params = get_policy("fp32").cast_to_param(state.arrays)
+  return state.replace(arrays=params, opt_state=(), fp8_state={})
 
 
 def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
@@ -123,7 +124,7 @@ def make_pass(
     if scaler is not None:
       grads = unscale(hide(grads), scaler.scale)
     each = kept_whole if whole else summary
-    params, grads = ({path: each(x) for path, x in _leaves(hide(tree))} for tree in (state.params, grads))
+    params, grads = ({path: each(x) for path, x in _leaves(hide(tree))} for tree in (state.arrays, grads))
     return Seen(loss, kept, params, grads, of_updates, stored)
 
   return jax.jit(run)
@@ -143,11 +144,13 @@ def _probed_gradients(
     return jnp.zeros((*point.steps, 2, summary.size), jnp.float32)
 
   def gradients(state: TrainState, batch: PyTree, pieces: int) -> tuple[Array, PyTree, list[Any]]:
+    weights = step.loss.compute_params(state)
+
     def scaled_loss(params: PyTree, probes: list[Any]) -> tuple[Array, Array]:
       def watch(fun: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
         return watched(fun, policy, probes, see, **options)
 
-      scaled, loss = _loss(step, state, batch, watch, params)
+      scaled, loss = _loss(step, state, batch, watch, merged(params, weights))
       # Gradients of the mean over all rows.
       return scaled / pieces, loss / pieces
 
@@ -155,7 +158,7 @@ def _probed_gradients(
       scaled_loss = jax.checkpoint(scaled_loss, policy=jax.checkpoint_policies.dots_saveable)
     probes = [probe(point) for point in points]
     passed = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    (_, loss), (grads, kept) = passed(step.loss.compute_params(state), probes)
+    (_, loss), (grads, kept) = passed(_inexact(weights), probes)
     return loss, grads, kept
 
   return gradients
@@ -166,7 +169,7 @@ def _over_pieces(
 ) -> tuple[Array, PyTree, list[Any]]:
   """Returns the loss, its gradients in float32 at least, and what each piece kept: [pieces, ...]."""
   wide = lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
-  first = (jnp.zeros([], jnp.float32), jax.tree.map(wide, state.params))
+  first = (jnp.zeros([], jnp.float32), jax.tree.map(wide, _inexact(state.arrays)))
 
   def add(total: tuple[Array, PyTree], piece: PyTree) -> tuple[tuple[Array, PyTree], list[Any]]:
     loss, grads, kept = gradients(state, piece, pieces)
@@ -182,20 +185,25 @@ def _over_pieces(
 
 def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[Array, PyTree]:
   """Returns the unscaled loss under the step's policy, and its gradients times the loss scale."""
+  weights = step.loss.compute_params(state)
 
   def scaled_loss(params: PyTree) -> tuple[Array, Array]:
-    return _loss(step, state, batch, step.loss.transform, params)
+    return _loss(step, state, batch, step.loss.transform, merged(params, weights))
 
   with _tracing(step):
-    (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(step.loss.compute_params(state))
+    (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(_inexact(weights))
   return loss, grads
 
 
 def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: Array) -> PyTree:
   """Returns the gradients of the loss times a loss scale, beside the one that the state may have."""
-  scaled_loss = lambda params: _loss(step, state, batch, step.loss.transform, params)[0] * scale
+  weights = step.loss.compute_params(state)
+
+  def scaled_loss(params: PyTree) -> Array:
+    return _loss(step, state, batch, step.loss.transform, merged(params, weights))[0] * scale
+
   with _tracing(step):
-    grads = jax.grad(scaled_loss)(step.loss.compute_params(state))
+    grads = jax.grad(scaled_loss)(_inexact(weights))
     return step.trained.arguments(state, grads)[0]
 
 
@@ -285,7 +293,12 @@ def _updates(
   updates, after = step.tx.update(cast_like(grads, params), unstored(before), masters, value=loss)
   weights = dict(_leaves(hide(masters)))
   of_updates = {path: sums(weights[path], update) for path, update in _leaves(hide(updates))}
-  return of_updates, what_is_lost(state.params, store_step(before, after), after)
+  return of_updates, what_is_lost(state.arrays, store_step(before, after), after)
+
+
+def _inexact(params: PyTree) -> PyTree:
+  """Returns what of parameters may have a gradient; the others are an `optax.MaskedNode`."""
+  return only(jax.tree.map(is_inexact, params), params)
 
 
 def _leaves(tree: PyTree) -> list[tuple[str, Any]]:

@@ -100,7 +100,7 @@ def _can_leave_whole(side: Side, batch: PyTree) -> bool:
   # On an explicit mesh, values that lie on different axes do not go into one program's arrays.
   if not on_one or any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
     return False
-  weights = sum(4 * padded_size(x.size) for x in jax.tree.leaves(state.params))
+  weights = sum(4 * padded_size(x.size) for x in jax.tree.leaves(state.arrays))
   points = _points(step, state, batch, 1)
   each = [4 * math.prod(p.steps) * padded_size(math.prod(p.shape)) for p in points]
   return 2 * sum(each) + 4 * weights < _FITS

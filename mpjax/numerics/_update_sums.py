@@ -113,5 +113,5 @@ def held_as(state: TrainState) -> dict[str, str]:
   if corrections is None:
     return {}
   have = dict(named_leaves(corrections))
-  half = [name for name, p in named_leaves(state.params) if is_half(p.dtype.name)]
+  half = [name for name, p in named_leaves(state.arrays) if is_half(p.dtype.name)]
   return {name: have[name].dtype.name if name in have else "stochastic" for name in half}

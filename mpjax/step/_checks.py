@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Float
 
@@ -12,10 +13,11 @@ from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.casting._casting_rules import make_rules
 from mpjax.loss_scale._finite import is_inexact
-from mpjax.patterns import named_leaves
+from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy
 from mpjax.policy._policy_text import brief, plain
 from mpjax.step._train_state import TrainState
+from mpjax.step._trained import in_containers
 
 _METRICS = {"loss", "loss_scale", "grads_finite", "updates_finite", "skipped_steps", "consecutive_skips"}
 _NEEDS_AUTOCAST = (
@@ -58,11 +60,22 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
     )
 
 
+def require_arrays(params: PyTree) -> None:
+  """Raises `ValueError` for a number in place of an array, and for what is no tree of parameters."""
+  if jax.tree_util.all_leaves([params]) and not hasattr(params, "dtype"):
+    raise ValueError(
+      f"params is a {type(params).__name__}: expected a tree of parameters, such as the params of a linen "
+      "module's variables, an Equinox module or an nnx.Module"
+    )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, (bool, np.generic))
+    if is_number and in_containers(path):
+      raise ValueError(f"parameter {path_text(path)!r} is a {type(leaf).__name__}: expected an array")
+
+
 def require_differentiable(params: PyTree) -> None:
   """Raises `ValueError` for a parameter that has no gradient."""
   for name, leaf in named_leaves(params):
-    if not hasattr(leaf, "dtype"):
-      raise ValueError(f"parameter {name!r} is a {type(leaf).__name__}: expected an array")
     if not is_inexact(leaf):
       raise ValueError(
         f"parameter {name!r} is {jnp.result_type(leaf)} and cannot be trained: put it into model_state, or "

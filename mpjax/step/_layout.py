@@ -67,10 +67,10 @@ class Layout:
   def shardings(self, state: TrainState) -> TrainState:
     """Returns a `NamedSharding` for each array of a state (arrays or shapes)."""
     weights = with_frozen(state)
-    specs = self.specs(weights.params)
+    specs = self.specs(weights.arrays)
     whole: TrainState = jax.tree.map(lambda _: PartitionSpec(), weights)
-    of_optimizer = specs_like(state.opt_state, weights.params, specs, self.mesh)
-    laid = without_frozen(whole.replace(params=specs, opt_state=of_optimizer), state)
+    of_optimizer = specs_like(state.opt_state, weights.arrays, specs, self.mesh)
+    laid = without_frozen(whole.replace(arrays=specs, opt_state=of_optimizer), state)
     mesh = self._typed_mesh()
     placed: TrainState = jax.tree.map(lambda spec: NamedSharding(mesh, spec), laid, is_leaf=is_spec)
     return placed

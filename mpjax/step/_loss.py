@@ -27,6 +27,7 @@ from mpjax.step._checks import unpack
 from mpjax.step._collectives import over_shards
 from mpjax.step._micro_batches import first_of_batch, over_micro_batches, split_batch
 from mpjax.step._options import StepOptions
+from mpjax.step._static_leaves import whole_of
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import merged, only
 
@@ -163,9 +164,9 @@ class StepLoss:
     """Returns the parameters that the loss function takes: as they are, or in the compute dtype."""
     policy = self.options.policy
     if policy.autocast:
-      return state.params
+      return state.arrays
     # FP8 scales and amax histories are state in a dtype of their own.
-    return map_parts(policy.cast_to_compute, lambda leaf: leaf, state.params)
+    return map_parts(policy.cast_to_compute, lambda leaf: leaf, state.arrays)
 
   def scaled(
     self, params: PyTree, fp8_state: PyTree, batch: PyTree, keys: Array | None, state: TrainState
@@ -195,7 +196,7 @@ class StepLoss:
     parts = self.options.accumulate * self._devices
     if state.graphdef is None:
       with divided(parts):
-        out = loss_fn(params, batch, **keywords)
+        out = loss_fn(whole_of(params), batch, **keywords)
     else:
       model = nnx.merge(state.graphdef, params, model_state)
       if not policy.autocast:  # which names modules itself

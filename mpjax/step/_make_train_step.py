@@ -52,7 +52,8 @@ def make_train_step(
   signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
   batch, or `row_rngs`, a fresh key for each row of the batch, with which results do not depend on how rows
   are divided. For an `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics)
-  is kept.
+  is kept. Of an Equinox module, or any other tree with leaves that are no floating arrays, those alone are
+  trained that are; `loss_fn` takes it whole, and the state gives it back.
 
   A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
   and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never

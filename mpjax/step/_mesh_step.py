@@ -51,7 +51,7 @@ def value_and_grad_on_mesh(
     batch: rows of all devices.
     trained: as `loss.value_and_grad` takes it.
   """
-  mesh, specs, policy = layout.mesh, layout.specs(state.params), loss.options.policy
+  mesh, specs, policy = layout.mesh, layout.specs(state.arrays), loss.options.policy
   devices = _Devices(loss, layout, state, batch)
   read, crossing = devices.gather_dtypes(params)
   scales = _collectives.scales_of(mesh, params, specs, crossing)
@@ -104,8 +104,8 @@ def gathers(
     found[:] = [_Devices(loss, layout, state, batch).gather_dtypes(params)[1]]
 
   jax.eval_shape(run, params, state, batch)
-  specs = jax.tree.leaves(layout.specs(state.params), is_leaf=is_spec)
-  rows = zip(named_leaves(state.params), specs, jax.tree.leaves(found[0]), strict=True)
+  specs = jax.tree.leaves(layout.specs(state.arrays), is_leaf=is_spec)
+  rows = zip(named_leaves(state.arrays), specs, jax.tree.leaves(found[0]), strict=True)
   return [
     (name, tuple(leaf.shape), np.dtype(leaf.dtype).name, dtype.name)
     for (name, leaf), spec, dtype in rows
@@ -147,13 +147,14 @@ class _Devices:
       specs: how parameters are divided over `fsdp`.
     """
     mesh, state = self.layout.mesh, self.state
-    rest = state.replace(params={}, opt_state=_scalars(state.opt_state), rng=None)
+    rest = state.replace(arrays={}, opt_state=_scalars(state.opt_state), rng=None)
 
     def each(
       params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
     ) -> tuple[PyTree, PyTree]:
       index = _collectives.shard_index(mesh)
-      params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, dtypes)
+      as_read = lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys have no casts
+      params = jax.tree.map(as_read, params, dtypes)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
       keys = _keys(self.loss, key, batch, index)
       return fun(params, rest.replace(model_state=mine), batch, keys, scales), mine
@@ -169,9 +170,9 @@ class _Devices:
     asked = self.loss.options.policy.gather_dtype
     own = jax.tree.map(lambda leaf: leaf.dtype, params)
     leaves, structure = jax.tree.flatten(params)
-    flat = jax.tree.leaves(self.layout.specs(self.state.params), is_leaf=is_spec)
+    flat = jax.tree.leaves(self.layout.specs(self.state.arrays), is_leaf=is_spec)
     divided = [i for i, spec in enumerate(flat) if dimension_over(spec, "fsdp") is not None]
-    dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
+    dtypes = [leaf.dtype for leaf in leaves]
     crossing = list(dtypes)
     if divided and (asked is not None or any(dtypes[i].itemsize > 2 for i in divided)):
       shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

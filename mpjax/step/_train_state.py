@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,20 +16,16 @@ from mpjax._render.plain_text import bytes_text
 from mpjax._render.text_sections import of_rows
 from mpjax._types import Array, PyTree
 from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.step._static_leaves import arrays_of, has_static, whole_of
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["step", "params", "model_state", "opt_state", "rng", "fp8_state"],
-  meta_fields=["graphdef"],
-)
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
   """Everything a step reads and writes, as one pytree.
 
   Attributes:
     step: i32[]; steps taken, skipped ones too.
-    params: master weights in the policy's `param_dtype`.
+    arrays: `params`, with what is no array taken out of the leaves.
     model_state: what the model carries besides parameters (BatchNorm statistics, counters), in its own
       dtypes; `{}` for none.
     opt_state: state of `TrainStep.tx`.
@@ -39,12 +35,20 @@ class TrainState:
   """
 
   step: Array
-  params: PyTree
+  arrays: PyTree
   model_state: PyTree
   opt_state: PyTree
   rng: Array | None
   graphdef: nnx.GraphDef[nnx.Module] | None = None
   fp8_state: PyTree = dataclasses.field(default_factory=dict)
+
+  @property
+  def params(self) -> PyTree:
+    """The master weights in the policy's `param_dtype`, as the tree that `init` was given.
+
+    What is no array in it, such as a function of an Equinox module, is what it was.
+    """
+    return whole_of(self.arrays)
 
   @property
   def model(self) -> nnx.Module:
@@ -55,7 +59,7 @@ class TrainState:
     """
     if self.graphdef is None:
       raise ValueError("this TrainState was not made from an nnx.Module: use .params and .model_state")
-    return nnx.merge(self.graphdef, self.params, self.model_state)
+    return nnx.merge(self.graphdef, self.arrays, self.model_state)
 
   @property
   def step_key(self) -> Array | None:
@@ -63,7 +67,10 @@ class TrainState:
     return None if self.rng is None else jax.random.fold_in(self.rng, self.step)
 
   def replace(self, **changes: Any) -> TrainState:
-    """Returns a copy with some fields replaced."""
+    """Returns a copy with some fields replaced, or `params`."""
+    if "params" in changes:
+      params = changes.pop("params")
+      changes["arrays"] = arrays_of(params) if has_static(self.arrays) else params
     return dataclasses.replace(self, **changes)
 
   def __repr__(self) -> str:
@@ -85,7 +92,28 @@ class TrainState:
   def _facts(self) -> dict[str, list[str]]:
     """Returns number of arrays, bytes and dtypes of the trees that have any."""
     names = ("params", "model_state", "opt_state", "fp8_state")
-    return {name: _tree_facts(tree) for name in names if jax.tree.leaves(tree := getattr(self, name))}
+    trees = (self.arrays, self.model_state, self.opt_state, self.fp8_state)
+    return {name: _tree_facts(tree) for name, tree in zip(names, trees, strict=True) if jax.tree.leaves(tree)}
+
+
+_FIELDS = ("step", "arrays", "model_state", "opt_state", "rng", "fp8_state")
+_NAMES = ("step", "params", *_FIELDS[2:])  # in key paths, and so in files
+
+
+def _flatten(state: TrainState) -> tuple[list[PyTree], Any]:
+  return [getattr(state, name) for name in _FIELDS], state.graphdef
+
+
+def _flatten_with_keys(state: TrainState) -> tuple[list[tuple[Any, PyTree]], Any]:
+  parts, graphdef = _flatten(state)
+  return [(jax.tree_util.GetAttrKey(name), part) for name, part in zip(_NAMES, parts, strict=True)], graphdef
+
+
+def _unflatten(graphdef: Any, parts: Iterable[PyTree]) -> TrainState:
+  return TrainState(**dict(zip(_FIELDS, parts, strict=True)), graphdef=graphdef)
+
+
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
 
 
 def _number_text(x: object) -> str:

@@ -34,6 +34,7 @@ from mpjax.loss_scale._state_access import find_scaler
 from mpjax.optim._quantized import rebuild
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.step._checks import (
+  require_arrays,
   require_differentiable,
   require_given,
   require_in_place,
@@ -58,6 +59,7 @@ from mpjax.step._optimizer import (
 )
 from mpjax.step._optimizer_arguments import with_step_arguments
 from mpjax.step._options import StepOptions
+from mpjax.step._static_leaves import arrays_of, whole_of
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import (
   Trained,
@@ -125,7 +127,8 @@ class TrainStep:
     """Makes the first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
 
     Args:
-      params: tree of parameters, or an `nnx.Module`.
+      params: tree of parameters, an Equinox module, or an `nnx.Module`. What is no array in it is part of the
+        state's structure, and `state.params` has it again.
       model_state: what the model carries besides, for a parameter tree.
       rng: key for `loss_fn`'s `rng` or `row_rngs`.
       batch: a batch, or its shapes; needed for delayed FP8 scaling alone, which has a history a product.
@@ -155,6 +158,8 @@ class TrainStep:
       chosen = None
     else:
       require_given(keywords, "model_state", model_state, "step.init(..., model_state=...)")
+      require_arrays(params)
+      params = arrays_of(params)
       require_chosen(self.options.wrt, params)
       chosen = chosen_of(self.options.wrt, params)
     require_differentiable(only(chosen, params))
@@ -162,7 +167,7 @@ class TrainStep:
     params = _owned(merged(self.policy.cast_to_param(only(chosen, params)), params))
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
-      params=params,
+      arrays=params,
       model_state=_owned({} if model_state is None else model_state),
       opt_state=_owned(self.tx.init(only(chosen, params))),
       rng=None if rng is None else jnp.copy(rng),
@@ -246,7 +251,7 @@ class TrainStep:
       warn_of_what_begins_anew(anew, state.step)
     params, opt_state = set_masters(self.policy, masters, opt_state)
     return state.replace(
-      params=merged(params, state.params),
+      arrays=merged(params, state.arrays),
       opt_state=opt_state,
       fp8_state=state.fp8_state if self.needs_batch else {},
     )
@@ -271,17 +276,18 @@ class TrainStep:
       leaves out is among the parameters as it is, and has no state.
     """
     require_kept(state)
-    return self._jitted_user_state(state)
+    params, opt_state = self._jitted_user_state(state)
+    return whole_of(params), opt_state
 
   def _user_state(self, state: TrainState) -> tuple[PyTree, PyTree]:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
     trained = self.trained.parameters(state)
     params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
     # Copies, or `jit` would hand on buffers that the next step takes.
-    params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.params), opt_state))
+    params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.arrays), opt_state))
     if self.layout is not None:
-      state = self.layout.keep(state.replace(params=params, opt_state=opt_state))
-      params, opt_state = state.params, state.opt_state
+      state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
+      params, opt_state = state.arrays, state.opt_state
     return params, opt_state
 
   def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
@@ -296,7 +302,7 @@ class TrainStep:
     """Computes what `gradients` returns; not jitted, to be traced."""
     if self.layout is None:
       return self._gradients(state, batch)
-    shardings = self.layout.shardings(state).params
+    shardings = self.layout.shardings(state).arrays
     out = (PartitionSpec(), only(self.trained.read(state), shardings))
     return self.layout.run(self._gradients, state, batch, out)
 
@@ -362,7 +368,7 @@ class TrainStep:
     require_param_dtype(params, self.policy)
     state = TrainState(
       step=jnp.asarray(optimizer.step[...], jnp.int32),
-      params=nnx.as_pure(params),
+      arrays=nnx.as_pure(params),
       model_state=nnx.as_pure(model_state),
       opt_state=rebuild(nnx.as_pure(optimizer.opt_state)),
       rng=None if rng is None else jnp.copy(rng),  # the state's buffers are given away
@@ -371,7 +377,7 @@ class TrainStep:
     if self.layout is not None:
       state = self.layout.place(state)
     state, metrics = self.jitted(state, batch)
-    nnx.update(model, state.params, state.model_state)
+    nnx.update(model, state.arrays, state.model_state)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
     optimizer.step[...] = state.step.astype(jnp.uint32)
     return metrics
@@ -414,7 +420,7 @@ class TrainStep:
       }
     state = state.replace(
       step=state.step + 1,
-      params=merged(self.trained.moving(state, apply_step(self.policy, params, updates)), state.params),
+      arrays=merged(self.trained.moving(state, apply_step(self.policy, params, updates)), state.arrays),
       model_state=model_state,
       opt_state=opt_state,
       fp8_state=fp8_state,
@@ -436,12 +442,12 @@ class TrainStep:
       else:
         keys = self.loss.keys(weights, batch)
         with contextlib.nullcontext() if self.layout is None else self.layout.in_mesh():
-          out = self.loss.value_and_grad(params, weights, batch, keys, like=weights.params, trained=trained)
-    made = weights.replace(params=out.grads, model_state=put_back(out.model_state, weights.model_state))
+          out = self.loss.value_and_grad(params, weights, batch, keys, like=weights.arrays, trained=trained)
+    made = weights.replace(arrays=out.grads, model_state=put_back(out.model_state, weights.model_state))
     made = without_frozen(made, state)
     return out._replace(
       metrics=jax.tree.map(worth, out.metrics, is_leaf=is_average),
-      grads=made.params,
+      grads=made.arrays,
       model_state=merged(made.model_state, state.model_state),
     )
 

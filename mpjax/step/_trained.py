@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import DictKey, KeyPath, SequenceKey
 
 from mpjax._lazy import nnx
 from mpjax._types import PyTree
 from mpjax.dtypes import as_shapes, widen_floating
+from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide, is_overwritten, show
 from mpjax.loss_scale._skip import flow_of
 from mpjax.patterns import component_regex, named_leaves, path_text
@@ -29,37 +31,49 @@ _EXPECTED = (
 def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
   """Returns for each leaf of a tree of parameters whether it is trained.
 
+  What an object with attributes holds beside floating arrays (counts, keys) is not, whatever the choice.
+
   Args:
     wrt: the choice; `None` for all.
-    params: the parameters, or some of them.
+    params: the parameters, or some of them; arrays or shapes.
 
   Raises:
     ValueError: for a tree of booleans that has no leaf for a parameter.
     TypeError: for what is no choice.
   """
-  if wrt is None:
-    return jax.tree.map(lambda _: True, params)
+  flags = dict(named_leaves(wrt)) if wrt is not None else {}
+  is_chosen: Callable[[str, Any], bool]
   if isinstance(wrt, str):
     wrt = [wrt]
-  if isinstance(wrt, Sequence) and wrt and all(isinstance(x, str) for x in wrt):
+  if wrt is None:
+    is_chosen = lambda path, leaf: True
+  elif isinstance(wrt, Sequence) and wrt and all(isinstance(x, str) for x in wrt):
     patterns = [component_regex(x) for x in wrt]
     is_chosen = lambda path, _: any(p.search(path) for p in patterns)
-  elif callable(wrt) and not isinstance(wrt, type):
-    is_chosen = lambda path, leaf: bool(wrt(path, leaf))
-  else:
-    flags = dict(named_leaves(wrt))
-    if not flags or not all(isinstance(flag, (bool, np.bool_)) for flag in flags.values()):
-      raise TypeError(f"wrt={wrt!r} for a tree of parameters: {_EXPECTED}")
+  elif flags and all(isinstance(flag, (bool, np.bool_)) for flag in flags.values()):
 
     def is_chosen(path: str, _: Any) -> bool:
       if path not in flags:
         raise ValueError(f"wrt has no boolean for the parameter {path!r}: {_EXPECTED}")
       return bool(flags[path])
 
-  # What is overwritten is no parameter: it is given its next value in each step.
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: is_overwritten(path) or is_chosen(path_text(path), leaf), params
-  )
+  elif callable(wrt) and not isinstance(wrt, type):
+    is_chosen = lambda path, leaf: bool(wrt(path, leaf))
+  else:
+    raise TypeError(f"wrt={wrt!r} for a tree of parameters: {_EXPECTED}")
+
+  def is_trained(path: KeyPath, leaf: Any) -> bool:
+    # What is overwritten is no parameter: it is given its next value in each step.
+    if is_overwritten(path):
+      return True
+    return (is_inexact(leaf) or in_containers(path)) and is_chosen(path_text(path), leaf)
+
+  return jax.tree_util.tree_map_with_path(is_trained, params)
+
+
+def in_containers(path: KeyPath) -> bool:
+  """Returns whether a leaf is in dicts and lists alone, where all are meant as parameters."""
+  return all(isinstance(key, (DictKey, SequenceKey)) for key in path)
 
 
 def require_chosen(wrt: Chosen | None, params: PyTree) -> None:
@@ -69,7 +83,7 @@ def require_chosen(wrt: Chosen | None, params: PyTree) -> None:
   for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
     if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
       raise ValueError(f"wrt pattern {pattern!r} matches no parameter: there are {shown}")
-  if names and not any(jax.tree.leaves(chosen_of(wrt, params))):
+  if wrt is not None and names and not any(jax.tree.leaves(chosen_of(wrt, params))):
     raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
 
 
@@ -121,7 +135,7 @@ class Trained:
 
   def parameters(self, state: TrainState) -> PyTree:
     """Returns the parameters that the optimiser sees."""
-    return only(self._chosen(state), state.params)
+    return only(self._chosen(state), state.arrays)
 
   def read(self, state: TrainState) -> PyTree[bool] | None:
     """Returns for each parameter whether its gradient is read; `None`: those of all are."""
@@ -136,7 +150,7 @@ class Trained:
     """
     flow = self._flow(state)
     if flow.read is not None:
-      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.params)))
+      grads = only(flow.chosen, merged(grads, jax.tree.map(jnp.zeros_like, state.arrays)))
     return grads, self.parameters(state)
 
   def moving(self, state: TrainState, tree: PyTree) -> PyTree:
@@ -148,17 +162,18 @@ class Trained:
     weights, read = with_frozen(state), self.read(state)
     if weights is state:
       return state, read
-    every = jax.tree.map(lambda _: True, state.params) if read is None else read
+    every = jax.tree.map(lambda _: True, state.arrays) if read is None else read
     frozen = jax.tree.map(lambda _: False, state.model_state)
-    return weights, with_frozen(state.replace(params=every, model_state=frozen)).params
+    return weights, with_frozen(state.replace(arrays=every, model_state=frozen)).arrays
 
   def _chosen(self, state: TrainState) -> PyTree[bool] | None:
-    if state.graphdef is not None or self._wrt is None:
+    if state.graphdef is not None:
       return None
-    return chosen_of(self._wrt, state.params)
+    chosen = chosen_of(self._wrt, state.arrays)
+    return None if self._wrt is None and all(jax.tree.leaves(chosen)) else chosen
 
   def _flow(self, state: TrainState) -> _Flow:
-    leaves, structure = jax.tree.flatten(state.params)
+    leaves, structure = jax.tree.flatten(state.arrays)
     key = (structure, state.graphdef is None, *((x.shape, x.dtype) for x in leaves))
     if key not in self._flows:
       self._flows[key] = self._new_flow(state)
@@ -166,14 +181,14 @@ class Trained:
 
   def _new_flow(self, state: TrainState) -> _Flow:
     chosen = self._chosen(state)
-    params = as_shapes(widen_floating(hide(only(chosen, state.params))))
+    params = as_shapes(widen_floating(hide(only(chosen, state.arrays))))
     flow = flow_of(self._tx, params, value=jnp.zeros([]))
-    everything = jax.tree.map(lambda _: True, state.params)
+    everything = jax.tree.map(lambda _: True, state.arrays)
 
     def of_params(flags: list[bool]) -> PyTree[bool] | None:
       flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
       # What is overwritten, the optimiser neither reads nor moves; the step does both.
-      whole = only(chosen, show(state.params, flagged, everything))
+      whole = only(chosen, show(state.arrays, flagged, everything))
       whole = merged(whole, jax.tree.map(lambda _: False, everything))
       return None if all(jax.tree.leaves(whole)) else whole
 
@@ -194,9 +209,9 @@ def with_frozen(state: TrainState) -> TrainState:
   frozen = _frozen(state)
   if not frozen:
     return state
-  params, model_state = _flat(state.params), _flat(state.model_state)
+  params, model_state = _flat(state.arrays), _flat(state.model_state)
   return state.replace(
-    params=_nested({**params, **{path: model_state[path] for path in frozen}}, state.params),
+    arrays=_nested({**params, **{path: model_state[path] for path in frozen}}, state.arrays),
     model_state=_nested(
       {path: x for path, x in model_state.items() if path not in frozen}, state.model_state
     ),
@@ -213,9 +228,9 @@ def without_frozen(state: TrainState, like: TrainState) -> TrainState:
   frozen = _frozen(like)
   if not frozen:
     return state
-  params, model_state = _flat(state.params), _flat(state.model_state)
+  params, model_state = _flat(state.arrays), _flat(state.model_state)
   return state.replace(
-    params=_nested({path: x for path, x in params.items() if path not in frozen}, like.params),
+    arrays=_nested({path: x for path, x in params.items() if path not in frozen}, like.arrays),
     model_state=_nested({**model_state, **{path: params[path] for path in frozen}}, like.model_state),
   )
 
@@ -224,7 +239,7 @@ def _frozen(state: TrainState) -> set[tuple[Any, ...]]:
   """Returns the paths of the `nnx.Param`s in a model's state."""
   if state.graphdef is None:
     return set()
-  variables = nnx.state(nnx.merge(state.graphdef, state.params, state.model_state), nnx.Param)
+  variables = nnx.state(nnx.merge(state.graphdef, state.arrays, state.model_state), nnx.Param)
   return {path for path, _ in nnx.to_flat_state(variables)} & _flat(state.model_state).keys()
 
 

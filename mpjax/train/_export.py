@@ -95,7 +95,7 @@ class ExportedModel:
         f"model.kind={self.config.model.kind} says nothing of its logits: give its Task logits=, a function "
         "of parameters and inputs"
       )
-    state = self._state.replace(params=params, model_state=self.model_state)
+    state = self._state.replace(arrays=params, model_state=self.model_state)
     return jax.jit(apply, static_argnums=(0, 1))(self.task.logits, self.policy, state, inputs)
 
 
@@ -264,7 +264,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
       raise ConfigError(f"{path}: tensor {name!r}: expected shape {leaf.shape}, found {found}")
     return tensors[name]
 
-  trees = jax.tree_util.tree_map_with_path(read, {"params": like.params, "model_state": like.model_state})
+  trees = jax.tree_util.tree_map_with_path(read, {"params": like.arrays, "model_state": like.model_state})
   like = like.replace(opt_state={}, fp8_state={}, rng=None, step=0)
   return ExportedModel(config, policy, trees["params"], trees["model_state"], task, like)
 
@@ -350,5 +350,5 @@ def params_to_export(state: TrainState, dtype: str | None) -> PyTree:
     dtype: as `save_safetensors` takes it.
   """
   if dtype not in ("float32", "float16"):
-    return state.params
-  return jax.jit(masters_of)(state.params, state.opt_state)
+    return state.arrays
+  return jax.jit(masters_of)(state.arrays, state.opt_state)

@@ -78,11 +78,11 @@ def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState
   places = setup.layout.shardings(state)
 
   def taken(old: TrainState, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    return set_masters(setup.policy, masters_of(old.params, old.opt_state), opt_state)
+    return set_masters(setup.policy, masters_of(old.arrays, old.opt_state), opt_state)
 
-  out = (places.params, places.opt_state)
+  out = (places.arrays, places.opt_state)
   params, opt_state = jax.jit(taken, out_shardings=out)(old, state.opt_state)
-  return state.replace(params=params, opt_state=opt_state, model_state=old.model_state)
+  return state.replace(arrays=params, opt_state=opt_state, model_state=old.model_state)
 
 
 def _like(theirs: Config, ours: Config) -> Config:
@@ -105,11 +105,11 @@ def _with_optimizer(
 
   def adopt(old: TrainState) -> tuple[PyTree, PyTree]:
     adopted = step.adopt(old, before, warn=False)
-    return adopted.params, _without_skips(adopted.opt_state)
+    return adopted.arrays, _without_skips(adopted.opt_state)
 
   places = step.layout.shardings(state)
-  params, opt_state = jax.jit(adopt, out_shardings=(places.params, places.opt_state))(old)
-  return state.replace(params=params, model_state=old.model_state, opt_state=opt_state)
+  params, opt_state = jax.jit(adopt, out_shardings=(places.arrays, places.opt_state))(old)
+  return state.replace(arrays=params, model_state=old.model_state, opt_state=opt_state)
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:
@@ -126,13 +126,13 @@ def _without_skips(opt_state: PyTree) -> PyTree:
 def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
   model = load_safetensors(path)
   places = setup.layout.shardings(state)
-  masters = masters_of(state.params, state.opt_state)
-  theirs = _taken(path, "params", model.params, masters, places.params)
+  masters = masters_of(state.arrays, state.opt_state)
+  theirs = _taken(path, "params", model.params, masters, places.arrays)
   params, opt_state = jax.jit(
-    functools.partial(set_masters, setup.policy), out_shardings=(places.params, places.opt_state)
+    functools.partial(set_masters, setup.policy), out_shardings=(places.arrays, places.opt_state)
   )(theirs, state.opt_state)
   taken = state.replace(
-    params=params,
+    arrays=params,
     opt_state=opt_state,
     model_state=_taken(path, "model_state", model.model_state, state.model_state, places.model_state),
   )

@@ -39,7 +39,7 @@ class Subject:
   @property
   def parameters(self) -> int:
     """Returns the number of trained parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+    return sum(leaf.size for leaf in jax.tree.leaves(self.state.arrays))
 
   def next_batch(self) -> PyTree:
     """Returns the next training batch, on the devices."""

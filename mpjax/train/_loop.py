@@ -452,7 +452,7 @@ class TrainingRun:
       "backend": jax.default_backend(),
       "steps": self.config.train.steps,
       **self._records.summary(),
-      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.arrays)),
       "peak_memory_bytes": peak_memory(),
       "resolved_policy": self.policy.to_dict(),
     }

@@ -26,7 +26,7 @@ def header_rows(
     processes: how many it has.
   """
   policy = setup.policy
-  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))
   scaling, config = policy.loss_scaling, setup.config
   return {
     "policy": policy.reason or policy.full_label,

@@ -51,9 +51,9 @@ class AcrossDevices:
     crossing = {path: np.dtype(dtype) for path, _, _, dtype in rows}
     read = [
       _through(leaf, crossing[name]) if name in crossing and crossing[name].itemsize == 1 else leaf
-      for name, leaf in named_leaves(state.params)
+      for name, leaf in named_leaves(state.arrays)
     ]
-    return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), read))
+    return state.replace(arrays=jax.tree.unflatten(jax.tree.structure(state.arrays), read))
 
   def reduced(self, state: TrainState, batch: PyTree, grads: PyTree) -> PyTree:
     """Returns the gradients of a batch with the error of adding those of the devices in few bits.
@@ -83,7 +83,7 @@ class AcrossDevices:
       if i % ring == ring - 1:
         divided = _sum(divided, over_ring)
     choose = lambda spec, *sums: sums[dimension_over(spec, "fsdp") is not None]
-    narrow = jax.tree.map(choose, layout.specs(state.params), over_all, divided, is_leaf=is_spec)
+    narrow = jax.tree.map(choose, layout.specs(state.arrays), over_all, divided, is_leaf=is_spec)
     norm, of_sum = (_norms.total(_norms.squares(hide(tree))) for tree in (grads, wide))
     return _with_error(grads, wide, narrow, scale, _norms.ratio(norm, of_sum))
 

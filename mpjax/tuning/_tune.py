@@ -131,11 +131,11 @@ def tune(
       TrialFile(
         None if trials is None else pathlib.Path(trials),
         gradients.fingerprint() + program,
-        described(step.layout, state.params),
+        described(step.layout, state.arrays),
       ),
       None if minutes is None else began + 60 * minutes,
       say,
-      has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.params))),
+      has_state=bool(jax.tree.leaves(jax.eval_shape(step.inner_tx.init, state.arrays))),
       recompute=[c for c in RECOMPUTE if c != step.options.recompute] if recompute is None else recompute,
       devices=1 if step.layout is None else step.layout.shards,
     )

@@ -66,7 +66,7 @@ def find_nonfinite(
   wide_step = step.with_policy("fp32")
   if found.of_gradients:
     wide = state.replace(
-      params=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.params),
+      arrays=map_parts(lambda p: cast_floating(p, jnp.float32), lambda p: p, state.arrays),
       opt_state=(),
       fp8_state={},
     )

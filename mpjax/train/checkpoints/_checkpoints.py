@@ -402,5 +402,5 @@ def _write_a_little(directory: pathlib.Path) -> None:
 def _to_tree(state: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state by field; without a state of FP8 scaling where there is none."""
   fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
-  tree = {name: getattr(state, name) for name in fields}
+  tree = {name: getattr(state, name) for name in fields} | {"params": state.arrays}
   return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}

@@ -1,0 +1,75 @@
+"""Leaves of parameters that are no arrays, such as the functions and numbers of an Equinox module.
+
+Inside a step they are part of the structure of its state, so that `jit`, optimisers, meshes and checkpoints
+see arrays alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._types import PyTree
+
+
+@jax.tree_util.register_static
+class Static:
+  """A leaf that is no array, as a tree without leaves.
+
+  Two are equal if their values are equal and of one type, so that a step is compiled once for both.
+
+  Attributes:
+    value: the leaf.
+  """
+
+  def __init__(self, value: Any):
+    self.value = value
+
+  def __repr__(self) -> str:
+    return f"Static({self.value!r})"
+
+  def __hash__(self) -> int:
+    try:
+      return hash(self.value)
+    except TypeError:
+      return id(self.value)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, Static) or type(self.value) is not type(other.value):
+      return False
+    if self.value is other.value:
+      return True
+    try:
+      return bool(self.value == other.value)
+    except Exception:  # of an object that does not compare
+      return False
+
+
+def arrays_of(tree: PyTree) -> PyTree:
+  """Returns a tree with `Static` in place of each leaf that is no array."""
+  return jax.tree.map(lambda x: x if _is_array(x) or is_static(x) else Static(x), tree, is_leaf=is_static)
+
+
+def whole_of(tree: PyTree) -> PyTree:
+  """Returns the tree that `arrays_of` was given, with the arrays that it has now."""
+  if not has_static(tree):
+    return tree
+  return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
+
+
+def has_static(tree: PyTree) -> bool:
+  """Returns whether any leaf of a tree is no array."""
+  return any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
+
+
+def is_static(x: object) -> bool:
+  """Returns whether `x` stands for a leaf that is no array, for `is_leaf`."""
+  return isinstance(x, Static)
+
+
+def _is_array(x: object) -> bool:
+  if not isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+    return False
+  return getattr(x.dtype, "kind", "V") not in "OSU"  # NumPy's of objects and text are no arrays to JAX

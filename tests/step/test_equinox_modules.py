@@ -1,0 +1,211 @@
+"""Equinox modules as parameters: floating arrays are trained, all else is kept and given back as it was."""
+
+import functools
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType
+
+import mpjax
+from tests.step._problems import BATCH, FP16, assert_near
+
+
+class Model(eqx.Module):
+  """One with a leaf of each kind."""
+
+  hidden: eqx.nn.Linear
+  layers: list
+  activation: Callable
+  times: int
+  slope: float
+  is_scaled: bool
+  name: str
+  nothing: None
+  key: jax.Array
+  permutation: jax.Array
+  sizes: tuple = eqx.field(static=True)
+
+  def __init__(self, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    self.hidden = eqx.nn.Linear(4, 16, key=keys[0])
+    self.layers = [eqx.nn.LayerNorm(16), eqx.nn.Dropout(0.1), eqx.nn.MLP(16, 1, 16, 1, key=keys[1])]
+    self.activation, self.times, self.slope = jax.nn.gelu, 2, 0.5
+    self.is_scaled, self.name, self.nothing, self.sizes = True, "model", None, (4, 16)
+    self.key, self.permutation = jax.random.key(3), jnp.arange(16)[::-1]
+
+  def __call__(self, x):
+    x = self.activation(self.hidden(x))[self.permutation]
+    for _ in range(self.times):
+      x = self.layers[1](self.layers[0](x), key=self.key)
+    return self.layers[2](x * self.slope if self.is_scaled else x)
+
+
+MODEL = Model()
+
+
+def loss_fn(model, batch):
+  return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def make(policy="fp32", tx=None, **options):
+  return mpjax.make_train_step(loss_fn, tx or optax.adam(1e-2), policy, **options)
+
+
+def train(step, state, steps=3):
+  for _ in range(steps):
+    state, metrics = step(state, BATCH)
+  return state, metrics
+
+
+@functools.cache
+def by_hand():
+  """The model after three steps of plain Equinox and optax, and the last loss."""
+  tx = optax.adam(1e-2)
+
+  @eqx.filter_jit
+  def update(model, opt_state):
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(model, BATCH)
+    updates, opt_state = tx.update(grads, opt_state)
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+  model, opt_state = MODEL, tx.init(eqx.filter(MODEL, eqx.is_inexact_array))
+  for _ in range(3):
+    model, opt_state, loss = update(model, opt_state)
+  return model, loss
+
+
+def assert_same_but_trained(model):
+  """The model has what the first one has, but for its floating arrays."""
+  assert jax.tree.structure(model) == jax.tree.structure(MODEL)
+  for ours, first in zip(jax.tree.leaves(model), jax.tree.leaves(MODEL), strict=True):
+    if not eqx.is_inexact_array(first):
+      assert type(ours) is type(first)
+      assert np.all(ours == first)
+      assert eqx.is_array(first) or ours is first
+
+
+mesh = lambda *shape: jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+OPTIONS = {
+  "fp32": {},
+  "fp16": {"policy": FP16},
+  "bf16, by casts": {"policy": {"base": "bf16", "autocast": False}},
+  "few bytes": {"policy": "bf16_lean"},
+  "micro-batches": {"accumulate": 2},
+  "mesh": {"mesh": mesh(2, 4)},
+  "mesh by block": {"mesh": mesh(2, 4), "gather": "block", "policy": FP16},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_module_is_trained_as_by_hand(options):
+  step = make(**options)
+  state, metrics = train(step, step.init(MODEL))
+  model, loss = by_hand()
+  exact = options.get("policy") is None
+  assert_near(metrics["loss"], loss, rtol=1e-4 if exact else 0.02)
+  for found in (state.params, step.user_state(state)[0]):
+    assert_same_but_trained(found)
+    if exact:
+      of = lambda model: eqx.filter(model, eqx.is_inexact_array)
+      assert_near(of(found), of(model), rtol=1e-3, atol=1e-4)
+  assert jax.vmap(state.params)(BATCH["x"]).shape == (16, 1)
+
+
+def test_what_is_chosen_of_a_module():
+  flags = eqx.tree_at(lambda m: m.hidden.bias, jax.tree.map(lambda _: False, MODEL), True)
+  for wrt in ("hidden/bias", flags, lambda path, leaf: path == "hidden/bias"):
+    step = make(wrt=wrt)
+    state = train(step, step.init(MODEL), 1)[0]
+    model = state.params
+    assert_same_but_trained(model)
+    assert not np.array_equal(model.hidden.bias, MODEL.hidden.bias)
+    assert model.hidden.weight.tobytes() == MODEL.hidden.weight.tobytes()
+    assert len([x for x in jax.tree.leaves(state.opt_state) if x.shape]) == 2
+  state = make(wrt=".*").init(MODEL)  # of which an integer cannot be trained
+  assert_same_but_trained(state.params)
+
+
+def test_a_step_is_compiled_once_for_modules_of_one_kind():
+  step = make()
+  for seed in range(2):
+    step(step.init(Model(seed)), BATCH)
+  assert step.jitted._cache_size() == 1
+  other = eqx.tree_at(lambda m: m.slope, MODEL, 2.0)
+  state, _ = step(step.init(other), BATCH)
+  assert state.params.slope == 2.0
+  assert step.jitted._cache_size() == 2
+
+
+def test_the_state_of_a_module_is_a_tree_of_arrays():
+  step = make(FP16)
+  state = step.init(MODEL)
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+  copy = state.replace(params=eqx.tree_at(lambda m: m.hidden.bias, state.params, jnp.ones(16)))
+  assert jax.tree.structure(copy) == jax.tree.structure(state)
+  assert copy.params.hidden.bias.sum() == 16
+  bf16 = step.with_policy("bf16")
+  assert_same_but_trained(bf16(bf16.adopt(state, step, warn=False), BATCH)[0].params)
+
+
+def test_a_checkpoint_by_orbax(tmp_path):
+  step = make()
+  state = train(step, step.init(MODEL))[0]
+  with orbax.checkpoint.StandardCheckpointer() as checkpoints:
+    checkpoints.save(tmp_path / "state", state)
+    checkpoints.wait_until_finished()
+    read = checkpoints.restore(tmp_path / "state", step.init(Model(1)))
+  assert_same_but_trained(read.params)
+  for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(state), strict=True):
+    assert jnp.array_equal(x, y)
+
+
+def test_tools_take_the_step():
+  step = make(FP16, donate=False)
+  state = step.init(MODEL)
+  assert step.explain(state, BATCH).rows
+  assert np.isfinite(mpjax.inspect_numerics(step, state, BATCH).loss)
+  assert "finite" in str(mpjax.find_nonfinite(step, state, BATCH))
+
+
+def test_a_state_of_the_module_is_a_model_state():
+  class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+      self.linear = eqx.nn.Linear(4, 1, key=key)
+      self.norm = eqx.nn.BatchNorm(4, axis_name="rows", mode="batch")
+
+    def __call__(self, x, state):
+      x, state = self.norm(x, state)
+      return self.linear(x), state
+
+  def loss(model, batch, model_state):
+    run = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))
+    y, model_state = run(batch["x"], model_state)
+    return jnp.mean((y - batch["y"]) ** 2), {}, model_state
+
+  model, model_state = eqx.nn.make_with_state(Normed)(jax.random.key(0))
+  step = mpjax.make_train_step(loss, optax.sgd(0.1), FP16)
+  state, metrics = step(step.init(model, model_state=model_state), BATCH)
+  assert np.isfinite(metrics["loss"])
+  means = state.model_state.get(state.params.norm.batch_state_index)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(means))
+
+
+def test_what_cannot_be_trained_is_named():
+  for params, match in (
+    ({"w": jnp.ones(2), "scale": 1.0}, "parameter 'scale' is a float: expected an array"),
+    ({"w": jnp.ones(2), "i": jnp.arange(2)}, "'i' is int32 and cannot be trained"),
+    (jax.nn.gelu, "params is a .*: expected a tree of parameters, such as"),
+  ):
+    with pytest.raises(ValueError, match=match):
+      make().init(params)
+  state = make().init({"w": jnp.ones(2), "activation": jax.nn.gelu})
+  assert state.params["activation"] is jax.nn.gelu
