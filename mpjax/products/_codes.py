@@ -29,7 +29,7 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
   if equation.primitive is not fp8_dot_general_p or operand > 1:
     return False
   spec: Spec = equation.params["spec"]
-  if spec.margin or spec.pow2:  # another scale than that of a parameter which crosses
+  if spec.margin or spec.pow2 or spec.members[operand]:  # other scales than that of a parameter which crosses
     return False
   return not spec.block and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
 

@@ -25,11 +25,12 @@ from mpjax._types import DTypeLike
 from mpjax.fp8 import Recipe
 from mpjax.fp8._recipe import BLOCK, RecipeLike, parse_recipe
 from mpjax.fp8._saved_operands import not_differentiable
-from mpjax.fp8._scaling import amax_of, quantise, quantise_blocks, scale_of
+from mpjax.fp8._scaling import quantise, quantise_blocks, scale_of
 from mpjax.jaxpr import PrimitiveFacts, Trait, register
 from mpjax.products._amax_probe import batch_size, to_front
 from mpjax.products._dimensions import Dims, batched_product, free_dims, gradient_product, sum_of_tangents
 from mpjax.products._lowering import compute_by_platform
+from mpjax.products._member_scales import Members, Scales, amax_within, members_of_result, with_dimension
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -48,6 +49,8 @@ class Spec:
     block: whether scales go by blocks.
     saved: whether operands are kept for the backward pass in FP8.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
+    members: dimensions of lhs and rhs that `vmap` maps over, along which a scale from the tensor is each
+      member's own.
     native: multiply in FP8; `None`: where the platform is one that has such units.
     out_sharding: of the result, on a mesh with explicit axes; `None`: as the operands'.
   """
@@ -61,6 +64,7 @@ class Spec:
   block: bool = False
   saved: bool = False
   given: tuple[bool, bool, bool] = (False, False, False)
+  members: Members = ((), ())
   native: bool | None = None
   out_sharding: jax.sharding.NamedSharding | None = None
 
@@ -189,29 +193,53 @@ def _compute(
     units = units or jnp.bfloat16
   if spec.block:
     return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
-  (lhs, lhs_scale), (rhs, rhs_scale) = (
-    quantised(x, scale, dtype, given, spec)
-    for x, scale, dtype, given in zip(
-      (lhs, rhs), scales[:2], (spec.lhs_dtype, spec.rhs_dtype), spec.given[:2], strict=True
-    )
-  )
+  own: Sequence[Array] = scales
+  if any(i in spec.members[side] for side in (0, 1) for i in dimension_numbers[0][side]):
+    own, spec = _levelled(lhs, rhs, scales, dimension_numbers, spec)
+  (lhs, lhs_scale), (rhs, rhs_scale) = quantised(lhs, own, 0, spec), quantised(rhs, own, 1, spec)
   if units is not None:  # every FP8 number is a bfloat16 one, and so is every product of two
     lhs, rhs = lhs.astype(units), rhs.astype(units)
   out = jax.lax.dot_general(
     lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=spec.out_sharding
   )
   # One factor, which compilers fuse into the product.
-  unit = jnp.minimum(1 / (lhs_scale * rhs_scale), _LARGEST)
-  return (out * unit.reshape(unit.shape + (1,) * (out.ndim - unit.ndim))).astype(spec.out_dtype)
+  if lhs_scale.ndim or rhs_scale.ndim:
+    product = Scales((lhs_scale, rhs_scale), dimension_numbers, (lhs.ndim, rhs.ndim)).of_result()
+  else:
+    product = lhs_scale * rhs_scale
+  unit = jnp.minimum(1 / product, _LARGEST)
+  return (out * unit.reshape(unit.shape or (1,) * out.ndim)).astype(spec.out_dtype)
 
 
-def quantised(x: Array, scale: Array, dtype: np.dtype, given: bool, spec: Spec) -> tuple[Array, Array]:
+def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec) -> tuple[Array, Array]:
   """Returns an operand in FP8, which it may be already, and its scale."""
+  scale, dtype = scales[side], (spec.lhs_dtype, spec.rhs_dtype)[side]
   if x.dtype == dtype:
     return x, scale
-  if not given:
-    scale = scale_of(amax_of(x), dtype, spec.margin, spec.pow2)
+  if not spec.given[side]:
+    scale = scale_of(amax_within(x, spec.members[side]), dtype, spec.margin, spec.pow2)
   return quantise(x, scale, dtype), scale
+
+
+def _levelled(
+  lhs: Array, rhs: Array, scales: Sequence[Array], dims: Dims, spec: Spec
+) -> tuple[list[Array], Spec]:
+  """Returns scales of which one factor can be taken out of a sum over members."""
+  operands, formats = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype)
+  fixed = [spec.given[side] or x.dtype == formats[side] for side, x in enumerate(operands)]
+  own = [
+    scales[side]
+    if fixed[side]
+    else scale_of(amax_within(x, spec.members[side]), formats[side], spec.margin, spec.pow2)
+    for side, x in enumerate(operands)
+  ]
+  both = Scales(own, dims, (lhs.ndim, rhs.ndim))
+  if not both.are_equal:
+    # First that of the gradient, whose format has more binades below.
+    sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
+    both.level([side for side in sides if not fixed[side]])
+  levelled = [both.of_operand(0), both.of_operand(1), *scales[2:]]
+  return levelled, dataclasses.replace(spec, given=(True, True, spec.given[2]))
 
 
 def _compute_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DTypeLike | None) -> Array:
@@ -270,8 +298,8 @@ def _saved(
   lhs: Array, rhs: Array, scales: Sequence[Array], spec: Spec
 ) -> tuple[Array, Array, list[Array], Spec]:
   """Quantises the operands before they are differentiated, so that the backward pass keeps them in FP8."""
-  lhs, lhs_scale = quantised(lhs, scales[0], spec.lhs_dtype, spec.given[0], spec)
-  rhs, rhs_scale = quantised(rhs, scales[1], spec.rhs_dtype, spec.given[1], spec)
+  lhs, lhs_scale = quantised(lhs, scales, 0, spec)
+  rhs, rhs_scale = quantised(rhs, scales, 1, spec)
   return (
     not_differentiable(lhs),
     not_differentiable(rhs),
@@ -299,12 +327,15 @@ def _transpose(
   operands = (ct, rhs) if of_lhs else (lhs, ct)
   first, second = (2, 1) if of_lhs else (0, 2)
   formats = (spec.gradient_dtype, spec.rhs_dtype) if of_lhs else (spec.lhs_dtype, spec.gradient_dtype)
+  ndims = (like.ndim, ndim) if of_lhs else (ndim, like.ndim)
+  of_ct = members_of_result(spec.members, dimension_numbers, ndims)
   backward = dataclasses.replace(
     spec,
     lhs_dtype=formats[0],
     rhs_dtype=formats[1],
     # Gradients of gradients are another thing than what has a history.
     given=(spec.given[first], spec.given[second], False),
+    members=(of_ct, spec.members[1]) if of_lhs else (spec.members[0], of_ct),
     out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # of a master weight
     out_sharding=product.out_sharding,
   )
@@ -325,6 +356,7 @@ def _batch(
 ) -> tuple[Array, int | None]:
   lhs, rhs, *scales = operands
   lhs_axis, rhs_axis, *scale_axes = axes
+  members = spec.members
   mapped = any(axis is not None for axis in axes)
   if mapped and any(scale.ndim or axis is not None for scale, axis in zip(scales, scale_axes, strict=True)):
     size = batch_size(operands, axes)  # each member has its scales
@@ -334,7 +366,9 @@ def _batch(
   dims, axis, sharding = batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
-  spec = dataclasses.replace(spec, out_sharding=sharding)
+  if not spec.block:  # whose blocks are of one member
+    members = (with_dimension(members[0], lhs_axis), with_dimension(members[1], rhs_axis))
+  spec = dataclasses.replace(spec, members=members, out_sharding=sharding)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis
 
 

@@ -15,7 +15,6 @@ from tests.fp8._reference import (
   SAVED,
   Product,
   bits,
-  check_product,
   compiled,
   held,
   matmul,
@@ -124,22 +123,99 @@ def test_vmap_of_vmap_is_a_loop_of_loops():
     check_vmap(BATCHED, DELAYED[number % 2], *levels)
 
 
-@pytest.mark.parametrize(
-  ("recipe", "lhs_axis", "rhs_axis"),
-  [("current", 0, None), (SAVED, 0, None), ("current", None, 2), (SAVED, 1, 0)],
-  ids=str,
-)
-def test_vmap_without_scales_is_within_the_rounding_of_fp8(lhs_axis, rhs_axis, recipe):
-  letters = lambda text, axis: text if axis is None else text[:axis] + "v" + text[axis:]
-  lhs, rhs = letters("ij", lhs_axis), letters("jk", rhs_axis)
-  sizes = {"v": 3, "i": 4, "j": 8, "k": 5}
-  x, w = normal(*(sizes[c] for c in lhs)), normal(*(sizes[c] for c in rhs), seed=1)
-  ct = normal(3, 4, 5, seed=2)
-  run = with_gradients(jax.vmap(lambda x, w: matmul(x, w, recipe), (lhs_axis, rhs_axis)))
-  out, d_x, d_w = run(x, w, ct)
-  check_product(out, f"{lhs},{rhs}->vik", x, w, E4M3, E4M3)
-  check_product(d_x, f"vik,{rhs}->{lhs}", ct, w, E5M2, E4M3)
-  check_product(d_w, f"{lhs},vik->{rhs}", x, ct, E4M3, E5M2)
+POW2 = {"recipe": "current", "pow2_scales": True}
+MEMBERS = np.float32([1, 3e-6, 40])  # how large the members of an ensemble are
+
+
+def members(case, letters, axis, seed):
+  """An operand of members of such sizes along an axis; `None`: one for all of them."""
+  if axis is None:
+    return normal(*case.shape(letters), seed=seed)
+  each = [size * normal(*case.shape(letters), seed=seed + i) for i, size in enumerate(MEMBERS)]
+  return np.stack(each, axis)
+
+
+CASES = [PLAIN, BATCHED, TWO]
+RECIPES = ["current", POW2, SAVED]
+AXES = [(0, None), (None, -1), (1, 0)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_member_of_an_ensemble_has_its_own_scale(number):
+  check_ensemble(CASES[number], RECIPES[number], AXES[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=["plain", "batched", "two"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_member_of_any_ensemble_has_its_own_scale(case, recipe):
+  for axes in AXES:
+    check_ensemble(case, recipe, axes)
+
+
+def check_ensemble(case, recipe, axes):
+  """Compares vmap of a product and its gradients, and the gradients of vmap, with the members by themselves."""
+  pairs = zip((case.lhs, case.rhs), axes, strict=True)
+  x, w = (members(case, letters, axis, 5 * i) for i, (letters, axis) in enumerate(pairs))
+  ct = members(case, case.out, 0, 10)
+  fun = lambda x, w: fp8_dot_general(x, w, case.dims, recipe)
+
+  def with_cotangent(fun):
+    def run(x, w, ct):
+      out, back = jax.vjp(fun, x, w)
+      return out, *back(ct)
+
+    return run
+
+  inside = jax.vmap(with_cotangent(fun), (*axes, 0))
+  outside = with_cotangent(jax.vmap(fun, axes))
+  one = compiled(with_cotangent(fun))
+  take = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
+  alone = [one(take(x, axes[0], i), take(w, axes[1], i), ct[i]) for i in range(3)]
+  wanted = [np.stack(xs) for xs in zip(*alone, strict=True)]
+  got = compiled(lambda *args: (inside(*args), outside(*args)))(x, w, ct)
+  for ours, want in zip(got[0], wanted, strict=True):
+    np.testing.assert_allclose(ours, want, rtol=1e-5)
+  for ours, want, axis in zip(got[1], wanted, (0, *axes), strict=True):
+    if axis is None:  # the sum over members, each of which has lost what is small beside the largest
+      assert relative(ours, want.sum(0)) < 0.01
+    else:
+      np.testing.assert_allclose(np.moveaxis(ours, axis, 0), want, rtol=1e-5)
+
+
+def test_members_that_share_an_operand_each_count_in_its_gradient():
+  """One has small activations and a large gradient, the other is the other way round."""
+  sizes = np.float32([1e-6, 1])
+  x, w = normal(2, 64, 32) * sizes[:, None, None], normal(32, 16, seed=1)
+  ct = normal(2, 64, 16, seed=2) / sizes[:, None, None]
+  for recipe in ("current", SAVED):
+    fun = jax.vmap(lambda x, w, r=recipe: matmul(x, w, r), (0, None))
+    d_w = compiled(lambda w, fun=fun: jax.vjp(lambda w: fun(x, w), w)[1](ct)[0])(w)
+    assert relative(d_w, np.einsum("vij,vik->jk", x, ct)) < GRADIENT_ERROR
+
+
+def test_members_of_members():
+  """Operands of two ensembles, each pair of which is a member: the gradient of one is a sum over the other."""
+  sizes = np.float32([1, 1e-5])[:, None, None]
+  x, w, ct = normal(2, 8, 16) * sizes, normal(2, 16, 4, seed=1) / sizes, normal(2, 2, 8, 4, seed=2)
+  pairs = jax.vmap(jax.vmap(matmul, (None, 0)), (0, None))
+  out, d_x, d_w = with_gradients(pairs)(x, w, ct)
+  for i in range(2):
+    for j in range(2):
+      np.testing.assert_allclose(out[i, j], compiled(matmul)(x[i], w[j]), rtol=1e-5)
+    assert relative(d_x[i], np.einsum("vik,vjk->ij", ct[i], w)) < GRADIENT_ERROR
+    assert relative(d_w[i], np.einsum("vij,vik->jk", x, ct[:, i])) < GRADIENT_ERROR
+
+
+def test_second_derivatives_of_members():
+  x, w = normal(3, 8, 16) * MEMBERS[:, None, None], normal(16, 4, seed=1)
+  loss = lambda x, w: jnp.sum(jnp.sin(matmul(x, w)))
+  of_all = lambda x, w: jax.vmap(loss, (0, None))(x, w).sum()
+  second = lambda f: lambda x, w: jax.grad(lambda x: jnp.sum(jax.grad(f)(x, w) ** 2))(x)
+  got = compiled(second(of_all))(x, w)
+  one = compiled(second(loss))
+  for i in range(3):
+    np.testing.assert_allclose(got[i], one(x[i], w), rtol=1e-4, atol=1e-30)
 
 
 def test_jacobians_by_vmap():
