@@ -30,6 +30,7 @@ from mpjax.jaxpr import (
   as_traced,
   backward_depth,
   call_kind,
+  dtype_of,
   is_variable,
   last_reads,
   scopes_of,
@@ -240,7 +241,9 @@ class _Environment:
     if not castable(atom.aval):
       own = next(iter(copies.values()))
       # bfloat16 has float32's range.
-      return own if dtype in (None, own.dtype) else _narrow(own, dtype, own.dtype == jnp.bfloat16)
+      if dtype is None or dtype == dtype_of(atom):
+        return own
+      return _narrow(own, dtype, own.dtype == jnp.bfloat16)
     if dtype not in copies or (apart and dtype != self.held[atom].dtype):
       held = self.held[atom]
       source = copies[held.dtype] if held.dtype in copies else next(iter(copies.values()))
