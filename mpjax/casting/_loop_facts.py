@@ -22,34 +22,53 @@ from mpjax.jaxpr import (
   Forward,
   Trait,
   at_region_edge,
+  bodies_of,
   call_kind,
   call_layout,
   dtype_of,
+  equations_in,
   has,
   marked_path,
+  open_jaxpr,
 )
 
 _LONG = 32  # steps: a network has about as many layers
 
 
 def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
-  """Returns why the bodies of a loop run in float32 whatever their policy; empty for others.
+  """Returns why the bodies of a call run in float32 whatever their policy; empty for others.
 
   A fixed point or an adaptive step ends where an error is small: an error of roundings never is. What passes
   through an arg-max or another integer, such as the next token, does not count. A filter solves a linear
-  system for its state at each step, as exactly as it knows the state.
+  system for its state at each step, as exactly as it knows the state. The derivative rule of a solver is one.
   """
   kind, found = call_kind(equation), rules.found_in_loops
-  if kind not in (CallKind.WHILE, CallKind.SCAN):
+  if kind is None:
     return ""
   if (equation, "solver") not in found:
     why = ""
     if ends_by_products(equation, rules):
       why = "the loop ends by a float that its products make: a solver"
-    elif _solves_for_its_state(equation, rules):
+    elif kind.is_control_flow and _solves_for_its_state(equation, rules):
       why = "the state of the loop goes through linear algebra at each step: a filter"
+    elif kind.is_custom_rule:
+      why = _of_one_solver(equation, rules)
     found[equation, "solver"] = why
   return str(found[equation, "solver"])
+
+
+def _of_one_solver(equation: JaxprEqn, rules: CastingRules) -> str:
+  """Returns why the bodies of a call are in float32, where all their products are in such loops."""
+  why = ""
+  for body in bodies_of(equation):
+    for inner in open_jaxpr(body).eqns:
+      if _is_half_product(inner, rules):
+        return ""
+      own = why_solver(inner, rules) or _of_one_solver(inner, rules)
+      if not own and any(_is_half_product(e, rules) for b in bodies_of(inner) for e in equations_in(b)):
+        return ""
+      why = why or own
+  return why
 
 
 def ends_by_products(equation: JaxprEqn, rules: CastingRules) -> bool:
