@@ -181,8 +181,9 @@ class Case:
   def why_float32(self) -> str:
     """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
     place = self.body.place
-    operands = [place.roles.lineage(a) for a in self.equation.invars[:2]] if place.roles else []
-    followed = place.roles is not None and place.roles.reaches_product(self.equation.outvars[0])
+    known, result = place.lineages, self.equation.outvars[0]
+    operands = [known[a] for a in self.equation.invars[:2]] if known else []
+    followed = place.roles.reaches_product(result) if place.roles else place.followed
     return why_float32(self.equation, operands, followed, self._read_as(), self.body.rules, place.calls)
 
   @property
@@ -193,7 +194,7 @@ class Case:
 
   def _read_as(self) -> Reads:
     reads = self.body.reads(self.equation.outvars[0])
-    return reads if self.body.place.roles else reads | Reads.HALF  # who reads it outside is not known
+    return reads if self.body.place.lineages else reads | Reads.HALF  # who reads it outside is not known
 
   @property
   def adds_gradients(self) -> bool:

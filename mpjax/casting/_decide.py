@@ -25,10 +25,12 @@ from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
 from mpjax.casting._loop_facts import layers_of_steps, why_solver
 from mpjax.casting._place import Place
+from mpjax.casting._product_roles import Lineage, Lineages
 from mpjax.casting._readers import Readers, Reads, in_half_alone
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import (
   CallKind,
+  Facts,
   Trait,
   backward_depth,
   bodies_of,
@@ -232,10 +234,13 @@ class Bodies:
     gradients: Sequence[bool] | None = None,
   ) -> CastPlan:
     place, kind = self.outside.place, call_kind(self.equation)
-    roles, readers, i = None, None, _number(jaxpr, self.equation)
+    roles, i = None, _number(jaxpr, self.equation)
     if place.roles is not None and kind is not None and kind.is_plain:  # a derivative rule is its own program
       roles = place.roles.inside(self.equation, i)
-      readers = place.readers.inside(self.equation, i) if place.readers else None
+    lineages = place.lineages.inside(self.equation, i) if place.lineages else None
+    readers = place.readers.inside(self.equation, i) if place.readers else None
+    if i < 0 and gradients is None and place.lineages and place.readers:
+      lineages, readers = self._of_rule(jaxpr, place.lineages, place.readers)
     if gradients is None:
       flow = place.gradients.inside(self.equation, i) or WeightGradients.leaving(jaxpr)
     else:
@@ -245,7 +250,9 @@ class Bodies:
       place,
       path=self.path,
       roles=roles,
+      lineages=lineages,
       readers=readers,
+      followed=self._is_followed(),
       calls=(*place.calls, (self.equation, i)),
       solver=self.solver,
       gradients=flow,
@@ -253,6 +260,25 @@ class Bodies:
       in_loop=place.in_loop or (kind is CallKind.SCAN and p["length"] > p["unroll"]),
     )
     return decide(jaxpr, held, self.outside.rules, inner, wanted=wanted, tangents=tangents)
+
+  def _of_rule(
+    self, jaxpr: AnyJaxpr, outside: Facts[Lineage], readers: Facts[Reads]
+  ) -> tuple[Facts[Lineage], Facts[Reads]]:
+    """Returns where the values of a rule come from, and who reads them: first it gives the call's results."""
+    rules, body = self.outside.rules, open_jaxpr(jaxpr)
+    calls = (*self.outside.place.calls, (self.equation, -1))
+    operands = [outside[a] for a in self.equation.invars][: len(body.invars)]
+    tangents = [Lineage(False, True, None, real=True)] * (len(body.invars) - len(operands))
+    lineages = Lineages(rules).solve(jaxpr, [*operands, *tangents], calls)
+    results = [readers[v] for v in self.equation.outvars][: len(body.outvars)]
+    others = [Reads.NONE] * (len(body.outvars) - len(results))
+    return lineages, Readers(rules, lineages=lineages).solve(jaxpr, [*results, *others], calls)
+
+  def _is_followed(self) -> bool:
+    roles = self.outside.place.roles
+    if roles is None:
+      return self.outside.place.followed
+    return any(map(roles.reaches_product, self.equation.outvars))
 
   @property
   def why_float32(self) -> str:

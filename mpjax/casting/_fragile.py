@@ -119,6 +119,8 @@ class _MadeOf(Forward[_Made]):
 
   def _result(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> _Made:
     listed = self._rules.list_of(equation.primitive)
+    if equation.primitive in _NOISE:
+      return _Made.NOISE
     if listed == "allow":
       layer = is_layer(equation, self._rules) and not is_outer(equation)
       return _Made.PRODUCT | _Made.SCALED if layer else _Made.NONE

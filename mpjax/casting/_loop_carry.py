@@ -13,8 +13,8 @@ import numpy as np
 
 from mpjax._types import Atom, JaxprEqn, Var
 from mpjax.casting._cast_plan import CastPlan, DecideBody, LoopCarry
-from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, meet, rule_of
-from mpjax.jaxpr import Trait, has, is_variable, variables_of
+from mpjax.casting._kinds import FLOAT32, Condition, Held, Kind, Where, is_float, meet, rule_of
+from mpjax.jaxpr import Trait, bodies_of, has, is_variable, open_jaxpr, variables_of
 
 
 def settle(
@@ -96,6 +96,9 @@ class _Way(enum.Flag):
 
 
 def _way(equation: JaxprEqn) -> _Way:
+  if bodies_of(equation):
+    inner = (e for body in bodies_of(equation) for e in open_jaxpr(body).eqns if is_float(e.outvars[0].aval))
+    return functools.reduce(operator.or_, map(_way, inner), _Way.NONE)
   if has(equation, Trait.SCALES):
     return _Way.SCALED
   moves = has(equation, Trait.MOVES | Trait.PASSES_ON) or equation.primitive is jax.lax.select_n_p

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpjax.casting._fp8_products import Sites
-from mpjax.casting._product_roles import ProductRoles
+from mpjax.casting._product_roles import Lineage, ProductRoles
 from mpjax.casting._readers import Reads
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import Calls, Facts
@@ -18,7 +18,9 @@ class Place:
   Attributes:
     gradients: of parameters, in it.
     roles: of its products; `None` where they are not known, as in a derivative rule.
-    readers: who reads its values; `None` where it is not known outside of it.
+    lineages: where its values come from; `None` where that is not known, as in a backward rule.
+    readers: who reads its values; `None` where that is not known outside of it.
+    followed: whether further products are made of what it returns, if `roles` do not say.
     calls: those that it is in, outermost first.
     path: the module path that it is in.
     sites: the names that products under delayed FP8 scaling have taken.
@@ -31,7 +33,9 @@ class Place:
 
   gradients: WeightGradients
   roles: ProductRoles | None = None
+  lineages: Facts[Lineage] | None = None
   readers: Facts[Reads] | None = None
+  followed: bool = True
   calls: Calls = ()
   path: str = ""
   sites: Sites = dataclasses.field(default_factory=Sites)

@@ -144,23 +144,30 @@ class Readers(Backward[Reads]):
   Args:
     rules: what decides.
     path: the module path that the program is in.
-    roles: of its products; `None` where they are not known.
+    lineages: where its values come from; `None` where that is not known.
+    ends: what is made of its values; `None` where that is not known.
   """
 
   nothing = Reads.NONE
 
-  def __init__(self, rules: CastingRules, path: str = "", roles: ProductRoles | None = None):
+  def __init__(
+    self,
+    rules: CastingRules,
+    path: str = "",
+    lineages: Facts[Lineage] | None = None,
+    ends: Facts[Ends] | None = None,
+  ):
     self._rules = rules
     self._path = path
-    self._lineages = by_calls(roles.lineages) if roles else {}
-    self._ends = by_calls(roles.ends) if roles and roles.ends else {}
+    self._lineages = by_calls(lineages) if lineages else {}
+    self._ends = by_calls(ends) if ends else {}
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
     """Returns who reads each value of a whole program, which returns its results in float32 or does not."""
     returned = Reads.FLOAT32 if full_outputs else Reads.HALF
     outputs = [returned if castable(v.aval) else Reads.NONE for v in open_jaxpr(jaxpr).outvars]
-    return cls(rules, roles=roles).solve(jaxpr, outputs)
+    return cls(rules, lineages=roles.lineages, ends=roles.ends).solve(jaxpr, outputs)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call" and not at_region_edge(marked_path(equation))

@@ -90,7 +90,7 @@ class Traced:
     full = policy.output_dtype.itemsize >= 4 or any(self._kept)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)
-    place = Place(gradients, roles, readers, copies=copies, enter_all=enter_all)
+    place = Place(gradients, roles, roles.lineages, readers, copies=copies, enter_all=enter_all)
     return decide(self.closed, held, rules, place, full_outputs=full)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:

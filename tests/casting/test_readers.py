@@ -1,0 +1,318 @@
+"""Where a product's operands come from, and who reads its result, decide what it multiplies and what it gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from tests.casting._jaxprs import PRODUCTS, dtypes, jit, multiplied, walk
+
+RNG = np.random.default_rng(0)
+X, W = RNG.standard_normal((64, 8), np.float32), RNG.standard_normal((8, 8), np.float32)
+HEAD = RNG.standard_normal((8, 2), np.float32)
+LABELS = np.arange(64) % 8
+BF16 = mpjax.autocast(policy="bf16")
+
+
+def products(fun, *args):
+  """What each product of the program multiplies, and what it gives: `bf16 bf16 > f32`."""
+  found = walk(jax.make_jaxpr(fun)(*args).jaxpr)
+  return [f"{multiplied(e)} > {dtypes(e.outvars)}" for e in found if e.primitive.name in PRODUCTS]
+
+
+HALF, WIDE, EXACT = "bf16 bf16 > bf16", "bf16 bf16 > f32", "f32 f32 > f32"
+positions = lambda: jnp.arange(64.0)
+hot = lambda labels: jax.nn.one_hot(labels, 8)
+rotated = lambda x, angle: x * jnp.cos(angle) + jnp.roll(x, 1, -1) * jnp.sin(angle)
+PROGRAMS = {
+  # From no float input and no parameter.
+  "counts": (lambda x, labels: jnp.tril(jnp.ones((64, 64))) @ hot(labels), [EXACT]),
+  "a confusion matrix": (lambda x, labels: hot(labels).T @ hot(labels), [EXACT]),
+  "counts of what a product chose": (lambda x, _: jnp.ones(64) @ hot(jnp.argmax(x @ W, -1)), [HALF, EXACT]),
+  # Nothing contracted.
+  "angles by einsum": (lambda x, _: rotated(x @ W, jnp.einsum("i,j->ij", positions(), jnp.arange(8.0))), [HALF, EXACT]),
+  "angles by tensordot": (lambda x, _: rotated(x @ W, jnp.tensordot(positions(), jnp.arange(8.0), 0)), [HALF, EXACT]),
+  "angles by matmul": (lambda x, _: rotated(x @ W, positions()[:, None] @ jnp.arange(8.0)[None]), [HALF, EXACT]),
+  "an outer product of activations": (lambda x, _: jnp.einsum("bi,bj->bij", x @ W, x @ W), [HALF, HALF, EXACT]),
+  # Read by float32, integers or linear algebra alone.
+  "a selection": (lambda x, labels: jnp.einsum("bi,i->b", jax.nn.log_softmax(x @ W), hot(labels)[0]), [HALF, EXACT]),
+  "sums of a codebook": (lambda x, labels: 0.1 * hot(labels).T @ jnp.tanh(x @ W), [HALF, EXACT]),
+  "ids by a one-hot": (lambda x, labels: (hot(labels) @ x[:8, 0]).astype(int), [EXACT]),
+  "a selection that layers read": (lambda x, labels: (hot(labels) @ (x[:8] @ W)) @ W, [HALF, HALF, HALF]),
+  "a covariance": (
+    lambda x, _: jnp.linalg.cholesky((z := x @ W).T @ z + jnp.eye(8)), [WIDE, EXACT]),
+  "a right-hand side": (lambda x, _: jnp.linalg.cholesky(x[:8] @ W), [WIDE]),
+  "a small head": (lambda x, _: jax.nn.log_softmax(jnp.tanh(x @ W) @ HEAD).sum(), [HALF, WIDE]),
+  "a head as large as what it reads": (lambda x, _: jax.nn.log_softmax(jnp.tanh(x @ W) @ W).sum(), [HALF, HALF]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_operands_and_results(name):
+  fun, want = PROGRAMS[name]
+  assert products(BF16(fun), X, LABELS) == want
+
+
+# Around `fun(x, y)` of two arrays, of which it returns one.
+sharded = lambda fun: jax.shard_map(
+  fun,
+  mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+  in_specs=(P("data"), P("data")),
+  out_specs=P("data"),
+)
+
+
+def with_rule(fun):
+  own = jax.custom_jvp(fun)
+  own.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+  return own
+
+
+AROUND = {
+  "jit": jax.jit,
+  "checkpoint": jax.checkpoint,
+  "scan": lambda fun: lambda x, y: jax.lax.scan(lambda c, _: (c, fun(x, y)), 0, length=2)[1][0],
+  "while": lambda fun: (
+    lambda x, y: jax.lax.while_loop(
+      lambda c: c[0] < 2, lambda c: (c[0] + 1, fun(x, y)), (0, jnp.zeros(jax.eval_shape(fun, x, y).shape))
+    )[1]
+  ),
+  "cond": lambda fun: lambda x, y: jax.lax.cond(x[0, 0] > 9, lambda x, y: 2 * fun(x, y), fun, x, y),
+  "custom_jvp": with_rule,
+  "vmap": lambda fun: lambda x, y: jax.vmap(fun, (None, None), axis_size=1)(x, y)[0],
+  "shard_map": sharded,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_values_stay_exact_through_calls_loops_and_devices(around):
+  """An island's value for float32 readers; positions, counts and selections."""
+  wrap = AROUND[around]
+  probabilities = wrap(lambda x, y: jax.nn.softmax(x + 0 * y).reshape(-1, 2, 4).reshape(x.shape))
+  angles = wrap(lambda x, y: jnp.einsum("i,j->ij", jnp.arange(x.shape[0]) * 1.0, jnp.arange(8.0)) + 0 * x)
+  selected = wrap(lambda x, y: jnp.einsum("ij,j->i", jax.nn.log_softmax(x + 0 * y), hot(3))[:, None] + 0 * x)
+
+  def both(x, w):
+    p = probabilities(x, x)
+    entropy = -jnp.sum(p * jnp.log(p), -1)
+    return p @ w, entropy, angles(x, x), selected(x, x)
+
+  x = X / 2
+  derived = jit(lambda x, w: jax.jvp(BF16(both), (x, w), (x, w))[0])(x, W)  # by rules, if it has any
+  got, want = jit(BF16(both))(x, W), jit(both)(x, W)
+  for a, b, c in zip(got[1:], want[1:], derived[1:], strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(c, b, rtol=1e-6)
+  assert 1e-4 < np.abs(got[0] - want[0]).max() < 0.1  # the product itself is half precision
+
+
+@pytest.mark.parametrize("order", ["grad of autocast", "autocast of grad"])
+def test_gradients_of_what_is_exact(order):
+  def loss(w, x):
+    log_p = jax.nn.log_softmax(x @ w)
+    chosen = jnp.einsum("bi,bi->b", log_p, hot(LABELS))
+    p = jnp.exp(log_p).reshape(8, 8, 8).reshape(64, 8)
+    return -chosen.mean() - 0.1 * (p * jnp.log(p)).sum(-1).mean()
+
+  cast = {
+    "grad of autocast": jax.grad(mpjax.autocast(loss, "fp16")),
+    "autocast of grad": mpjax.autocast(jax.grad(loss), "fp16"),
+  }
+  got, want = jit(cast[order])(W, X), jax.grad(loss)(W, X)
+  assert np.linalg.norm(got - want) < 3e-3 * np.linalg.norm(want)
+
+
+def test_a_value_is_rounded_for_half_precision_readers_alone():
+  norm = lambda h: h / jnp.sqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
+
+  def heads(x, w):
+    h = norm(x @ w)[:, None].reshape(64, 8)
+    return mpjax.full_precision(lambda h: h @ w)(h), h @ w, jnp.sum(h, -1)
+
+  wide, half, total = jit(BF16(heads))(X, W)
+  h = norm(np.asarray(jnp.asarray(X, jnp.bfloat16) @ jnp.asarray(W, jnp.bfloat16), np.float32))
+  np.testing.assert_allclose(wide, h @ W, atol=2e-5)
+  np.testing.assert_allclose(total, h.sum(-1), atol=2e-5)
+  assert np.abs(half - h @ W).max() > 1e-3
+
+
+def test_steps_with_entropies_and_codebooks_are_not_skipped():
+  def loss_fn(params, batch, model_state):
+    p = jax.jit(lambda x: jax.nn.softmax(3 * (x @ params["w"])))(batch)
+    entropy = jnp.sum(p * jnp.log(p))
+    z = 100 * jax.nn.relu(batch @ params["w"]) + 1
+    sums = model_state + hot(jnp.zeros(len(batch), int)).T @ jax.lax.stop_gradient(z)
+    return jnp.mean((p @ params["w"]) ** 2) + 1e-4 * entropy, {}, sums
+
+  step = mpjax.make_train_step(loss_fn, optax.sgd(1e-3), {"base": "fp16", "autocast": True}, donate=False)
+  state = step.init({"w": W}, model_state=jnp.zeros((8, 8)))
+  for _ in range(3):
+    state, metrics = step(state, np.tile(X, (100, 1)))
+  assert metrics["skipped_steps"] == 0
+  assert np.isfinite(state.model_state).all()
+  assert np.abs(state.model_state).max() > 65504
+
+
+NOISE = lambda h: h + jax.random.gumbel(jax.random.key(1), h.shape)
+
+
+def test_draws_are_those_of_float32_noise():
+  """Equal to those of the same half-precision logits with the noise added in float32."""
+  x, w = RNG.standard_normal((128, 16), np.float32), 0.01 * RNG.standard_normal((16, 1000), np.float32)
+  draws = lambda h: (jax.lax.top_k(NOISE(h), 3)[1], jnp.argsort(NOISE(h)), jnp.argmax(NOISE(h), -1))
+  got = jit(BF16(lambda x, w: draws(x @ w)))(x, w)
+  h = jnp.asarray(x, jnp.bfloat16) @ jnp.asarray(w, jnp.bfloat16)
+  for a, b in zip(got, draws(h.astype(np.float32)), strict=True):
+    assert (np.asarray(a) != np.asarray(b)).mean() < 2e-3
+
+
+SMALL = W / 20
+fixed_point = lambda w, x: jax.lax.while_loop(
+  lambda c: (c[1] > 1e-6) & (c[2] < 200),
+  lambda c: ((new := jnp.tanh(c[0] @ w + x)), jnp.abs(new - c[0]).max(), c[2] + 1),
+  (jnp.zeros_like(x), jnp.inf, 0),
+)
+
+
+def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
+  steps = lambda fun: int(jit(fun)(SMALL, X)[2])
+  explained = mpjax.explain(fixed_point, "bf16")(SMALL, X)
+  assert steps(BF16(fixed_point)) == steps(fixed_point) < 20
+  assert [row.why for row in explained.rows if row.flops] == [
+    "the loop ends by a float that its products make: a solver"
+  ]
+  halves = [
+    BF16(lambda w, x: fixed_point(jnp.asarray(w), x) if False else _in_a_region(w, x)),
+    mpjax.autocast(fixed_point, "bf16", overrides={"carry_0": {"loop_carry": "half"}}),
+  ]
+  for cast in halves:
+    assert products(cast, SMALL, X)[0].startswith("bf16 bf16"), cast
+  told = mpjax.explain(fixed_point, "bf16", overrides={"carry_0": {"loop_carry": "half"}})(SMALL, X)
+  assert {found.kind for found in told.fragile} == {"loop"}
+
+
+def _in_a_region(w, x):
+  multiply = mpjax.half_precision(lambda c, w: c @ w)
+  return jax.lax.while_loop(
+    lambda c: (c[1] > 1e-6) & (c[2] < 200),
+    lambda c: ((new := jnp.tanh(multiply(c[0], w) + x)), jnp.abs(new - c[0]).max(), c[2] + 1),
+    (jnp.zeros_like(x), jnp.inf, 0),
+  )
+
+
+LOOPS = {
+  # What ends by the number of steps or by a token is no solver.
+  "steps": (lambda w, x: jax.lax.fori_loop(0, x.astype(int)[0, 0] + 3, lambda i, c: jnp.tanh(c @ w), x), "bf16 bf16"),
+  "tokens": (
+    lambda w, x: jax.lax.while_loop(
+      lambda c: (c[0] != 1).any(), lambda c: (jnp.argmax(c[1] @ w, -1), jnp.tanh(c[1] @ w)), (jnp.zeros(64, int), x)
+    ),
+    "bf16 bf16",
+  ),
+  "a filter": (
+    lambda w, x: jax.lax.scan(lambda p, u: (jnp.linalg.solve(w @ p @ w.T + 9 * jnp.eye(8), p + u),) * 2, jnp.eye(8), x[:4]),
+    "f32 f32",
+  ),
+  "a short linear recurrence": (lambda w, x: jax.lax.scan(lambda c, u: (c @ w + u, c), x[0], x[:8]), "bf16 bf16"),
+  "a long linear recurrence": (lambda w, x: jax.lax.scan(lambda c, u: (c @ w + u, c), x[0], x), "f32 f32"),
+  "a recurrent network": (lambda w, x: jax.lax.scan(lambda c, u: (jnp.tanh(c @ w + u), c), x[0], x), "bf16 bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_products_of_loops(name):
+  fun, want = LOOPS[name]
+  own = [found for found in products(BF16(fun), SMALL, X) if not found.startswith("f32 f32 > f32 >")]
+  assert {found.split(" >")[0] for found in own} == {want}
+
+
+@pytest.mark.parametrize("nested", [lambda f: f, jax.jit, jax.checkpoint], ids=["flat", "jit", "checkpoint"])
+def test_the_state_of_an_integration_is_float32(nested):
+  field = nested(lambda t, y, w: jnp.cos(t) * jnp.tanh(y @ w))
+
+  def solve(w, y):
+    step = lambda c, _: ((c[0] + 1e-3 * field(c[1], c[0], w), c[1] + 1e-3), None)
+    return jax.lax.scan(step, (y, jnp.zeros(())), None, length=500)[0][0]
+
+  got, want = jit(BF16(solve))(SMALL, X), jit(solve)(SMALL, X)
+  assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want - X)
+
+
+def test_sums_of_a_loop_are_float32_and_its_cache_is_not():
+  def attend(cache, token):
+    memory, written = cache
+    memory = memory + jnp.einsum("i,j->ij", token, token)
+    written = jnp.roll(written, 1, 0).at[0].set(token @ W)
+    return (memory, written), (token @ memory, written @ token)
+
+  loop = lambda x: jax.lax.scan(attend, (jnp.zeros((8, 8)), jnp.zeros((16, 8))), x)
+  carries = {one.path: one.dtype for one in mpjax.explain(loop, "bf16")(X).carries}
+  assert carries == {"carry_0": "float32", "carry_1": "bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_product_of_the_users_half_precision_is_one_of_the_policys(dtype):
+  x = jnp.asarray(X, dtype)
+  loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
+  assert products(BF16(loss), W, x)[0].startswith("bf16 bf16")
+  value, grads = jit(jax.value_and_grad(BF16(loss), (0, 1)))(W, x)
+  plain, expected = jax.value_and_grad(loss, (0, 1))(W, x.astype(jnp.float32))
+  np.testing.assert_allclose(value, plain, rtol=0.01)
+  assert [g.dtype for g in grads] == ["float32", dtype]
+  for g, want in zip(grads, expected, strict=True):
+    assert np.linalg.norm(g.astype(np.float32) - want) < 0.02 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+def test_a_carry_keeps_the_dtype_that_the_user_chose(policy):
+  def decode(cache, token):
+    cache = jnp.roll(cache, 1, 0).at[0].set((token @ W).astype(cache.dtype))
+    return cache, (cache.astype(jnp.float32) @ token).sum()
+
+  cache, out = jax.lax.scan(mpjax.autocast(decode, policy), jnp.zeros((16, 8), jnp.bfloat16), X)
+  assert (cache.dtype, out.dtype) == (jnp.bfloat16, jnp.float32)
+  # What no argument has is in the policy's dtype.
+  assert (
+    jax.eval_shape(mpjax.autocast(lambda x: (x @ W).astype(jnp.bfloat16), policy), X).dtype == jnp.float32
+  )
+
+
+FRAGILE = {
+  "difference": lambda x, w: jnp.sum((x @ w - x @ (1.01 * w)) ** 2),
+  "angle": lambda x, w: jnp.sum(jnp.sin(30 * (x @ w))),
+  # A product reads the sum as well, so that it is rounded.
+  "order": lambda x, w: (lambda n: jnp.sum(jax.lax.top_k(n, 2)[0]) + jnp.sum((n @ w) ** 2))(NOISE(x @ w)),
+}
+
+
+@pytest.mark.parametrize("kind", FRAGILE)
+def test_what_stays_fragile_is_said(kind):
+  explained = mpjax.explain(FRAGILE[kind], "bf16")(X, W)
+  assert [found.kind for found in explained.fragile] == [kind]
+  assert explained.fragile[0].line.startswith("test_readers.py:")
+  assert "Fragile in half precision" in str(explained)
+  assert mpjax.explain(FRAGILE[kind], "fp32")(X, W).fragile == ()
+
+
+def test_ordinary_networks_have_nothing_fragile():
+  def attention(x, w):
+    q, k, v = x @ w, x @ (2 * w), x @ (3 * w)
+    angle = positions()[:, None] * jnp.arange(8.0)
+    p = jax.nn.softmax(rotated(q, angle) @ rotated(k, angle).T)
+    h = x + p @ v
+    return -jax.nn.log_softmax((h - h.mean(-1, keepdims=True)) @ w)[:, 0].mean()
+
+  assert mpjax.explain(attention, "bf16")(X, W).fragile == ()
+
+
+def test_lists_change_where_order_is_float32():
+  draws = lambda x, w: jax.lax.top_k(NOISE(x @ w), 3)[1]
+  top = lambda **options: next(
+    row.after for row in mpjax.explain(draws, "bf16", **options)(X, W).rows if row.primitive == "top_k"
+  )
+  ops = mpjax.OpLists.default()
+  assert top() == "float32"
+  assert top(ops=ops.replace(infer=ops.infer | {"top_k"})) in ("float32", "bfloat16")
