@@ -61,6 +61,14 @@ def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
   return equation.params["out_trees"]()[2]
 
 
+def takes_symbolic_zeros(equation: JaxprEqn) -> bool:
+  """Returns whether the backward rule of a `custom_vjp_call` takes a cotangent that is a symbolic zero.
+
+  Waits for JAX 0.12 as the oldest that is supported, where all of them do.
+  """
+  return bool(equation.params["symbolic_zeros"]) or jax.__version_info__ >= (0, 12)
+
+
 def cotangents_of(out: Any) -> Sequence[Any]:
   """Returns the cotangents among what the backward rule of a `custom_vjp_call` returns.
 

@@ -12,7 +12,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
+from jax.custom_derivatives import SymbolicZero
 
+from mpjax import _compat
 from mpjax._types import Array, Atom, ClosedJaxpr, PyTree
 from mpjax.casting._cast_plan import Call, CastPlan, Emit
 from mpjax.casting._half_precision import Regions, tracing
@@ -95,20 +97,27 @@ def emit_custom_vjp(call: Call, operands: Sequence[Array], emit: Emit) -> list[A
   def f_backward(residuals: Sequence[Any], cotangents: Sequence[Array]) -> tuple[Array | None, ...]:
     given: list[bool] = []
     kept, known = _parted(is_traced, residuals)
+    results = [v.aval for v in call.equation.outvars]
+    if not _compat.takes_symbolic_zeros(call.equation):
+      cotangents = [_instantiated(g) for g in cotangents]
+    # Zeros stay symbolic: a batched rule asks which results have a cotangent.
+    is_given = [not isinstance(g, SymbolicZero) for g in cotangents]
+    moving, still = _parted(is_given, cotangents)
+    zeros = [_zero_like(g, aval) for g, aval in zip(still, _parted(is_given, results)[1], strict=True)]
 
     def flat(*xs: Array) -> list[Array]:
-      out = backward(_merged(is_traced, xs[: len(kept)], known), list(xs[len(kept) :]))
+      of_results = _merged(is_given, xs[len(kept) :], zeros)
+      out = backward(_merged(is_traced, xs[: len(kept)], known), of_results)
       given[:] = [x is not None and x.dtype != jax.dtypes.float0 for x in out]
       return [x for x, is_given in zip(out, given, strict=True) if is_given]
 
-    results = [v.aval for v in call.equation.outvars]
-    like = [*map(_struct, kept_types), *map(_struct, results)]
-    values = [*kept, *map(_instantiated, cotangents)]
+    like = [*map(_struct, kept_types), *map(_struct, _parted(is_given, results)[0])]
+    held = [*kept_held, *_parted(is_given, call.outs)[0]]
 
     def gradients() -> list[bool]:
       return [h.kind is Kind.FLEXIBLE for h, here in zip(call.ins, given, strict=True) if here]
 
-    out = iter(_emit_rule(call, emit, flat, like, [*kept_held, *call.outs], values, gradients=gradients))
+    out = iter(_emit_rule(call, emit, flat, like, held, [*kept, *moving], gradients=gradients))
     return tuple(as_held(next(out), h) if here else None for h, here in zip(call.ins, given, strict=True))
 
   # With these the rule is told truly which operands are differentiated: its constants are not.
@@ -201,8 +210,14 @@ def _as_results(call: Call, out: Sequence[Array]) -> tuple[Array, ...]:
   return tuple(as_held(x, h) for x, h in zip(out, call.outs, strict=True))
 
 
-def _instantiated(x: Array | jax.custom_derivatives.SymbolicZero) -> Array:
-  return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
+def _instantiated(x: Array | SymbolicZero) -> Array:
+  return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _zero_like(zero: SymbolicZero, aval: AbstractValue) -> SymbolicZero:
+  """Returns a zero in the dtype of the program's result; that of an integer result has one of its own."""
+  dtype = cast(jax.core.ShapedArray, aval).dtype
+  return SymbolicZero(zero.aval.update(dtype=dtype)) if jnp.issubdtype(dtype, jnp.inexact) else zero
 
 
 def _struct(aval: AbstractValue) -> jax.ShapeDtypeStruct:

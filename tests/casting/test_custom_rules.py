@@ -212,6 +212,15 @@ def test_a_backward_rule_branches_on_what_was_kept():
   compared({"branch": f, "branch in jit": jax.jit(f)}, "bf16")
 
 
+def test_a_result_that_is_shared_across_a_batch_and_not_read_has_no_cotangent():
+  """As in JAX, where a batched rule refuses one, since it would be counted for each row."""
+  f = with_vjp(
+    lambda w, x: (x @ w, jnp.sum(w)), lambda r, g: (r[1].T @ g[0] + g[1], g[0] @ r[0].T),
+    lambda w, x: ((x @ w, jnp.sum(w)), (w, x)))  # fmt: skip
+  rows = lambda w, x: jax.vmap(lambda x: f(w, x)[0], out_axes=0)(jnp.stack([x, 2 * x]))
+  compared({"rows": rows, "rows in jit": jax.jit(rows)}, "bf16")
+
+
 def test_a_checkpointed_loop_of_equinox_is_differentiated():
   def f(w, x):
     step = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w))
