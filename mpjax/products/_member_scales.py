@@ -75,7 +75,8 @@ class Scales:
 
   def of_result(self) -> Array:
     """Returns the products of scales, equal where they are summed, as [batch, lhs free, rhs free]."""
-    return (self.values[0] * self.values[1]).min(self._contracted)
+    product = self.values[0] * self.values[1]
+    return jax.lax.squeeze(product, self._contracted) if self.are_equal else product.min(self._contracted)
 
   @property
   def are_equal(self) -> bool:
