@@ -10,10 +10,10 @@ import jax
 
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._emit import execute
 from mpjax.casting._fp8_products import warn_of
 from mpjax.casting._half_precision import NO_REGIONS, tracing
 from mpjax.casting._kernels import warn_of_kernels
+from mpjax.casting._known_programs import program_of
 from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
@@ -124,11 +124,9 @@ def autocast(
       def transform(fun: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
           traced = Traced(fun, args, kwargs, rules.overrides)
-          plan = traced.plan(rules, resolved)
-          rules.check_all_matched(plan.fp8_paths())
-          warn_of_kernels(plan)
-          results = execute(plan, traced.operands, fp8_state=fp8_state, only_dots=recompute == "dots")
-          return traced.finish(results, resolved)
+          program = program_of(fun, traced, rules, resolved)
+          warn_of_kernels(program.kernels)
+          return traced.finish(program(traced.operands, fp8_state), resolved)
 
         return run
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import DropVar, Primitive
 
-from mpjax._types import Array, Atom, Fp8State, PyTree, Var
+from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
 from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
@@ -257,14 +257,19 @@ class _Environment:
     """Returns a result, which is an array also where the program returns a constant."""
     if is_variable(atom):
       return self.read(atom, held.dtype)
-    value = np.asarray(atom.val)
-    array = jnp.asarray(value.item()) if getattr(atom.aval, "weak_type", False) else jnp.asarray(value)
+    array = array_of(atom)
     return array if array.dtype == held.dtype else array.astype(held.dtype)
 
   def free(self, variables: Sequence[Var]) -> None:
     """Forgets all copies of values that nothing reads any more."""
     for variable in variables:
       self._arrays.pop(variable, None)
+
+
+def array_of(literal: Literal) -> Array:
+  """Returns a literal as an array of its type."""
+  value = np.asarray(literal.val)
+  return jnp.asarray(value.item()) if getattr(literal.aval, "weak_type", False) else jnp.asarray(value)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +83,11 @@ def register_kernel(kernel: str | Primitive, run: Run) -> None:
       f"register_kernel of {kernel!r} and {run!r}: expected a name or a primitive, and a function"
     )
   _runs[kernel] = run
+
+
+def registered_kernels() -> tuple[tuple[str | Primitive, Run], ...]:
+  """Returns the kernels that are registered, and how each runs in half precision."""
+  return tuple(_runs.items())
 
 
 class InHalf(NamedTuple):
@@ -213,11 +218,15 @@ def runs_in_float32(equation: JaxprEqn, path: str) -> bool:
   return wide and has(equation, Trait.KERNEL) and not in_region(path)
 
 
-def warn_of_kernels(plan: CastPlan) -> None:
-  """Warns of the kernels that a half-precision policy leaves in float32, once for each."""
+def kernels_in_float32(plan: CastPlan) -> dict[str, JaxprEqn]:
+  """Returns the kernels that a half-precision policy leaves in float32, one of each name."""
   nodes = (node for node in plan.all_nodes() if node.half is not None and node.kernel is None)
-  found = {kernel_name(e): e for node in nodes for e in _in_float32(node, node.equation, node.path)}
-  for name, equation in sorted(found.items()):
+  return {kernel_name(e): e for node in nodes for e in _in_float32(node, node.equation, node.path)}
+
+
+def warn_of_kernels(kernels: Mapping[str, JaxprEqn]) -> None:
+  """Warns of kernels that a half-precision policy leaves in float32, once for each."""
+  for name, equation in sorted(kernels.items()):
     warnings.warn(
       f"the kernel {name or equation.primitive.name} runs in float32 under autocast: {way_out(equation)}; "
       "if it is meant to, put it into mpjax.full_precision",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -49,6 +49,11 @@ class Overrides:
     ]
     self._resolved: dict[str, Override] = {}
     self._matched: set[str] = set()
+
+  @property
+  def key(self) -> Hashable:
+    """What is equal for overrides that choose alike."""
+    return self._default, self._recipe, tuple((pattern, settings) for pattern, _, settings in self._rules)
 
   @property
   def nothing_to_do(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from mpjax.casting._cast_plan import CastPlan
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._decide import decide
 from mpjax.casting._half_precision import trace
-from mpjax.casting._kinds import initial
+from mpjax.casting._kinds import Held, initial
 from mpjax.casting._linen_modules import InOwnDtypes, leaks_refused
 from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
@@ -23,7 +23,7 @@ from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
 from mpjax.casting._readers import Readers
 from mpjax.casting._weight_gradients import WeightGradients
-from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr
+from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
 from mpjax.policy import Policy
 
 _OUTPUTS = tuple(np.dtype(d) for d in (jax.numpy.float16, jax.numpy.bfloat16, jax.numpy.float32))
@@ -81,17 +81,29 @@ class Traced:
     self, rules: CastingRules, policy: Policy, *, copies: bool = True, enter_all: bool = False
   ) -> CastPlan:
     """Returns what is decided about the program under these rules; for the options see `Place`."""
-    body = open_jaxpr(self.closed)
-    constants = constants_of(self.closed)
-    half = rules.overrides.any_half
-    held = [initial(v.aval, _known(c), half) for v, c in zip(body.constvars, constants, strict=True)]
-    held += [initial(v.aval) for v in body.invars]
     roles = ProductRoles.of(self.closed, rules)
-    full = policy.output_dtype.itemsize >= 4 or any(self._kept)
+    full = self._returns_float32(policy)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)
     place = Place(gradients, roles, roles.lineages, readers, copies=copies, enter_all=enter_all)
-    return decide(self.closed, held, rules, place, full_outputs=full)
+    return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
+
+  def key(self, rules: CastingRules, policy: Policy) -> Hashable:
+    """Returns what is equal for two programs only if the same is decided about them under equal rules.
+
+    Raises:
+      TypeError: for a program that cannot be compared.
+    """
+    return structure_of(self.closed), tuple(self._held(rules)), self._returns_float32(policy)
+
+  def _held(self, rules: CastingRules) -> list[Held]:
+    """Returns how constants and arguments are held."""
+    body, half = open_jaxpr(self.closed), rules.overrides.any_half
+    constants = zip(body.constvars, constants_of(self.closed), strict=True)
+    return [*(initial(v.aval, _known(c), half) for v, c in constants), *(initial(v.aval) for v in body.invars)]
+
+  def _returns_float32(self, policy: Policy) -> bool:
+    return policy.output_dtype.itemsize >= 4 or any(self._kept)
 
   def finish(self, results: Sequence[Array], policy: Policy | None) -> PyTree:
     """Returns the function's value from the results of its program; puts mutated state where it belongs.

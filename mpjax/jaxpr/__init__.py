@@ -43,6 +43,7 @@ from mpjax.jaxpr._primitives import (
   call_kind,
   facts,
   has,
+  known_primitives,
   register,
   register_as,
   rows,
@@ -74,6 +75,7 @@ from mpjax.jaxpr._scopes import (
   transform_place,
   without_marks,
 )
+from mpjax.jaxpr._structure import Structure, structure_of
 
 __all__ = [
   "BACKWARD",
@@ -93,6 +95,7 @@ __all__ = [
   "Forward",
   "PrimitiveFacts",
   "Rule",
+  "Structure",
   "Trait",
   "as_function",
   "as_traced",
@@ -121,6 +124,7 @@ __all__ = [
   "is_recomputed",
   "is_variable",
   "joined_branches",
+  "known_primitives",
   "last_reads",
   "layer_pattern",
   "live",
@@ -143,6 +147,7 @@ __all__ = [
   "shape_of",
   "source_line",
   "split_scopes",
+  "structure_of",
   "taps",
   "times_run",
   "transform_place",

@@ -179,6 +179,11 @@ def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
     yield name, row
 
 
+def known_primitives() -> int:
+  """Returns how many primitives the table has: it only grows."""
+  return len(_ROWS) + len(_SAME)
+
+
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
   """The row of a primitive, or of an equation's; `UNKNOWN` if it has none, whatever its name."""
   primitive = what.primitive if isinstance(what, JaxprEqn) else what
