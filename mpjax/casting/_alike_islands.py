@@ -1,25 +1,25 @@
 """Islands that are alike, as in the layers of a deep model: one function for all, which JAX traces once.
 
-What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
+So are the bodies of a jitted function that is called several times, where the same is decided about them. What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from mpjax._types import Array, Atom, Var
-from mpjax.casting._cast_plan import Island, Node
+from mpjax.casting._cast_plan import Call, CastPlan, Island, Node
 from mpjax.casting._kinds import Held
-from mpjax.jaxpr import is_variable
+from mpjax.jaxpr import call_kind, is_variable
 
 Function = Callable[..., list[Array]]
 
 
 class AlikeIslands:
-  """The functions of the islands of one program."""
+  """The functions of the islands of one program, and of the bodies of its calls."""
 
   def __init__(self) -> None:
     self._functions: dict[Hashable, Function] = {}
@@ -37,6 +37,16 @@ class AlikeIslands:
       return self._functions.setdefault(_key(island, held, depth), own)
     except TypeError:  # a parameter that cannot be compared
       return own
+
+  def body(self, plan: CastPlan, constants: Sequence[Array], own: Function) -> Function:
+    """Returns the function of a body that is like this one; `own` if it is the first.
+
+    Args:
+      plan: what is decided about the body; nothing in it reads side inputs.
+      constants: that the body is closed over.
+      own: the function of the body itself, which holds its constants.
+    """
+    return self._functions.setdefault((*map(id, constants), _plan_key(plan)), own)
 
 
 def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
@@ -69,9 +79,39 @@ def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashabl
     info.name_stack[depth:],
     info.traceback,
     equation.ctx,
-    (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
-    (node.result_dtype, node.stores_gradient, node.call),
+    _decided(node),
+    node.call,
   )
+
+
+def _decided(node: Node) -> Hashable:
+  """Returns how an equation is carried out, but for the bodies that it has."""
+  return (
+    (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
+    (node.result_dtype, node.stores_gradient, node.fp8, node.kernel),
+  )
+
+
+def _plan_key(plan: CastPlan) -> Hashable:
+  """Returns what the plans of one body have in common if they are carried out alike."""
+  numbers = {node: i for i, node in enumerate(plan.nodes)}
+
+  def of(unit: Node | Island) -> Hashable:
+    if not isinstance(unit, Island):
+      return numbers[unit]
+    nodes = tuple(numbers[node] for node in (*unit.copies, *unit.nodes))
+    return nodes, len(unit.copies), unit.inputs, unit.outputs, unit.fenced, unit.saved
+
+  nodes = tuple((_decided(node), node.call and _call_key(node.call)) for node in plan.nodes)
+  inputs = tuple(plan.held[v] for v in plan.inputs)
+  return plan.jaxpr, inputs, nodes, tuple(map(of, plan.units)), plan.outs
+
+
+def _call_key(call: Call) -> Hashable:
+  kind = call_kind(call.equation)
+  if kind is None or not kind.is_plain:  # a rule is decided about where the call stands
+    return call
+  return call.ins, call.outs, call.carry, tuple(map(_plan_key, call.plans))
 
 
 def common_scopes(island: Island) -> int:

@@ -263,5 +263,8 @@ class Emit(Protocol):
   def within(self, plans: Sequence[CastPlan]) -> SideInputs:
     """Returns the side inputs of what is in some plans."""
 
+  def once(self, call: Call, own: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """Returns the function of the body of a call like this one that was emitted before; `own` for none."""
+
   def replace(self, side: SideInputs) -> Emit:
     """Returns the same with other side inputs."""

@@ -19,7 +19,7 @@ from jax.extend.core import DropVar, Primitive
 from mpjax._types import Array, Atom, Fp8State, Literal, PyTree, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._alike_islands import AlikeIslands, Function, common_scopes
-from mpjax.casting._cast_plan import CastPlan, Island, Mode, Node
+from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._elementwise_losses import store_gradient_p
 from mpjax.casting._higher_order import RULES
 from mpjax.casting._islands import is_statistic
@@ -29,7 +29,9 @@ from mpjax.fp8._saved_operands import keep_in_fp8
 from mpjax.jaxpr import (
   as_traced,
   backward_depth,
+  bodies_of,
   call_kind,
+  constants_of,
   dtype_of,
   is_variable,
   last_reads,
@@ -127,6 +129,12 @@ class Emitter:
     numbers = self.tap.numbers if self.tap else {}
     taps = [numbers[node, i] for node in nodes for i in range(len(node.outs)) if (node, i) in numbers]
     return self.side.select({x.site for x in fp8 if x.site}, {x.number for x in fp8}, taps)
+
+  def once(self, call: Call, own: Function) -> Function:
+    """Returns the function of the body of a call like this one that was emitted before; `own` for none."""
+    if self.tap is not None or self.side.arrays:
+      return own
+    return self.alike.body(call.plans[0], constants_of(bodies_of(call.equation)[0]), own)
 
   def replace(self, side: SideInputs) -> Emitter:
     """Returns the same with other side inputs."""

@@ -55,11 +55,12 @@ def _decide_simple(equation: JaxprEqn, held: Sequence[Held], wanted: Wanted, bod
 
 def _emit_jit(call: Call, operands: Sequence[Array], emit: Emit) -> list[Array]:
   side, n = emit.within(call.plans), len(operands)
+  within = emit.replace(side)
 
   def inside(*xs: Array) -> list[Array]:
-    return call.body(emit.replace(side.with_arrays(xs[n:])))(*xs[:n])
+    return call.body(within.replace(side.with_arrays(xs[n:])))(*xs[:n])
 
-  closed = jax.make_jaxpr(inside)(*operands, *side.arrays)
+  closed = jax.make_jaxpr(within.once(call, inside))(*operands, *side.arrays)
   with as_traced(call.equation):
     return _compat.bind_jit(call.equation, list(operands), side.arrays, closed)
 
