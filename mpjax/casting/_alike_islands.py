@@ -13,7 +13,7 @@ import numpy as np
 from mpjax._types import Array, Atom, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Node
 from mpjax.casting._kinds import Held
-from mpjax.jaxpr import call_kind, is_variable
+from mpjax.jaxpr import call_kind, is_variable, scopes_inside, source_line
 
 Function = Callable[..., list[Array]]
 
@@ -70,14 +70,13 @@ def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:
 
 def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashable:
   equation = node.equation
-  info = equation.source_info
   return (
     equation.primitive,
     tuple(map(of, equation.invars)),
     tuple(map(of, equation.outvars)),
     tuple(sorted(equation.params.items())),
-    info.name_stack[depth:],
-    info.traceback,
+    scopes_inside(equation, depth),
+    source_line(equation),
     equation.ctx,
     _decided(node),
     node.call,
@@ -115,13 +114,8 @@ def _call_key(call: Call) -> Hashable:
 
 
 def common_scopes(island: Island) -> int:
-  """Returns how many scopes, from the outermost on, the equations of an island have in common.
-
-  None where a transformation made one: it is told by the whole.
-  """
+  """Returns how many scopes, from the outermost on, the equations of an island have in common."""
   stacks = {n.equation.source_info.name_stack for n in itertools.chain(island.copies, island.nodes)}
-  if any("(" in str(stack) for stack in stacks):
-    return 0
   first, depth = next(iter(stacks)), 0
   while depth < len(first) and all(stack[: depth + 1] == first[: depth + 1] for stack in stacks):
     depth += 1

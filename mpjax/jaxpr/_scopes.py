@@ -35,6 +35,9 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "eino
 _OWN = pathlib.Path(__file__).parents[1]
 
 
+_TRANSFORM = type(source_info_util.new_name_stack().transform("jvp").stack[0])
+
+
 class Scopes(NamedTuple):
   """A name stack of JAX, taken apart.
 
@@ -185,9 +188,20 @@ def as_traced(equation: JaxprEqn, leave_out: int = 0) -> Iterator[None]:
   `leave_out` is how many scopes, from the outermost on, whoever calls has entered already.
   """
   info = equation.source_info
-  stack = source_info_util.current_name_stack() + info.name_stack[leave_out:]
+  stack = source_info_util.current_name_stack() + scopes_inside(equation, leave_out)
   with source_info_util.user_context(info.traceback, name_stack=stack), _compat.context_of(equation):
     yield
+
+
+def scopes_inside(equation: JaxprEqn, depth: int) -> source_info_util.NameStack:
+  """Returns an equation's scopes but for the first ones, so many of them.
+
+  Transformations among those stay: the phase of the derivative is read off the equation itself.
+  """
+  stack = equation.source_info.name_stack
+  if not depth:
+    return stack
+  return source_info_util.NameStack((*(s for s in stack.stack[:depth] if isinstance(s, _TRANSFORM)), *stack.stack[depth:]))
 
 
 def scopes_of(equation: JaxprEqn, depth: int) -> contextlib.AbstractContextManager[None]:
