@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -14,6 +16,9 @@ from mpjax.jaxpr._primitives import CallKind, call_kind
 
 if TYPE_CHECKING:
   from typing_extensions import TypeIs
+
+
+T = TypeVar("T")
 
 
 def is_variable(atom: Atom) -> TypeIs[Var]:
@@ -69,6 +74,20 @@ def equations_in(
     yield equation
     for body in bodies_of(equation) if enters(equation) else ():
       yield from equations_in(body, enters)
+
+
+def once_for_each(fact: Callable[[Jaxpr], T]) -> Callable[[Jaxpr], T]:
+  """Returns a function of an open jaxpr that finds out what is so of each once, while the jaxpr is there."""
+  known: weakref.WeakKeyDictionary[Jaxpr, T] = weakref.WeakKeyDictionary()
+
+  @functools.wraps(fact)
+  def found(jaxpr: Jaxpr) -> T:
+    try:
+      return known[jaxpr]
+    except KeyError:
+      return known.setdefault(jaxpr, fact(jaxpr))
+
+  return found
 
 
 class CallBody(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from mpjax._types import AnyJaxpr, Atom, Jaxpr, JaxprEqn, Var
-from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, open_jaxpr, variables_of
+from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, once_for_each, open_jaxpr, variables_of
 from mpjax.jaxpr._primitives import call_kind
 
 F = TypeVar("F")
@@ -51,6 +51,12 @@ def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool =
   return Live(kept[::-1], read)
 
 
+@once_for_each
+def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+  """The equations of an open jaxpr that its outputs or effects need."""
+  return live(jaxpr).equations
+
+
 class Facts(Generic[F]):
   """The facts about the values of one body of a program, and those about the bodies of its calls.
 
@@ -63,7 +69,7 @@ class Facts(Generic[F]):
   def __init__(self, jaxpr: Jaxpr, calls: Calls, analysis: _Analysis[F]):
     self.jaxpr = jaxpr
     self.calls = calls
-    self.equations = live(jaxpr).equations
+    self.equations = live_equations(jaxpr)
     self._analysis = analysis
     self._of: dict[Var, F] = {}
     self._inner: dict[tuple[JaxprEqn, int], Facts[F]] = {}

@@ -143,6 +143,7 @@ UNKNOWN = PrimitiveFacts("opaque", "mpjax does not know it, and leaves it as it 
 # By name. The primitive itself is beside it where JAX, or whoever defines it, has a public name for it.
 _ROWS: dict[str, tuple[Primitive | None, PrimitiveFacts]] = {}
 _SAME: dict[Primitive, Primitive] = {}  # primitives that are another, lowered in their own way
+_FACTS: dict[Primitive, PrimitiveFacts] = {}  # what `facts` has found in these
 
 
 def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
@@ -166,11 +167,13 @@ def register(primitive: Primitive | str, row: PrimitiveFacts) -> None:
   if known_row != row:
     raise ValueError(f"{name}: the table has another row for it already, on {known_row.list!r}")
   _ROWS[name] = known, row
+  _FACTS.clear()
 
 
 def register_as(primitive: Primitive, known: Primitive) -> None:
   """Says that a primitive is another one in all but its lowering: its name, parameters and facts."""
   _SAME[primitive] = known
+  _FACTS.clear()
 
 
 def rows() -> Iterator[tuple[str, PrimitiveFacts]]:
@@ -187,7 +190,13 @@ def known_primitives() -> int:
 def facts(what: JaxprEqn | Primitive) -> PrimitiveFacts:
   """The row of a primitive, or of an equation's; `UNKNOWN` if it has none, whatever its name."""
   primitive = what.primitive if isinstance(what, JaxprEqn) else what
-  primitive = _SAME.get(primitive, primitive)
+  found = _FACTS.get(primitive)
+  if found is None:
+    found = _FACTS[primitive] = _row_of(_SAME.get(primitive, primitive))
+  return found
+
+
+def _row_of(primitive: Primitive) -> PrimitiveFacts:
   known, row = _ROWS.get(primitive.name, (primitive, UNKNOWN))
   return row if known is primitive or (known is None and defined_by_jax(primitive)) else UNKNOWN
 

@@ -123,7 +123,12 @@ def module_path(equation: JaxprEqn) -> str:
 
 def marked_path(equation: JaxprEqn) -> str:
   """`module_path` with the marks that mpjax has put there among the modules."""
-  return _scopes(equation).path(MARKS - _OWN_MARKS)
+  return _marked_path(equation.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _marked_path(stack: source_info_util.NameStack) -> str:
+  return _parse_stack(stack).path(MARKS - _OWN_MARKS)
 
 
 def without_marks(path: str) -> str:
@@ -142,6 +147,7 @@ def region_mark(path: str) -> str:
   return next((mark for name, _, mark in parts if name == HALF_PRECISION), "")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def in_region(path: str) -> bool:
   """Returns whether a marked path is in a region of `half_precision`."""
   return any(_unnumbered(part) == HALF_PRECISION for part in path.split("/"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
-from mpjax.jaxpr._bodies import constants_of, is_variable, open_jaxpr
+from mpjax.jaxpr._bodies import constants_of, is_variable, once_for_each, open_jaxpr
 
 
 class Structure:
@@ -58,19 +57,18 @@ class _Same:
     return isinstance(other, _Same) and self._value is other._value
 
 
-_known: weakref.WeakKeyDictionary[Jaxpr, Structure] = weakref.WeakKeyDictionary()
-
-
 def structure_of(jaxpr: AnyJaxpr) -> Structure:
   """Returns the structure of a jaxpr.
 
   Raises:
     TypeError: for a parameter that cannot be compared.
   """
-  body = open_jaxpr(jaxpr)
-  if body not in _known:
-    _known[body] = Structure(body)
-  return _known[body]
+  return _structure_of(open_jaxpr(jaxpr))
+
+
+@once_for_each
+def _structure_of(jaxpr: Jaxpr) -> Structure:
+  return Structure(jaxpr)
 
 
 def _equation(equation: JaxprEqn) -> Hashable:
