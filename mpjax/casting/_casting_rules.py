@@ -17,7 +17,7 @@ from mpjax.jaxpr import (
   call_kind,
   equations_in,
   facts,
-  in_region,
+  has_region,
   marked_path,
   open_jaxpr,
 )
@@ -126,7 +126,7 @@ class CastingRules:
 
   def has_region(self, equation: JaxprEqn) -> bool:
     """Returns whether a region of `half_precision` is in an equation's bodies."""
-    return any(in_region(marked_path(e)) for body in bodies_of(equation) for e in equations_in(body))
+    return any(has_region(open_jaxpr(body)) for body in bodies_of(equation))
 
 
 def require_recompute(recompute: str) -> str:

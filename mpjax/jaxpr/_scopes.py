@@ -12,7 +12,8 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 
 from mpjax import _compat
-from mpjax._types import JaxprEqn
+from mpjax._types import Jaxpr, JaxprEqn
+from mpjax.jaxpr._bodies import bodies_of, once_for_each, open_jaxpr
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
@@ -151,6 +152,14 @@ def region_mark(path: str) -> str:
 def in_region(path: str) -> bool:
   """Returns whether a marked path is in a region of `half_precision`."""
   return any(_unnumbered(part) == HALF_PRECISION for part in path.split("/"))
+
+
+@once_for_each
+def has_region(jaxpr: Jaxpr) -> bool:
+  """Returns whether an equation of an open jaxpr, at any depth, is in a region of `half_precision`."""
+  return any(
+    in_region(marked_path(e)) or any(has_region(open_jaxpr(body)) for body in bodies_of(e)) for e in jaxpr.eqns
+  )
 
 
 def at_region_edge(path: str) -> bool:
