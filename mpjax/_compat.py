@@ -104,12 +104,15 @@ def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
   return equation.ctx.manager
 
 
-def user_frames(equation: JaxprEqn) -> Iterator[tuple[str, int, str]]:
+def user_frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
   """Yields file, line and function of each call on the way to an equation, without JAX's, innermost first.
 
   Waits for more than the one frame that `jax.extend.source_info_util.summarize` gives.
+
+  Args:
+    traceback: of the equation's `source_info`.
   """
-  for frame in source_info_util.user_frames(equation.source_info.traceback):
+  for frame in source_info_util.user_frames(traceback):
     yield frame.file_name, frame.start_line, frame.function_name
 
 

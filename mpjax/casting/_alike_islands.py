@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from mpjax._types import Array, Atom, Var
+from mpjax._types import Array, Atom, Jaxpr, Var
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Node
 from mpjax.casting._kinds import Held
 from mpjax.jaxpr import call_kind, is_variable, scopes_inside, source_line
@@ -23,6 +23,7 @@ class AlikeIslands:
 
   def __init__(self) -> None:
     self._functions: dict[Hashable, Function] = {}
+    self._bodies: dict[Jaxpr, list[tuple[CastPlan, Sequence[Array], Function]]] = {}
 
   def function(self, island: Island, held: Mapping[Var, Held], depth: int, own: Function) -> Function:
     """Returns the function of an island that is like this one; `own` if it is the first.
@@ -46,7 +47,13 @@ class AlikeIslands:
       constants: that the body is closed over.
       own: the function of the body itself, which holds its constants.
     """
-    return self._functions.setdefault((*map(id, constants), _plan_key(plan)), own)
+    others = self._bodies.setdefault(plan.jaxpr, [])
+    key = _plan_key(plan) if others else None  # most bodies have one plan
+    for other, of_constants, function in others:
+      if list(map(id, constants)) == list(map(id, of_constants)) and _plan_key(other) == key:
+        return function
+    others.append((plan, constants, own))
+    return own
 
 
 def _key(island: Island, held: Mapping[Var, Held], depth: int) -> Hashable:

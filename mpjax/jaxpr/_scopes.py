@@ -7,7 +7,7 @@ import functools
 import pathlib
 import re
 from collections.abc import Container, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
@@ -216,7 +216,8 @@ def scopes_inside(equation: JaxprEqn, depth: int) -> source_info_util.NameStack:
   stack = equation.source_info.name_stack
   if not depth:
     return stack
-  return source_info_util.NameStack((*(s for s in stack.stack[:depth] if isinstance(s, _TRANSFORM)), *stack.stack[depth:]))
+  transformations = (s for s in stack.stack[:depth] if isinstance(s, _TRANSFORM))
+  return source_info_util.NameStack((*transformations, *stack.stack[depth:]))
 
 
 def scopes_of(equation: JaxprEqn, depth: int) -> contextlib.AbstractContextManager[None]:
@@ -237,7 +238,12 @@ def is_library(file: str) -> bool:
 
 def source_line(equation: JaxprEqn) -> str:
   """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
-  for file, line, _ in _compat.user_frames(equation):
+  return _line_of(equation.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _line_of(traceback: Any) -> str:
+  for file, line, _ in _compat.user_frames(traceback):
     if not is_library(file):
       return f"{pathlib.Path(file).name}:{line}"
   return ""
@@ -250,7 +256,7 @@ def transform_place(equation: JaxprEqn) -> tuple[str, str]:
   which calls the optimiser: what calls this package is another function of the user's.
   """
   name = where = ""
-  for file, line, function in _compat.user_frames(equation):
+  for file, line, function in _compat.user_frames(equation.source_info.traceback):
     if pathlib.Path(file).is_relative_to(_OWN):
       break
     found = _UPDATE.search(function)
