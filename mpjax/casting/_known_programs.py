@@ -61,11 +61,14 @@ class _Owners:
     self._programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
 
   def programs_of(self, owner: object) -> dict[Hashable, Program]:
-    """Returns where the programs of an owner are kept."""
+    """Returns where the programs of an owner are kept; nowhere, if it takes no weak reference."""
     number = id(owner)
     ref, programs = self._programs.pop(number, (None, {}))
     if ref is None:
-      ref = weakref.ref(owner, lambda _: self._programs.pop(number, None))
+      try:
+        ref = weakref.ref(owner, lambda _: self._programs.pop(number, None))
+      except TypeError:
+        return {}
     self._programs[number] = ref, programs
     while len(self._programs) > _MOST_OWNERS:
       del self._programs[next(iter(self._programs))]
@@ -87,20 +90,18 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
   Raises:
     ValueError: for a pattern of an override or a recipe that matches nothing.
   """
-  try:
-    programs = _owners.programs_of(_owner(fun))
-    key = (traced.key(rules, policy), _key(rules))
-    known = programs.pop(key, None)
-  except TypeError:  # an owner that takes no weak reference, or a parameter that cannot be compared
-    programs, key, known = {}, None, None
-  if known is None:
+  own = traced.key(rules, policy)
+  programs = _owners.programs_of(_owner(fun)) if own is not None else {}
+  key = (own, _key(rules))
+  program = programs.pop(key, None)
+  if program is None:
     plan = traced.plan(rules, policy)
     rules.check_all_matched(plan.fp8_paths())
-    known = Program(plan, only_dots=rules.recompute == "dots")
-  programs[key] = known
+    program = Program(plan, only_dots=rules.recompute == "dots")
+  programs[key] = program
   while len(programs) > _MOST_PROGRAMS:
     del programs[next(iter(programs))]
-  return known
+  return program
 
 
 def _owner(fun: Any) -> object:

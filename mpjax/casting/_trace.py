@@ -88,13 +88,14 @@ class Traced:
     place = Place(gradients, roles, roles.lineages, readers, copies=copies, enter_all=enter_all)
     return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
 
-  def key(self, rules: CastingRules, policy: Policy) -> Hashable:
+  def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
     """Returns what is equal for two programs only if the same is decided about them under equal rules.
 
-    Raises:
-      TypeError: for a program that cannot be compared.
+    `None` for a program that cannot be compared.
     """
-    return structure_of(self.closed), tuple(self._held(rules)), self._returns_float32(policy)
+    structure = structure_of(self.closed)
+    known = structure, tuple(self._held(rules)), self._returns_float32(policy)
+    return known if structure.is_known else None
 
   def _held(self, rules: CastingRules) -> list[Held]:
     """Returns how constants and arguments are held."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.jaxpr._bodies import constants_of, is_variable, once_for_each, open_jaxpr
+from mpjax.jaxpr._primitives import CallKind, call_kind
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, linear_util.WrappedFun)
 
 
 class Structure:
-  """The structure of a jaxpr; jaxprs of equal structures are the same program.
+  """The structure of a jaxpr: jaxprs of equal structures are the same program.
 
-  Primitives, parameters, types, scopes and contexts are compared, and bodies by their own structures. The
-  constants of bodies and functions among the parameters are what they are by identity. Neither the jaxpr's own
-  constants count nor the lines of the source.
+  Compared are primitives, parameters, types, scopes and contexts of the equations; bodies by their own
+  structures and the identity of their constants. The jaxpr's own constants do not count, nor the lines of the
+  source.
+
+  Attributes:
+    is_known: whether another jaxpr can have it. None has where a parameter is a function, as of a custom
+      derivative rule: what it closes over is hidden.
   """
 
   def __init__(self, jaxpr: Jaxpr):
@@ -26,22 +37,27 @@ class Structure:
     def of(atom: Atom) -> Hashable:
       if not is_variable(atom):
         return np.asarray(atom.val).tobytes(), atom.aval
-      return numbers[atom] if atom in numbers else (numbers.setdefault(atom, len(numbers)), atom.aval)
+      if atom in numbers:
+        return numbers[atom]
+      numbers[atom] = len(numbers)
+      return atom.aval
 
-    inputs = tuple(map(of, (*jaxpr.constvars, *jaxpr.invars)))
-    equations = tuple(
-      (tuple(map(of, e.invars)), _equation(e), tuple(map(of, e.outvars))) for e in jaxpr.eqns
-    )
-    self._parts = (inputs, equations, tuple(map(of, jaxpr.outvars)))
-    self._hash = hash(self._parts)
+    try:
+      inputs = tuple(map(of, (*jaxpr.constvars, *jaxpr.invars)))
+      equations = tuple((*map(of, e.invars), _equation(e), *map(of, e.outvars)) for e in jaxpr.eqns)
+      self._parts: Hashable = (inputs, equations, tuple(map(of, jaxpr.outvars)))
+      self._hash = hash(self._parts)
+      self.is_known = True
+    except TypeError:
+      self._parts, self._hash, self.is_known = None, id(self), False
 
   def __hash__(self) -> int:
     return self._hash
 
   def __eq__(self, other: object) -> bool:
-    if self is other:
-      return True
-    return isinstance(other, Structure) and self._hash == other._hash and self._parts == other._parts
+    if self is other or not (isinstance(other, Structure) and self.is_known and other.is_known):
+      return self is other
+    return self._hash == other._hash and self._parts == other._parts
 
 
 class _Same:
@@ -58,11 +74,7 @@ class _Same:
 
 
 def structure_of(jaxpr: AnyJaxpr) -> Structure:
-  """Returns the structure of a jaxpr.
-
-  Raises:
-    TypeError: for a parameter that cannot be compared.
-  """
+  """Returns the structure of a jaxpr, found out once for each."""
   return _structure_of(open_jaxpr(jaxpr))
 
 
@@ -72,7 +84,10 @@ def _structure_of(jaxpr: Jaxpr) -> Structure:
 
 
 def _equation(equation: JaxprEqn) -> Hashable:
-  parameters = tuple((name, _parameter(value)) for name, value in sorted(equation.params.items()))
+  policy = "policy" if call_kind(equation) is CallKind.REMAT else None  # it is asked, and not traced
+  parameters = tuple(
+    (name, value if name == policy else _parameter(value)) for name, value in sorted(equation.params.items())
+  )
   return equation.primitive, parameters, equation.source_info.name_stack, equation.ctx
 
 
@@ -81,4 +96,6 @@ def _parameter(value: Any) -> Hashable:
     return structure_of(value), tuple(map(_Same, constants_of(value)))
   if isinstance(value, (tuple, list)):
     return tuple(map(_parameter, value))
+  if isinstance(value, _FUNCTIONS):
+    raise TypeError(f"{value!r} is a function")
   return type(value), value
