@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import _headlines
 from benchmarks._record import provenance
-from benchmarks.autocast import _ablation
+from benchmarks.autocast import _ablation, _retrace
 from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.gather import _suite as gather_suite
@@ -418,6 +418,7 @@ def main() -> None:
     ("autocast_memory_tpu_v5e", autocast_memory),
     ("autocast_ablation_cuda", _ablation.table),
     ("autocast_ablation_tpu", _ablation.table),
+    ("autocast_retrace_cpu", _retrace.table),
     ("autocast_trace_h200", autocast_trace),
     ("autocast_trace_h200_float16", autocast_trace),
     ("losses_h200", losses),

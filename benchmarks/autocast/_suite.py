@@ -2,6 +2,7 @@
 
     python scripts/bench.py autocast memory cuda|tpu [--dtype bfloat16|float16] [--json FILE]
     python scripts/bench.py autocast trace [cuda|tpu] [--dtype bfloat16|float16] [--rounds N] [--json FILE]
+    python scripts/bench.py autocast retrace [--rounds N] [--json FILE]
     python scripts/bench.py autocast ablation cuda|tpu [--model NAME] [--without MECHANISM] [--json FILE]
 
 `memory` compiles the gradient of the loss of a GPT (768 wide, 4 layers, 512 tokens, batch 16) and of a ViT
@@ -9,7 +10,8 @@
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
 `trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
 JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
-counts the equations. `ablation` compiles the gradients of small models of a dozen kinds, under autocast and
+counts the equations. `retrace` times tracing alone, of gradients that are never traced before and of the same
+ones again, in float32 and under two policies. `ablation` compiles the gradients of small models of a dozen kinds, under autocast and
 under autocast without one of its mechanisms. A described device needs the packages that `mpjax[plan-cuda]`
 and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune them on, XLA finds no
 tiling for the ViT's and stops.
@@ -44,7 +46,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks._record import compiler_figures, origin, write
-from benchmarks.autocast import _ablation
+from benchmarks.autocast import _ablation, _retrace
 from benchmarks.autocast._kinds_of_models import EXAMPLES
 from benchmarks.autocast._models import Task, gpt, vit
 from mpjax._types import AnyJaxpr
@@ -178,13 +180,13 @@ def first_gradient(loss: Any, params: Any, batch: Any) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("measure", choices=("memory", "trace", "ablation"))
+  parser.add_argument("measure", choices=("memory", "trace", "retrace", "ablation"))
   parser.add_argument(
     "target", choices=("cuda", "tpu"), nargs="?", help="a device to compile for, which need not be there"
   )
   parser.add_argument("--dtype", choices=POLICIES, default="bfloat16")
   parser.add_argument("--variant", choices=VARIANTS, action="append", help="leave the others out; may repeat")
-  parser.add_argument("--rounds", type=int, help="of trace (5)")
+  parser.add_argument("--rounds", type=int, help="of trace and retrace (5)")
   parser.add_argument(
     "--model", choices=EXAMPLES, action="append", help="of ablation; leave the others out; may repeat"
   )
@@ -194,6 +196,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+  if options.measure == "retrace":
+    write(_retrace.measure(options.rounds or 5), options.json)
+    return 0
   if options.measure != "trace" and options.target is None:
     sys.exit(f"{options.measure} needs the device to compile for: {options.measure} cuda, or tpu")
   if options.measure == "ablation":
