@@ -190,11 +190,12 @@ class Emitter:
         jax.lax.dot_general_p if n.fp8 else n.equation.primitive for n in island.nodes if n.listed == "allow"
       )
       depth = common_scopes(island)
-      inside: Function = functools.partial(self._inside, island, values.held, depth)
       if self.tap is None and not any(n.fp8 for n in island.nodes):  # nothing but arrays goes in
         alone = Emitter(SideInputs({}, {}, {}), None)  # or the function would keep tracers of this trace
-        own = functools.partial(alone._inside, island, values.held, depth)
+        own = alone._function(island, values.held, depth)
         inside = self.alike.function(island, values.held, depth, own)
+      else:
+        inside = self._function(island, values.held, depth)
       with scopes_of(island.nodes[0].equation, depth):
         out = jax.checkpoint(inside, policy=_saved(products), prevent_cse=island.fenced)(*operands)
     for (variable, _), value in zip(island.outputs, out, strict=True):
@@ -214,6 +215,10 @@ class Emitter:
       for (v, _), x in zip(island.inputs, operands, strict=True)
     ]
     return keep_in_fp8(inside, [*narrow, *(False,) * len(arrays)], dtype)(*operands, *arrays)
+
+  def _function(self, island: Island, held: Mapping[Var, Held], leave_out: int) -> Function:
+    """Returns an island as a function of what it reads."""
+    return lambda *arrays: self._inside(island, held, leave_out, *arrays)
 
   def _inside(self, island: Island, held: Mapping[Var, Held], leave_out: int, *arrays: Array) -> list[Array]:
     """Returns the results of an island, from what it reads; without the scopes that its caller entered."""

@@ -211,13 +211,18 @@ def as_traced(equation: JaxprEqn, leave_out: int = 0) -> Iterator[None]:
 def scopes_inside(equation: JaxprEqn, depth: int) -> source_info_util.NameStack:
   """Returns an equation's scopes but for the first ones, so many of them.
 
-  Transformations among those stay: the phase of the derivative is read off the equation itself.
+  What they say of derivatives stays: it is read off the equation itself.
   """
-  stack = equation.source_info.name_stack
-  if not depth:
-    return stack
-  transformations = (s for s in stack.stack[:depth] if isinstance(s, _TRANSFORM))
-  return source_info_util.NameStack((*transformations, *stack.stack[depth:]))
+  return _scopes_inside(equation.source_info.name_stack, depth)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _scopes_inside(stack: source_info_util.NameStack, depth: int) -> source_info_util.NameStack:
+  left = [s.name for s in stack.stack[:depth] if isinstance(s, _TRANSFORM)]
+  inner = source_info_util.new_name_stack()
+  for name in (*("transpose",) * left.count("transpose"), *("jvp",) * ("jvp" in left)):
+    inner = inner.transform(name)
+  return inner + stack[depth:]
 
 
 def scopes_of(equation: JaxprEqn, depth: int) -> contextlib.AbstractContextManager[None]:
