@@ -44,7 +44,7 @@ class Perceptron(nn.Module):
 class Burgers:
   """A network that is trained to solve Burgers' equation: its derivatives are in the loss, the second too."""
 
-  model: nn.Module = Perceptron(5, 1)
+  model: nn.Module
   windows: int = 8
 
   def arguments(self) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ class Burgers:
 class NeuralODE:
   """Series as solutions of an ODE whose field is a network, by Runge-Kutta steps of adaptive size."""
 
-  model: nn.Module = Perceptron(2, 2)
+  model: nn.Module
   steps: int = 32
 
   def arguments(self) -> tuple[Any, Any]:
@@ -135,8 +135,8 @@ def _of(example: Burgers | NeuralODE) -> tuple[Callable[..., jax.Array], tuple[A
 
 # Each makes a loss, which no cache knows, and the shapes of its arguments.
 EXAMPLES: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, Any]]]] = {
-  "PINN": lambda: _of(Burgers()),
-  "neural ODE": lambda: _of(NeuralODE()),
+  "PINN": lambda: _of(Burgers(Perceptron(5, 1))),
+  "neural ODE": lambda: _of(NeuralODE(Perceptron(2, 2))),
   "12 blocks, no inner jit": _blocks,
 }
 

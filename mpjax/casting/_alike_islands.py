@@ -1,6 +1,7 @@
 """Islands that are alike, as in the layers of a deep model: one function for all, which JAX traces once.
 
-So are the bodies of a jitted function that is called several times, where the same is decided about them. What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
+So are the bodies of a jitted function that is called several times, where the same is decided about them. What
+JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ class Traced:
     """Returns how constants and arguments are held."""
     body, half = open_jaxpr(self.closed), rules.overrides.any_half
     constants = zip(body.constvars, constants_of(self.closed), strict=True)
-    return [*(initial(v.aval, _known(c), half) for v, c in constants), *(initial(v.aval) for v in body.invars)]
+    return [
+      *(initial(v.aval, _known(c), half) for v, c in constants),
+      *(initial(v.aval) for v in body.invars),
+    ]
 
   def _returns_float32(self, policy: Policy) -> bool:
     return policy.output_dtype.itemsize >= 4 or any(self._kept)

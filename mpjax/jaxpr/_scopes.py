@@ -158,7 +158,8 @@ def in_region(path: str) -> bool:
 def has_region(jaxpr: Jaxpr) -> bool:
   """Returns whether an equation of an open jaxpr, at any depth, is in a region of `half_precision`."""
   return any(
-    in_region(marked_path(e)) or any(has_region(open_jaxpr(body)) for body in bodies_of(e)) for e in jaxpr.eqns
+    in_region(marked_path(e)) or any(has_region(open_jaxpr(body)) for body in bodies_of(e))
+    for e in jaxpr.eqns
   )
 
 

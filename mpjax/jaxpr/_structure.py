@@ -15,7 +15,6 @@ from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
 from mpjax.jaxpr._bodies import constants_of, is_variable, once_for_each, open_jaxpr
 from mpjax.jaxpr._primitives import CallKind, call_kind
 
-
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, linear_util.WrappedFun)
 
 
