@@ -17,7 +17,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mpjax
 from benchmarks._record import origin, provenance
@@ -71,7 +70,7 @@ class Burgers:
   @functools.partial(jax.jit, static_argnums=0)
   def loss(self, params: Any, points: jax.Array) -> jax.Array:
     x = points[:, 1]
-    u = jax.vmap(self.solution, (None, None, 0))(params, 0.0, x)
+    u = jax.vmap(self.solution, (None, None, 0))(params, jnp.float32(0), x)
     return jnp.square(u + jnp.sin(x)).mean() + self.residuals(params, points).mean()
 
 
@@ -171,11 +170,12 @@ def measure(rounds: int) -> dict[str, Any]:
         found[policy].append(seconds_of(make, policy))
     for policy, times in found.items():
       loss, args = make()
-      row = {"equations": len(list(equations_in(jax.make_jaxpr(_gradient(loss, policy))(*args))))}
+      traced = jax.make_jaxpr(_gradient(loss, policy))(*args)
+      row: dict[str, float] = {"equations": sum(1 for _ in equations_in(traced))}
       for phase in PHASES:
         ratios = [a[phase] / b[phase] for a, b in zip(times, found[None], strict=True)]
-        row |= {f"{phase}_s": float(np.median([t[phase] for t in times]))}
-        row |= {f"{phase}_ratio": statistics.median(ratios)}
+        row[f"{phase}_s"] = statistics.median(t[phase] for t in times)
+        row[f"{phase}_ratio"] = statistics.median(ratios)
       rows[policy or "float32"] = row
       cells = (f"{row[f'{phase}_s']:9.3f} s ({row[f'{phase}_ratio']:.2f})" for phase in PHASES)
       print(f"{model:26}{policy or 'float32':10}{row['equations']:6} equations", *cells, flush=True)

@@ -10,11 +10,11 @@
 the compiler, and matrix products and convolutions by the dtypes of their operands, from the StableHLO.
 `trace` times what comes before the first gradient of these, and of 48 small blocks that are not scanned, with
 JAX's caches emptied every time: tracing, lowering and compiling, for this machine or a described device; and
-counts the equations. `retrace` times tracing alone, of a gradient that was never traced and of the same again,
-in float32 and under two policies. `ablation` compiles the gradients of small models of a dozen kinds, under
-autocast and under autocast without one of its mechanisms. A described device needs the packages that
-`mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune them
-on, XLA finds no tiling for the ViT's and stops.
+counts the equations. `retrace` times tracing alone, of a gradient that was never traced and of the same once
+more, in float32 and under two policies. `ablation` compiles the gradients of small models of a dozen kinds,
+under autocast and under autocast without one of its mechanisms. A described device needs the packages that
+`mpjax[plan-cuda]` and `mpjax[plan-tpu]` name. Triton's products are off for the H200: with no GPU to tune
+them on, XLA finds no tiling for the ViT's and stops.
 """
 
 from __future__ import annotations

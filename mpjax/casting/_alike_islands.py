@@ -1,7 +1,7 @@
 """Islands that are alike, as in the layers of a deep model: one function for all, which JAX traces once.
 
-So are the bodies of a jitted function that is called several times, where the same is decided about them. What
-JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
+So are the bodies of a jitted function that is called several times, where the same is decided about them.
+What JAX knows of a function is kept with the function: its program, its derivative, what of it is saved.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _node_key(node: Node, of: Callable[[Atom], Hashable], depth: int) -> Hashabl
 
 
 def _decided(node: Node) -> Hashable:
-  """Returns how an equation is carried out, but for the bodies that it has."""
+  """Returns how an equation is carried out, but for its bodies."""
   return (
     (node.listed, node.mode, node.half, node.outs, node.reads, node.widened, node.own_casts),
     (node.result_dtype, node.stores_gradient, node.fp8, node.kernel),
@@ -115,6 +115,7 @@ def _plan_key(plan: CastPlan) -> Hashable:
 
 
 def _call_key(call: Call) -> Hashable:
+  """Returns what two calls have in common if their bodies are carried out alike."""
   kind = call_kind(call.equation)
   if kind is None or not kind.is_plain:  # a rule is decided about where the call stands
     return call

@@ -26,7 +26,7 @@ from mpjax.casting._trace import Traced
 from mpjax.jaxpr import as_function, is_variable, known_primitives, open_jaxpr
 from mpjax.policy import Policy
 
-_MOST_PROGRAMS = 16  # of one owner
+_MOST_PROGRAMS = 8  # of one owner
 _MOST_OWNERS = 64
 
 
@@ -55,7 +55,7 @@ class Program:
 
 
 class _Owners:
-  """The programs of each owner: the newest, as long as it lives, of a limited number of owners."""
+  """The programs of owners: each one's as long as it lives, and of a limited number of owners."""
 
   def __init__(self) -> None:
     self._programs: dict[int, tuple[weakref.ref[Any], dict[Hashable, Program]]] = {}
@@ -71,7 +71,7 @@ class _Owners:
         return {}
     self._programs[number] = ref, programs
     while len(self._programs) > _MOST_OWNERS:
-      del self._programs[next(iter(self._programs))]
+      self._programs.pop(next(iter(self._programs)), None)
     return programs
 
 
@@ -100,7 +100,7 @@ def program_of(fun: Callable[..., Any], traced: Traced, rules: CastingRules, pol
     program = Program(plan, only_dots=rules.recompute == "dots")
   programs[key] = program
   while len(programs) > _MOST_PROGRAMS:
-    del programs[next(iter(programs))]
+    programs.pop(next(iter(programs)), None)
   return program
 
 
