@@ -18,7 +18,6 @@ from mpjax.jaxpr import (
   equations_in,
   facts,
   has_region,
-  marked_path,
   open_jaxpr,
 )
 from mpjax.patterns import component_regex
