@@ -181,6 +181,8 @@ class Case:
   def why_float32(self) -> str:
     """Why it keeps float32 operands as a product whose operands and readers ask for that; or empty."""
     place = self.body.place
+    if (*place.calls, (self.equation, 0)) in place.exact:
+      return "the product that it is the derivative of keeps float32 operands"
     known, result = place.lineages, self.equation.outvars[0]
     operands = [known[a] for a in self.equation.invars[:2]] if known else []
     followed = place.roles.reaches_product(result) if place.roles else place.followed

@@ -161,7 +161,7 @@ def is_recurrent(product: JaxprEqn, loop: JaxprEqn, rules: CastingRules) -> bool
 
 
 def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
-  """Returns for each carry of a loop whether a product of it and weights of the step's own makes the next.
+  """Returns for each carry of a loop whether a product of it and weights of the step's own makes a later one.
 
   Such are the weights of stacked layers, which a `scan` reads row by row, and those that are taken from an
   array by the number of the step.
@@ -177,10 +177,13 @@ def layers_of_steps(loop: JaxprEqn, rules: CastingRules) -> Sequence[bool]:
       is_state = is_float(loop.invars[k].aval)
       entering[k] = _Step(frozenset([k]) if is_state else frozenset(), not is_state)
     bodies, _ = steps.enter(loop, layout, entering)
-    n = len(layout.carry)
-    leaving = [fact for facts in bodies for fact in facts.outputs[:n]]
-    layered = frozenset[int]().union(*(fact.layered for fact in leaving))
-    found[loop, "layers"] = [k in layered for k in layout.carry]
+    inner = next(facts for facts, body in zip(bodies, layout.bodies, strict=True) if not body.decides)
+    leaving = dict(zip(layout.carry, inner.outputs, strict=False))
+    follows = {k: set(fact.states) for k, fact in leaving.items()}
+    found[loop, "layers"] = [
+      any(k in fact.layered and j in _closure(k, follows) for j, fact in leaving.items())
+      for k in layout.carry
+    ]
   return cast(Sequence[bool], found[loop, "layers"])
 
 

@@ -21,6 +21,7 @@ class Place:
     lineages: where its values come from; `None` where that is not known, as in a backward rule.
     readers: who reads its values; `None` where that is not known outside of it.
     followed: whether further products are made of what it returns, if `roles` do not say.
+    exact: the products of the program's backward passes that keep float32 operands, as the forward ones do.
     calls: those that it is in, outermost first.
     path: the module path that it is in.
     sites: the names that products under delayed FP8 scaling have taken.
@@ -36,6 +37,7 @@ class Place:
   lineages: Facts[Lineage] | None = None
   readers: Facts[Reads] | None = None
   followed: bool = True
+  exact: frozenset[Calls] = frozenset()
   calls: Calls = ()
   path: str = ""
   sites: Sites = dataclasses.field(default_factory=Sites)

@@ -48,6 +48,7 @@ class Lineage(NamedTuple):
     argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
     real: whether it is computed of a float input or of an array that the program closes over: not of
       positions, indices and constants alone.
+    solved: whether linear algebra made it, and no weight multiplied it since.
   """
 
   active: bool
@@ -56,6 +57,7 @@ class Lineage(NamedTuple):
   gradient: bool = False
   argument: bool = False
   real: bool = False
+  solved: bool = False
 
 
 class Lineages(Forward[Lineage]):
@@ -67,13 +69,15 @@ class Lineages(Forward[Lineage]):
   def start(self, atom: Atom) -> Lineage:
     if is_variable(atom):
       return Lineage(False, True, (atom, "constant"), argument=True, real=is_float(atom.aval))
-    return Lineage(False, False, None, real=is_float(atom.aval) and bool(shape_of(atom)))
+    is_array = is_float(atom.aval) and bool(shape_of(atom))
+    return Lineage(False, False, None, argument=is_array, real=is_array)
 
   def join(self, a: Lineage, b: Lineage) -> Lineage:
     root = b.root if a.root is None else a.root
     gradient, argument = a.gradient or b.gradient, a.argument and b.argument
     real = a.real or b.real
-    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real)
+    solved = a.solved or b.solved
+    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real, solved)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call"
@@ -82,9 +86,11 @@ class Lineages(Forward[Lineage]):
     active, varies = any(f.active for f in operands), any(f.varies for f in operands)
     gradient = any(f.gradient for f in operands) or backward_depth(equation) > 0
     real = any(f.real for f in operands)
+    solved = any(f.solved for f in operands) or has(equation, Trait.ALGEBRA)
     if is_product(equation, self._rules):
       layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
-      active = active or (real and layer)
+      active = active or (layer and all(f.real for f in operands[:2]))
+      solved = solved and not any(f.argument for f in operands[:2])
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
@@ -92,7 +98,9 @@ class Lineages(Forward[Lineage]):
     made_of_literals = not any(map(is_variable, equation.invars))
     roots = [None if made_of_literals else (calls, v) for v in equation.outvars]
     return [
-      Lineage(active, varies, root, gradient, real=real and is_float(v.aval))
+      Lineage(
+        active, varies, root, gradient, real=real and is_float(v.aval), solved=solved and is_float(v.aval)
+      )
       for root, v in zip(roots, equation.outvars, strict=True)
     ]
 

@@ -23,18 +23,22 @@ from mpjax.casting._product_roles import (
   Ends,
   Lineage,
   ProductRoles,
+  Root,
   by_calls,
   is_layer,
   is_outer,
+  is_product,
   states_precision,
 )
 from mpjax.jaxpr import (
   Backward,
+  CallKind,
   Calls,
   Facts,
   Trait,
   at_region_edge,
   backward_depth,
+  call_kind,
   dtype_of,
   has,
   inside,
@@ -48,6 +52,7 @@ class Reads(enum.Flag):
 
   NONE = 0
   VIEW = enum.auto()  # a half-precision product, as it is or by views
+  LATER = enum.auto()  # such a product in the backward pass, of a value of the forward pass
   HALF = enum.auto()  # an operation in half precision
   FLOAT32 = enum.auto()  # an operation in float32, or the caller
   ALGEBRA = enum.auto()  # linear algebra, directly or of what is computed of it in float32
@@ -55,16 +60,22 @@ class Reads(enum.Flag):
 
 
 _IN_HALF = Reads.VIEW | Reads.HALF
+_VIEWS = Reads.VIEW | Reads.LATER
+
+
+def _only_float32(reads: Reads) -> bool:
+  """Returns whether the forward pass reads a value, and not in half precision."""
+  return bool(reads & ~Reads.LATER) and not reads & _IN_HALF
 
 
 def in_half_alone(reads: Reads) -> bool:
   """Returns whether a product reads a value, and no reader takes it in anything but half precision."""
-  return bool(reads & Reads.VIEW) and not reads & ~_IN_HALF
+  return bool(reads & _VIEWS) and not reads & ~(_IN_HALF | Reads.LATER)
 
 
 def in_order_alone(reads: Reads) -> bool:
   """Returns whether nothing but its place among others, or an integer, is made of a value."""
-  return reads is Reads.ORDER
+  return reads & ~Reads.LATER == Reads.ORDER
 
 
 def in_backward(equation: JaxprEqn, calls: Calls) -> bool:
@@ -98,7 +109,7 @@ def why_float32(
     rules: what decides.
     calls: those that it is in.
   """
-  if equation.primitive is not jax.lax.dot_general_p:
+  if equation.primitive not in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
     return ""
   backward = in_backward(equation, calls)
   real = [fact.real for fact in operands] or [True]
@@ -106,14 +117,17 @@ def why_float32(
     return "its operands are positions, counts or constants: from no float input and no parameter"
   if any(is_recurrent(equation, call, rules) for call, _ in calls):
     return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
-  if reads == Reads.NONE or reads & _IN_HALF or backward:
+  if backward or not _only_float32(reads):
     return ""
   if any(fact.gradient for fact in operands):
     return "it is of a gradient that has left its backward pass, and float32 alone reads it"
-  if not all(real) and not (followed and reads & Reads.FLOAT32):
+  layers = followed and any(fact.active for fact in operands)
+  if not all(real) and not (layers and reads & Reads.FLOAT32):
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
-  if reads & Reads.ALGEBRA and len({fact.root for fact in operands}) == 1:
-    return "a Gram matrix that linear algebra reads"
+  if any(fact.solved for fact in operands):
+    return "linear algebra made an operand, and float32 alone reads it"
+  if reads & Reads.ALGEBRA and not any(fact.argument for fact in operands):
+    return "linear algebra reads it, and no weight is in it"
   return ""
 
 
@@ -124,7 +138,7 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
   it worth its memory where it is large, such as the logits of a vocabulary: in half precision it is kept for
   the backward pass in half the bytes.
   """
-  if reads == Reads.NONE or reads & _IN_HALF or backward_depth(equation):
+  if backward_depth(equation) or not _only_float32(reads):
     return ""
   result = equation.outvars[0]
   if roles.lineage(result).gradient:
@@ -174,7 +188,12 @@ class Readers(Backward[Reads]):
 
   def transfer(self, equation: JaxprEqn, results: list[Reads], calls: Calls) -> list[Reads]:
     reads = self._reads(equation, functools.reduce(operator.or_, results, Reads.NONE), calls)
-    return [reads if castable(atom.aval) else Reads.NONE for atom in equation.invars]
+    later = reads
+    if reads & _IN_HALF and in_backward(equation, calls):
+      later = reads & ~_IN_HALF | (Reads.LATER if reads & Reads.VIEW else Reads.NONE)
+    known = self._lineages.get(calls)
+    of = lambda atom: reads if known is None or known[atom].gradient else later
+    return [of(atom) if castable(atom.aval) else Reads.NONE for atom in equation.invars]
 
   def _reads(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
     if at_region_edge(marked_path(equation)) or _kernels.has_registered(equation):
@@ -185,8 +204,11 @@ class Readers(Backward[Reads]):
     if half is None or any(why_solver(call, self._rules) for call, _ in calls):
       return Reads.FLOAT32
     if listed == "allow":
-      exact = self._keeps_float32(equation, results, calls)
-      return Reads.FLOAT32 | (results & Reads.ALGEBRA) if exact else _IN_HALF
+      if not self._keeps_float32(equation, results, calls):
+        return _IN_HALF
+      known = self._lineages.get(calls)
+      solved = known is not None and any(known[a].solved for a in equation.invars)
+      return Reads.FLOAT32 | (Reads.ALGEBRA if solved else results & Reads.ALGEBRA)
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
     if listed in ("deny", "opaque", "call"):
@@ -212,4 +234,37 @@ class Readers(Backward[Reads]):
       return Reads.HALF if dtype_of(outs[0]).itemsize < 4 else Reads.FLOAT32
     if not any(is_float(v.aval) for v in outs):
       return Reads.ORDER
-    return results if has(equation, Trait.PASSES_ON) else results & ~Reads.VIEW
+    return results if has(equation, Trait.PASSES_ON) else results & ~_VIEWS
+
+
+def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: CastingRules) -> frozenset[Calls]:
+  """Returns the products of backward passes in a program whose forward products all keep float32 operands.
+
+  A product of a backward pass comes from the forward ones that share an operand with it. So does one in a
+  `while_loop`: the derivative of a solver may be a loop that takes its steps again.
+  """
+  ends = by_calls(roles.ends) if roles.ends else {}
+  read = by_calls(readers)
+  forward: dict[Root, list[bool]] = {}
+  backward: dict[Calls, list[Root]] = {}
+  for facts in roles.lineages.everywhere():
+    for equation in facts.equations:
+      if not is_product(equation, rules):
+        continue
+      operands = [facts[a] for a in equation.invars[:2]]
+      roots = [fact.root for fact in operands if fact.root is not None and not fact.gradient]
+      solver = any(why_solver(call, rules) for call, _ in facts.calls)
+      loop = any(call_kind(call) is CallKind.WHILE for call, _ in facts.calls)
+      if in_backward(equation, facts.calls) or (loop and not solver):
+        backward[(*facts.calls, (equation, 0))] = roots
+        continue
+      result, after = equation.outvars[0], ends.get(facts.calls)
+      followed = after is not None and bool(after[result] & Ends.PRODUCT)
+      reads = read[facts.calls][result] if facts.calls in read else Reads.HALF
+      exact = solver or bool(why_float32(equation, operands, followed, reads, rules, facts.calls))
+      for root in roots:
+        forward.setdefault(root, []).append(exact)
+  sources = {
+    place: [exact for root in roots for exact in forward.get(root, ())] for place, roots in backward.items()
+  }
+  return frozenset(place for place, exact in sources.items() if exact and all(exact))

@@ -21,7 +21,7 @@ from mpjax.casting._nnx_modules import Modules, with_module_argument
 from mpjax.casting._overrides import Overrides
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import ProductRoles
-from mpjax.casting._readers import Readers
+from mpjax.casting._readers import Readers, backward_of_exact
 from mpjax.casting._weight_gradients import WeightGradients
 from mpjax.jaxpr import OUTPUT, constants_of, dtype_of, open_jaxpr, structure_of
 from mpjax.policy import Policy
@@ -85,7 +85,8 @@ class Traced:
     full = self._returns_float32(policy)
     readers = Readers.of(self.closed, rules, roles, full)
     gradients = WeightGradients.leaving(self.closed)
-    place = Place(gradients, roles, roles.lineages, readers, copies=copies, enter_all=enter_all)
+    exact = backward_of_exact(roles, readers, rules)
+    place = Place(gradients, roles, roles.lineages, readers, exact=exact, copies=copies, enter_all=enter_all)
     return decide(self.closed, self._held(rules), rules, place, full_outputs=full)
 
   def key(self, rules: CastingRules, policy: Policy) -> Hashable | None:
