@@ -194,7 +194,7 @@ def _pole(state: jax.Array, action: jax.Array, key: jax.Array) -> tuple[jax.Arra
   return jnp.where(done, first, state), jnp.float32(1), done
 
 
-def purejaxrl(policy: str | None, envs: int = 4, steps: int = 32, updates: int = 6, epochs: int = 2) -> Run:
+def purejaxrl(policy: str | None, envs: int = 4, steps: int = 32, updates: int = 4, epochs: int = 2) -> Run:
   """PPO for four seeds; the loss is under autocast, and what acts in the environment is not."""
   network = _ActorCritic()
   tx = _scaled(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2.5e-3, eps=1e-5)), policy)
@@ -490,8 +490,24 @@ def _solve(field: Callable[..., Any], y0: jax.Array, times: jax.Array, tolerance
   return *saved, steps, t >= times[-1]
 
 
-def diffrax(policy: str | None) -> Run:
-  """A neural ODE that learns a spiral; the whole loss is under autocast, solver and all."""
+class Ode(NamedTuple):
+  """A neural ODE that learns a spiral.
+
+  Attributes:
+    solution: (params, batch) -> what `_solve` returns, for each row.
+    loss: (params, batch) -> float32[].
+    params: arrays of the field.
+    batch: first values, times, and the solution at them.
+  """
+
+  solution: Callable[..., Any]
+  loss: Callable[..., jax.Array]
+  params: Any
+  batch: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def ode() -> Ode:
+  """Returns a neural ODE, the loss of which holds the solver and all."""
   rng = np.random.default_rng(0)
   times = np.linspace(0, 1.5, 12, dtype=np.float32)
   turn = np.array([[-0.1, 2.0], [-2.0, -0.1]])
@@ -505,20 +521,17 @@ def diffrax(policy: str | None) -> Run:
     model = eqx.combine(params, static)
     return jax.vmap(lambda y0: _solve(lambda t, y: model(y), y0, batch[1]))(batch[0])
 
-  def loss_fn(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean((solution(params, batch[:2])[1] - batch[2]) ** 2)
+  def loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((solution(params, batch)[1] - batch[2]) ** 2)
 
-  params, losses, skipped = _run(loss_fn, params, optax.adabelief(3e-3), policy, [(y0, times, wanted)] * 12)
-  at = jax.jit(_autocast(solution, policy))
-  saved, ys, steps, came_to_the_end = at(eqx.filter(model, eqx.is_inexact_array), (y0, times))
-  result = {
-    "times": saved,
-    "asked": times,
-    "solution": ys,
-    "steps": steps,
-    "came to the end": came_to_the_end,
-  }
-  return Run(losses, skipped, jax.tree.map(np.asarray, result))
+  return Ode(solution, loss, params, (y0, times, wanted))
+
+
+def diffrax(policy: str | None) -> Run:
+  """A neural ODE in training: the whole loss is under autocast, solver and all."""
+  at = ode()
+  _, losses, skipped = _run(at.loss, at.params, optax.adabelief(3e-3), policy, [at.batch] * 12)
+  return Run(losses, skipped, {})
 
 
 RUNS = {f.__name__: f for f in (big_vision, purejaxrl, jaxpi, tunix, mamba, diffrax)}
