@@ -1,0 +1,196 @@
+"""Generative models: flows, autoencoders, diffusion, radiance, energies, adversaries."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.casting.programs._ideal import Out, program
+
+
+def mlp(half, params, x):
+  return half.dot(jax.nn.silu(half.dot(x, params["in"])), params["out"])
+
+
+@program(
+  "densities: couplings and a full matrix, their log-determinants, and the way back",
+  {"first": lambda rng: layer(rng, 4, 8), "second": lambda rng: layer(rng, 4, 8), "mix": (8, 8)},
+  lambda rng: {"x": rng.standard_normal((64, 8))},
+)
+def normalising_flow(half, params, inputs):
+  mix = jnp.eye(8) + 0.3 * params["mix"]
+
+  def couple(weights, x):
+    a, b = jnp.split(x, 2, -1)
+    shift, scale = jnp.split(mlp(half, weights, a), 2, -1)
+    scale = jnp.tanh(scale)
+    return jnp.concatenate([b * jnp.exp(scale) + shift, a], -1), scale.sum(-1)
+
+  x, first = couple(params["first"], inputs["x"])
+  x = half.dot(x, mix)
+  z, second = couple(params["second"], x)
+  log_p = jax.scipy.stats.norm.logpdf(z).sum(-1) + first + second + jnp.linalg.slogdet(mix)[1]
+  return Out(-log_p.mean(), {"z": z, "log_p": log_p})
+
+
+def layer(rng, n, out, width=32):
+  return {
+    "in": rng.standard_normal((n, width)) / n**0.5,
+    "out": rng.standard_normal((width, out)) / width**0.5,
+  }
+
+
+@program(
+  "images: a variational autoencoder, its divergence and its Bernoulli likelihood",
+  {"encoder": lambda rng: layer(rng, 32, 16), "decoder": lambda rng: layer(rng, 8, 32)},
+  lambda rng: {"x": (rng.random((32, 32)) < 0.4) * 1.0, "seed": rng.integers(0, 2**31)},
+)
+def variational_autoencoder(half, params, inputs):
+  mean, log_variance = jnp.split(mlp(half, params["encoder"], inputs["x"]), 2, -1)
+  z = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(jax.random.key(inputs["seed"]), mean.shape)
+  logits = mlp(half, params["decoder"], z)
+  likelihood = -optax.sigmoid_binary_cross_entropy(logits, inputs["x"]).sum(-1)
+  divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance), -1)
+  return Out(
+    jnp.mean(divergence - likelihood), {"divergence": divergence, "likelihood": likelihood, "logits": logits}
+  )
+
+
+def clock(t, d=16):
+  """Sines and cosines of times [B]."""
+  angles = jnp.einsum(
+    "b,f->bf", t.astype(jnp.float32), jnp.exp(-jnp.log(10000.0) * jnp.arange(d // 2) / (d // 2))
+  )
+  return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
+
+
+DENOISER = {"in": (24, 64), "out": (64, 8), "clock": (16, 64), "classes": (4, 64)}
+
+
+def denoise(half, params, x, t, label):
+  hidden = half.dot(jnp.concatenate([x, clock(t)], -1), params["in"]) + half.dot(clock(t), params["clock"])
+  return half.dot(jax.nn.silu(hidden + 3 * params["classes"][label]), params["out"])
+
+
+@program(
+  "images: a diffusion step, noise of a schedule at integer times",
+  DENOISER,
+  lambda rng: {
+    "x": rng.standard_normal((64, 8)),
+    "t": rng.integers(0, 1000, 64),
+    "label": rng.integers(0, 4, 64),
+    "seed": rng.integers(0, 2**31),
+  },
+)
+def diffusion(half, params, inputs):
+  kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
+  noise = jax.random.normal(jax.random.key(inputs["seed"]), (64, 8))
+  at = kept[inputs["t"]][:, None]
+  x = jnp.sqrt(at) * inputs["x"] + jnp.sqrt(1 - at) * noise
+  guess = denoise(half, params, x, inputs["t"], inputs["label"])
+  weight = jnp.minimum(at / (1 - at), 5.0)
+  return Out(jnp.mean(weight * (guess - noise) ** 2), {"noised": x, "guess": guess})
+
+
+@program(
+  "images: sampling by diffusion with guidance, a sample that a scan carries",
+  DENOISER,
+  lambda rng: {"x": rng.standard_normal((16, 8)), "label": rng.integers(1, 4, 16)},
+)
+def guided_sampling(half, params, inputs):
+  kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
+  times = jnp.arange(980, -1, -20)
+
+  def step(x, now):
+    t, following = now
+    clocks = jnp.full(16, t)
+    given = denoise(half, params, x, clocks, inputs["label"])
+    free = denoise(half, params, x, clocks, jnp.zeros(16, int))
+    noise = free + 2.0 * (given - free)
+    a, b = kept[t], jnp.where(following >= 0, kept[following], 1.0)
+    clean = jnp.clip((x - jnp.sqrt(1 - a) * noise) / jnp.sqrt(a), -3, 3)
+    return jnp.sqrt(b) * clean + jnp.sqrt(1 - b) * noise, None
+
+  x, _ = jax.lax.scan(step, inputs["x"], (times, times - 20))
+  return Out(jnp.mean(x**2), x)
+
+
+@program(
+  "images: flow matching, a velocity at random times and Euler steps along it",
+  {"in": (9, 64), "out": (64, 8)},
+  lambda rng: {
+    "a": rng.standard_normal((32, 8)),
+    "b": rng.standard_normal((32, 8)),
+    "t": rng.random((32, 1)),
+  },
+)
+def flow_matching(half, params, inputs):
+  velocity = lambda x, t: mlp(half, params, jnp.concatenate([x, t], -1))
+  x = (1 - inputs["t"]) * inputs["a"] + inputs["t"] * inputs["b"]
+  error = velocity(x, inputs["t"]) - (inputs["b"] - inputs["a"])
+  step = lambda i, x: x + velocity(x, jnp.full((32, 1), i / 50)) / 50
+  sample = jax.lax.fori_loop(0, 50, step, jax.lax.stop_gradient(inputs["a"]))
+  return Out(jnp.mean(error**2), {"error": error, "sample": jax.lax.stop_gradient(sample - inputs["a"])})
+
+
+@program(
+  "scenes: NeRF, frequencies of positions by einsum, transmittance along rays",
+  {"in": (30, 64), "density": (64, 1), "colour": (64, 3)},
+  lambda rng: {
+    "origins": rng.uniform(-1, 1, (12, 3)),
+    "directions": rng.standard_normal((12, 3)),
+    "y": rng.random((12, 3)),
+  },
+)
+def radiance_field(half, params, inputs):
+  depth = jnp.linspace(0.5, 3.5, 24)
+  points = inputs["origins"][:, None] + depth[:, None] * inputs["directions"][:, None]
+  angles = jnp.einsum("rsi,f->rsif", points, 2.0 ** jnp.arange(5) * jnp.pi).reshape(12, 24, 15)
+  hidden = jax.nn.relu(half.dot(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1), params["in"]))
+  density = jax.nn.softplus(half.dot(hidden, params["density"])[..., 0])
+  colour = jax.nn.sigmoid(half.dot(hidden, params["colour"]))
+  alpha = 1 - jnp.exp(-density * (depth[1] - depth[0]))
+  through = jnp.cumprod(jnp.concatenate([jnp.ones((12, 1)), 1 - alpha[:, :-1] + 1e-10], -1), -1)
+  weights = alpha * through
+  seen = jnp.einsum("rs,rsc->rc", weights, colour)
+  far = jnp.einsum("rs,s->r", weights, depth)
+  return Out(jnp.mean((seen - inputs["y"]) ** 2), {"seen": seen, "depth": far, "angles": angles})
+
+
+@program(
+  "images: adversaries with a penalty of the critic's gradient",
+  {"critic": lambda rng: layer(rng, 8, 1)},
+  lambda rng: {
+    "real": rng.standard_normal((32, 8)),
+    "fake": rng.standard_normal((32, 8)) + 1,
+    "at": rng.random((32, 1)),
+  },
+)
+def gradient_penalty(half, params, inputs):
+  critic = lambda x: mlp(half, params["critic"], x)[..., 0]
+  between = inputs["at"] * inputs["real"] + (1 - inputs["at"]) * inputs["fake"]
+  slopes = jax.vmap(jax.grad(critic))(between)
+  norms = jnp.sqrt(jnp.sum(slopes**2, -1) + 1e-12)
+  loss = critic(inputs["fake"]).mean() - critic(inputs["real"]).mean() + 10 * jnp.mean((norms - 1) ** 2)
+  return Out(loss, {"slopes": slopes, "norms": norms})
+
+
+@program(
+  "densities: an energy, sampled by Langevin's steps in a fori_loop",
+  {"in": (4, 32), "out": (32, 1)},
+  lambda rng: {
+    "x": rng.standard_normal((16, 4)),
+    "start": rng.standard_normal((16, 4)),
+    "seed": rng.integers(0, 2**31),
+  },
+)
+def langevin(half, params, inputs):
+  energy = lambda params, x: mlp(half, params, x)[..., 0] + 0.5 * jnp.sum(x**2, -1)
+
+  def step(i, x):
+    slope = jax.grad(lambda x: energy(params, x).sum())(x)
+    key = jax.random.fold_in(jax.random.key(inputs["seed"]), i)
+    return x - 0.005 * slope + 0.1 * jax.random.normal(key, x.shape)
+
+  sample = jax.lax.stop_gradient(jax.lax.fori_loop(0, 60, step, inputs["start"]))
+  a, b = energy(params, inputs["x"]), energy(params, sample)
+  return Out(a.mean() - b.mean() + 0.1 * jnp.mean(a**2 + b**2), {"sample": sample, "energy": b})

@@ -1,0 +1,88 @@
+"""Autocast of programs of many fields: as near to float32 as half-precision products allow."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+from tests.casting import programs
+from tests.casting.programs._ideal import PROGRAMS, compare
+
+for module in pkgutil.iter_modules(programs.__path__):
+  if module.name.startswith("_"):
+    importlib.import_module(f"{programs.__name__}.{module.name}")
+
+
+# One of each kind, and cheap to compile.
+QUICK = {
+  "diffusion",
+  "entropy_behind_calls",
+  "equilibrium",
+  "euler_by_jit",
+  "experts_with_capacity",
+  "lookup_by_one_hot",
+  "rotary_by_einsum",
+  "sequence_ratio",
+  "top_p_sampling",
+  "whitening",
+}
+# What autocast does not get right yet, by what it would have to know.
+UNSOLVED = {
+  "a window or a stencil of constants is a convolution, and no layer": (
+    "moving_statistics",
+    "stencil_by_convolution",
+    "structural_similarity",
+  ),
+  "products of coordinates with small matrices fill no matrix unit": (
+    "affine_warp",
+    "camera_rays",
+    "chain_of_joints",
+    "periodic_cell",
+  ),
+  "products beside linear algebra, of what it made or what it reads, feel every rounding": (
+    "aligned_poses",
+    "closed_form_head",
+    "correlation_analysis",
+    "determinantal",
+    "gaussian_mixture",
+  ),
+  "a state that each step adds to, or renormalises, remembers": (
+    "crf_by_products",
+    "dense_state_space",
+    "nonnegative_factors",
+    "scaled_forward",
+    "sinkhorn_by_products",
+    "value_iteration",
+  ),
+  "a sum of two products is read by a logarithm": ("spectrum_by_products",),
+  "differences of a critic's values are advantages": ("ppo",),
+  "autocast of grad: the adjoint of an integrator adds up over its steps": (
+    "adaptive_solver",
+    "diffrax_ode",
+    "euler_by_jit",
+    "guided_sampling",
+    "runge_kutta",
+  ),
+  "autocast of grad: the backward pass reads coordinates and weights of rays, too": (
+    "boxes",
+    "radiance_field",
+  ),
+}
+REASONS = {name: reason for reason, names in UNSOLVED.items() for name in names}
+assert PROGRAMS.keys() >= QUICK | REASONS.keys()
+
+
+def case(name):
+  marks = [] if name in QUICK else [pytest.mark.slow]
+  if name in REASONS:
+    marks.append(pytest.mark.xfail(reason=REASONS[name], raises=AssertionError, strict=True))
+  return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [case(name) for name in PROGRAMS])
+def test_program_is_as_near_to_float32_as_its_products_allow(name):
+  one = PROGRAMS[name]
+  if one.needs:
+    pytest.importorskip(one.needs)
+  lines = [line for found in compare(one) for line in found.failures(one.factor)]
+  assert not lines, f"{one.about}\n" + "\n".join(lines)
