@@ -146,6 +146,8 @@ class Body:
   def bodies(self, case: Case) -> Bodies:
     """Returns what decides about the bodies of a call."""
     solver = self.place.solver or why_solver(case.equation, self.rules)
+    if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
+      solver = "the loop takes the steps of a solver again"
     n = len(call_layout(case.equation).carry) if solver else 0
     settings = [self.rules.overrides.loop_carry_at(inside(case.path, f"carry_{i}")) for i in range(n)]
     solver = "" if "half" in settings else solver

@@ -21,7 +21,7 @@ class Place:
     lineages: where its values come from; `None` where that is not known, as in a backward rule.
     readers: who reads its values; `None` where that is not known outside of it.
     followed: whether further products are made of what it returns, if `roles` do not say.
-    exact: the products of the program's backward passes that keep float32 operands, as the forward ones do.
+    exact: see `backward_of_exact`.
     calls: those that it is in, outermost first.
     path: the module path that it is in.
     sites: the names that products under delayed FP8 scaling have taken.

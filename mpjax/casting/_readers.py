@@ -241,7 +241,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   """Returns the products of backward passes in a program whose forward products all keep float32 operands.
 
   A product of a backward pass comes from the forward ones that share an operand with it. So does one in a
-  `while_loop`: the derivative of a solver may be a loop that takes its steps again.
+  `while_loop`: the derivative of a solver may be a loop that takes its steps again, which is in the result, too.
   """
   ends = by_calls(roles.ends) if roles.ends else {}
   read = by_calls(readers)
@@ -264,7 +264,12 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
       exact = solver or bool(why_float32(equation, operands, followed, reads, rules, facts.calls))
       for root in roots:
         forward.setdefault(root, []).append(exact)
-  sources = {
-    place: [exact for root in roots for exact in forward.get(root, ())] for place, roots in backward.items()
-  }
-  return frozenset(place for place, exact in sources.items() if exact and all(exact))
+  sources = {place: [e for root in roots for e in forward.get(root, ())] for place, roots in backward.items()}
+  found = {place for place, exact in sources.items() if exact and all(exact)}
+  # A loop of such products alone takes the steps of a solver again.
+  loops: dict[Calls, list[bool]] = {}
+  for place, exact in sources.items():
+    for i, (call, _) in enumerate(place[:-1]):
+      if exact and call_kind(call) is CallKind.WHILE:
+        loops.setdefault((*place[:i], (call, 0)), []).append(all(exact))
+  return frozenset(found | {place for place, exact in loops.items() if all(exact)})
