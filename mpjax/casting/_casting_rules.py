@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Primitive
@@ -48,7 +49,7 @@ class CastingRules:
   wide_gradients: bool = True
   recompute: str = "islands"
   _contents: dict[Jaxpr, frozenset[Primitive]] = dataclasses.field(default_factory=dict)
-  found_in_loops: dict[tuple[JaxprEqn, str], object] = dataclasses.field(default_factory=dict)
+  found_in_loops: dict[tuple[JaxprEqn, str], Any] = dataclasses.field(default_factory=dict)
 
   def list_of(self, primitive: Primitive, half: np.dtype | None = None) -> str:
     """Returns the list that a primitive is on where `half` is the compute dtype.

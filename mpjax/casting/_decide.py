@@ -88,9 +88,8 @@ class Body:
     self._inputs = (*jaxpr.constvars, *jaxpr.invars)
     self.held: dict[Var, Held] = dict(zip(self._inputs, held, strict=True))
     self.widened: set[Var] = set()
-    self._readers = place.readers
-    if self._readers is None:
-      self._readers = Readers(rules, place.path).solve(jaxpr, [Reads.NONE] * len(jaxpr.outvars))
+    unknown = [Reads.NONE] * len(jaxpr.outvars)
+    self._readers = place.readers or Readers(rules, place.path).solve(jaxpr, unknown)
     self._depth: dict[Var, int] = {}
     self._linear = set(self._inputs[len(self._inputs) - tangents :])
 

@@ -81,7 +81,7 @@ class ExplainedFragility:
   Attributes:
     path: module path.
     primitive: name of the JAX primitive.
-    kind: `difference`, `angle`, `order` or `loop`.
+    kind: `difference`, `angle`, `order`, `small` or `loop`.
     line: of the user's program, `model.py:31`.
     why: what may happen.
   """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,16 +17,18 @@ from mpjax.casting._cast_plan import CastPlan, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import Kind, is_float, size
 from mpjax.casting._loop_facts import ends_by_products
-from mpjax.casting._product_roles import is_layer, is_outer
-from mpjax.jaxpr import Calls, Forward, Trait, has, is_variable, open_jaxpr
+from mpjax.casting._product_roles import is_layer, is_outer, states_precision
+from mpjax.jaxpr import Calls, Forward, Trait, backward_depth, has, is_variable, open_jaxpr, shape_of
 
 REASONS = {
   "difference": "a difference of half-precision products: where they are nearly equal, its digits cancel",
   "angle": "an angle that a half-precision product makes: a large one keeps no fraction of a period",
   "order": "an order of half-precision values with noise: rounding makes some of them equal",
+  "small": "a sum of few products, as of coordinates, which are rounded: no matrix unit gains by that",
   "loop": "the loop ends by what half-precision products make: it may end late, or never",
 }
 
+_MATRIX_UNIT = 8  # elements that a GPU's matrix unit contracts at least
 _ANGLES = frozenset({jax.lax.sin_p, jax.lax.cos_p, jax.lax.tan_p})
 _NOISE = frozenset(
   {primitives.random_bits_p, primitives.threefry2x32_p, jax.lax.rng_bit_generator_p, jax.lax.rng_uniform_p}
@@ -55,7 +58,8 @@ def _fragile_in(plan: CastPlan, kinds: dict[JaxprEqn, str], rules: CastingRules)
     kind = kinds.get(node.equation, "")
     operand = node.equation.invars[0] if kind == "order" else None
     rounded = operand is None or (is_variable(operand) and plan.held[operand].kind is Kind.HALF)
-    if kind and node.half is not None and rounded:
+    stays = kind == "small" and node.mode is not Mode.HALF
+    if kind and node.half is not None and rounded and not stays:
       yield Fragile(node, kind)
     if ends_by_products(node.equation, rules) and _multiplies_in_half(node):
       yield Fragile(node, "loop")
@@ -73,6 +77,15 @@ def fragile_equations(jaxpr: AnyJaxpr, rules: CastingRules) -> dict[JaxprEqn, st
   analysis = _MadeOf(rules)
   analysis.solve(jaxpr, [_Made.NONE] * len(open_jaxpr(jaxpr).invars))
   return analysis.fragile
+
+
+def _is_small(equation: JaxprEqn) -> bool:
+  """Returns whether a product of the forward pass contracts fewer elements than fill a matrix unit."""
+  if equation.primitive is not jax.lax.dot_general_p or is_outer(equation) or backward_depth(equation):
+    return False
+  (contracted, _), _ = equation.params["dimension_numbers"]
+  sizes = [shape_of(equation.invars[0])[i] for i in contracted]
+  return all(isinstance(n, int) for n in sizes) and 0 < math.prod(sizes) < _MATRIX_UNIT
 
 
 class _Made(enum.Flag):
@@ -106,6 +119,8 @@ class _MadeOf(Forward[_Made]):
     return [result if is_float(v.aval) else result & _Made.NOISE for v in equation.outvars]
 
   def _kind(self, equation: JaxprEqn, operands: list[_Made], made: _Made) -> str:
+    if self._rules.list_of(equation.primitive) == "allow":
+      return "small" if _is_small(equation) and not states_precision(equation) else ""
     if equation.primitive in _ANGLES:
       return "angle" if made & _Made.SCALED else ""
     if has(equation, Trait.ORDERS) or equation.primitive in (jax.lax.argmax_p, jax.lax.argmin_p):

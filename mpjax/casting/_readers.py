@@ -241,7 +241,8 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   """Returns the products of backward passes in a program whose forward products all keep float32 operands.
 
   A product of a backward pass comes from the forward ones that share an operand with it. So does one in a
-  `while_loop`: the derivative of a solver may be a loop that takes its steps again, which is in the result, too.
+  `while_loop`: the derivative of a solver may be a loop that takes its steps again. Such loops are in the
+  result, too.
   """
   ends = by_calls(roles.ends) if roles.ends else {}
   read = by_calls(readers)
@@ -254,8 +255,8 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
       operands = [facts[a] for a in equation.invars[:2]]
       roots = [fact.root for fact in operands if fact.root is not None and not fact.gradient]
       solver = any(why_solver(call, rules) for call, _ in facts.calls)
-      loop = any(call_kind(call) is CallKind.WHILE for call, _ in facts.calls)
-      if in_backward(equation, facts.calls) or (loop and not solver):
+      in_loop = any(call_kind(call) is CallKind.WHILE for call, _ in facts.calls)
+      if in_backward(equation, facts.calls) or (in_loop and not solver):
         backward[(*facts.calls, (equation, 0))] = roots
         continue
       result, after = equation.outvars[0], ends.get(facts.calls)
@@ -265,11 +266,12 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
       for root in roots:
         forward.setdefault(root, []).append(exact)
   sources = {place: [e for root in roots for e in forward.get(root, ())] for place, roots in backward.items()}
-  found = {place for place, exact in sources.items() if exact and all(exact)}
+  known = {place: all(found) for place, found in sources.items() if found}
   # A loop of such products alone takes the steps of a solver again.
-  loops: dict[Calls, list[bool]] = {}
-  for place, exact in sources.items():
+  loops: dict[Calls, bool] = {}
+  for place, is_exact in known.items():
     for i, (call, _) in enumerate(place[:-1]):
-      if exact and call_kind(call) is CallKind.WHILE:
-        loops.setdefault((*place[:i], (call, 0)), []).append(all(exact))
-  return frozenset(found | {place for place, exact in loops.items() if all(exact)})
+      if call_kind(call) is CallKind.WHILE:
+        loop = (*place[:i], (call, 0))
+        loops[loop] = loops.get(loop, True) and is_exact
+  return frozenset(place for place, is_exact in (known | loops).items() if is_exact)

@@ -283,6 +283,7 @@ def test_a_carry_keeps_the_dtype_that_the_user_chose(policy):
 FRAGILE = {
   "difference": lambda x, w: jnp.sum((x @ w - x @ (1.01 * w)) ** 2),
   "angle": lambda x, w: jnp.sum(jnp.sin(30 * (x @ w))),
+  "small": lambda x, w: jnp.sum((x[:, :3] @ w[:3]) ** 2),
   # A product reads the sum as well, so that it is rounded.
   "order": lambda x, w: (lambda n: jnp.sum(jax.lax.top_k(n, 2)[0]) + jnp.sum((n @ w) ** 2))(NOISE(x @ w)),
 }
