@@ -85,9 +85,11 @@ def _solves_for_its_state(equation: JaxprEqn, rules: CastingRules) -> bool:
   if not layout.bodies or not any(has(p, Trait.ALGEBRA) for p in rules.primitives([equation])):
     return False
   states = [_Through.STATE if k in layout.carry else _Through.NONE for k in range(len(equation.invars))]
-  bodies, _ = _ThroughAlgebra(rules).enter(equation, layout, states)
+  analysis = _ThroughAlgebra(rules)
+  bodies, _ = analysis.enter(equation, layout, states)
   leaving = (facts.outputs for facts, body in zip(bodies, layout.bodies, strict=True) if not body.decides)
-  return any(_Through.ALGEBRA in fact for facts in leaving for fact in facts[: len(layout.carry)])
+  solves = any(_Through.ALGEBRA in fact for facts in leaving for fact in facts[: len(layout.carry)])
+  return solves and not analysis.has_layers
 
 
 class _Through(enum.Flag):
@@ -96,21 +98,29 @@ class _Through(enum.Flag):
   NONE = 0
   STATE = enum.auto()
   ALGEBRA = enum.auto()
+  PRODUCT = enum.auto()  # a product, by linear operations
 
 
 class _ThroughAlgebra(Forward[_Through]):
+  """What the state of a loop goes through; `has_layers` if products come to an activation function."""
+
   nothing = _Through.NONE
 
   def __init__(self, rules: CastingRules):
     self._rules = rules
+    self.has_layers = False
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[_Through], calls: Calls) -> list[_Through]:
     found = functools.reduce(operator.or_, operands, _Through.NONE)
-    if found and has(equation, Trait.ALGEBRA):
-      found |= _Through.ALGEBRA
+    if has(equation, Trait.ALGEBRA):
+      found = found & ~_Through.PRODUCT | (_Through.ALGEBRA if found else _Through.NONE)
+    elif _is_half_product(equation, self._rules):
+      found |= _Through.PRODUCT
+    elif _bends(equation):
+      self.has_layers |= _Through.PRODUCT in found and any(size(a) > 1 for a in equation.invars)
     return [found if is_float(v.aval) else _Through.NONE for v in equation.outvars]
 
 
@@ -133,16 +143,26 @@ class _MadeByProducts(Forward[bool]):
     return result
 
 
+def _bends(equation: JaxprEqn) -> bool:
+  """Returns whether an equation is an activation function, or part of one."""
+  return has(equation, Trait.EXPONENTIAL) or equation.primitive in _ACTIVATIONS
+
+
+_ACTIVATIONS = frozenset(
+  {jax.lax.tanh_p, jax.lax.logistic_p, jax.lax.erf_p, jax.lax.max_p, jax.lax.min_p, jax.lax.reduce_max_p}
+)
+
+
 def _is_half_product(equation: JaxprEqn, rules: CastingRules) -> bool:
   layer = is_layer(equation, rules) and not states_precision(equation)
   return layer and not is_outer(equation) and FULL_PRECISION not in marked_path(equation).split("/")
 
 
 def _is_index(equation: JaxprEqn, result: Atom) -> bool:
-  """Returns whether a result is an index, or a number that was rounded to an integer."""
+  """Returns whether a result is an index, a count, or a number that was rounded to an integer."""
   if not np.issubdtype(dtype_of(result), np.integer):
     return False
-  return any(is_float(a.aval) for a in equation.invars)
+  return any(is_float(a.aval) or dtype_of(a) == np.dtype(bool) for a in equation.invars)
 
 
 def is_recurrent(product: JaxprEqn, loop: JaxprEqn, rules: CastingRules) -> bool:
@@ -289,17 +309,20 @@ class _LinearIn(Forward[_Linear]):
     moving = [fact for fact in operands if fact.depends or fact.paths]
     if has(equation, _SUMS) or equation.primitive in _CHOOSES:
       paths = frozenset().union(*(fact.paths for fact in operands))
-    elif len(moving) == 1 and has(equation, _BILINEAR) and not _divides_by(equation, operands, moving[0]):
+    elif _scales(equation, operands, moving):
       paths = moving[0].paths
-      others_constant = all(fact.constant for fact in operands if fact is not moving[0])
-      if others_constant and _is_half_product(equation, self._rules):
+      if _is_half_product(equation, self._rules):
         paths |= {(state, equation) for state, _ in paths}
     is_linear = [paths if is_float(v.aval) else frozenset() for v in equation.outvars]
     return [_Linear(own, constant, depends) for own in is_linear]
 
 
-def _divides_by(equation: JaxprEqn, operands: list[_Linear], fact: _Linear) -> bool:
-  return equation.primitive in (jax.lax.div_p, jax.lax.rem_p) and operands[1] is fact
+def _scales(equation: JaxprEqn, operands: list[_Linear], moving: list[_Linear]) -> bool:
+  """Returns whether an equation is linear in its one moving operand, and what scales it is constant."""
+  if len(moving) != 1 or not has(equation, _BILINEAR):
+    return False
+  divides = equation.primitive in (jax.lax.div_p, jax.lax.rem_p) and operands[1] is moving[0]
+  return not divides and all(fact.constant for fact in operands if fact is not moving[0])
 
 
 _SUMS = Trait.SAME_WEIGHT | Trait.PASSES_ON | Trait.ADDS

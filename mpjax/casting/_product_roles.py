@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
@@ -49,6 +49,7 @@ class Lineage(NamedTuple):
     real: whether it is computed of a float input or of an array that the program closes over: not of
       positions, indices and constants alone.
     solved: whether linear algebra made it, and no weight multiplied it since.
+    pure: whether it is computed of gradients alone, beside positions and constants.
   """
 
   active: bool
@@ -58,6 +59,7 @@ class Lineage(NamedTuple):
   argument: bool = False
   real: bool = False
   solved: bool = False
+  pure: bool = False
 
 
 class Lineages(Forward[Lineage]):
@@ -76,8 +78,8 @@ class Lineages(Forward[Lineage]):
     root = b.root if a.root is None else a.root
     gradient, argument = a.gradient or b.gradient, a.argument and b.argument
     real = a.real or b.real
-    solved = a.solved or b.solved
-    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real, solved)
+    solved, pure = a.solved or b.solved, _of_gradients((a, b))
+    return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real, solved, pure)
 
   def enters(self, equation: JaxprEqn) -> bool:
     return self._rules.list_of(equation.primitive) == "call"
@@ -95,14 +97,13 @@ class Lineages(Forward[Lineage]):
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:
       return [operands[0]._replace(argument=False)]
+    pure = backward_depth(equation) > 0 or _of_gradients(operands)
     made_of_literals = not any(map(is_variable, equation.invars))
     roots = [None if made_of_literals else (calls, v) for v in equation.outvars]
-    return [
-      Lineage(
-        active, varies, root, gradient, real=real and is_float(v.aval), solved=solved and is_float(v.aval)
-      )
-      for root, v in zip(roots, equation.outvars, strict=True)
-    ]
+    made = Lineage(active, varies, None, gradient, real=real, solved=solved, pure=pure)
+    other = made._replace(real=False, solved=False, pure=False)
+    pairs = zip(roots, equation.outvars, strict=True)
+    return [(made if is_float(v.aval) else other)._replace(root=root) for root, v in pairs]
 
   def row(self, fact: Lineage) -> Lineage:
     if fact.root is not None and fact.root[0] is _STACKED:
@@ -117,6 +118,11 @@ class Lineages(Forward[Lineage]):
 
   def chosen(self, result: Lineage, choice: Lineage) -> Lineage:
     return result._replace(argument=False)
+
+
+def _of_gradients(facts: Sequence[Lineage]) -> bool:
+  """Returns whether a value of which these are the facts is computed of gradients alone."""
+  return any(f.pure for f in facts) and all(f.pure for f in facts if f.real)
 
 
 class Ends(enum.Flag):

@@ -119,14 +119,15 @@ def why_float32(
     return "a linear recurrence: each step multiplies the state by the same matrix, and roundings grow"
   if backward or not _only_float32(reads):
     return ""
-  if any(fact.gradient for fact in operands):
-    return "it is of a gradient that has left its backward pass, and float32 alone reads it"
-  layers = followed and any(fact.active for fact in operands)
-  if not all(real) and not (layers and reads & Reads.FLOAT32):
+  if operands and all(fact.pure or not fact.real for fact in operands):
+    return "it is of gradients that have left their backward pass, and float32 alone reads it"
+  alone = not (followed and reads & Reads.FLOAT32)  # no layer comes after it
+  if not all(real) and alone:
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
-  if any(fact.solved for fact in operands):
+  algebra = bool(reads & Reads.ALGEBRA)
+  if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
     return "linear algebra made an operand, and float32 alone reads it"
-  if reads & Reads.ALGEBRA and not any(fact.argument for fact in operands):
+  if algebra and (len({fact.root for fact in operands}) == 1 or all(fact.active for fact in operands)):
     return "linear algebra reads it, and no weight is in it"
   return ""
 
@@ -146,7 +147,7 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
   if reads & Reads.ALGEBRA:
     return "linear algebra reads its result"
   operands = equation.invars[:2]
-  activations = [a for a in operands if not roles.lineage(a).argument] or operands
+  activations = [a for a in operands if roles.lineage(a).active] or operands
   if roles.reaches_product(result) or 4 * size(result) > max(map(size, activations)):
     return ""
   return "nothing reads its result in half precision, and it is small"
