@@ -192,7 +192,9 @@ class Case:
   def why_float32_result(self) -> str:
     """Why it has a float32 result as a product in half precision; or empty."""
     roles = self.body.place.roles
-    return why_float32_result(self.equation, self._read_as(), roles) if roles else ""
+    if roles is None or not self.body.rules.wide_gradients:
+      return ""
+    return why_float32_result(self.equation, self._read_as(), roles)
 
   def _read_as(self) -> Reads:
     reads = self.body.reads(self.equation.outvars[0])

@@ -23,7 +23,7 @@ from mpjax.casting._decision_table import decision_of
 from mpjax.casting._elementwise_losses import stores_gradient
 from mpjax.casting._islands import in_units, pull_in
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, is_half, size
-from mpjax.casting._loop_facts import layers_of_steps, why_solver
+from mpjax.casting._loop_facts import layers_of_steps, why_in_solver
 from mpjax.casting._place import Place
 from mpjax.casting._product_roles import Lineage, Lineages
 from mpjax.casting._readers import Readers, Reads, in_half_alone
@@ -35,7 +35,6 @@ from mpjax.jaxpr import (
   backward_depth,
   bodies_of,
   call_kind,
-  call_layout,
   dtype_of,
   has,
   inside,
@@ -144,12 +143,9 @@ class Body:
 
   def bodies(self, case: Case) -> Bodies:
     """Returns what decides about the bodies of a call."""
-    solver = self.place.solver or why_solver(case.equation, self.rules)
+    solver = self.place.solver or why_in_solver([(case.equation, 0)], self.rules, self.place.path)
     if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
       solver = "the loop takes the steps of a solver again"
-    n = len(call_layout(case.equation).carry) if solver else 0
-    settings = [self.rules.overrides.loop_carry_at(inside(case.path, f"carry_{i}")) for i in range(n)]
-    solver = "" if "half" in settings else solver
     half = None if solver and not self.rules.overrides.is_set(case.path) else case.half
     return Bodies(self, case.equation, case.path, half, solver)
 

@@ -28,6 +28,7 @@ from mpjax.jaxpr import (
   dtype_of,
   equations_in,
   has,
+  inside,
   marked_path,
   open_jaxpr,
 )
@@ -55,6 +56,23 @@ def why_solver(equation: JaxprEqn, rules: CastingRules) -> str:
       why = _of_one_solver(equation, rules)
     found[equation, "solver"] = why
   return str(found[equation, "solver"])
+
+
+def why_in_solver(calls: Calls, rules: CastingRules, path: str = "") -> str:
+  """Returns why what is in some calls runs in float32 whatever its policy; empty if it does not.
+
+  Args:
+    calls: outermost first.
+    rules: what decides; an override of the carry of a loop is the last word.
+    path: the module path that the outermost is in.
+  """
+  for call, _ in calls:
+    path = inside(path, marked_path(call))
+    why = why_solver(call, rules)
+    carries = range(len(call_layout(call).carry)) if why else ()
+    if why and "half" not in [rules.overrides.loop_carry_at(inside(path, f"carry_{i}")) for i in carries]:
+      return why
+  return ""
 
 
 def _of_one_solver(equation: JaxprEqn, rules: CastingRules) -> str:

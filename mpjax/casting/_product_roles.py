@@ -48,7 +48,7 @@ class Lineage(NamedTuple):
     argument: whether it is an argument of the whole program or an array that it closes over, or a row of one.
     real: whether it is computed of a float input or of an array that the program closes over: not of
       positions, indices and constants alone.
-    solved: whether linear algebra made it, and no weight multiplied it since.
+    solved: whether linear algebra made it, or it is computed of what linear algebra made; not by layers.
     pure: whether it is computed of gradients alone, beside positions and constants.
   """
 
@@ -91,8 +91,8 @@ class Lineages(Forward[Lineage]):
     solved = any(f.solved for f in operands) or has(equation, Trait.ALGEBRA)
     if is_product(equation, self._rules):
       layer = is_layer(equation, self._rules, of_matrices=True) and not is_outer(equation)
-      active = active or (layer and all(f.real for f in operands[:2]))
-      solved = solved and not any(f.argument for f in operands[:2])
+      active = active or (layer and varies)
+      solved = all(f.solved for f in operands[:2])
     elif equation.primitive is jax.lax.gather_p:
       active = active or operands[1].varies
     elif has(equation, Trait.SAME_WEIGHT) and len(operands) == 1:

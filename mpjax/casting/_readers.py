@@ -18,7 +18,7 @@ from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting import _kernels
 from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import castable, is_float, size
-from mpjax.casting._loop_facts import is_recurrent, why_solver
+from mpjax.casting._loop_facts import is_recurrent, why_in_solver
 from mpjax.casting._product_roles import (
   Ends,
   Lineage,
@@ -122,7 +122,10 @@ def why_float32(
   if operands and all(fact.pure or not fact.real for fact in operands):
     return "it is of gradients that have left their backward pass, and float32 alone reads it"
   alone = not (followed and reads & Reads.FLOAT32)  # no layer comes after it
-  if not all(real) and alone:
+  prepares = not any(
+    fact.active or fact.argument for fact in operands
+  )  # inputs: a lookup in a table does not
+  if not all(real) and (alone or prepares):
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
   algebra = bool(reads & Reads.ALGEBRA)
   if any(fact.solved and fact.active for fact in operands) and (alone or algebra):
@@ -202,7 +205,7 @@ class Readers(Backward[Reads]):
     path = functools.reduce(inside, [marked_path(call) for call, _ in calls], self._path)
     half = self._rules.overrides.half_at(inside(path, marked_path(equation)))
     listed = self._rules.list_of(equation.primitive, half)
-    if half is None or any(why_solver(call, self._rules) for call, _ in calls):
+    if half is None or why_in_solver(calls, self._rules, self._path):
       return Reads.FLOAT32
     if listed == "allow":
       if not self._keeps_float32(equation, results, calls):
@@ -255,7 +258,7 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
         continue
       operands = [facts[a] for a in equation.invars[:2]]
       roots = [fact.root for fact in operands if fact.root is not None and not fact.gradient]
-      solver = any(why_solver(call, rules) for call, _ in facts.calls)
+      solver = bool(why_in_solver(facts.calls, rules))
       in_loop = any(call_kind(call) is CallKind.WHILE for call, _ in facts.calls)
       if in_backward(equation, facts.calls) or (in_loop and not solver):
         backward[(*facts.calls, (equation, 0))] = roots

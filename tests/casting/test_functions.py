@@ -154,7 +154,7 @@ LAX = {
   "conv_general_dilated_local": case(lambda x, w: lax.conv_general_dilated_local(x, w, (1, 1), "VALID",
     (3, 3)), IMAGES, normal(3, 36, 4, 4)),
   "conv_general_dilated_patches": case(lambda x: lax.conv_general_dilated_patches(x, (2, 2), (1, 1), "SAME"),
-    IMAGES),
+    IMAGES, selects=True),
   "conv_transpose": case(lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME",
     dimension_numbers=("NCHW", "OIHW", "NCHW")), IMAGES, KERNEL),
   "conv_with_general_padding": case(lambda x, w: lax.conv_with_general_padding(x, w, (1, 2), ((1, 0), (2, 1)),
