@@ -1,12 +1,14 @@
 """Autocast of programs of many fields: as near to float32 as half-precision products allow."""
 
+import functools
 import importlib
 import pkgutil
 
 import pytest
 
+import mpjax
 from tests.casting import programs
-from tests.casting.programs._ideal import PROGRAMS, compare
+from tests.casting.programs._ideal import PROGRAMS, Products, arguments, compare
 
 for module in pkgutil.iter_modules(programs.__path__):
   if module.name.startswith("_"):
@@ -36,6 +38,7 @@ UNSOLVED = {
     "affine_warp",
     "camera_rays",
     "chain_of_joints",
+    "periodic_cell",
   ),
   "the right-hand side of a linear system feels every rounding": ("closed_form_head",),
   "a state that each step adds to, or renormalises, remembers": (
@@ -45,7 +48,7 @@ UNSOLVED = {
     "sinkhorn_by_products",
     "value_iteration",
   ),
-  "autocast of grad: the backward pass of a checkpointed loop keeps its states in half precision": (
+  "autocast of grad: the gradient that a layer hands to a solver is rounded to half precision": (
     "adaptive_solver",
     "diffrax_ode",
   ),
@@ -69,3 +72,10 @@ def test_program_is_as_near_to_float32_as_its_products_allow(name):
     pytest.importorskip(one.needs)
   lines = [line for found in compare(one) for line in found.failures(one.factor)]
   assert not lines, f"{one.about}\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["affine_warp", "camera_rays", "chain_of_joints", "periodic_cell"])
+def test_products_of_coordinates_are_said_to_be_fragile(name):
+  one = PROGRAMS[name]
+  explained = mpjax.explain(functools.partial(one.run, Products()), "bf16")(*arguments(one, 0))
+  assert "small" in {found.kind for found in explained.fragile}
