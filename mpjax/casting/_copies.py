@@ -96,8 +96,9 @@ def making_operands_again(
     The island; `None` where there is no copy, or the backward pass reads none.
   """
   equation = node.equation
-  if node.half is None or node.mode is not Mode.HALF or node.fp8 is not None:
+  if node.half is None or node.fp8 is not None or not (node.mode is Mode.HALF or is_exact_product(node)):
     return None
+  dtype = node.half if node.mode is Mode.HALF else FLOAT32
   if bodies_of(equation) or has(equation, _KEEPS_NONE):
     return None
   read = dict.fromkeys(variables_of(equation.invars))
@@ -111,12 +112,17 @@ def making_operands_again(
   inputs = {v: held_dtype(v, held) for one in made for v in variables_of(one.equation.invars) if v not in own}
   for v in read:
     if v not in own:
-      inputs.setdefault(v, node.half if castable(v.aval) and v not in wide else held_dtype(v, held))
+      inputs.setdefault(v, dtype if castable(v.aval) and v not in wide else held_dtype(v, held))
   outputs = tuple((v, held_dtype(v, held)) for v in equation.outvars)
   pairs = list(inputs.items())
   # A product's gradient goes to the float32 value, which is not kept for that.
   pairs += [(v, FLOAT32) for v in node.originals() if inputs.get(v, FLOAT32) != FLOAT32]
   return Island((node,), tuple(pairs), outputs, copies=made, fenced=False)
+
+
+def is_exact_product(node: Node) -> bool:
+  """Returns whether a node is a product that keeps float32 operands, of positions or constants say."""
+  return node.listed == "allow" and node.rule == "exact product"
 
 
 def held_dtype(v: Var, held: Mapping[Var, Held]) -> np.dtype:

@@ -143,7 +143,7 @@ class Body:
 
   def bodies(self, case: Case) -> Bodies:
     """Returns what decides about the bodies of a call."""
-    solver = self.place.solver or why_in_solver([(case.equation, 0)], self.rules, self.place.path)
+    solver = self.place.solver or why_in_solver(((case.equation, 0),), self.rules, self.place.path)
     if not solver and (*self.place.calls, (case.equation, 0)) in self.place.exact:
       solver = "the loop takes the steps of a solver again"
     half = None if solver and not self.rules.overrides.is_set(case.path) else case.half

@@ -20,7 +20,7 @@ from mpjax._types import Jaxpr, JaxprEqn, Var
 from mpjax.casting import _fp8_products
 from mpjax.casting._cast_plan import Decision, Island, Mode, Node
 from mpjax.casting._casting_rules import CastingRules
-from mpjax.casting._copies import Copies, held_dtype, making_operands_again
+from mpjax.casting._copies import Copies, held_dtype, is_exact_product, making_operands_again
 from mpjax.casting._kinds import FLOAT32, Held, Kind, castable, initial, size
 from mpjax.casting._place import Place
 from mpjax.jaxpr import (
@@ -205,7 +205,8 @@ class _Grouping:
 
   def _alone(self, node: Node, copies: Copies) -> Island | None:
     """Returns a half-precision equation as an island of its own, if it would keep a copy of a parameter."""
-    again = _is_product(node) or self.rules.may_recompute(node.equation)  # a product's result is saved
+    # A product's result is saved.
+    again = _is_product(node) or is_exact_product(node) or self.rules.may_recompute(node.equation)
     if not again or not self.rules.computes_again(node.path):
       return None
     return making_operands_again(node, copies, self.arguments, self.held)

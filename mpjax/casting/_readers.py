@@ -121,10 +121,9 @@ def why_float32(
     return ""
   if operands and all(fact.pure or not fact.real for fact in operands):
     return "it is of gradients that have left their backward pass, and float32 alone reads it"
-  alone = not (followed and reads & Reads.FLOAT32)  # no layer comes after it
-  prepares = not any(
-    fact.active or fact.argument for fact in operands
-  )  # inputs: a lookup in a table does not
+  # A lookup in a table that layers read is a layer; so is what constants make of activations on the way.
+  alone = not (followed and reads & Reads.FLOAT32)
+  prepares = not any(fact.active or fact.argument for fact in operands)
   if not all(real) and (alone or prepares):
     return "it selects or adds, by positions or constants, what nothing reads in half precision"
   algebra = bool(reads & Reads.ALGEBRA)
@@ -156,6 +155,35 @@ def why_float32_result(equation: JaxprEqn, reads: Reads, roles: ProductRoles) ->
   return "nothing reads its result in half precision, and it is small"
 
 
+class _Products:
+  """What is known of the products of a program before it is decided about.
+
+  Args:
+    rules: what decides.
+    lineages: where the program's values come from; `None` where that is not known.
+    ends: what is made of its values; `None` where that is not known.
+  """
+
+  def __init__(self, rules: CastingRules, lineages: Facts[Lineage] | None, ends: Facts[Ends] | None):
+    self._rules = rules
+    self._lineages = by_calls(lineages) if lineages else {}
+    self._ends = by_calls(ends) if ends else {}
+
+  def operands(self, equation: JaxprEqn, calls: Calls) -> list[Lineage]:
+    """Returns where the operands of an equation come from; empty where that is not known."""
+    known = self._lineages.get(calls)
+    return [known[a] for a in equation.invars] if known else []
+
+  def keeps_float32(self, equation: JaxprEqn, reads: Reads, calls: Calls) -> bool:
+    """Returns whether a product keeps float32 operands if its result is read so."""
+    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
+      return True
+    ends = self._ends.get(calls)
+    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
+    operands = self.operands(equation, calls)[:2]
+    return bool(why_float32(equation, operands, followed, reads, self._rules, calls))
+
+
 class Readers(Backward[Reads]):
   """Who reads each value of a program.
 
@@ -177,8 +205,7 @@ class Readers(Backward[Reads]):
   ):
     self._rules = rules
     self._path = path
-    self._lineages = by_calls(lineages) if lineages else {}
-    self._ends = by_calls(ends) if ends else {}
+    self._products = _Products(rules, lineages, ends)
 
   @classmethod
   def of(cls, jaxpr: AnyJaxpr, rules: CastingRules, roles: ProductRoles, full_outputs: bool) -> Facts[Reads]:
@@ -195,9 +222,9 @@ class Readers(Backward[Reads]):
     later = reads
     if reads & _IN_HALF and in_backward(equation, calls):
       later = reads & ~_IN_HALF | (Reads.LATER if reads & Reads.VIEW else Reads.NONE)
-    known = self._lineages.get(calls)
-    of = lambda atom: reads if known is None or known[atom].gradient else later
-    return [of(atom) if castable(atom.aval) else Reads.NONE for atom in equation.invars]
+    known = self._products.operands(equation, calls)
+    found = [reads if fact.gradient else later for fact in known] or [reads] * len(equation.invars)
+    return [r if castable(a.aval) else Reads.NONE for a, r in zip(equation.invars, found, strict=True)]
 
   def _reads(self, equation: JaxprEqn, results: Reads, calls: Calls) -> Reads:
     if at_region_edge(marked_path(equation)) or _kernels.has_registered(equation):
@@ -208,10 +235,9 @@ class Readers(Backward[Reads]):
     if half is None or why_in_solver(calls, self._rules, self._path):
       return Reads.FLOAT32
     if listed == "allow":
-      if not self._keeps_float32(equation, results, calls):
+      if not self._products.keeps_float32(equation, results, calls):
         return _IN_HALF
-      known = self._lineages.get(calls)
-      solved = known is not None and any(known[a].solved for a in equation.invars)
+      solved = any(fact.solved for fact in self._products.operands(equation, calls))
       return Reads.FLOAT32 | (Reads.ALGEBRA if solved else results & Reads.ALGEBRA)
     if listed == "deny" and has(equation, Trait.ORDERS):
       return Reads.ORDER
@@ -219,15 +245,6 @@ class Readers(Backward[Reads]):
       algebra = Reads.ALGEBRA if has(equation, Trait.ALGEBRA) else results & Reads.ALGEBRA
       return Reads.FLOAT32 | algebra
     return self._followed(equation, results)
-
-  def _keeps_float32(self, equation: JaxprEqn, results: Reads, calls: Calls) -> bool:
-    if not is_layer(equation, self._rules) or states_precision(equation) or is_outer_product(equation, calls):
-      return True
-    known = self._lineages.get(calls)
-    lineages = [known[a] for a in equation.invars[:2]] if known else []
-    ends = self._ends.get(calls)
-    followed = ends is not None and any(ends[v] & Ends.PRODUCT for v in equation.outvars)
-    return bool(why_float32(equation, lineages, followed, results, self._rules, calls))
 
   def _followed(self, equation: JaxprEqn, results: Reads) -> Reads:
     """Returns how an equation reads that follows its operands."""
@@ -248,25 +265,23 @@ def backward_of_exact(roles: ProductRoles, readers: Facts[Reads], rules: Casting
   `while_loop`: the derivative of a solver may be a loop that takes its steps again. Such loops are in the
   result, too.
   """
-  ends = by_calls(roles.ends) if roles.ends else {}
-  read = by_calls(readers)
+  products, read = _Products(rules, roles.lineages, roles.ends), by_calls(readers)
   forward: dict[Root, list[bool]] = {}
   backward: dict[Calls, list[Root]] = {}
   for facts in roles.lineages.everywhere():
+    calls = facts.calls
+    solver = bool(why_in_solver(calls, rules))
+    in_loop = any(call_kind(call) is CallKind.WHILE for call, _ in calls)
     for equation in facts.equations:
       if not is_product(equation, rules):
         continue
-      operands = [facts[a] for a in equation.invars[:2]]
+      operands = products.operands(equation, calls)[:2]
       roots = [fact.root for fact in operands if fact.root is not None and not fact.gradient]
-      solver = bool(why_in_solver(facts.calls, rules))
-      in_loop = any(call_kind(call) is CallKind.WHILE for call, _ in facts.calls)
-      if in_backward(equation, facts.calls) or (in_loop and not solver):
-        backward[(*facts.calls, (equation, 0))] = roots
+      if in_backward(equation, calls) or (in_loop and not solver):
+        backward[(*calls, (equation, 0))] = roots
         continue
-      result, after = equation.outvars[0], ends.get(facts.calls)
-      followed = after is not None and bool(after[result] & Ends.PRODUCT)
-      reads = read[facts.calls][result] if facts.calls in read else Reads.HALF
-      exact = solver or bool(why_float32(equation, operands, followed, reads, rules, facts.calls))
+      reads = read[calls][equation.outvars[0]] if calls in read else Reads.HALF
+      exact = solver or products.keeps_float32(equation, reads, calls)
       for root in roots:
         forward.setdefault(root, []).append(exact)
   sources = {place: [e for root in roots for e in forward.get(root, ())] for place, roots in backward.items()}
