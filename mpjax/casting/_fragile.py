@@ -18,7 +18,18 @@ from mpjax.casting._casting_rules import CastingRules
 from mpjax.casting._kinds import Kind, is_float, size
 from mpjax.casting._loop_facts import ends_by_products
 from mpjax.casting._product_roles import is_layer, is_outer, states_precision
-from mpjax.jaxpr import Calls, Forward, Trait, backward_depth, has, is_variable, open_jaxpr, shape_of
+from mpjax.jaxpr import (
+  Calls,
+  Forward,
+  Trait,
+  backward_depth,
+  bodies_of,
+  equations_in,
+  has,
+  is_variable,
+  open_jaxpr,
+  shape_of,
+)
 
 REASONS = {
   "difference": "a difference of half-precision products: where they are nearly equal, its digits cancel",
@@ -55,16 +66,24 @@ def fragile_nodes(plan: CastPlan, rules: CastingRules) -> Iterator[Fragile]:
 
 def _fragile_in(plan: CastPlan, kinds: dict[JaxprEqn, str], rules: CastingRules) -> Iterator[Fragile]:
   for node in plan.nodes:
-    kind = kinds.get(node.equation, "")
-    operand = node.equation.invars[0] if kind == "order" else None
-    rounded = operand is None or (is_variable(operand) and plan.held[operand].kind is Kind.HALF)
-    stays = kind == "small" and node.mode is not Mode.HALF
-    if kind and node.half is not None and rounded and not stays:
+    kind = _kind_in(node, kinds)
+    operands = [plan.held[a].kind for a in node.equation.invars if is_variable(a)]
+    keeps = (kind == "order" and Kind.HALF not in operands) or (
+      kind == "small" and node.mode is not Mode.HALF
+    )
+    if kind and node.half is not None and not keeps:
       yield Fragile(node, kind)
     if ends_by_products(node.equation, rules) and _multiplies_in_half(node):
       yield Fragile(node, "loop")
     for inner in node.call.plans if node.call else ():
       yield from _fragile_in(inner, kinds, rules)
+
+
+def _kind_in(node: Node, kinds: dict[JaxprEqn, str]) -> str:
+  """Returns the kind of an equation, or of the first fragile one in a call that runs as one."""
+  bodies = () if node.call else bodies_of(node.equation)
+  inner = (e for body in bodies for e in equations_in(body))
+  return next((kinds[e] for e in (node.equation, *inner) if e in kinds), "")
 
 
 def _multiplies_in_half(node: Node) -> bool:
