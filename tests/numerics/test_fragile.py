@@ -54,7 +54,7 @@ def test_float32_has_no_such_finding():
 def test_what_cannot_be_measured_is_said_as_it_is():
   def loss_fn(params, x):
     noisy = x @ params["w"] + jax.random.normal(jax.random.key(0), x.shape)
-    return jnp.mean(noisy[:, jnp.argsort(noisy[0])] ** 2) + jnp.mean((noisy @ params["w"]) ** 2)
+    return jnp.mean(jax.lax.top_k(noisy, 2)[0] ** 2) + jnp.mean((noisy @ params["w"]) ** 2)
 
   (text,) = [t for t in findings(loss_fn, "bf16") if "order" in t]
   assert "test_fragile.py:" in text
