@@ -84,7 +84,7 @@ def compose(f, names):
 
 def of_a_basis(name):
   """What a Hessian inside autocast multiplies by the unit vectors of its basis, which are constants."""
-  return {"f32 f32"} if name.startswith("hessian") and name.endswith("at 0") else set()
+  return {"f32 f32"} if "hessian" in name.split() and name.endswith("at 0") else set()
 
 
 def placed(composition):
