@@ -317,3 +317,83 @@ def test_lists_change_where_order_is_float32():
   ops = mpjax.OpLists.default()
   assert top() == "float32"
   assert top(ops=ops.replace(infer=ops.infer | {"top_k"})) in ("float32", "bfloat16")
+
+
+def network(ws, x):
+  for w in ws[:-1]:
+    x = x + jax.nn.gelu(x @ w)
+  return jnp.mean((x @ ws[-1]) ** 2)
+
+
+STACK = [W, 2 * W, 3 * W]
+stepped = lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(network)(ws, x))
+normal = lambda x: x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def attacked(ws, x):
+  return network(ws, x + 0.1 * jnp.sign(jax.grad(network, 1)(ws, x)))
+
+
+def orthogonal(ws, x):
+  for w in ws:
+    x = jax.nn.gelu(normal(x @ jnp.linalg.qr(w)[0]))
+  return jnp.mean(x**2)
+
+
+def decoded(ws, x):
+  """Accepts a number of drafted rows by comparing products, until there are enough."""
+
+  def step(carry):
+    count, x = carry
+    accepted = (x @ ws[0])[:, 0] < (x @ ws[1])[:, 0]
+    return count + 1 + jnp.argmin(accepted), normal(jnp.tanh(x @ ws[2]))
+
+  return jax.lax.while_loop(lambda c: c[0] < 50, step, (0, x))[1]
+
+
+def recurrent(ws, x):
+  def step(h, u):
+    gate = jax.nn.sigmoid(h @ ws[0] + u)
+    return gate * h + (1 - gate) * jnp.tanh(h @ ws[1] + u), None
+
+  return jnp.mean(jax.lax.scan(step, x[0], x)[0] ** 2)
+
+
+def whitened_steps(ws, x):
+  def loss(ws, x):
+    z = jnp.tanh(x @ ws[0]) @ ws[1].T
+    return -jnp.log(jnp.diag(jnp.linalg.cholesky(z.T @ z + jnp.eye(8)))).sum() + jnp.mean(z**2)
+
+  step = lambda ws, _: (jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x)), None)
+  return jax.lax.scan(step, ws[:2], None, length=2)[0]
+
+
+ORDINARY = {
+  "adversarial inputs": attacked,
+  "an inner step": lambda ws, x: network(stepped(ws, x), x),
+  "training steps": lambda ws, x: jax.lax.scan(lambda ws, _: (stepped(ws, x), None), ws, None, length=2)[0],
+  "orthogonal layers": orthogonal,
+  "speculative decoding": decoded,
+  "a gradient of a recurrent network": jax.grad(recurrent),
+  "relative positions by a one-hot": lambda ws, x: jnp.sum(
+    jax.nn.softmax(x @ ws[0] + jax.nn.one_hot(LABELS, 8) @ ws[1]) @ ws[2]
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_layers_are_half_precision_beside_gradients_algebra_and_loops(name):
+  ws = [w / 20 for w in STACK]
+  assert {found.split(" >")[0] for found in products(BF16(ORDINARY[name]), ws, X)} == {"bf16 bf16"}
+
+
+def test_layers_of_training_steps_with_linear_algebra_are_half_precision():
+  found = products(BF16(whitened_steps), [w / 20 for w in STACK], X)
+  exact = [one for one in found if one.startswith("f32 f32")]
+  assert 1 <= len(exact) <= 3 < len(found) - len(exact)  # the Gram matrix and its derivative
+
+
+def test_an_override_of_a_solver_is_the_last_word():
+  own = {"carry_0": {"loop_carry": "half"}}
+  cast = mpjax.autocast(LOOPS["a filter"][0], "bf16", overrides=own)
+  assert any(found.startswith("bf16 bf16") for found in products(cast, SMALL, X))
