@@ -40,6 +40,10 @@ class Run(NamedTuple):
   params: Any
 
 
+# Products of one-hots with log-probabilities, in the loss and its gradient, which stay float32.
+SELECTIONS = {"transformers FlaxWav2Vec2": 2}
+
+
 class Programs:
   """A model with what its tests share: each program is traced and compiled for the first test that needs it."""
 
@@ -98,9 +102,11 @@ class Programs:
 
 
 def assert_products_are_half(programs, jaxpr, half):
-  """Each is half precision, and none is computed twice."""
+  """Each is half precision but those that select, and none is computed twice."""
   products = lambda jaxpr: [multiplied(e) for e in walk(jaxpr) if is_matrix_product(e)]
-  assert products(jaxpr) == [f"{half} {half}"] * len(products(programs.gradient("plain").jaxpr))
+  count = len(products(programs.gradient("plain").jaxpr))
+  selections = SELECTIONS.get(programs.name, 0)
+  assert sorted(products(jaxpr)) == [f"{half} {half}"] * (count - selections) + ["f32 f32"] * selections
 
 
 def assert_near_float32(programs, policy, value, grads):
@@ -125,7 +131,10 @@ def programs(request):
 def test_products_are_half_precision_and_explain_says_so_and_the_backward_pass_keeps_no_more(programs):
   assert_products_are_half(programs, programs.gradient("bf16").jaxpr, "bf16")
   explained = mpjax.explain(jax.value_and_grad(programs.loss), "bf16")(*programs.args)
-  assert {row.after for row in explained.rows if row.flops and row.list == "allow"} == {"bfloat16"}
+  layers = [
+    row for row in explained.rows if row.flops and row.list == "allow" and row.rule != "exact product"
+  ]
+  assert {row.after for row in layers} == {"bfloat16"}
   plain = programs.kept("plain")
   ratios = {policy: programs.kept(policy) / plain for policy in TOLERANCE}
   assert max(ratios.values()) <= 1, ratios
