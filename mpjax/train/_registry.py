@@ -52,7 +52,7 @@ class Registered:
   @property
   def is_own(self) -> bool:
     """Returns whether it is mpjax's own."""
-    return self.fun.__module__.startswith("mpjax.")
+    return (self.fun.__module__ or "").startswith("mpjax.")  # code that is executed may have no module
 
 
 class Kinds:

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 import yaml
 
-from mpjax.train import ConfigError, parse_config, register_model
+from mpjax.train import ConfigError, parse_config, register_data, register_model
 
 # What a registered name leads to.
 from mpjax.train._registry import MODELS
@@ -119,3 +119,12 @@ def test_a_kind_is_a_function():
   for fun in (3, dataclasses.make_dataclass("C", ["x"])):
     with pytest.raises(TypeError, match="expected a function"):
       register_model("no_function")(fun)
+
+
+def test_a_function_of_code_without_a_module_can_be_registered_again():
+  """As of a cell of a notebook, or of an example that is executed."""
+  for _ in range(2):
+    made = {}
+    exec("def load(*, width: int = 64): ...", made)
+    made["load"].__module__ = None
+    register_data("of_no_module")(made["load"])
