@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend.core import Primitive
@@ -13,6 +13,7 @@ from mpjax._types import AnyJaxpr, Jaxpr, JaxprEqn, PolicyLike
 from mpjax.casting._op_lists import OpLists, changed
 from mpjax.casting._overrides import Overrides
 from mpjax.jaxpr import (
+  Forward,
   Trait,
   bodies_of,
   call_kind,
@@ -25,6 +26,7 @@ from mpjax.patterns import component_regex
 from mpjax.policy import Policy
 from mpjax.policy._policy_text import brief
 
+F = TypeVar("F")
 RECOMPUTE = ("islands", "dots", "nothing")
 _DEAR = Trait.COSTLY | Trait.READS_STORED | Trait.STORES_RESULT
 
@@ -127,6 +129,20 @@ class CastingRules:
   def has_region(self, equation: JaxprEqn) -> bool:
     """Returns whether a region of `half_precision` is in an equation's bodies."""
     return any(has_region(open_jaxpr(body)) for body in bodies_of(equation))
+
+
+class ByRules(Forward[F]):
+  """An analysis of where values come from that enters what autocast enters, whatever its policy.
+
+  Args:
+    rules: what decides.
+  """
+
+  def __init__(self, rules: CastingRules):
+    self._rules = rules
+
+  def enters(self, equation: JaxprEqn) -> bool:
+    return self._rules.list_of(equation.primitive) == "call"
 
 
 def require_recompute(recompute: str) -> str:

@@ -14,13 +14,12 @@ from jax.extend.core import primitives
 
 from mpjax._types import AnyJaxpr, JaxprEqn
 from mpjax.casting._cast_plan import CastPlan, Mode, Node
-from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import Kind, is_float, size
 from mpjax.casting._loop_facts import ends_by_products
 from mpjax.casting._product_roles import is_layer, is_outer, states_precision
 from mpjax.jaxpr import (
   Calls,
-  Forward,
   Trait,
   backward_depth,
   bodies_of,
@@ -117,17 +116,14 @@ class _Made(enum.Flag):
   NOISE = enum.auto()  # random bits
 
 
-class _MadeOf(Forward[_Made]):
+class _MadeOf(ByRules[_Made]):
   """What values are made of, up to the next product; `fragile` is what is found on the way."""
 
   nothing = _Made.NONE
 
   def __init__(self, rules: CastingRules):
-    self._rules = rules
+    super().__init__(rules)
     self.fragile: dict[JaxprEqn, str] = {}
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[_Made], calls: Calls) -> list[_Made]:
     made = functools.reduce(operator.or_, operands, _Made.NONE)

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 
 from mpjax._types import Atom, JaxprEqn
-from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import is_float, size
 from mpjax.casting._product_roles import is_layer, is_outer, states_precision
 from mpjax.jaxpr import (
   FULL_PRECISION,
   CallKind,
   Calls,
-  Forward,
   Trait,
   at_region_edge,
   bodies_of,
@@ -119,17 +118,14 @@ class _Through(enum.Flag):
   PRODUCT = enum.auto()  # a product, by linear operations
 
 
-class _ThroughAlgebra(Forward[_Through]):
+class _ThroughAlgebra(ByRules[_Through]):
   """What the state of a loop goes through; `has_layers` if products come to an activation function."""
 
   nothing = _Through.NONE
 
   def __init__(self, rules: CastingRules):
-    self._rules = rules
+    super().__init__(rules)
     self.has_layers = False
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[_Through], calls: Calls) -> list[_Through]:
     found = functools.reduce(operator.or_, operands, _Through.NONE)
@@ -142,23 +138,14 @@ class _ThroughAlgebra(Forward[_Through]):
     return [found if is_float(v.aval) else _Through.NONE for v in equation.outvars]
 
 
-class _MadeByProducts(Forward[bool]):
+class _MadeByProducts(ByRules[bool]):
   """Whether a float, or what is found by comparing it, is made by products in half precision."""
 
   nothing = False
 
-  def __init__(self, rules: CastingRules):
-    self._rules = rules
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
-
   def transfer(self, equation: JaxprEqn, operands: list[bool], calls: Calls) -> list[bool]:
     made = any(operands) or _is_half_product(equation, self._rules)
     return [made and not _is_index(equation, v) for v in equation.outvars]
-
-  def chosen(self, result: bool, choice: bool) -> bool:
-    return result
 
 
 def _bends(equation: JaxprEqn) -> bool:
@@ -239,19 +226,13 @@ class _Step(NamedTuple):
   layered: frozenset[int] = frozenset()
 
 
-class _Steps(Forward[_Step]):
+class _Steps(ByRules[_Step]):
   """What values in a loop are made of."""
 
   nothing = _Step(frozenset(), False)
 
-  def __init__(self, rules: CastingRules):
-    self._rules = rules
-
   def join(self, a: _Step, b: _Step) -> _Step:
     return _Step(a.states | b.states, a.own or b.own, a.layered | b.layered)
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[_Step], calls: Calls) -> list[_Step]:
     pairs = zip(operands, equation.invars, strict=True)
@@ -307,18 +288,12 @@ class _Linear(NamedTuple):
   depends: bool = False
 
 
-class _LinearIn(Forward[_Linear]):
-  def __init__(self, rules: CastingRules):
-    self._rules = rules
-
+class _LinearIn(ByRules[_Linear]):
   def start(self, atom: Atom) -> _Linear:
     return _Linear(frozenset(), True)
 
   def join(self, a: _Linear, b: _Linear) -> _Linear:
     return _Linear(a.paths | b.paths, a.constant and b.constant, a.depends or b.depends)
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[_Linear], calls: Calls) -> list[_Linear]:
     constant = all(fact.constant for fact in operands)

@@ -16,13 +16,12 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import jax
 
 from mpjax._types import AnyJaxpr, Atom, JaxprEqn, Var
-from mpjax.casting._casting_rules import CastingRules
+from mpjax.casting._casting_rules import ByRules, CastingRules
 from mpjax.casting._kinds import is_float, size
 from mpjax.jaxpr import (
   Backward,
   Calls,
   Facts,
-  Forward,
   Trait,
   backward_depth,
   has,
@@ -62,11 +61,8 @@ class Lineage(NamedTuple):
   pure: bool = False
 
 
-class Lineages(Forward[Lineage]):
+class Lineages(ByRules[Lineage]):
   """Where values come from."""
-
-  def __init__(self, rules: CastingRules):
-    self._rules = rules
 
   def start(self, atom: Atom) -> Lineage:
     if is_variable(atom):
@@ -80,9 +76,6 @@ class Lineages(Forward[Lineage]):
     real = a.real or b.real
     solved, pure = a.solved or b.solved, _of_gradients((a, b))
     return Lineage(a.active or b.active, a.varies or b.varies, root, gradient, argument, real, solved, pure)
-
-  def enters(self, equation: JaxprEqn) -> bool:
-    return self._rules.list_of(equation.primitive) == "call"
 
   def transfer(self, equation: JaxprEqn, operands: list[Lineage], calls: Calls) -> list[Lineage]:
     active, varies = any(f.active for f in operands), any(f.varies for f in operands)
