@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.models import _code_bases
+from tests.models import code_bases
 from tests.models._model import distance
 
 pytestmark = pytest.mark.slow
@@ -22,13 +22,13 @@ DISTANCE = {
   "mamba": {"bf16": 0.002, "fp16": 0.0005},
   "diffrax": {"bf16": 0.003, "fp16": 0.0005},
 }
-plain = functools.cache(lambda name: _code_bases.RUNS[name](None))
+plain = functools.cache(lambda name: code_bases.RUNS[name](None))
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", DISTANCE)
 def test_losses_are_those_of_float32(name, policy):
-  want, got = plain(name), _code_bases.RUNS[name](policy)
+  want, got = plain(name), code_bases.RUNS[name](policy)
   assert got.skipped == 0
   assert np.isfinite(got.losses).all()
   assert np.ptp(want.losses, axis=-1).min() > 10 * DISTANCE[name]["fp16"]
@@ -38,7 +38,7 @@ def test_losses_are_those_of_float32(name, policy):
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_a_solver_stops_where_it_does_in_float32(policy):
-  at = _code_bases.ode()
+  at = code_bases.ode()
   want, got = (jax.jit(f)(at.params, at.batch) for f in (at.solution, mpjax.autocast(at.solution, policy)))
   np.testing.assert_array_equal(got[0], np.broadcast_to(at.batch[1], got[0].shape))
   np.testing.assert_array_equal(got[2], want[2])
@@ -49,7 +49,7 @@ def test_a_solver_stops_where_it_does_in_float32(policy):
 @pytest.mark.parametrize("order", ["of grad", "around grad"])
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_the_gradient_of_a_solver(policy, order):
-  at, cast = _code_bases.ode(), mpjax.autocast(policy=policy)
+  at, cast = code_bases.ode(), mpjax.autocast(policy=policy)
   grad = jax.grad(cast(at.loss)) if order == "of grad" else cast(jax.grad(at.loss))
   got, want = (jax.jit(f)(at.params, at.batch) for f in (grad, jax.grad(at.loss)))
   assert distance(got, want) < {"bf16": 0.03, "fp16": 0.004}[policy]
