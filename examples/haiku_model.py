@@ -42,7 +42,7 @@ def main(policy="bf16", steps=100):
     state, metrics = step(state, averages(jax.random.key(i)))
     losses.append(float(metrics["loss"]))
   print(f"{step.policy.label}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps")
-  for carry in mpjax.explain(loss_fn, step.policy)(state.params, batch).carries:
+  for carry in mpjax.explain(loss_fn, state.params, batch, policy=step.policy).carries:
     print(f"{carry.path} is held in {carry.dtype}: {carry.why}")
   return losses, state.params
 

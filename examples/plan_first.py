@@ -55,7 +55,7 @@ def main(target="h100", policies=("fp32", "bf16", "bf16_lean"), batch=8):
   for policy in policies:
     step = mpjax.make_train_step(loss_fn, optax.adamw(3e-4, b2=0.95), policy)
     state = jax.eval_shape(step.init, params)
-    plans[policy] = mpjax.plan(step, (state, rows), target=target, compile=False)
+    plans[policy] = mpjax.plan(step, state, rows, target=target, compile=False)
   count = next(iter(plans.values())).parameters
   print(f"{count / 1e9:.2f} billion parameters, {batch} x {TOKENS} tokens, on {target}")
   for policy, plan in plans.items():

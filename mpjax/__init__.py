@@ -19,32 +19,18 @@ from mpjax.loss_scale import (
   LossScaling,
   all_finite,
   apply_updates,
-  check_loss_scaling,
   dynamic_loss_scale,
-  export_loss_scale,
   get_loss_scale,
-  import_loss_scale,
   keep_if_finite,
-  layerwise_loss_scale,
-  loss_scale_metrics,
-  nonfinite_leaves,
-  scale_history,
   scale_loss,
-  scaled_region,
-  skip_report,
   static_loss_scale,
-  track_skips,
   value_and_grad,
   with_loss_scaling,
 )
 from mpjax.ops import linear_cross_entropy
 from mpjax.optim import (
-  dequantize_state,
   master_weights,
-  merge_master_weights,
-  quantize_state,
   quantized_state,
-  split_master_weights,
   stochastic_round,
 )
 from mpjax.policy import Policy, PrecisionWarning, get_policy
@@ -54,24 +40,19 @@ from mpjax.step import TrainState, TrainStep, make_train_step
 
 if TYPE_CHECKING:
   from mpjax import formats as formats
+  from mpjax import numerics as numerics
   from mpjax import train as train
   from mpjax.numerics import (
-    LogprobMismatch,
     NonfiniteReport,
     NumericsReport,
-    SignificantDigits,
-    compare_fp8_recipes,
     find_nonfinite,
     inspect_numerics,
-    logprob_mismatch,
-    significant_digits,
   )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
   from mpjax.tuning import TuneResult, tune
 
 __all__ = [
   "Average",
-  "LogprobMismatch",
   "LossScaleState",
   "LossScaling",
   "NonfiniteReport",
@@ -80,7 +61,6 @@ __all__ = [
   "Plan",
   "Policy",
   "PrecisionWarning",
-  "SignificantDigits",
   "TrainState",
   "TrainStep",
   "TuneResult",
@@ -90,43 +70,26 @@ __all__ = [
   "batch_axes",
   "cast_floating",
   "cheapest",
-  "check_loss_scaling",
-  "compare_fp8_recipes",
-  "dequantize_state",
   "dynamic_loss_scale",
   "explain",
-  "export_loss_scale",
   "find_nonfinite",
   "fp8_dot_general",
   "full_precision",
   "get_loss_scale",
   "get_policy",
   "half_precision",
-  "import_loss_scale",
   "init_fp8_state",
   "inspect_numerics",
   "keep_if_finite",
   "largest_batch",
-  "layerwise_loss_scale",
   "linear_cross_entropy",
-  "logprob_mismatch",
-  "loss_scale_metrics",
   "make_train_step",
   "master_weights",
-  "merge_master_weights",
-  "nonfinite_leaves",
   "plan",
-  "quantize_state",
   "quantized_state",
-  "scale_history",
   "scale_loss",
-  "scaled_region",
-  "significant_digits",
-  "skip_report",
-  "split_master_weights",
   "static_loss_scale",
   "stochastic_round",
-  "track_skips",
   "tune",
   "value_and_grad",
   "with_loss_scaling",
@@ -135,16 +98,12 @@ __all__ = [
 # What a program that trains does not need is imported when it is asked for.
 _LATER = {
   "train": "mpjax.train",
+  "numerics": "mpjax.numerics",
   "formats": "mpjax.formats",
-  "LogprobMismatch": "mpjax.numerics",
-  "compare_fp8_recipes": "mpjax.numerics",
   "NonfiniteReport": "mpjax.numerics",
   "find_nonfinite": "mpjax.numerics",
   "inspect_numerics": "mpjax.numerics",
-  "logprob_mismatch": "mpjax.numerics",
   "NumericsReport": "mpjax.numerics",
-  "SignificantDigits": "mpjax.numerics",
-  "significant_digits": "mpjax.numerics",
   "plan": "mpjax.planner",
   "Plan": "mpjax.planner",
   "cheapest": "mpjax.planner",
@@ -153,10 +112,46 @@ _LATER = {
   "tune": "mpjax.tuning",
 }
 
+# Names that are public in a package alone, and what to write for the names of other libraries.
+_BELOW = {
+  "loss_scale": "layerwise_loss_scale scaled_region track_skips skip_report scale_history loss_scale_metrics "
+  "gradient_norm nonfinite_leaves check_loss_scaling import_loss_scale export_loss_scale",
+  "optim": "quantize_state dequantize_state split_master_weights merge_master_weights",
+  "numerics": "compare_fp8_recipes significant_digits logprob_mismatch SignificantDigits LogprobMismatch",
+}
+_ELSEWHERE = {
+  **dict.fromkeys(
+    ("GradScaler", "DynamicLossScale", "LossScaleOptimizer", "DynamicScale"),
+    "the loss scale is part of the optimizer: tx = mpjax.dynamic_loss_scale(tx), and "
+    "loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
+  ),
+  "StaticLossScale": "tx = mpjax.static_loss_scale(tx, 1024.0)",
+  "NoOpLossScale": "leave it out: mpjax.value_and_grad serves an optimizer without a loss scale, too",
+  **dict.fromkeys(
+    ("cast_to_compute", "cast_to_param", "cast_to_output"), "mpjax.get_policy('bf16').cast_to_compute(tree)"
+  ),
+  **dict.fromkeys(
+    ("mixed_precision", "set_global_policy", "set_policy", "initialize", "amp"),
+    "no policy is global: wrap the function, loss = mpjax.autocast(loss_fn, 'bf16'), or the whole step, "
+    "step = mpjax.make_train_step(loss_fn, tx, policy='bf16')",
+  ),
+  **dict.fromkeys(
+    ("filter_grad", "filter_value_and_grad"),
+    "mpjax.value_and_grad(loss_fn, opt_state), or mpjax.make_train_step, which takes Equinox modules",
+  ),
+  "quantize_state": "an optimizer whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
+  "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
+  "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",
+  "is_finite": "mpjax.all_finite(tree)",
+}
+
 
 def __getattr__(name: str) -> Any:
   if name not in _LATER:
-    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    package = next((package for package, names in _BELOW.items() if name in names.split()), None)
+    place = f": it is mpjax.{package}.{name}" if package else ""
+    instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}{place}{instead}")
   module = importlib.import_module(_LATER[name])
   value = module if _LATER[name] == f"mpjax.{name}" else getattr(module, name)
   globals()[name] = value

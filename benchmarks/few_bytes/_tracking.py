@@ -29,7 +29,11 @@ def ours(dtype: str) -> Callable[[float, Arrays], Kept]:
 
   def keep(decay: float, params: Arrays) -> Kept:
     tx = mpjax.quantized_state(optax.scale_by_adam(b2=decay), dtype, min_size=0)
-    return tx.init(params), lambda state, g: tx.update(g, state)[1], lambda x: mpjax.dequantize_state(x).nu
+    return (
+      tx.init(params),
+      lambda state, g: tx.update(g, state)[1],
+      lambda x: mpjax.optim.dequantize_state(x).nu,
+    )
 
   return keep
 

@@ -69,7 +69,7 @@ def measure(model: Any, tokens: Any, policy: Any, device: Any) -> dict[str, Any]
   arguments = jax.tree.map(put, (params, tokens, *state))
   compiled = jax.jit(gradient(policy, graphdef, delayed)).lower(*arguments).compile()
   found = kernel_products(parse(compiled.as_text() or ""))
-  rows = mpjax.explain(loss, policy)(model, tokens).rows
+  rows = mpjax.explain(loss, model, tokens, policy=policy).rows
   eligible = [row.flops for row in rows if row.flops and row.after.startswith("float8")]
   return {
     "eligible": {"products": len(eligible), "flops": sum(eligible)},

@@ -75,4 +75,4 @@ def plan(name: str) -> Plan:
 
   tokens = on((ROWS, LENGTH), "fsdp", dtype=jnp.int32)
   jitted = jax.jit(step, donate_argnums=(0, 1))
-  return mpjax.plan(jitted, (params, opt_state, tokens), target=TARGET, compile=True)
+  return mpjax.plan(jitted, params, opt_state, tokens, target=TARGET, compile=True)

@@ -259,9 +259,9 @@ def figures(task: dict[str, Any], fp8: dict[str, Any] | None = None) -> dict[str
   variables = jax.eval_shape(model.variables)
   params, carried = _apart(variables)
   given = model.merge(params) if model.kind == "gpt" else params
-  extra = {"model_state": carried} if carried else {}
-  explained = lambda policy: mpjax.explain(_loss_fn(model), policy)(
-    given, jax.eval_shape(model.batch), **extra
+  extra: Any = {"model_state": carried} if carried else {}
+  explained = lambda policy: mpjax.explain(
+    _loss_fn(model), given, jax.eval_shape(model.batch), **extra, policy=policy
   )
   rows = [row for row in explained("bf16").rows if row.flops]
   forward = sum(row.flops for row in rows)

@@ -74,7 +74,7 @@ def plain_loss(params: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array
 
 def layerwise_loss(params: Any, x: jax.Array, y: jax.Array, dtype: Any, scales: Any = None) -> jax.Array:
   """The same with adaptive scales; the gradient with respect to `scales` is what was used."""
-  scaling = mpjax.layerwise_loss_scale()
+  scaling = mpjax.loss_scale.layerwise_loss_scale()
   scales = [None] * DEPTH if scales is None else scales
   h = scaling.start(x, dtype)
   for p, scale in zip(params[:-1], scales, strict=False):

@@ -78,7 +78,7 @@ class Case:
   def plan(self, rows: int, compile: bool) -> Plan:
     """What the step takes on the target."""
     state = jax.eval_shape(self.init)
-    return plan(self.step, (state, self.shapes(rows)), target=self._target, compile=compile)
+    return plan(self.step, state, self.shapes(rows), target=self._target, compile=compile)
 
   def measure(self, rows: int) -> dict[str, Any]:
     """What some steps take on this process's first device; the most it has had in use before them, too."""

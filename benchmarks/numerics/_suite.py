@@ -50,7 +50,7 @@ def memory(policy: str, target: str) -> dict[str, Any]:
   make = lambda: step.init(GPT(**SHAPE, mlp_ratio=4, rngs=nnx.Rngs(0)))
   state = jax.eval_shape(make)
   batch = {"tokens": jax.ShapeDtypeStruct((BATCH, SHAPE["max_len"] + 1), jnp.int32)}
-  peak = lambda run, state: mpjax.plan(run, (state, batch), target=target, compile=True).peak
+  peak = lambda run, state: mpjax.plan(run, state, batch, target=target, compile=True).peak
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   training = peak(step, state)
   inspection = {}

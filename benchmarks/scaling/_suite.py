@@ -118,7 +118,7 @@ def measure(name: str, kind: str, chips: int, batch: int) -> dict[str, Any]:
   start = time.perf_counter()
   step, args = a_step(POLICIES[name], sizes, batch, "block" if kind == "block" else "step")
   try:
-    plan = mpjax.plan(step, args, target=SLICES[chips], compile=True)
+    plan = mpjax.plan(step, *args, target=SLICES[chips], compile=True)
   except CompileError as error:
     return row | {"error": str(error)}
   compiled = plan.compiled

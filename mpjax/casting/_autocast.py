@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import jax
 
+from mpjax._calls import is_linen_module, refuse_keywords
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._fp8_products import warn_of
@@ -27,17 +28,38 @@ class _NotGiven(str):
   """The policy of a call that names none: the same string, told from it by its type."""
 
 
-_AUTO = _NotGiven("auto")
+AUTO = _NotGiven("auto")
+
+_ELSEWHERE = {
+  "dtype": "name a policy, as in mpjax.autocast(f, policy='bf16')",
+  "device_type": "autocast follows the function; name a policy, as in mpjax.autocast(f, policy='bf16')",
+  "enabled": "for none, write mpjax.autocast(f, policy='fp32'), or mpjax.full_precision(f) inside another",
+  "compute_dtype": "name it in a policy, as in policy='params=float32,compute=bfloat16,output=float32'",
+}
+
+
+class _Decorator(functools.partial[Callable[..., Any]]):
+  """What `autocast` without a function is."""
+
+  def __enter__(self) -> NoReturn:
+    raise TypeError(
+      "mpjax.autocast is no context manager: JAX traces functions, so wrap the function, as in "
+      "loss = mpjax.autocast(loss_fn, 'bf16'), or write @mpjax.autocast(policy='bf16') above it"
+    )
+
+  def __exit__(self, *error: object) -> None:
+    """Is there so that `with` asks for `__enter__`."""
 
 
 def autocast(
   fun: Callable[..., Any] | None = None,
-  policy: PolicyLike = _AUTO,
+  policy: PolicyLike = AUTO,
   *,
   ops: OpLists | None = None,
   overrides: Mapping[str, PolicyLike] | None = None,
   recompute: str = "islands",
   fp8_state: Fp8State | None = None,
+  **unknown: Never,
 ) -> Callable[..., Any]:
   """Returns `fun` with its matrix products in half precision and its range-critical operations in float32.
 
@@ -91,17 +113,23 @@ def autocast(
       without a policy on a GPU, which makes it `fp16`, whose loss scale autocast cannot apply; and by
       `mpjax.value_and_grad` of it, if the policy scales the loss and the optimiser's state has no loss scale.
   """
+  refuse_keywords(autocast, unknown, _ELSEWHERE)
   if ops is not None and not isinstance(ops, OpLists):
     raise ValueError(f"ops={ops!r}: expected mpjax.OpLists, such as OpLists.default().replace(deny=...)")
   make_rules(get_policy(policy), ops, overrides, recompute)  # what is wrong with them is said now
   if fun is None:
-    return functools.partial(
+    return _Decorator(
       autocast, policy=policy, ops=ops, overrides=overrides, recompute=recompute, fp8_state=fp8_state
     )
   if not callable(fun):
     raise ValueError(
       f"autocast of {fun!r}: expected a function; the policy is the second argument, as in "
       "mpjax.autocast(f, 'bf16') or @mpjax.autocast(policy='bf16')"
+    )
+  if is_linen_module(fun):
+    raise TypeError(
+      f"autocast of the linen module {type(fun).__name__}, which has no parameters of its own: write "
+      "mpjax.autocast(model.apply, policy)(variables, x)"
     )
 
   warn_of_bare_dtype(policy)

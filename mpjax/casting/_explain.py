@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from mpjax._calls import require_call
 from mpjax._render.html_sections import Shown
 from mpjax._render.text_sections import TextSection
 from mpjax._types import JaxprEqn, PolicyLike, Var
+from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._explain_text import explanations_text, sections_of
@@ -80,50 +81,55 @@ class Explanation(Shown, ExplainedProgram):
 
 def explain(
   fun: Callable[..., Any],
-  policy: PolicyLike = "auto",
-  *,
+  *args: Any,
+  policy: PolicyLike = AUTO,
   ops: OpLists | None = None,
   overrides: Mapping[str, PolicyLike] | None = None,
-) -> Callable[..., Explanation]:
-  """Says what would run where, were `fun` under `mpjax.autocast` with these arguments; nothing is computed.
+  **kwargs: Any,
+) -> Explanation:
+  """Says what would run where, if `fun` ran under `mpjax.autocast` with these arguments; computes nothing.
 
   ```python
-  print(mpjax.explain(loss_fn, "bf16")(params, batch))
+  print(mpjax.explain(loss_fn, params, batch, policy="bf16"))
+  print(mpjax.explain(step, state, batch))  # a step of mpjax.make_train_step, under its policy
   ```
 
   Args:
-    fun: any function that `mpjax.autocast` takes.
-    policy: whatever `mpjax.get_policy` takes.
+    fun: any function that `mpjax.autocast` takes, or a `TrainStep`.
+    *args: its arguments, as arrays or `jax.ShapeDtypeStruct`.
+    policy: whatever `mpjax.get_policy` takes; the policy of a `TrainStep` where none is given.
     ops: the lists, if not the default ones.
     overrides: policies by regex on the module path.
+    **kwargs: keyword arguments of `fun`.
 
   Returns:
-    A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`) that returns an `Explanation`. `.rows`
-    is the data, `str()` a table by module with the reason for all that is in float32.
+    An `Explanation`. `.rows` is the data, `str()` a table by module, with a reason for float32.
 
   Raises:
+    TypeError: for arguments that `fun` does not take; shows the call that is right.
     ValueError: for an override that matches no module path.
   """
-
-  @functools.wraps(fun)
-  def explained(*args: Any, **kwargs: Any) -> Explanation:
-    resolved = get_policy(policy)
-    rules = make_rules(resolved, ops, overrides)
-    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
-    rules.check_all_matched(plan.fp8_paths())
-    found = _Explained()
-    _walk(plan, 1, found)
-    unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
-    return Explanation(
-      resolved,
-      rows=tuple(found.rows),
-      islands=tuple(found.islands),
-      carries=tuple(found.carries),
-      unknown=tuple(sorted(unknown)),
-      fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
-    )
-
-  return explained
+  of_itself: Callable[..., Explanation] | None = getattr(fun, "_explain_", None)
+  if of_itself is not None:
+    if ops is not None or overrides is not None or kwargs:
+      raise TypeError("mpjax.explain of a TrainStep: call mpjax.explain(step, state, batch, policy=...)")
+    return of_itself(*args, policy=None if policy is AUTO else policy)
+  require_call("explain", fun, args, kwargs)
+  resolved = get_policy(policy)
+  rules = make_rules(resolved, ops, overrides)
+  plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
+  rules.check_all_matched(plan.fp8_paths())
+  explained = _Explained()
+  _walk(plan, 1, explained)
+  unknown = {n.name for n in plan.all_nodes() if n.listed == "opaque" and facts(n.equation) is UNKNOWN}
+  return Explanation(
+    resolved,
+    rows=tuple(explained.rows),
+    islands=tuple(explained.islands),
+    carries=tuple(explained.carries),
+    unknown=tuple(sorted(unknown)),
+    fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
+  )
 
 
 @dataclasses.dataclass

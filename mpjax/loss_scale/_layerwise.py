@@ -87,7 +87,7 @@ def layerwise_loss_scale(
   gradient of a gradient is not scaled.
 
   ```python
-  scaling = mpjax.layerwise_loss_scale()
+  scaling = mpjax.loss_scale.layerwise_loss_scale()
 
   def loss_fn(params, x, y):
     h = scaling.start(x, jnp.float16)

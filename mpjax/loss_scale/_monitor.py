@@ -112,8 +112,8 @@ def track_skips(
   """Wraps a transform that holds a loss scale, and records its history and why steps were skipped.
 
   ```python
-  tx = mpjax.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
-  print(mpjax.skip_report(opt_state))  # after some steps
+  tx = mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
+  print(mpjax.loss_scale.skip_report(opt_state))  # after some steps
   ```
 
   The elements of each leaf are counted only on a skipped step, by a conditional (under `vmap`, whose
@@ -216,7 +216,7 @@ def _record(opt_state: PyTree) -> TrackSkipsState:
   if len(found) != 1:
     raise ValueError(
       f"{len(found)} records of skipped steps in this optimiser state: expected one, as of "
-      "mpjax.track_skips(mpjax.dynamic_loss_scale(...))"
+      "mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(...))"
     )
   record = next(iter(found.values()))
   if np.ndim(record.step):

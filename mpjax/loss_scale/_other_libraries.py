@@ -36,7 +36,7 @@ def import_loss_scale(
   """Returns the transform and the state that go on where another library's loss scale stopped.
 
   ```python
-  tx, opt_state = mpjax.import_loss_scale(dynamic_scale, optax.adamw(1e-3), old_opt_state)
+  tx, opt_state = mpjax.loss_scale.import_loss_scale(dynamic_scale, optax.adamw(1e-3), old_opt_state)
   ```
 
   Args:

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, PyTree
 
 from mpjax._average import is_average
+from mpjax._calls import require_arrays_only
 from mpjax._lazy import nnx
 from mpjax.dtypes import cast_like
 from mpjax.loss_scale._skip import is_array, keep_if
@@ -76,6 +78,8 @@ def value_and_grad(
   @functools.wraps(fun, updated=())
   def differentiate(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
     of = nnx.value_and_grad if any(map(has_module, args)) else jax.value_and_grad
+    if of is jax.value_and_grad:
+      require_arrays_only([args[i] for i in np.atleast_1d(argnums) if i < len(args)])
     if scaler is None:
       return of(_worth(fun, has_aux), argnums=argnums, has_aux=has_aux)(*args, **kwargs)
     scaled = _scaled(fun, scaler.scale, has_aux)

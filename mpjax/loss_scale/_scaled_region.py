@@ -31,8 +31,8 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
 
   def loss_fn(params, opt_state, x, y):
     of = lambda group: mpjax.get_loss_scale(opt_state, path=group).scale
-    h = mpjax.scaled_region(body, of("body"))(params["body"], x)
-    return jnp.mean((mpjax.scaled_region(head, of("head"))(params["head"], h) - y) ** 2)
+    h = mpjax.loss_scale.scaled_region(body, of("body"))(params["body"], x)
+    return jnp.mean((mpjax.loss_scale.scaled_region(head, of("head"))(params["head"], h) - y) ** 2)
   ```
 
   Args:

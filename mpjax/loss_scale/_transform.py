@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Bool
 
+from mpjax._calls import require_arrays_only, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import did_you_mean
 from mpjax.loss_scale._finite import all_finite, unscale
@@ -85,7 +86,7 @@ def dynamic_loss_scale(
   presets of `mpjax.with_loss_scaling`.
 
   It belongs outermost, around everything that reads gradients: what stands before it in a chain sees
-  them scaled, and infinite. `mpjax.check_loss_scaling` tells whether a transform is right.
+  them scaled, and infinite. `mpjax.loss_scale.check_loss_scaling` tells whether a transform is right.
 
   Keyword arguments of `update` are passed on to `inner`. `grad` is the gradient of the scaled loss, as the
   first argument is, and reaches `inner` unscaled as that does; all others are passed on as they are, so
@@ -115,8 +116,10 @@ def dynamic_loss_scale(
     A transform with a `LossScaleState`.
 
   Raises:
+    TypeError: if `inner` is no transform.
     ValueError: names the argument that is out of range.
   """
+  require_transform("dynamic_loss_scale", inner, "mpjax.dynamic_loss_scale(tx, init_scale=2.0**16)")
   config = LossScaling(
     kind="dynamic",
     init_scale=init_scale,
@@ -151,8 +154,10 @@ def static_loss_scale(
     A transform with a `LossScaleState`.
 
   Raises:
+    TypeError: if `inner` is no transform.
     ValueError: if `scale` is not in range.
   """
+  require_transform("static_loss_scale", inner, "mpjax.static_loss_scale(tx, 1024.0)")
   try:
     config = LossScaling(kind="static", init_scale=scale)
   except ValueError as error:
@@ -186,10 +191,11 @@ def with_loss_scaling(
 
   Raises:
     ValueError: names the part that is wrong and the choices.
-    TypeError: if the arguments are swapped.
+    TypeError: if `inner` is no transform, or the arguments are swapped.
   """
   if isinstance(spec, optax.GradientTransformation):
     raise TypeError("the arguments are swapped: call mpjax.with_loss_scaling(tx, loss_scaling)")
+  require_transform("with_loss_scaling", inner, "mpjax.with_loss_scaling(tx, policy)")
   config = scaling_of(spec)
   if config is None:
     return inner
@@ -221,6 +227,7 @@ def make_loss_scale(
   at_least_one = config.init_scale >= 1 and (config.kind != "dynamic" or config.min_scale >= 1)
 
   def init(params: PyTree) -> LossScaleState:
+    require_arrays_only(params)
     return first_state(config, inner.init(hide(params)))
 
   def update(

@@ -30,8 +30,8 @@ from mpjax.jaxpr import (
   shape_of,
   source_line,
 )
+from mpjax.numerics._arguments import step_of
 from mpjax.numerics._batches import listed
-from mpjax.numerics._inspection import step_of
 from mpjax.numerics._instrumented_step import differentiated, reference_state, reference_step
 from mpjax.products import conv_operands, conv_result, windows_of
 
@@ -132,7 +132,7 @@ def compare_fp8_recipes(
   `tensor` and `delayed` alone, since a value is in several sums.
 
   ```python
-  print(mpjax.compare_fp8_recipes(loss_fn, params, batch))
+  print(mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch))
   ```
 
   Not looked at are products inside a `while_loop`, a `shard_map` or a custom derivative rule, and those that

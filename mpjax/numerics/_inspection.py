@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ import optax
 from mpjax._types import PolicyLike, PyTree
 from mpjax.casting import ExplainedFragility
 from mpjax.loss_scale._state_access import find_loss_scales, find_scaler
+from mpjax.numerics._arguments import arguments_of, step_of
 from mpjax.numerics._batches import listed, micro_batches, rows
 from mpjax.numerics._instrumented_step import Seen, reference_state, reference_step
-from mpjax.numerics._kept_programs import shapes_of, step_for, step_under
+from mpjax.numerics._kept_programs import shapes_of, step_under
 from mpjax.numerics._probes import Point
 from mpjax.numerics._programs import Programs, programs_for
 from mpjax.numerics._report import NumericsReport
@@ -27,7 +28,7 @@ from mpjax.numerics._tensors import Distance, Magnitudes, Tensor, full_summary, 
 from mpjax.numerics._update_sums import as_numbers, descent, held_as, lost
 from mpjax.numerics.advice import advice_for
 from mpjax.patterns import named_leaves
-from mpjax.policy import Policy, get_policy
+from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep
 
 # Gradients nearer to float32's than this, or this small beside the largest, are not compared at two scales.
@@ -35,11 +36,9 @@ _FAR, _ROUNDING = 0.05, 1e-6
 
 
 def inspect_numerics(
-  target: TrainStep | Callable[..., Any],
-  state: PyTree,
-  batches: PyTree,
+  fun_or_step: TrainStep | Callable[..., Any],
+  *args: PyTree,
   policy: PolicyLike | None = None,
-  *,
   tx: optax.GradientTransformation | None = None,
   reference: bool | TrainStep = True,
   keep: float = 0.999,
@@ -56,7 +55,7 @@ def inspect_numerics(
 
   ```python
   report = mpjax.inspect_numerics(step, state, [batch])  # of mpjax.make_train_step
-  report = mpjax.inspect_numerics(loss_fn, params, batch, "fp16", tx=optax.adamw(1e-3))
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16", tx=optax.adamw(1e-3))
   print(report)
   report.save_html("numerics.html")
   ```
@@ -70,10 +69,12 @@ def inspect_numerics(
   it: what differs then comes from a backward rule that is not linear, such as one that clips cotangents.
 
   Args:
-    target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
-    state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
-    batches: a batch (a tree of arrays), or a list or any iterable of batches; a batch that is a list itself
-      has to be in a list. With `accumulate` in the step, a batch is looked at in its micro-batches.
+    fun_or_step: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
+    *args: for a step its `TrainState` and the batches; for a loss function its parameters (a tree or a
+      module) and the batches. Batches are one batch (a tree of arrays), or a list or any iterable of batches;
+      a batch that is a list itself has to be in a list. A loss function of more arguments,
+      `loss_fn(params, x, y)`, takes one batch, `x, y`. With `accumulate` in the step, a batch is looked at in
+      its micro-batches.
     policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, another
       policy than its own. In place of delayed FP8 scaling, which a policy begins without a history, tensors
       are scaled by their own amax.
@@ -94,7 +95,8 @@ def inspect_numerics(
     A `NumericsReport`.
 
   Raises:
-    ValueError: if there is no batch, or for arguments that do not go together.
+    TypeError: for another number or kind of arguments; shows the call that is right.
+    ValueError: if there is no batch, or for options that do not go together.
   """
   if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep < 1:
     raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
@@ -102,7 +104,8 @@ def inspect_numerics(
     raise ValueError(f"reference={reference!r}: expected True, False or a TrainStep")
   if pieces is not None and (isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1):
     raise ValueError(f"pieces={pieces!r}: expected a positive whole number, or None")
-  step, state, updates = step_of(target, state, policy, tx, init)
+  fun_or_step, state, batches = arguments_of("inspect_numerics", fun_or_step, args)
+  step, state, updates = step_of(fun_or_step, state, policy, tx, init)
   say = progress or (lambda line: None)
   parts = micro_batches(listed(batches), step.accumulate)
   inspection = Inspection(step, state, reference, updates, pieces)
@@ -360,31 +363,6 @@ def _figures(distance: Distance | None, wide: Magnitudes, own: Magnitudes | None
 
 def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
   return more if before is None else before + more
-
-
-def step_of(
-  target: TrainStep | Callable[..., Any],
-  state: PyTree,
-  policy: PolicyLike | None,
-  tx: optax.GradientTransformation | None,
-  init: Mapping[str, Any],
-) -> tuple[TrainStep, TrainState, bool]:
-  """Returns the step, its state, and whether there are updates to look at."""
-  if isinstance(target, TrainStep):
-    if tx is not None or init:
-      given = ", ".join([*(["tx"] if tx is not None else []), *init])
-      raise ValueError(f"{given} beside a TrainStep, which has its own: pass it to make_train_step")
-    if not isinstance(state, TrainState):
-      raise ValueError(f"state of type {type(state).__name__}: expected the TrainState of the step")
-    if policy is None:
-      return target, state, True
-    other = step_under(target, get_policy(policy).without_histories())
-    return other, other.adopt(state, target, warn=False), True
-  if not callable(target):
-    raise ValueError(f"target of type {type(target).__name__}: expected a TrainStep or a loss function")
-  resolved = get_policy("auto" if policy is None else policy).without_histories()
-  step = step_for(target, tx, resolved.without_devices())
-  return step, step.init(state, **init), tx is not None
 
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:

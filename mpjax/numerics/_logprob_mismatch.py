@@ -75,7 +75,8 @@ def logprob_mismatch(
   probabilities; bfloat16's rounding alone takes it far from 1, float16's much less (arXiv 2510.26788).
 
   ```python
-  print(mpjax.logprob_mismatch(model.apply, variables, tokens[:, :-1], "bf16", "fp16", tokens[:, 1:]))
+  inputs, labels = tokens[:, :-1], tokens[:, 1:]
+  print(mpjax.numerics.logprob_mismatch(model.apply, variables, inputs, "bf16", "fp16", labels))
   ```
 
   Args:

@@ -15,7 +15,8 @@ from mpjax._types import Array, PolicyLike, PyTree
 from mpjax.loss_scale._finite import unscale
 from mpjax.loss_scale._overwritten import hide
 from mpjax.loss_scale._state_access import find_scaler
-from mpjax.numerics._inspection import module_of, step_of
+from mpjax.numerics._arguments import step_of
+from mpjax.numerics._inspection import module_of
 from mpjax.numerics._instrumented_step import loss_and_gradients
 from mpjax.numerics._random_rounding import with_random_rounding
 from mpjax.patterns import named_leaves
@@ -83,7 +84,7 @@ def significant_digits(
   Its spread is about 1.4 times that of rounding to the nearest, which leaves 0.15 digits more.
 
   ```python
-  print(mpjax.significant_digits(loss_fn, params, batch, "bf16"))
+  print(mpjax.numerics.significant_digits(loss_fn, params, batch, "bf16"))
   ```
 
   Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,24 @@ import numpy as np
 import optax
 from jax.tree_util import KeyPath
 
+from mpjax._calls import refuse_keywords
 from mpjax._types import Array, DTypeLike, PyTree
 from mpjax.dtypes import cast_floating, cast_like
 from mpjax.optim._master_weights import MasterWeightsState, is_half_array, join, master_weights, split
 from mpjax.optim._quantized import Quantized, quantize, rebuild, scales_of, unstored
-from mpjax.optim._quantized_state import QuantizedState, quantized_state
+from mpjax.optim._quantized_state import ELSEWHERE, QuantizedState, quantized_state
 from mpjax.optim._stochastic import leaf_key
 
 
 def quantize_state(
   inner_state: PyTree,
-  params: PyTree,
+  params: PyTree = None,
   dtype: str = "int8",
   *,
   group: int = 128,
   min_size: int = 4096,
   exclude: str | Sequence[str] | None = None,
+  **unknown: Never,
 ) -> QuantizedState:
   """Returns the state of `quantized_state(inner, ...)` that stands for a state of `inner`.
 
@@ -43,8 +45,15 @@ def quantize_state(
     exclude: see there.
 
   Raises:
+    TypeError: for an optimiser in place of its state, or without parameters.
     ValueError: names the argument that is wrong.
   """
+  if isinstance(inner_state, optax.GradientTransformation) or params is None:
+    raise TypeError(
+      "mpjax.optim.quantize_state converts the state of an optimiser, quantize_state(opt_state, params); an "
+      "optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')"
+    )
+  refuse_keywords(quantize_state, unknown, ELSEWHERE)
   given = optax.GradientTransformation(
     lambda _: inner_state, lambda updates, state, params=None: (updates, state)
   )

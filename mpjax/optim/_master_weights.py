@@ -17,6 +17,7 @@ import optax
 from jax.tree_util import KeyPath
 from jaxtyping import Float32, UInt16
 
+from mpjax._calls import require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import MASTER_WEIGHTS, did_you_mean, widen_floating
 from mpjax.optim._stochastic import leaf_key, stochastic_round
@@ -77,6 +78,7 @@ def master_weights(
     ValueError: for an unknown correction; by `init`, for a float16 parameter with a correction of few bits;
       by `update`, without `params`.
   """
+  require_transform("master_weights", inner, "mpjax.master_weights(tx)")
   return make_master_weights(inner, correction, seed, give_new=False)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from mpjax._calls import refuse_keywords, require_transform
 from mpjax._types import Array, PyTree
 from mpjax.dtypes import STATE_DTYPES, cast_like, did_you_mean, widen_floating
 from mpjax.optim._exact_leaves import is_exact
@@ -17,6 +18,11 @@ from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, s
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
+# What others call the arguments.
+ELSEWHERE = {
+  **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
+  **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
+}
 _SEED = 0  # the noise need not differ between runs: it is that of a rounding
 
 
@@ -40,6 +46,7 @@ def quantized_state(
   group: int = 128,
   min_size: int = 4096,
   exclude: str | Sequence[str] | None = None,
+  **unknown: Never,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` so that its state is kept in few bytes; `inner` computes in float32 as before.
 
@@ -77,6 +84,8 @@ def quantized_state(
   Raises:
     ValueError: names the argument that is wrong.
   """
+  refuse_keywords(quantized_state, unknown, ELSEWHERE)
+  require_transform("quantized_state", inner, "mpjax.quantized_state(tx, 'int8')")
   if dtype not in STATE_DTYPES:
     hint = did_you_mean(str(dtype), STATE_DTYPES)
     raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(STATE_DTYPES)}{hint}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
 
+from mpjax._calls import refuse_keywords
 from mpjax._render.html_sections import Shown
 from mpjax._render.plain_text import bytes_text
 from mpjax._render.text_sections import TextSection
@@ -35,6 +36,10 @@ from mpjax.planner.render import as_text, sections_of
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
 COMPILE = ("auto", True, False)
+_ELSEWHERE = {
+  **dict.fromkeys(("device", "backend", "platform", "hardware", "topology"), "pass target='h100'"),
+  "abstract_args": "the arguments follow the step one by one, as in mpjax.plan(step, *state, batch)",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -52,36 +57,36 @@ class Plan(Shown, PlanFigures):
 
 
 def plan(
-  step: Callable[..., Any],
-  abstract_args: Sequence[PyTree] | Mapping[str, PyTree],
-  *,
+  fun_or_step: Callable[..., Any],
+  *args: PyTree,
+  policy: PolicyLike | None = None,
   target: str | Target | None = None,
   compile: bool | str = "auto",
   label: str | None = None,
-  policy: PolicyLike | None = None,
   parts: Mapping[str | int, str] | None = None,
   donate_argnums: int | Sequence[int] | None = None,
+  **unknown: Never,
 ) -> Plan:
   """Says what a step costs on a device that need not be there: memory, matrix units, collectives, time.
 
   ```python
-  plan = mpjax.plan(step, (state, batch), target="h200")  # arrays, or their shapes
-  print(plan)
+  print(mpjax.plan(step, *state, batch, target="h200"))  # arrays, or their shapes
+  print(mpjax.plan(jax.grad(loss_fn), *params, batch, policy="bf16", target="v5e"))  # under mpjax.autocast
   ```
 
   Nothing is allocated: the step is traced for the shapes of its arguments, and compiled by the target's own
   compiler where that is installed.
 
   Args:
-    step: a training step (or any function of arrays): what `mpjax.make_train_step` returns, a jitted
+    fun_or_step: a training step (or any function of arrays): what `mpjax.make_train_step` returns, a jitted
       function, or a plain one.
-    abstract_args: its positional arguments, as arrays or `jax.ShapeDtypeStruct`; with shardings over a mesh
+    *args: its positional arguments, as arrays or `jax.ShapeDtypeStruct`; with shardings over a mesh
       (a `jax.sharding.AbstractMesh` will do) where it is to run on several devices.
+    policy: plan it under this policy: a `TrainStep` under another than its own, a function under
+      `mpjax.autocast`. By default a function runs as it stands.
     target: `None` or `"here"` for this machine; `"h200"`, `"h100:8"`, `"v5e:2x4"` and the like for another.
     compile: `"auto"`: if the target's compiler is installed; `True`: or else raise; `False`: analytic only.
     label: what to call the plan beside others; the policy's name by default.
-    policy: whose compute dtype weights are served in; that of a `TrainStep` by default, else the dtype of
-      most matrix FLOPs.
     parts: from a parameter of the step, by name or number, to a part of `ARGUMENT_PARTS`, where the names and
       types of the arguments do not tell which are the weights.
     donate_argnums: of a plain function; of a jitted one it is known.
@@ -90,14 +95,16 @@ def plan(
     A `Plan`, whose `str()` is a report and whose `to_dict()` is the data.
 
   Raises:
+    TypeError: for arguments that the step does not take; shows the call that is right.
     ValueError: for an unknown target (lists them), a mesh larger than the target, a step that cannot be
       traced (says where), `parts` that fit nothing, or `compile=True` without the packages.
     mpjax.planner.CompileError: if `compile=True` and the compiler fails.
   """
+  refuse_keywords(plan, unknown, _ELSEWHERE)
   if compile not in COMPILE:
     raise ValueError(f"compile={compile!r}: expected 'auto', True or False")
   device = get_target(target)
-  traced = trace_step(step, abstract_args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
+  traced = trace_step(fun_or_step, args, device, policy=policy, parts=parts, donate_argnums=donate_argnums)
   graph = make_graph(traced.jaxpr)
   memory = analytic_memory(graph, traced.arguments, traced.donated, device, traced.results)
   products = list_products(graph, device, traced.devices)

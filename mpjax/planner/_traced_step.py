@@ -6,18 +6,21 @@ import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
+from mpjax._calls import require_call
 from mpjax._lazy import nnx
 from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
+from mpjax.casting import autocast
 from mpjax.jaxpr import is_library
 from mpjax.planner._arguments import Argument, name_arguments
 from mpjax.planner._targets import Target, policy_on_target
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainStep
+from mpjax.step._checks import require_state_and_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ class TracedStep:
 
 def trace_step(
   step: Callable[..., Any],
-  abstract_args: Sequence[PyTree] | Mapping[str, PyTree],
+  args: tuple[PyTree, ...],
   device: Target,
   *,
   policy: PolicyLike | None = None,
@@ -71,22 +74,25 @@ def trace_step(
   """Traces a step; the arguments are those of `mpjax.plan`.
 
   Raises:
+    TypeError: for arguments that the step does not take.
     ValueError: for arguments that are no arrays or lie on a mesh larger than the target, for a step that
       cannot be traced, and for `parts` that fit nothing.
   """
-  if isinstance(abstract_args, Mapping) or not isinstance(abstract_args, (tuple, list)):
-    raise ValueError(
-      f"abstract_args of type {type(abstract_args).__name__}: expected a tuple of the step's positional "
-      "arguments, as in mpjax.plan(step, (state, batch))"
-    )
   resolved = None if policy is None else get_policy(policy, backend=device.kind)
   note = ""
   if isinstance(step, TrainStep):
-    there, note = policy_on_target(step.policy, device)
+    args = require_state_and_batch("plan", args)
+    there, note = policy_on_target(step.policy if resolved is None else resolved, device)
+    if there != step.policy and not (resolved is None and step.needs_batch):
+      step, args = _adopted(step, there.without_histories(), args)
     resolved = there if resolved is None else resolved
-    step = step if there == step.policy or step.needs_batch else step.with_policy(there)
+  else:
+    require_call("plan", step, args, how=", target='h100'")
+    if resolved is not None:
+      resolved, note = policy_on_target(resolved.without_histories(), device)
+      step, donate_argnums = _under(resolved, step, args, donate_argnums)
   jitted, names = _jitted(step, donate_argnums)
-  args = tuple(_abstract(argument) for argument in abstract_args)
+  args = tuple(_abstract(argument) for argument in args)
   devices = _mesh_size(args, device)
   if device.is_here:
     args = _on_devices(args)
@@ -108,15 +114,51 @@ def trace_step(
   )
 
 
+def _adopted(
+  step: TrainStep, policy: Policy, args: tuple[PyTree, PyTree]
+) -> tuple[TrainStep, tuple[PyTree, PyTree]]:
+  """Returns the step under another policy, with the shapes of its state, that lie as the given state does."""
+  state, batch = args
+  other = step.with_policy(policy)
+  shapes = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
+  if other.layout is not None:
+    return other, other.layout.shapes(shapes, batch)
+  before = dict(jax.tree_util.tree_leaves_with_path(state))
+
+  def placed(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    there = before.get(path)
+    return (
+      x if there is None or there.shape != x.shape else x.update(sharding=getattr(there, "sharding", None))
+    )
+
+  return other, (jax.tree_util.tree_map_with_path(placed, shapes), batch)
+
+
+def _under(
+  policy: Policy,
+  fun: Callable[..., Any],
+  args: tuple[PyTree, ...],
+  donate_argnums: int | Sequence[int] | None,
+) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
+  """Returns a function under autocast, and which arguments it may overwrite."""
+  if _is_jitted(fun) and donate_argnums is None:
+    info, _ = _trace(fun, tuple(map(_abstract, args))).args_info
+    donated = [any(leaf.donated for leaf in jax.tree.leaves(argument)) for argument in info]
+    donate_argnums = [i for i, taken in enumerate(donated) if taken]
+  return autocast(fun, policy), donate_argnums
+
+
+def _is_jitted(fun: object) -> TypeGuard[jax.stages.Wrapped]:
+  return hasattr(fun, "trace") and hasattr(fun, "lower")
+
+
 def _jitted(
-  step: Callable[..., Any], donate_argnums: int | Sequence[int] | None
+  step: Any, donate_argnums: int | Sequence[int] | None
 ) -> tuple[jax.stages.Wrapped, tuple[str, ...]]:
   """Returns the jitted function of a step, and the names of its parameters as far as they are known."""
   if isinstance(step, TrainStep):
     return step.jitted, ("state", "batch")
-  if not callable(step):
-    raise ValueError(f"step of type {type(step).__name__}: expected a function")
-  if hasattr(step, "trace") and hasattr(step, "lower"):
+  if _is_jitted(step):
     if donate_argnums is not None:
       raise ValueError("donate_argnums with a jitted step: it is known from the step, leave it out")
     return step, _parameters(getattr(step, "__wrapped__", step))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jmp
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _SHORT = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 _SHORT |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_TRIPLE = ("param_dtype", "compute_dtype", "output_dtype")
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
 _E4M3 = STATE_DTYPES["float8_e4m3fn"]
@@ -96,6 +97,15 @@ class Policy(jmp.Policy):
   overrides: tuple[tuple[str, Override], ...] = ()
   name: str | None = None
   reason: str | None = None
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    given = {*_TRIPLE[: len(args)], *kwargs}
+    if given and not given.issuperset(_TRIPLE):  # pickle makes one without arguments
+      raise TypeError(
+        f"mpjax.Policy takes {', '.join(_TRIPLE)}; one by its name, or of fewer dtypes, is "
+        "mpjax.get_policy('bf16'), mpjax.get_policy('compute=bfloat16')"
+      )
+    return super().__new__(cls)
 
   def __post_init__(self) -> None:
     for field in _FIELDS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import optax
 from jaxtyping import Float
 
 from mpjax._average import Average, is_average
+from mpjax._calls import is_linen_module
 from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, Metrics, PyTree
 from mpjax.casting._casting_rules import make_rules
@@ -62,10 +65,12 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
 
 def require_arrays(params: PyTree) -> None:
   """Raises `ValueError` for a number in place of an array, and for what is no tree of parameters."""
-  if jax.tree_util.all_leaves([params]) and not hasattr(params, "dtype"):
+  is_array = hasattr(params, "dtype") and not is_linen_module(params)
+  if jax.tree_util.all_leaves([params]) and not is_array:
+    way = ": call step.init(model.init(key, x)['params'])" if is_linen_module(params) else ""
     raise ValueError(
       f"params is a {type(params).__name__}: expected a tree of parameters, such as the params of a linen "
-      "module's variables, an Equinox module or an nnx.Module"
+      f"module's variables, an Equinox module or an nnx.Module{way}"
     )
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, (bool, np.generic))
@@ -88,6 +93,15 @@ def require_makings(loss_fn: object, tx: object) -> None:
   is_transform = hasattr(tx, "init") and hasattr(tx, "update")
   if hasattr(loss_fn, "update") and hasattr(loss_fn, "init") and callable(tx):
     raise TypeError("the arguments are swapped: call make_train_step(loss_fn, tx, policy)")
+  if isinstance(loss_fn, nnx.Module) or is_linen_module(loss_fn):
+    raise TypeError(
+      f"loss_fn is the module {type(loss_fn).__name__}: expected a function that computes a loss with it, "
+      + (
+        "def loss_fn(model, batch): ..."
+        if isinstance(loss_fn, nnx.Module)
+        else "def loss_fn(params, batch): logits = model.apply({'params': params}, batch['x']); ..."
+      )
+    )
   if not callable(loss_fn) or not is_transform:
     name, value = ("tx", tx) if callable(loss_fn) else ("loss_fn", loss_fn)
     expected = "an optax transform" if name == "tx" else "a function (params, batch) -> loss"
@@ -113,12 +127,21 @@ def require_state(state: object, batch: PyTree) -> None:
   )
 
 
+def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
+  """Returns the arguments of a tool that looks at a step; `TypeError` for others."""
+  if len(args) != 2:
+    raise TypeError(f"mpjax.{tool} of a TrainStep: call mpjax.{tool}(step, state, batch)")
+  require_state(*args)
+  return args
+
+
 def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:
   """Raises for what is no module with an optimizer of a step's `tx`: `TypeError` or `ValueError`."""
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
       f"a {type(model).__name__} and a {type(optimizer).__name__} in place of an nnx.Module and an "
-      "nnx.Optimizer: expected step(model, optimizer, batch), or step(state, batch)"
+      "nnx.Optimizer: make state = step.init(params), which holds the optimizer's state, and call "
+      "step(state, batch); or step(model, optimizer, batch) for an nnx.Module"
     )
   if optimizer.tx is not tx:
     raise ValueError("the optimizer was not made with this step's tx: nnx.Optimizer(model, step.tx, wrt=...)")

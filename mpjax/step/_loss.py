@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32
 
 from mpjax._average import Average, constant, divided, is_average, nonzero
+from mpjax._calls import misfit
 from mpjax._lazy import nnx
 from mpjax._types import Array, ArrayLike, LossFunction, Metrics, PyTree
 from mpjax.casting import autocast
@@ -48,7 +49,7 @@ class _Kept(NamedTuple):
   weight: Array | None
 
 
-_KEYWORDS = ("rng", "row_rngs", "model_state")
+KEYWORDS = ("rng", "row_rngs", "model_state")
 
 
 class LossOutput(NamedTuple):
@@ -121,12 +122,18 @@ class StepLoss:
   def __post_init__(self) -> None:
     if {"rng", "row_rngs"} <= set(self.keywords):
       raise ValueError("loss_fn takes both 'rng' and 'row_rngs': expected one of them")
+    if why := misfit(self.fun, (None, None), dict.fromkeys(self.keywords)):
+      raise TypeError(
+        f"loss_fn cannot be called as loss_fn(params, batch): {why}. A batch is one tree: pass step(state, "
+        "(x, y)) and take it apart in loss_fn. A key is named 'rng' (a fresh one each step), what the model "
+        "carries 'model_state'; bind everything else by functools.partial"
+      )
 
   @functools.cached_property
   def keywords(self) -> tuple[str, ...]:
     """Returns which of `rng`, `row_rngs` and `model_state` the loss function takes."""
     names = inspect.signature(self.fun).parameters
-    return tuple(name for name in _KEYWORDS if name in names)
+    return tuple(name for name in KEYWORDS if name in names)
 
   @property
   def by_row(self) -> bool:

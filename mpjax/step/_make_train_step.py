@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Never
 
 import optax
 
+from mpjax._calls import refuse_keywords
 from mpjax._lazy import nnx
 from mpjax._types import LossFunction, Mesh, PolicyLike
 from mpjax.policy import get_policy
@@ -15,6 +17,19 @@ from mpjax.step._layout import make_layout
 from mpjax.step._options import StepOptions
 from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import Chosen
+
+_POLICY, _SCALING = "policy='bf16'", "policy={'base': 'fp16', 'loss_scaling': 1024}"
+# What other libraries call an argument, and what to write.
+_ELSEWHERE = {
+  **dict.fromkeys(("dtype", "compute_dtype", "precision", "mixed_precision"), f"pass {_POLICY}"),
+  **dict.fromkeys(("loss_scale", "loss_scaling", "scaler"), f"it is part of a policy: pass {_SCALING}"),
+  **dict.fromkeys(
+    ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
+    "pass accumulate=4",
+  ),
+  "has_aux": "return (loss, metrics) from loss_fn, metrics being a dict of arrays",
+  "donate_argnums": "pass donate=True or donate=False",
+}
 
 
 def make_train_step(
@@ -34,6 +49,7 @@ def make_train_step(
   gather_prefetch: int = 1,
   grad_norm: bool = False,
   model_state: str = "last",
+  **unknown: Never,
 ) -> TrainStep:
   """Makes one jitted training step: casting, loss scaling, accumulation, the update and metrics.
 
@@ -117,6 +133,7 @@ def make_train_step(
     PrecisionWarning: for a bare half-precision dtype as a policy, which has also parameters, gradients and
       optimiser state in that dtype, and no loss scaling.
   """
+  refuse_keywords(make_train_step, unknown, _ELSEWHERE)
   warn_of_bare_dtype(policy)
   options = StepOptions(
     policy=get_policy(policy),

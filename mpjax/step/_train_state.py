@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import jax
 import numpy as np
@@ -41,6 +41,14 @@ class TrainState:
   rng: Array | None
   graphdef: nnx.GraphDef[nnx.Module] | None = None
   fp8_state: PyTree = dataclasses.field(default_factory=dict)
+
+  @classmethod
+  def create(cls, **unknown: Never) -> NoReturn:
+    """Refuses the call that makes a state of `flax.training`; `TrainStep.init` makes one."""
+    raise TypeError(
+      "mpjax.TrainState has no create: step = mpjax.make_train_step(loss_fn, tx, policy), then "
+      "state = step.init(params)"
+    )
 
   @property
   def params(self) -> PyTree:

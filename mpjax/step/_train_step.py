@@ -42,6 +42,7 @@ from mpjax.step._checks import (
   require_makings,
   require_param_dtype,
   require_state,
+  require_state_and_batch,
 )
 from mpjax.step._layout import Layout
 from mpjax.step._loss import GradientPass, StepLoss, put_back
@@ -199,6 +200,11 @@ class TrainStep:
       TypeError: for other arguments; says which.
       ValueError: for a state that an earlier step was given.
     """
+    if len(args) >= 3 and isinstance(args[0], TrainState):
+      raise TypeError(
+        f"{len(args)} arguments: a batch is one tree, which loss_fn(params, batch) takes apart; call "
+        "step(state, (x, y))"
+      )
     if len(args) == 3:
       return self.update_in_place(*args, rng=rng)
     if len(args) != 2:
@@ -334,12 +340,20 @@ class TrainStep:
     """
     require_state(state, batch)
     args, keywords = self.loss.arguments(state, batch)
-    explanation = explain(self.fun, self.policy)(*args, **keywords)
+    explanation = explain(self.fun, *args, policy=self.policy, **keywords)
     if self.layout is None or self.layout.shards == 1:
       return explanation
     gathered = jax.eval_shape(self.loss.compute_params, state)
     found = gathers(self.loss, self.layout, gathered, state, batch)
     return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
+
+  def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:
+    """Is what `mpjax.explain(step, state, batch)` calls."""
+    state, batch = require_state_and_batch("explain", args)
+    if policy is None:
+      return self.explain(state, batch)
+    other = self.with_policy(get_policy(policy).without_histories())
+    return other.explain(jax.eval_shape(lambda s: other.adopt(s, self, warn=False), state), batch)
 
   def update_in_place(
     self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: PyTree, *, rng: Array | None = None

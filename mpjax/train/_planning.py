@@ -67,7 +67,7 @@ class Planner:
       shapes = self._data.info.batch_shapes(batch)
       made = plan(
         step,
-        (state, shapes) if step.layout is None else step.layout.shapes(state, shapes),
+        *((state, shapes) if step.layout is None else step.layout.shapes(state, shapes)),
         target=self.target,
         compile=compile,
         label=label or _label(asked, recompute, gather),

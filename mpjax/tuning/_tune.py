@@ -252,7 +252,7 @@ def _planner(
     other = TrainStep(step.fun, step.inner_tx, options)
     abstract = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
     laid = (abstract, shapes) if other.layout is None else other.layout.shapes(abstract, shapes)
-    return plan(other, laid, target=device, compile=False)
+    return plan(other, *laid, target=device, compile=False)
 
   return plan_of
 

@@ -78,9 +78,9 @@ def shown():
   state = step.init(params)
   return {
     "policy": mpjax.get_policy({"base": "fp16", "overrides": {".*/<b>": "fp32"}}),
-    "explain": mpjax.explain(loss_fn, "bf16")(params, batch),
+    "explain": mpjax.explain(loss_fn, params, batch, policy="bf16"),
     "state": state,
-    "plan": mpjax.plan(step, (state, batch), target="h100", compile=False),
+    "plan": mpjax.plan(step, state, batch, target="h100", compile=False),
     "report": mpjax.inspect_numerics(step, state, [batch], advise=False),
     "tune": mpjax.tune(loss_fn, params, [batch], target="h100", candidates=["bf16", "fp32"], tolerance=0.1),
   }

@@ -1,5 +1,6 @@
 """`mpjax.explain`: what would run where, as data and as a table, without computing anything."""
 
+import functools
 import io
 
 import jax
@@ -17,7 +18,7 @@ from tests.casting._jaxprs import PRODUCTS, equations, named
 W = normal(4, 4, scale=0.5)
 X = normal(8, 4, seed=1)
 OPS = mpjax.OpLists.default()
-explained = lambda fun, *args, policy="bf16", **options: mpjax.explain(fun, policy, **options)(*args)
+explained = lambda fun, *args, policy="bf16", **options: mpjax.explain(fun, *args, policy=policy, **options)
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, np.float32)
 looped = lambda length, f: lambda x, w: jax.lax.scan(lambda c, _: (f(c, w), None), x, None, length=length)[0]
 
@@ -241,7 +242,7 @@ def test_nothing_is_computed():
     jax.debug.callback(ran.append, y)
     return y * n
 
-  explain = mpjax.explain(fun, "bf16")
+  explain = functools.partial(mpjax.explain, fun, policy="bf16")
   names = {row.primitive for row in explain(shape(8, 4), w=W, n=2, flag=True).rows}
   jax.effects_barrier()
   assert ran == []

@@ -251,11 +251,11 @@ def test_under_an_fp8_policy_it_is_the_compute_dtype():
 @pytest.mark.slow
 def test_numerics_says_where_there_is_no_float32_to_compare_with():
   with_one = mpjax.inspect_numerics(
-    loss_with(mpjax.half_precision(lambda a, b: jnp.tanh(a) * b)), W, X, "bf16"
+    loss_with(mpjax.half_precision(lambda a, b: jnp.tanh(a) * b)), W, X, policy="bf16"
   )
   assert "takes no float32" not in str(with_one)
   assert with_one.reference_loss == pytest.approx(float(exact(W, X)), rel=1e-6)
-  without = mpjax.inspect_numerics(loss_with(mpjax.half_precision(kernel([]))), W, X, "bf16")
+  without = mpjax.inspect_numerics(loss_with(mpjax.half_precision(kernel([]))), W, X, policy="bf16")
   assert "takes no float32" in str(without)
 
 

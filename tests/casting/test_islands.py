@@ -84,7 +84,7 @@ def of_head(f, policy="bf16", **options):
 def test_nothing_of_a_loss_is_behind_a_barrier_and_its_logits_and_statistics_are_kept():
   for name, loss in LOSSES.items():
     assert not of_head(model(loss)), name
-    last = mpjax.explain(model(loss), "bf16")(PARAMS, X, LABELS).islands[-1]
+    last = mpjax.explain(model(loss), PARAMS, X, LABELS, policy="bf16").islands[-1]
     logits = ROWS * TOKENS * V * 2
     assert last.fenced_bytes == 0, name
     assert logits <= last.kept_bytes <= 1.05 * logits, name
@@ -104,15 +104,15 @@ def test_a_one_hot_and_a_mask_are_made_where_they_are_read():
     weights = jax.nn.softmax(jnp.where(jnp.tri(TOKENS, dtype=bool), scores, -jnp.inf))
     return jnp.einsum("bts,bsd->btd", weights, x).sum()
 
-  (island,) = mpjax.explain(masked, "bf16")(X).islands
+  (island,) = mpjax.explain(masked, X, policy="bf16").islands
   assert {"iota", "ge"} <= set(island.copied)
   assert not [kind for kind in barriers(jax.grad(BF16(masked)), X) if kind.endswith("i1")]
-  last = mpjax.explain(model(one_hot), "bf16")(PARAMS, X, LABELS).islands[-1]
+  last = mpjax.explain(model(one_hot), PARAMS, X, LABELS, policy="bf16").islands[-1]
   assert any("one_hot" in name for name in (*last.copied, *last.operations))
 
 
 def test_an_island_between_products_is_fenced():
-  island, loss = mpjax.explain(model(integer_labels), "bf16")(PARAMS, X, LABELS).islands[-2:]
+  island, loss = mpjax.explain(model(integer_labels), PARAMS, X, LABELS, policy="bf16").islands[-2:]
   assert island.fenced_bytes == ROWS * TOKENS * D * 2
   assert loss.fenced_bytes == 0
   kinds = barriers(jax.grad(BF16(model(integer_labels))), PARAMS, X, LABELS)
@@ -125,7 +125,7 @@ def test_a_norm_before_the_first_product_is_an_island_however_wide_the_product()
     return ((x + jax.nn.gelu(norm(x) @ w) @ w.T) ** 2).sum()
 
   args = (PARAMS["head"].T[:8], np.full((D, 4 * D), 0.1, np.float32), LABELS % 8)
-  first = mpjax.explain(f, "bf16")(*args).islands[0]
+  first = mpjax.explain(f, *args, policy="bf16").islands[0]
   assert "rsqrt" in first.operations
   same_with_islands(f, *args)
 
@@ -139,19 +139,21 @@ def test_in_a_loop_nothing_is_fenced_unless_it_is_unrolled():
       layer = lambda x, w: (jax.nn.gelu(x @ w) @ w, None)
       return (jax.lax.scan(layer, x, params, unroll=unroll)[0] ** 2).sum()
 
-    (island,) = (i for i in mpjax.explain(f, "bf16")(params, X).islands if "tanh" in i.operations)
+    (island,) = (i for i in mpjax.explain(f, params, X, policy="bf16").islands if "tanh" in i.operations)
     assert (island.fenced_bytes > 0) == barrier, unroll
     assert bool(barriers(jax.grad(BF16(f)), params, X)) == barrier, unroll
 
 
 def test_all_are_fenced_in_a_function_that_returns_no_loss():
   """What comes after it, and after its array beside an auxiliary result, is not known: it may be the next layer."""
-  (island,) = mpjax.explain(lambda w, x: jax.nn.softmax(x @ w), "bf16")(PARAMS["up"], X).islands
+  (island,) = mpjax.explain(lambda w, x: jax.nn.softmax(x @ w), PARAMS["up"], X, policy="bf16").islands
   assert island.fenced_bytes > 0
   for aux in (lambda h: (h**2).sum(), lambda h: h):
     block = lambda w, x: jax.nn.gelu(jax.nn.gelu(x @ w) @ w)
     both = lambda w, x, aux=aux: (lambda h: (h, aux(h)))(block(w, x))
-    islands = [i for i in mpjax.explain(both, "bf16")(PARAMS["up"], X).islands if "tanh" in i.operations]
+    islands = [
+      i for i in mpjax.explain(both, PARAMS["up"], X, policy="bf16").islands if "tanh" in i.operations
+    ]
     assert islands
     assert all(island.fenced_bytes for island in islands)
 
@@ -206,7 +208,7 @@ def test_a_custom_derivative_rule_runs_once_for_all_readers():
 
 def test_what_is_looked_at_is_looked_at_where_it_is_made():
   f = lambda value, x: readers(lambda e: e + 1.5, value, x)
-  report = mpjax.inspect_numerics(f, X[0], np.ones_like(X), "bf16", advise=False)
+  report = mpjax.inspect_numerics(f, X[0], np.ones_like(X), policy="bf16", advise=False)
   made = [row for row in report.tensors if row.module == "maker"]
   assert made
   assert all(row.error is not None for row in made)

@@ -18,7 +18,7 @@ X = normal(8, 4, seed=1)
 
 def by_path(fun, policy, overrides, *args):
   """{last parts of the path: dtype} of the matrix products."""
-  rows = mpjax.explain(fun, policy, overrides=overrides)(*args).rows
+  rows = mpjax.explain(fun, *args, policy=policy, overrides=overrides).rows
   return {
     row.path: {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[row.after]
     for row in rows

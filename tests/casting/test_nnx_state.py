@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ def test_gradients_are_float32_and_only_of_parameters():
 
 
 def test_paths_of_lists_and_shared_modules():
-  rows = mpjax.explain(loss, "bf16")(net(), X).rows
+  rows = mpjax.explain(loss, net(), X, policy="bf16").rows
   paths = [row.path for row in rows if row.flops]
   assert paths[0] == "Net/layers/0"
   assert paths[1].startswith("Net/layers/1")
@@ -177,6 +178,6 @@ def test_methods_other_than_call_have_the_modules_path():
     def __call__(self, tokens):
       return self.embed.attend(self.embed(tokens))
 
-  explain = mpjax.explain(lambda m, t: m(t), "bf16", overrides={"embed": "fp32"})
+  explain = functools.partial(mpjax.explain, lambda m, t: m(t), policy="bf16", overrides={"embed": "fp32"})
   rows = explain(Tied(nnx.Rngs(0)), np.arange(3)).rows
   assert [(row.path, row.after) for row in rows if row.flops] == [("Tied/embed", "float32")]

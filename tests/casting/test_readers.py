@@ -179,7 +179,7 @@ fixed_point = lambda w, x: jax.lax.while_loop(
 
 def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
   steps = lambda fun: int(jit(fun)(SMALL, X)[2])
-  explained = mpjax.explain(fixed_point, "bf16")(SMALL, X)
+  explained = mpjax.explain(fixed_point, SMALL, X, policy="bf16")
   assert steps(BF16(fixed_point)) == steps(fixed_point) < 20
   assert [row.why for row in explained.rows if row.flops] == [
     "the loop ends by a float that its products make: a solver"
@@ -190,7 +190,7 @@ def test_a_solver_takes_float32s_steps_and_can_be_told_otherwise():
   ]
   for cast in halves:
     assert products(cast, SMALL, X)[0].startswith("bf16 bf16"), cast
-  told = mpjax.explain(fixed_point, "bf16", overrides={"carry_0": {"loop_carry": "half"}})(SMALL, X)
+  told = mpjax.explain(fixed_point, SMALL, X, policy="bf16", overrides={"carry_0": {"loop_carry": "half"}})
   assert {found.kind for found in told.fragile} == {"loop"}
 
 
@@ -249,7 +249,7 @@ def test_sums_of_a_loop_are_float32_and_its_cache_is_not():
     return (memory, written), (token @ memory, written @ token)
 
   loop = lambda x: jax.lax.scan(attend, (jnp.zeros((8, 8)), jnp.zeros((16, 8))), x)
-  carries = {one.path: one.dtype for one in mpjax.explain(loop, "bf16")(X).carries}
+  carries = {one.path: one.dtype for one in mpjax.explain(loop, X, policy="bf16").carries}
   assert carries == {"carry_0": "float32", "carry_1": "bfloat16"}
 
 
@@ -291,11 +291,11 @@ FRAGILE = {
 
 @pytest.mark.parametrize("kind", FRAGILE)
 def test_what_stays_fragile_is_said(kind):
-  explained = mpjax.explain(FRAGILE[kind], "bf16")(X, W)
+  explained = mpjax.explain(FRAGILE[kind], X, W, policy="bf16")
   assert [found.kind for found in explained.fragile] == [kind]
   assert explained.fragile[0].line.startswith("test_readers.py:")
   assert "Fragile in half precision" in str(explained)
-  assert mpjax.explain(FRAGILE[kind], "fp32")(X, W).fragile == ()
+  assert mpjax.explain(FRAGILE[kind], X, W, policy="fp32").fragile == ()
 
 
 def test_ordinary_networks_have_nothing_fragile():
@@ -306,7 +306,7 @@ def test_ordinary_networks_have_nothing_fragile():
     h = x + p @ v
     return -jax.nn.log_softmax((h - h.mean(-1, keepdims=True)) @ w)[:, 0].mean()
 
-  assert mpjax.explain(attention, "bf16")(X, W).fragile == ()
+  assert mpjax.explain(attention, X, W, policy="bf16").fragile == ()
 
 
 def test_lists_change_where_order_is_float32():

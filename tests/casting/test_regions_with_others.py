@@ -131,11 +131,11 @@ def test_statistics_and_paths_of_an_nnx_module():
 
 def test_numerics_finds_no_fault_in_a_product_inside():
   loss = lambda w, x: jnp.mean((half(lambda x, k: jnp.tanh(x @ k) @ k)(x, w["q"]) @ w["o"]) ** 2)
-  report = mpjax.inspect_numerics(loss, W, X, "bf16")
+  report = mpjax.inspect_numerics(loss, W, X, policy="bf16")
   assert all(tensor.error is None or tensor.error < 0.05 for tensor in report.tensors)
 
 
 def test_a_loop_whose_product_is_in_a_region_carries_half_precision():
   f = lambda x, ws: jax.lax.scan(lambda x, w: (half(jnp.matmul)(x, w), None), x, ws)[0]
-  [carry] = mpjax.explain(f, "bf16")(X, np.stack([W["q"]] * 3)).carries
+  [carry] = mpjax.explain(f, X, np.stack([W["q"]] * 3), policy="bf16").carries
   assert carry.dtype == "bfloat16"

@@ -187,7 +187,7 @@ def test_a_kernel_in_float32_is_warned_of_with_the_line_that_changes_it():
   with pytest.warns(mpjax.PrecisionWarning, match="mix_forward runs in float32.*register_kernel") as caught:
     jax.eval_shape(mpjax.autocast(LOSS, "bf16"), W, X)
   assert [w.filename for w in caught] == [__file__] or sys.version_info < (3, 12)
-  [row] = [row for row in mpjax.explain(LOSS, "bf16")(W, X).rows if row.operands]
+  [row] = [row for row in mpjax.explain(LOSS, W, X, policy="bf16").rows if row.operands]
   assert "mpjax.half_precision" in row.why
   assert "register_kernel('mix_forward', ...)" in row.why
 
@@ -220,7 +220,7 @@ def test_nothing_is_said_of_quantised_operands_and_their_scales():
 
 def test_explain_shows_a_registered_kernel_in_half_precision():
   register_kernel("mix_forward", forward)
-  [row] = [row for row in mpjax.explain(LOSS, "bf16")(W, X).rows if row.operands]
+  [row] = [row for row in mpjax.explain(LOSS, W, X, policy="bf16").rows if row.operands]
   assert (row.operands, row.after, row.why) == (("bfloat16",), "bfloat16", "a registered kernel")
 
 

@@ -172,7 +172,7 @@ def test_without_the_line_autocast_and_explain_say_it():
     with pytest.warns(mpjax.PrecisionWarning, match=re.escape(line)):
       found = kernels(order(loss_with(attend), "bf16"), W, X)
     assert {dtype for dtypes in found for dtype in dtypes} == {jnp.dtype("float32")}
-  explained = mpjax.explain(jax.grad(loss_with(attend)), "bf16")(W, X)
+  explained = mpjax.explain(jax.grad(loss_with(attend)), W, X, policy="bf16")
   rows = [row for row in explained.rows if row.operands]
   assert len(rows) == 3
   assert all(line in row.why for row in rows)
@@ -197,7 +197,7 @@ assert classes == [type(x) for _, own in before for x in own.values()]
 
 def test_explain_shows_each_kernel_and_its_dtypes():
   f = LOSSES["flash attention for TPU"]
-  explained = mpjax.explain(jax.grad(f), "bf16")(W, X)
+  explained = mpjax.explain(jax.grad(f), W, X, policy="bf16")
   rows = [row for row in explained.rows if row.operands]
   assert len(rows) == 3
   assert {row.after for row in rows} == {"bfloat16"}
@@ -207,7 +207,7 @@ def test_explain_shows_each_kernel_and_its_dtypes():
 
 def test_explain_counts_products_in_a_region():
   region = mpjax.half_precision(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w))
-  explained = mpjax.explain(lambda x, w: region(x, w) @ w, "bf16")(ones((8, 4)), ones((4, 4)))
+  explained = mpjax.explain(lambda x, w: region(x, w) @ w, ones((8, 4)), ones((4, 4)), policy="bf16")
   assert explained.matrix_flops() == {"bfloat16": 3 * 2 * 8 * 4 * 4}
 
 
@@ -219,7 +219,7 @@ def test_explain_warns_of_kernels_in_float32():
     call = lambda x: pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
     return region(call)(x @ x) + call(x)
 
-  explain = lambda f, policy: mpjax.explain(f, policy)(ones((8, 8)))
+  explain = lambda f, policy: mpjax.explain(f, ones((8, 8)), policy=policy)
   rows = [row for row in explain(f, "bf16").rows if row.operands]
   assert [row.operands for row in rows] == [("float32",)] * 2
   assert all("mpjax.half_precision" in row.why for row in rows)
@@ -280,6 +280,6 @@ def test_cudnns_attention_in_a_program_for_gpus(order, policy, half):
   for line in calls:
     operands = line.rpartition(" : ")[2].partition("->")[0]
     assert operands.count(f"x{half}>") >= 3, line
-  rows = [row for row in mpjax.explain(jax.grad(loss), policy)(W, X).rows if row.operands]
+  rows = [row for row in mpjax.explain(jax.grad(loss), W, X, policy=policy).rows if row.operands]
   assert len(rows) == 2
   assert {row.after for row in rows} == {"bfloat16" if half == "bf16" else "float16"}

@@ -40,14 +40,14 @@ relu = jax.nn.relu
 
 
 def kinds(fun, *args, policy=None):
-  rows = mpjax.explain(fun, policy or fp8())(*args).rows
+  rows = mpjax.explain(fun, *args, policy=policy or fp8()).rows
   return "".join(SHORT[row.after] for row in rows if row.flops)
 
 
 def by_path(fun, *args, policy=None):
   """The kinds of products by module path, in the order of the program."""
   found = {}
-  for row in mpjax.explain(fun, policy or fp8())(*args).rows:
+  for row in mpjax.explain(fun, *args, policy=policy or fp8()).rows:
     if row.flops:
       found[row.path] = found.get(row.path, "") + SHORT[row.after]
   return found

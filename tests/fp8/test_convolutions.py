@@ -94,7 +94,7 @@ def test_convolutions_that_are_none():
     fun, x, w = conv(kernel, strides, padding, layout, **options)
     if "feature_group_count" in options:
       w = np.take(w, range(16), LAYOUTS[layout][1].index("I"))
-    (row,) = (row for row in mpjax.explain(fun, ALL)(x, w).rows if row.flops)
+    (row,) = (row for row in mpjax.explain(fun, x, w, policy=ALL).rows if row.flops)
     assert row.after == "bfloat16", (layout, kernel, options)
     assert "overlap" in row.why or kernel != (3, 3)
     assert traced(mpjax.autocast(fun, ALL), x, w) == []

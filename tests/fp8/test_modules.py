@@ -81,7 +81,7 @@ def test_a_pattern_that_matches_no_module_is_an_error():
   ):  # "attn": no whole component
     message, policy = f"fp8.{key}: '{pattern}' matches no module.*Linen/attn0", fp8(**{key: pattern})
     with pytest.raises(ValueError, match=message):
-      mpjax.explain(apply, policy)(variables, SEQUENCE)
+      mpjax.explain(apply, variables, SEQUENCE, policy=policy)
     with pytest.raises(ValueError, match=message):
       jax.eval_shape(mpjax.autocast(apply, policy), variables, SEQUENCE)
 
@@ -208,7 +208,9 @@ def test_reasons_by_path():
   apply, variables = linen()
   whys = {
     row.path: row.why
-    for row in mpjax.explain(apply, fp8(exclude=["up0"], include=["up.", "head"]))(variables, SEQUENCE).rows
+    for row in mpjax.explain(
+      apply, variables, SEQUENCE, policy=fp8(exclude=["up0"], include=["up.", "head"])
+    ).rows
     if row.flops
   }
   assert "fp8.exclude has 'up0'" in whys["Linen/up0"]
@@ -217,7 +219,7 @@ def test_reasons_by_path():
 
 def test_the_table_says_which_products_are_fp8_and_why_others_are_not():
   apply, variables = linen()
-  explanation = mpjax.explain(apply, fp8())(variables, SEQUENCE)
+  explanation = mpjax.explain(apply, variables, SEQUENCE, policy=fp8())
   flops = explanation.matrix_flops()
   rows, scores = 2 * D, 2 * 2 * (2 * D * D * D)  # both attention products of both layers
   assert flops == {"float8_e4m3fn": 2 * rows * D * D * (4 + 4) * 2, "bfloat16": 2 * scores + 2 * rows * D * D}
@@ -225,4 +227,4 @@ def test_the_table_says_which_products_are_fp8_and_why_others_are_not():
   assert "not in FP8" in text
   assert "two activations" in text
   assert "last layer" in text
-  assert "not in FP8" not in str(mpjax.explain(apply, "bf16")(variables, SEQUENCE))
+  assert "not in FP8" not in str(mpjax.explain(apply, variables, SEQUENCE, policy="bf16"))

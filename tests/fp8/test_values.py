@@ -35,7 +35,7 @@ def test_without_units_fp8_is_bfloat16_and_says_so(policy):
   assert len(said) == 1
   half = jit(jax.value_and_grad(mpjax.autocast(loss, "bf16")))(w, x)
   jax.tree.map(np.testing.assert_array_equal, out, half)
-  rows = [row for row in mpjax.explain(loss, policy)(w, x).rows if row.flops]
+  rows = [row for row in mpjax.explain(loss, w, x, policy=policy).rows if row.flops]
   assert {row.after for row in rows} == {"bfloat16"}
   assert all("emulate: true" in row.why for row in rows)
 

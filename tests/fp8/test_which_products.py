@@ -75,7 +75,7 @@ def test_vmap_outside_leaves_rows_that_are_too_few():
 
 def test_a_dimension_that_is_symbolic_may_be_no_multiple_of_16():
   (rows,) = jax.export.symbolic_shape("rows")
-  explanation = mpjax.explain(mlp, fp8())(W, jax.ShapeDtypeStruct((rows, D), jnp.float32))
+  explanation = mpjax.explain(mlp, W, jax.ShapeDtypeStruct((rows, D), jnp.float32), policy=fp8())
   whys = [row.why for row in explanation.rows if row.primitive == "dot_general"]
   assert all("symbolic" in why for why in whys[1:-1])
 
@@ -84,11 +84,11 @@ def test_a_dimension_that_is_symbolic_may_be_no_multiple_of_16():
 
 
 def test_reasons():
-  rows = [row for row in mpjax.explain(mlp, fp8())(W, X).rows if row.flops]
+  rows = [row for row in mpjax.explain(mlp, W, X, policy=fp8()).rows if row.flops]
   assert ["first layer" in rows[0].why, "last layer" in rows[-1].why] == [True, True]
   assert {row.why for row in rows[1:-1]} == {"an FP8 product (current scaling)"}
   reason = lambda fun, w, x=X, **options: [
-    row.why for row in mpjax.explain(fun, fp8(**options))(w, x).rows if row.flops
+    row.why for row in mpjax.explain(fun, w, x, policy=fp8(**options)).rows if row.flops
   ]
   assert sum("two activations" in why for why in reason(attention, SIX)) == 2
   assert any("M=32 x K=32 x N=40: N is no mul" in why for why in reason(mlp, weights(D, D, 40, D, D)))
@@ -99,5 +99,5 @@ def test_reasons():
 
 def test_flops_in_a_scan_count_for_each_step():
   fun = FUNCTIONS["scan"][0]
-  flops = mpjax.explain(fun, fp8())(SCANNED, X).matrix_flops()
+  flops = mpjax.explain(fun, SCANNED, X, policy=fp8()).matrix_flops()
   assert flops == {"float8_e4m3fn": 3 * 2 * D**3, "bfloat16": 2 * 2 * D**3}

@@ -81,7 +81,7 @@ def test_marks_are_no_modules_and_autocast_still_sees_them():
   assert module_path(equation) == "net"
   assert marked_path(equation) == "net/full_precision"
   assert without_marks("net/full_precision/h0") == "net/h0"
-  (row,) = (row for row in mpjax.explain(fun, "bf16")(X).rows if row.primitive == "sin")
+  (row,) = (row for row in mpjax.explain(fun, X, policy="bf16").rows if row.primitive == "sin")
   assert row.path == "net"
 
 

@@ -17,7 +17,7 @@ LAYERS = {
 }
 FIRST = {name: leaf[0] for name, leaf in LAYERS.items()}
 X, Y = (np.float32(RNG.normal(size=(ROWS, WIDTH))) for _ in range(2))
-SCALING = mpjax.layerwise_loss_scale()
+SCALING = mpjax.loss_scale.layerwise_loss_scale()
 BY = np.float32(2.0**-6)
 # As accelerators round: XLA for CPU would keep float32 between two half-precision operations.
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})

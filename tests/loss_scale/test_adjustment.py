@@ -316,29 +316,29 @@ SOURCES = {
 def test_a_run_goes_on_where_the_other_library_stopped_and_back(name):
   source, reference = SOURCES[name]
   inner = optax.trace(0.9)
-  tx, state = mpjax.import_loss_scale(source, inner, optax.TraceState({"g": F32(5)}))
+  tx, state = mpjax.loss_scale.import_loss_scale(source, inner, optax.TraceState({"g": F32(5)}))
   assert (int(state.good_steps), state.inner_state.trace["g"]) == (3, 5)
   assert jax.tree.structure(state) == jax.tree.structure(tx.init(ZERO))
   np.testing.assert_array_equal(run(tx, FINITE, state)[0].scale, list(reference(FINITE, source)))
   scaling = {"growth_interval": 4, "min_scale": 2.0**-10}
   tx = mpjax.with_loss_scaling(SGD, scaling)
   _, state = run(tx, FINITE[:20])
-  exported = mpjax.export_loss_scale(state, name, scaling=scaling)
+  exported = mpjax.loss_scale.export_loss_scale(state, name, scaling=scaling)
   expected = run(tx, FINITE, state)[0].scale
   np.testing.assert_array_equal(list(reference(FINITE, exported)), expected)
-  again, state = mpjax.import_loss_scale(exported, SGD, state.inner_state)
+  again, state = mpjax.loss_scale.import_loss_scale(exported, SGD, state.inner_state)
   np.testing.assert_array_equal(run(again, FINITE, state)[0].scale, expected)
 
 
 def test_static_and_nested_scales():
   inner_state = SGD.init(ZERO)
-  tx, state = mpjax.import_loss_scale(jmp.StaticLossScale(F32(8)), SGD, inner_state)
+  tx, state = mpjax.loss_scale.import_loss_scale(jmp.StaticLossScale(F32(8)), SGD, inner_state)
   assert list(run(tx, np.asarray([True, False]), state)[0].scale) == [8, 8]
-  assert isinstance(mpjax.export_loss_scale(state, "jmp", scaling=8), jmp.StaticLossScale)
-  _, state = mpjax.import_loss_scale(jmp.NoOpLossScale(), SGD, inner_state)
+  assert isinstance(mpjax.loss_scale.export_loss_scale(state, "jmp", scaling=8), jmp.StaticLossScale)
+  _, state = mpjax.loss_scale.import_loss_scale(jmp.NoOpLossScale(), SGD, inner_state)
   assert float(state.scale) == 1
   nested = optax.chain(optax.identity(), mpjax.dynamic_loss_scale(SGD)).init(ZERO)
-  exported = mpjax.export_loss_scale(nested, "torch", scaling="dynamic")
+  exported = mpjax.loss_scale.export_loss_scale(nested, "torch", scaling="dynamic")
   assert exported == torch_state(scale=2.0**16, growth_interval=2000, _growth_tracker=0)
 
 
@@ -355,7 +355,7 @@ def test_what_cannot_be_converted_is_named():
     (3.0, TypeError, "float"),
   ]:
     with pytest.raises(error, match=match):
-      mpjax.import_loss_scale(source, SGD, optax.EmptyState())
+      mpjax.loss_scale.import_loss_scale(source, SGD, optax.EmptyState())
   for to, scaling, match in [
     ("keras", "dynamic", "jmp, flax, torch"),
     ("torch", "megatron", "hysteresis=2"),
@@ -366,7 +366,7 @@ def test_what_cannot_be_converted_is_named():
   ]:
     state = mpjax.with_loss_scaling(SGD, scaling or "dynamic").init(ZERO)
     with pytest.raises(ValueError, match=match):
-      mpjax.export_loss_scale(state, to, scaling=scaling)
+      mpjax.loss_scale.export_loss_scale(state, to, scaling=scaling)
 
 
 def test_gradients_count_and_updates_are_blamed_each_for_themselves():

@@ -27,7 +27,7 @@ RIGHT = {
   "noise": (SCALED(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), SGD)), PARAMS, {}),
   "a scale in each group": (optax.partition({"a": SCALED(ADAM), "b": SCALED(SGD)}, LABELS), PARAMS, {}),
   "flatten outside": (optax.flatten(SCALED(ADAM)), PARAMS, {}),
-  "tracked": (mpjax.track_skips(SCALED(ADAM)), PARAMS, {}),
+  "tracked": (mpjax.loss_scale.track_skips(SCALED(ADAM)), PARAMS, {}),
   "stateless outside": (optax.chain(SCALED(optax.scale_by_adam()), optax.scale(-0.1)), PARAMS, {}),
   "eight bits": (SCALED(SGD), {"w": np.ones(3, jax.numpy.float8_e4m3fn)}, {}),
   "extra arguments": (PLATEAU, PARAMS, {"value": 1.0}),
@@ -71,19 +71,19 @@ WRONG = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_composition_passes(name):
   tx, params, keywords = RIGHT[name]
-  mpjax.check_loss_scaling(tx, params, **keywords)
+  mpjax.loss_scale.check_loss_scaling(tx, params, **keywords)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_composition_is_explained(name):
   tx, message = WRONG[name]
   with pytest.raises(ValueError, match=message):
-    mpjax.check_loss_scaling(tx, PARAMS)
+    mpjax.loss_scale.check_loss_scaling(tx, PARAMS)
 
 
 def test_nothing_outside_may_touch_overwritten_leaves():
   with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*not the value"):
-    mpjax.check_loss_scaling(optax.chain(SCALED(ADAM), optax.scale(-1.0)), OVERWRITTEN)
+    mpjax.loss_scale.check_loss_scaling(optax.chain(SCALED(ADAM), optax.scale(-1.0)), OVERWRITTEN)
 
 
 def test_gradients_at_two_scales_are_told_apart_but_for_noise():

@@ -133,7 +133,7 @@ OUTSIDE = {
   "chain": lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
   "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda lr: SCALED(optax.adam(lr)))(0.1),
   "flatten": optax.flatten,
-  "track_skips": mpjax.track_skips,
+  "track_skips": mpjax.loss_scale.track_skips,
   "masked, all": lambda tx: optax.masked(tx, {"w": True, "b": True}),
   "partition, one over all": lambda tx: optax.partition({"a": tx}, "a"),
   "named_chain": lambda tx: optax.named_chain(("scaled", tx)),
@@ -210,7 +210,7 @@ def test_multi_steps_outside_is_refused_by_whoever_sees_the_transform(skip):
   assert float(mpjax.get_loss_scale(tx.init(PARAMS)).scale) == 2.0**16
   step = mpjax.make_train_step(lambda params, batch: loss(params), tx, "fp32")
   for see in (
-    lambda: mpjax.check_loss_scaling(tx, PARAMS),
+    lambda: mpjax.loss_scale.check_loss_scaling(tx, PARAMS),
     lambda: step.init(PARAMS),
     lambda: jax.eval_shape(step.tx.init, PARAMS),
   ):

@@ -38,9 +38,9 @@ def test_every_layer_of_a_chain_that_no_single_scale_can_train_gets_its_gradient
 
 def test_the_underflow_and_the_caps_that_are_asked_for_are_kept():
   expected, _ = chain.exact_gradients()
-  tight = mpjax.layerwise_loss_scale(max_layer_scale=16, max_scale=1024)  # the paper's
+  tight = mpjax.loss_scale.layerwise_loss_scale(max_layer_scale=16, max_scale=1024)  # the paper's
   assert not compiled(chain.scaled_loss, HALF, scaling=tight)()[1][0]["w"][0].any()
-  rare = mpjax.layerwise_loss_scale(underflow=1e-5)
+  rare = mpjax.loss_scale.layerwise_loss_scale(underflow=1e-5)
   errors = [worst(compiled(chain.scaled_loss, HALF, scaling=s)()[1][0], expected) for s in (SCALING, rare)]
   assert errors[1] < errors[0] / 2
 
@@ -76,7 +76,9 @@ def test_a_scale_is_the_papers_formula():
   rng = np.random.default_rng(1)
   seen = set()
   for underflow, shape in ((1e-4, (7, 3)), (1e-3, (1, 9)), (1e-2, (4, 1))):
-    scaling = mpjax.layerwise_loss_scale(underflow=underflow, max_scale=2.0**64, max_layer_scale=2.0**9)
+    scaling = mpjax.loss_scale.layerwise_loss_scale(
+      underflow=underflow, max_scale=2.0**64, max_layer_scale=2.0**9
+    )
     measure = jit(scaling.measure)
     for _ in range(100):
       size, width, passed = rng.integers([-26, -36, -10], [13, 9, 61])

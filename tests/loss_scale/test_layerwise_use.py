@@ -210,7 +210,11 @@ MISUSES = [
   (lambda: SCALING.fork(start(), 0), ValueError, "n=0"),
   (lambda: SCALING.layer(both, UP_AND_DOWN, start()), ValueError, r"several.*'down'.*'up'.*kernel="),
   *[
-    (lambda field=field, value=value: mpjax.layerwise_loss_scale(**{field: value}), ValueError, field)
+    (
+      lambda field=field, value=value: mpjax.loss_scale.layerwise_loss_scale(**{field: value}),
+      ValueError,
+      field,
+    )
     for field, values in {
       "underflow": (0.0, 1.0, -1.0, math.nan),
       "init_scale": (0.0, -1.0, math.inf, 2.0**101),

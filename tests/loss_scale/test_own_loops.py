@@ -114,7 +114,7 @@ def test_one_loop_with_every_function_serves_every_policy(policy):
     by_scale_loss = jax.grad(lambda p: mpjax.scale_loss(run(p, x), state))(params)
     norm = mpjax.loss_scale.gradient_norm(by_scale_loss, state)
     updates, state = tx.update(grads, state, params)
-    metrics = mpjax.loss_scale_metrics(state)
+    metrics = mpjax.loss_scale.loss_scale_metrics(state)
     kept = mpjax.keep_if_finite(state, {"count": jnp.ones(())}, {"count": jnp.zeros(())})
     return optax.apply_updates(params, updates), state, loss, norm, metrics, kept
 

@@ -36,8 +36,8 @@ def step(scales, params, loss, head):
     state = tx.init(params)
 
     def of(params):
-      h = mpjax.scaled_region(BODY, scale_of(state, "body"))(params["body"], X)
-      return loss(mpjax.scaled_region(head, scale_of(state, "head"))(params["head"], h))
+      h = mpjax.loss_scale.scaled_region(BODY, scale_of(state, "body"))(params["body"], X)
+      return loss(mpjax.loss_scale.scaled_region(head, scale_of(state, "head"))(params["head"], h))
 
     return tx.update(jax.grad(of)(params), state, params)
 
@@ -64,10 +64,10 @@ def test_a_group_that_overflows_backs_off_alone():
 
 def test_inputs_are_integers_or_at_least_float32():
   with pytest.raises(ValueError, match=r"float16.*float32"):
-    mpjax.scaled_region(BODY, np.float32(8))(PARAMS["body"], X.astype(jnp.float16))
+    mpjax.loss_scale.scaled_region(BODY, np.float32(8))(PARAMS["body"], X.astype(jnp.float16))
   embed = lambda table, tokens, x: (table[tokens] + x).astype(jnp.float16)
   tokens = np.asarray([1, 2, 1])
-  of = lambda table, x: mpjax.scaled_region(embed, jnp.float32(8))(table, tokens, x).sum()
+  of = lambda table, x: mpjax.loss_scale.scaled_region(embed, jnp.float32(8))(table, tokens, x).sum()
   table, x = jax.jit(jax.grad(of, argnums=(0, 1)))(PARAMS["body"], np.ones((3, 4), np.float32))
   np.testing.assert_array_equal(x, np.ones((3, 4)))
   np.testing.assert_array_equal(table[:, 0], [0, 16, 8, 0])
@@ -84,7 +84,7 @@ def test_what_a_region_closes_over():
     return jnp.sum(jax.lax.scan(jax.checkpoint(body), X, keys)[0])
 
   forms = (
-    (half(jnp.tanh), lambda fun: mpjax.scaled_region(fun, jnp.float32(2.0**10))),
+    (half(jnp.tanh), lambda fun: mpjax.loss_scale.scaled_region(fun, jnp.float32(2.0**10))),
     (lambda w, x: jnp.tanh(x @ w), lambda fun: fun),
   )
   both = jax.jit(lambda gain, keys: [jax.grad(loss)(gain, keys, *form) for form in forms])
@@ -95,7 +95,7 @@ def test_half_precision_arrays_that_a_region_closes_over():
   def loss(w, factor):
     low = w.astype(jnp.float16)
     product = lambda p, x: x.astype(jnp.float16) @ low + p.astype(jnp.float16)
-    out = mpjax.scaled_region(product, jnp.float32(8))(jnp.zeros(4), X)
+    out = mpjax.loss_scale.scaled_region(product, jnp.float32(8))(jnp.zeros(4), X)
     return jnp.mean(out**2) * factor + jnp.sum(low).astype(jnp.float32)
 
   run = jax.jit(jax.grad(loss))

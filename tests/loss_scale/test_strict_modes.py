@@ -19,7 +19,7 @@ INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
 TRANSFORMS = {
   "dynamic": mpjax.dynamic_loss_scale(INNER, init_scale=64.0, hysteresis=2, consecutive_hysteresis=True),
   "branch": mpjax.with_loss_scaling(INNER, {"init_scale": 64.0}, branch_on_cpu=True),
-  "tracked": mpjax.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
+  "tracked": mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(INNER, init_scale=64.0)),
   "none": INNER,
 }
 SHAPE = (16, 16)
@@ -68,7 +68,7 @@ def test_two_lines_round_an_optimiser(name):
     run = jax.jit(step)
     for _ in range(2):
       *carry, loss = run(*carry, ONES)
-  assert not mpjax.loss_scale_metrics(carry[1]).get("skipped_steps", 0)
+  assert not mpjax.loss_scale.loss_scale_metrics(carry[1]).get("skipped_steps", 0)
   assert loss < loss_fn(PARAMS, ONES)
   assert int(carry[2]["count"]) == 1
 
@@ -82,7 +82,7 @@ def test_an_update_outside_jit(name):
     with enter():
       state = tx.init(PARAMS)
       updates, new = tx.update(grads, state, PARAMS)
-    assert not mpjax.loss_scale_metrics(new).get("skipped_steps", 0), mode
+    assert not mpjax.loss_scale.loss_scale_metrics(new).get("skipped_steps", 0), mode
     assert described(new) == described(state), mode
     assert np.asarray(updates["w"]).any(), mode
 
@@ -98,7 +98,7 @@ def test_a_static_scale_keeps_its_types():
 
 
 def layerwise_gradients(layers, x):
-  scaling = mpjax.layerwise_loss_scale()
+  scaling = mpjax.loss_scale.layerwise_loss_scale()
 
   def loss_of(layers):
     h = scaling.start(x, jnp.float16)

@@ -130,7 +130,7 @@ def programs(request):
 
 def test_products_are_half_precision_and_explain_says_so_and_the_backward_pass_keeps_no_more(programs):
   assert_products_are_half(programs, programs.gradient("bf16").jaxpr, "bf16")
-  explained = mpjax.explain(jax.value_and_grad(programs.loss), "bf16")(*programs.args)
+  explained = mpjax.explain(jax.value_and_grad(programs.loss), *programs.args, policy="bf16")
   layers = [
     row for row in explained.rows if row.flops and row.list == "allow" and row.rule != "exact product"
   ]

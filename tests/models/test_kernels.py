@@ -72,7 +72,7 @@ def test_a_kernel_in_a_decoder_has_half_precision_operands(name, policy):
   of = decoder(LENGTH, 512, attention_fn=ATTENTION[name][0])
   narrow = {"bf16": "bfloat16", "fp16": "float16"}[policy]
   args = (of.params, of.batch, jax.random.key(0))
-  explained = mpjax.explain(jax.value_and_grad(of.loss), policy)(*args)
+  explained = mpjax.explain(jax.value_and_grad(of.loss), *args, policy=policy)
   kernels = [row for row in explained.rows if row.operands]
   assert len(kernels) == ATTENTION[name][1]
   assert {row.after for row in kernels} <= {narrow}

@@ -62,7 +62,9 @@ ACTIVATIONS = [("one", "dot_general"), ("one", "tanh"), ("two", "dot_general")]
 
 
 def look(policy, batches=BATCH, loss=loss_fn, **options):
-  return mpjax.inspect_numerics(loss, PARAMS, batches, policy, **{"tx": TX, "advise": False, **options})
+  return mpjax.inspect_numerics(
+    loss, PARAMS, batches, policy=policy, **{"tx": TX, "advise": False, **options}
+  )
 
 
 @functools.cache

@@ -70,7 +70,7 @@ SAID = {}  # the lines of progress by fault and policy
 def inspected(fault, policy):
   params, batch, loss_fn = model(fault)
   say = SAID.setdefault((fault, policy), []).append
-  return mpjax.inspect_numerics(loss_fn, params, batch, POLICIES[policy], tx=TX, progress=say)
+  return mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES[policy], tx=TX, progress=say)
 
 
 @pytest.mark.parametrize(("fault", "policy"), CASES)
@@ -97,7 +97,7 @@ def test_a_fault_is_found_in_its_layer_and_the_advice_leaves_no_problem(fault, p
   assert re.search(r"^policy:$", text, re.MULTILINE)
   if fault == "all":
     params, batch, loss_fn = model(fault)
-    again = mpjax.inspect_numerics(loss_fn, params, batch, advice.policy, tx=TX, advise=False)
+    again = mpjax.inspect_numerics(loss_fn, params, batch, policy=advice.policy, tx=TX, advise=False)
     assert problems(again) == set()
 
 
@@ -134,7 +134,7 @@ def test_without_trials_the_advice_is_what_the_first_run_suggests():
   params, batch, loss_fn = model("overflow")
   lines = []
   report = mpjax.inspect_numerics(
-    loss_fn, params, batch, POLICIES["fp16"], tx=TX, advise=False, progress=lines.append
+    loss_fn, params, batch, policy=POLICIES["fp16"], tx=TX, advise=False, progress=lines.append
   )
   assert lines
   assert not [line for line in lines if line.startswith("trying")]
@@ -151,7 +151,7 @@ def test_what_float32_gives_is_not_computed_again_for_each_advice(monkeypatch):
     again = lambda state, batch: runs.append("float32") or programs.theirs(state, batch)
     return programs._replace(theirs=again)
 
-  run = lambda: mpjax.inspect_numerics(loss_fn, params, batch, POLICIES["fp16"], tx=TX).to_dict()
+  run = lambda: mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES["fp16"], tx=TX).to_dict()
   monkeypatch.setattr(_inspection, "programs_for", counted)
   assert run() == expected
   assert runs == ["float32"]
@@ -188,14 +188,14 @@ def test_layers_that_are_alike_share_a_pattern_and_modules_inside_others_and_loo
     x, _ = jax.lax.scan(layer, x, (params["layers"], sizes))
     return jnp.mean((x.astype(jnp.float32) - 1) ** 2)
 
-  report = mpjax.inspect_numerics(loss_fn, params, (X, sizes), "fp16")
+  report = mpjax.inspect_numerics(loss_fn, params, (X, sizes), policy="fp16")
   modules = {*(f"blocks_{i}/wide" for i in range(2)), "root", "layers[1]"}
   assert {module for kind, module in problems(report) if kind == "overflow"} == modules
   assert {module for _, module in problems(report)} == modules
   overrides = dict(report.advice.policy["overrides"])
   assert overrides == dict.fromkeys((r"blocks_\d+/wide", "root$", "layers"), "bf16")
   assert report.advice.left == ()
-  after = mpjax.inspect_numerics(loss_fn, params, (X, sizes), report.advice.policy, advise=False)
+  after = mpjax.inspect_numerics(loss_fn, params, (X, sizes), policy=report.advice.policy, advise=False)
   dtypes = {t.scope: t.dtype for t in after.of("activation") if t.name.startswith("dot_general")}
   assert (dtypes.pop("root/inner"), *dtypes.values()) == ("float16", *["bfloat16"] * 4)
 
@@ -211,7 +211,7 @@ def plain_loss(params, batch):
 def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
   params, batch = {"first": {"w": W}, "second": {"w": W.copy()}}, X.copy()
   (batch if place == "data" else params["second"]["w"])[0, 0] = np.nan
-  report = mpjax.inspect_numerics(plain_loss, params, batch, "fp16")
+  report = mpjax.inspect_numerics(plain_loss, params, batch, policy="fp16")
   assert problems(report) == {("nonfinite", "first" if place == "data" else "second")}
   assert report.advice.unchanged
   assert "good as it is" not in str(report)
@@ -222,7 +222,7 @@ def test_what_is_not_finite_in_float32_is_not_blamed_on_the_policy(place):
 def test_a_loss_scale_of_the_optimisers_own_is_left_to_it():
   params, batch, loss_fn = model("underflow")
   tx = mpjax.static_loss_scale(optax.sgd(1e-2), 2.0)
-  report = mpjax.inspect_numerics(loss_fn, params, batch, POLICIES["no scale"], tx=tx)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=POLICIES["no scale"], tx=tx)
   assert report.loss_scale == 2.0
   assert problems(report) == {UNDERFLOW}
   advised = mpjax.get_policy(report.advice.policy)
@@ -233,7 +233,7 @@ def test_a_loss_scale_of_the_optimisers_own_is_left_to_it():
 
 def test_gradients_too_large_for_any_loss_scale_are_said_to_overflow():
   loss_fn = lambda params, batch: 1e9 * plain_loss(params, batch)
-  report = mpjax.inspect_numerics(loss_fn, {"first": {"w": W}, "second": {"w": W}}, X, "fp16")
+  report = mpjax.inspect_numerics(loss_fn, {"first": {"w": W}, "second": {"w": W}}, X, policy="fp16")
   kinds = {kind for kind, _ in problems(report)}
   assert "gradient overflow" in kinds
   assert "underflow" not in kinds
@@ -259,7 +259,7 @@ def test_what_fp8_is_too_narrow_for_goes_back_to_bfloat16():
 
   fp8 = {"emulate": True, "min_dim": 1, "first_layer": True, "last_layer": True}
   policy = {"base": "fp8", "fp8": fp8}
-  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy, pieces=1)
+  report = mpjax.inspect_numerics(loss_fn, params, {"x": X, "size": size}, policy=policy, pieces=1)
   assert ("error", "spiky") in problems(report)
   advised = mpjax.get_policy(report.advice.policy)
   assert "spiky" in dict(advised.overrides)
@@ -282,7 +282,7 @@ def bias_before_a_norm(size, scale=1.0):
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])  # at 1e-3 all gradients of weights are small
 def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing(size):
-  report = mpjax.inspect_numerics(*bias_before_a_norm(size), "bf16", advise=False)
+  report = mpjax.inspect_numerics(*bias_before_a_norm(size), policy="bf16", advise=False)
   errors = {t.path: t.error for t in report.of("weight gradient")}
   assert errors["layer/b"] > 0.1 > errors["layer/w"]
   [note] = [finding for finding in report.findings if finding.kind == "weight gradient"]
@@ -343,7 +343,7 @@ def test_good_loss_scales_keep_the_share_of_all_gradients_and_overflow_none(faul
   params, batch, loss_fn = model(fault)
   policy = {"base": "bf16", "autocast": autocast}
   for keep in keeps:
-    report = mpjax.inspect_numerics(loss_fn, params, batch, policy, advise=False, keep=keep)
+    report = mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, advise=False, keep=keep)
     gradients = [t.magnitudes for t in report.of("activation gradient")]
     # Autocast has the gradients of float32 weights in float32 from the product on.
     products = [t.magnitudes for t in report.of("weight gradient") if not autocast]
@@ -371,7 +371,7 @@ def test_an_error_of_a_sum_that_cancels_is_named_and_is_a_problem_if_it_is_the_g
     h = batch["x"] @ jnp.asarray(params.get("w", w), batch["x"].dtype) + params["b"]
     return jnp.mean((jnp.tanh(h) - batch["y"]) ** 2)
 
-  report = mpjax.inspect_numerics(loss_fn, params, batch, "bf16_pure", advise=False)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="bf16_pure", advise=False)
   [finding] = [f for f in report.findings if f.kind == "gradient error"]
   assert finding.severity == ("problem" if alone else "note")
   assert finding.text.startswith("b: the error of its gradient")
@@ -382,7 +382,7 @@ def test_an_error_of_a_sum_that_cancels_is_named_and_is_a_problem_if_it_is_the_g
 def test_advice_that_needs_float32_weights_drops_what_half_precision_ones_had_besides():
   params, batch, loss_fn = model("overflow")
   policy = {"base": "float16", "master_weights": "stochastic"}
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy, tx=TX)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy=policy, tx=TX)
   advised = mpjax.get_policy(report.advice.policy)
   assert (advised.autocast, advised.param_dtype, advised.master_weights) == (True, "float32", None)
   assert report.advice.left == ()

@@ -51,7 +51,7 @@ def moved(held, w, u):
 def test_descent_quality_is_the_projection_of_the_move_on_the_update(held):
   params, batch, updates = setting()
   report = mpjax.inspect_numerics(
-    loss_fn, params, batch, POLICIES[held], tx=optax.sign_sgd(RATE), advise=False, reference=False
+    loss_fn, params, batch, policy=POLICIES[held], tx=optax.sign_sgd(RATE), advise=False, reference=False
   )
   product = squared = 0.0
   assert [tensor.path for tensor in report.of("update")] == [*params]
@@ -72,7 +72,9 @@ def test_weights_that_stand_still_make_no_descent_and_are_named():
   full = lambda value, dtype=np.float32: np.full((16, 16), value, dtype)
   params, batch = {"still": full(256.0), "moving": full(2.0**-6)}, full(1.0, ml_dtypes.bfloat16)
   loss = lambda params, batch: jnp.mean(batch * (params["still"] + params["moving"]))
-  report = mpjax.inspect_numerics(loss, params, batch, "bf16_pure", tx=optax.sign_sgd(RATE), advise=False)
+  report = mpjax.inspect_numerics(
+    loss, params, batch, policy="bf16_pure", tx=optax.sign_sgd(RATE), advise=False
+  )
   quality = {t.path: t.descent_here for t in report.of("update")}
   assert quality == {"still": 0.0, "moving": 1.0}
   assert report.descent_quality == pytest.approx(0.5)

@@ -96,7 +96,7 @@ def test_the_operands_of_products_and_convolutions_have_the_errors_of_numpy():
     "y": normal(7, 32, 48),
   }
   earlier = [{name: x / factor for name, x in batch.items()} for factor in (8, 16)]
-  found = mpjax.compare_fp8_recipes(loss_fn, params, batch, "bf16", earlier=earlier)
+  found = mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch, "bf16", earlier=earlier)
   names = [(name, o) for name in (PATCHES, "one", "loop", "blur") for o in ("lhs", "rhs", "gradient")]
   assert [(o.module, o.operand) for o in found.operands] == names
 
@@ -142,6 +142,6 @@ def test_the_operands_of_products_and_convolutions_have_the_errors_of_numpy():
   assert str(found).splitlines()[0].split()[:2] == ["module", "operand"]
   assert "E4M3 delayed" in str(found)
   assert found.to_dict()["operands"][0]["module"] == PATCHES
-  alone = mpjax.compare_fp8_recipes(loss_fn, params, batch, "fp32")
+  alone = mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch, "fp32")
   assert not [recipe for recipe in (*alone.recipes, *alone.operands[0].errors) if "delayed" in recipe]
   assert alone.of("one", "lhs")[0].errors.items() <= lhs.errors.items()

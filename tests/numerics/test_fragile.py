@@ -24,7 +24,7 @@ def angle(scale):
 
 
 def findings(loss_fn, policy):
-  report = mpjax.inspect_numerics(loss_fn, PARAMS, X, policy, tx=optax.sgd(0.1), advise=False)
+  report = mpjax.inspect_numerics(loss_fn, PARAMS, X, policy=policy, tx=optax.sgd(0.1), advise=False)
   return [found.text for found in report.findings if found.kind == "fragile"]
 
 

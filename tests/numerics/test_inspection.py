@@ -114,7 +114,7 @@ def test_gradients_inside_a_loop_over_time_are_unscaled_too():
 
   params, batch = normal(1, WIDTH, WIDTH, scale=0.1), normal(2, 3, ROWS, WIDTH)
   policy = {"base": "fp16", "loss_scaling": {"kind": "static", "init_scale": 2.0**8}}
-  report = mpjax.inspect_numerics(loss, params, batch, policy, advise=False)
+  report = mpjax.inspect_numerics(loss, params, batch, policy=policy, advise=False)
   gradients = [t for t in report.of("activation gradient") if t.name == "dot_general"]
   assert gradients
   assert all(t.error < 0.01 for t in gradients)
@@ -134,7 +134,7 @@ def test_figures_do_not_depend_on_where_the_tensors_are_looked_at(policy, refere
 
   def run():
     own = lambda params, batch: loss(params, batch)  # of which no programs are kept
-    return mpjax.inspect_numerics(own, params, BATCH, policy, tx=TX, reference=reference, advise=False)
+    return mpjax.inspect_numerics(own, params, BATCH, policy=policy, tx=TX, reference=reference, advise=False)
 
   after = run()
   monkeypatch.setattr(_programs, "_FITS", 0)
@@ -265,7 +265,7 @@ def test_lost_updates_are_those_that_rounding_loses(policy):
   )
   loss = lambda p, b: jnp.sum(p["w"].astype(jnp.float32) * b) * 1e-6
   ones = np.ones(len(weights), np.float32)
-  report = mpjax.inspect_numerics(loss, {"w": weights}, ones, policy, tx=given, advise=False, pieces=1)
+  report = mpjax.inspect_numerics(loss, {"w": weights}, ones, policy=policy, tx=given, advise=False, pieces=1)
   (t,) = report.of("update")
   moved = updates != 0
   for name, dtype in LOST.items():

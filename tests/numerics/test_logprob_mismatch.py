@@ -20,7 +20,7 @@ def logits_fn(params, x):
 
 
 def mismatch(*policies, params=PARAMS, x=X, **options):
-  return mpjax.logprob_mismatch(logits_fn, params, x, *policies, **options)
+  return mpjax.numerics.logprob_mismatch(logits_fn, params, x, *policies, **options)
 
 
 def logprobs(params, x, name):

@@ -51,7 +51,7 @@ LINEAR = {
 
 
 def inspect(loss_fn, policy="fp16", **options):
-  return mpjax.inspect_numerics(loss_fn, PARAMS, BATCH, policy, **{"advise": False, **options})
+  return mpjax.inspect_numerics(loss_fn, PARAMS, BATCH, policy=policy, **{"advise": False, **options})
 
 
 def found(report):

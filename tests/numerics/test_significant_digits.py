@@ -30,7 +30,7 @@ def loss_fn(params, batch):
 
 @functools.cache
 def digits(policy, **options):
-  return mpjax.significant_digits(loss_fn, PARAMS, BATCH, policy, **options)
+  return mpjax.numerics.significant_digits(loss_fn, PARAMS, BATCH, policy, **options)
 
 
 def test_digits_are_those_of_the_error_against_float32():
@@ -66,21 +66,23 @@ def test_a_gradient_that_cancels_has_fewer_digits():
 
   w, far, x = np.random.default_rng(1).standard_normal((3, 32, 32)).astype(np.float32)
   params = {"near": {"w": w, "v": w * np.float32(1.01)}, "far": {"w": far}}
-  found = mpjax.significant_digits(difference, params, x, "bf16", samples=4)
+  found = mpjax.numerics.significant_digits(difference, params, x, "bf16", samples=4)
   assert found.modules["near"] < found.modules["far"] - 0.8
 
 
 def test_digits_are_the_same_for_a_seed_and_a_step():
-  again = [mpjax.significant_digits(loss_fn, PARAMS, BATCH, "bf16", samples=3, seed=s) for s in (0, 0, 1)]
+  again = [
+    mpjax.numerics.significant_digits(loss_fn, PARAMS, BATCH, "bf16", samples=3, seed=s) for s in (0, 0, 1)
+  ]
   assert again[0] == again[1] != again[2]
   step = mpjax.make_train_step(loss_fn, optax.sgd(1e-2), "bf16")
-  of_step = mpjax.significant_digits(step, step.init(PARAMS), BATCH, samples=3)
+  of_step = mpjax.numerics.significant_digits(step, step.init(PARAMS), BATCH, samples=3)
   assert of_step.gradients == pytest.approx(again[0].gradients, abs=1e-3)
 
 
 def test_small_gradients_and_those_of_zero_have_the_digits_that_they_have():
   scaled = lambda p, b: b["factor"] * loss_fn(p, b)
-  run = lambda factor: mpjax.significant_digits(
+  run = lambda factor: mpjax.numerics.significant_digits(
     scaled, PARAMS, BATCH | {"factor": np.float32(factor)}, "bf16", samples=3
   )
   assert run(1e-30).gradients == pytest.approx(run(1).gradients, abs=0.2)
@@ -135,4 +137,4 @@ def test_the_mean_of_many_draws_is_the_exact_product():
 )
 def test_what_cannot_be_is_refused(policy, samples, message):
   with pytest.raises(ValueError, match=message):
-    mpjax.significant_digits(loss_fn, PARAMS, BATCH, policy, samples=samples)
+    mpjax.numerics.significant_digits(loss_fn, PARAMS, BATCH, policy, samples=samples)

@@ -150,7 +150,7 @@ def test_lost_updates_are_those_of_the_master_weights(correction):
 def still(policy, size):
   """An inspection of weights of 1 with updates of a size."""
   tx = adam_of(ZEROS, ZEROS, np.full(SHAPE, size, np.float32))
-  return mpjax.inspect_numerics(loss_fn, {"w": ONES}, BATCH, policy, tx=tx)
+  return mpjax.inspect_numerics(loss_fn, {"w": ONES}, BATCH, policy=policy, tx=tx)
 
 
 def test_advice_for_lost_updates_names_corrections():

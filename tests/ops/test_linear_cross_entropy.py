@@ -174,7 +174,7 @@ def test_products_are_in_the_compute_dtype_and_the_kernel_s_gradient_in_float32_
     made = [e.outvars[0].aval for e in named("dot_general", jax.grad(forward, 1), x, KERNEL)]
     assert [out.dtype for out in made if out.shape == (D, V)] == [np.float32]
   for policy in ("bf16", {"base": "fp8", "fp8": {"emulate": True, "exclude": ["head"]}}):
-    explanation = mpjax.explain(loss, policy)(x, KERNEL)
+    explanation = mpjax.explain(loss, x, KERNEL, policy=policy)
     head = [row for row in explanation.rows if row.path == "head" and row.flops]
     assert [(row.after, row.flops) for row in head] == [("bfloat16", 2 * 64 * D * V)]
     assert "custom_vjp_call" not in str(explanation)
@@ -241,7 +241,9 @@ def test_a_recipe_and_overrides_say_which_products_are_fp8():
   for overrides in ({"head": "bf16"}, {"head": "fp32"}):
     assert not fp8_products(mpjax.autocast(jax.grad(narrow), FP8, overrides=overrides), args[1])
   rows = [
-    row for row in mpjax.explain(jax.grad(loss, 1), FP8)(*args).rows if row.flops and row.path == "head"
+    row
+    for row in mpjax.explain(jax.grad(loss, 1), *args, policy=FP8).rows
+    if row.flops and row.path == "head"
   ]
   assert {row.after for row in rows} == {"float8_e4m3fn", "float8_e5m2"}
 

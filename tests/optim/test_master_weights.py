@@ -17,8 +17,8 @@ F32 = np.float32
 def halved(masters, correction):
   """Parameters of these master weights, and the master weights that they give back."""
   state = optax.EmptyState()
-  params, stored = jax.jit(lambda m: mpjax.split_master_weights(m, state, correction))(masters)
-  return np.asarray(params), np.asarray(jax.jit(mpjax.merge_master_weights)(params, stored)[0])
+  params, stored = jax.jit(lambda m: mpjax.optim.split_master_weights(m, state, correction))(masters)
+  return np.asarray(params), np.asarray(jax.jit(mpjax.optim.merge_master_weights)(params, stored)[0])
 
 
 def test_every_low_half_and_exponent_comes_back():
@@ -54,7 +54,7 @@ def test_parameters_are_those_of_float32_masters(correction, apply):
   tx = mpjax.master_weights(inner, correction)
   masters = {"w": normal(128, 128), "scale": np.ones(3, F32)}
   reference_state = inner.init(masters)
-  params, state = mpjax.split_master_weights(masters, reference_state, correction)
+  params, state = mpjax.optim.split_master_weights(masters, reference_state, correction)
 
   @jax.jit
   def step(params, state, masters, reference_state, noise):
@@ -67,7 +67,7 @@ def test_parameters_are_those_of_float32_masters(correction, apply):
     noise = {"w": normal(128, 128, seed=i), "scale": normal(3, seed=i)}
     params, state, masters, reference_state = step(params, state, masters, reference_state, noise)
   assert params["w"].dtype == jnp.bfloat16
-  merged, inner_state = mpjax.merge_master_weights(params, state)
+  merged, inner_state = mpjax.optim.merge_master_weights(params, state)
   jax.tree.map(np.testing.assert_array_equal, (merged, inner_state), (masters, reference_state))
 
 

@@ -194,7 +194,7 @@ def test_where_nothing_fits_it_is_said():
 
 def test_largest_batch_of_a_step_is_by_what_the_compiler_says():
   step = lambda w, x: w - jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T)))(w)
-  plan_of = lambda batch, compile: mpjax.plan(step, (S((32, 64), F32), S((batch, 32), F32)), compile=compile)
+  plan_of = lambda batch, compile: mpjax.plan(step, S((32, 64), F32), S((batch, 32), F32), compile=compile)
   fit = mpjax.largest_batch(plan_of, 1_000_000, multiple=64)
   assert (fit.batch % 64, fit.next_batch) == (0, fit.batch + 64)
   assert fit.plan.compiled.peak <= 1_000_000 < fit.next_peak

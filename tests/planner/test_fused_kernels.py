@@ -18,7 +18,7 @@ def attend(w, x):
 
 
 def plan_of(fun, *args):
-  return mpjax.plan(fun, args, target="v5e", compile=False)
+  return mpjax.plan(fun, *args, target="v5e", compile=False)
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32")])

@@ -103,7 +103,7 @@ def assert_sizes_are_the_compilers(plan, step, args):
 @pytest.mark.parametrize("name", STEPS)
 def test_sizes_of_a_users_step_are_the_compilers(name):
   step, args, weights, state, options = STEPS[name]()
-  plan = mpjax.plan(step, args, compile=True, **options)
+  plan = mpjax.plan(step, *args, compile=True, **options)
   assert_sizes_are_the_compilers(plan, step, args)
   assert plan.target == "here"
   assert by_parts(plan, "master weights") == weights
@@ -115,7 +115,7 @@ def test_sizes_of_a_users_step_are_the_compilers(name):
 @pytest.mark.parametrize(("policy", "accumulate"), [("fp32", 1), ("fp16", 2), ("bf16_pure", 1), ("auto", 1)])
 def test_sizes_of_a_train_step_are_the_compilers_under_each_policy(policy, accumulate):
   step, state = a_train_step(policy, accumulate=accumulate)
-  plan = mpjax.plan(step, (state, BATCH), compile=True)
+  plan = mpjax.plan(step, state, BATCH, compile=True)
   assert_sizes_are_the_compilers(plan, step, (state, BATCH))
   assert (plan.label, plan.parameters, plan.checkpoint) == (policy, SIZE, nbytes(state))
 
@@ -130,7 +130,7 @@ def test_emulated_fp8_is_planned_as_it_is_traced():
 
   policy = {"base": "fp8", "fp8": {"recipe": "current", "emulate": True}}
   step, state = a_train_step(policy, loss=loss, params=layers)
-  flops = mpjax.plan(step, (state, S((128, 128), F32)), target="h200", compile=False).matrix_flops()
+  flops = mpjax.plan(step, state, S((128, 128), F32), target="h200", compile=False).matrix_flops()
   # The layer in the middle, forward and twice backward; the first layer has one product less backward.
   product = 2 * 128**3
   eight_bit = sum(count for dtype, count in flops.items() if dtype.startswith("float8"))
@@ -147,7 +147,7 @@ def test_rules_of_thumb_come_out_for_adam():
     ("bf16_pure", 0, 2, 2, 2),
   ):
     step, state = a_train_step(policy)
-    plan = mpjax.plan(step, (state, BATCH), target="h200", compile=False)
+    plan = mpjax.plan(step, state, BATCH, target="h200", compile=False)
     per_parameter = {name: size / SIZE for name, size in plan.memory.training_state.items()}
     want = {"master weights": weights, "optimizer state": 8, "compute copies": copies, "gradients": gradients}
     assert per_parameter == pytest.approx({k: v for k, v in want.items() if v}, rel=0.01), policy
@@ -163,7 +163,7 @@ def test_seven_billion_parameters_allocate_nothing():
   before = {id(x) for x in jax.live_arrays()}
   for policy, total in (("fp32", 16), ("bf16", 18)):
     step, state = a_train_step(policy, params=params)
-    plan = mpjax.plan(step, (state, {"x": S((16, wide), F32)}), target="h200", compile=False)
+    plan = mpjax.plan(step, state, {"x": S((16, wide), F32)}, target="h200", compile=False)
     assert sum(plan.memory.training_state.values()) == pytest.approx(total * count, rel=0.01)
     assert plan.peak > 12 * count
   assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 1000
@@ -193,7 +193,7 @@ def test_saved_activations_are_those_by_hand():
     ("computed again", jax.checkpoint(mlp), PARAMS, {}),
   ):
     step = functools.partial(lambda loss, params, batch: jax.value_and_grad(loss)(params, batch), loss)
-    memory = mpjax.plan(step, (params, BATCH), target="h200", compile=False).memory
+    memory = mpjax.plan(step, params, BATCH, target="h200", compile=False).memory
     assert sizes(memory.saved) == want, name
     assert memory.saved_bytes == sum(size for _, size in want.values()), name
 
@@ -203,7 +203,7 @@ def test_saved_activations_under_autocast_are_in_half_precision():
   batch, saved = {"x": S((rows, D), F32)}, {}
   for policy in ("fp32", "bf16"):
     step, state = a_train_step(policy, loss=deep, params=SQUARE)
-    saved[policy] = mpjax.plan(step, (state, batch), target="h200", compile=False).memory.saved
+    saved[policy] = mpjax.plan(step, state, batch, target="h200", compile=False).memory.saved
   assert sizes(saved["fp32"]) == {("tanh", "float32", (rows, D)): (3, 3 * 4 * rows * D)}
   # tanh is computed in float32, and again in the backward pass from the product's half-precision result; not the
   # last one, whose backward pass follows at once.

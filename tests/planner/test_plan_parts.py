@@ -22,7 +22,7 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 def analytic(step, args, **options):
-  return mpjax.plan(step, args, compile=False, **options)
+  return mpjax.plan(step, *args, compile=False, **options)
 
 
 def arguments(plan):
@@ -168,7 +168,7 @@ def test_gradients_of_replicated_weights_are_whole_on_each_device():
 def test_collectives_of_data_parallel_training_are_its_gradients():
   step, state = a_train_step("fp32")
   mesh = mesh_of(data=8)  # of this machine's devices, as the compiler makes it
-  plan = mpjax.plan(step, (on(mesh, state), on(mesh, BATCH, "data")), compile=True)
+  plan = mpjax.plan(step, on(mesh, state), on(mesh, BATCH, "data"), compile=True)
   assert sum(arguments(plan).values()) == plan.compiled.arguments == nbytes(state) + nbytes(BATCH) // 8
   assert {(c.operation, c.dtype) for c in plan.collectives} == {("all-reduce", "float32")}
   moved = sum(c.nbytes for c in plan.collectives)
@@ -202,7 +202,7 @@ def test_results_that_are_one_value_have_memory_of_their_own():
     ("the argument twice", lambda x: {"a": x, "b": x}),
   ):
     args = (S((D, D), F32),)
-    plan = mpjax.plan(result, args, compile=True)
+    plan = mpjax.plan(result, *args, compile=True)
     outputs = jax.tree.leaves(jax.eval_shape(result, *args))
     assert plan.compiled.outputs == nbytes(outputs) + (8 * len(outputs) if len(outputs) > 1 else 0), name
     assert plan.memory.peak >= nbytes(args) + plan.compiled.outputs, name
@@ -223,7 +223,7 @@ def test_any_argument_takes_what_jax_gives_it():
   for argument, size in sizes:
     plan = analytic(step, (S((D, D), F32), argument))
     assert sum(arguments(plan).values()) == 4 * D * D + size, argument
-  plan = mpjax.plan(step, (S((D, D), F32), [argument for argument, _ in sizes]), compile=True)
+  plan = mpjax.plan(step, S((D, D), F32), [argument for argument, _ in sizes], compile=True)
   assert sum(arguments(plan).values()) == plan.compiled.arguments
 
 

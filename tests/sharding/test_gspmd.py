@@ -38,7 +38,7 @@ def planned(loss_fn, compile):
     return optax.apply_updates(params, updates)
 
   return mpjax.plan(
-    step, (params, on(mesh, S((256, 128, DIM), F32), "fsdp")), target="v5e:4x4", compile=compile
+    step, params, on(mesh, S((256, 128, DIM), F32), "fsdp"), target="v5e:4x4", compile=compile
   )
 
 
@@ -74,7 +74,7 @@ def test_activations_with_the_shape_of_a_weight_are_none():
   def temporaries(rows, **specs):
     params = {name: lies(1024, *spec) for name, spec in specs.items()}
     square = lambda params, x: jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
-    plan = mpjax.plan(jax.jit(jax.grad(square)), (params, lies(rows, "fsdp")), target="h100:8", compile=False)
+    plan = mpjax.plan(jax.jit(jax.grad(square)), params, lies(rows, "fsdp"), target="h100:8", compile=False)
     return plan.memory.peak - plan.memory.parts["batch"] - plan.memory.parts["master weights"]
 
   divided = temporaries(1008, a=("fsdp",), b=("fsdp",))

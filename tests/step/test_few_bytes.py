@@ -141,7 +141,7 @@ def parts_of(state):
   def parts(state):
     found = find_master_weights(state.opt_state)
     masters = merge_master_weights(state.params, found[0])[0] if found else state.params
-    return masters, mpjax.dequantize_state(state.opt_state)
+    return masters, mpjax.optim.dequantize_state(state.opt_state)
 
   is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
   masters, opt_state = jax.jit(parts)(state)
@@ -165,7 +165,9 @@ def test_state_that_is_quantised_by_tx_and_by_the_policy_is_adopted():
     state, _ = run(old, old.init(PARAMS), 2)
     adopted = adopt(new, state, old)
     assert types(adopted.opt_state) == types(jax.eval_shape(new.init, PARAMS).opt_state)
-    moments = [jax.jit(mpjax.dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)]
+    moments = [
+      jax.jit(mpjax.optim.dequantize_state)(s) for s in (adopted.opt_state.inner_state, state.opt_state)
+    ]
     for mine, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
       np.testing.assert_allclose(mine, theirs, rtol=0.07, atol=np.max(np.abs(theirs)) * 1e-4)
 

@@ -103,7 +103,7 @@ TYPE_ERRORS = [
   ),
   (lambda: STEP(first()), ["1 argument(s)", "step(state, batch)"]),
   (lambda: STEP(first(), BATCH, rng=KEY), ["step.init(..., rng=...)"]),
-  (lambda: STEP(first(), optax.sgd(0.1), BATCH), ["TrainState", "nnx.Module", "step(state, batch)"]),
+  (lambda: STEP(first(), optax.sgd(0.1), BATCH), ["3 arguments", "step(state, (x, y))"]),
   (lambda: mpjax.make_train_step(optax.sgd(0.1), loss_fn, "fp32"), ["swapped"]),
   (lambda: make(tx=3), ["tx is a int: expected an optax transform"]),
   (lambda: make(3), ["loss_fn is a int: expected a function"]),

@@ -194,7 +194,7 @@ def model(attention):
 def test_a_model_lowered_for_a_tpu_has_kernels_of_bfloat16():
   tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
   loss = lambda model, tokens: jax.nn.logsumexp(model(tokens)).mean()
-  explained = mpjax.explain(jax.grad(loss), "bf16")(model("splash"), tokens)
+  explained = mpjax.explain(jax.grad(loss), model("splash"), tokens, policy="bf16")
   kernels = [row for row in explained.rows if row.operands]
   assert len(kernels) == 6
   assert {row.after for row in kernels} == {"bfloat16"}

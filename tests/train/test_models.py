@@ -231,7 +231,7 @@ def test_gpt_refuses_arguments_and_tokens():
 @pytest.mark.parametrize("tie_head", [True, False])
 def test_the_head_has_a_module_path(tie_head):
   policy = {"base": "bf16", "overrides": {"GPT/head": "fp32"}}
-  explained = mpjax.explain(lambda model, tokens: model(tokens), policy)
+  explained = functools.partial(mpjax.explain, lambda model, tokens: model(tokens), policy=policy)
   rows = explained(make_gpt(tie_head=tie_head), jnp.zeros((2, 4), jnp.int32)).rows
   products = [row for row in rows if row.flops]
   assert {row.path: row.after for row in products if row.path.endswith("head")} == {"GPT/head": "float32"}

@@ -362,7 +362,7 @@ def test_what_has_no_rows_is_in_both_halves_of_a_batch():
 
 def test_a_mixed_policy_does_what_it_says():
   params, batches, loss_fn = planted(layers=LAYERS)
-  rows = lambda policy: mpjax.explain(loss_fn, policy)(params, batches[0])
+  rows = lambda policy: mpjax.explain(loss_fn, params, batches[0], policy=policy)
   emulated = mpjax.get_policy({"base": "fp8", "fp8": {"emulate": True}})
   modules = _modules.list_modules(rows("bf16"), rows(emulated))
   assert [m.name for m in modules if m.fp8] == ["one", "over", "near", "outlier", "two"]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from mpjax._types import ClosedJaxpr, PyTree
+from mpjax._types import ClosedJaxpr, PolicyLike, PyTree
 from mpjax.dtypes import cast_floating
 from mpjax.loss_scale import get_loss_scale
 from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.loss_scale._overwritten import map_parts
 from mpjax.loss_scale._state_access import find_loss_scales
+from mpjax.numerics._arguments import arguments_of, step_of
 from mpjax.numerics.nonfinite._after_gradients import after_gradients
 from mpjax.numerics.nonfinite._evaluate import Evaluation
 from mpjax.numerics.nonfinite._origins import Origin, count, is_finite
@@ -31,12 +33,16 @@ _NOT_SHOWN = NonFinite(0, 0, 0, 0)
 
 
 def find_nonfinite(
-  step: TrainStep, state: TrainState, batch: PyTree, *, reference: bool = True
+  fun_or_step: TrainStep | Callable[..., Any],
+  *args: PyTree,
+  policy: PolicyLike | None = None,
+  reference: bool = True,
 ) -> NonfiniteReport:
   """Names the first operation of a training step that made a non-finite value, and what to try.
 
   ```python
-  print(mpjax.find_nonfinite(step, state, batch))
+  print(mpjax.find_nonfinite(step, state, batch))  # a step of mpjax.make_train_step
+  print(mpjax.find_nonfinite(loss_fn, params, batch))  # a loss function of your own loop, and its gradients
   ```
 
   The loss and gradients are computed once more, operation by operation in program order, under the step's
@@ -44,24 +50,32 @@ def find_nonfinite(
   has NaN or infinity that its operands do not explain, and from which non-finite values lead to the loss or
   a gradient without a gap: the infinities of a mask that a softmax turns to zeros are nobody's fault.
 
-  Where loss and gradients are finite, the rest of the step is computed in the same way: the model's state,
-  and what the optimiser makes of the gradients, as it is without the skip that would hide it.
+  Where loss and gradients of a step are finite, the rest of it is computed in the same way: the model's
+  state, and what the optimiser makes of the gradients, as it is without the skip that would hide it.
 
   Args:
-    step: the training step.
-    state: the state before the step, as `step.init` or a checkpoint gives it.
-    batch: the batch of the step.
+    fun_or_step: the training step, or a loss function as `mpjax.make_train_step` takes it.
+    *args: for a step, the state before it, as `step.init` or a checkpoint gives it, and its batch; for a loss
+      function its arguments, the parameters first.
+    policy: for a loss function, the policy to run it under, with its first loss scale; by default it runs as
+      it stands, with the casts that it has itself. For a step, another policy than its own.
     reference: compute a step that is non-finite in float32 too, without loss scaling.
 
   Returns:
     A `NonfiniteReport`; print it.
+
+  Raises:
+    TypeError: for arguments that do not fit; shows the call that is right.
   """
+  fun_or_step, state, batch = arguments_of("find_nonfinite", fun_or_step, args, listed=False)
+  as_it_stands = policy is None and not isinstance(fun_or_step, TrainStep)
+  step, state, _ = step_of(fun_or_step, state, "fp32" if as_it_stands else policy, None, {})
   found = _hunt(step, state, batch)
-  if found.finite or not reference:
+  if found.finite or not reference or as_it_stands:
     return found
-  policy = step.policy
-  narrow = policy.compute_dtype.itemsize < 4 or policy.param_dtype.itemsize < 4
-  if not narrow and not policy.fp8 and not policy.overrides and found.loss_scale == 1:
+  under = step.policy
+  narrow = under.compute_dtype.itemsize < 4 or under.param_dtype.itemsize < 4
+  if not narrow and not under.fp8 and not under.overrides and found.loss_scale == 1:
     return dataclasses.replace(found, in_float32=True)
   wide_step = step.with_policy("fp32")
   if found.of_gradients:

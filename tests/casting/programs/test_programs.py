@@ -77,5 +77,5 @@ def test_program_is_as_near_to_float32_as_its_products_allow(name):
 @pytest.mark.parametrize("name", ["affine_warp", "camera_rays", "chain_of_joints", "periodic_cell"])
 def test_products_of_coordinates_are_said_to_be_fragile(name):
   one = PROGRAMS[name]
-  explained = mpjax.explain(functools.partial(one.run, Products()), "bf16")(*arguments(one, 0))
+  explained = mpjax.explain(functools.partial(one.run, Products()), *arguments(one, 0), policy="bf16")
   assert "small" in {found.kind for found in explained.fragile}

@@ -11,7 +11,7 @@ F16 = jnp.float16
 
 
 def plan_of(step, *args, target="h200"):
-  return mpjax.plan(step, args, target=target, compile=False)
+  return mpjax.plan(step, *args, target=target, compile=False)
 
 
 def flops_of(step, *args):
@@ -179,5 +179,5 @@ def test_a_padded_convolution_is_judged_by_all_its_taps():
 def test_the_floor_takes_the_cheapest_branch():
   step = lambda w, b: jax.lax.cond(b.sum() > 0, lambda b: (b @ w).sum(), lambda b: b.sum(), b)
   x = S((256, 256), F32)
-  plan = mpjax.plan(step, (x, x), target="h200", compile=False)
+  plan = mpjax.plan(step, x, x, target="h200", compile=False)
   assert plan.floor.parts["matrix units"] == 0

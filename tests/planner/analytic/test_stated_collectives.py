@@ -24,7 +24,7 @@ def test_collectives_have_the_names_that_compiled_programs_have():
 def planned(body, out):
   """The plan of a function of a device's rows, float32[8, 8] of 64."""
   step = jax.shard_map(body, mesh=MESH, in_specs=EACH, out_specs=out, check_vma=False)
-  return mpjax.plan(lambda x: step(x), (on(MESH, S((64, 8), F32), *EACH),), target="h200:8", compile=False)
+  return mpjax.plan(lambda x: step(x), on(MESH, S((64, 8), F32), *EACH), target="h200:8", compile=False)
 
 
 def scanned(x):
@@ -105,7 +105,7 @@ def planned_step(policy, compile=False, **options):
   step = mpjax.make_train_step(loss, optax.sgd(0.1), policy, mesh=MESH, sharding=rules, **options)
   zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
   state, batch = jax.eval_shape(lambda: step.init(zeros())), {"x": S((64, 256), F32), "scale": S((), F32)}
-  return mpjax.plan(step, step.layout.shapes(state, batch), target="h200:8", compile=compile)
+  return mpjax.plan(step, *step.layout.shapes(state, batch), target="h200:8", compile=compile)
 
 
 WEIGHTS = 2 * 256 * 512

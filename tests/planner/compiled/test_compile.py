@@ -153,7 +153,7 @@ def test_a_step_that_calls_this_machine_back_cannot_travel_and_is_planned_all_th
   for step in (prints, lambda x: jax.pure_callback(lambda x: x, SQUARE, x)):
     with pytest.raises(CompileError, match=r"^the step cannot be taken to v5e: "):
       compile_step(step, (SQUARE,), [], get_target("v5e"))
-    plan = mpjax.plan(step, (SQUARE,), target="v5e")
+    plan = mpjax.plan(step, SQUARE, target="v5e")
     assert plan.compiled is None
     assert any(note.startswith("the compiler failed: the step cannot be taken to") for note in plan.notes)
   assert not compilers.requests
@@ -192,7 +192,7 @@ def bytes_on_a_tpu(tree):
 @pytest.mark.parametrize(("target", "size_of", "table"), [("v5e", bytes_on_a_tpu, 512), ("h200", nbytes, 8)])
 def test_plan_for_one_described_device(target, size_of, table):
   step, state = a_train_step("bf16", loss=residual, params=PARAMS, tx=optax.adamw(1e-3))
-  plan = mpjax.plan(step, (state, BATCH), target=described(target), compile=True)
+  plan = mpjax.plan(step, state, BATCH, target=described(target), compile=True)
   outputs = jax.tree.leaves(jax.eval_shape(step.jitted, state, BATCH))
   compiled = plan.compiled
   assert by_parts(plan, "master weights") == 4 * WEIGHTS
@@ -220,7 +220,7 @@ def test_plan_of_a_data_mesh(target):
   tx, mesh = optax.adamw(1e-3), mesh_of(AxisType.Explicit if target == "h200:4" else AxisType.Auto, data=4)
   args = on(mesh, PARAMS), on(mesh, jax.eval_shape(tx.init, PARAMS)), on(mesh, BATCH, "data")
   plan = mpjax.plan(
-    jax.jit(training(residual, tx), donate_argnums=(0, 1)), args, target=described(target), compile=True
+    jax.jit(training(residual, tx), donate_argnums=(0, 1)), *args, target=described(target), compile=True
   )
   assert plan.devices == 4
   assert by_parts(plan, "master weights") == 4 * WEIGHTS
@@ -237,7 +237,7 @@ def test_plan_of_a_data_mesh(target):
 @for_devices
 def test_a_compiler_widens_what_its_gpu_has_no_units_for():
   step, state = a_train_step("bf16")
-  plan = mpjax.plan(step, (state, {"x": S((16, 64), F32)}), target=described("t4"), compile=True)
+  plan = mpjax.plan(step, state, {"x": S((16, 64), F32)}, target=described("t4"), compile=True)
   assert all("f32 x f32" in kernel for kernel in plan.compiled.kernels)
   assert plan.eligible == 0
 
@@ -245,13 +245,13 @@ def test_a_compiler_widens_what_its_gpu_has_no_units_for():
 @for_devices
 def test_a_step_that_does_not_fit_or_is_refused_is_planned_all_the_same():
   step = jax.jit(lambda x: jnp.cumsum(jnp.tanh(x), axis=0))
-  plan = mpjax.plan(step, (S((1 << 17, 1 << 16), F32),), target=described("v5e"))  # 34 GB
+  plan = mpjax.plan(step, S((1 << 17, 1 << 16), F32), target=described("v5e"))  # 34 GB
   assert plan.compiled is None
   assert plan.peak == plan.memory.peak > get_target("v5e").memory
   assert any(note.startswith("the compiler failed, out of memory: v5e: ") for note in plan.notes)
   unknown = lambda x: jax.ffi.ffi_call("no_such_call", SQUARE)(x) * 2
   for target in ("v5e", "h200"):
-    plan = mpjax.plan(unknown, (SQUARE,), target=described(target))
+    plan = mpjax.plan(unknown, SQUARE, target=described(target))
     assert plan.compiled is None
     (note,) = [note for note in plan.notes if note.startswith(f"the compiler failed: {target}: ")]
     assert "no_such_call" in note

@@ -44,7 +44,7 @@ def read(version, name, target, change=lambda text: text):
     patch.setattr(planning, "read_program", spy)
     patch.setattr(_compat, "has_newer_xla", lambda: not version.startswith("0.10"))
     step, args = jitted(name)
-    return mpjax.plan(step, args, target=target, compile=True), given
+    return mpjax.plan(step, *args, target=target, compile=True), given
 
 
 plan_of = lambda *args: read(*args)[0]
