@@ -112,7 +112,8 @@ _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 # in tiles of 8 rows by 128 columns in any dtype, and are padded to them: a bfloat16 tile packs its rows in
 # pairs but is no taller (Google Cloud, Cloud TPU performance guide and page TPU architecture; OpenXLA, Tiled
 # layout). float16 operands go through the unit in one pass, as bfloat16; float32 ones in one, three or six,
-# by `jax.lax.Precision`. Before v7 there is no FP8: its values are widened first.
+# by `jax.lax.Precision`. Before v7, E4M3FN is widened first; v5 and v6 have units for E4M3B11FNUZ and E5M2,
+# which no policy uses.
 _TPU_DTYPES = ("bfloat16", "float16", "float32")
 
 MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(

@@ -15,7 +15,8 @@ def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, s
   """Returns whether a device has units for a recipe's products, and if not, what it lacks.
 
   NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper) on and MXFP8 from 10.0 (Blackwell); AMD
-  has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350); TPUs have them from v7 on.
+  has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350); TPUs have
+  E4M3FN and E5M2 from v7 on. TPU v5 and v6 have units for E4M3B11FNUZ and E5M2, which no recipe uses.
 
   Args:
     recipe: the recipe.
@@ -32,7 +33,7 @@ def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, s
   if device.platform == "tpu":
     generation = re.search(r"\d+", kind)
     if generation is None or int(generation.group()) < 7:
-      return False, f"{kind} has no FP8 units"
+      return False, f"{kind} has no FP8 units for the recipe's formats: they start with TPU v7"
     if block or fnuz:
       return False, f"{kind} " + (_NO_BLOCKS if block else "has no FNUZ formats: use e4m3fn and e5m2")
     return True, ""
