@@ -344,11 +344,7 @@ def scaling(report: dict[str, Any]) -> str:
 
 
 # Tables by the file that they stand in.
-PLACES = dict.fromkeys(
-  ("scaling_tpu_v5e", "gather_v5e", "gather_h200", "gather_large", "gather_gspmd"),
-  "docs/scale_out.md",
-) | dict.fromkeys(("tune_search", "tune_predictions", "tune_growth", "tune_proof"), "docs/tune.md")
-
+PLACES = dict.fromkeys(("tune_search", "tune_predictions", "tune_growth", "tune_proof"), "docs/tune.md")
 
 SUITES = ("overhead", "memory", "quality", "gpu")
 
