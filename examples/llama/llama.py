@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-  """Attention and a SwiGLU (arXiv 2002.05202), each behind a norm and beside a residual path."""
+  """Attention and a SwiGLU (arXiv 2002.05202), each behind a norm and next to a residual path."""
 
   heads: int
   kv_heads: int
@@ -147,13 +147,13 @@ def llama(
 ) -> mpjax.train.Task:
   """Makes a Llama (arXiv 2302.13971, 2407.21783) for rows of `tokens`, and of `mask` if some do not count.
 
-  Options:
+  Args:
     dim, layers, heads, kv_heads, hidden: sizes; a head has dim / heads entries.
     theta: base of the rotary angles.
-    epsilon: of the norms.
-    queries: how many attention looks at together; rows that are a multiple of it, and longer, are divided.
-    loss_rows: how many tokens go through the head and the loss together; 0 for all, as is the default for a
-      small vocabulary.
+    epsilon: what the norms add to the mean square.
+    queries: how many queries attention takes together; longer rows that are a multiple of it are divided.
+    loss_rows: how many tokens go through the head and the loss together; 0 for all, the default for a small
+      vocabulary.
   """
   if dim % heads or heads % kv_heads or (dim // heads) % 2:
     raise ValueError(

@@ -18,7 +18,7 @@ import safetensors.flax
 
 import mpjax
 
-# Of a block: our path and theirs. Matrices are [in, out] here and [out, in] there.
+# Matrices of a block: our path and theirs. They are [in, out] here and [out, in] there.
 MATRICES = {
   "attention/q": "self_attn.q_proj",
   "attention/k": "self_attn.k_proj",
