@@ -359,3 +359,19 @@ def test_turns_of_a_scan_that_runs_backwards_are_numbered_as_they_run():
   )
   (turn,) = report.origin.iterations
   assert (turn.index, turn.length) == (1, 4)
+
+
+def test_a_loss_function_is_looked_at_as_it_stands_or_under_a_policy():
+  def loss(params, x, scale):
+    return jnp.mean((x @ params["w"]) ** 2) * scale
+
+  params, args = {"w": np.full((4, 4), 400.0, np.float32)}, (X, np.float32(1.0))
+  assert find_nonfinite(loss, params, *args).finite
+  found = find_nonfinite(loss, params, *args, policy="fp16")
+  assert found.origin.dtype == "float16"
+  assert found.in_float32 is False
+  half = lambda params, x, scale: loss(jax.tree.map(jnp.float16, params), jnp.float16(x), scale)
+  assert find_nonfinite(half, params, *args).origin.dtype == "float16"
+  step, state = of_loss(lambda p, b: loss(p, *b), params)
+  assert find_nonfinite(step, state, args).finite
+  assert not find_nonfinite(step, state, args, policy="fp16").finite

@@ -215,3 +215,26 @@ def test_saved_activations_under_autocast_are_in_half_precision():
   }
   line = f"test_plan.py:{deep.__code__.co_firstlineno + 3}"
   assert {row.source for rows in saved.values() for row in rows} == {line, ""}  # a cast may be mpjax's own
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_policy_is_put_round_a_function_which_keeps_what_it_may_overwrite(jitted):
+  step, args, _, _, _ = with_optimizer(optax.adam(1e-3))
+  plan = lambda step, **options: mpjax.plan(step, *args, target="h200", compile=False, **options)
+  given = jax.jit(step, donate_argnums=(0, 1)) if jitted else step
+  options = {} if jitted else {"donate_argnums": (0, 1)}
+  as_it_stands, half = plan(given, **options), plan(given, policy="bf16", **options)
+  by_hand = plan(jax.jit(mpjax.autocast(step, "bf16"), donate_argnums=(0, 1)))
+  assert set(as_it_stands.matrix_flops()) == {"tensorfloat32"}
+  assert set(half.matrix_flops()) == {"bfloat16"}
+  assert half.label == "bf16"
+  assert half.memory == by_hand.memory
+
+
+def test_a_policy_is_that_of_a_step_in_place_of_its_own():
+  args = lambda step: (jax.eval_shape(step.init, PARAMS), BATCH)
+  steps = {p: mpjax.make_train_step(mlp, optax.adam(1e-3), p) for p in ("fp32", "bf16_lean")}
+  plans = {p: mpjax.plan(step, *args(step), target="h200", compile=False) for p, step in steps.items()}
+  other = mpjax.plan(steps["fp32"], *args(steps["fp32"]), policy="bf16_lean", target="h200", compile=False)
+  assert other == plans["bf16_lean"]
+  assert other.memory != plans["fp32"].memory
