@@ -23,7 +23,7 @@ class ExplainedOperation:
     cast_bytes: what those casts write.
     island: number of the float32 island that it is part of, or `None`.
     why: the reason for the dtype.
-    rule: the row of the table of decisions (docs/autocast.md).
+    rule: the row of the table of decisions (docs/reference/autocast_rules.md).
     times: how often it runs (the length of the scans around it; a while loop counts once).
     operands: of a kernel, the floating dtypes of its operands; empty for others.
   """

@@ -57,7 +57,7 @@ class Where(enum.Enum):
 class Condition(enum.Enum):
   """A further condition where values meet, if their kinds alone do not decide."""
 
-  WIDE = "one of them has values that half precision has not"
+  WIDE = "one of them may be outside the range of half precision"
   SMALL = "they are statistics and parameters alone, and the result is no larger than the statistics"
   SHRINKS = "the result is smaller than the operands, or they are statistics and parameters alone"
   REMEMBERS = "the loop remembers many steps, or its module computes in float32"

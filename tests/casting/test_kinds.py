@@ -1,4 +1,4 @@
-"""The tables of decisions and of kinds, in code and in the guide."""
+"""The tables of decisions and of kinds, in code and in the reference."""
 
 import itertools
 import pathlib
@@ -10,7 +10,7 @@ from mpjax.casting._decision_table import table_of_decisions
 from mpjax.casting._kinds import FLOAT32, KIND_RULES, Condition, Held, Kind, Where, meet, table_of_kinds
 
 HALF = np.dtype("float16")
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "autocast.md"
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "autocast_rules.md"
 
 
 def held(kind):
