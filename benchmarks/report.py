@@ -293,7 +293,7 @@ def large_vocabulary_time(report: dict[str, Any]) -> str:
 def tune_predictions(report: dict[str, Any]) -> str:
   """How good the sum of single changes is: a scatter, and its figures."""
   _save(tune_suite.picture(report), "tune_predictions.png")
-  shown = "![predicted and measured errors](../benchmarks/pictures/tune_predictions.png)"
+  shown = "![predicted and measured errors](pictures/tune_predictions.png)"
   return f"{shown}\n\n{tune_suite.TABLES['predictions'](report)}"
 
 
@@ -342,9 +342,6 @@ def scaling(report: dict[str, Any]) -> str:
     )
   return "\n".join([*lines, "", provenance(report)])
 
-
-# Tables by the file that they stand in.
-PLACES = dict.fromkeys(("tune_search", "tune_predictions", "tune_growth", "tune_proof"), "docs/tune.md")
 
 SUITES = ("overhead", "memory", "quality", "gpu")
 
@@ -448,7 +445,7 @@ def main() -> None:
     ("plan_accuracy_cpu_jax_0_12", plan_accuracy),
   ):
     table = make(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
-    put(FOLDER.parent / PLACES.get(name, "benchmarks/README.md"), name, table)
+    put(FOLDER / "README.md", name, table)
   headlines()
   suites()
 
