@@ -48,10 +48,10 @@ class Held(NamedTuple):
 class Where(enum.Enum):
   """The places where values meet: the columns of the table of kinds."""
 
-  FOLLOW = "operands of an operation that follows them"
-  FULL = "operands of an operation that runs in float32"
-  BRANCHES = "results of the branches of a `cond`"
-  CARRY = "a loop's carry, as it enters and as it leaves a step"
+  FOLLOW = "in an operation that follows them"
+  FULL = "in a float32 operation"
+  BRANCHES = "after the branches of a `cond`"
+  CARRY = "in a loop's carry"
 
 
 class Condition(enum.Enum):
