@@ -131,7 +131,7 @@ def test_what_is_unfit_is_named():
   for history in (0, -1, 2.5, True):
     with pytest.raises(ValueError, match="history="):
       tracked(history=history)
-  with pytest.raises(ValueError, match=r"0 records.*mpjax\.track_skips"):
+  with pytest.raises(ValueError, match=r"0 records.*mpjax\.loss_scale\.track_skips"):
     mpjax.loss_scale.skip_report(optax.adam(0.1).init(PARAMS))
   with pytest.raises(ValueError, match="no loss scale"):
     mpjax.loss_scale.track_skips(optax.adam(0.1)).init(PARAMS)
