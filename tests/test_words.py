@@ -36,6 +36,7 @@ def test_every_kind_has_an_example():
   ("path", "form"),
   [
     ("page.md", "# Title\n\n- {}\n"),
+    ("page.md", "1. One.\n\n    {}\n"),
     ("page.md", "| a | b |\n|---|---|\n| `x` | {} |\n"),
     ("module.py", 'def f():\n  """{}"""\n'),
     ("module.py", "x = 1  # {}\n"),
@@ -59,6 +60,8 @@ def test_a_fault_is_found_in_each_kind_of_text(kind, path, form):
     "It says that there is no GPU, and that there are two hosts.",
     "Such a step is skipped; such as this one.",
     "```python\n# Of the parts one is none besides.\n```",
+    "Run this:\n\n    of the parts one is none besides.\n\n    Of those one is none.\n",
+    "The case `penalty-beside-an-average` and penalty-beside-a-sum.",
     "~~~text\nOf the parts one is none besides.\n~~~",
     "The message is `Of the parts one\nis none besides`, in code.",
     "See [the parts](besides.md#is-none) and https://example.org/besides.",

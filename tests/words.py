@@ -44,7 +44,7 @@ DIALECT = {
     r"(?<!instead )(?<!ahead )(?<!\bas )\bof (?:before|now)\b",
     "earlier, older, previous, present",
   ),
-  "beside": (r"\b[Bb]esides?\b", "also, in addition; next to, with"),
+  "beside": (r"(?<![\w-])[Bb]esides?(?![\w-])", "also, in addition; next to, with"),
   "Of ...": (
     r"^Of (?!course)|[;:] of (?:an?|the|each|every|all|those|these|what|two|its)\b",
     "begin with the subject",
@@ -161,7 +161,12 @@ def markdown_blocks(text: str) -> Iterator[Block]:
     end = next(i for i, (_, line) in enumerate(lines[1:], 1) if line == "---")
     lines = [(number, "") for number, _ in lines[: end + 1]] + lines[end + 1 :]
   block: list[tuple[int, str]] = []
+  in_list = False
   for number, line in _inline_code(lines):
+    if line.strip() and not line.startswith(" "):
+      in_list = False
+    elif line.startswith("    ") and not block and not in_list:
+      continue  # indented code
     item = re.match(r"\s*(?:[-*+]|\d+[.)])\s+|\s*>\s?|\s*(?:!!!|\?\?\?)\+? \w+", line)
     if line.startswith("#") or line.lstrip().startswith(("|", ":::")) or not line.strip() or item:
       if block:
@@ -177,7 +182,7 @@ def markdown_blocks(text: str) -> Iterator[Block]:
         if re.search(r"[A-Za-z]", cell):
           yield Block([(number, cell)])
     elif item:
-      block = [(number, line[item.end() :])]
+      block, in_list = [(number, line[item.end() :])], True
     elif line.strip() and not line.lstrip().startswith(":::"):
       block.append((number, line))
   if block:
