@@ -1,4 +1,4 @@
-"""What the site has besides docs/: files of the repository that its pages link, and notebooks.
+"""Adds files of the repository that pages link, and notebooks, to the site.
 
 A page may link to any file of the repository, as it does on a code host (`../benchmarks/README.md`).
 The file becomes a page under `repository/`. A link to a file that is not there fails the strict build.

@@ -1,4 +1,4 @@
-"""Measures mpjax beside what one would use instead: python scripts/bench.py SUITE [options] [--json FILE]."""
+"""Measures mpjax and its alternatives: python scripts/bench.py SUITE [options] [--json FILE]."""
 
 from _checkout import run
 

@@ -1,6 +1,6 @@
 """Sets up a virtual environment, then trains or tests: python3 scripts/bootstrap.py train|test [arguments].
 
-The environment is `.venv` beside this folder, or `MPJAX_VENV`. It is made once, and brought up to date when
+The environment is `.venv` next to this folder, or `MPJAX_VENV`. It is made once, and brought up to date when
 pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such as plan-tpu. Needs Python
 3.11 or later with pip, and nothing else.
 
@@ -138,9 +138,9 @@ def environment(base: str, extra: str, constraints: pathlib.Path | None = None) 
   """Makes or updates a virtual environment with an extra of the package.
 
   Args:
-    base: the Python that it is made of; one that does not run this script has an environment of its own.
-    extra: of the package; those of `MPJAX_EXTRAS` are added.
-    constraints: a file of versions, which has an environment of its own, too.
+    base: the Python to make it from; one that does not run this script gets its own environment.
+    extra: an extra of the package; those in `MPJAX_EXTRAS` are added.
+    constraints: a file of versions, which also gets its own environment.
 
   Returns:
     The environment's Python.

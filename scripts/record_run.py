@@ -64,7 +64,7 @@ def _read(terminal: int) -> bytes:
 
 
 def screen(written: str) -> str:
-  """Returns what a terminal shows in the end: of each line what was written after it was last erased."""
+  """Returns what a terminal shows at the end: each line as written since it was last erased."""
   lines = [line.rpartition("\x1b[2K")[2].replace("\r", "") for line in written.split("\n")]
   return re.sub(r"\x1b\[\?25[hl]", "", "\n".join(lines)).strip("\n")
 
