@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
+from mpjax.policy import _loss_scaling
 
 SGD = optax.sgd(0.1)
 F32 = np.float32
@@ -161,6 +163,14 @@ PRESETS = {
   "jmp": ({}, lambda f, i: jmp_itself(f, jmp_scale(2.0**15, i)), 2.0**15, 2000, 1),
   "flax": ({}, lambda f, i: flax_itself(f, flax_scale(2.0**16, i)), 2.0**16, 2001, 1),
 }
+
+
+def test_every_preset_has_a_reference_and_is_documented():
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "loss_scaling.md").read_text()
+  for name in _loss_scaling.PRESETS:
+    assert name in PRESETS
+    assert f"`{name}`" in page, name
+    assert f"`{name}`" in mpjax.LossScaling.preset.__doc__, name
 
 
 @pytest.mark.parametrize("key", PRESETS)

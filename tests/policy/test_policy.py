@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -64,6 +65,13 @@ def test_what_a_spec_means():
   ):
     for spec in theirs:
       assert mpjax.get_policy(spec) == mpjax.get_policy({"base": spec}) == mpjax.get_policy(ours), spec
+
+
+def test_every_preset_is_documented():
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+  for name in mpjax.policy.presets():
+    assert f"| `{name}` |" in page
+    assert f"`{name}`" in mpjax.get_policy.__doc__
 
 
 def test_presets_carry_more_than_dtypes():
