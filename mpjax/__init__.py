@@ -7,48 +7,49 @@ result = mpjax.train.run("gpt_stdlib", ["policy=bf16", "train.steps=20"])  # wha
 ```
 """
 
-import importlib
+import importlib.util
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from mpjax._average import Average
 from mpjax._version import __version__ as __version__
-from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
-from mpjax.dtypes import cast_floating
-from mpjax.loss_scale import (
-  LossScaleState,
-  LossScaling,
-  all_finite,
-  apply_updates,
-  dynamic_loss_scale,
-  get_loss_scale,
-  keep_if_finite,
-  scale_loss,
-  static_loss_scale,
-  value_and_grad,
-  with_loss_scaling,
-)
-from mpjax.ops import linear_cross_entropy
-from mpjax.optim import (
-  master_weights,
-  quantized_state,
-  stochastic_round,
-)
-from mpjax.policy import Policy, PrecisionWarning, get_policy
-from mpjax.products import fp8_dot_general
-from mpjax.sharding import batch_axes
-from mpjax.step import TrainState, TrainStep, make_train_step
 
 if TYPE_CHECKING:
   from mpjax import formats as formats
   from mpjax import numerics as numerics
   from mpjax import train as train
+  from mpjax._average import Average
+  from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state
+  from mpjax.dtypes import cast_floating
+  from mpjax.loss_scale import (
+    LossScaleState,
+    LossScaling,
+    all_finite,
+    apply_updates,
+    dynamic_loss_scale,
+    get_loss_scale,
+    keep_if_finite,
+    scale_loss,
+    static_loss_scale,
+    value_and_grad,
+    with_loss_scaling,
+  )
   from mpjax.numerics import (
     NonfiniteReport,
     NumericsReport,
     find_nonfinite,
     inspect_numerics,
   )
+  from mpjax.ops import linear_cross_entropy
+  from mpjax.optim import (
+    master_weights,
+    quantized_state,
+    stochastic_round,
+  )
   from mpjax.planner import Plan, cheapest, largest_batch, plan
+  from mpjax.policy import Policy, PrecisionWarning, get_policy
+  from mpjax.products import fp8_dot_general
+  from mpjax.sharding import batch_axes
+  from mpjax.step import TrainState, TrainStep, make_train_step
   from mpjax.tuning import TuneResult, tune
 
 __all__ = [
@@ -95,22 +96,36 @@ __all__ = [
   "with_loss_scaling",
 ]
 
-# What a program that trains does not need is imported when it is asked for.
-_LATER = {
-  "train": "mpjax.train",
-  "numerics": "mpjax.numerics",
-  "formats": "mpjax.formats",
-  "NonfiniteReport": "mpjax.numerics",
-  "find_nonfinite": "mpjax.numerics",
-  "inspect_numerics": "mpjax.numerics",
-  "NumericsReport": "mpjax.numerics",
-  "plan": "mpjax.planner",
-  "Plan": "mpjax.planner",
-  "cheapest": "mpjax.planner",
-  "largest_batch": "mpjax.planner",
-  "TuneResult": "mpjax.tuning",
-  "tune": "mpjax.tuning",
+# The module of each name. `import mpjax` imports none of them: a name is imported when it is first used. So a
+# program waits only for what it uses, and `mpjax --help` does not wait for JAX.
+_NAMES = {
+  "_average": ("Average",),
+  "casting": ("OpLists", "autocast", "explain", "full_precision", "half_precision", "init_fp8_state"),
+  "dtypes": ("cast_floating",),
+  "loss_scale": (
+    "LossScaleState",
+    "LossScaling",
+    "all_finite",
+    "apply_updates",
+    "dynamic_loss_scale",
+    "get_loss_scale",
+    "keep_if_finite",
+    "scale_loss",
+    "static_loss_scale",
+    "value_and_grad",
+    "with_loss_scaling",
+  ),
+  "ops": ("linear_cross_entropy",),
+  "optim": ("master_weights", "quantized_state", "stochastic_round"),
+  "policy": ("Policy", "PrecisionWarning", "get_policy"),
+  "products": ("fp8_dot_general",),
+  "sharding": ("batch_axes",),
+  "step": ("TrainState", "TrainStep", "make_train_step"),
+  "numerics": ("NonfiniteReport", "NumericsReport", "find_nonfinite", "inspect_numerics"),
+  "planner": ("Plan", "cheapest", "largest_batch", "plan"),
+  "tuning": ("TuneResult", "tune"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 # Names that are public in a package alone, and what to write for the names of other libraries.
 _BELOW = {
@@ -147,16 +162,18 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-  if name not in _LATER:
-    package = next((package for package, names in _BELOW.items() if name in names.split()), None)
-    place = f": it is mpjax.{package}.{name}" if package else ""
-    instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module 'mpjax' has no attribute {name!r}{place}{instead}")
-  module = importlib.import_module(_LATER[name])
-  value = module if _LATER[name] == f"mpjax.{name}" else getattr(module, name)
-  globals()[name] = value
-  return value
+  if name in _MODULE_OF:
+    value = getattr(importlib.import_module(f"mpjax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+  if not name.startswith("_") and importlib.util.find_spec(f"mpjax.{name}"):
+    return importlib.import_module(f"mpjax.{name}")
+  package = next((package for package, names in _BELOW.items() if name in names.split()), None)
+  place = f": it is mpjax.{package}.{name}" if package else ""
+  instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+  raise AttributeError(f"module 'mpjax' has no attribute {name!r}{place}{instead}")
 
 
 def __dir__() -> list[str]:
-  return sorted({*__all__, *_LATER, "__version__"})
+  packages = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
+  return sorted({*__all__, *packages, "__version__"})
