@@ -15,7 +15,9 @@ from mpjax._version import __version__ as __version__
 
 if TYPE_CHECKING:
   from mpjax import formats as formats
+  from mpjax import loss_scale as loss_scale
   from mpjax import numerics as numerics
+  from mpjax import optim as optim
   from mpjax import train as train
   from mpjax._average import Average
   from mpjax.casting import OpLists, autocast, explain, full_precision, half_precision, init_fp8_state

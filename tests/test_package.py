@@ -1,5 +1,6 @@
 """The package as it is shipped: the wheel, the version, the README."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -46,8 +47,32 @@ def test_public_names_exist_and_are_documented():
     assert getattr(mpjax, name).__doc__, name
 
 
+@pytest.mark.parametrize("package", [mpjax, mpjax.train], ids=lambda package: package.__name__)
+def test_names_imported_at_first_use_are_those_that_a_type_checker_sees(package):
+  (seen,) = (
+    node.body
+    for node in ast.parse(pathlib.Path(package.__file__).read_text()).body
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+  )
+  names = {alias.name: node.module for node in seen for alias in node.names}
+  packages = {name for name, module in names.items() if module == "mpjax"}
+  assert {name: f"{package.__name__}.{module}" for name, module in package._MODULE_OF.items()} == {
+    name: module for name, module in names.items() if name not in packages
+  }
+  assert sorted(package._MODULE_OF) == sorted(package.__all__)
+  assert {*dir(package)} >= {*names}
+  for name in packages:
+    assert getattr(package, name).__name__ == f"mpjax.{name}"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+  for name in ("autcast", "_policy", "__wrapped__"):
+    with pytest.raises(AttributeError, match=name):
+      getattr(mpjax, name)
+
+
 @pytest.mark.slow
-def test_an_import_brings_in_nothing_that_a_training_step_does_not_need():
+def test_an_import_waits_for_what_is_used():
   heavy = (
     "matplotlib",
     "grain",
@@ -58,9 +83,19 @@ def test_an_import_brings_in_nothing_that_a_training_step_does_not_need():
     "mpjax.numerics",
     "mpjax.tuning",
   )
-  code = f"import sys, mpjax; print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())"
+  code = f"""
+import sys, mpjax
+print([name for name in ("jax", "numpy") if name in sys.modules])
+mpjax.autocast, mpjax.make_train_step, mpjax.dynamic_loss_scale, mpjax.get_policy
+print([name for name in {heavy} if name in sys.modules], mpjax.formats.FORMATS.keys())
+from mpjax import *
+print({{*mpjax.__all__}} - {{*globals()}})
+"""
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  assert done.stdout.startswith("[] dict_keys(['float64'")
+  without_jax, step, whole = done.stdout.splitlines()
+  assert without_jax == "[]"
+  assert step.startswith("[] dict_keys(['float64'")
+  assert whole == "set()"
 
 
 def test_the_python_of_the_readme_runs():
