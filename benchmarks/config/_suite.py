@@ -19,8 +19,9 @@ import rich.table
 from benchmarks._record import compiler_figures, origin
 from benchmarks.overhead._suite import Runner, compared, shuffled
 from mpjax._render.plain_text import bytes_text
-from mpjax.cli._config_arguments import add_config, split_policies, with_default
+from mpjax.cli._config_arguments import add_config, with_default
 from mpjax.cli._exit_status import outcome_of
+from mpjax.cli._policy_arguments import split_policies
 from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train._setup import Setup
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import pathlib
-import urllib.parse
-import urllib.request
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -26,6 +22,11 @@ def _source() -> str | None:
 
   pip writes it down (PEP 610) where the package did not come from an index.
   """
+  import importlib.metadata  # these are long to import, and needed only where a package is missing
+  import json
+  import urllib.parse
+  import urllib.request
+
   try:
     written = importlib.metadata.distribution("mpjax").read_text("direct_url.json")
   except importlib.metadata.PackageNotFoundError:

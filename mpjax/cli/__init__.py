@@ -1,29 +1,51 @@
-"""The commands of mpjax: `mpjax train`, `mpjax plan` and so on, also as `python -m mpjax`."""
+# PYTHON_ARGCOMPLETE_OK
+"""The commands of mpjax: `mpjax train`, `mpjax plan` and so on, also as `python -m mpjax`.
+
+Help, the version, completion and wrong flags are answered without JAX, whose import takes most of a second.
+"""
 
 from __future__ import annotations
 
 import importlib
-import logging
+import os
 import sys
 from collections.abc import Sequence
 
-import mpjax
 from mpjax._render.install_text import pip_install
-from mpjax.dtypes import did_you_mean
+from mpjax._version import __version__
+from mpjax.cli._parsers import parse
+from mpjax.train._keys import nearest
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
 # What each command does, and the extras of the package that it needs.
 COMMANDS = {
   "train": ("train what a config says, or resume an unfinished run", "train"),
-  "plan": ("say what a training step costs on a device that need not be there", "train,plan"),
   "explain": ("say what runs in which dtype under a policy, and why", "train"),
+  "plan": ("say what a training step costs on a device that need not be there", "train,plan"),
   "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
   "tune": ("find the cheapest policy that is good enough, and prove it", "train"),
   "export": ("write the parameters of a run as safetensors", "train"),
-  "env": ("say which versions, devices and flags are here, for a report of a fault", ""),
-  "bench": ("measure mpjax beside what one would use instead (from a checkout)", "bench"),
+  "env": ("say which versions, devices and flags are here", ""),
+  "bench": ("measure mpjax beside what one would use instead (in a checkout)", "bench"),
 }
+_HELP = """\
+usage: mpjax COMMAND ...
+
+Mixed precision for JAX: try a policy, look at what it does, train with it.
+
+examples:
+  mpjax train                                train a small GPT on this machine
+  mpjax train gpt_stdlib policy=fp16         the same with another policy
+  mpjax explain gpt_stdlib policy=bf16,fp16  compare what runs in which dtype
+  mpjax plan gpt_stdlib target=h200 --fit    find the largest batch on an H200
+  mpjax numerics runs/gpt_stdlib-fp16        look at the numbers of a run
+
+commands:
+{commands}
+
+mpjax COMMAND --help says more about one; mpjax --version prints the version.
+To complete words with Tab: eval "$(register-python-argcomplete mpjax)\""""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,17 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
   Args:
     arguments: the command and its arguments; those of this process by default.
   """
+  if "_ARGCOMPLETE" in os.environ:  # a shell asks what the word at its cursor may become
+    importlib.import_module("mpjax.cli._completion").complete()
   arguments = sys.argv[1:] if arguments is None else arguments
   if not arguments or arguments[0] in ("-h", "--help"):
     print(_help(), file=sys.stdout if arguments else sys.stderr)
     return 0 if arguments else 2
   name, *rest = arguments
   if name == "--version":
-    print(f"mpjax {mpjax.__version__}")
+    print(f"mpjax {__version__}")
     return 0
   if name not in COMMANDS:
-    expected = f"expected one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
-    print(f"error: unknown command {name!r}: {expected}", file=sys.stderr)
+    near = "".join(f"; did you mean {command!r}?" for command in nearest(name, COMMANDS))
+    print(f"error: unknown command {name!r}: expected one of {', '.join(COMMANDS)}{near}", file=sys.stderr)
     return 2
   return run_command(name, rest, f"mpjax {name}")
 
@@ -56,10 +80,13 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     prog: how the command was called, as its help shows it.
   """
   try:
+    if name == "bench":  # its suites say what they take
+      status: int = importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
+      return status
+    options = parse(name, arguments, prog)
     command = importlib.import_module(f"mpjax.cli._{name}_command")
-    for library in ("absl", "asyncio"):  # orbax logs what it raises, and a command tells that in one line
-      logging.getLogger(library).setLevel(logging.CRITICAL)
-    status: int = command.run(arguments, prog)
+    _silence()
+    status = command.run(options)
   except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package in ("", "mpjax"):
@@ -73,19 +100,15 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
   return status
 
 
+def _silence() -> None:
+  """Keeps libraries from logging what they raise: a command tells that in one line."""
+  import logging
+
+  for library in ("absl", "asyncio"):  # orbax's
+    logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
 def _help() -> str:
   width = max(map(len, COMMANDS))
   lines = [f"  {name:{width}}  {text}" for name, (text, _) in COMMANDS.items()]
-  return "\n".join(
-    [
-      "usage: mpjax COMMAND ...",
-      "",
-      "Mixed precision for JAX: one policy from the plan to the trained model.",
-      "",
-      "commands:",
-      *lines,
-      "",
-      "mpjax COMMAND --help says more of each; mpjax --version prints the version.",
-      "example: mpjax train gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
-    ]
-  )
+  return _HELP.format(commands="\n".join(lines))

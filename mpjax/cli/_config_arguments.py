@@ -1,16 +1,12 @@
-"""The arguments that name a config: `[CONFIG] [key=value ...]`, the same for every command."""
+"""The arguments that name a config: `[CONFIG] [key=value ...]`, the same for every command. Without JAX."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 
-from mpjax._types import PolicyLike
-from mpjax.policy import get_policy
-from mpjax.policy._precision_warning import bare_dtype_advice
 from mpjax.train import ConfigError
 
 DEFAULT = "gpt_stdlib"
@@ -64,11 +60,6 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-  """Parses a command's arguments, options anywhere among them; without a config it is the default."""
-  return with_default(parser.parse_intermixed_args(arguments))
-
-
 def with_default(options: argparse.Namespace) -> argparse.Namespace:
   """Returns parsed arguments whose config is the default where the first one is a `key=value`."""
   if "=" in options.config and not pathlib.Path(options.config).exists():
@@ -99,34 +90,3 @@ def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> 
   if not text.isdecimal() or int(text) < least:
     raise ConfigError(f"{key}={text}: expected a whole number from {least} on")
   return int(text)
-
-
-def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Returns the policies of `policy=a,b,c`, each once, and the other overrides.
-
-  A policy that is a mapping or a string of fields stays among the overrides.
-
-  Raises:
-    ConfigError: for one that is no policy.
-  """
-  policies: list[str] = []
-  rest = []
-  for override in overrides:
-    key, equals, value = override.partition("=")
-    if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
-      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
-    else:
-      rest.append(override)
-  for name in policies:
-    try:
-      get_policy(name)
-    except ValueError as error:
-      raise ConfigError(f"policy: {error}") from error
-  return policies, rest
-
-
-def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
-  """Prints a line on stderr for a policy that is probably not the one that was meant: a bare dtype."""
-  advice = bare_dtype_advice(policy, backend)
-  if advice is not None:
-    print(f"warning: {advice}", file=sys.stderr)

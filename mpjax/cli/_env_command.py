@@ -25,15 +25,8 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?")
 _EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
 
-def run(arguments: Sequence[str], prog: str) -> int:
+def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  parser = argparse.ArgumentParser(
-    prog=prog,
-    description="Say which versions, devices and flags are here: what a report of a fault needs.",
-    epilog=f"example: {prog} --json > env.json",
-  )
-  parser.add_argument("--json", action="store_true", help="as JSON")
-  options = parser.parse_args(arguments)
   found = environment()
   print(json.dumps(found, indent=1) if options.json else _text(found))
   return 0

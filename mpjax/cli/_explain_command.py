@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 
 import rich.console
 
 from mpjax._render.text_sections import TEXT_WIDTH
 from mpjax.casting import print_explanations
-from mpjax.cli._config_arguments import add_config, parse, split_policies, warn_of_policy
 from mpjax.cli._exit_status import guarded
+from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.train import load_config, load_plugins, make_setup
 from mpjax.train._meshes import on_devices_here
 
 
-def run(arguments: Sequence[str], prog: str) -> int:
+def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  parser = argparse.ArgumentParser(
-    prog=prog,
-    description="Say what runs in which dtype under a config's policy, by module, and why. Computes nothing.",
-    epilog=f"example: {prog} gpt_stdlib policy=bf16,fp16",
-  )
-  add_config(parser, overrides="dotted keys that override the file; policy=a,b,c for several policies")
-  options = parse(parser, list(arguments))
 
   def explain() -> None:
     load_plugins(options.plugin)

@@ -12,14 +12,13 @@ import yaml
 
 from mpjax import formats
 from mpjax.cli._config_arguments import (
-  add_config,
   command_options,
-  parse,
   require_file,
-  warn_of_policy,
   whole_number,
 )
 from mpjax.cli._exit_status import guarded
+from mpjax.cli._parsers import KEYS
+from mpjax.cli._policy_arguments import warn_of_policy
 from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
@@ -29,36 +28,8 @@ from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subjec
 _STEPS = 10
 
 
-def run(arguments: Sequence[str], prog: str) -> int:
+def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  parser = argparse.ArgumentParser(
-    prog=prog,
-    description="Show what a policy does to the numbers of a config's training step: magnitudes, what each "
-    "format loses of them, errors against float32 by module, and the policy to use instead.",
-    epilog=f"example: {prog} gpt_stdlib policy=fp16 checkpoint=runs/x batches=4",
-  )
-  add_config(
-    parser,
-    also=", a run directory",
-    overrides="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained "
-    f"parameters; steps=N to train so many first (without a checkpoint {_STEPS}); batches=N to look at (2); "
-    "keep=0.999, the share of gradients that a loss scale should keep",
-  )
-  parser.add_argument("--html", metavar="FILE", help="where the page goes; by default beside the runs")
-  parser.add_argument("--pictures", metavar="DIR", help="write PNG pictures, too")
-  parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-  parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
-  parser.add_argument("--no-advice", action="store_true", help="do not try the advice out: quicker")
-  parser.add_argument(
-    "--hunt",
-    nargs="?",
-    const="",
-    metavar="BATCH.npz",
-    help="name the first operation that gives NaN or infinity, on a saved batch; by default the one in the "
-    "checkpoint's run directory",
-  )
-  parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
-  options = parse(parser, list(arguments))
   if options.formats:
     formats.print_formats(rich.console.Console())
     return 0
@@ -67,7 +38,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
 
 def _numerics(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
-  own, overrides = command_options(options.overrides, ("checkpoint", "batches", "steps", "keep"))
+  own, overrides = command_options(options.overrides, KEYS["numerics"])
   path = pathlib.Path(options.config)
   checkpoint = own.get("checkpoint")
   if path.is_dir():

@@ -17,8 +17,9 @@ import rich.progress
 
 from mpjax._render.install_text import pip_install
 from mpjax._render.plain_text import bytes_text
-from mpjax.cli._config_arguments import add_config, parse, require_file, split_policies, warn_of_policy
+from mpjax.cli._config_arguments import require_file
 from mpjax.cli._exit_status import guarded
+from mpjax.cli._policy_arguments import split_policies, warn_of_policy
 from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing, presets_of
 from mpjax.planner.render import print_plans, save_picture
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
@@ -29,32 +30,8 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _RECOMPUTE = (DEFAULT_RECOMPUTE, "blocks")
 
 
-def run(arguments: Sequence[str], prog: str) -> int:
+def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  parser = argparse.ArgumentParser(
-    prog=prog,
-    description="Say what a config's training step costs on a device that need not be there: memory by part, "
-    "matrix units, collectives, a floor for the time.",
-    epilog=f"example: {prog} gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
-  )
-  add_config(
-    parser,
-    overrides="dotted keys that override the file; policy=a,b,c for several policies; target=h200, v5e:2x4",
-  )
-  parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
-  parser.add_argument(
-    "--cheapest",
-    action="store_true",
-    help="find the policy, recomputation and way to gather with the shortest time floor that fits",
-  )
-  parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
-  parser.add_argument(
-    "--multiple", type=int, help="batch sizes that --fit tries are multiples of this (64 saves compilations)"
-  )
-  parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
-  parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
-  parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
-  options = parse(parser, list(arguments))
   return guarded(lambda: _plan(options))
 
 

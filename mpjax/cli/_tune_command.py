@@ -17,14 +17,13 @@ import yaml
 
 from mpjax._render.install_text import pip_install
 from mpjax.cli._config_arguments import (
-  add_config,
   command_options,
-  parse,
   require_file,
-  split_policies,
   whole_number,
 )
 from mpjax.cli._exit_status import guarded
+from mpjax.cli._parsers import KEYS
+from mpjax.cli._policy_arguments import split_policies
 from mpjax.planner import get_target
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import Recompute
@@ -38,41 +37,13 @@ from mpjax.tuning._tune import parse_tolerance
 _STEPS, _BATCHES = 10, 2
 
 
-def run(arguments: Sequence[str], prog: str) -> int:
+def run(options: argparse.Namespace) -> int:
   """Runs the command and returns its exit status."""
-  parser = argparse.ArgumentParser(
-    prog=prog,
-    description="Find the cheapest policy whose gradients are as good as float32's: what each costs on the "
-    "target, and what it does to the gradients, by module where the presets are not the answer.",
-    epilog=f"example: {prog} gpt_stdlib target=h200 --out tuned.yaml --prove 200",
-  )
-  add_config(
-    parser,
-    overrides="dotted keys that override the file; target=h200, v5e and so on; policy=a,b,c to choose among "
-    "these alone; checkpoint=RUN or "
-    "RUN/checkpoints/STEP for trained parameters; steps=N to train so many first (without a checkpoint "
-    f"{_STEPS}); batches=N to measure on ({_BATCHES})",
-  )
-  parser.add_argument(
-    "--for", dest="objective", choices=("time", "memory"), default="time", help="what is to be small"
-  )
-  parser.add_argument(
-    "--tolerance", help="largest error of the gradient: 0.01 of its norm, or '0.2 noise' ('0.1 noise')"
-  )
-  parser.add_argument("--minutes", type=float, help="try nothing more after so long")
-  parser.add_argument(
-    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 so many steps each"
-  )
-  parser.add_argument("--seeds", type=int, default=3, help="how often --prove trains each (3)")
-  parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
-  parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
-  parser.add_argument("--picture", metavar="FILE", help="write cost and error as a picture, .png or .svg")
-  options = parse(parser, list(arguments))
   return guarded(lambda: _tune(options))
 
 
 def _tune(options: argparse.Namespace) -> None:
-  own, overrides = command_options(options.overrides, ("target", "checkpoint", "steps", "batches"))
+  own, overrides = command_options(options.overrides, KEYS["tune"])
   policies, overrides = split_policies(overrides)
   if fixed := [o for o in overrides if o.startswith(("policy=", "policy."))]:
     raise ConfigError(

@@ -19,12 +19,10 @@ from mpjax.dtypes import did_you_mean
 from mpjax.policy import get_policy
 from mpjax.train._config import Config, DistributedConfig, parse_config
 from mpjax.train._errors import ConfigError
+from mpjax.train._examples import examples
 
-_PACKAGE = pathlib.Path(__file__).parents[1]
 # A file, the name of an example, a mapping of keys or a config.
 ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
-# The examples: the wheel has them in the package, a checkout beside it.
-_EXAMPLES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def find_config(name: str | pathlib.Path) -> pathlib.Path:
@@ -36,15 +34,15 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
   path = pathlib.Path(name)
   if path.exists():
     return path
-  examples = next(({f.stem: f for f in d.glob("*.yaml")} for d in _EXAMPLES if d.is_dir()), {})
-  if str(path) in examples:
-    return examples[str(path)]
+  known = examples()
+  if str(path) in known:
+    return known[str(path)]
   if len(path.parts) > 1 and path.suffix not in (".yaml", ".yml"):
     runs = sorted(str(config.parent) for config in path.parent.glob("*/config.yaml"))
     there = f"there are {', '.join(runs)}{did_you_mean(str(path), runs)}" if runs else "nor any run beside it"
     raise ConfigError(f"no such run directory or config file: {path}: {there}")
-  expected = f"expected a YAML file, or an example: {', '.join(sorted(examples))}"
-  raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, examples)}")
+  expected = f"expected a YAML file, or an example: {', '.join(known)}"
+  raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, known)}")
 
 
 def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:

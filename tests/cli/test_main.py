@@ -17,10 +17,13 @@ from mpjax.cli import COMMANDS, main, run_command
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_help_lists_each_command_with_a_line(capsys):
+def test_help_fits_a_screen_and_has_examples_before_the_commands(capsys):
   assert main(["--help"]) == 0
   text = capsys.readouterr().out
   assert all(f"  {name} " in text for name in COMMANDS)
+  assert text.index("  mpjax train ") < text.index("commands:")
+  assert len(text.splitlines()) <= 24
+  assert max(map(len, text.splitlines())) <= 80
   assert main([]) == 2
   assert capsys.readouterr().err == text
   assert main(["--version"]) == 0
@@ -30,19 +33,58 @@ def test_help_lists_each_command_with_a_line(capsys):
 def test_a_wrong_command_is_answered_with_the_nearest_one(capsys):
   assert main(["trian", "gpt_stdlib"]) == 2
   error = capsys.readouterr().err
-  assert error.startswith("error: unknown command 'trian': expected one of train, plan")
+  assert error.startswith("error: unknown command 'trian': expected one of train, explain")
   assert error.endswith("did you mean 'train'?\n")
 
 
-def test_each_command_says_how_it_was_called(capsys):
+def test_each_command_says_how_it_was_called_and_gives_an_example(capsys):
   for command in COMMANDS:
     with pytest.raises(SystemExit) as status:
       main([command, "--help"])
     assert status.value.code == 0
-    assert f"usage: mpjax {command} " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: mpjax {command} " in out
+    assert f"example: mpjax {command} " in " ".join(out.split()) or command == "bench"
 
 
-@pytest.mark.slow
+def test_help_version_and_wrong_lines_import_no_jax():
+  code = """
+import sys
+from mpjax.cli import COMMANDS, main
+lines = [["--help"], ["--version"], ["trian"], ["train", "--steps", "10"]]
+for line in [*lines, *([command, "--help"] for command in COMMANDS)]:
+  try:
+    main(line)
+  except SystemExit:
+    pass
+print([name for name in ("jax", "numpy", "flax", "omegaconf", "pydantic", "rich") if name in sys.modules])
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize(
+  ("line", "advice"),
+  [
+    ("train --steps 10", "train has no option --steps: write train.steps=10"),
+    ("train gpt_stdlib --lr=0.1", "train has no option --lr: write optimizer.learning_rate=0.1"),
+    ("train --policy bf16", "train has no option --policy: write policy=bf16"),
+    ("train --out runs/x", "train has no option --out: write out=runs/x"),
+    ("train --batch-size 8", "train has no option --batch-size: write data.batch_size=8"),
+    ("plan --target h200 --fit", "plan has no option --target: write target=h200"),
+    ("numerics --steps 3", "numerics has no option --steps: write steps=3"),
+    ("export runs/x --dtype bf16", "export has no option --dtype: write dtype=bf16"),
+    ("plan --fitt", "plan has no option --fitt: did you mean --fit?"),
+    ("train --epochs 3", "train has no option --epochs: mpjax train --help says what it takes"),
+  ],
+)
+def test_a_wrong_flag_is_answered_with_what_to_write(line, advice, capsys):
+  with pytest.raises(SystemExit) as status:
+    main(line.split())
+  assert status.value.code == 2
+  assert capsys.readouterr().err == f"error: mpjax {advice}\n"
+
+
 def test_a_script_is_the_command_under_its_own_name():
   line = [sys.executable, str(ROOT / "scripts" / "export.py"), "--help"]
   shown = subprocess.run(

@@ -1,0 +1,206 @@
+"""What each command takes: arguments, flags, and keys of its own. Nothing here imports JAX.
+
+So help, completion and a wrong flag are answered at once, without the packages that a command needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from mpjax.cli._config_arguments import add_config, add_plugin, with_default
+from mpjax.train._keys import keys_meant, nearest
+
+# The `key=value` arguments that a command takes beside those of the config.
+KEYS: dict[str, tuple[str, ...]] = {
+  "plan": ("target",),
+  "numerics": ("checkpoint", "steps", "batches", "keep"),
+  "tune": ("target", "checkpoint", "steps", "batches"),
+  "export": ("dtype", "step", "out"),
+}
+_SEVERAL = "policy=a,b,c for several policies"
+
+
+def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
+  """Returns the parsed arguments of a command, options anywhere among them; without a config, the default.
+
+  Raises:
+    SystemExit: after the help (0), or one line about what the command does not take (2).
+  """
+  parser = make_parser(command, prog)
+  options, unknown = parser.parse_known_intermixed_args(arguments)
+  if unknown and not unknown[0].startswith("-"):
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+  if unknown:
+    print(f"error: {prog} has no option {_advice(command, parser, unknown[0], arguments)}", file=sys.stderr)
+    sys.exit(2)
+  return with_default(options) if "config" in options else options
+
+
+def make_parser(command: str, prog: str) -> argparse.ArgumentParser:
+  """Returns the parser of a command, called as `prog` says."""
+  parser = argparse.ArgumentParser(prog=prog)
+  add_arguments(command, parser)
+  parser.epilog = f"example: {prog} {_EXAMPLES[command]}"
+  return parser
+
+
+def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+  """Adds a command's description and arguments to a parser."""
+  _ADD[command](parser)
+
+
+def takes_config(command: str) -> bool:
+  """Returns whether a command takes a config and its keys."""
+  return command in ("train", "plan", "explain", "numerics", "tune")
+
+
+def _advice(command: str, parser: argparse.ArgumentParser, flag: str, arguments: Sequence[str]) -> str:
+  """Returns a flag that a command does not have, and what to write in its place."""
+  flag, equals, value = flag.partition("=")
+  if not equals:
+    after = arguments[arguments.index(flag) + 1 :]
+    value = after[0] if after and not after[0].startswith("-") else "..."
+  word = flag.lstrip("-")
+  keys = keys_meant(word, KEYS.get(command, ()))
+  if not keys and takes_config(command):
+    keys = keys_meant(word)
+  if keys:
+    return f"{flag}: write {' or '.join(f'{key}={value}' for key in keys)}"
+  near = nearest(flag, parser._option_string_actions)
+  return f"{flag}" + (f": did you mean {near[0]}?" if near else f": {parser.prog} --help says what it takes")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+  parser.description = "Train what a YAML config says. The same command again resumes an unfinished run."
+  add_config(parser)
+  group = parser.add_argument_group(
+    "several processes", "one command each; without these, as Slurm, Kubernetes, Cloud TPU or Open MPI say"
+  )
+  group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0; the port is free there")
+  group.add_argument("--num-processes", metavar="N", type=int, help="how many there are")
+  group.add_argument("--process-id", metavar="I", type=int, help="which one this is, from 0")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+  parser.description = (
+    "Say what a config's training step costs on a device that need not be there: memory by part, matrix "
+    "units, collectives, a floor for the time."
+  )
+  add_config(
+    parser, overrides=f"dotted keys that override the file; {_SEVERAL}; target=h200, v5e:2x4 for a device"
+  )
+  parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
+  parser.add_argument(
+    "--cheapest",
+    action="store_true",
+    help="find the policy, recomputation and way to gather with the shortest time floor that fits",
+  )
+  parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
+  parser.add_argument(
+    "--multiple", type=int, help="batch sizes that --fit tries are multiples of this (64 saves compilations)"
+  )
+  parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
+  parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
+  parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+  parser.description = (
+    "Say what runs in which dtype under a config's policy, by module, and why. Computes nothing."
+  )
+  add_config(parser, overrides=f"dotted keys that override the file; {_SEVERAL}")
+
+
+def _numerics(parser: argparse.ArgumentParser) -> None:
+  parser.description = (
+    "Show what a policy does to the numbers of a config's training step: magnitudes, what each format loses "
+    "of them, errors against float32 by module, and the policy to use instead."
+  )
+  add_config(
+    parser,
+    also=", a run directory",
+    overrides="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained "
+    "parameters; steps=N to train so many first (10 without a checkpoint); batches=N to look at (2); "
+    "keep=0.999, the share of gradients that a loss scale should keep",
+  )
+  parser.add_argument("--html", metavar="FILE", help="where the page goes; by default in the run directory")
+  parser.add_argument("--pictures", metavar="DIR", help="write PNG pictures, too")
+  parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+  parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
+  parser.add_argument("--no-advice", action="store_true", help="do not try the advice out: quicker")
+  parser.add_argument(
+    "--hunt",
+    nargs="?",
+    const="",
+    metavar="BATCH.npz",
+    help="name the first operation that gives NaN or infinity, on a saved batch; by default the one in the "
+    "checkpoint's run directory",
+  )
+  parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
+
+
+def _tune(parser: argparse.ArgumentParser) -> None:
+  parser.description = (
+    "Find the cheapest policy whose gradients are as good as float32's: what each costs on the target, and "
+    "what it does to the gradients, by module where the presets are not the answer."
+  )
+  add_config(
+    parser,
+    also=", a run directory",
+    overrides="dotted keys that override the file; target=h200, v5e and so on; policy=a,b,c to choose among "
+    "these alone; checkpoint=RUN or RUN/checkpoints/STEP for trained parameters; steps=N to train so many "
+    "first (10 without a checkpoint); batches=N to measure on (2)",
+  )
+  parser.add_argument(
+    "--for", dest="objective", choices=("time", "memory"), default="time", help="what is to be small"
+  )
+  parser.add_argument(
+    "--tolerance", help="largest error of the gradient: 0.01 of its norm, or '0.2 noise' ('0.1 noise')"
+  )
+  parser.add_argument("--minutes", type=float, help="try nothing more after so long")
+  parser.add_argument(
+    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 so many steps each"
+  )
+  parser.add_argument("--seeds", type=int, default=3, help="how often --prove trains each (3)")
+  parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
+  parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
+  parser.add_argument("--picture", metavar="FILE", help="write cost and error as a picture, .png or .svg")
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+  parser.description = "Write the parameters of a run's checkpoint as safetensors."
+  parser.add_argument("directory", help="a run directory")
+  parser.add_argument(
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help="dtype=bf16, step=best|latest|N, out=FILE; without dtype= it is the policy's compute dtype",
+  )
+  add_plugin(parser)
+
+
+def _env(parser: argparse.ArgumentParser) -> None:
+  parser.description = "Say which versions, devices and flags are here: what a report of a fault needs."
+  parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+_ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+  "train": _train,
+  "plan": _plan,
+  "explain": _explain,
+  "numerics": _numerics,
+  "tune": _tune,
+  "export": _export,
+  "env": _env,
+}
+_EXAMPLES = {
+  "train": "gpt_stdlib policy=fp16 train.steps=200 out=runs/x",
+  "plan": "gpt_stdlib policy=fp32,bf16,fp16 target=h200 --picture plan.png",
+  "explain": "gpt_stdlib policy=bf16,fp16",
+  "numerics": "gpt_stdlib policy=fp16 checkpoint=runs/x batches=4",
+  "tune": "gpt_stdlib target=h200 --out tuned.yaml --prove 200",
+  "export": "runs/x dtype=bf16",
+  "env": "--json > env.json",
+}

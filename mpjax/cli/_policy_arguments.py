@@ -1,0 +1,42 @@
+"""The policies among the arguments of a command: `policy=a,b,c`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mpjax._types import PolicyLike
+from mpjax.policy import get_policy
+from mpjax.policy._precision_warning import bare_dtype_advice
+from mpjax.train import ConfigError
+
+
+def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the policies of `policy=a,b,c`, each once, and the other overrides.
+
+  A policy that is a mapping or a string of fields stays among the overrides.
+
+  Raises:
+    ConfigError: for one that is no policy.
+  """
+  policies: list[str] = []
+  rest = []
+  for override in overrides:
+    key, equals, value = override.partition("=")
+    if key == "policy" and equals and "=" not in value and not value.lstrip().startswith("{"):
+      policies = list(dict.fromkeys(name.strip() for name in value.split(",")))
+    else:
+      rest.append(override)
+  for name in policies:
+    try:
+      get_policy(name)
+    except ValueError as error:
+      raise ConfigError(f"policy: {error}") from error
+  return policies, rest
+
+
+def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
+  """Prints a line on stderr for a policy that is probably not the one that was meant: a bare dtype."""
+  advice = bare_dtype_advice(policy, backend)
+  if advice is not None:
+    print(f"warning: {advice}", file=sys.stderr)
