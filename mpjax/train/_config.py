@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
 
-from mpjax.dtypes import did_you_mean
+from mpjax.dtypes import DTYPE_NAMES
 from mpjax.policy import Policy, get_policy
 from mpjax.sharding import ShardingRules
 from mpjax.step._checks import require_honoured
 from mpjax.train._errors import ConfigError
+from mpjax.train._keys import config_keys, keys_meant
 from mpjax.train._registry import MODELS, TARGETS, KindSection
 from mpjax.train._sections import Float, Int, Natural, Positive, Section, Seed, describe
 from mpjax.train.data import DataConfig
@@ -103,6 +104,26 @@ def step_recompute(recompute: str) -> str:
 
 Recompute = Literal["islands", "dots", "blocks", "nothing"]
 DEFAULT_RECOMPUTE: Recompute = "islands"
+ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+
+
+def _export_name(value: object) -> object:
+  """Returns the dtype that a name means, by which presets and policies have it; anything else as it is."""
+  presets = {"fp32": "float32", "fp16": "float16", "fp8": "float8_e4m3fn"}
+  return {**DTYPE_NAMES, **presets}.get(value, value) if isinstance(value, str) else value
+
+
+def export_dtype(name: str | None) -> ExportDtype | None:
+  """Returns the dtype of an export by a name such as `bf16`, `bfloat16` or `fp8`; `None` as it is.
+
+  Raises:
+    ConfigError: for another one.
+  """
+  dtypes: dict[object, ExportDtype] = {dtype: dtype for dtype in get_args(ExportDtype)}
+  dtype = _export_name(name)
+  if name is not None and dtype not in dtypes:
+    raise ConfigError(f"export dtype {name!r}: expected fp32, bf16, fp16, fp8, {', '.join(dtypes)}")
+  return dtypes.get(dtype)
 
 
 class TrainConfig(Section):
@@ -128,7 +149,7 @@ class TrainConfig(Section):
   max_skips: Positive = 50
   recompute: Recompute = DEFAULT_RECOMPUTE
   export: Literal["safetensors"] | None = None
-  export_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
+  export_dtype: Annotated[ExportDtype, pydantic.BeforeValidator(_export_name)] | None = None
 
   @pydantic.model_validator(mode="after")
   def _check(self) -> TrainConfig:
@@ -226,7 +247,10 @@ def _describe(error: Mapping[str, Any]) -> str:
   if error["type"] == "extra_forbidden":
     section = _SECTIONS[loc[0]] if len(loc) > 1 else Config
     known = list(section.model_fields)
-    return f"unknown key {'.'.join(loc)!r}: expected one of {', '.join(known)}{did_you_mean(loc[-1], known)}"
+    key = ".".join(loc)
+    meant = keys_meant(key, [*known, *config_keys()])  # of this section, or of another one
+    near = f"; did you mean {meant[0]!r}?" if meant else ""
+    return f"unknown key {key!r}: expected one of {', '.join(known)}{near}"
   if error["type"] == "value_error" and loc and loc[-1] in _SECTIONS:
     return f"{'.'.join(loc)}: {error['msg'].removeprefix('Value error, ')}"
   return describe(error, loc)

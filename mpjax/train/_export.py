@@ -37,7 +37,7 @@ from mpjax.patterns import named_leaves, path_text
 from mpjax.policy import Policy, get_policy
 from mpjax.step import TrainState
 from mpjax.step._optimizer import masters_of
-from mpjax.train._config import Config, ConfigError, MeshConfig, parse_config
+from mpjax.train._config import Config, ConfigError, MeshConfig, export_dtype, parse_config
 from mpjax.train._config_file import load_config
 from mpjax.train._files import unfinished
 from mpjax.train._registry import MODELS
@@ -47,7 +47,6 @@ from mpjax.train._tasks import apply
 from mpjax.train.checkpoints import Checkpoints
 from mpjax.train.data import DataInfo
 
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _FP8 = "float8_e4m3fn"
 _SCALE = "_scale"
 
@@ -117,16 +116,18 @@ def save_safetensors(
     info: what the data looked like, which sizes the model.
     params: master weights.
     model_state: statistics; kept in their own dtype.
-    dtype: `float32`, `bfloat16`, `float16`, or `float8_e4m3fn` for the weights of FP8 products (those of the
-      config's policy, or of the preset's where it has none); `None`: the policy's compute dtype, with which
-      the logits are bitwise those of the policy's evaluation.
+    dtype: `float32`, `bfloat16`, `float16` or `float8_e4m3fn`, also as `fp32`, `bf16`, `fp16` or `fp8`. The
+      last is for the weights of FP8 products alone: those of the config's policy, or of the preset `fp8`
+      where it has none. `None`: the policy's compute dtype, with which the logits are bitwise those of the
+      policy's evaluation.
 
   Raises:
     ConfigError: for another dtype, one of FP8 for a model without FP8 products, or a path that no file can be
       written to.
   """
   path = pathlib.Path(path)
-  _require_writable(path, dtype)
+  dtype = export_dtype(dtype)
+  _require_writable(path)
   policy = config.resolve_policy()
   half = policy.compute_dtype if policy.compute_dtype.itemsize == 2 else jnp.bfloat16
   kept = cast_floating(params, half if dtype == _FP8 else dtype or policy.compute_dtype)
@@ -174,10 +175,8 @@ def export_text(path: pathlib.Path) -> str:
   )
 
 
-def _require_writable(path: pathlib.Path, dtype: str | None) -> None:
-  """Raises `ConfigError` for an unknown dtype, or a path where no file can be made or replaced."""
-  if dtype is not None and dtype not in _DTYPES:
-    raise ConfigError(f"export dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
+def _require_writable(path: pathlib.Path) -> None:
+  """Raises `ConfigError` for a path where no file can be made or replaced."""
   if not path.parent.is_dir():
     raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
   try:
@@ -321,7 +320,8 @@ def export_run(
   path = pathlib.Path(out) if out else directory / "model.safetensors"
   if not (directory / "config.yaml").exists():
     raise ConfigError(f"{directory}: not a run directory (no config.yaml)")
-  _require_writable(path, dtype)
+  dtype = export_dtype(dtype)
+  _require_writable(path)
   config = load_config(directory / "config.yaml")
   # One device is enough, whatever the run had.
   setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))

@@ -60,12 +60,16 @@ def test_dtype_and_bytes_are_what_was_asked_for_and_logits_those_of_the_evaluati
   inputs, expected = inputs_and_logits(load_config(run / "config.yaml"), state)
   count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   # In the policy's own dtype they are bitwise the same but for norms, whose parameters are float32 there.
-  for dtype, size, tolerance in [(None, 2, 0.02), ("float32", 4, 0.0), ("float16", 2, 0.05)]:
+  for dtype, name, size, tolerance in [
+    (None, None, 2, 0.02),
+    ("float32", "fp32", 4, 0.0),
+    ("float16", "float16", 2, 0.05),
+  ]:
     file = tmp_path / f"{dtype}.safetensors"
     if dtype is None:
       file = run / "model.safetensors"
     else:
-      assert main(["export", str(run), f"dtype={dtype}", "step=latest", f"out={file}"]) == 0
+      assert main(["export", str(run), f"dtype={name}", "step=latest", f"out={file}"]) == 0
       assert str(file) in capsys.readouterr().out
     model = load_safetensors(file)
     leaves = jax.tree.leaves(model.params)
@@ -117,7 +121,7 @@ def test_logits_of_an_export_in_fp8_are_near(tmp_path):
   (path,) = write_tiny_gpt(tmp_path)
   options = [FP8, "train.steps=2", "train.checkpoint_every=2"]
   assert main(["train", path, *options, f"out={tmp_path / 'run'}"]) == 0
-  assert main(["export", str(tmp_path / "run"), "dtype=float8_e4m3fn"]) == 0
+  assert main(["export", str(tmp_path / "run"), "dtype=fp8"]) == 0
   inputs, expected = inputs_and_logits(load_config(path, options), state_of(tmp_path / "run"))
   near = np.asarray(load_safetensors(tmp_path / "run" / "model.safetensors").logits(inputs))
   assert np.linalg.norm(near - expected) < 0.15 * np.linalg.norm(expected)
@@ -125,7 +129,7 @@ def test_logits_of_an_export_in_fp8_are_near(tmp_path):
 
 def test_unfit_requests_are_one_line_and_status_2(run, tmp_path, capsys):
   for options, words in [
-    (["dtype=float8"], ["float8", "bfloat16"]),
+    (["dtype=float8"], ["'float8'", "bf16", "fp8"]),
     (["step=7"], ["'7'", "best, latest"]),
     (["steps=7"], ["'steps'", "step"]),
     (["dtype=float8_e4m3fn"], ["no matrix product of this model is FP8"]),
