@@ -102,10 +102,8 @@ def peaks(task: dict[str, Any]) -> Stages:
   }
   n, runs = task["size"], {}
   for name, (lhs, rhs, out, precision) in PEAKS.items():
-    # A device may have no FP8 units.
-    with jax.default_matmul_precision(precision), contextlib.suppress(jax.errors.JaxRuntimeError):
-      product = jax.jit(lambda a, b, out=out: dot(a, b, ((1,), (1,)), out))
-      runs[name] = prepared(product, random((n, n), lhs, 0), random((n, n), rhs, 1))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device may have no FP8 units
+      runs[name] = prepared(square_product(out, precision), random((n, n), lhs, 0), random((n, n), rhs, 1))
   yield {"held_bytes": held_bytes()}
   yield {}
   while True:
@@ -145,9 +143,14 @@ def products(task: dict[str, Any]) -> Stages:
     yield {name: [timed(run, task["calls"]) for run in pair] for name, pair in runs.items()}
 
 
-def dot(a: jax.Array, b: jax.Array, contracted: Any, out: Any) -> jax.Array:
-  """A product of two matrices with a result of dtype `out`."""
-  return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=out)
+def square_product(out: Any, precision: str) -> Any:
+  """Returns a jitted product along the last dimensions, whose precision no later context changes."""
+  return jax.jit(lambda a, b: dot(a, b, ((1,), (1,)), out, precision))
+
+
+def dot(a: jax.Array, b: jax.Array, contracted: Any, out: Any, precision: str | None = None) -> jax.Array:
+  """Returns a product of two matrices with a result of dtype `out`."""
+  return jax.lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=out)
 
 
 def random(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:

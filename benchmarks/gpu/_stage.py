@@ -18,6 +18,7 @@ from benchmarks._worker import Worker
 
 CONTEXT = 1 << 30  # of a process that does nothing yet: CUDA's context and libraries
 POLL = 0.05
+SPARE = 1.5  # over what a step needs: JAX's allocator takes memory in growing pieces
 GRACE = 10  # seconds that a round may take beyond the time for it
 OUT_OF_TIME = {"skipped": "no time left of --minutes"}
 
@@ -141,7 +142,7 @@ class Stage:
       row = self.rows[name]
       held = row.get("held_bytes", 0)
       needed = max(row.get("step_bytes", 0), row.get("state_bytes", 0))
-      total += CONTEXT + (max(held, 1.1 * needed) if name in group else held)
+      total += CONTEXT + (max(held, SPARE * needed) if name in group else held)
     return self.memory is None or total <= self.memory
 
   def measure(self, group: str, members: list[str], workers: dict[str, Worker]) -> None:

@@ -1,8 +1,10 @@
 """The gpu suite of the benchmarks: what it says of a run, and that its processes train on a CPU."""
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.gpu import _suite as gpu
+from benchmarks.gpu._jax_rows import PEAKS, square_product
 from benchmarks.gpu._stage import Stage, paired
 
 
@@ -89,7 +91,7 @@ def test_rows_that_met_are_compared_round_by_round():
 
 
 def test_groups_fit_the_device_and_have_the_reference():
-  size = {"reference": 20, "torch": 30, "a": 20, "b": 20, "huge": 70}
+  size = {"reference": 16, "torch": 30, "a": 16, "b": 16, "huge": 52}
   stage = Stage(None, None, "", 0, 0, 1, 1, 1, memory=80 << 30, reference="reference")
   stage.rows = {name: {"step_bytes": gigabytes * (1 << 30)} for name, gigabytes in size.items()}
   stage.rows["torch"] |= {"torch": "2", "held_bytes": 30 << 30}
@@ -131,3 +133,11 @@ def test_without_a_gpu_it_ends_at_once_and_says_why(monkeypatch):
   monkeypatch.setattr(gpu, "_figures", lambda model: {})
   with pytest.raises(SystemExit, match="needs a GPU, and JAX finds 1 x cpu here"):
     gpu.run(parser.parse_args([]))
+
+
+@pytest.mark.parametrize(("name", "precision"), [("float32", "HIGHEST"), ("tensorfloat32", "HIGH")])
+def test_a_peak_is_of_the_precision_that_it_is_named_after(name, precision):
+  lhs, rhs, out, asked = PEAKS[name]
+  product = square_product(out, asked)
+  text = product.lower(jnp.zeros((8, 8), lhs), jnp.zeros((8, 8), rhs)).as_text()
+  assert f"precision = [{precision}, {precision}]" in text
