@@ -20,6 +20,7 @@ from benchmarks.autocast import _ablation, _retrace
 from benchmarks.chaos import _mutations as chaos_mutations
 from benchmarks.chaos import _suite as chaos_suite
 from benchmarks.gather import _suite as gather_suite
+from benchmarks.gpu import _suite as gpu_suite
 from benchmarks.layerwise import _suite as layerwise_suite
 from benchmarks.memory import _suite as memory_suite
 from benchmarks.mutations import _suite as mutations_suite
@@ -343,6 +344,24 @@ def scaling(report: dict[str, Any]) -> str:
   return "\n".join([*lines, "", provenance(report)])
 
 
+def plan_beside_steps(report: dict[str, Any]) -> str:
+  """Returns a table of planned memory and least time beside what steps took."""
+  lines = [
+    "| step | measured peak GB | compiled for the described H200 | compiled on the card | analytic | "
+    "measured ms | planned least ms | of that |",
+    "|---" * 8 + "|",
+  ]
+  for row in report["rows"]:
+    peak, cells = row["measured_peak"], []
+    for key in ("described", "compiled_on_device", "analytic"):
+      cells.append(f"{row[key] / 1e9:.2f} ({row[key] / peak:.3f})")
+    lines.append(
+      f"| {row['name']} | {peak / 1e9:.2f} | {' | '.join(cells)} | {row['measured_ms']:.1f} | "
+      f"{row['floor_ms']:.1f} | {row['measured_ms'] / row['floor_ms']:.2f}x |"
+    )
+  return "\n".join([*lines, "", provenance(report)])
+
+
 SUITES = ("overhead", "memory", "quality", "gpu")
 
 
@@ -386,7 +405,13 @@ def put(file: pathlib.Path, name: str, table: str) -> None:
 
 
 # Reports whose names begin like a suite's, and that have no pictures.
-OWN = ("quality_fp8_cpu", "quality_few_bytes_cpu", "memory_h200_jax_0_12")
+OWN = (
+  "quality_fp8_cpu",
+  "quality_few_bytes_cpu",
+  "memory_h200_jax_0_12",
+  "gpu_h200_124m",
+  "gpu_h200_1b",
+)
 
 
 def main() -> None:
@@ -438,6 +463,10 @@ def main() -> None:
     ("large_vocabulary_memory_v5e", large_vocabulary_memory),
     ("large_vocabulary_errors_cpu", large_vocabulary_errors),
     ("large_vocabulary_time_cpu", large_vocabulary_time),
+    ("gpu_h200_124m", gpu_suite.tables),
+    ("gpu_h200_1b", gpu_suite.tables),
+    ("train_h200", quality),
+    ("plan_h200_gpu_suite", plan_beside_steps),
     ("plan_accuracy_h200", plan_accuracy),
     ("plan_accuracy_tpu_v5e", plan_accuracy),
     ("plan_accuracy_cpu", plan_accuracy),
