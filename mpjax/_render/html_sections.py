@@ -1,12 +1,20 @@
-"""Sections of a report as HTML for a notebook: tables and sentences, no scripts, every text escaped."""
+"""What a report shows: an answer in twelve lines, tables by name, and all of it as HTML in a notebook.
+
+The HTML is tables and sentences, without scripts, with every text escaped.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from mpjax._render.text_sections import TextSection
+from mpjax._render.text_sections import TextSection, print_sections, sections_text
+from mpjax.dtypes import did_you_mean
+
+if TYPE_CHECKING:
+  import rich.console
 
 MOST_HTML = 16_000  # bytes of tables and sentences: a notebook keeps what it shows
 
@@ -24,29 +32,106 @@ _STYLE = (
 )
 
 
-def sections_html(sections: Iterable[TextSection]) -> str:
-  """Returns sections as one HTML element below 20 kB, which says how much of longer ones is left out."""
+def sections_html(sections: Iterable[TextSection], rest: str = "print() shows all.") -> str:
+  """Returns sections as one HTML element below 20 kB, which says how much of longer ones is left out.
+
+  Args:
+    sections: what to show.
+    rest: the sentence that says where the rows are that are left out.
+  """
   room = _Budget(MOST_HTML)
   body = "".join(_section(section, room) for section in sections)
   if room.left_out:
-    body += _paragraph(f"{room.left_out} more rows: print() shows all.")
+    body += _paragraph(f"{room.left_out} more rows: {rest}")
   return f'<div class="mpjax"><style>{_STYLE}</style>{body}</div>'
 
 
 class Shown:
-  """Shows itself where it stands alone: as tables in a notebook, and as its `str` at a prompt.
+  """A result whose `str` is a short answer, and whose tables are there on request.
 
-  A dataclass that is one needs `repr=False`, or its fields would be shown.
+  At a prompt it shows its `str`, in a notebook the answer and every table. A subclass has `_answer` and
+  `_sections`. A dataclass that is one needs `repr=False`, or its fields would be shown.
   """
 
+  def _answer(self) -> Sequence[str]:
+    """Returns the answer, what matters most first: at most eleven lines of 116 columns."""
+    return ()  # of a result whose `str` is its own
+
   def _sections(self) -> Iterable[TextSection]:
+    """Returns the tables, each with its name."""
     raise NotImplementedError
 
-  def _repr_html_(self) -> str:
-    return sections_html(self._sections())
+  @property
+  def tables(self) -> tuple[str, ...]:
+    """The names of the tables that `table` returns."""
+    return tuple(dict.fromkeys(section.name for section in self._sections() if section.name))
+
+  def table(self, name: str) -> str:
+    """Returns one of the `tables` as text; `"all"` is the answer and every table.
+
+    Raises:
+      ValueError: for a name that is not in `tables`.
+    """
+    return sections_text(_part(self, name))
+
+  def __str__(self) -> str:
+    return sections_text(_answer_of(self, ".table(NAME)", '.table("all")'))
 
   def __repr__(self) -> str:
     return str(self)
+
+  def _repr_html_(self) -> str:
+    return sections_html(_part(self, "all"), '.table("all") shows all.')
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(Shown):
+  """An answer and tables that were made elsewhere, such as those of several results side by side."""
+
+  answer: Sequence[str]
+  sections: Sequence[TextSection]
+
+  def _answer(self) -> Sequence[str]:
+    return self.answer
+
+  def _sections(self) -> Sequence[TextSection]:
+    return self.sections
+
+
+def print_shown(shown: Shown, console: rich.console.Console, name: str | None, alarm: str = "") -> None:
+  """Prints what a command was asked for, in the width and the colours of a console.
+
+  Args:
+    shown: the result.
+    console: to print to.
+    name: of a table; `"all"` for the answer and every table, `None` for the answer.
+    alarm: a pattern that is printed in red.
+
+  Raises:
+    ValueError: for a name that no table has.
+  """
+  sections = _part(shown, name) if name else _answer_of(shown, "--table NAME", "--all")
+  print_sections(sections, console, alarm)
+
+
+def _part(shown: Shown, name: str) -> list[TextSection]:
+  sections = list(shown._sections())
+  if name == "all":
+    return [*_answer_of(shown), *sections]
+  found = [section for section in sections if section.name and section.name == name]
+  if not found:
+    names = ["all", *shown.tables]
+    raise ValueError(f"no table {name!r}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
+  return found
+
+
+def _answer_of(shown: Shown, one: str = "", every: str = "") -> list[TextSection]:
+  """Returns the answer, with a last line that says how to ask for a table and for all of them."""
+  lines = list(shown._answer())
+  names = shown.tables if one else ()
+  if lines and names:
+    lines.append(f"more: {one}, with NAME one of {', '.join(names)}; {every}")
+  return [TextSection(lines[0], lines=lines[1:])] if lines else []
 
 
 @dataclasses.dataclass

@@ -39,22 +39,33 @@ RowGroups = Sequence[Sequence[TextRow]]
 
 @dataclasses.dataclass(frozen=True)
 class TextSection:
-  """A title, a table whose groups of rows are ruled off, and sentences under it."""
+  """A title, a table whose groups of rows are ruled off, and sentences under it.
+
+  Its `name`, a short word, is what a reader asks for; several sections may have one name.
+  """
 
   title: str
   columns: Sequence[TextColumn] = ()
   groups: RowGroups = ()
   lines: Sequence[str] = ()
+  name: str = ""
 
 
-def beside(title: str, labels: Iterable[str], groups: RowGroups, lines: Sequence[str] = ()) -> TextSection:
+def beside(
+  title: str, labels: Iterable[str], groups: RowGroups, lines: Sequence[str] = (), *, name: str = ""
+) -> TextSection:
   """Returns a section with a column for the names of rows, and one for each of the things compared."""
   columns = [TextColumn("", folds=True), *(TextColumn(label, right=True) for label in labels)]
-  return TextSection(title, columns, groups, lines)
+  return TextSection(title, columns, groups, lines, name)
 
 
 def of_rows(
-  title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), lines: Sequence[str] = ()
+  title: str,
+  rows: Sequence[Sequence[str]],
+  *,
+  left: Collection[int] = (0,),
+  lines: Sequence[str] = (),
+  name: str = "",
 ) -> TextSection:
   """Returns a section of cells, whose first row is the heading.
 
@@ -63,10 +74,11 @@ def of_rows(
     rows: cells.
     left: numbers of the columns that are flush left, as for `mpjax._render.plain_text.table`.
     lines: sentences under the table.
+    name: of the section.
   """
   heading, *body = rows
   columns = [TextColumn(name, right=i not in left, folds=i in left) for i, name in enumerate(heading)]
-  return TextSection(title, columns, [[TextRow(row) for row in body]], lines)
+  return TextSection(title, columns, [[TextRow(row) for row in body]], lines, name)
 
 
 def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> Iterator[TextSection]:

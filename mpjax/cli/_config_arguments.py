@@ -60,6 +60,13 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def add_tables(parser: argparse.ArgumentParser) -> None:
+  """Adds `--table NAME` and `--all`, whose value `mpjax.cli._show.show` takes, to a parser."""
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument("--table", metavar="NAME", help="print one of the tables that the answer names")
+  which.add_argument("--all", action="store_const", const="all", dest="table", help="print every table")
+
+
 def with_default(options: argparse.Namespace) -> argparse.Namespace:
   """Returns parsed arguments whose config is the default where the first one is a `key=value`."""
   if "=" in options.config and not pathlib.Path(options.config).exists():

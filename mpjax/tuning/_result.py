@@ -7,7 +7,8 @@ import json
 import math
 import os
 import pathlib
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import yaml
 
@@ -32,6 +33,22 @@ _SHORT = {
 }
 
 
+class TrialTable(tuple[Trial, ...]):
+  """The trials of a search, which `result.table(NAME)` shows as text."""
+
+  _text: Callable[[str], str]
+
+  def __new__(cls, trials: Iterable[Trial], text: Callable[[str], str]) -> Self:
+    """Returns the trials with the function that makes a table of a name."""
+    found = super().__new__(cls, trials)
+    found._text = text
+    return found
+
+  def __call__(self, name: str) -> str:
+    """Returns one of `TuneResult.tables` as text."""
+    return self._text(name)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class TuneResult(Shown):
   """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is a report.
@@ -39,7 +56,7 @@ class TuneResult(Shown):
   Attributes:
     policy: the policy.
     chosen: its trial.
-    table: all trials, in the order in which they were made: cost, error, and why each was dropped.
+    trials: all of them, in the order in which they were made: cost, error, and why each was dropped.
     tolerance: that the error of the gradient had to stay below, relative to its norm.
     noise: of the gradient.
     loss: in float32, mean over batches.
@@ -51,7 +68,7 @@ class TuneResult(Shown):
 
   policy: Policy
   chosen: Trial
-  table: tuple[Trial, ...]
+  trials: tuple[Trial, ...]
   tolerance: float
   noise: Noise | None
   loss: float
@@ -62,6 +79,11 @@ class TuneResult(Shown):
   notes: tuple[str, ...] = ()
 
   @property
+  def table(self) -> TrialTable:  # type: ignore[override]
+    """The trials as a tuple; called with one of `tables`, it returns that table as text."""
+    return TrialTable(self.trials, super().table)
+
+  @property
   def recompute(self) -> str | None:
     """What `mpjax.make_train_step` is to compute again; `None` for what the step does anyway."""
     return self.chosen.recompute
@@ -70,7 +92,7 @@ class TuneResult(Shown):
   def front(self) -> tuple[Trial, ...]:
     """The trials that no other beats in both cost and error, the cheapest first."""
     cost = lambda trial: trial.cost.figures(self.objective)
-    ordered = sorted(self.table, key=lambda t: (cost(t), t.error.total))
+    ordered = sorted(self.trials, key=lambda t: (cost(t), t.error.total))
     found: list[Trial] = []
     for trial in ordered:
       if math.isfinite(trial.error.total) and (not found or trial.error.total < found[-1].error.total):
@@ -81,10 +103,10 @@ class TuneResult(Shown):
   def conclusion(self) -> str:
     """What the search says, in a sentence or two."""
     name = self.chosen.label
-    preset = next((t.label for t in self.table if t.kind == "preset" and t.policy == self.policy), None)
+    preset = next((t.label for t in self.trials if t.kind == "preset" and t.policy == self.policy), None)
     plain = preset is not None
     if preset == "fp32":
-      tried = [t for t in self.table if t.policy != self.policy]
+      tried = [t for t in self.trials if t.policy != self.policy]
       nearest = min((t.error.total for t in tried), default=math.inf)
       cheaper = [t for t in tried if t.cost.cheaper(self.chosen.cost, self.objective)]
       if not cheaper:
@@ -93,7 +115,7 @@ class TuneResult(Shown):
         f"{name}: nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {nearest:.2g}. If "
         "that is good enough, give a larger tolerance"
       )
-    others = [t for t in self.table if t.label in ("bf16", "fp32") and t.label != name]
+    others = [t for t in self.trials if t.label in ("bf16", "fp32") and t.label != name]
     gain = " and ".join(f"{self._gain(t)} of {t.label}'s" for t in others)
     said = f"{name}: error {_share(self.chosen.error.total)}, {self._cost(self.chosen)}, {gain}".rstrip(", ")
     return f"the plain preset is as good as anything that was tried: {said}" if plain else said
@@ -155,7 +177,7 @@ class TuneResult(Shown):
     )
     many = "1 batch" if self.batches == 1 else f"{self.batches} batches"
     return [
-      f"tune: for {self.target}, by {self.objective}; {len(self.table)} policies tried",
+      f"tune: for {self.target}, by {self.objective}; {len(self.trials)} policies tried",
       f"{noise}tolerance {_share(self.tolerance)}; {many} of {self.rows} rows in all",
     ]
 
@@ -180,7 +202,7 @@ class TuneResult(Shown):
   def _sections(self) -> list[TextSection]:
     tried = of_rows(self._heading()[0], self._table_rows(), left=_LEFT, lines=self._heading()[1:])
     [trials] = tried.groups
-    marked = [row._replace(strong=t is self.chosen) for row, t in zip(trials, self.table, strict=True)]
+    marked = [row._replace(strong=t is self.chosen) for row, t in zip(trials, self.trials, strict=True)]
     sections = [dataclasses.replace(tried, groups=[marked])]
     if modules := self._module_rows():
       # Without the axis, which needs letters of one width.
@@ -191,7 +213,7 @@ class TuneResult(Shown):
 
   def _table_rows(self) -> list[list[str]]:
     rows = [["policy", "what", "time floor", "peak", "error", "of tolerance", ""]]
-    for t in self.table:
+    for t in self.trials:
       seconds = "" if t.cost.seconds is None else with_prefix(t.cost.seconds, "s")
       over = t.error.total / self.tolerance if self.tolerance else math.inf
       rows.append(
@@ -249,7 +271,7 @@ class TuneResult(Shown):
         "chosen": self.chosen.label,
         "recompute": self.recompute,
         "front": [t.label for t in self.front],
-        "table": [t.to_dict() for t in self.table],
+        "table": [t.to_dict() for t in self.trials],
         "notes": list(self.notes),
       }
     )
@@ -266,7 +288,7 @@ class TuneResult(Shown):
     """
     save_picture(
       path,
-      self.table,
+      self.trials,
       self.front,
       self.chosen,
       objective=self.objective,

@@ -149,7 +149,7 @@ def tune(
   return TuneResult(
     policy=chosen.policy,
     chosen=next(t for t in ended if _is_same(t, chosen)),
-    table=ended,
+    trials=ended,
     tolerance=allowed,
     noise=gradients.noise,
     loss=gradients.loss,

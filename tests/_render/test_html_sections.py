@@ -1,6 +1,7 @@
 """What shows itself in notebooks: tables that are small, without scripts, with every text escaped."""
 
 import html.parser
+import io
 import re
 
 import jax
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
 import treescope
 
 import mpjax
-from mpjax._render.html_sections import sections_html
+from mpjax._render.html_sections import Report, print_shown, sections_html
 from mpjax._render.text_sections import TextColumn, TextRow, TextSection, of_rows
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
@@ -61,6 +63,64 @@ def test_what_is_long_is_cut_and_says_so():
 def test_figures_are_flush_right_and_strong_rows_marked():
   section = TextSection("", [TextColumn("a"), TextColumn("b", right=True)], [[TextRow(["1", "2"], True)]])
   assert '<tr class="s"><td>1</td><td class="r">2</td></tr>' in sections_html([section])
+
+
+LONG = "kernel: " + "float32, since its operands are " * 8
+REPORT = Report(
+  ("policy bf16: 98% of the matrix FLOPs in half precision", LONG),
+  (
+    of_rows("Islands of h0", [["module", "kept"], ["h0/attn", "1 kB"]], name="islands"),
+    of_rows("Islands of h1", [["module", "kept"], ["h1/attn", "2 kB"]], name="islands"),
+    TextSection("Loops", lines=["carry_0 is float32"], name="loops"),
+    TextSection("Notes", lines=["has no name"]),
+  ),
+)
+
+
+def test_a_report_prints_its_answer_and_says_which_tables_it_has():
+  first, *folded, last = str(REPORT).splitlines()
+  assert repr(REPORT) == str(REPORT)
+  assert first == REPORT.answer[0]
+  assert " ".join(folded) == LONG.strip()
+  assert max(map(len, folded)) <= 116
+  assert last == 'more: .table(NAME), with NAME one of islands, loops; .table("all")'
+  assert REPORT.tables == ("islands", "loops")
+
+
+def test_a_table_is_asked_for_by_name():
+  islands = REPORT.table("islands")
+  assert [line for line in islands.splitlines() if "Islands" in line] == ["Islands of h0", "Islands of h1"]
+  assert "policy" not in islands
+  everything = REPORT.table("all")
+  assert everything.startswith(REPORT.answer[0])
+  assert all(text in everything for text in (islands, REPORT.table("loops"), "has no name"))
+  assert "more:" not in everything
+  for name in "island", "", "Notes":
+    with pytest.raises(ValueError, match=rf"no table '{name}': expected one of all, islands, loops"):
+      REPORT.table(name)
+
+
+def test_a_command_prints_the_answer_a_table_or_everything():
+  def printed(name):
+    stream = io.StringIO()
+    print_shown(REPORT, rich.console.Console(file=stream, width=60, color_system=None), name)
+    return stream.getvalue()
+
+  assert printed(None).endswith("more: --table NAME, with NAME one of islands, loops; --all\n")
+  assert max(map(len, printed(None).splitlines())) <= 60
+  assert printed("loops") == "Loops\ncarry_0 is float32\n"
+  assert printed("all").startswith(printed(None).partition("more:")[0])
+
+
+def test_a_notebook_shows_the_answer_and_every_table():
+  text = Parsed(REPORT._repr_html_()).text
+  assert text[:2] == list(REPORT.answer)
+  assert [word for word in text if word in ("h0/attn", "h1/attn", "Loops", "Notes")] == [
+    "h0/attn",
+    "h1/attn",
+    "Loops",
+    "Notes",
+  ]
 
 
 def loss_fn(params, batch):
