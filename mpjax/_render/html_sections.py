@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mpjax._render.text_sections import TextSection, print_sections, sections_text
@@ -110,7 +110,7 @@ def print_shown(shown: Shown, console: rich.console.Console, name: str | None, a
   Raises:
     ValueError: for a name that no table has.
   """
-  sections = _part(shown, name) if name else _answer_of(shown, "--table NAME", "--all")
+  sections = _part(shown, name) if name else _answer_of(shown, _asked_in_a_shell)
   print_sections(sections, console, alarm)
 
 
@@ -125,13 +125,22 @@ def _part(shown: Shown, name: str) -> list[TextSection]:
   return found
 
 
-def _answer_of(shown: Shown, one: str = "", every: str = "") -> list[TextSection]:
-  """Returns the answer, with a last line that says how to ask for a table and for all of them."""
+def _answer_of(shown: Shown, asked: Callable[[Sequence[str]], str] | None = None) -> list[TextSection]:
+  """Returns the answer, with a last line that says how the tables are asked for."""
   lines = list(shown._answer())
-  names = shown.tables if one else ()
-  if lines and names:
-    lines.append(f"more: {one}, with NAME one of {', '.join(names)}; {every}")
+  names = shown.tables
+  if lines and names and asked:
+    lines.append(f"more: {asked(names)}")
   return [TextSection(lines[0], lines=lines[1:])] if lines else []
+
+
+def _asked_in_python(names: Sequence[str]) -> str:
+  first, *others = (f'"{name}"' for name in (*names, "all"))
+  return f".table({first}), or {', '.join(others)}"
+
+
+def _asked_in_a_shell(names: Sequence[str]) -> str:
+  return f"--table {names[0]}, or {', '.join((*names[1:], 'all'))}"
 
 
 @dataclasses.dataclass

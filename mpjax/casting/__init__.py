@@ -7,7 +7,7 @@ out. Code of mpjax that looks at values on their way hands `_emit.execute` a `Ta
 
 from mpjax.casting._autocast import autocast, full_precision
 from mpjax.casting._explain import Explanation, explain
-from mpjax.casting._explain_text import print_explanations
+from mpjax.casting._explain_text import side_by_side
 from mpjax.casting._explained import (
   ExplainedCarry,
   ExplainedFragility,
@@ -31,6 +31,6 @@ __all__ = [
   "full_precision",
   "half_precision",
   "init_fp8_state",
-  "print_explanations",
   "register_kernel",
+  "side_by_side",
 ]

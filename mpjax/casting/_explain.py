@@ -16,7 +16,8 @@ from mpjax._types import JaxprEqn, PolicyLike, Var
 from mpjax.casting._autocast import AUTO
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
-from mpjax.casting._explain_text import explanations_text, sections_of
+from mpjax.casting._explain_answer import answer_of
+from mpjax.casting._explain_text import sections_of
 from mpjax.casting._explained import (
   ExplainedCarry,
   ExplainedFragility,
@@ -58,7 +59,7 @@ from mpjax.products import fp8_dot_general_p
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown, ExplainedProgram):
-  """The decisions of autocast for a program: `rows` as data, `str()` as a table by module.
+  """The decisions of autocast for a program: `str()` is the answer, `table(NAME)` a part, `rows` the data.
 
   Attributes:
     policy: the policy.
@@ -72,8 +73,8 @@ class Explanation(Shown, ExplainedProgram):
       angle made by one, an order beside noise, the end of a loop. `mpjax.inspect_numerics` measures them.
   """
 
-  def __str__(self) -> str:
-    return explanations_text([self])
+  def _answer(self) -> list[str]:
+    return answer_of([self])
 
   def _sections(self) -> Iterator[TextSection]:
     return sections_of([self])

@@ -140,6 +140,7 @@ class ExplainedProgram:
   unknown: tuple[str, ...] = ()
   gathers: tuple[ExplainedGather, ...] = ()
   fragile: tuple[ExplainedFragility, ...] = ()
+  note: str = ""
 
   def matrix_flops(self) -> dict[str, int]:
     """Floating-point operations of matrix products, convolutions and kernels, by dtype."""

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from mpjax.cli._config_arguments import add_config, add_plugin, with_default
+from mpjax.cli._config_arguments import add_config, add_plugin, add_tables, with_default
 from mpjax.train._keys import keys_meant, nearest
 
 # The `key=value` arguments that a command takes beside those of the config.
@@ -108,9 +108,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Say what runs in which dtype under a config's policy, by module, and why. Computes nothing."
+    "Say what runs in which dtype under a config's policy, and why: first the answer, then tables on request. "
+    "Computes nothing."
   )
   add_config(parser, overrides=f"dotted keys that override the file; {_SEVERAL}")
+  add_tables(parser)
+  parser.add_argument(
+    "--by", choices=("module", "reason"), help="the same as --table modules, or --table float32"
+  )
 
 
 def _numerics(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,7 @@ def test_a_report_prints_its_answer_and_says_which_tables_it_has():
   assert first == REPORT.answer[0]
   assert " ".join(folded) == LONG.strip()
   assert max(map(len, folded)) <= 116
-  assert last == 'more: .table(NAME), with NAME one of islands, loops; .table("all")'
+  assert last == 'more: .table("islands"), or "loops", "all"'
   assert REPORT.tables == ("islands", "loops")
 
 
@@ -106,7 +106,7 @@ def test_a_command_prints_the_answer_a_table_or_everything():
     print_shown(REPORT, rich.console.Console(file=stream, width=60, color_system=None), name)
     return stream.getvalue()
 
-  assert printed(None).endswith("more: --table NAME, with NAME one of islands, loops; --all\n")
+  assert printed(None).endswith("more: --table islands, or loops, all\n")
   assert max(map(len, printed(None).splitlines())) <= 60
   assert printed("loops") == "Loops\ncarry_0 is float32\n"
   assert printed("all").startswith(printed(None).partition("more:")[0])

@@ -1,0 +1,147 @@
+"""Operations of an explanation that are alike, together: layers under one name, float32 ones by reason."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
+from mpjax.casting._fp8_products import NOT_FP8
+from mpjax.jaxpr import layer_pattern, merged_path
+
+_MOST_NAMES = 6  # of operations in a cell
+_ROOT = "(no module)"
+
+_Item = TypeVar("_Item")
+
+
+class Alike(NamedTuple):
+  """Operations that run in their dtype for one reason, wherever they are.
+
+  Attributes:
+    modules: their names, such as `GPT/blocks/*`.
+    names: of the primitives, each once: first the one that the reason is of, then others in its islands.
+    why: the reason, without what float16 adds.
+    share: of the FLOPs of all products, or of the bytes of all results.
+  """
+
+  modules: tuple[str, ...]
+  names: tuple[str, ...]
+  why: str
+  share: float
+
+
+def float32_products(one: ExplainedProgram) -> list[Alike]:
+  """Returns the products and kernels in float32 by reason, with their share of the FLOPs."""
+  rows = [row for row in one.rows if (row.flops or row.operands) and row.after == "float32"]
+  return [] if all_float32(one) else _by_reason(one, [[row] for row in rows], _flops(one.rows), _flops)
+
+
+def not_fp8(one: ExplainedProgram) -> list[Alike]:
+  """Returns the products that are not FP8 under an FP8 policy by reason, with their share of the FLOPs."""
+  rows = [row for row in one.rows if row.flops and row.why.startswith(NOT_FP8)]
+  return _by_reason(one, [[row] for row in rows], _flops(one.rows), _flops)
+
+
+def float32_others(one: ExplainedProgram) -> list[Alike]:
+  """Returns what else is float32 by reason, islands as a whole, with its share of the bytes of results."""
+  rows = [row for row in one.rows if is_full(row) and not row.flops and not row.operands]
+  place = lambda row: row.path if row.island is None else row.island
+  return [] if all_float32(one) else _by_reason(one, grouped(rows, place), _bytes(one.rows), _bytes)
+
+
+def _by_reason(
+  one: ExplainedProgram,
+  places: Iterable[Sequence[ExplainedOperation]],
+  total: int,
+  size: Callable[[Iterable[ExplainedOperation]], int],
+) -> list[Alike]:
+  """Returns operations by reason, the largest first; those of a place have the reason of its largest."""
+  of_reason: dict[tuple[str, tuple[str, ...]], list[tuple[ExplainedOperation, Sequence[ExplainedOperation]]]]
+  of_reason = {}
+  for rows in places:
+    decided = [row for row in rows if row.list != "infer"] or list(rows)
+    largest = max(decided, key=lambda row: row.bytes)
+    names = tuple(dict.fromkeys(_short(row.primitive) for row in (largest, *decided)))
+    of_reason.setdefault((first_clause(largest.why.removeprefix(NOT_FP8)), names), []).append((largest, rows))
+  found = []
+  for (why, names), alike in of_reason.items():
+    modules = grouped((largest.path for largest, _ in alike), layer_pattern)
+    share = sum(size(rows) for _, rows in alike) / max(total, 1)
+    found.append(Alike(tuple(merged_names(modules, paths_of(one))), names, why, share))
+  return sorted(found, key=lambda alike: -alike.share)
+
+
+def by_module(one: ExplainedProgram) -> list[tuple[str, list[ExplainedOperation]]]:
+  """Returns the operations by module, those of modules together that are alike and have the same dtypes."""
+  of_module: dict[str, list[ExplainedOperation]] = {}
+  for row in one.rows:
+    of_module.setdefault(row.path, []).append(row)
+
+  def content(path: str) -> Hashable:
+    names = collections.Counter(row.primitive for row in of_module[path])
+    products = {(row.primitive, row.after) for row in of_module[path] if row.flops}
+    return layer_pattern(path), frozenset(names.items()), frozenset(products)
+
+  alike = grouped(of_module, content)
+  names = merged_names(alike, paths_of(one))
+  return [
+    (name, [row for path in paths for row in of_module[path]])
+    for name, paths in zip(names, alike, strict=True)
+  ]
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[list[_Item]]:
+  """Returns items with equal keys together, in the order of the first of each."""
+  groups: dict[Hashable, list[_Item]] = {}
+  for item in items:
+    groups.setdefault(key(item), []).append(item)
+  return list(groups.values())
+
+
+def merged_names(groups: Sequence[Sequence[str]], every: Sequence[str]) -> list[str]:
+  """Returns one name for the module paths of each group, `every` being all paths of the program."""
+  return [merged_path(set(paths), every) or _ROOT for paths in groups]
+
+
+def paths_of(one: ExplainedProgram) -> list[str]:
+  """Returns the module paths of a program, each once."""
+  return list(dict.fromkeys(row.path for row in one.rows))
+
+
+def is_full(row: ExplainedOperation) -> bool:
+  """Returns whether an operation is float32 under the policy, as it is in the program."""
+  return row.after == row.before == "float32"
+
+
+def all_float32(one: ExplainedProgram) -> bool:
+  """Returns whether the policy computes in float32 throughout, for which there is nothing to explain."""
+  return one.policy.compute_dtype == np.float32 and not one.policy.overrides
+
+
+def first_clause(why: str) -> str:
+  """Returns a reason without what follows a semicolon: what float16 adds to it."""
+  return why.partition("; ")[0]
+
+
+def counted(names: Sequence[str]) -> str:
+  """Returns names as text, each once with its count; no more than the first few of them."""
+  count = collections.Counter(names)
+  shown = [f"{name} x{n}" if n > 1 else name for name, n in count.items()]
+  return ", ".join(shown[:_MOST_NAMES] + ["..."] * (len(shown) > _MOST_NAMES))
+
+
+def _short(primitive: str) -> str:
+  """Returns the name of the function that a call is of, or of the primitive."""
+  return primitive.rpartition(":")[2]
+
+
+def _flops(rows: Iterable[ExplainedOperation]) -> int:
+  return sum(row.flops for row in rows)
+
+
+def _bytes(rows: Iterable[ExplainedOperation]) -> int:
+  return sum(row.bytes for row in rows)
