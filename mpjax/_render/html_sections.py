@@ -75,7 +75,7 @@ class Shown:
     return sections_text(_part(self, name))
 
   def __str__(self) -> str:
-    return sections_text(_answer_of(self, ".table(NAME)", '.table("all")'))
+    return sections_text(_answer_of(self, _asked_in_python))
 
   def __repr__(self) -> str:
     return str(self)

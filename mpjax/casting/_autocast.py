@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Never, NoReturn
+from typing import Any, NamedTuple, Never, NoReturn
 
 import jax
 
@@ -12,13 +13,13 @@ from mpjax._calls import is_linen_module, refuse_keywords
 from mpjax._types import Fp8State, PolicyLike
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._fp8_products import warn_of
-from mpjax.casting._half_precision import NO_REGIONS, tracing
+from mpjax.casting._half_precision import NO_REGIONS, explaining, tracing
 from mpjax.casting._kernels import warn_of_kernels
 from mpjax.casting._known_programs import program_of
 from mpjax.casting._linen_modules import bound_module, with_variables
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
-from mpjax.jaxpr import FULL_PRECISION
+from mpjax.jaxpr import FULL_PRECISION, autocast_scope
 from mpjax.loss_scale._own_loops import WITHOUT_SCALE
 from mpjax.policy import get_policy, matmul_precision
 from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
@@ -30,12 +31,32 @@ class _NotGiven(str):
 
 AUTO = _NotGiven("auto")
 
+_OWN = "_autocast_"  # the attribute that has an `OwnAutocast`
+
 _ELSEWHERE = {
   "dtype": "name a policy, as in mpjax.autocast(f, policy='bf16')",
   "device_type": "autocast follows the function; name a policy, as in mpjax.autocast(f, policy='bf16')",
   "enabled": "for none, write mpjax.autocast(f, policy='fp32'), or mpjax.full_precision(f) inside another",
   "compute_dtype": "name it in a policy, as in policy='params=float32,compute=bfloat16,output=float32'",
 }
+
+
+class OwnAutocast(NamedTuple):
+  """What a function that `autocast` returned was made of."""
+
+  wrapped: Callable[..., Any]
+  fun: Callable[..., Any]
+  policy: PolicyLike
+  ops: OpLists | None
+  overrides: Mapping[str, PolicyLike] | None
+  recompute: str
+
+
+def own_autocast(fun: Callable[..., Any]) -> OwnAutocast | None:
+  """Returns what a function was made of if `autocast` returned it, or a `jax.jit` of what it returned."""
+  fun = fun.__wrapped__ if isinstance(fun, jax.stages.Wrapped) else fun
+  own: OwnAutocast | None = getattr(fun, _OWN, None)
+  return own if own is not None and own.wrapped is fun else None  # other wrappers copy attributes
 
 
 class _Decorator(functools.partial[Callable[..., Any]]):
@@ -139,7 +160,8 @@ def autocast(
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     resolved = get_policy(policy)
-    with matmul_precision(resolved):
+    mark = jax.named_scope(autocast_scope(resolved.label)) if explaining.value else contextlib.nullcontext()
+    with matmul_precision(resolved), mark:
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       module = bound_module(fun, args, kwargs)
@@ -162,6 +184,7 @@ def autocast(
         return with_variables(transform, module, fun, args, kwargs)
       return transform(fun)(*args, **kwargs)
 
+  setattr(wrapped, _OWN, OwnAutocast(wrapped, fun, policy, ops, overrides, recompute))
   # `value_and_grad` knows the state of the optimiser, and nothing of policies.
   setattr(wrapped, WITHOUT_SCALE, functools.partial(warn_without_scale, policy))
   return wrapped

@@ -79,8 +79,12 @@ def _enter(case: Case) -> Decision:
 
 
 def _as_one(case: Case) -> Decision:
-  why = case.why_whole if case.is_whole else f"{operation_name(case.equation)} runs as one"
-  return case.decided(Mode.FULL, why, case.computed(), "deny" if "deny" in case.lists else "infer")
+  denied = "deny" in case.lists
+  name = operation_name(case.equation)
+  why = f"{name} has operations that need float32" if denied else f"{name} runs as one"
+  return case.decided(
+    Mode.FULL, case.why_whole if case.is_whole else why, case.computed(), "deny" if denied else "infer"
+  )
 
 
 def _cast_from_floats(case: Case) -> Decision:
@@ -135,7 +139,7 @@ def _follow(case: Case) -> Decision:
   if out.kind is Kind.HALF:
     return case.decided(Mode.HALF, _FOLLOWS, case.all_held(out))
   strongest = rule_of({out.kind, *(h.kind for h in met if h.kind is not Kind.HALF)})
-  why = "an operand has values that half precision has not" if out.wide else strongest.why
+  why = "an operand may be outside the half-precision range" if out.wide else strongest.why
   return case.decided(Mode.FULL, why, case.all_held(out))
 
 

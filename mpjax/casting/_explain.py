@@ -13,7 +13,7 @@ from mpjax._calls import require_call
 from mpjax._render.html_sections import Shown
 from mpjax._render.text_sections import TextSection
 from mpjax._types import JaxprEqn, PolicyLike, Var
-from mpjax.casting._autocast import AUTO
+from mpjax.casting._autocast import AUTO, own_autocast
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._explain_answer import answer_of
@@ -26,6 +26,7 @@ from mpjax.casting._explained import (
   ExplainedProgram,
 )
 from mpjax.casting._fragile import REASONS, Fragile, fragile_nodes
+from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
 from mpjax.casting._kernels import runs_in_float32, way_out
@@ -35,6 +36,7 @@ from mpjax.casting._trace import Traced
 from mpjax.jaxpr import (
   UNKNOWN,
   Trait,
+  autocast_label,
   bodies_of,
   call_kind,
   call_layout,
@@ -53,7 +55,7 @@ from mpjax.jaxpr import (
   variables_of,
   without_marks,
 )
-from mpjax.policy import get_policy
+from mpjax.policy import Policy, get_policy
 from mpjax.products import fp8_dot_general_p
 
 
@@ -69,6 +71,7 @@ class Explanation(Shown, ExplainedProgram):
     unknown: names of the primitives that mpjax does not know and therefore leaves as they are: put them on
       a list with `OpLists.default().replace(infer=...)`.
     gathers: one for each parameter that a step on a mesh gathers; of `TrainStep.explain` alone.
+    note: a sentence about autocasts that the function has itself; empty without any.
     fragile: one for each operation whose result half precision may take away: a difference of products, an
       angle made by one, an order beside noise, the end of a loop. `mpjax.inspect_numerics` measures them.
   """
@@ -116,9 +119,14 @@ def explain(
       raise TypeError("mpjax.explain of a TrainStep: call mpjax.explain(step, state, batch, policy=...)")
     return of_itself(*args, policy=None if policy is AUTO else policy)
   require_call("explain", fun, args, kwargs)
+  own = own_autocast(fun)
+  if own is not None:
+    found = explain(own.fun, *args, policy=own.policy, ops=own.ops, overrides=own.overrides, **kwargs)
+    return dataclasses.replace(found, note=found.note or _of_own_autocast(found.policy, policy))
   resolved = get_policy(policy)
   rules = make_rules(resolved, ops, overrides)
-  plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
+  with explaining(True):
+    plan = Traced(fun, args, kwargs, rules.overrides).plan(rules, resolved, enter_all=True)
   rules.check_all_matched(plan.fp8_paths())
   explained = _Explained()
   _walk(plan, 1, explained)
@@ -130,7 +138,26 @@ def explain(
     carries=tuple(explained.carries),
     unknown=tuple(sorted(unknown)),
     fragile=tuple(map(_fragility, fragile_nodes(plan, rules))),
+    note=_of_autocasts_inside(plan, resolved),
   )
+
+
+def _of_own_autocast(own: Policy, asked: PolicyLike) -> str:
+  """Returns the sentence about a function that `autocast` returned."""
+  said = f"The function has an autocast of its own, policy {own.label}: that is explained here"
+  if asked is AUTO or get_policy(asked) == own:
+    return f"{said}."
+  return f"{said}; policy {get_policy(asked).label} changes nothing."
+
+
+def _of_autocasts_inside(plan: CastPlan, policy: Policy) -> str:
+  """Returns the sentence about a program of which an autocast inside has decided some."""
+  labels = sorted({label for node in plan.all_nodes() if (label := autocast_label(node.path))})
+  if not labels:
+    return ""
+  inner = f"an autocast inside, policy {labels[0]}: it"
+  inner = inner if len(labels) == 1 else f"autocasts inside, policies {', '.join(labels)}: each"
+  return f"The function has {inner} decides there, and policy {policy.label} decides the rest."
 
 
 @dataclasses.dataclass
@@ -157,6 +184,8 @@ def _walk(plan: CastPlan, times: int, explanation: _Explained) -> None:
       length = times_run(node.equation)
       for inner in node.call.plans:
         _walk(inner, times * length, explanation)
+    elif label := autocast_label(node.path):
+      explanation.rows += _decided_inside(node.equation, node.path, times, label)
     else:
       within = list(_inside(node, node.equation, node.path, times))
       if node.kernel is None and not has(node.equation, Trait.KERNEL):
@@ -222,6 +251,38 @@ def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
     rule=node.rule,
     times=times,
     operands=operands if kernel else (),
+  )
+
+
+def _decided_inside(equation: JaxprEqn, path: str, times: int, label: str) -> Iterator[ExplainedOperation]:
+  """Yields a row for each operation that an autocast inside has decided, in the dtypes that it runs in."""
+  bodies = () if has(equation, Trait.KERNEL) else bodies_of(equation)
+  for body in bodies:
+    for each in open_jaxpr(body).eqns:
+      yield from _decided_inside(each, inside(path, marked_path(each)), times * times_run(equation), label)
+  if bodies or not equation.outvars:
+    return
+  row = facts(equation)
+  result = dtype_of(equation.outvars[0])
+  floats = [dtype_of(atom) for atom in equation.invars if is_float(atom.aval)]
+  runs_in = (
+    min(floats, key=lambda dtype: dtype.itemsize) if has(equation, Trait.PRODUCT) and floats else result
+  )
+  denied = row.list == "deny" and result == np.float32
+  yield ExplainedOperation(
+    path=without_marks(path),
+    primitive=_name(equation),
+    list=row.list,
+    before="float32" if is_float(equation.outvars[0].aval) else str(result),
+    after=str(runs_in),
+    flops=flops(equation) * times,
+    bytes=times * sum(_bytes(v, dtype_of(v)) for v in equation.outvars),
+    casts=0,
+    cast_bytes=0,
+    island=None,
+    why=row.reason if denied else f"an autocast of the function's own, with policy {label}, decides",
+    rule="autocast inside",
+    times=times,
   )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpjax._render.plain_text import bytes_text, percent, with_prefix
+from mpjax._render.plain_text import bytes_text, fold, percent, with_prefix
 from mpjax._render.text_sections import TEXT_WIDTH
 from mpjax.casting._explain_groups import (
+  ROOT,
   Alike,
   all_float32,
   float32_others,
@@ -21,8 +22,11 @@ from mpjax.casting._explained import ExplainedProgram
 from mpjax.jaxpr import layer_pattern
 
 _LINES = 11  # at most
+_LEAST = 0.005  # share of a reason that has a line
 _FEW = 2  # reasons why products are not in half precision, or not in FP8
-_WHY = 64  # columns for a reason, at most
+_LABEL = 44  # columns for a policy that is written out
+_LEAST_NAME = 12  # columns for a name, at least
+_WHY = 70  # columns for a reason, at most
 
 
 def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = False) -> list[str]:
@@ -32,20 +36,18 @@ def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = Fal
     explanations: one for each policy.
     in_config: whether the policy is one of a config, for the line that says how to change it.
   """
-  labels = ", ".join(one.policy.label for one in explanations)
-  under = f", under {labels}" if len(explanations) > 1 else ""
   first = [line for one in explanations for line in _figures(one)]
   if len(explanations) == 1:
     first += _costs(explanations[0])
-  first += _reasons(explanations, float32_products, f"float32 products, by share of the FLOPs{under}:", _FEW)
-  first += _reasons(explanations, not_fp8, f"Products not in FP8, by share of the FLOPs{under}:", _FEW)
+  first += _reasons(explanations, float32_products, "float32 products, by share of the FLOPs", _FEW)
+  first += _reasons(explanations, not_fp8, "Products not in FP8, by share of the FLOPs", _FEW)
   last = [
     *_merged(explanations, _fragile),
     *_merged(explanations, _unknown),
     _change(explanations, in_config),
   ]
-  room = _LINES - 1 - sum(-(-len(line) // TEXT_WIDTH) for line in (*first, *last))
-  title = f"float32 operations, by share of the bytes of all results{under}:"
+  room = _LINES - 1 - sum(fold(line, TEXT_WIDTH).count("\n") + 1 for line in (*first, *last))
+  title = "float32 operations, by share of the bytes of all results"
   return [*first, *_reasons(explanations, float32_others, title, max(room, _FEW)), *last]
 
 
@@ -58,21 +60,26 @@ def _figures(one: ExplainedProgram) -> list[str]:
     f"{percent(flops[dtype] / total)}{' of the matrix FLOPs' * (i == 0)} in {dtype}"
     for i, dtype in enumerate(sorted(flops, key=lambda dtype: -flops[dtype]))
   ]
-  said = f"{', '.join(shares)} ({with_prefix(total, 'FLOP')})" if total else "no matrix products"
-  precision = one.policy.matmul_precision
-  said += f", precision {precision}" if precision else ""
-  lead = f"policy {one.policy.full_label}: {said}; {full} of {len(one.rows)} operations in float32"
+  precision = f", {one.policy.matmul_precision}" if one.policy.matmul_precision else ""
+  said = f"{', '.join(shares)} ({with_prefix(total, 'FLOP')}{precision})" if total else "no matrix products"
+  policy = one.policy.full_label
+  policy = policy if len(policy) <= _LABEL else one.policy.label
+  lead = f"policy {policy}: {said}; {full} of {len(one.rows)} operations in float32"
   return [lead, one.note] if one.note else [lead]
 
 
 def _costs(one: ExplainedProgram) -> list[str]:
   casts = sum(row.casts for row in one.rows)
-  if all_float32(one) or not (casts or one.islands):
-    return ["nothing is cast"] if not casts else []
-  islands = "1 float32 island keeps" if len(one.islands) == 1 else f"{len(one.islands)} float32 islands keep"
-  kept = bytes_text(sum(island.kept_bytes for island in one.islands))
-  written = bytes_text(sum(row.cast_bytes for row in one.rows))
-  return [f"{casts} cast{'s' * (casts != 1)}, {written}; {islands} {kept} for the backward pass"]
+  count = len(one.islands)
+  said = []
+  if casts:
+    written = bytes_text(sum(row.cast_bytes for row in one.rows))
+    said.append(f"1 cast writes {written}" if casts == 1 else f"{casts} casts write {written}")
+  if count:
+    kept = bytes_text(sum(island.kept_bytes for island in one.islands))
+    islands = "1 float32 island keeps" if count == 1 else f"{count} float32 islands keep"
+    said.append(f"{islands} {kept} for the backward pass, which computes the rest again")
+  return ["; ".join(said)] if said else ["nothing is cast"] * all_float32(one)
 
 
 def _reasons(
@@ -83,6 +90,7 @@ def _reasons(
 ) -> list[str]:
   """Returns a line for each reason, the largest first, with the share under each policy."""
   found: dict[tuple[tuple[str, ...], str], tuple[Alike, list[float]]] = {}
+  explanations = [one for one in explanations if not all_float32(one)]
   for i, one in enumerate(explanations):
     for alike in reasons(one):
       _, shares = found.setdefault((alike.modules, alike.why), (alike, [0.0] * len(explanations)))
@@ -90,20 +98,24 @@ def _reasons(
   ordered = sorted(found.values(), key=lambda item: -max(item[1]))
   if not ordered:
     return []
-  shown = len(ordered) if len(ordered) <= most else most - 1
+  shown = sum(max(shares) >= _LEAST for _, shares in ordered)
+  shown = max(1, min(shown, most - (len(ordered) > min(shown, most))))
   lines = [_reason_line(shares, alike) for alike, shares in ordered[:shown]]
   if rest := ordered[shown:]:
     sums = [sum(shares) for shares in zip(*(shares for _, shares in rest), strict=True)]
-    lines.append(f"{_shares(sums)}{len(rest)} other reasons")
-  return [title, *lines]
+    lines.append(f"{_shares(sums)}{len(rest)} other reason{'s' * (len(rest) > 1)}")
+  labels = ", ".join(one.policy.label for one in explanations)
+  return [f"{title}, under {labels}:" if len(explanations) > 1 else f"{title}:", *lines]
 
 
 def _reason_line(shares: Sequence[float], alike: Alike) -> str:
   """Returns a reason in one line: its share, where it holds, for which operations, and what it is."""
   lead, why = _shares(shares), _cut(alike.why, _WHY)
-  room = TEXT_WIDTH - len(f"{lead}: : {why}")
-  names = _cut(", ".join(alike.names), max(room // 2, room - len(", ".join(alike.modules))))
-  return f"{lead}{_listed(alike.modules, room - len(names))}: {names}: {why}"
+  room = TEXT_WIDTH - len(f"{lead} in : {why}")
+  names = _listed(alike.names, max(room // 2, room - len(", ".join(alike.modules))))
+  modules = _listed(alike.modules, room - len(names), tail=True)
+  where = "outside modules" if modules == ROOT else f"in {modules}"
+  return _cut(f"{lead}{names} {where}: {why}", TEXT_WIDTH)
 
 
 def _fragile(one: ExplainedProgram) -> str:
@@ -132,14 +144,15 @@ def _change(explanations: Sequence[ExplainedProgram], in_config: bool) -> str:
   if not module:
     products = [row for row in one.rows if row.flops and row.path]
     module = max(products, key=lambda row: row.flops).path if products else ""
-  region = "a function: mpjax.full_precision or mpjax.half_precision"
   if not module:
-    return f"Change {region}; a module: overrides=, with a name by jax.named_scope"
+    return (
+      "Change it: full_precision(f), half_precision(f), or overrides= for a part that jax.named_scope names"
+    )
   alike = [path for path in paths_of(one) if layer_pattern(path) == layer_pattern(module)]
   [name] = merged_names([alike], paths_of(one))
   pattern = name.replace("*", ".*")
   how = f'policy.overrides: {{"{pattern}": {base}}}' if in_config else f'overrides={{"{pattern}": "{base}"}}'
-  return f"Change a module: {how}; {region}"
+  return f"Change it: {how}, or full_precision(f), half_precision(f) for a function"
 
 
 def _merged(explanations: Sequence[ExplainedProgram], line: Callable[[ExplainedProgram], str]) -> list[str]:
@@ -151,18 +164,21 @@ def _merged(explanations: Sequence[ExplainedProgram], line: Callable[[ExplainedP
   return [f"{', '.join(label for label, _ in group)}: {group[0][1]}" for group in groups]
 
 
-def _listed(names: Sequence[str], width: int) -> str:
-  """Returns as many names as there is room for, at least one, and the number of the others."""
+def _listed(names: Sequence[str], width: int, *, tail: bool = False) -> str:
+  """Returns as many names as there is room for, at least one, and the number of the others.
+
+  Where there is room for a part of one, it is its end or its beginning: the end of a path tells more.
+  """
   for shown in range(len(names), 0, -1):
     rest = f" and {len(names) - shown} more" if shown < len(names) else ""
-    text = ", ".join(names[:shown]) + rest
-    if len(text) <= width:
+    if len(text := ", ".join(names[:shown]) + rest) <= width:
       return text
-  return _cut(names[0], width - len(rest)) + rest
+  room = max(width - len(rest), _LEAST_NAME)
+  return (f"...{names[0][3 - room :]}" if tail and len(names[0]) > room else _cut(names[0], room)) + rest
 
 
 def _shares(shares: Sequence[float]) -> str:
-  shown = ("-" if not share else f"{share:.0%}" if share >= 0.005 else "<1%" for share in shares)
+  shown = ("-" if not share else f"{share:.0%}" if share >= _LEAST else "<1%" for share in shares)
   return "  " + "".join(f"{share:>4}  " for share in shown)
 
 

@@ -13,7 +13,7 @@ from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.jaxpr import layer_pattern, merged_path
 
 _MOST_NAMES = 6  # of operations in a cell
-_ROOT = "(no module)"
+ROOT = "(no module)"
 
 _Item = TypeVar("_Item")
 
@@ -104,7 +104,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[li
 
 def merged_names(groups: Sequence[Sequence[str]], every: Sequence[str]) -> list[str]:
   """Returns one name for the module paths of each group, `every` being all paths of the program."""
-  return [merged_path(set(paths), every) or _ROOT for paths in groups]
+  return [merged_path(set(paths), every) or ROOT for paths in groups]
 
 
 def paths_of(one: ExplainedProgram) -> list[str]:

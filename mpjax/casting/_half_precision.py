@@ -86,6 +86,10 @@ NO_REGIONS = Regions(_FLOAT32)
 tracing = jax.make_user_context(default_value=NO_REGIONS)
 
 
+# Whether `explain` traces: an autocast inside then marks what it has decided.
+explaining = jax.make_user_context(default_value=False)
+
+
 # In a region, the recipe of FP8 products that no other follows; `None`: they are not FP8.
 last_layer = jax.make_user_context(default_value=None)
 

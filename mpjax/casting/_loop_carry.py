@@ -75,7 +75,7 @@ def _merged(first: Held, last: Held, flow: _Flow) -> LoopCarry:
   held = meet(both, Where.CARRY, [Condition.REMEMBERS] if remembers else [], flow.half)
   if held.kind not in (Kind.HALF, Kind.RUNNING):
     return LoopCarry(held, rule_of({held.kind}).means)
-  return LoopCarry(held, "it has values that half precision has not" if flow.half and wide else flow.why)
+  return LoopCarry(held, "it may be outside the half-precision range" if flow.half and wide else flow.why)
 
 
 def _as_set(held: Held, setting: str | None, half: np.dtype | None) -> Held:

@@ -57,7 +57,7 @@ decide(
 )
 decide(
   "deny",
-  "its relative error is the exponent's absolute error",
+  "an absolute error of its input becomes a relative error",
   of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.exp_p, lax.exp2_p, lax.expm1_p),
   of(T.BROADCASTS | T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE | T.COSTLY, lax.pow_p),
   of(T.EXPONENTIAL | T.EXPANDS | T.ELEMENTWISE, lax.sinh_p, lax.cosh_p),
@@ -65,13 +65,13 @@ decide(
 )
 decide(
   "deny",
-  "losses subtract logarithms, which differ little",
+  "losses subtract logarithms that are nearly equal",
   of(T.EXPONENTIAL | T.ELEMENTWISE | T.COSTLY, lax.log_p, lax.log1p_p, newer("log2_p")),
   in_float16="the gradient 1/x leaves float16's range",
 )
 decide(
   "deny",
-  "steep at zero, where variances and their epsilons are",
+  "steep near zero, where variances and epsilons are",
   of(T.EXPANDS | T.ELEMENTWISE, lax.rsqrt_p),
   of(T.ELEMENTWISE | T.COSTLY, lax.cbrt_p),
 )
@@ -163,7 +163,7 @@ decide(
 )
 decide(
   "deny",
-  "an activation function: as an island, its inside is not kept for the backward pass",
+  "an activation function: its float32 inside is computed again, not kept",
   of(T.ELEMENTWISE | T.COSTLY, lax.tanh_p, lax.logistic_p, lax.erf_p, lax.erfc_p),
 )
 decide(
@@ -177,7 +177,7 @@ decide(
 )
 decide(
   "deny",
-  "part of activation functions and variances",
+  "a power, as in variances and activation functions",
   newer("polynomial_p"),
   of(T.EXPANDS | T.ELEMENTWISE, lax.square_p, lax.integer_pow_p),
   of(T.ELEMENTWISE, newer("one_minus_square_p")),

@@ -134,7 +134,7 @@ class PrimitiveFacts:
   def reason_in(self, dtype: np.dtype | None) -> str:
     """Returns the reason where `dtype` is the compute dtype."""
     in_float16 = self.reason_in_float16 if dtype == np.float16 else ""
-    return "; ".join(filter(None, (self.reason, in_float16)))
+    return in_float16 if self.float16 and in_float16 else "; ".join(filter(None, (self.reason, in_float16)))
 
 
 # The rule for a primitive that is in no row, such as one that a later JAX adds or a library defines.

@@ -20,8 +20,9 @@ FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 # Scopes with which mpjax marks a program, for an autocast outside.
 FULL_PRECISION = "full_precision"
 OUTPUT = "autocast_output"
+AUTOCAST = "autocast_inside"  # with the policy's label; there for `explain` alone
 HALF_PRECISION, REGION_EDGE = "half_precision", "half_precision_edge"
-_OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, HALF_PRECISION, REGION_EDGE})
+_OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
 # Scopes that are no modules. The names of einsums, `ij,jk->ik`, are none either.
 MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
 
@@ -146,6 +147,17 @@ def region_mark(path: str) -> str:
   """The mark of the region that a marked path is in, the outermost; empty for none."""
   parts = (part.partition("#") for part in path.split("/"))
   return next((mark for name, _, mark in parts if name == HALF_PRECISION), "")
+
+
+def autocast_scope(label: str) -> str:
+  """The scope of what an autocast with a policy of this label has decided."""
+  return f"{AUTOCAST}#{re.sub(r'[^A-Za-z0-9_.,=+ -]', '_', label)}"
+
+
+def autocast_label(path: str) -> str:
+  """The label of the policy of the autocast that decided about a marked path, the innermost; or empty."""
+  parts = (part.partition("#") for part in reversed(path.split("/")))
+  return next((label for name, _, label in parts if name == AUTOCAST), "")
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -93,7 +93,7 @@ ROWS = [  # (function of x, policy, primitive, list, dtype that it runs in, a wo
   (lambda x: jnp.matmul(x, W, precision="highest"), "fp16", "dot_general", "allow", full, "precision"),
   (mpjax.full_precision(lambda x: x @ W), "fp16", "dot_general", "allow", full, "policy"),
   (lambda x: again(x) * 2 @ W, "fp16", "mul", "infer", full, "cast"),
-  (lambda x: jax.nn.relu(x @ W) + 1e9, "fp16", "add", "infer", full, "half precision has not"),
+  (lambda x: jax.nn.relu(x @ W) + 1e9, "fp16", "add", "infer", full, "half-precision range"),
 ]
 
 
