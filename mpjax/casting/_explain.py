@@ -29,7 +29,7 @@ from mpjax.casting._fragile import REASONS, Fragile, fragile_nodes
 from mpjax.casting._half_precision import explaining
 from mpjax.casting._higher_order import LOOPS
 from mpjax.casting._islands import statistics_bytes
-from mpjax.casting._kernels import runs_in_float32, way_out
+from mpjax.casting._kernels import IN_FLOAT32, runs_in_float32, way_out
 from mpjax.casting._kinds import Kind, castable, is_float
 from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced
@@ -235,7 +235,7 @@ def _inside(node: Node, equation: JaxprEqn, path: str, times: int) -> Iterator[E
   if in_region(path):
     why = f"a {'kernel' if kernel else 'product'} in a half-precision region"
   elif node.kernel is None and node.half is not None and runs_in_float32(equation, path):
-    why = f"a kernel that runs in float32: {way_out(equation)}"
+    why = f"{IN_FLOAT32}{way_out(equation)}"
   yield ExplainedOperation(
     path=without_marks(path),
     primitive=_name(equation),

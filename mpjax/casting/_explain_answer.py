@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mpjax._render.plain_text import bytes_text, fold, percent, with_prefix
 from mpjax._render.text_sections import TEXT_WIDTH
@@ -10,6 +11,8 @@ from mpjax.casting._explain_groups import (
   ROOT,
   Alike,
   all_float32,
+  counted,
+  float32_kernels,
   float32_others,
   float32_products,
   grouped,
@@ -23,10 +26,12 @@ from mpjax.jaxpr import layer_pattern
 
 _LINES = 11  # at most
 _LEAST = 0.005  # share of a reason that has a line
-_FEW = 2  # reasons why products are not in half precision, or not in FP8
+_FEW = 3  # lines for products and kernels
+_LEAST_ROOM = 3  # lines for reasons, where many policies stand side by side
 _LABEL = 44  # columns for a policy that is written out
+_PATH = 40  # columns for the path of a module in a sentence
 _LEAST_NAME = 12  # columns for a name, at least
-_WHY = 70  # columns for a reason, at most
+_WHY, _MOST_WHY = 70, 150  # columns for a reason, at most
 
 
 def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = False) -> list[str]:
@@ -39,16 +44,23 @@ def answer_of(explanations: Sequence[ExplainedProgram], *, in_config: bool = Fal
   first = [line for one in explanations for line in _figures(one)]
   if len(explanations) == 1:
     first += _costs(explanations[0])
-  first += _reasons(explanations, float32_products, "float32 products, by share of the FLOPs", _FEW)
-  first += _reasons(explanations, not_fp8, "Products not in FP8, by share of the FLOPs", _FEW)
-  last = [
-    *_merged(explanations, _fragile),
-    *_merged(explanations, _unknown),
-    _change(explanations, in_config),
-  ]
-  room = _LINES - 1 - sum(fold(line, TEXT_WIDTH).count("\n") + 1 for line in (*first, *last))
-  title = "float32 operations, by share of the bytes of all results"
-  return [*first, *_reasons(explanations, float32_others, title, max(room, _FEW)), *last]
+  mixed = [one for one in explanations if not all_float32(one)]
+  last = [*_merged(mixed, _fragile), *_merged(explanations, _unknown), _change(explanations, in_config)]
+  if len(mixed) > 1:
+    first.append(f"Shares below are under {', '.join(one.policy.label for one in mixed)}.")
+  reasons = [(title, found) for title, of in _REASONS.items() if (found := _shared(mixed, of))]
+  room = max(_LINES - _height([*first, *last]), _LEAST_ROOM)
+  for later, (title, found) in zip(reversed(range(len(reasons))), reasons, strict=True):
+    if room > 1:
+      shown = _reason_lines(title, found, max(1, min(room - 1 - 2 * later, _FEW if later else room)))
+      first += shown
+      room -= _height(shown)
+  return [*first, *last]
+
+
+def _height(lines: Sequence[str]) -> int:
+  """Returns how many lines these are, folded."""
+  return sum(fold(line, TEXT_WIDTH).count("\n") + 1 for line in lines)
 
 
 def _figures(one: ExplainedProgram) -> list[str]:
@@ -82,57 +94,72 @@ def _costs(one: ExplainedProgram) -> list[str]:
   return ["; ".join(said)] if said else ["nothing is cast"] * all_float32(one)
 
 
-def _reasons(
-  explanations: Sequence[ExplainedProgram],
-  reasons: Callable[[ExplainedProgram], list[Alike]],
-  title: str,
-  most: int,
-) -> list[str]:
-  """Returns a line for each reason, the largest first, with the share under each policy."""
-  found: dict[tuple[tuple[str, ...], str], tuple[Alike, list[float]]] = {}
-  explanations = [one for one in explanations if not all_float32(one)]
+class _Shared(NamedTuple):
+  """A reason with its share under each policy that is not float32 throughout."""
+
+  alike: Alike
+  shares: list[float]
+
+
+_REASONS = {
+  "Kernels in float32, by share of the FLOPs, and what to write": float32_kernels,
+  "float32 products, by share of the FLOPs": float32_products,
+  "Products not in FP8, by share of the FLOPs": not_fp8,
+  "float32 operations, by share of the bytes of all results": float32_others,
+}
+
+
+def _shared(
+  explanations: Sequence[ExplainedProgram], reasons: Callable[[ExplainedProgram], list[Alike]]
+) -> list[_Shared]:
+  """Returns reasons, the largest first; those that several policies have once."""
+  found: dict[tuple[tuple[str, ...], str], _Shared] = {}
   for i, one in enumerate(explanations):
     for alike in reasons(one):
-      _, shares = found.setdefault((alike.modules, alike.why), (alike, [0.0] * len(explanations)))
-      shares[i] += alike.share
-  ordered = sorted(found.values(), key=lambda item: -max(item[1]))
-  if not ordered:
-    return []
-  shown = sum(max(shares) >= _LEAST for _, shares in ordered)
-  shown = max(1, min(shown, most - (len(ordered) > min(shown, most))))
-  lines = [_reason_line(shares, alike) for alike, shares in ordered[:shown]]
-  if rest := ordered[shown:]:
-    sums = [sum(shares) for shares in zip(*(shares for _, shares in rest), strict=True)]
+      shared = found.setdefault((alike.modules, alike.why), _Shared(alike, [0.0] * len(explanations)))
+      shared.shares[i] += alike.share
+  return sorted(found.values(), key=lambda shared: -max(shared.shares))
+
+
+def _reason_lines(title: str, found: Sequence[_Shared], most: int) -> list[str]:
+  """Returns a title and at most so many lines: the largest reasons, and the sum of the others."""
+  shown = sum(max(shared.shares) >= _LEAST for shared in found)
+  shown = max(
+    1, min(shown, most - (len(found) > min(shown, most)))
+  )  # a line for the others, if there is room
+  width = _MOST_WHY if _REASONS[title] is float32_kernels else _WHY
+  lines = [_reason_line(shared, width) for shared in found[:shown]]
+  rest = found[shown:]
+  if rest and shown < most:
+    sums = [sum(shares) for shares in zip(*(shared.shares for shared in rest), strict=True)]
     lines.append(f"{_shares(sums)}{len(rest)} other reason{'s' * (len(rest) > 1)}")
-  labels = ", ".join(one.policy.label for one in explanations)
-  return [f"{title}, under {labels}:" if len(explanations) > 1 else f"{title}:", *lines]
+  return [f"{title}:", *lines]
 
 
-def _reason_line(shares: Sequence[float], alike: Alike) -> str:
-  """Returns a reason in one line: its share, where it holds, for which operations, and what it is."""
-  lead, why = _shares(shares), _cut(alike.why, _WHY)
-  room = TEXT_WIDTH - len(f"{lead} in : {why}")
+def _reason_line(shared: _Shared, width: int) -> str:
+  """Returns a reason of at most so many columns with its share, the operations, and where they are."""
+  alike, shares = shared
+  lead, why = _shares(shares), _cut(alike.why, width)
+  room = max(TEXT_WIDTH - len(f"{lead} in : {why}"), 2 * _LEAST_NAME)
   names = _listed(alike.names, max(room // 2, room - len(", ".join(alike.modules))))
   modules = _listed(alike.modules, room - len(names), tail=True)
   where = "outside modules" if modules == ROOT else f"in {modules}"
-  return _cut(f"{lead}{names} {where}: {why}", TEXT_WIDTH)
+  return f"{lead}{names} {where}: {why}"
 
 
 def _fragile(one: ExplainedProgram) -> str:
-  if all_float32(one):
-    return ""
   if not one.fragile:
     return "Fragile in half precision: nothing was found."
   first, count = one.fragile[0], len(one.fragile)
   operations = "1 operation" if count == 1 else f"{count} operations"
-  where = f"{first.primitive} at {first.line}" + (f" in {first.path}" if first.path else "")
+  where = f"{first.primitive} at {first.line}" + (f" in {_tail(first.path, _PATH)}" if first.path else "")
   return f"Fragile in half precision: {operations}; the first is {where}, {first.why}"
 
 
 def _unknown(one: ExplainedProgram) -> str:
   if not one.unknown:
     return ""
-  names = ", ".join(one.unknown)
+  names = counted(one.unknown)
   return f"Unknown primitives, left in the dtypes of the program: {names}; OpLists puts them on a list"
 
 
@@ -143,6 +170,7 @@ def _change(explanations: Sequence[ExplainedProgram], in_config: bool) -> str:
   module = one.fragile[0].path if one.fragile else ""
   if not module:
     products = [row for row in one.rows if row.flops and row.path]
+    products = [row for row in products if row.after != base] or products
     module = max(products, key=lambda row: row.flops).path if products else ""
   if not module:
     return (
@@ -150,7 +178,10 @@ def _change(explanations: Sequence[ExplainedProgram], in_config: bool) -> str:
     )
   alike = [path for path in paths_of(one) if layer_pattern(path) == layer_pattern(module)]
   [name] = merged_names([alike], paths_of(one))
-  pattern = name.replace("*", ".*")
+  parts = name.replace("*", ".*").split("/")
+  while len(parts) > 1 and len("/".join(parts)) > _PATH:  # a pattern may begin at any part of a path
+    del parts[0]
+  pattern = "/".join(parts)
   how = f'policy.overrides: {{"{pattern}": {base}}}' if in_config else f'overrides={{"{pattern}": "{base}"}}'
   return f"Change it: {how}, or full_precision(f), half_precision(f) for a function"
 
@@ -174,7 +205,11 @@ def _listed(names: Sequence[str], width: int, *, tail: bool = False) -> str:
     if len(text := ", ".join(names[:shown]) + rest) <= width:
       return text
   room = max(width - len(rest), _LEAST_NAME)
-  return (f"...{names[0][3 - room :]}" if tail and len(names[0]) > room else _cut(names[0], room)) + rest
+  return (_tail if tail else _cut)(names[0], room) + rest
+
+
+def _tail(text: str, width: int) -> str:
+  return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
 def _shares(shares: Sequence[float]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
+from mpjax.casting._kernels import IN_FLOAT32
 from mpjax.jaxpr import layer_pattern, merged_path
 
 _MOST_NAMES = 6  # of operations in a cell
@@ -34,9 +35,16 @@ class Alike(NamedTuple):
   share: float
 
 
+def float32_kernels(one: ExplainedProgram) -> list[Alike]:
+  """Returns the kernels in float32 with the way out of it, and their share of the FLOPs."""
+  rows = [row for row in one.rows if row.why.startswith(IN_FLOAT32)]
+  return _by_reason(one, [[row] for row in rows], _flops(one.rows), _flops)
+
+
 def float32_products(one: ExplainedProgram) -> list[Alike]:
-  """Returns the products and kernels in float32 by reason, with their share of the FLOPs."""
-  rows = [row for row in one.rows if (row.flops or row.operands) and row.after == "float32"]
+  """Returns the products in float32 by reason, with their share of the FLOPs."""
+  rows = [row for row in one.rows if row.flops and row.after == "float32"]
+  rows = [row for row in rows if not row.why.startswith(IN_FLOAT32)]
   return [] if all_float32(one) else _by_reason(one, [[row] for row in rows], _flops(one.rows), _flops)
 
 
@@ -66,7 +74,7 @@ def _by_reason(
     decided = [row for row in rows if row.list != "infer"] or list(rows)
     largest = max(decided, key=lambda row: row.bytes)
     names = tuple(dict.fromkeys(_short(row.primitive) for row in (largest, *decided)))
-    of_reason.setdefault((first_clause(largest.why.removeprefix(NOT_FP8)), names), []).append((largest, rows))
+    of_reason.setdefault((_reason(largest), names), []).append((largest, rows))
   found = []
   for (why, names), alike in of_reason.items():
     modules = grouped((largest.path for largest, _ in alike), layer_pattern)
@@ -125,6 +133,12 @@ def all_float32(one: ExplainedProgram) -> bool:
 def first_clause(why: str) -> str:
   """Returns a reason without what follows a semicolon: what float16 adds to it."""
   return why.partition("; ")[0]
+
+
+def _reason(row: ExplainedOperation) -> str:
+  if row.why.startswith(IN_FLOAT32):
+    return row.why.removeprefix(IN_FLOAT32)
+  return first_clause(row.why.removeprefix(NOT_FP8))
 
 
 def counted(names: Sequence[str]) -> str:

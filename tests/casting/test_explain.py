@@ -11,7 +11,8 @@ import rich.console
 from jax.experimental import pallas as pl
 
 import mpjax
-from mpjax.casting import print_explanations
+from mpjax._render.html_sections import print_shown
+from mpjax.casting import side_by_side
 from tests.casting._conformance import normal
 from tests.casting._jaxprs import PRODUCTS, equations, named
 
@@ -107,7 +108,7 @@ def test_list_dtype_and_reason_of_rows():
 def test_a_reason_of_float16_is_given_under_float16_alone():
   fun = lambda x: (jnp.sum(jnp.exp(x @ W)) + jnp.log(x @ W) + (x @ W) ** 2) @ W
   for policy in ("bf16", "fp8", "fp16"):
-    text = str(explained(fun, X, policy=policy))
+    text = explained(fun, X, policy=policy).table("float32")
     for words in ("float16's range", "overflow beyond 256"):
       assert (words in text) == (policy == "fp16"), (policy, words)
 
@@ -145,7 +146,7 @@ def test_islands_are_numbered_and_say_what_they_keep_and_compute_again():
   assert island.operations == tuple(row.primitive for row in rows)
   assert island.kept_bytes == 2 * X.size  # the product's result, in half precision
   assert island.recomputed_bytes >= 4 * X.size * 3  # the difference, the exponential and the quotient
-  assert "net/attention" in str(explanation).partition("Float32 islands")[2]
+  assert "net/attention" in explanation.table("islands")
 
 
 def test_an_override_sets_what_a_module_computes_again():
@@ -154,17 +155,94 @@ def test_an_override_sets_what_a_module_computes_again():
     assert [island.path for island in islands] == left
 
 
-def test_the_text_leads_with_what_is_float32_and_ends_with_the_modules():
-  explanation = explained(network, W, X)
-  text = str(explanation)
-  lines = text.splitlines()
-  assert lines[0].startswith("policy bf16: ")
-  assert f"{len(explanation.rows)} operations" in lines[0]
-  assert "bfloat16 1.02 kFLOP (100%)" in str(explained(network, W, shape(16, 4)))
-  assert text.split("\n\n")[1].splitlines()[0] == "In float32, and why"
-  modules = [line.split()[0] for line in text.split("\n\n")[-1].splitlines()]
+def test_the_answer_says_what_is_half_precision_what_is_not_and_how_to_change_it():
+  explanation = explained(network, W, shape(16, 4), overrides={"head": "fp32"})
+  lines = str(explanation).splitlines()
+  assert lines[0].startswith(
+    "policy bf16: 50% of the matrix FLOPs in bfloat16, 50% in float32 (1.02 kFLOP); "
+  )
+  assert f"of {len(explanation.rows)} operations in float32" in lines[0]
+  assert "   50%  dot_general in net/head: its module's policy computes in float32" in lines
+  softmax = (
+    "exp, reduce_max, reduce_sum in net/attention: an absolute error of its input becomes a relative error"
+  )
+  assert any(line.endswith(softmax) for line in lines)
+  assert lines[-4].startswith(
+    "Fragile in half precision: 1 operation; the first is dot_general at test_explain.py:"
+  )
+  assert lines[-2].startswith('Change it: overrides={"net/attention": "float32"}')
+  assert (
+    lines[-1] == 'more: .table("totals"), or "float32", "follows", "fragile", "islands", "modules", "all"'
+  )
+  modules = [line.split()[0] for line in explanation.table("modules").splitlines()]
   assert modules == ["Modules", "module", "-" * len(modules[2]), "net/attention", "net/head"]
-  assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def many_reasons(x):
+  """A program with more to say than there is room for."""
+  for i, f in enumerate(
+    (jax.nn.softmax, jnp.sin, jnp.log, jnp.tanh, jax.lax.rsqrt, jnp.arcsin, jax.lax.cumsum)
+  ):
+    with jax.named_scope(f"{'a_long_name_of_a_module/' * 4}{chr(97 + i)}"):
+      x = f(x @ W) - x @ W
+      x = jax.lax.dot(x, W, precision=["highest", None, "high"][i % 3])
+  return mpjax.full_precision(lambda x: x @ W)(x)
+
+
+def test_the_answer_has_twelve_lines_at_most_of_116_columns():
+  for policy in ("fp32", "bf16", "fp16", "fp8", {"base": "fp8", "fp8": {"emulate": True}}):
+    for fun in (network, lambda w, x: many_reasons(x), lambda w, x: x @ w, lambda w, x: x):
+      lines = str(explained(fun, W, X, policy=policy)).splitlines()
+      assert len(lines) <= 12, (policy, fun)
+      assert max(map(len, lines)) <= 116, (policy, fun)
+      assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def test_policies_share_one_list_of_reasons():
+  report = side_by_side([explained(network, W, X, policy=policy) for policy in ("fp32", "bf16", "fp16")])
+  answer = str(report)
+  assert answer.count("an absolute error of its input") == 1
+  assert all(f"policy {policy}: 100%" in answer for policy in ("fp32", "bf16", "fp16"))
+  (shares,) = (line.split()[:2] for line in answer.splitlines() if "net/attention:" in line)
+  assert shares[0] == shares[1]
+  table = report.table("float32")
+  assert table.count("In float32, and why") == 1
+  (exp,) = (line for line in table.splitlines() if " exp " in line)
+  assert exp.split()[1:3] == ["bf16,", "fp16"]
+  assert "(fp16: its result leaves float16's range)" in " ".join(table.split())
+  (div,) = (line.split() for line in table.splitlines() if " div " in line)
+  assert div[1] == "fp16"
+
+
+def test_an_autocast_of_the_functions_own_is_what_is_explained():
+  plain = explained(network, W, X)
+  own = mpjax.autocast(network, "bf16")
+  for fun in own, jax.jit(own), mpjax.autocast(own, "fp16"):
+    found = explained(fun, W, X, policy="fp16")
+    assert (found.policy, found.rows, found.islands) == (plain.policy, plain.rows, plain.islands)
+    assert "an autocast of its own, policy bf16: that is explained here; policy fp16 changes" in str(found)
+  assert "changes nothing" not in str(mpjax.explain(own, W, X))
+  assert plain.note == ""
+
+
+def test_an_autocast_inside_a_function_is_named_and_its_operations_are_listed():
+  inner = mpjax.autocast(network, "bf16")
+  product = lambda w, x: inner(w, x) + jnp.sum(x @ w)
+  for transform in (lambda f: f), jax.jit, jax.checkpoint:
+    found = explained(transform(product), W, X, policy="fp16")
+    assert found.note == (
+      "The function has an autocast inside, policy bf16: it decides there, and policy fp16 decides the rest."
+    )
+    assert found.note in str(found)
+    assert found.matrix_flops() == {"bfloat16": 512, "float16": 256}
+    assert {row.why for row in found.rows if row.primitive == "exp"} == {
+      "an absolute error of its input becomes a relative error"
+    }
+    assert not any("remat" in row.primitive for row in found.rows)
+  gradient = explained(jax.grad(inner), W, X, policy="fp16")
+  assert set(gradient.matrix_flops()) == {"bfloat16"}
+  # What is traced for the explanation is not what runs.
+  assert "autocast_inside#" not in jax.jit(product).lower(W, X).as_text(debug_info=True)
 
 
 def test_a_kernel_is_one_operation_with_the_flops_that_it_states():
@@ -192,13 +270,13 @@ def layers(count):
 
 
 def test_layers_that_are_alike_are_one_row_and_one_of_another_policy_has_its_own():
-  text = str(explained(layers(12), X))
-  assert len(text.splitlines()) <= len(str(explained(layers(3), X)).splitlines())
+  text = explained(layers(12), X).table("all")
+  assert len(text.splitlines()) <= len(explained(layers(3), X).table("all").splitlines())
   names = [line.split()[0] for line in text.split("\n\n")[-1].splitlines()]
   assert "net/layers/*" in names
   assert "net/layers/1" not in names
-  text = str(explained(layers(4), X, overrides={"layers/1": "fp32"}))
-  names = [line.split()[0] for line in text.split("\n\n")[-1].splitlines()]
+  text = explained(layers(4), X, overrides={"layers/1": "fp32"}).table("modules")
+  names = [line.split()[0] for line in text.splitlines()]
   assert [name for name in names if "layers" in name] == ["net/layers/0,2,3", "net/layers/1"]
 
 
@@ -207,7 +285,8 @@ def test_policies_stand_side_by_side_at_any_width():
   explanations = [explained(layers(4), X, policy=policy) for policy in policies]
   for width in (60, 80, 120):
     stream = io.StringIO()
-    print_explanations(explanations, rich.console.Console(file=stream, width=width, color_system=None))
+    console = rich.console.Console(file=stream, width=width, color_system=None)
+    print_shown(side_by_side(explanations), console, "all")
     lines = stream.getvalue().splitlines()
     assert [line.split() for line in lines if line.split()[:1] == ["fp32"]] == [policies] * 2, width
     assert max(map(len, lines)) <= width
@@ -231,7 +310,7 @@ def test_overrides_lists_and_inner_policies_are_visible():
 def test_policy_fp32_casts_nothing():
   explanation = explained(network, W, X, policy="fp32")
   assert {(row.after, row.casts) for row in explanation.rows} == {("float32", 0)}
-  assert "0 casts" in str(explanation)
+  assert "nothing is cast" in str(explanation)
 
 
 def test_nothing_is_computed():
@@ -261,7 +340,7 @@ def test_unknown_primitives_are_left_as_they_are_and_listed():
     assert lists(found) == [(name, "opaque"), ("tanh", "deny")]
     assert lists(listed) == [(name, "infer"), ("tanh", "infer" if name == "tanh" else "deny")]
     assert (found.unknown, listed.unknown) == ((name,), ())
-    assert f"unknown primitives, left in the dtypes of the program: {name}" in str(found)
+    assert f"Unknown primitives, left in the dtypes of the program: {name}" in str(found)
     assert next(row for row in found.rows if row.primitive == name).after == "float32"
   assert explained(lambda x: jax.lax.reduce_precision(x @ W, 8, 4), X).unknown == ()
 
@@ -283,8 +362,8 @@ def test_a_loops_carry_has_its_dtype_and_the_reason():
     assert (carry.path, carry.primitive, carry.shape) == ("rnn/carry_0", "scan", X.shape), reason
     assert carry.dtype == dtype, reason
     assert reason in carry.why
-    assert reason in str(explanation)
-    assert carry.path in str(explanation)
+    assert reason in explanation.table("carries")
+    assert carry.path in explanation.table("carries")
   # What is no float32 is no carry.
   fun = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c @ W, x)
   assert [carry.path for carry in explained(fun, X).carries] == ["carry_1"]
