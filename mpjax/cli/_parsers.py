@@ -108,7 +108,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Say what runs in which dtype under a config's policy, and why: first the answer, then tables on request. "
+    "Say what runs in which dtype under a config's policy, and why: the answer, or tables on request. "
     "Computes nothing."
   )
   add_config(parser, overrides=f"dotted keys that override the file; {_SEVERAL}")
