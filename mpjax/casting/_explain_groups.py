@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from mpjax.casting._decision_table import IN_REGION
 from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.casting._kernels import IN_FLOAT32
@@ -57,6 +58,7 @@ def not_fp8(one: ExplainedProgram) -> list[Alike]:
 def float32_others(one: ExplainedProgram) -> list[Alike]:
   """Returns what else is float32 by reason, islands as a whole, with its share of the bytes of results."""
   rows = [row for row in one.rows if is_full(row) and not row.flops and not row.operands]
+  rows = [row for row in rows if row.why != IN_REGION]  # those dtypes are the program's own
   place = lambda row: row.path if row.island is None else row.island
   return [] if all_float32(one) else _by_reason(one, grouped(rows, place), _bytes(one.rows), _bytes)
 
