@@ -21,7 +21,7 @@ from mpjax.casting._op_lists import OpLists
 from mpjax.casting._trace import Traced, to_output
 from mpjax.jaxpr import FULL_PRECISION, autocast_scope
 from mpjax.loss_scale._own_loops import WITHOUT_SCALE
-from mpjax.policy import get_policy, matmul_precision
+from mpjax.policy import Policy, get_policy, matmul_precision
 from mpjax.policy._precision_warning import warn_of_auto, warn_of_bare_dtype, warn_without_scale
 
 
@@ -54,9 +54,15 @@ class OwnAutocast(NamedTuple):
 
 def own_autocast(fun: Callable[..., Any]) -> OwnAutocast | None:
   """Returns what a function was made of if `autocast` returned it, or a `jax.jit` of what it returned."""
-  fun = fun.__wrapped__ if isinstance(fun, jax.stages.Wrapped) else fun
+  fun = getattr(fun, "__wrapped__", fun) if isinstance(fun, jax.stages.Wrapped) else fun
   own: OwnAutocast | None = getattr(fun, _OWN, None)
   return own if own is not None and own.wrapped is fun else None  # other wrappers copy attributes
+
+
+def _marked(policy: Policy) -> contextlib.AbstractContextManager[None]:
+  """Marks what an autocast has decided, where an autocast outside is explained."""
+  label = policy.label if "{" in policy.full_label else policy.full_label
+  return jax.named_scope(autocast_scope(label)) if explaining.value else contextlib.nullcontext()
 
 
 class _Decorator(functools.partial[Callable[..., Any]]):
@@ -160,8 +166,7 @@ def autocast(
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     resolved = get_policy(policy)
-    mark = jax.named_scope(autocast_scope(resolved.label)) if explaining.value else contextlib.nullcontext()
-    with matmul_precision(resolved), mark:
+    with matmul_precision(resolved), _marked(resolved):
       rules = make_rules(resolved, ops, overrides, recompute)
       warn_of(rules.overrides.recipes, resolved.compute_dtype.name)
       module = bound_module(fun, args, kwargs)

@@ -1,4 +1,4 @@
-"""`explain`: what would run where under autocast, and why, as data and as a table."""
+"""`explain`: what would run where under autocast, and why, as data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mpjax.casting._autocast import AUTO, own_autocast
 from mpjax.casting._cast_plan import Call, CastPlan, Island, Mode, Node
 from mpjax.casting._casting_rules import make_rules
 from mpjax.casting._explain_answer import answer_of
+from mpjax.casting._explain_groups import named
 from mpjax.casting._explain_text import sections_of
 from mpjax.casting._explained import (
   ExplainedCarry,
@@ -107,7 +108,10 @@ def explain(
     **kwargs: keyword arguments of `fun`.
 
   Returns:
-    An `Explanation`. `.rows` is the data, `str()` a table by module, with a reason for float32.
+    An `Explanation`. `str()` of it is an answer of at most twelve lines: how much is half precision, what is
+    float32 and why, what is fragile, and how to change it. `.table(NAME)` is one of `.tables` as text,
+    `.table("all")` all of them; `.rows` is the data. If `fun` has an autocast of its own, that one is
+    explained.
 
   Raises:
     TypeError: for arguments that `fun` does not take; shows the call that is right.
@@ -144,10 +148,10 @@ def explain(
 
 def _of_own_autocast(own: Policy, asked: PolicyLike) -> str:
   """Returns the sentence about a function that `autocast` returned."""
-  said = f"The function has an autocast of its own, policy {own.label}: that is explained here"
+  said = f"The function has an autocast of its own, policy {named(own)}: that is explained here"
   if asked is AUTO or get_policy(asked) == own:
     return f"{said}."
-  return f"{said}; policy {get_policy(asked).label} changes nothing."
+  return f"{said}; policy {named(get_policy(asked))} changes nothing in it."
 
 
 def _of_autocasts_inside(plan: CastPlan, policy: Policy) -> str:
@@ -157,7 +161,7 @@ def _of_autocasts_inside(plan: CastPlan, policy: Policy) -> str:
     return ""
   inner = f"an autocast inside, policy {labels[0]}: it"
   inner = inner if len(labels) == 1 else f"autocasts inside, policies {', '.join(labels)}: each"
-  return f"The function has {inner} decides there, and policy {policy.label} decides the rest."
+  return f"The function has {inner} decides there, and policy {named(policy)} decides the rest."
 
 
 @dataclasses.dataclass
@@ -280,7 +284,7 @@ def _decided_inside(equation: JaxprEqn, path: str, times: int, label: str) -> It
     casts=0,
     cast_bytes=0,
     island=None,
-    why=row.reason if denied else f"an autocast of the function's own, with policy {label}, decides",
+    why=row.reason if denied else f"the autocast inside decides (policy {label})",
     rule="autocast inside",
     times=times,
   )

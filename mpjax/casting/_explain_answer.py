@@ -18,6 +18,7 @@ from mpjax.casting._explain_groups import (
   grouped,
   is_full,
   merged_names,
+  named,
   not_fp8,
   paths_of,
 )
@@ -28,7 +29,6 @@ _LINES = 11  # at most
 _LEAST = 0.005  # share of a reason that has a line
 _FEW = 3  # lines for products and kernels
 _LEAST_ROOM = 3  # lines for reasons, where many policies stand side by side
-_LABEL = 44  # columns for a policy that is written out
 _PATH = 40  # columns for the path of a module in a sentence
 _LEAST_NAME = 12  # columns for a name, at least
 _WHY, _MOST_WHY = 70, 150  # columns for a reason, at most
@@ -74,9 +74,7 @@ def _figures(one: ExplainedProgram) -> list[str]:
   ]
   precision = f", {one.policy.matmul_precision}" if one.policy.matmul_precision else ""
   said = f"{', '.join(shares)} ({with_prefix(total, 'FLOP')}{precision})" if total else "no matrix products"
-  policy = one.policy.full_label
-  policy = policy if len(policy) <= _LABEL else one.policy.label
-  lead = f"policy {policy}: {said}; {full} of {len(one.rows)} operations in float32"
+  lead = f"policy {named(one.policy)}: {said}; {full} of {len(one.rows)} operations in float32"
   return [lead, one.note] if one.note else [lead]
 
 

@@ -13,8 +13,10 @@ from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
 from mpjax.casting._fp8_products import NOT_FP8
 from mpjax.casting._kernels import IN_FLOAT32
 from mpjax.jaxpr import layer_pattern, merged_path
+from mpjax.policy import Policy
 
 _MOST_NAMES = 6  # of operations in a cell
+_MOST_LABEL = 44  # letters of a policy that is written out
 ROOT = "(no module)"
 
 _Item = TypeVar("_Item")
@@ -130,6 +132,11 @@ def is_full(row: ExplainedOperation) -> bool:
 def all_float32(one: ExplainedProgram) -> bool:
   """Returns whether the policy computes in float32 throughout, for which there is nothing to explain."""
   return one.policy.compute_dtype == np.float32 and not one.policy.overrides
+
+
+def named(policy: Policy) -> str:
+  """Returns the name of a policy in a sentence: written out where that is short."""
+  return policy.full_label if len(policy.full_label) <= _MOST_LABEL else policy.label
 
 
 def first_clause(why: str) -> str:

@@ -19,6 +19,7 @@ from mpjax.casting._explain_groups import (
   grouped,
   is_full,
   merged_names,
+  named,
   paths_of,
 )
 from mpjax.casting._explained import ExplainedOperation, ExplainedProgram
@@ -65,7 +66,7 @@ def _totals(explanations: Sequence[ExplainedProgram]) -> TextSection:
     row("casts", lambda one: str(sum(r.casts for r in one.rows))),
     row("  bytes written", lambda one: bytes_text(sum(r.cast_bytes for r in one.rows))),
   ]
-  labels = [one.policy.full_label for one in explanations]
+  labels = [named(one.policy) for one in explanations]
   return beside("What runs in which dtype", labels, [rows, others], name="totals")
 
 

@@ -151,7 +151,7 @@ def region_mark(path: str) -> str:
 
 def autocast_scope(label: str) -> str:
   """The scope of what an autocast with a policy of this label has decided."""
-  return f"{AUTOCAST}#{re.sub(r'[^A-Za-z0-9_.,=+ -]', '_', label)}"
+  return f"{AUTOCAST}#{re.sub(r'[^A-Za-z0-9_.,=+ ()-]', '_', label)}"
 
 
 def autocast_label(path: str) -> str:
