@@ -18,10 +18,16 @@ def with_prefix(value: float, unit: str) -> str:
   """Returns a figure with two decimals and the decimal prefix that leaves it below 1000."""
   if not value:
     return f"0 {unit}"
+  size, name = prefixed_unit(value, unit)
+  return f"{value / size:.2f} {name}"
+
+
+def prefixed_unit(value: float, unit: str) -> tuple[float, str]:
+  """Returns the size and the name of the prefixed unit that `with_prefix` shows a figure in: 1e-6, `us`."""
   # From 999.995 on, two decimals would make it 1000.00.
-  power = math.floor(math.log10(abs(value) / 0.999995) / 3)
+  power = math.floor(math.log10(abs(value) / 0.999995) / 3) if value else 0
   power = min(max(power, -3), 6)
-  return f"{value / 1000.0**power:.2f} {'num kMGTPE'[power + 3].strip()}{unit}"
+  return 1000.0**power, f"{'num kMGTPE'[power + 3].strip()}{unit}"
 
 
 def percent(share: float) -> str:

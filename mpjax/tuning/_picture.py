@@ -19,6 +19,7 @@ from mpjax._render.picture_style import (
   policy_colour,
   save_figure,
 )
+from mpjax._render.plain_text import prefixed_unit
 from mpjax.tuning._trials import Trial
 
 # Marker, colour and size of what has no colour of a policy; later ones are drawn over earlier ones.
@@ -51,13 +52,15 @@ def save_picture(
     ImportError: without matplotlib.
   """
   by_time = objective == "time" and chosen.cost.seconds is not None
-  unit = 1e3 if by_time else 1e-6
   finite = [t for t in table if math.isfinite(t.error.total)]
   least = min((t.error.total for t in finite if t.error.total), default=1e-6) / 3
 
+  # As the table has them: the unit of the dearest, and errors in per cent.
+  size, unit = prefixed_unit(max(t.cost.figures(objective)[0] for t in table), "s" if by_time else "B")
+
   def places(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-    costs = [trial.cost.figures(objective)[0] * unit for trial in trials]
-    return costs, [max(trial.error.total, least) for trial in trials]
+    costs = [trial.cost.figures(objective)[0] / size for trial in trials]
+    return costs, [100 * max(trial.error.total, least) for trial in trials]
 
   with picture_style():
     heading = textwrap.wrap(f"Cost and error on {target}; chosen: {chosen.label}", _TITLE_WIDTH)
@@ -83,10 +86,11 @@ def save_picture(
     if math.isfinite(chosen.error.total):
       ring: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgewidth": 1.2}
       axes.plot(*places([chosen]), "o", color=BLACK, label="chosen", **ring)
-    draw_limit(axes, tolerance, "y", label="tolerance")
+    draw_limit(axes, 100 * tolerance, "y", label="tolerance")
     axes.set_yscale("log")
-    axes.set_xlabel(f"time floor on {target}, ms" if by_time else f"peak memory on {target}, MB")
-    axes.set_ylabel("error of the gradient against float32")
+    axes.set_xlabel(f"{'time floor' if by_time else 'peak memory'} on {target}, {unit}")
+    axes.set_ylabel("error of the gradient against float32, %")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid()
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")

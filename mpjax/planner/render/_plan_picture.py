@@ -19,13 +19,11 @@ from mpjax._render.picture_style import (
   picture_style,
   save_figure,
 )
-from mpjax._render.plain_text import bytes_text
+from mpjax._render.plain_text import bytes_text, prefixed_unit
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
-
-_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 # Blues stay, oranges come and go.
 COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LIGHT), strict=True))
@@ -93,8 +91,7 @@ def _draw(
 ) -> None:
   longest = max(max(bar.peak, sum(bar.parts.values())) for of_plan in bars for bar in of_plan)
   lines = {size for plan in plans for size in _limits(plan) if 0 < size <= _FAR * longest}
-  unit = next((name for name, size in _UNITS.items() if longest >= size), "kB")
-  scale = _UNITS[unit]
+  scale, unit = prefixed_unit(longest, "B")
   right = max([longest, *lines, 1]) / scale
   axes.set_xlim(0, 1.02 * right)
   for name, color in _colors():  # in the order of the legend
