@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   import rich.console
 
 TEXT_WIDTH = 116  # of a report that is written to no terminal
+ANSWER_LINES = 11  # of an answer, before the line that says how to ask for more
 
 _TITLE, _STRONG, _RULE = "bold cyan", "bold", "dim"
 _GAP = 2  # between columns
@@ -93,6 +94,31 @@ def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> It
   for section, names in found:
     title = f"{section.title}: {', '.join(names)}" if len(labels) > 1 else section.title
     yield dataclasses.replace(section, title=title)
+
+
+def answer_lines(
+  first: Sequence[str], more: Sequence[str] = (), last: Sequence[str] = (), *, rest: str = "{} more"
+) -> list[str]:
+  """Returns the lines of an answer, with as many of `more` as it has room for.
+
+  Args:
+    first: lines that are always there.
+    more: lines after them, what matters most first.
+    last: lines at the end that are always there.
+    rest: the line for those of `more` that are left out, with `{}` for how many.
+  """
+  room = ANSWER_LINES - sum(map(_height, (*first, *last)))
+  for i, line in enumerate(more):
+    height = _height(line)
+    if height + (i + 1 < len(more)) > room:
+      return [*first, *more[:i], *([rest.format(len(more) - i)] if room else []), *last]
+    room -= height
+  return [*first, *more, *last]
+
+
+def _height(line: str) -> int:
+  """Returns how many lines a line takes in a report that is written to no terminal."""
+  return len(fold(line, TEXT_WIDTH).split("\n"))
 
 
 def sections_text(sections: Iterable[TextSection], width: int = TEXT_WIDTH) -> str:

@@ -102,6 +102,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     "--multiple", type=int, help="batch sizes that --fit tries are multiples of this (64 saves compilations)"
   )
   parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
+  add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
   parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
 

@@ -15,13 +15,15 @@ import jax
 import rich.console
 import rich.progress
 
+from mpjax._render.html_sections import Report
 from mpjax._render.install_text import pip_install
 from mpjax._render.plain_text import bytes_text
 from mpjax.cli._config_arguments import require_file
 from mpjax.cli._exit_status import guarded
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
-from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, missing, presets_of
-from mpjax.planner.render import print_plans, save_picture
+from mpjax.cli._show import report_console, show
+from mpjax.planner import Fit, Plan, Target, cheapest, get_target, largest_batch, presets_of
+from mpjax.planner.render import NO_FIT, answer, answer_beside, save_picture, sections_of
 from mpjax.train import ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import DEFAULT_RECOMPUTE
 
@@ -43,7 +45,7 @@ def _plan(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")
   load_plugins(options.plugin)
   config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
-  console = rich.console.Console()
+  console = report_console()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")
   if options.multiple is not None and options.multiple < 1:
@@ -53,8 +55,6 @@ def _plan(options: argparse.Namespace) -> None:
     warn_of_policy(policy, target.kind)
   planner = Planner(config, target)
   compile: bool | str = False if options.analytic else "auto"
-  if not options.analytic and (lacks := missing(target)):
-    console.print(lacks, highlight=False, markup=False, soft_wrap=True)
   memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
   chosen: list[str | None] = [*policies] or [None]
   fits: list[Fit] = []
@@ -66,10 +66,8 @@ def _plan(options: argparse.Namespace) -> None:
     plans = [fit.plan for fit in fits]
   else:
     plans = _compare(planner, chosen, compile, console, (None,), (None,))
-  print_plans(plans, console)
-  for fit in fits:
-    console.print(f"{fit.plan.label}: {fit}", highlight=False, markup=False, soft_wrap=True)
   report: dict[str, Any] = {"plans": [one.to_dict() for one in plans]}
+  first = [f"{fit.plan.label}: {fit}" for fit in fits]
   if fits:
     report["fit"] = [
       {"label": f.plan.label, "batch": f.batch, "next_batch": f.next_batch, "next_peak": f.next_peak}
@@ -82,12 +80,10 @@ def _plan(options: argparse.Namespace) -> None:
     except ValueError as error:
       raise ConfigError(str(error)) from error
     report["cheapest"] = best.label
-    console.print(
-      f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}",
-      highlight=False,
-      markup=False,
-      soft_wrap=True,
-    )
+    first = [f"cheapest that fits {bytes_text(memory)}: {best.label}, {bytes_text(best.peak)}"]
+    plans = [best, *(plan for plan in plans if plan is not best)]
+  said = answer_beside(plans, first) if len(plans) > 1 else [*first, *answer(plans[0])]
+  show(Report(said, list(sections_of(plans, console.width))), console, options.table, alarm=NO_FIT)
   if options.json:
     pathlib.Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
   if options.picture:

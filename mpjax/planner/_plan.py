@@ -31,7 +31,7 @@ from mpjax.planner.analytic import (
   time_floor,
 )
 from mpjax.planner.compiled import CompileError, compile_step, missing, read_program
-from mpjax.planner.render import as_text, sections_of
+from mpjax.planner.render import answer, sections_of
 
 _WORTH_A_NOTE = 10**6
 _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
@@ -44,13 +44,14 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown, PlanFigures):
-  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it are tables.
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it is the answer in short.
 
-  The attributes are those of `PlanFigures`.
+  `table("memory")` and the like are the tables, `tables` their names. The attributes are those of
+  `PlanFigures`.
   """
 
-  def __str__(self) -> str:
-    return as_text([self])
+  def _answer(self) -> list[str]:
+    return answer(self)
 
   def _sections(self) -> Iterator[TextSection]:
     return sections_of([self])

@@ -212,13 +212,17 @@ class Floor:
     seconds: the longest of the parts.
     parts: `matrix units`, `memory`, `interconnect`: seconds of each.
     bound: the part that is longest.
-    moved_bytes: bytes that memory must move at the least.
+    moved_bytes: bytes that memory must move at the least: those that a cache of the target cannot keep.
+    touched_bytes: bytes that the step reads and writes, the cache's among them.
+    cache: bytes of that cache: an L2 on a GPU, the memory on the chip of a TPU.
   """
 
   seconds: float
   parts: dict[str, float]
   bound: str
   moved_bytes: int
+  touched_bytes: int = 0
+  cache: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

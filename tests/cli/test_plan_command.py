@@ -80,8 +80,15 @@ def test_report_holds_the_plan(run, parameters):
   assert sum(plan["matrix_flops"].values()) == sum(product["flops"] for product in plan["products"])
   assert 0 < plan["floor"]["seconds"] == max(plan["floor"]["parts"].values())
   assert any("GPT/blocks/*" in row["path"] for row in plan["memory"]["saved"])
-  for words in ("bf16", "master weights", "gpt.py:", "H200"):
+  assert len(printed.splitlines()) <= 12
+  for words in ("bf16", "fits: ", "bfloat16 100.0 %", "h200"):
     assert words in printed
+  _, memory = run(*analytic("policy=bf16", "--table", "memory"))
+  assert "master weights" in memory
+  assert "gpt.py:" not in memory
+  _, everything = run(*analytic("policy=bf16", "--all"))
+  for words in (printed.partition("more:")[0], "master weights", "gpt.py:", "H200"):
+    assert words in everything
 
 
 def test_training_state_of_a_gpt_by_parameter(run):
@@ -99,6 +106,7 @@ def test_policies_stand_side_by_side(run, parameters):
   plans = {plan["label"]: plan for plan in report["plans"]}
   assert list(plans) == ["fp32", "bf16", "fp16"]
   assert all(label in printed for label in plans)
+  assert len(printed.splitlines()) <= 12
   assert [next(iter(p["matrix_flops"])) for p in plans.values()] == ["tensorfloat32", "bfloat16", "float16"]
   assert [p["inference"] // parameters for p in plans.values()] == [4, 2, 2]
   flops = [sum(p["matrix_flops"].values()) for p in plans.values()]
@@ -261,6 +269,7 @@ BAD = {
     [*analytic("--cheapest", "--memory", "1kB", "policy=bf16")],
     "none of ",
   ),
+  "table": ([*analytic("--table", "memry")], "--table: no table 'memry': expected one of all, summary"),
   "multiple": ([*analytic("--fit", "--multiple", "-1")], "--multiple -1: expected "),
   **{
     f"memory {text!r}": (

@@ -37,7 +37,8 @@ def time_floor(
   """
   if not target.flops or not target.bandwidth:
     return None
-  moved = _moved_bytes(memory, _written_bytes(graph, arguments, target.kind), target.cache)
+  written = _written_bytes(graph, arguments, target.kind)
+  moved = _moved_bytes(memory, written, target.cache)
   parts = {
     "matrix units": _seconds_on_units(graph, target, devices),
     "memory": moved / target.bandwidth,
@@ -45,7 +46,7 @@ def time_floor(
   if collectives and target.interconnect and devices > 1:
     parts["interconnect"] = sum(c.sent for c in collectives) / target.interconnect
   bound = max(parts, key=lambda name: parts[name])
-  return Floor(parts[bound], parts, bound, moved)
+  return Floor(parts[bound], parts, bound, moved, _moved_bytes(memory, written, 0), target.cache)
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:

@@ -69,8 +69,13 @@ def _width(plan: PlanFigures) -> int:
   return min((widths.get(dtype[:6], 32) for dtype in plan.matrix_flops()), default=0)
 
 
+def memory_of(plan: PlanFigures) -> Memory:
+  """Returns the parts of a plan's peak, the compiler's if it has them."""
+  return plan.compiled.memory if plan.compiled else plan.memory
+
+
 def _memory(one: PlanFigures, other: PlanFigures) -> tuple[Memory, Memory]:
   """Returns the parts of both plans, the compiler's if both have them."""
   if one.compiled and other.compiled:
-    return one.compiled.memory, other.compiled.memory
+    return memory_of(one), memory_of(other)
   return one.memory, other.memory

@@ -1,10 +1,10 @@
-"""Plans as tables, one column a plan: plain text, and in colour where `rich` is installed."""
+"""Plans as tables, one column a plan, each under the name by which it is asked for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpjax._render.plain_text import bytes_text, with_prefix
 from mpjax._render.text_sections import (
@@ -14,14 +14,9 @@ from mpjax._render.text_sections import (
   TextSection,
   beside,
   of_each,
-  print_sections,
-  sections_text,
 )
 from mpjax.planner._results import ARGUMENT_PARTS, TRANSIENT_PARTS, PlanFigures, ProductGroup
 from mpjax.planner.render._plan_conclusions import conclusions
-
-if TYPE_CHECKING:
-  import rich.console
 
 NO_FIT = "DOES NOT FIT"
 
@@ -30,24 +25,6 @@ _FIGURES = frozenset({"devices", "count", "bytes", "extra", "FLOPs", "needs", "s
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
 _MOST_PRODUCTS = 10
-
-
-def as_text(plans: Sequence[PlanFigures]) -> str:
-  """Returns plans side by side as plain text, at most 116 columns wide but for long shapes and lines."""
-  return sections_text(sections_of(plans))
-
-
-def print_plans(plans: Sequence[PlanFigures], console: rich.console.Console | None = None) -> None:
-  """Prints plans side by side, with short figures where the terminal has no room for long ones.
-
-  Args:
-    plans: to compare; one that does not fit its memory is marked in red.
-    console: to print to; standard output if `None`.
-  """
-  import rich.console
-
-  console = console or rich.console.Console()
-  print_sections(sections_of(plans, console.width), console, alarm=rf"\S+ %  {NO_FIT}")
 
 
 class _Room(NamedTuple):
@@ -80,7 +57,7 @@ def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterat
   yield from filter(None, [_collectives(plans)])
   yield from filter(None, map(_floor, groups))
   if notes := _said(plans, lambda plan: plan.notes):
-    yield TextSection("Notes", lines=notes)
+    yield TextSection("Notes", lines=notes, name="notes")
 
 
 def _lead(plans: Sequence[PlanFigures]) -> TextSection:
@@ -96,7 +73,7 @@ def _lead(plans: Sequence[PlanFigures]) -> TextSection:
   names = "; ".join(subjects) or ", ".join(plan.label for plan in plans)
   facts = _said(plans, lambda plan: [_facts(plan)])
   said = conclusions(plans)
-  return TextSection(f"Plan of a step: {names}", columns, [rows], [*facts, *said])
+  return TextSection(f"Plan of a step: {names}", columns, [rows], [*facts, *said], "summary")
 
 
 def _facts(plan: PlanFigures) -> str:
@@ -106,7 +83,7 @@ def _facts(plan: PlanFigures) -> str:
   count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
   takes = ""
   if plan.room < plan.device_memory:
-    share = f"{_percent(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
+    share = f"{percent_text(plan.room / plan.device_memory)}, XLA_PYTHON_CLIENT_MEM_FRACTION"
     takes = f", of which JAX takes {bytes_text(plan.room)} ({share})"
   return f"{device}; {count}{takes}; {plan.parameters:,} parameters"
 
@@ -157,7 +134,7 @@ def _memory(plans: Sequence[PlanFigures], room: _Room) -> TextSection:
   ]
   lines = ["B/p: bytes per parameter."] if per_parameter and room.long else []
   lines += _said(plans, lambda plan: plan.compiled.difference if plan.compiled else ())
-  return beside("Memory of one device", [plan.label for plan in plans], groups, lines)
+  return beside("Memory of one device", [plan.label for plan in plans], groups, lines, name="memory")
 
 
 _Row = Callable[..., TextRow]
@@ -186,7 +163,7 @@ def _compiled(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[Tex
     row("  less aliases", [c and -c.aliases for c in compiled]),
     row("  temporaries", [c and c.temporaries for c in compiled]),
     *total("peak, compiled", [c and c.peak for c in compiled]),
-    _row("  explained by parts", [c and c.explained for c in compiled], _percent),
+    _row("  explained by parts", [c and c.explained for c in compiled], percent_text),
   ]
   for part in TRANSIENT_PARTS:
     counts = [c and c.memory.parts.get(part) for c in compiled]
@@ -217,7 +194,7 @@ def _activations(plan: PlanFigures, width: int) -> TextSection | None:
   at_peak = plan.memory.parts.get("activations", 0)
   if bytes_text(at_peak) != bytes_text(plan.memory.saved_bytes):
     line += f" The peak of all memory is at another moment, with {bytes_text(at_peak)} of them (analytic)."
-  return TextSection("Largest saved activations", columns, [rows], [line])
+  return TextSection("Largest saved activations", columns, [rows], [line], "activations")
 
 
 def _matrix_units(plans: Sequence[PlanFigures], room: _Room) -> TextSection | None:
@@ -238,11 +215,12 @@ def _matrix_units(plans: Sequence[PlanFigures], room: _Room) -> TextSection | No
     [
       *([] if room.long else [whole]),
       *rows(flops),
-      _row("eligible at full rate", shares, _percent, strong=True),
+      _row("eligible at full rate", shares, percent_text, strong=True),
     ],
     [_row("by the compiler", [""] * len(plans)), *rows(kernels, "  ")] if any(kernels) else [],
   ]
-  return beside("Matrix products: FLOPs of one step on one device", [p.label for p in plans], groups)
+  title = "Matrix products: FLOPs of one step on one device"
+  return beside(title, [p.label for p in plans], groups, name="products")
 
 
 def _products(plan: PlanFigures) -> TextSection | None:
@@ -252,17 +230,18 @@ def _products(plan: PlanFigures) -> TextSection | None:
   title = "Products below the full rate of the matrix units"
   if len(rest) == len(plan.products) and all(p.padded == p.shape for p in rest):
     # Nothing could be padded: there are no units for any of them, and a row each would say so every time.
-    return TextSection(title, lines=[f"all of them: {why}" for why in dict.fromkeys(p.why for p in rest)])
+    lines = [f"all of them: {why}" for why in dict.fromkeys(p.why for p in rest)]
+    return TextSection(title, lines=lines, name="products")
   whole = max(1, sum(p.flops for p in plan.products))
   rows = []
   for p in rest[:_MOST_PRODUCTS]:
     module = f"{p.path} ({p.phase})" if p.phase else p.path
     shape = f"{p.batch} of {_by(p.shape)}" if p.batch > 1 else _by(p.shape)
-    rows.append(TextRow([module, p.source, shape, *_padding(p), _percent(p.flops / whole), p.why]))
+    rows.append(TextRow([module, p.source, shape, *_padding(p), percent_text(p.flops / whole), p.why]))
   others = rest[_MOST_PRODUCTS:]
-  lines = [f"{len(others)} more have {_percent(sum(p.flops for p in others) / whole)} of the FLOPs."]
+  lines = [f"{len(others)} more have {percent_text(sum(p.flops for p in others) / whole)} of the FLOPs."]
   columns = _columns("module line MxNxK padded extra FLOPs why")
-  return TextSection(title, columns, [rows], lines if others else ())
+  return TextSection(title, columns, [rows], lines if others else (), "products")
 
 
 def _fused(plan: PlanFigures) -> TextSection | None:
@@ -277,7 +256,7 @@ def _fused(plan: PlanFigures) -> TextSection | None:
   lines = [f"{len(others)} more."] if others else []
   lines.append("What kernels compute is in no other figure of this plan, nor in the time floor.")
   columns = _columns("module line kernel operands count FLOPs")
-  return TextSection("Fused kernels", columns, [rows], lines) if rows else None
+  return TextSection("Fused kernels", columns, [rows], lines, "kernels") if rows else None
 
 
 def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
@@ -295,7 +274,8 @@ def _collectives(plans: Sequence[PlanFigures]) -> TextSection | None:
     return None
   stated = any(plan.collectives and plan.compiled is None for plan in plans)
   said = ["Without the compiler: what the step states itself, not what a compiler adds to it."]
-  return TextSection("Collectives of one step on one device", columns, groups, said if stated else [])
+  title = "Collectives of one step on one device"
+  return TextSection(title, columns, groups, said if stated else [], "collectives")
 
 
 def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
@@ -306,9 +286,16 @@ def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
   for name in _names(floor.parts for floor in floors if floor):
     rows.append(_row(f"  {name}", [f and f.parts.get(name) for f in floors], _seconds))
   rows.append(_row("bound by", [f and f.bound for f in floors]))
+  rows.append(_row("bytes read and written", [f and f.touched_bytes for f in floors], bytes_text))
   rows.append(_row("bytes moved at least", [f and f.moved_bytes for f in floors], bytes_text))
-  line = "At the published peaks of the target. It bounds the time from below and does not predict it."
-  return beside("Time floor: no step is faster than", [plan.label for plan in plans], [rows], [line])
+  lines = ["At the published peaks of the target. It bounds the time from below and does not predict it."]
+  for cache in dict.fromkeys(f.cache for f in floors if f and f.moved_bytes < f.touched_bytes):
+    lines.append(
+      f"A cache of {bytes_text(cache)} may keep as much of what the step reads, of what it writes and of "
+      "what the backward pass reads again: the bytes moved are without it."
+    )
+  labels = [plan.label for plan in plans]
+  return beside("Time floor: no step is faster than", labels, [rows], lines, name="time")
 
 
 def _row(
@@ -351,19 +338,21 @@ def _per_parameter(share: float) -> str:
 def _flops_cell(flops: int | None, whole: int, long: bool) -> str:
   if flops is None:
     return "-"
-  share = _percent(flops / max(1, whole))
+  share = percent_text(flops / max(1, whole))
   return f"{with_prefix(flops, 'FLOP')}  {share:>7}" if long else share
 
 
 def _fit(plan: PlanFigures) -> str:
   if not plan.room:
     return "not known"
-  share = _percent(plan.peak / plan.room)
+  share = percent_text(plan.peak / plan.room)
   return f"{share}  {NO_FIT}" if plan.peak > plan.room else share
 
 
-def _percent(share: float) -> str:
-  """Returns a share as `99.9 %`; one that is short of all is never shown as all."""
+def percent_text(share: float) -> str:
+  """Returns a share as `99.9 %`; less than all is never shown as all, nor more than nothing as nothing."""
+  if 0 < share < 5e-4:
+    return "<0.1 %"
   return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f} %"
 
 

@@ -6,16 +6,21 @@ import io
 import pytest
 import rich.console
 
-from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective
-from mpjax.planner.render import NO_FIT, as_text, print_plans
+from mpjax._render.text_sections import print_sections, sections_text
+from mpjax.planner import ARGUMENT_PARTS, TRANSIENT_PARTS, Collective, Floor
+from mpjax.planner.render import NO_FIT, answer, answer_beside, sections_of
 from tests.planner._plans import PARAMETERS, a_memory, a_plan, a_product, in_words, the_head
 
 POLICIES = ("fp32", "bf16", "bf16_pure")
 
 
+def as_text(plans):
+  return sections_text(sections_of(plans))
+
+
 def printed(plans, width=120):
   stream = io.StringIO()
-  print_plans(plans, rich.console.Console(file=stream, width=width, color_system=None))
+  print_sections(sections_of(plans, width), rich.console.Console(file=stream, width=width, color_system=None))
   return stream.getvalue()
 
 
@@ -117,3 +122,49 @@ def test_fp8_that_needs_more_than_bf16_says_why():
     assert words in text
   assert "saved_activations=fp8" in text
   assert "more than bf16" not in as_text([a_plan("fp32"), a_plan("bf16")])
+
+
+def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_lines():
+  pad = "pad head from 50257 to 50264: 5,376 more elements"
+  floor = Floor(
+    0.0123, {"matrix units": 0.0123, "memory": 0.001}, "matrix units", 10**9, 2 * 10**9, 50 * 10**6
+  )
+  changes = {"products": (the_head(), a_product()), "usable_memory": 100 * 10**9, "floor": floor}
+  plan = a_plan(notes=(*(f"note {i}" for i in range(9)), pad), **changes)
+  lines = str(plan).splitlines()
+  assert len(lines) == 12
+  assert max(map(len, lines)) <= 116
+  text = str(plan)
+  for words in (
+    f"fits: {in_words(plan.peak)} of the 100.00 GB that JAX takes",
+    "largest: activations",
+    "bfloat16 100.0 %",
+    "GPT/head",
+    "N = 50257 is no multiple of 8",
+    "at least 12.30 ms (matrix units); memory 1.00 ms, up to 50.00 MB may be cached",
+    "note 0",
+    f"advice: {pad}",
+    "larger batch",
+  ):
+    assert words in text, words
+  assert lines[-1].startswith("more: .table(NAME), with NAME one of summary, memory, activations, products, ")
+  assert plan.tables == ("summary", "memory", "activations", "products", "time", "notes")
+  full = a_plan(device_memory=10**9, products=(a_product(),), notes=())
+  assert f"{NO_FIT}: {in_words(full.peak)} of the 1.00 GB of a device" in str(full)
+  assert any("activations" in line and "recompute" in line for line in answer(full) if "advice" in line)
+  assert "all at the full rate" in str(full)
+
+
+def test_the_answer_of_several_plans_is_one_table():
+  slow = Floor(0.5, {"memory": 0.5}, "memory", 0)
+  plans = [a_plan("fp32", floor=slow), a_plan("bf16"), a_plan("bf16_pure", device_memory=1)]
+  first, _, heading, *rows = answer_beside(plans)
+  assert first == "shortest time of those that fit: bf16, at least 12.30 ms"
+  assert [row.split()[0] for row in rows[:3]] == [plan.label for plan in plans]
+  assert [NO_FIT in row for row in rows[:3]] == [False, False, True]
+  assert all(
+    row.endswith(bound) for row, bound in zip(rows, ("memory", "matrix units", "matrix units"), strict=False)
+  )
+  assert "full rate" in heading
+  many = [dataclasses.replace(plans[0], label=f"policy{i}") for i in range(30)]
+  assert len(answer_beside(many, ["cheapest: policy0"])) <= 11

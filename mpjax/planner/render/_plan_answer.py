@@ -1,0 +1,225 @@
+"""The answer of a plan: whether it fits, what is large, what misses the units, the time, what to change."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from mpjax._render.plain_text import bytes_text, table, with_prefix
+from mpjax._render.text_sections import answer_lines
+from mpjax.planner._results import PlanFigures, ProductGroup
+from mpjax.planner.render._plan_conclusions import conclusions, memory_of
+from mpjax.planner.render._plan_text import NO_FIT, percent_text
+
+_MOST_PARTS, _MOST_MISSES, _MOST_COLLECTIVES, _MOST_PLANS = 3, 2, 2, 7
+_ROOMY = 0.5  # of the memory, below which a larger batch is worth a word
+_ALIKE = 1e-3  # of a time
+_LARGE = 0.2  # of the peak, from which on results beside the arguments are worth a word
+_MISSES = 0.01  # of the FLOPs, from which on what is below the full rate is worth a word
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32": "tf32", "float32": "fp32"}
+_WIDE = ("float32", "tensorfloat32")
+_PADDING = "pad "  # how the notes on padding begin
+_WAYS_OUT = {
+  "activations": "recompute=dots keeps fewer of them, a smaller batch or accumulate=2 halves them",
+  "workspace": "a smaller batch or accumulate=2 halves it",
+  "temporaries": "a smaller batch or accumulate=2 halves them",
+  "compute copies": "a mesh with fsdp divides them",
+  "gradients": "a mesh with fsdp divides them",
+  "optimizer state": "optimizer_dtype: int8 in the policy takes a quarter of it, a mesh with fsdp divides it",
+  "master weights": "the policy bf16_lean takes 3 bytes a weight, a mesh with fsdp divides them",
+}
+
+
+def answer(plan: PlanFigures) -> list[str]:
+  """Returns the answer of one plan, in at most eleven lines."""
+  first = [_title([plan], plan.label), *_memory(plan), *_products(plan)]
+  first += [*_kernels(plan), *_collectives(plan), *_time(plan)]
+  return answer_lines(first, _notes([plan]), [f"advice: {line}" for line in _advice(plan)], rest=_MORE_NOTES)
+
+
+def answer_beside(plans: Sequence[PlanFigures], first: Sequence[str] = ()) -> list[str]:
+  """Returns the answer of several plans, a row each, in at most eleven lines.
+
+  Args:
+    plans: to compare, the one that is asked for first.
+    first: sentences before the table; by default which of the plans that fit has the shortest time.
+  """
+  rows = [["policy", "needs", "of memory", "products", "full rate", "at least", "bound by"]]
+  rows += [_row(plan) for plan in plans[:_MOST_PLANS]]
+  lines = [line for row in table(rows, left=(0, 3, 6)) for line in row]
+  if plans[_MOST_PLANS:]:
+    lines.append(f"{len(plans) - _MOST_PLANS} more in the table summary")
+  said = [*conclusions(plans), *_notes(plans)]
+  return answer_lines([*(first or _fastest(plans)), _title(plans), *lines], said, rest=_MORE_NOTES)
+
+
+_MORE_NOTES = "notes left out: {}"
+
+
+def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
+  """Yields the plans with the shortest time floor of those that fit."""
+  fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
+  if not fitting:
+    yield f"none of {len(plans)} fits"
+    return
+  floors = {plan.label: plan.floor.seconds for plan in fitting if plan.floor}
+  if not floors:
+    return
+  least = min(floors.values())
+  best = [label for label, seconds in floors.items() if math.isclose(seconds, least, rel_tol=_ALIKE)]
+  yield f"shortest time of those that fit: {', '.join(best)}, at least {with_prefix(least, 's')}"
+
+
+def _title(plans: Sequence[PlanFigures], label: str = "") -> str:
+  """Returns what is planned, and for which device."""
+  subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject))
+  counts = dict.fromkeys((plan.target, plan.devices) for plan in plans)
+  where = ", ".join(target if count == 1 else f"{target}, {count} devices" for target, count in counts)
+  count = plans[0].parameters
+  subject = subjects or ("a step" if not count else f"a step of {count:,} parameters")
+  return f"{f'plan of {label}' if label else 'plans'} on {where}: {subject}"
+
+
+def _memory(plan: PlanFigures) -> Iterator[str]:
+  """Yields whether a plan fits, and its largest parts."""
+  needs = bytes_text(plan.peak)
+  if plan.room:
+    whose = "that JAX takes" if plan.room < plan.device_memory else "of a device"
+    fits = NO_FIT if plan.peak > plan.room else "fits"
+    needs = f"{fits}: {needs} of the {bytes_text(plan.room)} {whose}, {percent_text(plan.peak / plan.room)}"
+  else:
+    needs += ", and the device does not say what it has"
+  yield f"memory: {needs} ({'by the compiler' if plan.compiled else 'analytic'})"
+  largest = sorted(memory_of(plan).parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+  yield f"  largest: {', '.join(f'{name} {bytes_text(size)}' for name, size in largest)}"
+
+
+def _products(plan: PlanFigures) -> Iterator[str]:
+  """Yields the share of the matrix FLOPs by dtype, and what is below the full rate of the matrix units."""
+  flops = plan.matrix_flops()
+  whole = sum(flops.values())
+  if not whole:
+    return
+  shares = ", ".join(f"{dtype} {percent_text(count / whole)}" for dtype, count in flops.items())
+  rate = (
+    "all at the full rate of the units"
+    if plan.eligible == 1
+    else f"{percent_text(1 - plan.eligible)} below the full rate of the units"
+  )
+  yield f"products: {shares} of {with_prefix(whole, 'FLOP')}; {rate}"
+  misses = _misses(plan)
+  if 1 - plan.eligible < _MISSES or not misses:
+    return
+  said = []
+  for why, modules in list(misses.items())[:_MOST_MISSES]:
+    others = f" and {len(modules) - 1} more" if modules[1:] else ""
+    said.append(f"{next(iter(modules))}{others} {percent_text(sum(modules.values()) / whole)} ({why})")
+  more = len(misses) - _MOST_MISSES
+  yield f"  below the full rate: {'; '.join(said)}{f'; {more} more reasons' if more > 0 else ''}"
+
+
+def _misses(plan: PlanFigures) -> dict[str, Counter[str]]:
+  """Returns the FLOPs below the full rate by reason and module, the most first."""
+  found: dict[str, Counter[str]] = {}
+  for product in sorted(plan.products, key=lambda product: -product.flops):
+    if not product.eligible:
+      found.setdefault(product.why, Counter())[_name(product)] += product.flops
+  return dict(sorted(found.items(), key=lambda item: -item[1].total()))
+
+
+def _name(product: ProductGroup) -> str:
+  return product.path or product.source or product.operation
+
+
+def _kernels(plan: PlanFigures) -> Iterator[str]:
+  if plan.fused:
+    names = dict.fromkeys(kernel.name for kernel in plan.fused)
+    yield f"fused kernels: {', '.join(list(names)[:_MOST_PARTS])}; in no other figure, nor in the time"
+
+
+def _collectives(plan: PlanFigures) -> Iterator[str]:
+  if not plan.collectives:
+    return
+  shown = [f"{c.operation} {c.dtype} {bytes_text(c.nbytes)}" for c in plan.collectives[:_MOST_COLLECTIVES]]
+  more = len(plan.collectives) - _MOST_COLLECTIVES
+  yield f"between devices: {', '.join(shown)}{f', {more} more' if more > 0 else ''}"
+
+
+def _time(plan: PlanFigures) -> Iterator[str]:
+  floor = plan.floor
+  if floor is None:
+    yield f"time: no floor, since the peaks of {plan.target} are not published"
+    return
+  others = [f"{name} {with_prefix(s, 's')}" for name, s in floor.parts.items() if name != floor.bound]
+  if floor.moved_bytes < floor.touched_bytes:
+    others.append(f"up to {bytes_text(floor.cache)} may be cached")
+  yield "; ".join([f"time: at least {with_prefix(floor.seconds, 's')} ({floor.bound})", *[", ".join(others)]])
+
+
+def _notes(plans: Sequence[PlanFigures]) -> list[str]:
+  """Returns the notes on plans that are no advice: what failed first, what is not installed last."""
+  rank = lambda note: (not note.startswith("the compiler failed"), note.startswith("analytic only"))
+  said: dict[str, list[str]] = {}
+  for plan in plans:
+    for note in plan.notes:
+      if not note.startswith(_PADDING):
+        said.setdefault(note, []).append(plan.label)
+  whose = lambda labels: "" if len(labels) == len(plans) else f"{', '.join(labels)}: "
+  return [f"note: {whose(said[note])}{note}" for note in sorted(said, key=rank)]
+
+
+def _advice(plan: PlanFigures) -> list[str]:
+  """Returns what to change, in at most two sentences."""
+  found = [*_for_room(plan), *_for_outputs(plan), *_for_time(plan)]
+  if not found and plan.room:
+    found = ["nothing to change: it fits, and its products run at the full rate of the matrix units"]
+  return found[:2]
+
+
+def _for_room(plan: PlanFigures) -> Iterator[str]:
+  if not plan.room:
+    return
+  if plan.peak > plan.room:
+    if said := conclusions([plan]):
+      yield said[0]
+    parts = sorted(memory_of(plan).parts.items(), key=lambda part: -part[1])
+    name, size = next((part for part in parts if part[0] in _WAYS_OUT), ("", 0))
+    if name:
+      yield f"{name} {bytes_text(size)}: {_WAYS_OUT[name]}; --fit (mpjax.largest_batch) finds what fits"
+
+
+def _for_outputs(plan: PlanFigures) -> Iterator[str]:
+  outputs = memory_of(plan).parts.get("outputs", 0)
+  if plan.memory.optimizer and outputs > _LARGE * plan.peak:
+    yield f"outputs {bytes_text(outputs)}: jax.jit(step, donate_argnums=...) writes them where the inputs lie"
+
+
+def _for_time(plan: PlanFigures) -> Iterator[str]:
+  padding = [note for note in plan.notes if note.startswith(_PADDING)]
+  flops = plan.matrix_flops()
+  if plan.floor and flops and next(iter(flops)) in _WIDE:
+    yield "a policy in half precision (bf16 or fp16) multiplies at a higher rate"
+  if padding:
+    more = f" ({len(padding) - 1} more in the table notes)" if padding[1:] else ""
+    yield padding[0] + more
+  if plan.floor and plan.floor.bound == "interconnect":
+    yield "reduce_dtype: bfloat16 or gather_dtype: float8_e4m3fn in the policy sends fewer bytes"
+  if plan.room and plan.peak < _ROOMY * plan.room:
+    yield "a larger batch fits: --fit (mpjax.largest_batch) finds the largest"
+
+
+def _row(plan: PlanFigures) -> list[str]:
+  flops: dict[str, int] = {}
+  for dtype, count in plan.matrix_flops().items():
+    name = next((short for full, short in _SHORT.items() if dtype.startswith(full)), dtype)
+    flops[name] = flops.get(name, 0) + count
+  whole = max(1, sum(flops.values()))
+  first = max(flops, key=lambda name: flops[name], default="-")
+  products = first if len(flops) < 2 else f"{first} {percent_text(flops[first] / whole)}"
+  room = "not known"
+  if plan.room:
+    room = percent_text(plan.peak / plan.room) + (f"  {NO_FIT}" if plan.peak > plan.room else "")
+  floor = [with_prefix(plan.floor.seconds, "s"), plan.floor.bound] if plan.floor else ["-", ""]
+  full = percent_text(plan.eligible) if plan.products else "-"
+  return [plan.label, bytes_text(plan.peak), room, products, full, *floor]
