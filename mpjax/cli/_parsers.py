@@ -171,6 +171,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--seeds", type=int, default=3, help="how often --prove trains each (3)")
   parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
+  add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
   parser.add_argument("--picture", metavar="FILE", help="write cost and error as a picture, .png or .svg")
 

@@ -24,6 +24,7 @@ from mpjax.cli._config_arguments import (
 from mpjax.cli._exit_status import guarded
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import split_policies
+from mpjax.cli._show import report_console, show
 from mpjax.planner import get_target
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import Recompute
@@ -60,7 +61,7 @@ def _tune(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
   path = find_config(options.config)
   config = load_config(path, [*overrides, "policy=fp32"])
-  console = rich.console.Console(width=None if rich.console.Console().is_terminal else 160)
+  console = report_console()
   planner = Planner(config, target)
   layout = planner.layout
   trials = pathlib.Path("runs/tune") / f"{path.stem}.jsonl"
@@ -86,7 +87,7 @@ def _tune(options: argparse.Namespace) -> None:
       raise
     except ValueError as error:
       raise ConfigError(str(error)) from error
-  _print(console, str(result))
+  show(result, console, options.table)
   report: dict[str, Any] = result.to_dict()
   if options.out:
     _write_config(path, overrides, result, pathlib.Path(options.out))
@@ -175,19 +176,19 @@ def _progress(console: rich.console.Console) -> Iterator[Any]:
   """Shows what is being tried: a line that moves on a terminal, a line for each elsewhere."""
   bar = rich.progress.Progress(
     rich.progress.SpinnerColumn(),
-    rich.progress.TextColumn("{task.completed} tried, now {task.description}", markup=False),
+    rich.progress.TextColumn("{task.description}", markup=False),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
     disable=not console.is_terminal,
   )
   with bar:
-    task = bar.add_task("begins", total=None, completed=-1)
+    task = bar.add_task("begins", total=None)
 
     def say(line: str) -> None:
       if not console.is_terminal:
         _print(console, line)
-      bar.update(task, advance=1, description=line)
+      bar.update(task, description=line)
 
     yield say
 

@@ -56,13 +56,15 @@ def save_picture(
   least = min((t.error.total for t in finite if t.error.total), default=1e-6) / 3
 
   # As the table has them: the unit of the dearest, and errors in per cent.
-  size, unit = prefixed_unit(max(t.cost.figures(objective)[0] for t in table), "s" if by_time else "B")
+  scale, unit = prefixed_unit(max(t.cost.figures(objective)[0] for t in table), "s" if by_time else "B")
 
   def places(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-    costs = [trial.cost.figures(objective)[0] / size for trial in trials]
+    costs = [trial.cost.figures(objective)[0] / scale for trial in trials]
     return costs, [100 * max(trial.error.total, least) for trial in trials]
 
   with picture_style():
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     heading = textwrap.wrap(f"Cost and error on {target}; chosen: {chosen.label}", _TITLE_WIDTH)
     figure = new_figure(4.6, "\n".join(heading))
     axes = figure.add_subplot()
@@ -90,7 +92,9 @@ def save_picture(
     axes.set_yscale("log")
     axes.set_xlabel(f"{'time floor' if by_time else 'peak memory'} on {target}, {unit}")
     axes.set_ylabel("error of the gradient against float32, %")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid()
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")

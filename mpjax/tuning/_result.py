@@ -13,16 +13,18 @@ from typing import Any, Self
 import yaml
 
 from mpjax._render.html_sections import Shown
-from mpjax._render.plain_text import bytes_text, table, with_prefix
-from mpjax._render.text_sections import TextSection, of_rows
+from mpjax._render.plain_text import bytes_text, fold, table, with_prefix
+from mpjax._render.text_sections import TextSection, answer_lines, of_rows
 from mpjax.numerics.render import plain_data
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import Noise
 from mpjax.tuning._picture import save_picture
 from mpjax.tuning._trials import Trial
 
-_BAR = 24
-_LEFT, _LEFT_OF_MODULES = (0, 1, 6), (0, 3)
+_LEFT = (0, 1, 6)
+_WIDTH = 100  # of the answer
+_MOST_YAML, _YAML_WIDTH = 3, 96  # lines of the policy in the answer, and their letters
+_MOST_LABEL = 48  # letters of a policy's name in the answer
 _SHORT = {
   "module": "one module",
   "mixed": "set of modules",
@@ -51,7 +53,7 @@ class TrialTable(tuple[Trial, ...]):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TuneResult(Shown):
-  """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is a report.
+  """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is the answer in short.
 
   Attributes:
     policy: the policy.
@@ -102,27 +104,34 @@ class TuneResult(Shown):
   @property
   def conclusion(self) -> str:
     """What the search says, in a sentence or two."""
-    name = self.chosen.label
-    preset = next((t.label for t in self.trials if t.kind == "preset" and t.policy == self.policy), None)
-    plain = preset is not None
-    if preset == "fp32":
-      tried = [t for t in self.trials if t.policy != self.policy]
-      nearest = min((t.error.total for t in tried), default=math.inf)
-      cheaper = [t for t in tried if t.cost.cheaper(self.chosen.cost, self.objective)]
-      if not cheaper:
-        return f"{name}: nothing that was tried is cheaper on {self.target}"
-      return (
-        f"{name}: nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {nearest:.2g}. If "
-        "that is good enough, give a larger tolerance"
-      )
-    others = [t for t in self.trials if t.label in ("bf16", "fp32") and t.label != name]
+    others = [t for t in self.trials if t.label in ("bf16", "fp32") and t is not self.chosen]
     gain = " and ".join(f"{self._gain(t)} of {t.label}'s" for t in others)
-    said = f"{name}: error {_share(self.chosen.error.total)}, {self._cost(self.chosen)}, {gain}".rstrip(", ")
-    return f"the plain preset is as good as anything that was tried: {said}" if plain else said
+    what = "memory" if self._by_memory else "time floor"
+    return f"{self.chosen.label}{f', {gain} {what}' if gain else ''}{self._verdict()}"
+
+  def _verdict(self) -> str:
+    """Returns why the policy is a preset as it is; empty for one that is not."""
+    preset = next((t.label for t in self.trials if t.kind == "preset" and t.policy == self.policy), None)
+    if preset is None:
+      return ""
+    if preset != "fp32":
+      return ": the plain preset; nothing that was tried is cheaper and within the tolerance"
+    tried = [t for t in self.trials if t.policy != self.policy]
+    if not any(t.cost.cheaper(self.chosen.cost, self.objective) for t in tried):
+      return f": nothing that was tried is cheaper on {self.target}"
+    nearest = min((t.error.total for t in tried), default=math.inf)
+    return (
+      f": nothing cheaper stays below {self.tolerance:.2g}; the smallest error is {nearest:.2g}. If that is "
+      "good enough, give a larger tolerance"
+    )
+
+  @property
+  def _by_memory(self) -> bool:
+    return self.objective == "memory" or self.chosen.cost.seconds is None
 
   def _cost(self, trial: Trial) -> str:
     """Returns the figure that decides."""
-    if self.objective == "memory" or trial.cost.seconds is None:
+    if self._by_memory or trial.cost.seconds is None:
       return f"peak {bytes_text(trial.cost.peak)}"
     return f"time floor {with_prefix(trial.cost.seconds, 's')}"
 
@@ -169,50 +178,68 @@ class TuneResult(Shown):
   def _why(self, pattern: str) -> str:
     return self.chosen.reasons.get(pattern, _CHEAPER)
 
-  def _heading(self) -> list[str]:
-    noise = (
-      ""
-      if self.noise is None
-      else f"noise of the gradient {_share(self.noise.total)} (from {self.noise.how}), "
-    )
-    many = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-    return [
-      f"tune: for {self.target}, by {self.objective}; {len(self.trials)} policies tried",
-      f"{noise}tolerance {_share(self.tolerance)}; {many} of {self.rows} rows in all",
+  def _answer(self) -> list[str]:
+    noise = "" if self.noise is None else f" (the gradients' own noise is {_share(self.noise.total)})"
+    error = f"error of the gradients {_share(self.chosen.error.total)}, tolerance {_share(self.tolerance)}"
+    first = [
+      f"tune for {self.target}: {self.chosen.label}{self._verdict()}",
+      error + noise,
+      *self._compared(),
+      self._dropped(),
     ]
+    folded = [part for line in first for part in fold(line, _WIDTH).split("\n")]
+    return answer_lines([*folded, *self._short_yaml()], [f"note: {note}" for note in self.notes])
 
-  def __str__(self) -> str:
-    modules = self._module_rows()
-    lines = [
-      *self._heading(),
-      "",
-      *(line for row in table(self._table_rows(), left=_LEFT) for line in row),
-      "",
-      *(line for row in table(modules, left=_LEFT_OF_MODULES) for line in row),
-      *([""] if modules else ()),
-      *(f"note: {note}" for note in self.notes),
-      "",
-      self.conclusion,
-      "",
-      self.yaml.rstrip(),
-      *([] if self.recompute is None else ["train:", f"  recompute: {self.recompute}  # changes no number"]),
-    ]
-    return "\n".join(lines)
+  def _compared(self) -> list[str]:
+    """Returns the costs and errors of the policy found, and of bf16 and fp32, as a table."""
+    chosen = [t.label for t in self.trials if t is self.chosen]
+    labels = {label: label if len(label) <= _MOST_LABEL else "this policy" for label in chosen}
+    labels |= {label: label for label in ("bf16", "fp32") if label not in labels}
+    rows = [row for t, row in zip(self.trials, self._table_rows()[1:], strict=True) if t.label in labels]
+    rows = [[labels[row[0]], *row[2:5]] for row in rows]
+    rows.sort(key=lambda row: list(labels.values()).index(row[0]))
+    return [line for row in table([["", "time floor", "peak", "error"], *rows]) for line in row]
+
+  def _dropped(self) -> str:
+    """Returns how many policies were tried, and why the cheaper ones were dropped."""
+    many = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+    tried = f"{len(self.trials)} policies tried on {many} of {self.rows} rows in all"
+    cheaper: dict[str, list[str]] = {}
+    for trial in self.trials:
+      if trial is not self.chosen and trial.cost.cheaper(self.chosen.cost, self.objective):
+        cheaper.setdefault(trial.why, []).append(f"{trial.label} ({_share(trial.error.total)})")
+    if not cheaper:
+      return f"{tried}; none is cheaper"
+    more = lambda labels: f" and {len(labels) - 1} more" if labels[1:] else ""
+    said = [f"{why}: {labels[0]}{more(labels)}" for why, labels in cheaper.items()]
+    return f"{tried}; cheaper ones dropped, {'; '.join(said)}"
+
+  def _short_yaml(self) -> list[str]:
+    """Returns the keys of a config in a few lines, without the comments."""
+    policy = yaml.safe_load(self.yaml)
+    changed = policy if self.recompute is None else policy | {"train": {"recompute": self.recompute}}
+    lines = []
+    for key, value in changed.items():
+      lines += fold(f"{key}: {_plain(value)}", _YAML_WIDTH).replace("\n", "\n  ").split("\n")
+    return lines if len(lines) <= _MOST_YAML else ["the policy is the table yaml, and result.yaml"]
 
   def _sections(self) -> list[TextSection]:
-    tried = of_rows(self._heading()[0], self._table_rows(), left=_LEFT, lines=self._heading()[1:])
+    lines = [self._dropped(), *(f"note: {note}" for note in self.notes)]
+    title = f"Policies that were tried for {self.target}, by {self.objective}"
+    tried = of_rows(title, self._table_rows(), left=_LEFT, lines=lines, name="policies")
     [trials] = tried.groups
     marked = [row._replace(strong=t is self.chosen) for row, t in zip(trials, self.trials, strict=True)]
     sections = [dataclasses.replace(tried, groups=[marked])]
     if modules := self._module_rows():
-      # Without the axis, which needs letters of one width.
-      rows = [row[:-1] for row in modules]
-      sections.append(of_rows("Noise and error by module", rows))
-    notes = [f"note: {note}" for note in self.notes]
-    return [*sections, TextSection(self.conclusion, lines=[*notes, *self.yaml.splitlines()])]
+      sections.append(of_rows("Noise and error by module", modules, name="modules"))
+    text = self.yaml.splitlines()
+    if self.recompute is not None:
+      text += ["train:", f"  recompute: {self.recompute}  # changes no number"]
+    return [*sections, TextSection("Policy as YAML", lines=text, name="yaml")]
 
   def _table_rows(self) -> list[list[str]]:
-    rows = [["policy", "what", "time floor", "peak", "error", "of tolerance", ""]]
+    costs = ["time floor", "cost: peak"] if self._by_memory else ["cost: time floor", "peak"]
+    rows = [["policy", "what", *costs, "error", "of tolerance", "why dropped"]]
     for t in self.trials:
       seconds = "" if t.cost.seconds is None else with_prefix(t.cost.seconds, "s")
       over = t.error.total / self.tolerance if self.tolerance else math.inf
@@ -230,28 +257,15 @@ class TuneResult(Shown):
     return rows
 
   def _module_rows(self) -> list[list[str]]:
-    """Returns noise and error by module, and where they lie on one axis, of decades."""
+    """Returns the noise and the error of each module's gradients."""
     if self.noise is None or not self.noise.modules:
       return []
     errors = self.chosen.error.modules
-    values = [*self.noise.modules.values(), *errors.values()]
-    values = [v for v in values if v > 0 and math.isfinite(v)]
-    if not values:
-      return []
-    low, high = math.floor(math.log10(max(min(values), 1e-9))), math.ceil(math.log10(max(values)))
-    at = lambda v: round((math.log10(max(v, 10.0**low)) - low) / max(high - low, 1) * (_BAR - 1))
-    rows = [
-      ["parameters of", "noise", f"error of {self.chosen.label}", f"1e{low} to 1e{high}: e error, n noise"]
+    rows = [["parameters of", "noise", f"error of {self.chosen.label}"]]
+    return rows + [
+      [module or "the root", _share(noise), _share(errors.get(module, 0.0))]
+      for module, noise in self.noise.modules.items()
     ]
-    for module, noise in self.noise.modules.items():
-      error = errors.get(module, 0.0)
-      bar = [" "] * _BAR
-      for value, mark in ((noise, "n"), (error, "e")):
-        if value > 0:
-          place = min(at(value), _BAR - 1) if math.isfinite(value) else _BAR - 1
-          bar[place] = "*" if bar[place] not in (" ", mark) else mark
-      rows.append([module or "the root", _share(noise), _share(error), "|" + "".join(bar) + "|"])
-    return rows
 
   def to_dict(self) -> dict[str, Any]:
     """Returns plain data; numbers that are not finite are strings, as JSON has none."""
@@ -322,6 +336,8 @@ def _scaling(value: dict[str, Any] | None) -> str:
   return _plain(changed if len(changed) > 1 else changed.get("kind"))
 
 
-def _plain(value: Any) -> str:
-  """Returns a value as YAML in one line."""
-  return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+def _plain(value: Any, width: int = 10**6) -> str:
+  """Returns a value as YAML in the flow style, in one line or in lines of a width."""
+  return (
+    yaml.safe_dump(value, default_flow_style=True, width=width, sort_keys=False).removesuffix("...\n").strip()
+  )

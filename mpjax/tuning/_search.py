@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpjax.planner import Plan
@@ -78,6 +78,8 @@ class Search:
     self._across: dict[str, str] = {}
     self._presets: dict[str, Trial] = {}
     self._costs: dict[Policy, Cost] = {}
+    # How many trials there will be, as far as that is known; more than there will be where it says so.
+    self._total, self._at_most = 0, ""
     self.trials: list[Trial] = []
     self.notes: list[str] = []
 
@@ -102,7 +104,8 @@ class Search:
     cost, error = self._cost(policy), self._kept.get(policy)
     if error is None:
       self._check_time(always)
-      self._say(label)
+      number = len(self.trials) + 1
+      self._say(f"policy {number} of {self._at_most}{max(number, self._total)}: {label}")
       error = self._gradients.error(policy)
       self._kept.put(policy, error)
     passes = error.total <= self._tolerance
@@ -120,9 +123,14 @@ class Search:
     if not always and self._deadline is not None and time.monotonic() > self._deadline:
       raise OutOfTime
 
-  def whole(self, policies: Iterable[tuple[str, Policy]]) -> Trial | None:
+  def _expect(self, more: int) -> None:
+    """Sets how many trials there will be at most: those that were made, and so many more."""
+    self._total, self._at_most = len(self.trials) + more, "at most "
+
+  def whole(self, policies: Sequence[tuple[str, Policy]]) -> Trial | None:
     """Tries policies as they are; returns the cheapest that passes, of equal ones the first."""
     best = None
+    self._total = len(policies)
     for label, policy in policies:
       is_preset = label in PRESETS and policy == get_policy(label)
       trial = self.try_policy(policy, label, "preset" if is_preset else "candidate", always=True)
@@ -237,19 +245,23 @@ class Search:
       return best
     base = trials.get(level) or self._crossing(level, get_policy(level), self._across)
     options = SingleChanges(level, base, self._objective)
-    for name, trial in trials.items():
-      for module in self._modules:
-        if name in module.levels and trial.cost.cheaper(base.cost, self._objective):
-          self._single(options, module, name)
+    tried = [name for name, trial in trials.items() if trial.cost.cheaper(base.cost, self._objective)]
+    self._try_each(options, [(m, name) for name in tried for m in self._modules if name in m.levels])
     chosen = options.choose(self._tolerance)
-    for module in options.held_back(chosen):
-      if 1 < len(module.paths) <= _LAYERS:
-        levels = options.take_apart(module)
-        for part in module.split():
-          for level in levels:
-            if level in part.levels:
-              self._single(options, part, level)
+    apart = [module for module in options.held_back(chosen) if 1 < len(module.paths) <= _LAYERS]
+    for i, module in enumerate(apart):
+      levels = options.take_apart(module)
+      later = sum(len(other.split()) for other in apart[i + 1 :]) * len(tried)
+      self._try_each(
+        options, [(p, name) for p in module.split() for name in levels if name in p.levels], later
+      )
     return self._measure(options, best)
+
+  def _try_each(self, options: SingleChanges, changes: Sequence[tuple[Module, str]], later: int = 0) -> None:
+    """Measures single changes, one after the other, before so many later ones."""
+    for i, (module, level) in enumerate(changes):
+      self._expect(len(changes) - i + later + _BACK_OFF + _ADD)
+      self._single(options, module, level)
 
   def _single(self, options: SingleChanges, module: Module, level: str) -> None:
     """Measures a preset with one module changed, if that saves something."""
@@ -310,7 +322,8 @@ class Search:
   def _with_options(self, best: Trial) -> Trial:
     """Returns the trial with what else makes it cheaper: more FP8, fewer bytes across devices and at rest."""
     plain, taken = best.label, dict[str, str]()
-    for applies, label, fields in _OPTIONS:
+    for i, (applies, label, fields) in enumerate(_OPTIONS):
+      self._expect(len(_OPTIONS) - i)
       policy = best.policy
       if applies == "fp8":
         if policy.fp8 is None:

@@ -55,7 +55,8 @@ def tune(
 
   ```python
   result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=optax.adamw(1e-3))
-  print(result)  # every policy that was tried, what it costs, its error, and why it was dropped
+  print(result)  # the policy, its cost and error, and why the cheaper ones were dropped
+  print(result.table("policies"))  # every policy that was tried
   step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), result.policy)
   ```
 
@@ -97,7 +98,7 @@ def tune(
     init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
 
   Returns:
-    A `TuneResult` with `.policy`, `.recompute`, `.table` and `.yaml`; `str()` of it is a report.
+    A `TuneResult` with `.policy`, `.recompute`, `.table` and `.yaml`; `str()` of it is the answer.
 
   Raises:
     ValueError: for a loss or gradient that float32 does not make finite, batches too small to estimate noise,
@@ -268,7 +269,7 @@ def _why(trial: Trial, chosen: Trial, objective: str) -> str:
     return "not finite"
   if not trial.passes:
     what = "update" if trial.error.update > trial.error.gradient else "gradient"
-    return f"error of the {what} above the tolerance"
+    return f"{what} too far off"
   if not trial.cost.fits:
     return "does not fit the target"
   if chosen.cost.cheaper(trial.cost, objective):

@@ -30,7 +30,7 @@ def test_a_policy_is_found_written_proved_and_its_search_goes_on(tmp_path, monke
   assert tuned.policy == yaml.safe_load(data["yaml"])["policy"]
   assert tuned.model == load_config(config).model
   assert main([*arguments, "--json", "again.json"]) == 0
-  assert capsys.readouterr().out.splitlines()[3].startswith("tune: for h200")  # nothing was tried again
+  assert capsys.readouterr().out.splitlines()[3].startswith("tune for h200")  # nothing was tried again
   again = json.loads((tmp_path / "again.json").read_text())
   assert again["table"] == data["table"]
   assert main(["train", "tuned.yaml", "train.steps=2", "out=run"]) == 0

@@ -174,7 +174,7 @@ def test_one_device_has_nothing_to_cross(tmp_path):
   # Errors that do not depend on the devices are those of any number of them.
   half = on_mesh(mesh=AbstractMesh((2, 2), AXES, axis_types=AUTO))
   again = mpjax.tune(*half, [BATCH], target="h200:8", progress=lines.append, **kept)
-  assert lines == ["float32", "bf16,reduce_dtype=bfloat16"]
+  assert lines == ["float32", "policy 2 of 2: bf16,reduce_dtype=bfloat16"]
   assert again.table[0].error == first.table[0].error
   with pytest.raises(ValueError, match=r"policy key reduce_dtype='bfloat16' .* needs a mesh"):
     mpjax.tune(LOSS, PARAMS, [BATCH], target="h200", candidates=[REDUCED])

@@ -54,7 +54,8 @@ def kept(tmp_path_factory):
 
 @pytest.mark.parametrize("layers", [("first", *FAULTS, "last"), pytest.param(LAYERS, marks=pytest.mark.slow)])
 def test_the_best_set_of_a_planted_model_is_found(layers, kept):
-  result = tuned(*FAULTS, layers=layers, trials=kept)
+  said = []
+  result = tuned(*FAULTS, layers=layers, trials=kept, progress=said.append)
   safer = {"first": "bf16", "narrow": "bf16", "near": "fp16", "outlier": "bf16"}
   found = {layer: level_of(result.policy, layer) for layer in layers}
   assert found == {layer: safer.get(layer, "fp8") for layer in layers}, str(result)
@@ -64,6 +65,32 @@ def test_the_best_set_of_a_planted_model_is_found(layers, kept):
   trials = {trial.label: trial for trial in result.table}
   assert [label for label in ("fp16", "bf16", "fp8", "fp32") if trials[label].passes] == ["fp32"]
   assert trials["fp32"].error.total == 0
+  counts = [re.fullmatch(r"policy (\d+) of (at most )?(\d+): .+", line) for line in said[1:]]
+  assert all(int(count[1]) <= int(count[3]) for count in counts)
+  assert len(counts) <= len(result.trials) <= int(counts[-1][3])
+
+
+def test_the_answer_has_the_policy_its_cost_its_error_and_what_was_dropped(kept):
+  result = tuned(*FAULTS, layers=("first", *FAULTS, "last"), trials=kept)
+  lines = str(result).splitlines()
+  assert len(lines) <= 12
+  assert max(map(len, lines[:-1])) <= 100
+  assert lines[0].startswith(f"tune for h200: {result.chosen.label[:60]}")
+  text = str(result)
+  for words in (
+    "tolerance 25%",
+    f"{len(result.trials)} policies tried",
+    "cheaper ones dropped, ",
+    "gradient too far off: fp8",
+    "\npolicy: {",
+  ):
+    assert words in text, words
+  pasted = "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("policy: ")) : -1])
+  assert mpjax.get_policy(yaml.safe_load(pasted)["policy"]) == result.policy
+  assert [line.split()[0] for line in lines if line.endswith("0%")] == ["fp32"]
+  table = result.table("policies").splitlines()
+  assert max(map(len, table)) <= 116
+  assert all(heading in table[1] for heading in ("cost:", "error", "why dropped"))
 
 
 def test_a_search_whose_time_is_over_has_the_best_preset(kept):
@@ -126,6 +153,10 @@ def test_a_result_is_data_and_a_picture(tmp_path):
   result.save_picture(tmp_path / "tune.svg")
   words = re.findall(r">([^<>]+)</text>", (tmp_path / "tune.svg").read_text())
   assert {"bf16", "fp16", "fp32, error 0", "chosen", "tolerance"} <= {*words}
+  # In the units of the table.
+  assert "cost: time floor" in result.table("policies")
+  assert "67.83 ns" in result.table("policies")
+  assert {"time floor on h200, ns", "error of the gradient against float32, %", "0.3"} <= {*words}
 
 
 def test_nothing_cheaper_than_float32_is_said():
@@ -251,7 +282,8 @@ def test_memory_is_saved_by_computing_again():
   assert result.recompute == "dots"
   assert result.policy == mpjax.get_policy("bf16")
   assert {t.recompute for t in result.table} == {None, "dots", "nothing"}
-  assert "\n  recompute: dots" in str(result)
+  assert "\ntrain: {recompute: dots}" in str(result)
+  assert "\n  recompute: dots" in result.table("yaml")
   assert mpjax.get_policy(yaml.safe_load(result.yaml)["policy"]) == result.policy
 
 
@@ -264,18 +296,18 @@ def test_a_trial_that_was_made_is_not_made_again(tmp_path):
     return lines, result.table[0]
 
   lines, first = told("bf16")
-  assert lines == ["float32", "bf16"]
+  assert lines == ["float32", "policy 1 of 1: bf16"]
   with file.open("a") as kept:
     for wrong in ("3", "null", file.read_text().splitlines()[0].replace('"update": 0.0', '"update": "a"')):
       kept.write(f"{wrong}\n")
     kept.write('{"subject": "cut o')
   lines, again = told("bf16", "fp16")
-  assert lines == ["float32", "fp16"]
+  assert lines == ["float32", "policy 2 of 2: fp16"]
   assert again == first
   assert told("fp16")[0] == ["float32"]  # its line is one of its own
   lines, other = [], lambda params, batch: 2 * LOSS(params, batch)
   mpjax.tune(other, PARAMS, BATCHES, trials=file, progress=lines.append, candidates=["bf16"], tolerance=1.0)
-  assert lines == ["float32", "bf16"]
+  assert lines == ["float32", "policy 1 of 1: bf16"]
 
 
 def test_a_step_and_its_state_can_be_given():
