@@ -19,13 +19,15 @@ from mpjax.cli._config_arguments import (
 from mpjax.cli._exit_status import guarded
 from mpjax.cli._parsers import KEYS
 from mpjax.cli._policy_arguments import warn_of_policy
-from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics, print_report
+from mpjax.cli._show import report_console, show
+from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._config_file import find_config, read_tree
 from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
 
 _STEPS = 10
+_BY = {"module": "modules"}  # the tables of `--by`
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,11 +51,9 @@ def _numerics(options: argparse.Namespace) -> None:
   path = find_config(path)
   config = load_config(path, overrides)
   warn_of_policy(config.policy)
-  console = rich.console.Console()
-  if not console.is_terminal:  # a file has room for the whole table
-    console = rich.console.Console(width=120)
+  console = report_console()
   if options.hunt is not None:
-    _hunt(config, checkpoint, options.hunt, console)
+    _hunt(config, checkpoint, options.hunt, console, options.table)
     return
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
@@ -71,7 +71,7 @@ def _numerics(options: argparse.Namespace) -> None:
   name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
   title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
   report = _inspect(subject, title, steps, batches, keep, not options.no_advice, console)
-  print_report(report, console)
+  show(report, console, _BY.get(options.by, options.table), alarm="^problem")
   _write(report, name, options, console)
   if options.apply:
     _apply(path, overrides, report, pathlib.Path(options.apply))
@@ -151,7 +151,9 @@ def _write(
     raise ConfigError(str(error)) from error
 
 
-def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.console.Console) -> None:
+def _hunt(
+  config: Config, checkpoint: str | None, file: str, console: rich.console.Console, table: str | None
+) -> None:
   if checkpoint is None:
     raise ConfigError("--hunt: expected a checkpoint beside it, as in checkpoint=runs/x")
   found = pathlib.Path(file) if file else find_batch(checkpoint)
@@ -163,7 +165,7 @@ def _hunt(config: Config, checkpoint: str | None, file: str, console: rich.conso
   )
   with console.status("computing the step operation by operation"):
     report = find_nonfinite(subject.step, subject.state, subject.place(batch))
-  _say(console, str(report))
+  show(report, console, table)
 
 
 def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport, out: pathlib.Path) -> None:

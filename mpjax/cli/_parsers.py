@@ -144,6 +144,8 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
     help="name the first operation that gives NaN or infinity, on a saved batch; by default the one in the "
     "checkpoint's run directory",
   )
+  add_tables(parser)
+  parser.add_argument("--by", choices=("module",), help="the same as --table modules")
   parser.add_argument("--formats", action="store_true", help="print the table of number formats, and stop")
 
 

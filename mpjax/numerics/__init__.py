@@ -8,7 +8,6 @@ from mpjax.numerics._logprob_mismatch import LogprobMismatch, logprob_mismatch
 from mpjax.numerics._report import NumericsReport
 from mpjax.numerics._significant_digits import SignificantDigits, significant_digits
 from mpjax.numerics.nonfinite import NonfiniteReport, Origin, find_nonfinite
-from mpjax.numerics.render._report_terminal import print_report
 
 __all__ = [
   "Advice",
@@ -26,6 +25,5 @@ __all__ = [
   "inspect_numerics",
   "inspection_programs",
   "logprob_mismatch",
-  "print_report",
   "significant_digits",
 ]

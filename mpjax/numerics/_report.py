@@ -21,13 +21,13 @@ from mpjax.numerics._scale_dependence import ScaleDependent
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import BINS, INTEREST, KINDS, Tensor, descent_quality, share_lost
 from mpjax.numerics.render import (
-  advice_lines,
+  answer,
+  figures,
   plain_data,
   save_html,
   save_pictures,
   sections_of,
-  stored_lines,
-  summary_lines,
+  verdict,
 )
 from mpjax.policy import Policy
 
@@ -36,7 +36,7 @@ _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NumericsReport(Shown):
-  """The report that `mpjax.inspect_numerics` returns; `str()` of it is a text.
+  """The report that `mpjax.inspect_numerics` returns; `str()` of it is the answer in short.
 
   Attributes:
     title: what was inspected.
@@ -128,12 +128,16 @@ class NumericsReport(Shown):
   def heading(self) -> list[str]:
     """Returns what was inspected, in two lines."""
     title = f"numerics of {self.title}" if self.title else "numerics"
-    batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
     against = "" if self.reference_loss is None else f" (float32: {self.reference_loss:.6g})"
+    scale = f"loss scale {power_of_two_text(self.loss_scale)}" if self.loss_scale != 1 else "no loss scale"
     return [
-      f"{title}: policy {self.policy.full_label}, {batches} ({self.rows} rows), step {self.step}",
-      f"loss {self.loss:.6g}{against}, loss scale {power_of_two_text(self.loss_scale)}",
+      f"{title}: policy {self.policy.full_label}, {self.batches_text()}, step {self.step}",
+      f"loss {self.loss:.6g}{against}, {scale}",
     ]
+
+  def batches_text(self) -> str:
+    """Returns how many batches and rows were looked at."""
+    return f"{'1 batch' if self.batches == 1 else f'{self.batches} batches'} ({self.rows} rows)"
 
   def with_advice(self, found: tuple[tuple[Finding, ...], Advice]) -> NumericsReport:
     """Returns the report with findings and advice."""
@@ -180,6 +184,11 @@ class NumericsReport(Shown):
         "lost_updates": self.lost_updates(),
         "descent_quality": self.descent_quality,
         "tensors": [t.to_dict(self.loss_scale) for t in self.tensors],
+        "verdict": {
+          "text": verdict(self.findings, self.advice),
+          "good": all(f.severity != "problem" for f in self.findings),
+          "figures": [figure.to_dict() for figure in figures(self)],
+        },
         "findings": [dataclasses.asdict(f) for f in self.findings],
         "advice": advice,
       }
@@ -204,17 +213,8 @@ class NumericsReport(Shown):
     """
     return save_pictures(self.to_dict(), directory)
 
-  def __str__(self) -> str:
-    lines = [*self.heading(), "", *summary_lines(self.tensors, self.loss_scale), ""]
-    if self.stored:
-      lines += [*stored_lines(self.stored), ""]
-    lines += [f"{finding.severity}: {finding.text}" for finding in self.findings]
-    if self.advice is not None:
-      lines += ["", *advice_lines(self.advice, self.findings), self.advice.yaml.rstrip()]
-    return "\n".join(lines)
+  def _answer(self) -> list[str]:
+    return answer(self)
 
   def _sections(self) -> list[TextSection]:
-    errors = {kind: self.error_by_module(kind) for kind in ("activation", "activation gradient")}
-    return sections_of(
-      self.heading(), self.tensors, self.loss_scale, self.stored, errors, self.findings, self.advice
-    )
+    return sections_of(self)

@@ -66,8 +66,10 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
   assert {"GPT/blocks/0/qkv", "GPT/blocks/0/down"} <= {t["module"] for t in report["tensors"]}
   assert all(t["error"] < 0.05 for t in report["tensors"] if t["error"] is not None)
   assert report["advice"]["unchanged"]
-  assert "base: fp16" in out
   lines = out.splitlines()
+  answer = lines[lines.index("looked at batch 2 of 2") + 1 : -2]  # then where the page and the data are
+  assert len(answer) <= 12
+  assert answer[0] == "numerics of tiny (gpt of 20,576 parameters), policy fp16: the policy is good as it is"
   assert lines[0] == "compiling the training step, and training 3 steps"
   assert "looked at batch 2 of 2" in lines
   page = tmp_path / "runs" / "numerics" / "tiny-fp16.html"
@@ -76,7 +78,9 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tmp_path):
-  report, _ = run("--no-advice", "--pictures", "pictures", config=trained)
+  report, out = run("--no-advice", "--pictures", "pictures", "--by", "module", config=trained)
+  assert "GPT/blocks/0/qkv" in out
+  assert "the policy is good as it is" not in out
   assert (report["step"], report["policy"]) == (8, "fp16")
   assert report["title"] == "run (gpt of 20,576 parameters)"
   assert (tmp_path / "pictures" / "histogram_activation_gradients.png").exists()

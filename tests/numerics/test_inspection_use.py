@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._render.plain_text import percent
 from mpjax.numerics import inspection_programs
 
 # A report's dictionary has all bins and formats, and no other way tells which.
@@ -89,7 +90,7 @@ def strict(text):
 FIELDS = (
   "version title policy compute_dtype backend versions loss_scale step batches rows loss bins formats stored"
 )
-FIELDS += " lost_updates descent_quality tensors findings advice"
+FIELDS += " lost_updates descent_quality tensors verdict findings advice"
 
 
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])
@@ -128,11 +129,29 @@ def test_numbers_that_json_has_not_are_strings_and_values_are_counted_at_the_end
 
 def test_the_text_has_every_finding():
   report = report_of("bf16_pure")
-  text = str(report)
+  text = report.table("all")
   assert report.findings
-  assert all(finding.text in text for finding in report.findings)
+  assert all(finding.text in " ".join(text.split()) for finding in report.findings)
   assert report.advice.yaml.rstrip() in text
-  assert text.startswith("numerics of mlp: policy bf16_pure, 1 batch (16 rows), step 0")
+  assert "numerics of mlp: policy bf16_pure, 1 batch (16 rows), step 0" in text
+  assert report.tables == ("kinds", "modules", "findings", "advice")
+  assert {line.split()[0] for line in report.table("modules").splitlines()[3:]} == {
+    t.module for t in report.of("activation")
+  }
+
+
+def test_the_answer_begins_with_the_verdict_and_its_figures():
+  report = report_of("fp16")
+  first, second, *figures = str(report).splitlines()
+  assert first == "numerics of mlp, policy fp16: the policy is good as it is"
+  assert "loss scale 2^16; 1 batch (16 rows), step 0" in second
+  lost = percent(report.lost("activation gradient", "float16", 2.0**16)).replace("0", "0%")
+  assert figures[0].startswith(f"float16: gradients {lost} underflow to zero (")
+  assert "overflow; values " in figures[0]
+  worst = max(report.of("weight gradient"), key=lambda t: t.error)
+  assert f"gradients of weights {worst.error:.2g} ({worst.path})" in figures[1]
+  verdict = report.to_dict()["verdict"]
+  assert (verdict["text"], verdict["good"]) == ("the policy is good as it is", True)
 
 
 def test_wrong_arguments_are_named():

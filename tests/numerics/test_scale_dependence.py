@@ -85,7 +85,8 @@ def test_bfloat16_without_a_scale_is_advised_and_measured():
   assert (advised.compute_dtype, advised.loss_scaling) == (jnp.bfloat16, None)
   assert any(m.before > 0.9 and m.after < 0.05 for m in report.advice.measured)
   assert report.advice.left == ()
-  assert "loss_scaling: none" in str(report)
+  assert "loss_scaling: none" in report.table("advice")
+  assert "-> compute_dtype: bfloat16" in " ".join(str(report).split())
 
 
 def test_a_loss_scale_of_the_optimisers_own_is_named_without_a_policy():

@@ -90,7 +90,7 @@ def test_errors_of_stored_moments_are_those_of_their_nearest_codes(policy):
     assert slot.became_zero == pytest.approx((back == 0).mean(), abs=1e-7)
     assert (slot.groups, slot.not_finite) == (ROWS * GROUPS, 0)
   assert report.stored[0].became_zero > 0
-  shown = [line.split()[:3] for line in str(report).splitlines()]
+  shown = [line.split()[:3] for line in report.table("stored").splitlines()]
   assert [line for line in shown if line[:1] in (["mu"], ["nu"])] == [["mu", dtype, "1"], ["nu", dtype, "1"]]
 
 
@@ -167,4 +167,4 @@ def test_advice_for_lost_updates_names_corrections():
 def test_nothing_is_said_of_a_state_in_float32():
   report = still("bf16", 1e-3)
   assert report.stored == ()
-  assert "stored state" not in str(report)
+  assert "stored" not in report.tables

@@ -367,7 +367,7 @@ def _descent(report: NumericsReport) -> Iterator[Finding]:
     return
   moving = [t for t in report.of("update") if t.norm and t.descent]
   worst = min(moving, key=lambda t: t.descent_here)
-  text = f"of the descent that this step's updates intend, weights as they are kept make {_share(here)}"
+  text = f"weights as they are kept make {_share(here)} of the descent that this step's updates intend"
   if worst.descent_here < _SOME * here:
     text += f" ({worst.path} {_share(worst.descent_here)})"
   if any(_weights(t) != "bfloat16" for t in moving):

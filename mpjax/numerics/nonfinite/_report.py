@@ -10,13 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._compat import newer
+from mpjax._render.html_sections import Shown
+from mpjax._render.text_sections import TextSection, answer_lines, of_rows
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.numerics.nonfinite._origins import Origin
 
+_MOST_INPUTS = 3  # that the verdict names
 
-@dataclasses.dataclass(frozen=True)
-class NonfiniteReport:
-  """The report of `find_nonfinite`; `str()` is a few plain lines, the verdict first.
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonfiniteReport(Shown):
+  """The report of `find_nonfinite`; `str()` of it is the answer in short, the verdict first.
 
   Attributes:
     origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
@@ -75,12 +79,17 @@ class NonfiniteReport:
     unscaled = (origin.float32_largest or 0.0) / self.loss_scale
     return 2.0 ** math.floor(math.log2(float(jnp.finfo(origin.dtype).max) / unscaled)) if unscaled else None
 
-  def __str__(self) -> str:
+  @property
+  def verdict(self) -> str:
+    """What is to blame, and whether the same step is finite in float32, in one line."""
+    return _finite_text(self).partition("\n")[0] if self.finite else " ".join(_verdict(self))
+
+  def _answer(self) -> list[str]:
     if self.finite:
-      return _finite_text(self)
+      return _finite_text(self).split("\n")
     found = _results_text(self.results, self.gradients)
     fine = "" if self.of_gradients else "the loss and the gradients are finite; "
-    lines = [_verdict(self), f"{fine}non-finite: {found}"]
+    lines = [*_verdict(self), f"{fine}non-finite: {found}"]
     if not self.compiled:
       lines.append(
         "the compiled step is finite on this batch: it keeps values between operations that are not rounded"
@@ -89,21 +98,48 @@ class NonfiniteReport:
       shown = [f"{_where(other)} {_what(other)}" for other in self.others[:3]]
       more = f"; and {len(self.others) - 3} more" if len(self.others) > 3 else ""
       lines.append(f"independent of it: {'; '.join(shown)}{more}")
-    return "\n".join([*lines, f"try: {'; or '.join(_advice(self))}"])
+    first, *others = _advice(self)
+    return answer_lines([*lines, f"try: {first}"], [f"  or {other}" for other in others])
+
+  def _sections(self) -> list[TextSection]:
+    origins = [*([self.origin] if self.origin else ()), *self.others]
+    sections = []
+    if origins:
+      heading = ["operation", "what it did", "result", "operands", "largest", "zeros"]
+      sections.append(of_rows("Origins", [heading, *map(_origin_row, origins)], left=(0, 1), name="origins"))
+    for name, title, counts in (
+      ("inputs", "Inputs that are not finite", self.inputs),
+      ("results", "Results that are not finite, operation by operation", self.results),
+      ("compiled", "Results of the compiled step that are not finite", self.compiled),
+    ):
+      if counts:
+        rows = [[key, *map(str, (c.nan, c.posinf, c.neginf, c.size))] for key, c in counts.items()]
+        sections.append(of_rows(title, [["array", "NaN", "inf", "-inf", "of"], *rows], name=name))
+    return sections
 
 
-def _verdict(report: NonfiniteReport) -> str:
+def _origin_row(origin: Origin) -> list[str]:
+  column = lambda value: "\n".join(value(operand) for operand in origin.operands)
+  operands, largest = column(lambda o: o.dtype), column(lambda o: f"{o.largest:.3g}")
+  result = f"{origin.dtype}: {_counts_text(origin.nonfinite)}"
+  return [_where(origin), _what(origin), result, operands, largest, column(lambda o: str(o.zeros))]
+
+
+def _verdict(report: NonfiniteReport) -> list[str]:
+  """Returns the sentences of the verdict."""
   text = f"{_cause(report, full=True)}."
   if report.in_float32 is False:
-    return f"{text} In float32 the same step is finite."
+    return [text, "In float32 the same step is finite."]
   if report.reference is None:
-    return text
-  return f"{text} In float32 it is non-finite too: {_cause(report.reference)}."
+    return [text]
+  return [text, f"In float32 it is non-finite too: {_cause(report.reference)}."]
 
 
 def _cause(report: NonfiniteReport, full: bool = False) -> str:
   if report.inputs:
-    return "; ".join(f"{name} holds {counts}" for name, counts in report.inputs.items())
+    said = [f"{name} holds {counts}" for name, counts in report.inputs.items()]
+    more = len(said) - _MOST_INPUTS
+    return "; ".join([*said[:_MOST_INPUTS], *([f"and {more} more inputs"] if more > 0 else [])])
   if report.origin is None:
     return "no operation was found to blame"
   origin = report.origin

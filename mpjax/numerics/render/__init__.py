@@ -1,15 +1,16 @@
-"""A numerics report as text, picture and page."""
+"""A numerics report as an answer, tables, pictures and a page."""
 
+from mpjax.numerics.render._report_answer import answer, figures, verdict
 from mpjax.numerics.render._report_html import plain_data, save_html
 from mpjax.numerics.render._report_picture import save_pictures
-from mpjax.numerics.render._report_text import advice_lines, sections_of, stored_lines, summary_lines
+from mpjax.numerics.render._report_text import sections_of
 
 __all__ = [
-  "advice_lines",
+  "answer",
+  "figures",
   "plain_data",
   "save_html",
   "save_pictures",
   "sections_of",
-  "stored_lines",
-  "summary_lines",
+  "verdict",
 ]

@@ -1,57 +1,43 @@
-"""Text of a numerics report: a table by kind of tensor, and what is advised; the same in sections."""
+"""Tables of a numerics report: by kind of tensor, of stored state, by module, the findings, the advice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mpjax._render.plain_text import percent, power_of_two_text, table
+from mpjax._render.plain_text import percent, power_of_two_text
 from mpjax._render.text_sections import TextSection, of_rows
-from mpjax.numerics._conclusions import Advice, Finding
+from mpjax.numerics._conclusions import Advice
 from mpjax.numerics._stored_state import StoredSlot
 from mpjax.numerics._tensors import FP8, GRADIENTS, INTEREST, KINDS, Tensor, share_lost
 
-_MOST_MODULES = 12
+if TYPE_CHECKING:
+  from mpjax.numerics._report import NumericsReport
+
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3 scaled", "float8_e5m2": "E5M2 scaled"}
 
 
-def sections_of(
-  heading: Sequence[str],
-  tensors: Sequence[Tensor],
-  loss_scale: float,
-  stored: Sequence[StoredSlot],
-  errors: Mapping[str, Mapping[str, float]],
-  findings: Sequence[Finding],
-  advice: Advice | None,
-) -> list[TextSection]:
-  """Returns what `str` of a report says as tables for a notebook, with the largest errors by module.
-
-  Args:
-    heading: its first lines.
-    tensors: that were looked at.
-    loss_scale: of the run.
-    stored: slots of the optimiser's state.
-    errors: by module, of activations and of their gradients.
-    findings: about them.
-    advice: what follows, if it was asked for.
-  """
-  sections = [TextSection("\n".join(heading)), of_rows("Tensors", summary_rows(tensors, loss_scale))]
-  if stored:
-    sections.append(of_rows("State as it is stored", stored_rows(stored)))
-  worst = {m: max(found.get(m, 0.0) for found in errors.values()) for found in errors.values() for m in found}
-  largest = sorted(worst, key=lambda module: -worst[module])[:_MOST_MODULES]
-  if largest:
-    figures = [[f"{found[m]:.2g}" if m in found else "" for found in errors.values()] for m in largest]
-    rows = [[m or "(no module)", *row] for m, row in zip(largest, figures, strict=True)]
-    sections.append(of_rows("Largest errors against float32", [["module", "values", "gradients"], *rows]))
-  said = [f"{finding.severity}: {finding.text}" for finding in findings]
-  if advice is not None:
-    said += [*advice_lines(advice, findings), *advice.yaml.splitlines()]
-  return [*sections, TextSection("Findings", lines=said)] if said else sections
-
-
-def summary_lines(tensors: Sequence[Tensor], loss_scale: float) -> list[str]:
-  """Returns the table of `summary_rows` as text."""
-  return [line for (line,) in table(summary_rows(tensors, loss_scale))]
+def sections_of(report: NumericsReport) -> list[TextSection]:
+  """Returns the tables of a report."""
+  sections = [
+    of_rows("\n".join(report.heading()), summary_rows(report.tensors, report.loss_scale), name="kinds")
+  ]
+  if report.stored:
+    sections.append(of_rows("State as it is stored", stored_rows(report.stored), name="stored"))
+  errors = [report.error_by_module(kind) for kind in ("activation", "activation gradient")]
+  if modules := list(dict.fromkeys(module for found in errors for module in found)):
+    rows = [
+      [m or "(no module)", *(f"{found[m]:.2g}" if m in found else "" for found in errors)] for m in modules
+    ]
+    title = "Error against float32, by module in the order of the program"
+    sections.append(of_rows(title, [["module", "values", "gradients"], *rows], name="modules"))
+  if report.findings:
+    said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
+    sections.append(TextSection("Findings", lines=said, name="findings"))
+  if report.advice is not None:
+    said = [*_advice_lines(report.advice), *report.advice.yaml.splitlines()]
+    sections.append(TextSection("Advice", lines=said, name="advice"))
+  return sections
 
 
 def summary_rows(
@@ -82,11 +68,6 @@ def summary_rows(
         ]
       )
   return rows
-
-
-def stored_lines(stored: Sequence[StoredSlot]) -> list[str]:
-  """Returns the table of `stored_rows` as text."""
-  return [line for (line,) in table(stored_rows(stored))]
 
 
 def stored_rows(stored: Sequence[StoredSlot]) -> list[list[str]]:
@@ -127,18 +108,12 @@ def _range(tensors: list[Tensor]) -> str:
   )
 
 
-def advice_lines(advice: Advice, findings: Sequence[Finding]) -> list[str]:
-  """Returns what is advised and what it buys, a line each, before the YAML."""
+def _advice_lines(advice: Advice) -> list[str]:
+  """Returns what is advised and what it buys, a line each."""
   if advice.unchanged:
-    if any(finding.severity == "problem" for finding in findings):
-      return ["advice: no change of the policy helps"]
-    said = [f for f in findings if f.kind in ("weight gradient", "gradient error")]
-    names = " and ".join(f.text.partition(":")[0] for f in said)
-    why = f"; on the errors of {names} see the note{'s' if len(said) > 1 else ''}" if said else ""
-    return [f"advice: the policy is good as it is{why}"]
+    return ["no change"]
   return [
-    "advice:",
-    *(f"  {key}: {buys}" for key, buys in advice.lines),
-    *(f"  measured: {m.what}: {m.before:.3g} -> {m.after:.3g}" for m in advice.measured),
-    *(f"  not mended: {finding.text}" for finding in advice.left),
+    *(f"{key}: {buys}" for key, buys in advice.lines),
+    *(f"measured: {m.what}: {m.before:.3g} -> {m.after:.3g}" for m in advice.measured),
+    *(f"not mended: {finding.text}" for finding in advice.left),
   ]

@@ -114,7 +114,7 @@ function drawHistogram(holder, data) {
       svg.append(shape("rect", { x: x(low) + gap / 2, y: at, width: x(high) - x(low) - gap, height: Math.max(1.5, bottom - at), class: `bar ${zone.name}` }));
     }
   }
-  if (data.ghost) drawGhost(svg, data.ghost, x, y, bottom);
+  if (data.ghost) drawGhost(svg, data.ghost, x, y, bottom, right, height);
   drawZero(svg, data.zero, y, left + 4, top, bottom);
   svg.append(shape("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
   drawTicks(svg, x, data, wide, bottom);
@@ -124,15 +124,16 @@ function drawHistogram(holder, data) {
   holder.replaceChildren(svg);
 }
 
-// The outline of where the same values stood before they were scaled.
-function drawGhost(svg, bars, x, y, bottom) {
+// The outline of where the same values stood before they were scaled; its name is under the axis, where no line is.
+function drawGhost(svg, { bars, name }, x, y, bottom, right, height) {
   const shown = bars.filter((bar) => bar.share > 0);
   if (!shown.length) return;
   const drawn = bars.slice(bars.indexOf(shown[0]), bars.indexOf(shown.at(-1)) + 1);
   const steps = drawn.map((bar) => `H${x(bar.low)}V${y.at(bar.share > 0 ? bar.share : 0)}H${x(bar.low + 1)}`);
   svg.append(shape("path", { d: `M${x(drawn[0].low)},${bottom}${steps.join("")}V${bottom}`, class: "ghost" }));
-  const tallest = shown.reduce((best, bar) => (bar.share > best.share ? bar : best));
-  svg.append(text(x(tallest.low) - 6, y.at(tallest.share) + 12, "at scale 1", { class: "tick end ghost-name" }));
+  const start = right - name.length * 5.8 - 24;
+  svg.append(shape("line", { x1: start, x2: start + 18, y1: height - 10, y2: height - 10, class: "ghost" }));
+  svg.append(text(right, height - 6, name, { class: "tick end" }));
 }
 
 function drawZero(svg, zero, y, left, top, bottom) {

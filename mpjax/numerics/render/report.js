@@ -92,12 +92,29 @@ const card = (finding) => element("li", { class: finding.severity },
   link(finding.module),
   element("p", {}, finding.text));
 
+const sentence = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
+
+function showVerdict() {
+  const verdict = REPORT.verdict;
+  byId("verdict").hidden = !verdict;
+  if (!verdict) return;
+  byId("verdict-text").classList.add(verdict.good ? "good" : "bad");
+  byId("verdict-text").textContent = sentence(verdict.text.replace("policy below", "policy under Advice"));
+  byId("figures").replaceChildren(...verdict.figures.map((figure) => element("li", {},
+    element("span", { class: "label" }, figure.what), element("span", { class: "value" }, figure.value),
+    element("span", { class: "before" }, ...breakable(figure.where)))));
+}
+
+const note = (finding) => element("li", {}, element("span", { class: "what" }, finding.kind), element("div", {}, link(finding.module), element("p", {}, finding.text)));
+
 function showFindings() {
-  const rank = (finding) => (finding.severity === "problem" ? 0 : 1);
-  const sorted = [...(REPORT.findings || [])].sort((a, b) => rank(a) - rank(b));
-  const few = Math.max(6, Math.min(12, sorted.filter((finding) => rank(finding) === 0).length));
-  byId("finding-list").replaceChildren(...(sorted.length ? sorted.slice(0, few).map(card) : [element("li", { class: "none" }, element("p", {}, "Nothing found: the policy's formats hold what this model computes."))]));
-  const more = byId("more-findings"), rest = sorted.slice(few);
+  const all = REPORT.findings || [], problems = all.filter((finding) => finding.severity === "problem");
+  const notes = all.filter((finding) => finding.severity !== "problem"), few = 12;
+  byId("findings").hidden = byId("to-findings").hidden = !all.length;
+  byId("findings-title").textContent = problems.length ? "Findings" : "Notes";
+  byId("problems").replaceChildren(...problems.slice(0, few).map(card));
+  byId("notes").replaceChildren(...notes.slice(0, few).map(note));
+  const more = byId("more-findings"), rest = [...problems.slice(few), ...notes.slice(few)];
   more.hidden = !rest.length;
   more.querySelector("summary").textContent = `${rest.length} more`;
   more.querySelector("ul").replaceChildren(...rest.map(card));
@@ -153,7 +170,7 @@ function showHistogram() {
   const hint = "Point at a bar to read its share.";
   const readout = (bar) => byId("histogram-readout").replaceChildren(...(bar ? [...(bar.below ? ["below ", ...power(bar.low + 1)] : [...power(digits(bar.low)), " to ", ...power(digits(bar.low + 1))]), `: ${percent(bar.share)} of the values`] : [hint]));
   const label = `Histogram of ${words}. ${tiles.map((tile) => `${tile.label}: ${tile.value}`).join(". ")}.`;
-  const ghost = shift ? histogramData(all, 0, 0).bars : null;
+  const ghost = shift ? { bars: histogramData(all, 0, 0).bars, name: `at ${gradient ? "scale" : "factor"} 1` } : null;
   drawHistogram(byId("histogram-chart"), { ...data, ghost, height: 340, label, readout });
   readout(null);
 }
@@ -256,9 +273,9 @@ function showState() {
 
 function showAdvice() {
   const advice = REPORT.advice;
-  if (!advice) { byId("advice").hidden = true; return; }
+  byId("advice").hidden = byId("to-advice").hidden = !advice || (advice.unchanged && !(advice.left || []).length);
+  if (byId("advice").hidden) return;
   const lines = advice.lines || [], measured = advice.measured || [];
-  byId("advice-lead").textContent = advice.unchanged ? "Nothing to change: the policy suits this model on these batches." : "The policy to paste into a config, and what each line of it buys.";
   byId("yaml").textContent = advice.yaml || "";
   byId("yaml-block").hidden = !advice.yaml;
   byId("buys").replaceChildren(...lines.flatMap((line) => [element("dt", {}, element("code", {}, line.key)), element("dd", {}, line.buys)]));

@@ -138,6 +138,7 @@ function facts(tensor) {
 
 function start() {
   showFacts();
+  showVerdict();
   showFindings();
   const formats = Object.entries(FORMATS).map(([name, format]) => [name, format.title]);
   options(byId("histogram-kind"), KINDS.map((kind) => [kind, PLURALS[kind]]), state.kind);

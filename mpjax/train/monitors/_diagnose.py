@@ -87,7 +87,7 @@ def nonfinite_report(
 def first_nonfinite(step: TrainStep, state: TrainState, batch: PyTree) -> str:
   """Returns a line on the first operation that made NaN or infinity, or on why it was not found."""
   try:
-    return str(find_nonfinite(step, state, batch)).partition("\n")[0]
+    return find_nonfinite(step, state, batch).verdict
   except (RuntimeError, MemoryError) as error:  # JAX's own for a device without memory is a RuntimeError
     first = str(error).strip().partition("\n")[0]
     return f"the operation that began it was not found: {first}"
