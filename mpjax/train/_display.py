@@ -82,7 +82,10 @@ class Display:
       shown.append(f"scale {_power(record['loss_scale'])}")
     if self._has_scale or record["skipped_steps"]:
       shown.append(f"skipped {record['skipped_steps']}")
-    status = "  ".join([*shown, f"{record[f'{self._units}_per_s']:,.0f} {self._units}/s"])
+    speed = record[f"{self._units}_per_s"]
+    if speed is not None:
+      shown.append(f"{speed:,.0f} {self._units}/s")
+    status = "  ".join(shown)
     self._progress.update(self._task, completed=step, status=status)
     self._show()
     if logged and not self._live:

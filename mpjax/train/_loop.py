@@ -187,6 +187,7 @@ class TrainingRun:
     batch = self.setup.place(rows)
     looked = self._watcher.look(state, batch) if self._watcher.due(step) else None
     state, metrics = self.setup.step(state, batch)
+    self._records.wait_for_compilation(step, metrics)
     if looked is not None:
       self._watcher.write(self._events, step, self.processes.fetch(looked))
     for value in metrics.values():

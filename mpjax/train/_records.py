@@ -17,7 +17,6 @@ from mpjax.train._setup import Setup
 from mpjax.train.monitors import plain
 
 _SHOWN = 20  # steps over which time and speed are averaged
-_FEW = 4  # steps from which no speed can be told
 _RATES = 2**16  # learning rates that are computed at once
 
 
@@ -34,7 +33,7 @@ class Records:
     self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
-    self._times: list[float] = []
+    self._times: list[float] = []  # of every step but the first of this process, which is compiled
     self._clock = time.perf_counter()
     self.last: dict[str, Any] = {}
     self.next_update = 0
@@ -53,6 +52,12 @@ class Records:
     self._rates = np.zeros(0, np.float32)
     self._rate(self._first_update)
 
+  def wait_for_compilation(self, step: int, metrics: Metrics) -> None:
+    """Waits for the first step of this process, so that no later step's time has the compiler's in it."""
+    if step == self._steps_before + 1:
+      jax.block_until_ready(metrics)
+      self.restart_clock()
+
   def restart_clock(self) -> None:
     """Leaves out of the next step's time what has gone by since the last step."""
     self._clock = time.perf_counter()
@@ -60,9 +65,10 @@ class Records:
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
     """Returns the record of a step; waits for its metrics."""
     values = {name: plain(value) for name, value in metrics.items()}
-    now = time.perf_counter()
-    self._times.append(now - self._clock)
-    self._clock = now
+    if step > self._steps_before + 1:
+      now = time.perf_counter()
+      self._times.append(now - self._clock)
+      self._clock = now
     step_time = self._step_time(_SHOWN)
     record = {
       "step": step,
@@ -72,7 +78,7 @@ class Records:
       "skipped_steps": values.pop("skipped_steps", 0),
       "grads_finite": values.pop("grads_finite", None),
       "step_time_s": step_time,
-      self._speed: self._per_step / step_time,
+      self._speed: None if step_time is None else self._per_step / step_time,
       **values,
     }
     # An optimiser of a plug-in may have a rate of its own, which its state says.
@@ -87,6 +93,7 @@ class Records:
 
   def summary(self) -> dict[str, Any]:
     """Returns the part of a run's summary that its records give."""
+    step_time = self._step_time(len(self._times))
     return {
       "skipped_steps": self.last["skipped_steps"],
       **({"loss_scale": self.last["loss_scale"]} if self._has_scale else {}),
@@ -95,17 +102,15 @@ class Records:
       "final_loss": self.last["loss"],
       **{name: value for name, value in self.last.items() if name.startswith("eval_")},
       "best_eval_loss": self.last.get("best_eval_loss"),
-      "steps_per_s": 1 / self._step_time(len(self._times)) if self._times else None,
+      "steps_per_s": None if step_time is None else 1 / step_time,
     }
 
-  def _step_time(self, steps: int) -> float:
-    """Returns the mean time of the last `steps` steps, in seconds.
+  def _step_time(self, steps: int) -> float | None:
+    """Returns the mean time of the last `steps` steps, in seconds; `None` before the second of this process.
 
-    Over several: the host learns of a step's end two steps late, and of some at once. The first step of a
-    process compiles: it counts only where there are a few steps, and nothing else is known.
+    The mean of several: the host learns of a step's end two steps late, and of some at once.
     """
-    after = self._times[1:]
-    return float(np.mean(after[-steps:] if len(after) > _FEW else self._times))
+    return float(np.mean(self._times[-steps:])) if self._times else None
 
   def _learning_rate(self, record: dict[str, Any]) -> float:
     """Returns the rate that a step was taken with, or, if it was skipped, would have been."""
