@@ -74,6 +74,20 @@ def with_default(options: argparse.Namespace) -> argparse.Namespace:
   return options
 
 
+def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, str | None]:
+  """Returns the config file and the checkpoint: for a run directory in place of a config, those of the run.
+
+  Raises:
+    ConfigError: for a checkpoint and a run directory.
+  """
+  path = pathlib.Path(config)
+  if not path.is_dir():
+    return path, checkpoint
+  if checkpoint is not None:
+    raise ConfigError(f"checkpoint={checkpoint} and the run directory {path}: expected one of them")
+  return path / "config.yaml", config
+
+
 def command_options(overrides: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
   """Returns the options of a command by key, and the config's own overrides."""
   own: dict[str, str] = {}

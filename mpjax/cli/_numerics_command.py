@@ -14,6 +14,7 @@ from mpjax import formats
 from mpjax.cli._config_arguments import (
   command_options,
   require_file,
+  run_or_config,
   whole_number,
 )
 from mpjax.cli._exit_status import guarded
@@ -24,7 +25,7 @@ from mpjax.numerics import NumericsReport, find_nonfinite, inspect_numerics
 from mpjax.policy import get_policy
 from mpjax.train import Config, ConfigError, load_config, load_plugins
 from mpjax.train._config_file import find_config, read_tree
-from mpjax.train._inspecting import Subject, find_batch, load_batch, open_subject
+from mpjax.train._inspecting import Subject, find_batch, load_batch, locate, open_subject
 
 _STEPS = 10
 _BY = {"module": "modules"}  # the tables of `--by`
@@ -41,12 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def _numerics(options: argparse.Namespace) -> None:
   load_plugins(options.plugin)
   own, overrides = command_options(options.overrides, KEYS["numerics"])
-  path = pathlib.Path(options.config)
-  checkpoint = own.get("checkpoint")
-  if path.is_dir():
-    if checkpoint is not None:
-      raise ConfigError(f"checkpoint={checkpoint} beside the run directory {path}: expected one of them")
-    checkpoint, path = str(path), path / "config.yaml"
+  path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
   _check_outputs(options)
   path = find_config(path)
   config = load_config(path, overrides)
@@ -55,6 +51,9 @@ def _numerics(options: argparse.Namespace) -> None:
   if options.hunt is not None:
     _hunt(config, checkpoint, options.hunt, console, options.table)
     return
+  page = pathlib.Path(options.html or _page(path, config, checkpoint))
+  if checkpoint is not None:
+    require_file("--html", str(page))
   batches, keep = whole_number(own, "batches", 2, 1), _share(own.get("keep", "0.999"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   if not console.is_terminal:
@@ -68,11 +67,11 @@ def _numerics(options: argparse.Namespace) -> None:
       console,
       f"fp8: the checkpoint has no amax histories, so tensors are scaled by their own amax ({used.recipe})",
     )
-  name = f"{path.parent.name if path.name == 'config.yaml' else path.stem}"
+  name = path.parent.name if path.name == "config.yaml" else path.stem
   title = f"{name} ({config.model.kind} of {subject.parameters:,} parameters)"
   report = _inspect(subject, title, steps, batches, keep, not options.no_advice, console)
   show(report, console, _BY.get(options.by, options.table), alarm="^problem")
-  _write(report, name, options, console)
+  _write(report, page, options, console)
   if options.apply:
     _apply(path, overrides, report, pathlib.Path(options.apply))
     _say(console, f"the config with this policy: {options.apply}")
@@ -127,14 +126,20 @@ def _inspect(
       raise ConfigError(str(error)) from error
 
 
+def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:
+  """Returns where the page goes: for the parameters of a run, into its directory."""
+  policy = config.resolve_policy()
+  label = policy.label if policy.label.isidentifier() else "custom"
+  if checkpoint is None:
+    return pathlib.Path("runs/numerics") / f"{path.stem}-{label}.html"
+  run, _ = locate(checkpoint)
+  is_own = load_config(run / "config.yaml").resolve_policy() == policy
+  return run / ("numerics.html" if is_own else f"numerics-{label}.html")
+
+
 def _write(
-  report: NumericsReport, name: str, options: argparse.Namespace, console: rich.console.Console
+  report: NumericsReport, page: pathlib.Path, options: argparse.Namespace, console: rich.console.Console
 ) -> None:
-  policy = report.policy.label
-  policy = policy if policy.isidentifier() else "custom"
-  page = (
-    pathlib.Path(options.html) if options.html else pathlib.Path("runs/numerics") / f"{name}-{policy}.html"
-  )
   try:
     page.parent.mkdir(parents=True, exist_ok=True)
     report.save_html(page)

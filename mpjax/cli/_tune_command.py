@@ -19,6 +19,7 @@ from mpjax._render.install_text import pip_install
 from mpjax.cli._config_arguments import (
   command_options,
   require_file,
+  run_or_config,
   whole_number,
 )
 from mpjax.cli._exit_status import guarded
@@ -29,7 +30,7 @@ from mpjax.planner import get_target
 from mpjax.train import Config, ConfigError, Planner, load_config, load_plugins
 from mpjax.train._config import Recompute
 from mpjax.train._config_file import find_config, read_tree
-from mpjax.train._inspecting import Subject, open_subject
+from mpjax.train._inspecting import Subject, locate, open_subject
 from mpjax.train._meshes import mesh_sizes, on_devices_here
 from mpjax.train._proving import prove
 from mpjax.tuning import TuneResult, tune
@@ -50,7 +51,7 @@ def _tune(options: argparse.Namespace) -> None:
     raise ConfigError(
       f"{fixed[0]}: tune chooses the policy; name those to choose from as policy=bf16,fp16,fp32"
     )
-  checkpoint = own.get("checkpoint")
+  path, checkpoint = run_or_config(options.config, own.get("checkpoint"))
   steps = whole_number(own, "steps", 0 if checkpoint else _STEPS, 0)
   batches = whole_number(own, "batches", _BATCHES, 1)
   _check(options)
@@ -59,12 +60,14 @@ def _tune(options: argparse.Namespace) -> None:
   except ValueError as error:
     raise ConfigError(str(error)) from error
   load_plugins(options.plugin)
-  path = find_config(options.config)
+  path = find_config(path)
   config = load_config(path, [*overrides, "policy=fp32"])
   console = report_console()
   planner = Planner(config, target)
   layout = planner.layout
-  trials = pathlib.Path("runs/tune") / f"{path.stem}.jsonl"
+  trials = (
+    locate(checkpoint)[0] / "tune.jsonl" if checkpoint else pathlib.Path(f"runs/tune/{path.stem}.jsonl")
+  )
   trials.parent.mkdir(parents=True, exist_ok=True)
   with _progress(console) as say:
     subject = _subject(config, checkpoint, steps, say)

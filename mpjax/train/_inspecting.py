@@ -71,7 +71,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   batches = setup.data.train()
   if checkpoint is None:
     return Subject(setup, setup.first_state(), batches)
-  run, step = _locate(checkpoint)
+  run, step = locate(checkpoint)
   # The state as it was saved is that of the run's own policy and optimiser.
   theirs = load_config(run / "config.yaml")
   models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
@@ -108,7 +108,7 @@ def find_batch(checkpoint: str) -> pathlib.Path:
   Raises:
     ConfigError: if there is none.
   """
-  run, _ = _locate(checkpoint)
+  run, _ = locate(checkpoint)
   number = lambda file: file.stem.removeprefix("nonfinite_batch_")
   files = [file for file in run.glob("nonfinite_batch_*.npz") if number(file).isdecimal()]
   files.sort(key=lambda file: int(number(file)))
@@ -143,8 +143,12 @@ def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.
   return batch
 
 
-def _locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
-  """Returns the run directory, and the step if one is named."""
+def locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
+  """Returns the run directory of a checkpoint, and the step if one is named.
+
+  Raises:
+    ConfigError: if there is no run.
+  """
   path = pathlib.Path(checkpoint)
   if path.name.isdecimal() and path.parent.name == "checkpoints":
     run, step = path.parent.parent, int(path.name)

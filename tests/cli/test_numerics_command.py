@@ -84,14 +84,15 @@ def test_a_run_directory_is_a_config_with_its_newest_checkpoint(run, trained, tm
   assert (report["step"], report["policy"]) == (8, "fp16")
   assert report["title"] == "run (gpt of 20,576 parameters)"
   assert (tmp_path / "pictures" / "histogram_activation_gradients.png").exists()
+  assert "GPT/blocks/0/qkv" in (trained / "numerics.html").read_text()
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_asked_about_another_policy_and_left_alone(run, trained, config):
-  before = sorted(str(p) for p in trained.rglob("*"))
+def test_a_run_asked_about_another_policy_gets_a_page_and_is_left_alone(run, trained, config):
+  before = set(trained.rglob("*"))
   report, _ = run("policy=bf16", f"checkpoint={trained / 'checkpoints' / '4'}", "--no-advice")
   assert (report["step"], report["policy"], report["loss_scale"]) == (4, "bf16", 1.0)
-  assert sorted(str(p) for p in trained.rglob("*")) == before
+  assert set(trained.rglob("*")) == before | {trained / "numerics-bf16.html"}
 
 
 @pytest.mark.slow
