@@ -1,4 +1,11 @@
-"""Loss scaling as optax transforms: the scale and the skip live in the optimiser's state."""
+"""Loss scaling as optax transforms: the scale and the skip are in the optimiser's state.
+
+```python
+tx = mpjax.dynamic_loss_scale(optax.adamw(1e-3))
+loss, grads = mpjax.value_and_grad(loss_fn, tx.init(params))(params, batch)
+mpjax.loss_scale.check_loss_scaling(tx, params)  # rarer functions are public here
+```
+"""
 
 from mpjax.loss_scale._check import check_loss_scaling
 from mpjax.loss_scale._finite import all_finite

@@ -1,4 +1,4 @@
-"""`check_loss_scaling`: whether a loss scale does its work, in an optimiser, a step or a loss."""
+"""`check_loss_scaling`: whether the loss scale works, in an optimiser, a step or a loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _USAGE = (
 
 @runtime_checkable
 class _MadeStep(Protocol):
-  """An `mpjax.TrainStep`, of which only this is known here."""
+  """The part of an `mpjax.TrainStep` that this module uses."""
 
   tx: optax.GradientTransformation
 
@@ -47,37 +47,38 @@ class _MadeStep(Protocol):
 
 
 def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
-  """Tries an optimiser, a training step or a loss, and raises if its loss scale does not do its work.
+  """Tries an optimiser, a training step or a loss, and raises if its loss scale does not work.
 
   ```python
   mpjax.loss_scale.check_loss_scaling(tx, params)  # before the first step
-  mpjax.loss_scale.check_loss_scaling(train_step, state, batch)  # of make_train_step
+  mpjax.loss_scale.check_loss_scaling(step, state, batch)  # a step from make_train_step
   mpjax.loss_scale.check_loss_scaling(my_step, params, opt_state, batch)
   mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)
   ```
 
-  - An optimiser takes made-up gradients: updates must not depend on the scale, and a gradient that is not
+  - An optimiser gets made-up gradients. Its updates must not depend on the scale, and a gradient that is not
     finite must leave everything as it was. This finds a clip or moments outside the loss scale.
-  - A step of your own runs with an infinite scale, which must make it skip, and at several others, which must
-    give the same parameters and state. This finds gradients of a loss that nobody scaled, as by
+  - Your own step runs with an infinite scale, which must make it skip, and with several others, which must
+    give the same parameters and state. This finds gradients of an unscaled loss, as from
     `jax.value_and_grad`: the optimiser divides them by the scale, and parameters stand still.
-  - The gradients of a loss function, and of a step that `make_train_step` made, must be the same at several
+  - The gradients of a loss function, and of a step from `make_train_step`, must be the same at several
     scales. This finds backward rules that are not linear, such as a clip of cotangents in a
     `jax.custom_vjp`.
 
-  Arguments are copied, never changed or donated. Takes the time of about twenty steps, and for an optimiser
-  two of its updates for each leaf; meant for a test or the start of a script.
+  Arguments are copied, never changed or donated. The check takes the time of about twenty steps (for an
+  optimiser, two updates for each leaf); it is meant for a test or the start of a script.
 
   Args:
-    checked: an optax transform with a loss scale in it; a `TrainStep`; your own step, one of whose arguments
-      holds the state of an optimiser with a loss scale, or is an `nnx.Optimizer`; or a function that returns
-      the loss, or a tuple of it and something else.
-    *args: for an optimiser the parameters; else what `checked` is called with. A loss is differentiated with
+    checked: an optimiser with a loss scale, a step from `make_train_step`, your own step, or a loss function.
+      Your own step takes the state of an optimiser with a loss scale, or an `nnx.Optimizer`. A loss function
+      returns the loss, or a tuple that begins with it.
+    *args: for an optimiser the parameters; else the arguments of `checked`. A loss is differentiated with
       respect to the first.
-    **keywords: for an optimiser, keyword arguments of its `update`; else of `checked`.
+    **keywords: for an optimiser, keyword arguments of its `update`; else those of `checked`.
 
   Raises:
-    ValueError: if there is no loss scale, or says what went wrong, where, and what to write.
+    ValueError: if there is no loss scale, or if it does not work; says what went wrong, where, and what to
+      write.
     TypeError: if `checked` is something else.
   """
   if hasattr(checked, "init") and hasattr(checked, "update"):
@@ -94,7 +95,7 @@ def check_loss_scaling(checked: Any, /, *args: Any, **keywords: Any) -> None:
 
 def _check_made_step(step: _MadeStep, state: Any, batch: PyTree) -> None:
   all_loss_scales(state.opt_state)
-  if not isinstance(state.opt_state, LossScaleState):  # where the policy puts one, it is outermost
+  if not isinstance(state.opt_state, LossScaleState):  # a step puts it outermost
     check_optimizer(step.tx, state.arrays)
 
   def gradients_at(scale: float) -> PyTree:
@@ -111,8 +112,8 @@ def _check_loss(fun: Callable[..., Any], args: tuple[Any, ...], keywords: dict[s
     if is_average(loss) or (is_inexact(loss) and jnp.ndim(loss) == 0):
       return loss
     raise ValueError(
-      f"{getattr(fun, '__name__', fun)} returned a {type(out).__name__}, which is no floating scalar and "
-      f"does not begin with one, and none of its arguments holds a loss scale: {_USAGE}"
+      f"{getattr(fun, '__name__', fun)} returned a {type(out).__name__}; expected a floating scalar or a "
+      f"tuple that begins with one; and none of its arguments holds a loss scale: {_USAGE}"
     )
 
   def unscaled(scale: Array, args: tuple[Any, ...], keywords: dict[str, Any]) -> PyTree:
@@ -154,8 +155,8 @@ def _refuse(found: dict[str, tuple[float, float]], scale: float, low: float) -> 
   others = f", and {len(found) - 1} more" if len(found) > 1 else ""
   raise ValueError(
     f"the gradient of {path or 'the argument'}{others} depends on the loss scale: unscaled, its norm is "
-    f"{norms[0]:.3g} at a scale of {scale:g}, and {norms[1]:.3g} at {low:g}. A backward rule on its way is "
-    "not linear, such as a clip of cotangents in a custom_vjp, which sees them scaled. mpjax.full_precision "
-    "does not change that: divide by the scale inside of the rule and multiply after it, or use 'bf16', "
+    f"{norms[0]:.3g} at a scale of {scale:g}, and {norms[1]:.3g} at {low:g}. A backward rule is not linear, "
+    "such as a clip of cotangents in a custom_vjp, which sees them scaled. mpjax.full_precision does not "
+    "change that: in the rule, divide by the scale first and multiply by it last. Or use 'bf16', "
     "which needs no loss scale"
   )

@@ -1,4 +1,4 @@
-"""Tries an optimiser on made-up gradients: whether the loss scale in it does its work."""
+"""Tries an optimiser on made-up gradients: whether its loss scale works."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mpjax.loss_scale._state_access import (
 from mpjax.loss_scale._transform import LossScaleState
 
 _Update: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-# Far apart: a clip outside may sit at any size. None is below 1, the least that a transform need take. The
-# made-up gradients are in float32, which holds them at both.
+# Far apart, since a clip outside may have any bound. Neither is below 1, the smallest scale that a transform
+# must take. The made-up gradients are in float32, which holds them at both scales.
 _SCALES = (1.0, 2.0**40)
 _WAY_OUT = (
   "the loss scale belongs outermost, as in "
@@ -35,17 +35,17 @@ _WAY_OUT = (
 def check_optimizer(tx: optax.GradientTransformation, params: PyTree, **extra_args: object) -> None:
   """Raises `ValueError` if an optimiser's updates depend on its loss scale, or a skipped step leaves a trace.
 
-  Three steps at each of two scales have to give the same updates; a gradient that is not finite, in each
-  leaf in turn, has to leave parameters and state bit for bit as they were. So it finds a clip or a moving
-  average outside the loss scale, a mask that lets a leaf by, a count that goes on.
+  Three steps at each of two scales must give the same updates. A gradient that is not finite, in each leaf
+  in turn, must leave parameters and state the same bit for bit. This finds a clip or a moving average outside
+  the loss scale, a mask that hides a leaf from it, and a count that goes on.
 
   Args:
-    tx: a transform with a loss scale somewhere in it. With several, each has to skip its own leaves only.
+    tx: a transform with a loss scale somewhere in it. If it has several, each must skip only its own leaves.
     params: tree of parameters; their values are used.
     **extra_args: keyword arguments for `tx.update`, such as `value`.
 
   Raises:
-    ValueError: if there is no loss scale, or says which leaf went wrong and why.
+    ValueError: if there is no loss scale, or if it does not work; names the leaf and the reason.
   """
   first = tx.init(params)
   refuse_multi_steps_outside(first)
@@ -70,8 +70,8 @@ def _check_scales(update: _Update, first: PyTree, gradients: list[PyTree]) -> No
     tolerance = 1e-6 * float(np.abs(low).max(initial=0)) if is_inexact(low) else 0
     if is_inexact(low) and not np.allclose(low, high, rtol=1e-3, atol=tolerance):
       raise ValueError(
-        f"update {path} depends on the loss scale: something outside it reads scaled gradients, or gradients "
-        f"are unscaled twice or not at all; {_WAY_OUT}"
+        f"update {path} depends on the loss scale: a transform outside it reads scaled gradients, or "
+        f"gradients are unscaled twice or not at all; {_WAY_OUT}"
       )
 
 
@@ -79,8 +79,8 @@ def _check_overwritten(handed_in: PyTree, updates: PyTree) -> None:
   for path, (value, update) in _leaves(handed_in, updates):
     if COLLECTION in path and not np.array_equal(value, update):
       raise ValueError(
-        f"update {path} is not the value that was handed in: leaves under {COLLECTION!r} are overwritten, "
-        f"and nothing outside the loss scale may touch them; {_WAY_OUT}"
+        f"update {path} differs from the value that was handed in: leaves under {COLLECTION!r} are "
+        f"overwritten, and no transform outside the loss scale may change them; {_WAY_OUT}"
       )
 
 
@@ -95,12 +95,12 @@ def _check_skips(update: _Update, first: PyTree, grads: PyTree, alone: bool) -> 
   for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(grads)[0]):
     if not is_inexact(leaf) or not np.size(leaf) or is_overwritten(path):
       continue
-    # A NaN goes through a clip, an infinity becomes finite there.
+    # A NaN passes a clip, which makes an infinity finite.
     for value in (jnp.nan, jnp.inf):
       bad = jax.tree.unflatten(structure, [*leaves[:i], jnp.full_like(leaf, value), *leaves[i + 1 :]])
       updates, new = update(bad, state)
       if alone and _same(good, _two_steps(update, bad, grads, state)):
-        continue  # nobody reads that gradient: the leaf is frozen
+        continue  # no update reads that gradient: the leaf is frozen
       where = f"a step whose gradient {jax.tree_util.keystr(path)} is not finite"
       _check_updates(where, i, updates, alone)
       if alone:
@@ -123,7 +123,7 @@ def _check_updates(where: str, bad: int, updates: PyTree, alone: bool) -> None:
       continue
     if np.any(np.asarray(out) != 0) and (alone or i == bad or not np.isfinite(out).all()):
       raise ValueError(
-        f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip keeps that gradient "
+        f"{where} still updates {jax.tree_util.keystr(path)}: a mask, a group or a clip hides that gradient "
         f"from the loss scale; {_WAY_OUT}"
       )
 
@@ -132,13 +132,13 @@ def _check_state(where: str, new: PyTree, old: PyTree) -> None:
   for path, (new_leaf, old_leaf) in _leaves(new, old):
     if new_leaf.tobytes() != old_leaf.tobytes():
       raise ValueError(
-        f"{where} still changes the state {path}: it belongs to a transform outside the loss scale; "
+        f"{where} still changes the state {path}, which belongs to a transform outside the loss scale; "
         + _WAY_OUT
       )
 
 
 def _gradients(params: PyTree, seed: int, size: float) -> PyTree:
-  """Draws normal gradients of norm about `size`, in float32 or wider; zeros for what is not inexact."""
+  """Draws normal gradients of norm about `size`, in float32 or wider; zeros for others."""
   rng = np.random.default_rng(seed)
   count = sum(np.size(p) for p in jax.tree.leaves(params) if is_inexact(p)) or 1
 
@@ -165,7 +165,7 @@ def without_scale(state: PyTree) -> PyTree:
 
 
 def _leaves(a: PyTree, b: PyTree) -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-  """Returns path and both values of every leaf of two trees of one structure, keys as their data."""
+  """Returns path and both values of every leaf of two trees of one structure; keys as their data."""
 
   def value(x: PyTree) -> np.ndarray:
     if jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):

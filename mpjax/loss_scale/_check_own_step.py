@@ -24,22 +24,22 @@ from mpjax.loss_scale._state_access import (
 from mpjax.loss_scale._transform import LossScaleState
 from mpjax.patterns import named_leaves
 
-# A dynamic scale grows to the highest by itself. At the largest scale at which gradients are finite they are
-# least rounded, and a clip in a backward rule cuts most of them.
+# A dynamic scale grows to the highest by itself. At the largest scale with finite gradients, they are
+# rounded least, and a clip in a backward rule cuts most of them.
 _HIGHEST, _LOWEST = 2.0**24, 2.0**-24
 RATIO = 4.0
-# Updates as Adam's have the size of the learning rate, whichever gradients are rounded to zero; those of
-# gradients that are not scaled differ by all of `RATIO`.
+# Adam's updates have the size of the learning rate, also where gradients underflow to zero. Updates from
+# gradients that are not scaled differ by the whole of `RATIO`.
 _TOLERANCE = 0.5
 _WAY_OUT = (
-  "write loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch) in place of "
-  "jax.value_and_grad, or mpjax.value_and_grad(loss_fn, optimizer)(model, batch) in place of "
+  "write loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch) instead of "
+  "jax.value_and_grad, or mpjax.value_and_grad(loss_fn, optimizer)(model, batch) instead of "
   "nnx.value_and_grad"
 )
 
 
 class _Run(NamedTuple):
-  """The outcome of a step: the loss scales that it updated, and each argument's new value, or `None`."""
+  """Outcome of a step: the loss scales that it updated, and each argument's new value, or `None`."""
 
   scales: list[LossScaleState]
   after: list[PyTree | None]
@@ -51,10 +51,10 @@ class _Run(NamedTuple):
 
 
 def check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-  """Raises `ValueError` if a step's gradients are not those of the loss times the scale in its arguments.
+  """Raises `ValueError` if a step does not differentiate the loss times the scale in its arguments.
 
   Args:
-    step: a function of an optimiser's state, or of an `nnx.Optimizer` that it changes.
+    step: a function that takes an optimiser's state, or an `nnx.Optimizer`, which it changes.
     args: its arguments, which are copied for every run.
     keywords: its keyword arguments.
   """
@@ -69,7 +69,7 @@ def check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: di
 
   def run(scale: float) -> _Run:
     new = [_prepared(arg, scale) for arg in copied(given)]
-    # Infinities are asked for here.
+    # An infinite scale makes infinities on purpose.
     with jax.debug_nans(False), jax.debug_infs(False):
       out = step(*new[: len(args)], **dict(zip(keywords, new[len(args) :], strict=True)))
     holders = [out, *(arg for arg in new if isinstance(arg, nnx.Optimizer))]
@@ -84,10 +84,10 @@ def check_own_step(step: Callable[..., Any], args: tuple[Any, ...], keywords: di
 
   if any(run(np.inf).finite):
     raise ValueError(
-      "gradients are not those of the scaled loss: they are finite where the loss scale is infinite. The "
-      "optimiser divides them by the scale all the same, so that parameters stand still, or Adam's epsilon "
-      f"takes over: {_WAY_OUT}. If it does so, a backward rule makes infinities finite: look by "
-      "mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)"
+      "gradients do not belong to the scaled loss: they are finite where the loss scale is infinite. The "
+      "optimiser divides them by the scale, so that parameters stand still, or Adam's epsilon "
+      f"dominates: {_WAY_OUT}. If the step does so already, a backward rule makes infinities finite: check "
+      "with mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)"
     )
   scale = highest_finite(lambda scale: all(run(scale).finite))
   first = run(scale).after
@@ -101,7 +101,7 @@ def highest_finite(is_finite: Callable[[float], bool]) -> float:
   """Returns the largest of some loss scales at which a step's gradients are finite.
 
   Raises:
-    ValueError: if they are not at any.
+    ValueError: if they are not finite at any scale.
   """
   scale = _HIGHEST
   while not is_finite(scale):
@@ -109,13 +109,13 @@ def highest_finite(is_finite: Callable[[float], bool]) -> float:
     if scale < _LOWEST:
       raise ValueError(
         f"gradients are not finite at any loss scale from {_HIGHEST:g} to {_LOWEST:g}: mpjax.find_nonfinite "
-        "says where that begins"
+        "says where they become non-finite"
       )
   return scale
 
 
 def lower_scales(scale: float) -> list[float]:
-  """Returns scales to compare a scale with: the next one, the root of it, and 1."""
+  """Returns scales to compare a scale with: the next lower one, its square root, and 1."""
   far = [2.0 ** round(math.log2(scale) / 2), 1.0] if scale > RATIO**2 else []
   return [scale / RATIO, *far]
 
@@ -123,13 +123,13 @@ def lower_scales(scale: float) -> list[float]:
 def shrinks(high: float, low: float) -> bool:
   """Returns whether a norm is smaller at the higher scale, by more than float16 explains.
 
-  float16 loses small gradients at the lower one. What it keeps it may round up to twice its size.
+  float16 loses small gradients at the lower scale. It may round up those that it keeps, to twice their size.
   """
   return high < low / RATIO
 
 
 def copied(args: list[Any]) -> list[Any]:
-  """Returns arguments with arrays of their own, which may be donated, and modules that may be changed."""
+  """Returns arguments with their own arrays, which may be donated, and modules that may be changed."""
   copy = lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x
   nodes = [arg for arg in args if _is_node(arg)]
   if nodes:  # all at once: one may be a part of another
@@ -140,7 +140,7 @@ def copied(args: list[Any]) -> list[Any]:
 
 
 def _prepared(arg: Any, scale: float) -> Any:
-  """Sets every loss scale in an argument, and its record so that it will show what an update has found."""
+  """Sets every loss scale in an argument, and marks its record so that an update's verdict will show."""
   values = {"scale": scale, "grads_finite": False, "skipped_steps": 0}
   if isinstance(arg, nnx.Optimizer):
     for state in find_in(arg.opt_state, LossScaleState).values():
@@ -155,7 +155,7 @@ def _prepared(arg: Any, scale: float) -> Any:
 
 
 def _new_values(before: list[PyTree], handed: list[Any], out: PyTree) -> list[PyTree | None]:
-  """Returns each argument as the step has changed it in place, or what it returned in its form, or `None`."""
+  """Returns each argument as the step changed it in place, or its new value in the output, or `None`."""
   left, new = _parts(out), []
   for old, arg in zip(before, handed, strict=True):
     if _is_node(arg):
@@ -167,7 +167,7 @@ def _new_values(before: list[PyTree], handed: list[Any], out: PyTree) -> list[Py
 
 
 def _parts(out: PyTree, depth: int = 2) -> list[PyTree]:
-  """Returns a step's output, and what it consists of."""
+  """Returns a step's output and its parts."""
   plain = type(out) in (tuple, list, dict) and depth
   parts = (out.values() if isinstance(out, dict) else out) if plain else ()
   return [out, *(inner for part in parts for inner in _parts(part, depth - 1))]
@@ -183,7 +183,7 @@ def _has_arrays(tree: PyTree) -> bool:
 
 
 def _compare(name: str, values: tuple[PyTree, PyTree, PyTree], scales: tuple[float, float]) -> None:
-  """Raises if a value, `(before, at one scale, at the other)`, changes by something else at the other."""
+  """Raises if a value, `(before, at one scale, at the other)`, changes differently at the two scales."""
   leaves = zip(*(named_leaves(without_scale(value)) for value in values), strict=True)
   for (path, old), (_, high), (_, low) in leaves:
     if not is_inexact(old):
@@ -199,8 +199,8 @@ def _compare(name: str, values: tuple[PyTree, PyTree, PyTree], scales: tuple[flo
       raise ValueError(
         f"{path or 'it'} of {name} depends on the loss scale: the step changes it by {changes[0]:.3g} at a "
         f"scale of {scales[0]:g}, and by {changes[1]:.3g} at {scales[1]:g}. Gradients are unscaled twice, or "
-        "something reads them scaled: look by mpjax.loss_scale.check_loss_scaling(tx, params); or a backward "
-        "rule is not linear: by mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)"
+        "a transform reads them scaled: check with mpjax.loss_scale.check_loss_scaling(tx, params). Or a "
+        "backward rule is not linear: check with mpjax.loss_scale.check_loss_scaling(loss_fn, params, batch)"
       )
 
 

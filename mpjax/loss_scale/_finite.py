@@ -1,4 +1,4 @@
-"""Asks whether a tree is finite, and unscales its leaves: the leaf-wise arithmetic of loss scaling."""
+"""Tests whether a tree is finite, and unscales its leaves: the leaf-wise arithmetic of loss scaling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ T = TypeVar("T")
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
   """Returns whether every inexact leaf of `tree` is finite.
 
+  ```python
+  loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+  finite = mpjax.all_finite(grads)  # bool[]
+  ```
+
   Integer, boolean, key, `float0` and `None` leaves count as finite; an empty tree is finite; a complex
-  leaf is finite when both its parts are. One reduction a leaf, one scalar out, no host synchronisation.
+  leaf is finite if both its parts are. One reduction per leaf, one scalar result, no host synchronisation.
 
   Args:
     tree: any pytree; leaves of any shape, dtype and sharding.
@@ -36,11 +41,11 @@ def unscale(tree: T, scale: Float32[Array, ""]) -> T:
 
   Args:
     tree: gradients of a scaled loss; leaves that are not inexact pass through.
-    scale: f32[], from 2**-126 to 2**126: within these its reciprocal is finite and not flushed to
+    scale: f32[], from 2**-126 to 2**126: in this range its reciprocal is finite and is not flushed to
       zero, so a non-finite gradient stays non-finite.
 
   Returns:
-    The same structure; half-precision leaves come out in float32, others in their own dtype.
+    The same structure; half-precision leaves become float32, others keep their dtype.
   """
   inverse = 1.0 / scale
 
@@ -56,7 +61,7 @@ def unscale(tree: T, scale: Float32[Array, ""]) -> T:
 
 
 def is_inexact(leaf: object) -> bool:
-  """Returns whether `leaf` is a floating or complex array, or a Python number of such a kind."""
+  """Returns whether `leaf` is a floating or complex array, or a Python float or complex number."""
   dtype = getattr(leaf, "dtype", None)
   if dtype is None:
     return isinstance(leaf, (float, complex))

@@ -1,9 +1,9 @@
 """Layer-wise adaptive loss scaling: each layer's scale from the statistics of its weights and its gradient.
 
 The gradient that travels backward carries the product of the scales that it has passed. That product
-travels with it as the cotangent of a dummy array, the token, so that every layer can divide it out of the
-gradients of its parameters. Beside it travels a count of the paths that it came by: where an activation was
-used twice, two scales were added up, and the gradient becomes NaN rather than wrong. Forward, nothing is
+travels with it as the cotangent of a dummy array, the token, so that every layer can divide the gradients of
+its parameters by it. The token also carries a count of the gradient's paths: if an activation was used
+twice, two scales were added up, and the gradient becomes NaN instead of wrong. The forward pass is not
 scaled.
 
 Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385.
@@ -36,8 +36,8 @@ class Scaled:
 
   Attributes:
     value: the activation, in the dtype that its layer computes in.
-    token: array of shape [2] and dtype float32; zeros, their cotangents are the scale that `value`'s
-      carries, and the number of paths that it came by.
+    token: array of shape [2] and dtype float32; zeros. Its cotangents are the scale of `value`'s gradient and
+      the number of paths that it came by.
   """
 
   def __init__(self, value: jax.Array, token: jax.Array):
@@ -45,19 +45,19 @@ class Scaled:
     self._spent = False
 
   def spend(self) -> tuple[jax.Array, jax.Array]:
-    """Returns value and token, once: two gradients, each with a scale of its own, cannot simply be added.
+    """Returns value and token, once: two gradients with different scales cannot simply be added.
 
     Raises:
       ValueError: the second time, or if this is a stack of activations.
     """
     if jnp.shape(self.token) != (2,):
       raise ValueError(
-        f"a stack of {jnp.shape(self.token)[:-1]} activations, as vmap or the outputs of scan make it: take "
+        f"a stack of {jnp.shape(self.token)[:-1]} activations, as from vmap or the outputs of scan: take "
         "it apart by vmap too, as in jax.vmap(scaling.finish)(stack)"
       )
     if self._spent:
       raise ValueError(
-        "this activation was used before: take one copy for each use, as in h1, h2 = scaling.fork(h)"
+        "this activation was used before: make a copy for each use, as in h1, h2 = scaling.fork(h)"
       )
     self._spent = True
     return self.value, self.token
@@ -68,7 +68,7 @@ class Scaled:
 
   @classmethod
   def tree_unflatten(cls, _: None, children: tuple[jax.Array, jax.Array]) -> Scaled:
-    """Makes an activation of the two arrays."""
+    """Makes an activation from the two arrays."""
     return cls(*children)
 
 
@@ -81,9 +81,9 @@ def layerwise_loss_scale(
 ) -> LayerwiseLossScale:
   """Scales the gradients of a model in plain JAX layer by layer, without trial and error.
 
-  The gradients that come out are those of the loss: nothing is scaled before and unscaled after. What can
-  still overflow (an activation, the inside of a function given to `apply`) is for
-  `mpjax.static_loss_scale(tx, 1)` to skip. The loss itself is computed after `finish`, in float32. The
+  The resulting gradients are those of the loss itself: there is nothing to scale before or to unscale after.
+  An activation, or the inside of a function given to `apply`, can still overflow;
+  `mpjax.static_loss_scale(tx, 1)` skips such steps. Compute the loss itself after `finish`, in float32. The
   gradient of a gradient is not scaled.
 
   ```python
@@ -97,30 +97,35 @@ def layerwise_loss_scale(
     return jnp.mean((scaling.finish(h) - y) ** 2)
   ```
 
-  A layer's products are taken as normal with the standard deviation that independent weights and gradients
-  give, and its scale as the least power of two for which the share of products that underflow stays under
-  `underflow`, bounded so that no sum of products can overflow. The bounds follow the dtype of the gradient:
-  layers that compute in float32 or bfloat16 get a scale of 1.
+  The method models a layer's products as normal, with the standard deviation of independent weights and
+  gradients. A layer's scale is the smallest power of two that keeps the share of products that underflow
+  below `underflow`, bounded so that no sum of products can overflow. The bounds follow the dtype of the
+  gradient: layers that compute in float32 or bfloat16 get a scale of 1.
 
-  Reference: Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385, where
+  Reference: Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385. There
   the first scale is 1, `max_layer_scale` 16 and `max_scale` 1024: too little for deep chains.
 
   Args:
     underflow: share of a layer's products that may underflow, between 0 and 1.
-    init_scale: scale of the loss's own gradient, where it enters half precision; `None`: the power of two
-      that brings its largest element to between 1/2 and 1.
+    init_scale: scale of the loss's own gradient, where it enters half precision; `None` chooses the power of
+      two that brings its largest element to between 1/2 and 1.
     max_layer_scale: upper bound of one layer's scale.
     max_scale: upper bound of the product of scales, at most 2**126.
 
   Raises:
-    ValueError: names the argument that is out of range.
+    ValueError: if an argument is out of range; names it.
   """
   return LayerwiseLossScale(underflow, init_scale, max_layer_scale, max_scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseLossScale:
-  """Layer-wise loss scaling, from `layerwise_loss_scale`; the attributes are that function's arguments."""
+  """Layer-wise loss scaling, from `layerwise_loss_scale`, whose arguments are its attributes.
+
+  ```python
+  scaling = mpjax.loss_scale.layerwise_loss_scale(max_layer_scale=2.0**8)
+  ```
+  """
 
   underflow: float
   init_scale: float | None
@@ -146,15 +151,15 @@ class LayerwiseLossScale:
     """Returns `x` as the first activation; the gradient with respect to `x` comes out unscaled.
 
     Args:
-      x: floating array; in float32, if its own gradient matters, since it is divided in that dtype.
-      dtype: what to compute in; `None`: that of `x`.
+      x: floating array; in float32, if its own gradient matters, since that is unscaled in the dtype of `x`.
+      dtype: the dtype to compute in; `None`: that of `x`.
     """
     x = jnp.asarray(x)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"start computes in a floating dtype, not {jnp.dtype(dtype)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise ValueError(
-        f"start takes a floating array, not {x.dtype}: look up embeddings first, and start from them"
+        f"start takes a floating array, not {x.dtype}: look up embeddings first, and start with them"
       )
     return Scaled(
       *_layerwise_vjp.start(
@@ -175,20 +180,20 @@ class LayerwiseLossScale:
     """Applies `fun(params, h)`; rescales the gradient on its way back, and unscales that of `params`.
 
     `fun` should be the matrix product or convolution and its bias; activation functions go to `apply`. A
-    layer without a kernel, such as a norm with its gain, passes the scale on as it came. Arrays that `fun`
+    layer without a kernel, such as a norm with its gain, does not change the scale. Arrays that `fun`
     closes over are treated as its parameters (under `shard_map`, if they differ between shards).
 
     Args:
       fun: (params in `h`'s dtype, array) -> floating array.
       params: master weights in float32 or wider; their gradients come out in that dtype.
       h: the activation.
-      kernel: takes `params` to the array that the gradient is multiplied by; `None`: the only leaf of two
-        or more dimensions, or none.
-      fan_in: products summed in each element of the gradient that is passed on; `None`: what a kernel of
-        shape [..., in, out] gives, its size over `in`.
-      scale: f32[]; if positive, the layer's scale, measured before; if zero, it is measured. Either way the
-        gradient with respect to `scale` is the scale that was used (their sum, where gradients are summed
-        over micro-batches, members or shards), so that a training loop can measure every so many steps.
+      kernel: takes from `params` the array that the gradient is multiplied by; `None`: the only leaf of two
+        or more dimensions, if there is one.
+      fan_in: the number of products summed in each element of the gradient that is passed on; `None`: for a
+        kernel of shape [..., in, out], its size divided by `in`.
+      scale: f32[]; if positive, the layer's scale, measured earlier; if zero, the scale is measured. In both
+        cases the gradient with respect to `scale` is the scale in use (their sum, where gradients are summed
+        over micro-batches, members or shards), so that a training loop can measure once every few steps.
 
     Raises:
       TypeError: if `h` does not come from `start`, or `fun` does not return one floating array.
@@ -201,11 +206,11 @@ class LayerwiseLossScale:
     if stray:
       raise ValueError(
         f"parameters differ along the mesh axes {sorted(stray)} and the activation does not: under tensor "
-        "parallelism each shard would choose a scale of its own for one gradient"
+        "parallelism each shard would choose its own scale for one gradient"
       )
     picked = kernel or _only_kernel(params)
     if picked is not None and fan_in is None and jnp.ndim(picked(params)) < 2:
-      raise ValueError("a kernel of less than two dimensions does not tell its fan-in: pass fan_in=...")
+      raise ValueError("the fan-in of a kernel of less than two dimensions is unknown: pass fan_in=...")
     reuses = scale is not None
     scale = jnp.asarray(scale, jnp.float32) if reuses else jnp.zeros([], jnp.float32)
     params, scale = _compat.vary_like((params, scale), value)
@@ -216,9 +221,8 @@ class LayerwiseLossScale:
   def apply(self, fun: Callable[..., jax.Array], *hs: Scaled) -> Scaled:
     """Applies `fun` to one or more activations: activation functions, sums, attention, dropout.
 
-    What `fun` closes over gets its gradient unscaled too (in float32; NaN, if in half precision it would be
-    lost). An activation that is used twice has to be `fork`ed first: its two gradients carry scales of their
-    own.
+    Arrays that `fun` closes over also get an unscaled gradient (in float32; in half precision NaN where it
+    would underflow). `fork` an activation before you use it twice: its two gradients have different scales.
 
     Raises:
       TypeError: if one of `hs` does not come from `start`, or `fun` does not return one floating array.
@@ -237,22 +241,22 @@ class LayerwiseLossScale:
   def fork(self, h: Scaled, n: int = 2) -> tuple[Scaled, ...]:
     """Returns `n` copies of an activation, whose gradients are brought to one scale before they are added.
 
-    The scale is the largest of theirs at which none overflows, and, if there is none, the smallest of them
-    halved as often as it takes.
+    This is the largest of their scales at which no gradient overflows. If there is none, the smallest is
+    halved as often as necessary.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
       raise ValueError(f"n={n!r}: expected a positive integer")
     return tuple(Scaled(*copy) for copy in _layerwise_vjp.fork(n, *_spend(h)))
 
   def finish(self, h: Scaled) -> jax.Array:
-    """Returns the activation in float32 or wider, for the loss; its gradient gets `init_scale`."""
+    """Returns the activation in float32 or wider, for the loss; `init_scale` multiplies its gradient."""
     return _layerwise_vjp.finish(self.enter, *_spend(h))
 
   def enter(self, g: jax.Array, passed: jax.Array) -> jax.Array:
-    """Returns the scale of a gradient in float32 or wider where it enters half precision: see `init_scale`.
+    """Returns the scale of a gradient in float32 or wider where it enters half precision (see `init_scale`).
 
     Args:
-      g: the gradient, with `passed` in it.
+      g: the gradient, multiplied by `passed`.
       passed: f32[]; product of the scales so far.
 
     Returns:
@@ -274,7 +278,7 @@ class LayerwiseLossScale:
     """Returns the scale of a layer, from the statistics of its gradient and weights (arXiv 1910.12385).
 
     Args:
-      g: gradient of the layer's output in the dtype of the layer, with `passed` in it.
+      g: gradient of the layer's output in the dtype of the layer, multiplied by `passed`.
       kernel: the layer's weights.
       passed: f32[]; product of the scales so far.
       fan_in: as for `layer`.
@@ -288,7 +292,7 @@ class LayerwiseLossScale:
     kernel = kernel.astype(jnp.float32)
     wide = g.astype(jnp.float32)
     rms = lambda x: jnp.sqrt(jnp.mean(x * x))
-    # The mean square is the variance plus the squared mean: the second moment of a product of independents.
+    # The second moment of a product of independents: the mean square is the variance plus the squared mean.
     sigma = rms(wide) * rms(kernel)
     smallest = float(limits.smallest_subnormal) / statistics.NormalDist().inv_cdf((1 + self.underflow) / 2)
     largest = float(limits.max)
@@ -296,7 +300,7 @@ class LayerwiseLossScale:
     top = jnp.abs(wide).max()
     scale = jnp.maximum(smallest / sigma, 1.0)
     scale = jnp.minimum(scale, largest / terms / (top * jnp.abs(kernel).max()))
-    # Beyond the paper: the scaled gradient itself has to fit, also where all weights are small.
+    # Not in the paper: the scaled gradient itself must fit, also where all weights are small.
     scale = jnp.minimum(scale, largest / top)
     scale = jnp.minimum(jnp.minimum(scale, self.max_scale / passed), self.max_layer_scale)
     usable = jnp.isfinite(top) & (sigma > 0)
@@ -311,8 +315,8 @@ def _without_closure(fun: Callable[..., Any], *arguments: PyTree) -> tuple[Calla
     raise TypeError(f"a function between start and finish has to return one floating array, not {out}")
   if axes:
     raise ValueError(
-      f"a function between start and finish communicates along {sorted(axes)}: every shard has scales of its "
-      "own there, so no gradient can cross; do it before start or after finish"
+      f"a function between start and finish communicates along {sorted(axes)}: every shard has its own "
+      "scales there, so no gradient can cross; communicate before start or after finish"
     )
   return run, constants
 
@@ -339,7 +343,7 @@ def _only_kernel(params: PyTree) -> Callable[[PyTree], Array] | None:
   if len(found) > 1:
     names = ", ".join(jax.tree_util.keystr(leaves[i][0]) for i in found)
     raise ValueError(
-      f"several parameters could be the kernel of this layer: {names}; make it several layers, or name the "
+      f"several parameters could be the kernel of this layer: {names}; split the layer, or pass the "
       "one that the gradient is multiplied by, as in layer(fun, params, h, kernel=lambda p: p['w'])"
     )
   return (lambda p: jax.tree.leaves(p)[found[0]]) if found else None

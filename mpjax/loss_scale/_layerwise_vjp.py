@@ -1,7 +1,7 @@
-"""The derivatives of layer-wise scaling: how gradients, and the scale that they carry, go backward.
+"""The derivatives of layer-wise scaling: how gradients, and their scales, go backward.
 
-A token is an array of two zeros that goes along with an activation. Its cotangents are the scale that the
-activation's gradient carries, and the number of paths that it came by.
+A token is an array of two zeros that accompanies an activation. Its cotangents are the scale of the
+activation's gradient, and the number of paths that the gradient came by.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpjax.loss_scale._finite import is_inexact
 
 
 class Layer(NamedTuple):
-  """The static part of a layer; `run` takes what it closed over, the parameters and the activations."""
+  """The static part of a layer; `run` takes the arrays it closed over, the parameters and the activations."""
 
   run: Callable[..., jax.Array]
   enter: Callable[[jax.Array, jax.Array], jax.Array]
@@ -64,7 +64,7 @@ def layer(
     passed = _sole(token)
     used = _compat.vary_like(jnp.ones([], jnp.float32), g)
     if has_wide_range(g.dtype) and not has_wide_range(dtype):
-      first = static.enter(g, passed)  # here and not at the end does the gradient enter half precision
+      first = static.enter(g, passed)  # the gradient enters half precision here, not at the end
       g, passed = _times(g, first), passed * first
     of_learnt, of_values = vjp(g)
     if static.kernel is not None:
@@ -82,16 +82,16 @@ def layer(
 
 
 def _largest(values: tuple[jax.Array, ...]) -> jax.Array:
-  """Returns the largest magnitude, f32[], at least 64: a norm can make that of a small activation."""
+  """Returns the largest magnitude, f32[], at least 64: a norm can bring a small activation to that size."""
   tops = [jnp.abs(v).max().astype(jnp.float32) for v in values if v.size]
   return functools.reduce(jnp.maximum, tops, _compat.vary_like(jnp.full([], 64.0, jnp.float32), values[0]))
 
 
 def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
-  """Returns a power of two up to 1, with which no sum for the gradient of a parameter leaves `g`'s dtype.
+  """Returns a power of two up to 1 that keeps every sum for a parameter's gradient in `g`'s range.
 
-  These are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
-  input over all axes but the last, over all but that of a vector, or over all for a single number.
+  The sums are computed in the dtype of the layer, and divided in float32 after. They are sums of `g` times an
+  input over all axes but the last, for a vector over all axes but that, or over all for a single number.
   """
   if has_wide_range(g.dtype) or not g.size:
     return jnp.ones_like(largest)
@@ -108,16 +108,16 @@ def _fit_sums(g: jax.Array, largest: jax.Array, learnt: PyTree) -> jax.Array:
 
 
 def _unshared(x: jax.Array, g: jax.Array) -> jax.Array:
-  """Returns `g`, or NaN where all shards share `x`, so that `g` is a sum of gradients of several scales."""
+  """Returns `g`, or NaN if all shards share `x`, so that `g` is a sum of gradients with different scales."""
   if g.dtype == jax.dtypes.float0 or not _compat.varying_axes(g) - _compat.varying_axes(x):
     return g
   return jnp.full_like(x, jnp.nan)
 
 
 def divide(tree: PyTree, scale: jax.Array) -> PyTree:
-  """Divides `tree` by `scale`, in the dtypes of `tree`; leaves that are no gradients stay as they are.
+  """Divides `tree` by `scale`, in the dtypes of `tree`; leaves that are not gradients stay as they are.
 
-  NaN where a gradient in half precision becomes too small for its dtype: what is learnt has to be in float32.
+  Gives NaN where a half-precision gradient becomes too small for its dtype: parameters must be in float32.
   """
 
   def leaf(g: Array) -> Array:
@@ -146,8 +146,8 @@ def _start_backward(
   return divide(g.astype(wide), _sole(token)).astype(like.dtype), jnp.zeros_like(token)
 
 
-# An empty array stands for the dtype, which is no residual. No forward rule calls what it is the rule of: the
-# gradient of a gradient is an ordinary one, in which nothing is scaled.
+# An empty array stands for the dtype, which cannot be a residual. No forward rule calls its own function: the
+# gradient of a gradient is an ordinary one, without scaling.
 start.defvjp(lambda dtype, x, token: ((x.astype(dtype), token), x.ravel()[:0]), _start_backward)
 
 
@@ -177,7 +177,7 @@ finish.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fork(n: int, value: jax.Array, token: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-  """Returns the same `n` times; their gradients are brought to one scale and added."""
+  """Returns `n` copies; their gradients are brought to one scale and added."""
   return [(value, token)] * n
 
 
@@ -186,18 +186,18 @@ def _fork_backward(n: int, _: None, cotangents: list[tuple[Array, Array]]) -> tu
   tokens = jnp.stack([token for _, token in cotangents])  # f32[n, 2]
   used = tokens[:, 1] > 0
   scales = jax.vmap(_sole)(tokens)
-  # A copy that nothing was made of has neither gradient nor scale: it takes the largest of the others.
+  # An unused copy has neither gradient nor scale: it takes the largest scale of the others.
   scales = jnp.where(used, scales, jnp.where(used.any(), jnp.max(jnp.where(used, scales, 0)), 1.0))
   wide = gradients.astype(at_least_float32(gradients.dtype))
   ratio = lambda scale: (scale / scales).reshape(n, *[1] * (wide.ndim - 1)).astype(wide.dtype)
   tops = jnp.abs(wide.reshape(n, -1)).max(1) if wide.size else jnp.zeros([n], wide.dtype)
   limit = float(jnp.finfo(gradients.dtype).max)
-  # What is added up has to fit, as well as each summand.
+  # The sum must fit, as well as each summand.
   fits = lambda scale: (tops / scales * scale).sum() < limit
   lowest = scales.min()
   candidates = jnp.concatenate([jnp.sort(scales)[::-1], lowest * 2.0 ** -jnp.arange(1.0, 64.0)])
   usable = jax.vmap(fits)(candidates)
-  # Nothing fits where a gradient is not finite already: it goes on as it is.
+  # A gradient that is not finite already fits at no scale: it goes on as it is.
   target = jnp.where(usable.any(), candidates[jnp.argmax(usable)], lowest)
   total = (wide * ratio(target)).sum(0).astype(gradients.dtype)
   return total, jnp.stack([target, used.any().astype(jnp.float32)])
@@ -212,10 +212,10 @@ def tie(token: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _sole(token: jax.Array) -> jax.Array:
-  """Returns the scale of a token that came by one path; 1 for none, NaN for several."""
+  """Returns the scale of a token that came by one path; 1 without a path, NaN for several."""
   scale, paths = token
   known = jnp.where(paths == 1, scale, jnp.where(paths == 0, 1.0, 0.0))
-  return known / (paths <= 1).astype(known.dtype)  # 0 / 0 for several; no NaN otherwise, for jax_debug_nans
+  return known / (paths <= 1).astype(known.dtype)  # 0 / 0 for several; no other NaN, for jax_debug_nans
 
 
 def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
@@ -225,7 +225,7 @@ def _times(g: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def has_wide_range(dtype: DTypeLike) -> bool:
-  """Returns whether `dtype` has the range of float32, in which no part of a gradient is lost."""
+  """Returns whether `dtype` has the range of float32, in which no part of a gradient underflows."""
   return jnp.finfo(dtype).minexp < -100
 
 

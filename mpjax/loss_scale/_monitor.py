@@ -1,4 +1,4 @@
-"""Records of a loss scale: metrics, the history of the scale, and the leaves that made a step be skipped."""
+"""Records of a loss scale: metrics, the history of the scale, and the leaves that caused a skip."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIELDS = ("good_steps", "skipped_steps", "consecutive_skips", "grads_finite", "
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-  """Counts of the elements of an array that are NaN, +inf and -inf, and of all elements."""
+  """Counts of an array's elements: NaN, +inf, -inf, and all."""
 
   nan: int
   posinf: int
@@ -38,11 +38,11 @@ class NonFinite:
 
 @dataclasses.dataclass(frozen=True)
 class SkipReport:
-  """The reason why the last skipped step was skipped.
+  """The reason for the last skipped step.
 
   Attributes:
-    step: updates before it.
-    loss_scale: the scale that its loss was multiplied by.
+    step: the number of updates before it.
+    loss_scale: the loss scale at that step.
     leaves: non-finite gradients by tree path.
   """
 
@@ -65,8 +65,8 @@ class TrackSkipsState(NamedTuple):
     finite: array of shape [history] and dtype bool; whether each step was applied.
     skipped_at: array of shape [] and dtype int32; the last skipped step, -1 for none.
     skipped_scale: array of shape [] and dtype float32; its loss scale.
-    counts: tree of the gradients' structure; arrays of shape [4] and dtype int32: elements that were
-      NaN, +inf, -inf at that step, and all elements.
+    counts: tree of the gradients' structure; arrays of shape [4] and dtype int32: the numbers of NaN, +inf
+      and -inf elements at that step, and of all elements.
   """
 
   inner_state: PyTree
@@ -79,10 +79,14 @@ class TrackSkipsState(NamedTuple):
 
 
 def loss_scale_metrics(opt_state: PyTree) -> Metrics:
-  """Returns the loss scale and its counters, ready for a logger; usable inside `jit`.
+  """Returns the loss scale and its counters, for a logger; works inside `jit`.
+
+  ```python
+  print(mpjax.loss_scale.loss_scale_metrics(opt_state))
+  ```
 
   Args:
-    opt_state: what `mpjax.get_loss_scale` takes; with several loss scales in it the names carry the path.
+    opt_state: what `mpjax.get_loss_scale` takes; with several loss scales the names include the path.
 
   Returns:
     `loss_scale` f32[], `good_steps`, `skipped_steps`, `consecutive_skips` i32[], `grads_finite`,
@@ -98,10 +102,19 @@ def loss_scale_metrics(opt_state: PyTree) -> Metrics:
 
 
 def nonfinite_leaves(tree: PyTree) -> dict[str, NonFinite]:
-  """Returns the leaves of `tree` that hold NaN or infinity, by path; computed now, and read back to the host.
+  """Returns the leaves of `tree` that hold NaN or infinity, by path; copies the counts to the host.
+
+  ```python
+  for path, counts in mpjax.loss_scale.nonfinite_leaves(grads).items():
+    print(path, counts)  # blocks/0/kernel 2 NaN of 256
+  ```
 
   Args:
-    tree: any pytree, such as gradients; leaves that are not inexact are passed over.
+    tree: any pytree, such as gradients; leaves that are not inexact are ignored.
+
+  Returns:
+    By tree path an object with the numbers of NaN, +inf and -inf elements and the size; empty if all is
+    finite.
   """
   return _rows(_count(tree))
 
@@ -109,27 +122,29 @@ def nonfinite_leaves(tree: PyTree) -> dict[str, NonFinite]:
 def track_skips(
   tx: optax.GradientTransformation, *, history: int = 128, axis_name: Hashable | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps a transform that holds a loss scale, and records its history and why steps were skipped.
+  """Wraps a transform that holds a loss scale, and records its history and the reasons for skips.
 
   ```python
   tx = mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
+  opt_state = tx.init(params)
   print(mpjax.loss_scale.skip_report(opt_state))  # after some steps
   ```
 
-  The elements of each leaf are counted only on a skipped step, by a conditional (under `vmap`, whose
-  conditionals are selects, on every step). `skip_report` and `scale_history` read the record.
+  A conditional counts the elements of each leaf only on a skipped step (under `vmap`, which turns
+  conditionals into selects, on every step). `skip_report` and `scale_history` read the record.
 
   Args:
     tx: a transform with one loss scale somewhere in its state.
-    history: steps whose scale is kept.
-    axis_name: mapped axis over which counts are summed, for gradients that differ along it: with gradients
-      that were averaged already, leave it out. `shard_map` with `check_vma=True` needs none.
+    history: the number of steps whose scale is kept.
+    axis_name: the mapped axis over which counts are summed, for gradients that differ along it. Leave it out
+      if gradients are averaged already. `shard_map` with `check_vma=True` does not need it.
 
   Returns:
-    A transform with a `TrackSkipsState`; updates are those of `tx`.
+    A transform with a `TrackSkipsState`; its updates are those of `tx`.
 
   Raises:
-    ValueError: if `history` is not a positive integer; at `init`, if `tx` has not one loss scale.
+    ValueError: if `history` is not a positive integer; at `init`, if `tx` does not have exactly one loss
+      scale.
   """
   history = positive_integer("history", history)
   tx = optax.with_extra_args_support(tx)
@@ -180,7 +195,19 @@ def track_skips(
 
 
 def skip_report(opt_state: PyTree) -> SkipReport | None:
-  """Returns why the last skipped step was skipped, from the record of `track_skips`; `None` if none was.
+  """Returns why the last skipped step was skipped, as `track_skips` recorded it; `None` without a skip.
+
+  ```python
+  tx = mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
+  opt_state = tx.init(params)
+  print(mpjax.loss_scale.skip_report(opt_state))  # None: no step so far
+  ```
+
+  Args:
+    opt_state: an optimiser's state with the record of one `track_skips`; concrete, not traced.
+
+  Returns:
+    An object with `step`, `loss_scale` and `leaves`, whose `str` is a table.
 
   Raises:
     ValueError: if `opt_state` holds no record, or several.
@@ -194,8 +221,17 @@ def skip_report(opt_state: PyTree) -> SkipReport | None:
 def scale_history(opt_state: PyTree) -> dict[str, np.ndarray]:
   """Returns the last steps of `track_skips`' record, oldest first.
 
+  ```python
+  tx = mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(optax.adamw(1e-3)))
+  opt_state = tx.init(params)
+  scales = mpjax.loss_scale.scale_history(opt_state)["loss_scale"]  # empty: no step so far
+  ```
+
+  Args:
+    opt_state: an optimiser's state with the record of one `track_skips`; concrete, not traced.
+
   Returns:
-    Arrays of one length, `step` int, `loss_scale` float32 (what each loss was multiplied by) and
+    Arrays of one length: `step` int, `loss_scale` float32 (the factor of each loss) and
     `grads_finite` bool.
 
   Raises:
@@ -215,13 +251,13 @@ def _record(opt_state: PyTree) -> TrackSkipsState:
   found = find_states(opt_state, TrackSkipsState)
   if len(found) != 1:
     raise ValueError(
-      f"{len(found)} records of skipped steps in this optimiser state: expected one, as of "
+      f"{len(found)} records of skipped steps in this optimiser state: expected one, from "
       "mpjax.loss_scale.track_skips(mpjax.dynamic_loss_scale(...))"
     )
   record = next(iter(found.values()))
   if np.ndim(record.step):
     raise ValueError(
-      f"a record of {np.shape(record.step)} members: take that of one, as in "
+      f"a record of {np.shape(record.step)} members: pass the state of one member, as in "
       "jax.tree.map(lambda x: x[0], opt_state)"
     )
   return record

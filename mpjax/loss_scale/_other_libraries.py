@@ -1,4 +1,4 @@
-"""Loss scales of jmp, flax and torch into mpjax's state and back, so that a run in progress can move."""
+"""Converts loss scales of jmp, flax and torch to mpjax's state and back, so that a run can move."""
 
 from __future__ import annotations
 
@@ -33,27 +33,29 @@ def import_loss_scale(
   *,
   axis_name: Hashable | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, LossScaleState]:
-  """Returns the transform and the state that go on where another library's loss scale stopped.
+  """Returns a transform and a state that continue from another library's loss scale.
 
   ```python
+  dynamic_scale = flax.training.dynamic_scale.DynamicScale()
+  old_opt_state = optax.adamw(1e-3).init(params)
   tx, opt_state = mpjax.loss_scale.import_loss_scale(dynamic_scale, optax.adamw(1e-3), old_opt_state)
   ```
 
   Args:
     source: a `jmp` loss scale, a `flax.training.dynamic_scale.DynamicScale`, or the `state_dict()` of a
-      `torch.amp.GradScaler`; concrete, not traced. Where it has no bound, that of float32 is taken;
-      a `jmp.DynamicLossScale` that went through `jit` has lost its `min_loss_scale` and says 1.
-    inner: the optimiser that was stepped by hand.
+      `torch.amp.GradScaler`; concrete, not traced. If it has no bound, the bound is that of float32.
+      A `jmp.DynamicLossScale` that went through `jit` has lost its `min_loss_scale` and says 1.
+    inner: the optimiser without the loss scale.
     inner_state: its state.
     axis_name: as for `mpjax.dynamic_loss_scale`.
 
   Returns:
-    `(tx, opt_state)`, which are `inner` wrapped with the same rules, and its state at the same scale and the
-    same count of finite steps. Skipped steps are counted from zero.
+    `(tx, opt_state)`: `inner` wrapped with the same rules, and its state with the same scale and the
+    same count of finite steps. The count of skipped steps starts at zero.
 
   Raises:
-    TypeError: if `source` is of another type.
-    ValueError: if it is a disabled GradScaler's, lacks a key, or its values are out of range.
+    TypeError: if `source` has another type.
+    ValueError: if it belongs to a disabled GradScaler, lacks a key, or has values out of range.
   """
   config, good_steps = _describe(source)
   tx = with_loss_scaling(inner, config, axis_name=axis_name)
@@ -63,15 +65,23 @@ def import_loss_scale(
 def export_loss_scale(
   opt_state: PyTree, to: str, *, scaling: LossScalingSpec, path: str | None = None
 ) -> jmp.LossScale | DynamicScale | dict[str, float]:
-  """Returns the loss scale in `opt_state` as another library's object. Bounds that it lacks are dropped.
+  """Returns the loss scale in `opt_state` as another library's object, without bounds that it cannot hold.
+
+  ```python
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "flax")
+  scale = mpjax.loss_scale.export_loss_scale(tx.init(params), "flax", scaling="flax")
+  ```
 
   Args:
     opt_state: what `mpjax.get_loss_scale` takes; concrete, not traced.
     to: `"jmp"` gives a `jmp` loss scale, `"flax"` a `DynamicScale`, `"torch"` a dict that
       `GradScaler.load_state_dict` takes.
-    scaling: the rules that the state was adjusted by, as `mpjax.with_loss_scaling` takes them: they are
-      not in the state.
-    path: which loss scale is meant, where there are several.
+    scaling: the rules that the transform was made with, as `mpjax.with_loss_scaling` takes them: the state
+      does not hold them.
+    path: a part of the key path of the loss scale to use, if there are several.
+
+  Returns:
+    A `jmp` loss scale, a flax `DynamicScale` or a dict, at the same scale and count of finite steps.
 
   Raises:
     ValueError: if `to` is unknown, or that library cannot express the rules.
@@ -80,7 +90,7 @@ def export_loss_scale(
     raise ValueError(f"to={to!r}: expected one of {', '.join(_TARGETS)}")
   config = scaling_of(scaling)
   if config is None:
-    raise ValueError(f"scaling={scaling!r} is no loss scaling: there is nothing to export")
+    raise ValueError(f"scaling={scaling!r} is not a loss scaling: there is nothing to export")
   state = get_loss_scale(opt_state, path=path)
   scale = float(state.scale)
   if config.kind == "static":
@@ -116,7 +126,7 @@ def export_loss_scale(
 
 
 def _describe(source: object) -> tuple[LossScaling, int]:
-  """Returns the rules of `source`, with its scale as the first, and its count of finite steps."""
+  """Returns the rules of `source`, with its scale as the first one, and its count of finite steps."""
   if isinstance(source, jmp.DynamicLossScale):
     factor = number("factor", source.factor)
     return _dynamic(
@@ -148,7 +158,7 @@ def _describe(source: object) -> tuple[LossScaling, int]:
 def _describe_torch(source: Mapping[str, Any]) -> tuple[LossScaling, int]:
   if not source:
     raise ValueError(
-      "an empty GradScaler state_dict is that of a disabled scaler: there is no loss scale in it"
+      "an empty GradScaler state_dict comes from a disabled scaler: there is no loss scale in it"
     )
   missing = [key for key in _TORCH_KEYS if key not in source]
   if missing:
@@ -173,7 +183,7 @@ def _describe_torch(source: Mapping[str, Any]) -> tuple[LossScaling, int]:
 def _dynamic(scale: object, *, min_scale: float, **rules: Any) -> LossScaling:
   try:
     scale = number("scale", scale)
-    # A scale below the source's own floor (set by hand, say) stays where it is.
+    # A scale below the source's own minimum (set by hand, for example) stays.
     low = max(min(min_scale, scale), LOWEST)
     return LossScaling(kind="dynamic", init_scale=scale, min_scale=low, max_scale=HIGHEST, **rules)
   except ValueError as error:

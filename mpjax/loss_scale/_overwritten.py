@@ -1,7 +1,7 @@
 """Leaves whose "gradient" is their next value: FP8 scales and amax histories.
 
-flax keeps them in a collection of the name below, and so does every tree whose paths hold it. They are not
-gradients: nobody unscales, judges, clips or averages them.
+flax keeps them in a collection of the name below; every leaf whose path has this name counts. They are not
+gradients: nothing unscales, judges, clips or averages them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ COLLECTION = "_overwrite_with_gradient"
 def apply_updates(params: T, updates: PyTree) -> T:
   """Applies updates like `optax.apply_updates`; a leaf under `_overwrite_with_gradient` becomes its update.
 
+  ```python
+  params = mpjax.apply_updates(params, updates)
+  ```
+
   Args:
     params: tree of parameters.
-    updates: what an optimiser's `update` returned for them.
+    updates: what an optimiser's `update` returned for them: a tree of the same structure.
 
+  Returns:
   Returns:
     New parameters in the dtypes of the old ones.
   """
@@ -38,7 +43,7 @@ def apply_updates(params: T, updates: PyTree) -> T:
 
 
 def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Keeps leaves that are overwritten from `inner`: their updates are what was handed in for them."""
+  """Hides leaves that are overwritten from `inner`: their updates are the given values."""
   inner = optax.with_extra_args_support(inner)
 
   def update(
@@ -51,19 +56,19 @@ def keep_from(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def has_overwritten(tree: PyTree) -> bool:
-  """Returns whether any leaf of `tree` is overwritten rather than differentiated."""
+  """Returns whether any leaf of `tree` is overwritten instead of differentiated."""
   return any(is_overwritten(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
 def hide(tree: T) -> T:
-  """Returns `tree` with `optax.MaskedNode` in place of the leaves that are overwritten."""
+  """Returns `tree` with `optax.MaskedNode` for each leaf that is overwritten."""
   if not has_overwritten(tree):
     return tree
   return map_parts(lambda leaf: leaf, lambda leaf: optax.MaskedNode(), tree)
 
 
 def hide_like(updates: PyTree, extra_args: dict[str, object]) -> dict[str, object]:
-  """Hides leaves in those of `extra_args` that have the structure of `updates`."""
+  """Hides leaves in each of the `extra_args` that has the structure of `updates`."""
   if not has_overwritten(updates):
     return extra_args
   structure: PyTreeDef = jax.tree.structure(updates)
@@ -78,12 +83,12 @@ def show(like: PyTree, hidden: T, values: PyTree) -> T:
 
 
 def map_parts(of_gradients: Callable[..., Any], of_overwritten: Callable[..., Any], *trees: PyTree) -> PyTree:
-  """Maps trees by one function for leaves that are differentiated and one for those that are overwritten."""
+  """Maps trees by one function for leaves that are differentiated and one for leaves that are overwritten."""
   return jax.tree_util.tree_map_with_path(
     lambda path, *leaves: (of_overwritten if is_overwritten(path) else of_gradients)(*leaves), *trees
   )
 
 
 def is_overwritten(path: KeyPath) -> bool:
-  """Returns whether a leaf at this key path is overwritten rather than differentiated."""
+  """Returns whether a leaf at this key path is overwritten instead of differentiated."""
   return any(getattr(key, "key", getattr(key, "name", None)) == COLLECTION for key in path)

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `keep_if_finite`: a training loop of one's own that serves every policy."""
+"""`value_and_grad` and `keep_if_finite`: a user's own training loop that serves every policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpjax.patterns import named_leaves
 
 T = TypeVar("T")
 
-# The name under which `autocast` puts a warning on what it returns: of a policy that scales the loss.
+# `autocast` puts a warning under this name on its result if the policy scales the loss.
 WITHOUT_SCALE = "mpjax_without_loss_scale"
 
 
@@ -34,36 +34,38 @@ def value_and_grad(
   *,
   path: str | None = None,
 ) -> Callable[..., Any]:
-  """Returns what `jax.value_and_grad` does, under the loss scale that `opt_state` holds.
+  """Returns what `jax.value_and_grad` does, for the loss times the loss scale in `opt_state`.
 
-  The value is the loss that `fun` returns, in float32. The gradients are those of the scaled loss, as the
-  optimiser's `update` takes them. Where `opt_state` has no loss scale, this is `jax.value_and_grad`, so one
+  The value is the loss that `fun` returns, in float32. The gradients belong to the scaled loss, as the
+  optimiser's `update` takes them. If `opt_state` has no loss scale, this is `jax.value_and_grad`, so one
   loop serves every policy:
 
   ```python
   tx = mpjax.with_loss_scaling(optax.adamw(1e-3), policy)
+  opt_state = tx.init(params)
   loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
   updates, opt_state = tx.update(grads, opt_state, params)
+  params = mpjax.apply_updates(params, updates)
   ```
 
-  An `nnx.Module` is differentiated as by `nnx.value_and_grad`, and keeps what `fun` changes in it.
+  An `nnx.Module` is differentiated as by `nnx.value_and_grad`, and keeps the changes that `fun` makes in it.
 
   Args:
     fun: returns the loss, floating [] or an `mpjax.Average`; with `has_aux`, `(loss, aux)`.
     opt_state: the optimiser's state, from `tx.init(params)` or the last update, or an `nnx.Optimizer`.
-    argnums: the positional argument, or arguments, to differentiate; for an `nnx.Module` an `nnx.DiffState`,
-      too.
-    has_aux: whether `fun` returns something beside the loss; it is handed on untouched.
-    path: which loss scale is meant, where there are several, as for `mpjax.get_loss_scale`.
+    argnums: the positional argument, or arguments, to differentiate; for an `nnx.Module` also an
+      `nnx.DiffState`.
+    has_aux: whether `fun` returns `(loss, aux)`; `aux` is returned unchanged.
+    path: the loss scale to use if there are several, as for `mpjax.get_loss_scale`.
 
   Returns:
     A function with the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
   Raises:
-    TypeError: if `fun` is no function, or `opt_state` is no optimiser's state: an optimiser, a policy, its
-      name, a number, a module, or parameters. An array, a mapping or a list counts as parameters if all its
-      leaves are inexact; `optax.chain(transform)` makes a tuple of a state of your own that is such a tree.
-    ValueError: if there are several loss scales that `path` fits.
+    TypeError: if `fun` is not a function, or `opt_state` is not an optimiser's state: an optimiser, a policy,
+      its name, a number, a module, or parameters. An array, a mapping or a list counts as parameters if all
+      its leaves are inexact. If your own state is such a tree, `optax.chain(transform)` makes it a tuple.
+    ValueError: if several loss scales match `path`.
 
   Warns:
     PrecisionWarning: if `fun` is an `mpjax.autocast` under a policy that scales the loss, such as `fp16`, and
@@ -90,35 +92,35 @@ def value_and_grad(
 
 
 def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None) -> T:
-  """Returns `new` if the last step's gradients were finite, else `old`, leaf by leaf.
+  """Returns `new` if the last step was taken, else `old`, leaf by leaf.
 
   ```python
   updates, opt_state = tx.update(grads, opt_state, params)
-  stats = mpjax.keep_if_finite(opt_state, new_stats, stats)  # after the update, which knows
+  stats = mpjax.keep_if_finite(opt_state, new_stats, stats)  # after the update, with its state
   ```
 
-  A skipped step leaves parameters and optimiser as they were. Whatever else a step changes needs this:
-  BatchNorm statistics, counters, caches.
+  A skipped step leaves parameters and optimiser state as they were. Everything else that a step changes needs
+  this: BatchNorm statistics, counters, caches.
 
   Args:
     opt_state: the state that the step's `update` returned, as `mpjax.value_and_grad` takes it. Without a loss
       scale no step is skipped, and `new` is returned.
     new: any tree, such as linen's `batch_stats` or `nnx.state(model, nnx.BatchStat)`.
-    old: the same tree from before the step; of a module that changes in place
+    old: the same tree from before the step. For a module that changes in place, pass
       `nnx.as_pure(nnx.state(model, nnx.BatchStat))`, which holds arrays and not the module's own Variables.
-    path: which loss scale is meant, where there are several, as for `mpjax.get_loss_scale`.
+    path: the loss scale to use if there are several, as for `mpjax.get_loss_scale`.
 
   Returns:
-    A tree in the dtypes of `old`; leaves that are not arrays are those of `new`.
+    A tree in the dtypes of `old`; leaves that are not arrays come from `new`.
 
   Raises:
-    TypeError: if `opt_state` is no optimiser's state.
-    ValueError: if `new` and `old` differ in structure, or there are several loss scales that `path` fits.
+    TypeError: if `opt_state` is not an optimiser's state.
+    ValueError: if `new` and `old` differ in structure, or several loss scales match `path`.
   """
   scaler = scaler_of(opt_state, path=path)
   if _variables(new) & _variables(old):
     raise ValueError(
-      "new and old are the same Variables of a module, which changes in place: take the arrays before the "
+      "new and old are the same Variables of a module, which changes in place: copy the arrays before the "
       "step, as in old = nnx.as_pure(nnx.state(model, nnx.BatchStat))"
     )
   if not _alike(new, old):
@@ -127,8 +129,8 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
     names = [{name for name, _ in named_leaves(tree)} for tree in (new, old)]
     only = sorted(names[0] ^ names[1]) or [type(new).__name__, type(old).__name__]
     raise ValueError(
-      f"new and old differ in structure (at {', '.join(only[:3])}): expected one tree from after and from "
-      "before the step"
+      f"new and old differ in structure (at {', '.join(only[:3])}): expected the same tree from before and "
+      "after the step"
     )
   new = cast_like(new, old)
   if scaler is None:
@@ -139,7 +141,7 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
 
 
 def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -> Callable[..., Any]:
-  """Returns `fun` with `(scaled loss, (loss, aux))` as what it returns."""
+  """Returns a function that gives `(scaled loss, (loss, aux))`."""
 
   def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
     out = fun(*args, **kwargs)
@@ -151,7 +153,7 @@ def _scaled(fun: Callable[..., Any], scale: Float32[Array, ""], has_aux: bool) -
 
 
 def _worth(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-  """Returns `fun` with the value of an `Average` in place of it."""
+  """Returns `fun` with each `Average` that it returns replaced by its value."""
 
   def worth(*args: PyTree, **kwargs: PyTree) -> PyTree:
     out = fun(*args, **kwargs)
@@ -191,6 +193,6 @@ def _in_float32(loss: PyTree) -> Float32[Array, "..."]:
   if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
     raise TypeError(
       f"fun returned a loss that is {type(loss).__name__ if dtype is None else dtype}: expected a floating "
-      "scalar; with something beside it, pass has_aux=True"
+      "scalar; if it returns (loss, aux), pass has_aux=True"
     )
   return jnp.asarray(loss).astype(jnp.float32)

@@ -17,11 +17,11 @@ from mpjax.loss_scale._layerwise_vjp import divide
 
 
 def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., Any]:
-  """Returns `fun`, inside which gradients carry a loss scale of their own.
+  """Returns `fun` with a loss scale of its own for the gradients inside it.
 
   For a scale per parameter group: one loss, and `optax.partition` with a loss scale in each group. The
-  gradient that enters from the output is multiplied by `scale`, the one that leaves to `inputs` is divided by
-  it, and that of `params` comes out scaled, for the group's own transform to unscale and judge:
+  gradient of the output is multiplied by `scale`, the gradient of `inputs` is divided by it, and the gradient
+  of `params` stays scaled, for the group's own transform to unscale and judge:
 
   ```python
   tx = optax.partition(
@@ -36,8 +36,9 @@ def scaled_region(fun: Callable[..., Any], scale: jax.Array) -> Callable[..., An
   ```
 
   Args:
-    fun: `(params, *inputs)` to a tree; it casts to half precision inside. The gradient of what it closes
-      over leaves unscaled, like that of `inputs`; in half precision it becomes NaN where it would be lost.
+    fun: `(params, *inputs)` to a tree; it casts to half precision inside. The gradient of arrays that it
+      closes over is unscaled, like that of `inputs`; in half precision it becomes NaN where it would
+      underflow.
     scale: f32[]; such as `mpjax.get_loss_scale(opt_state, path=...).scale`.
 
   Returns:

@@ -1,4 +1,4 @@
-"""The skip of a non-finite step: zero updates and the old state in place of what the optimiser makes."""
+"""The skip of a non-finite step: zero updates and the old state instead of the optimiser's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpjax.jaxpr import Calls, Forward, bind_again, dtype_of, inputs_read, inter
 from mpjax.loss_scale._finite import all_finite, is_inexact
 
 State = TypeVar("State")
-# Zeros of zeros, or of zeros and a number.
+# The result is zero if all operands are, or if one is zero and the other a number.
 _KEEPS_ZEROS = {
   jax.lax.broadcast_in_dim_p,
   jax.lax.convert_element_type_p,
@@ -33,11 +33,11 @@ _KEEPS_ZEROS = {
 
 
 class Flow(NamedTuple):
-  """What an optimiser makes of what.
+  """Which gradients and updates of an optimiser matter.
 
   Attributes:
     read: for each leaf of the gradients, whether an update of this step or a later one depends on it.
-    moving: for each leaf of the updates, whether it is more than zeros, as those of a frozen parameter are.
+    moving: for each leaf of the updates, whether it can be non-zero; it cannot for a frozen parameter.
   """
 
   read: list[bool]
@@ -48,10 +48,10 @@ class Guarded(NamedTuple):
   """The outcome of `update_if_finite`.
 
   Attributes:
-    updates: as they were made, or zeros.
-    state: the new one, or the old.
-    grads_finite: bool[]; whether those gradients are finite that decide anything.
-    updates_finite: bool[]; whether the parameters that the updates would give, and the rest, are finite.
+    updates: the optimiser's updates, or zeros.
+    state: the new state, or the old.
+    grads_finite: bool[]; whether the gradients that matter are finite.
+    updates_finite: bool[]; whether the updated parameters, and the other state, are finite.
   """
 
   updates: PyTree
@@ -62,16 +62,16 @@ class Guarded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-  """What has to be finite for a step to be taken.
+  """What must be finite for a step to be taken.
 
   Attributes:
-    judge: (for each leaf of the gradients whether it decides anything) -> bool[], whether those are finite.
+    judge: (for each leaf of the gradients whether it matters) -> bool[], whether those leaves are finite.
     params: the parameters, or `None`.
-    apply: (parameter, update) -> the parameter after it.
-    agree: makes one decision of those along mapped axes.
-    others: bool[]; whether what else the step changes is finite.
-    flows: what becomes of gradients, by the shapes of them and the state; filled here, since outside of
-      `jit` a trace takes as long as a step.
+    apply: (parameter, update) -> the updated parameter.
+    agree: makes one decision of the decisions along mapped axes.
+    others: bool[]; whether the other state that the step changes is finite.
+    flows: each `Flow`, by the shapes of gradients and state; a cache, since outside `jit` a trace takes
+      as long as a step.
   """
 
   judge: Callable[[Sequence[bool]], Bool[Array, ""]]
@@ -82,11 +82,11 @@ class Guard:
   flows: dict[Hashable, Flow]
 
   def made(self, updates: PyTree, moving: Sequence[bool]) -> Bool[Array, ""]:
-    """Returns whether parameters and the rest are finite after these updates.
+    """Returns whether the updated parameters and the other state are finite.
 
     Args:
-      updates: as the optimiser made them.
-      moving: for each leaf whether it is more than zeros.
+      updates: the optimiser's updates.
+      moving: for each leaf whether it can be non-zero.
     """
     of_updates: PyTreeDef = jax.tree.structure(updates)
     made = jax.tree.leaves(updates)
@@ -95,7 +95,7 @@ class Guard:
     return self.agree(all_finite([x for x, moves in zip(made, moving, strict=True) if moves]) & self.others)
 
   def _after(self, p: Array, u: Array) -> Array:
-    """Returns a parameter after its update, and 0 where it was not finite before, as in a mask of -inf."""
+    """Returns a parameter after its update, and 0 if it was not finite before, as a mask of -inf."""
     after = self.apply(p, u)
     known = is_inexact(p) and jnp.shape(p) == jnp.shape(after)
     return jnp.where(jnp.isfinite(p), after, 0) if known else after
@@ -109,27 +109,27 @@ def update_if_finite(
   branch_on_cpu: bool = False,
   skip: bool = True,
 ) -> Guarded:
-  """Takes a step of an optimiser where gradients and what it makes of them are finite.
+  """Takes an optimiser's step if the gradients and the results are finite.
 
   Inside `jit` the values of the new state are selected where `update` defines them, since that takes less
   memory (see `_select_where_defined`). Outside `jit`, and for an `update` that cannot be traced by itself,
-  all is selected at the end, which gives the same numbers.
+  all values are selected at the end, which gives the same numbers.
 
-  A gradient that `update` does not read, such as that of a frozen parameter, decides nothing.
+  A gradient that `update` does not read, such as that of a frozen parameter, has no influence.
 
   Args:
-    update: makes updates and state of gradients and state; called again if it cannot be traced by itself.
-    gradients: for `update`.
+    update: (gradients, state) -> (updates, state); called twice if it cannot be traced by itself.
+    gradients: the gradients for `update`.
     old_state: the state to keep on a skip.
-    guard: what has to be finite.
-    branch_on_cpu: skip by a branch in a program for a CPU, where that does the same. XLA for accelerators
-      fuses selects, and no branch, with the optimiser. XLA for CPU reads a half-precision gradient,
-      transposed and widened, anew for each moment and for the update; a branch is not fused with what comes
-      before, so that it does so once.
-    skip: `False` takes each step, and only says what was finite.
+    guard: what must be finite.
+    branch_on_cpu: skip by a branch in a program for a CPU, where that gives the same result. XLA for
+      accelerators fuses selects with the optimiser, but not branches. XLA for CPU reads a half-precision
+      gradient, transposed and widened, once for each moment and once for the update. A branch is not fused
+      with the code before it, so that the gradient is read once.
+    skip: `False` takes each step, and only reports what was finite.
 
   Returns:
-    Updates, and the state in the dtypes of `old_state`, on explicit mesh axes with its shardings.
+    Updates; the state in the dtypes of `old_state`; on explicit mesh axes with its shardings.
 
   Raises:
     ValueError: if `update` changes the structure of the state.
@@ -156,7 +156,7 @@ def update_if_finite(
 
 
 def after_update(p: Array, u: Array) -> Array:
-  """Returns a parameter after its update, or the update where it cannot be added, as to quantised data."""
+  """Returns a parameter after its update, or the update if it cannot be added, as for quantised data."""
   p, u = jnp.asarray(p), jnp.asarray(u)
   adds = all(jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits >= 16 for x in (p, u))
   wide = at_least_float32(p.dtype)
@@ -168,7 +168,7 @@ def after_update(p: Array, u: Array) -> Array:
 def keep_if(
   finite: Bool[Array, ""], new: Shaped[ArrayLike, "*shape"], old: Shaped[ArrayLike, "*shape"]
 ) -> Shaped[Array, "*shape"]:
-  """Returns `new` where `finite`, else `old`; divided over explicit mesh axes as `old` is."""
+  """Returns `new` if `finite`, else `old`; divided over explicit mesh axes as `old` is."""
   kind = jax.typeof(old)
   if _compat.is_explicit(kind) and jax.typeof(new).sharding != kind.sharding:
     new = jax.sharding.reshard(new, kind.sharding)
@@ -180,9 +180,9 @@ class _Traced:
   """The program of an update.
 
   Attributes:
-    program: from the arrays among the leaves of gradients and state to those of updates and new state.
-    updates: their structure.
-    state: the new state's structure.
+    program: from the arrays in the leaves of gradients and state to the arrays in updates and new state.
+    updates: the structure of the updates.
+    state: the structure of the new state.
     others: all leaves of both, with `None` for the arrays.
   """
 
@@ -197,20 +197,20 @@ class _Traced:
     return sum(other is None for other in self.others[: self.updates.num_leaves])
 
   def trees(self, arrays: Sequence[Array]) -> tuple[PyTree, PyTree]:
-    """Returns updates and state of what the program gave."""
+    """Returns updates and state from the program's outputs."""
     remaining = iter(arrays)
     leaves = [next(remaining) if other is None else other for other in self.others]
     n = self.updates.num_leaves
     return jax.tree.unflatten(self.updates, leaves[:n]), jax.tree.unflatten(self.state, leaves[n:])
 
   def flow(self, gradients: PyTree) -> Flow:
-    """Returns what the program, step after step, makes of what."""
+    """Returns the program's `Flow`, over many steps."""
     jaxpr = self.program.jaxpr
     arrays = len(_arrays(gradients))
     needed = [i < self.cut for i in range(len(jaxpr.outvars))]
     while True:
       inputs = inputs_read(jaxpr, needed)
-      # A state matters that an update reads, in the next step.
+      # A part of the state matters if an update reads it in the next step.
       of_state = zip(needed[self.cut :], inputs[arrays:], strict=True)
       after = [*needed[: self.cut], *(a or b for a, b in of_state)]
       if after == needed:
@@ -226,12 +226,12 @@ class _Traced:
 
 
 def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -> Flow | None:
-  """Returns what an optimiser makes of gradients of these parameters; `None` where no trace of it can tell.
+  """Returns an optimiser's `Flow` for these parameters; `None` if a trace cannot tell.
 
   Args:
     tx: any optax transform.
     params: tree of arrays, of the gradients' structure and shapes.
-    **extra: for its update.
+    **extra: keyword arguments for its update.
   """
   found: list[Flow] = []
 
@@ -241,17 +241,17 @@ def flow_of(tx: optax.GradientTransformation, params: PyTree, **extra: object) -
     if traced is not None:
       found.append(traced.flow(params))
 
-  # A mapped axis is not there; or the state is another after the first update, as that of optax.monitor.
+  # A mapped axis is missing; or the first update changes the state's structure, as in optax.monitor.
   with contextlib.suppress(NameError, StructureError):
     jax.eval_shape(look, params)
   return found[0] if found else None
 
 
 class _Content(enum.IntEnum):
-  """What a value holds whatever the inputs are; of two that it may be, the later is true."""
+  """What a value is for all inputs. If it may be one of two, the later holds."""
 
   ZEROS = 0
-  FINITE = 1  # a literal, or what was an integer
+  FINITE = 1  # a literal, or converted from an integer
   ANYTHING = 2
 
 
@@ -277,7 +277,7 @@ class _Contents(Forward[_Content]):
 def _trace(
   update: Callable[[PyTree, State], tuple[PyTree, State]], gradients: PyTree, old_state: State
 ) -> _Traced | None:
-  """Returns the program of `update`; `None` if that looks at a value, as `bool` of an array does."""
+  """Returns the program of `update`; `None` if it reads a traced value, as `bool` of an array does."""
   rest: list[Any] = []
   leaves, structure = jax.tree.flatten((gradients, old_state))
 
@@ -299,7 +299,7 @@ def _arrays(tree: PyTree) -> list[Array]:
 
 
 def _merged(leaves: list[Any], arrays: list[Array]) -> list[Any]:
-  """Returns leaves with others in place of the arrays among them."""
+  """Returns leaves with their arrays replaced by others."""
   remaining = iter(arrays)
   return [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
 
@@ -316,15 +316,15 @@ def _is_traced(tree: PyTree) -> bool:
 def _select_where_defined(
   traced: _Traced, flow: Flow, gradients: PyTree, old_state: State, guard: Guard, branch_on_cpu: bool
 ) -> Guarded:
-  """Does what `update_if_finite` does, on the program of `update`.
+  """Does the work of `update_if_finite`, on the program of `update`.
 
-  An optimiser computes its updates from its new state. Selected at the end, the new state and the kept one
-  would both be held in memory: the updates read the first, the second is what is returned. So a state's value
-  is replaced by the selected one as soon as it is there, and the updates read that. On a finite step the two
-  are the same; on a skipped step the updates are thrown away.
+  An optimiser computes its updates from its new state. If the state were selected at the end, memory would
+  hold both the new state, which the updates read, and the selected one, which is returned. So each value of
+  the state is replaced by the selected one as soon as it is computed, and the updates read that. On a finite
+  step the two are the same; on a skipped step the updates are not used.
 
-  Whether the updates are finite is asked of the program without selects, of which nothing else is kept: a
-  compiler computes it where it looks at the gradients.
+  Whether the updates are finite comes from the program without selects, whose other results are not used:
+  a compiler computes it where it checks the gradients.
   """
   program, cut = traced.program, traced.cut
   given, state = _arrays(gradients), _arrays(old_state)
@@ -334,7 +334,7 @@ def _select_where_defined(
   old_arrays = [old for other, old in of_state if other is None]
 
   def by_selects(grads_finite: Bool[Array, ""]) -> list[Array]:
-    # XLA for CPU would make one of the new state here and that of the step, and hold it in memory for both.
+    # XLA for CPU would merge the new state here with that of the step, and keep it in memory for both.
     made = interpret(program, [*given, *jax.lax.optimization_barrier(state)], bind_again)
     updates_finite = guard.made(traced.trees(made)[0], flow.moving)
     taken = grads_finite & updates_finite
@@ -356,12 +356,12 @@ def _select_where_defined(
 def _by_selects(
   program: ClosedJaxpr, given: list[Array], finite: Bool[Array, ""], cut: int, old_arrays: list[Array]
 ) -> list[Array]:
-  """Returns the outputs of `program`: the first `cut` are updates, the others the state, both selected."""
+  """Returns the outputs of `program`, selected: the first `cut` are updates, the others the state."""
   state_atoms = program.jaxpr.outvars[cut:]
   passed_through = {*program.jaxpr.constvars, *program.jaxpr.invars}
   selected: dict[Var, Array] = {}
   for atom, old in zip(state_atoms, old_arrays, strict=True):
-    # Not what `update` passes through; and of a value that it keeps twice only the first.
+    # Leaves out what `update` passes through, and, of a value that the state holds twice, the second.
     if is_variable(atom) and atom not in passed_through:
       selected.setdefault(atom, old)
 
@@ -379,16 +379,16 @@ def _by_selects(
 
 
 def _may_branch(program: ClosedJaxpr) -> bool:
-  """Returns whether a branch does the same: without effects (collectives have one), outside `shard_map`."""
+  """Returns whether a branch gives the same: no effects (collectives have one), not inside `shard_map`."""
   return not program.effects and not jax.sharding.get_abstract_mesh().axis_names
 
 
 class StructureError(ValueError):
-  """A transform's update gives its state another structure."""
+  """A transform's update changes the structure of its state."""
 
 
 def keep_dtypes(new_state: State, old_state: State) -> State:
-  """Casts `new_state` to the dtypes of `old_state`: widened gradients must not widen half-precision moments.
+  """Casts `new_state` to the dtypes of `old_state`: wide gradients must not widen half-precision moments.
 
   Raises:
     StructureError: if the two differ in structure.
@@ -404,7 +404,7 @@ def keep_dtypes(new_state: State, old_state: State) -> State:
 
 
 def is_array(leaf: object) -> bool:
-  """Returns whether JAX can trace `leaf` as an array; it cannot for `float0`."""
+  """Returns whether JAX can trace `leaf` as an array; it cannot trace `float0`."""
   if isinstance(leaf, (bool, int, float, complex)):
     return True
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0

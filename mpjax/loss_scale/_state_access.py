@@ -23,22 +23,27 @@ T = TypeVar("T")
 def scale_loss(
   loss: Num[ArrayLike, "..."] | Average, opt_state: PyTree, *, path: str | None = None
 ) -> Float32[Array, "..."]:
-  """Returns the loss times the loss scale, in float32 whatever the loss's dtype.
+  """Returns the loss times the loss scale, in float32 for every dtype of the loss.
 
-  Differentiate this, and give the gradients to the `update` of the transform that `opt_state` is of. Where
-  `opt_state` has no loss scale the loss is only cast, so one loop serves every policy.
+  ```python
+  loss_of = lambda p: mpjax.scale_loss(loss_fn(p, batch), opt_state)
+  grads = jax.grad(loss_of)(params)  # scaled, as tx.update takes them
+  ```
+
+  Differentiate the result, and give the gradients to `update` of the same transform. If `opt_state` has no
+  loss scale, the loss is only cast, so one loop serves every policy. `mpjax.value_and_grad` does both steps.
 
   Args:
     loss: a number [] (or any shape: every element is scaled), or an `mpjax.Average`, for its value.
     opt_state: an optimiser's state, as `mpjax.value_and_grad` takes it.
-    path: which loss scale is meant, where there are several.
+    path: a part of the key path of the loss scale to use, if there are several.
 
   Returns:
     f32 of the loss's shape.
 
   Raises:
-    TypeError: if `opt_state` is no optimiser's state.
-    ValueError: if there are several loss scales that `path` fits.
+    TypeError: if `opt_state` is not an optimiser's state.
+    ValueError: if several loss scales match `path`.
   """
   scaler = scaler_of(opt_state, path=path)
   loss = worth(loss).astype(jnp.float32)
@@ -46,15 +51,23 @@ def scale_loss(
 
 
 def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleState:
-  """Returns the `LossScaleState` in an optimiser's state, however deep it lies.
+  """Returns the `LossScaleState` in an optimiser's state, at any depth.
+
+  ```python
+  scaler = mpjax.get_loss_scale(opt_state)
+  print(float(scaler.scale), int(scaler.skipped_steps))
+  ```
 
   Args:
     opt_state: a `LossScaleState`, any optax state that holds one (chain, masked, multi_transform,
       MultiSteps, inject_hyperparams, ...), or an `nnx.Optimizer`.
-    path: a part of the key path of the one meant, where there are several; the error lists the paths.
+    path: a part of the key path of the loss scale, if there are several; the error lists the paths.
+
+  Returns:
+    An `mpjax.LossScaleState` of scalar arrays.
 
   Raises:
-    ValueError: if there is none, or if there are several that `path` fits.
+    ValueError: if there is no loss scale, or if several match `path`.
   """
   found = all_loss_scales(opt_state)
   fitting = {key: state for key, state in found.items() if path is None or path in key}
@@ -62,29 +75,29 @@ def get_loss_scale(opt_state: PyTree, *, path: str | None = None) -> LossScaleSt
     return next(iter(fitting.values()))
   known = ", ".join(repr(key) for key in found)
   if not fitting:
-    raise ValueError(f"no loss scale at path={path!r}: there are {known}")
+    raise ValueError(f"no loss scale at path={path!r}; paths with a loss scale: {known}")
   raise ValueError(
-    f"{len(fitting)} loss scales in this optimiser state, at {known}: name the one meant by a part of "
+    f"{len(fitting)} loss scales in this optimiser state, at {known}: choose one by a part of "
     f"its path, as in get_loss_scale(opt_state, path={next(iter(fitting))!r})"
   )
 
 
 def find_scaler(opt_state: PyTree, *, path: str | None = None) -> LossScaleState | None:
-  """Returns what `get_loss_scale` does; `None` where there is no loss scale at all."""
+  """Returns what `get_loss_scale` does; `None` if there is no loss scale."""
   return get_loss_scale(opt_state, path=path) if find_loss_scales(opt_state) else None
 
 
 def scaler_of(opt_state: PyTree, *, path: str | None = None) -> LossScaleState | None:
-  """Returns what `find_scaler` does, for an argument that a user may mistake.
+  """Returns what `find_scaler` does, for an argument that a user may confuse with another.
 
-  Refused are an optimiser, a module, a leaf that is no array (a name, a policy, a number), a function, a
-  mapping with strings, and what parameters are: an array, a mapping or a list whose leaves are all inexact,
-  without a NamedTuple, of which optax makes its states. A tuple is taken, since a chain's state is one; so is
-  a tree with an integer, which may be a count.
+  Refuses an optimiser, a module, a function and a mapping with strings, and a leaf that is not an array (a
+  name, a policy, a number). Refuses also what looks like parameters: an array, a mapping or a list whose
+  leaves are all inexact, without a NamedTuple (optax's states are NamedTuples). Takes a tuple, since the
+  state of a chain is one, and a tree with an integer, which may be a count.
 
   Raises:
-    TypeError: if `opt_state` is no optimiser's state.
-    ValueError: if there are several loss scales that `path` fits.
+    TypeError: if `opt_state` is not an optimiser's state.
+    ValueError: if several loss scales match `path`.
   """
   scaler = find_scaler(opt_state, path=path)
   mistaken = _mistaken_for_state(opt_state) if scaler is None else None
@@ -94,7 +107,7 @@ def scaler_of(opt_state: PyTree, *, path: str | None = None) -> LossScaleState |
 
 
 def _mistaken_for_state(value: PyTree) -> str | None:
-  """Returns what `value` is in place of an optimiser's state, and the way out; `None` if it may be one."""
+  """Returns what `value` is instead of an optimiser's state, and the way out; `None` if it may be one."""
   way_out = "pass its state, opt_state = tx.init(params)"
   if isinstance(value, optax.GradientTransformation):
     return f"an optimiser: {way_out}"
@@ -113,7 +126,7 @@ def _mistaken_for_state(value: PyTree) -> str | None:
     return f"{shown}: {way_out}"
   if (alone or isinstance(value, (Mapping, list))) and leaves and all(map(is_inexact, leaves)):
     return (
-      f"{shown}, as parameters are: {way_out}; if it is the state of a transform of your own, make that "
+      f"{shown}, like parameters: {way_out}; if it is the state of your own transform, use "
       "optax.chain(transform), whose state is a tuple"
     )
   return None
@@ -127,7 +140,7 @@ def all_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
   """Returns what `find_loss_scales` finds.
 
   Raises:
-    ValueError: if that is nothing.
+    ValueError: if it finds nothing.
   """
   found = find_loss_scales(opt_state)
   if not found:
@@ -139,38 +152,38 @@ def all_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
 
 
 def find_loss_scales(opt_state: PyTree) -> dict[str, LossScaleState]:
-  """Returns the loss scales in an optimiser's state by key path, also those inside another one."""
+  """Returns the loss scales in an optimiser's state by key path, also those inside another loss scale."""
   return find_states(opt_state, LossScaleState)
 
 
 def refuse_multi_steps_outside(opt_state: PyTree) -> None:
-  """Raises `ValueError` if `optax.MultiSteps` accumulates gradients before any loss scale has seen them.
+  """Raises `ValueError` if `optax.MultiSteps` accumulates gradients before a loss scale checks them.
 
-  Its accumulator takes a non-finite gradient in, and stays NaN from then on; with a rule that drops such
-  gradients no loss scale would hear of them, and back off.
+  Its accumulator would include a non-finite gradient and stay NaN. With a rule that drops such gradients, no
+  loss scale would notice them and back off.
 
   Args:
-    opt_state: an optax state; a loss scale outside of `MultiSteps` makes it right.
+    opt_state: an optax state; a loss scale outside `MultiSteps` is right.
   """
   kinds = (LossScaleState, optax.MultiStepsState)
   for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
     if isinstance(state, optax.MultiStepsState) and find_loss_scales(state.inner_opt_state):
       raise ValueError(
-        "optax.MultiSteps stands outside the loss scale, so it adds up gradients that are not finite: put it "
+        "optax.MultiSteps is outside the loss scale, so it adds up gradients that are not finite: put it "
         "inside, as in mpjax.dynamic_loss_scale(optax.MultiSteps(inner, k).gradient_transformation()), or "
-        "accumulate by mpjax.make_train_step(..., accumulate=k)"
+        "accumulate with mpjax.make_train_step(..., accumulate=k)"
       )
 
 
 def with_scale(tree: PyTree, scale: float) -> PyTree:
-  """Returns a tree with every loss scale in it set to `scale`; each stays where it lies."""
+  """Returns a tree with every loss scale in it set to `scale`."""
   return map_states(tree, lambda state: state._replace(scale=jnp.full_like(state.scale, scale)))
 
 
 def map_states(
   tree: PyTree, change: Callable[[Any], PyTree], kinds: tuple[type[Any], ...] = (LossScaleState,)
 ) -> PyTree:
-  """Returns a tree with each state of some kinds changed, first those inside of it."""
+  """Returns a tree with each state of some kinds changed; inner states are changed first."""
 
   def one(leaf: PyTree) -> PyTree:
     if not isinstance(leaf, kinds):
@@ -189,7 +202,7 @@ def find_states(opt_state: PyTree, kind: type[T]) -> dict[str, T]:
 
 
 def find_in(tree: PyTree, kind: type[T], prefix: str = "") -> dict[str, T]:
-  """Returns every state of type `kind` in a tree, by key path, also those in the `inner_state` of one."""
+  """Returns every state of type `kind` in a tree, by key path, also states in another's `inner_state`."""
   is_state = lambda x: isinstance(x, kind)
   found: dict[str, T] = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:

@@ -27,15 +27,15 @@ class LossScaleState(NamedTuple):
   """State of a loss-scaling transform.
 
   Attributes:
-    scale: array of shape [] and dtype float32; what the next loss is multiplied by.
+    scale: array of shape [] and dtype float32; the factor of the next loss.
     good_steps: array of shape [] and dtype int32; finite steps in a row since the scale last grew.
     skipped_steps: array of shape [] and dtype int32; steps so far that were not `taken`.
-    consecutive_skips: array of shape [] and dtype int32; steps since the last one that was.
+    consecutive_skips: array of shape [] and dtype int32; steps since the last taken step.
     grads_finite: array of shape [] and dtype bool; whether the last step's gradients were finite.
     inner_state: state of the wrapped transform.
     hysteresis_left: array of shape [] and dtype int32; non-finite steps until the scale backs off.
-    updates_finite: array of shape [] and dtype bool; false where the last step's gradients were finite and
-      what was made of them was not: a parameter that the updates would give, or what `state_finite` is of.
+    updates_finite: array of shape [] and dtype bool; false if the last step's gradients were finite, but an
+      updated parameter or the state that `state_finite` describes was not.
   """
 
   scale: jax.Array
@@ -49,7 +49,7 @@ class LossScaleState(NamedTuple):
 
   @property
   def taken(self) -> jax.Array:
-    """bool[]; whether the last step was taken: gradients and what was made of them were finite."""
+    """bool[]; whether the last step was taken: its gradients, updated parameters and state were finite."""
     return self.grads_finite & self.updates_finite
 
 
@@ -70,31 +70,35 @@ def dynamic_loss_scale(
 
   ```python
   tx = mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+  opt_state = tx.init(params)
+  loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)  # gradients of the scaled loss
+  updates, opt_state = tx.update(grads, opt_state, params)  # zeros on a skipped step
+  params = mpjax.apply_updates(params, updates)
   ```
 
-  `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). Finite gradients reach
-  `inner` unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
-  On a non-finite step the updates are zeros and `inner`'s state stays bit for bit as it was. So they do on a
-  step whose gradients are finite and whose updates would make a parameter non-finite (`updates_finite`); the
-  scale then stays, too. A gradient that `inner` does not read, such as that of a leaf which
-  `optax.partition` freezes, decides nothing.
+  `update` takes gradients of the *scaled* loss (see `mpjax.scale_loss`). `inner` gets finite gradients
+  unscaled, in float32 or wider, so clipping, weight decay and schedules inside it are right.
+  On a non-finite step the updates are zeros and `inner`'s state stays the same bit for bit. The same happens
+  on a step whose gradients are finite but whose updates would make a parameter non-finite (`updates_finite`);
+  the scale then does not change. A gradient that `inner` does not read has no influence, such as the gradient
+  of a leaf that `optax.partition` freezes.
 
   The scale grows on the `growth_interval`-th finite step in a row. The first back-off waits for
-  `hysteresis` non-finite steps; after it each non-finite step backs off, until the next growth
-  restores the patience (as in Megatron-LM). Where `init_scale` and both factors are powers of two the
-  scale remains one: the bounds are then rounded inwards to powers of two. Other libraries' rules are
-  presets of `mpjax.with_loss_scaling`.
+  `hysteresis` non-finite steps. After it, each non-finite step backs off, until the next growth
+  restores the patience (as in Megatron-LM). If `init_scale` and both factors are powers of two, the
+  scale stays a power of two: the bounds are rounded inwards to powers of two. `mpjax.with_loss_scaling` has
+  the rules of other libraries as presets.
 
-  It belongs outermost, around everything that reads gradients: what stands before it in a chain sees
-  them scaled, and infinite. `mpjax.loss_scale.check_loss_scaling` tells whether a transform is right.
+  Put the loss scale outermost, around everything that reads gradients: a transform before it in a chain sees
+  scaled gradients, also infinite ones. `mpjax.loss_scale.check_loss_scaling` checks a transform.
 
-  Keyword arguments of `update` are passed on to `inner`. `grad` is the gradient of the scaled loss, as the
-  first argument is, and reaches `inner` unscaled as that does; all others are passed on as they are, so
-  `value`, `value_fn` and `grad_fn` are those of the unscaled loss. `state_finite`, bool[], is for the loss
-  scale itself: whether what else the step changes is finite, such as BatchNorm statistics.
-  `optax.value_and_grad_from_state` is not of use here: what it takes from the state is unscaled already.
+  Keyword arguments of `update` are passed on to `inner`. `grad` is a gradient of the scaled loss, like the
+  first argument, and reaches `inner` unscaled. All others are passed on unchanged, so `value`, `value_fn` and
+  `grad_fn` belong to the unscaled loss. `state_finite`, bool[], is for the loss scale itself: whether the
+  other state that the step changes is finite, such as BatchNorm statistics.
+  `optax.value_and_grad_from_state` does not help here: the gradient in the state is unscaled already.
 
-  Leaves under `_overwrite_with_gradient` (FP8 scales and amax histories) are kept from `inner`; their update
+  `inner` does not see leaves under `_overwrite_with_gradient` (FP8 scales and amax histories). Their update
   is their next value, or the old one on a skipped step: use `mpjax.apply_updates`.
 
   Reference: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2.
@@ -109,15 +113,15 @@ def dynamic_loss_scale(
     max_scale: upper bound of the scale, at most 2**126.
     hysteresis: non-finite steps before the first back-off.
     consecutive_hysteresis: let every finite step restore the patience (DeepSpeed's option).
-    axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all must
-      take the same decision. Not needed under plain `jit`, where sharded gradients are judged as one.
+    axis_name: name of the mapped axis (or axes) of `shard_map`, `pmap` or `vmap` over which all members must
+      take the same decision. Not needed under plain `jit`, which checks sharded gradients as a whole.
 
   Returns:
     A transform with a `LossScaleState`.
 
   Raises:
-    TypeError: if `inner` is no transform.
-    ValueError: names the argument that is out of range.
+    TypeError: if `inner` is not an optax transform.
+    ValueError: if an argument is out of range; names it.
   """
   require_transform("dynamic_loss_scale", inner, "mpjax.dynamic_loss_scale(tx, init_scale=2.0**16)")
   config = LossScaling(
@@ -143,18 +147,22 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with a fixed loss scale; `scale=1` only guards against non-finite gradients.
 
+  ```python
+  tx = mpjax.static_loss_scale(optax.adamw(1e-3), 1024.0)
+  ```
+
   Args:
     inner: any optax transform; it sees the unscaled gradients.
     scale: the scale, from `2**-126` to `2**126`.
-    skip_nonfinite: whether a step with non-finite gradients is skipped, as by `dynamic_loss_scale`;
-      otherwise they reach `inner`, and are still counted.
-    axis_name: as for `dynamic_loss_scale`.
+    skip_nonfinite: whether to skip steps with non-finite gradients, as `dynamic_loss_scale` does. If false,
+      `inner` gets these gradients; they are still counted.
+    axis_name: see `dynamic_loss_scale`.
 
   Returns:
     A transform with a `LossScaleState`.
 
   Raises:
-    TypeError: if `inner` is no transform.
+    TypeError: if `inner` is not an optax transform.
     ValueError: if `scale` is not in range.
   """
   require_transform("static_loss_scale", inner, "mpjax.static_loss_scale(tx, 1024.0)")
@@ -172,7 +180,7 @@ def with_loss_scaling(
   axis_name: Hashable | None = None,
   branch_on_cpu: bool = False,
 ) -> optax.GradientTransformation:
-  """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself where there is none.
+  """Wraps `inner` with the loss scale that `spec` describes; returns `inner` itself for no loss scale.
 
   ```python
   tx = mpjax.with_loss_scaling(optax.adamw(1e-3), "fp16")  # around the whole chain
@@ -180,18 +188,20 @@ def with_loss_scaling(
 
   Args:
     inner: any optax transform; it sees the unscaled gradients.
-    spec: an `mpjax.LossScaling`; an `mpjax.Policy` or its name (`"fp16"`, `"16-mixed"`, `"auto"`, a string of
-      `jmp`), for its `loss_scaling`; the name of a preset (`grad_scaler`, `megatron`, `deepspeed`, `keras`,
-      `jmp`, `flax`) or `"dynamic"`; a number, for a static scale; a mapping of `LossScaling`'s fields, with
-      `preset` to start from; `None` or `"none"`.
-    axis_name: as for `dynamic_loss_scale`.
-    branch_on_cpu: skip by a branch where the program runs on a CPU, which is faster for gradients that come
-      from half precision, and holds gradients and updates in memory. No other platform is given a branch,
-      and no code inside `shard_map`.
+    spec: one of these. An `mpjax.LossScaling`. An `mpjax.Policy` or its name (`"fp16"`, `"16-mixed"`,
+      `"auto"`, a string of `jmp`), for its `loss_scaling`. The name of a preset (`grad_scaler`, `megatron`,
+      `deepspeed`, `keras`, `jmp`, `flax`) or `"dynamic"`. A number, for a static scale. A mapping of
+      `LossScaling`'s fields, with `preset` to start from. `None` or `"none"`.
+    axis_name: see `dynamic_loss_scale`.
+    branch_on_cpu: on a CPU, skip by a branch. This is faster for gradients that come from half precision, but
+      keeps gradients and updates in memory. Other platforms, and code inside `shard_map`, get no branch.
+
+  Returns:
+    A transform with a `LossScaleState`, or `inner`.
 
   Raises:
-    ValueError: names the part that is wrong and the choices.
-    TypeError: if `inner` is no transform, or the arguments are swapped.
+    ValueError: names the wrong part and the choices.
+    TypeError: if `inner` is not an optax transform, or the arguments are swapped.
   """
   if isinstance(spec, optax.GradientTransformation):
     raise TypeError("the arguments are swapped: call mpjax.with_loss_scaling(tx, loss_scaling)")
@@ -211,15 +221,15 @@ def make_loss_scale(
   branch_on_cpu: bool = False,
   apply: Callable[[Array, Array], Array] = after_update,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes `dynamic_loss_scale` and the others.
+  """Makes the transforms of `dynamic_loss_scale`, `static_loss_scale` and `with_loss_scaling`.
 
   Args:
     inner: any optax transform.
-    config: how the scale moves.
+    config: how the scale changes.
     skip_nonfinite: as for `static_loss_scale`.
-    axis_name: as for `dynamic_loss_scale`.
+    axis_name: see `dynamic_loss_scale`.
     branch_on_cpu: as for `with_loss_scaling`.
-    apply: (parameter, update of `inner`) -> the parameter after it.
+    apply: (parameter, update of `inner`) -> the updated parameter.
   """
   inner = optax.with_extra_args_support(inner)
   config = _keep_power_of_two(config)
@@ -255,9 +265,10 @@ def make_loss_scale(
 
     def judge(decisive: Sequence[bool]) -> Bool[Array, ""]:
       leaves = jax.tree.leaves(gradients if at_least_one else unscaled)
-      # Taking off a scale of at least 1 makes nothing infinite, and XLA for CPU would multiply each gradient
-      # once more to look at it afterwards; below 1, the look afterwards sees both kinds of infinity.
-      flags = [decisive[i :: len(leaves)] for i in range(len(leaves))]  # and of `grad`, if that is there
+      # Division by a scale of at least 1 makes nothing infinite. XLA for CPU would multiply each gradient a
+      # second time to check it after the division. Below 1, a check after the division sees both kinds of
+      # infinity.
+      flags = [decisive[i :: len(leaves)] for i in range(len(leaves))]  # also for `grad`, if given
       finite = all_finite([g for g, of_leaf in zip(leaves, flags, strict=True) if any(of_leaf)])
       return agree(finite & (state.scale > 0) if at_least_one else finite)
 
@@ -275,7 +286,7 @@ def make_loss_scale(
 
 
 def first_state(config: LossScaling, inner_state: PyTree) -> LossScaleState:
-  """Returns the first state; no two of its leaves share a buffer, so that it can be donated."""
+  """Returns the first state; no two of its leaves share a buffer, so it can be donated."""
   zero = lambda: jnp.zeros([], jnp.int32)
   return LossScaleState(
     scale=jnp.asarray(config.init_scale, jnp.float32),
@@ -294,7 +305,7 @@ def _adjust(
 ) -> LossScaleState:
   """Returns the state's scale and counters after a step whose gradients, and updates, were finite or not.
 
-  An update that is not finite though its gradients are is no fault of the scale, which then stays.
+  If updates are not finite although the gradients are, the scale is not the cause and stays.
   """
   scale, hysteresis_left = state.scale, state.hysteresis_left
   taken = finite & updates_finite
@@ -305,7 +316,7 @@ def _adjust(
     grown = jnp.minimum(scale * config.growth_factor, config.max_scale)
     backed_off = jnp.maximum(scale * config.backoff_factor, config.min_scale)
     back_off = ~finite
-    # A compiled step of a small model pays for every instruction, so without patience there is none.
+    # A compiled step of a small model pays for every instruction, so it counts no patience of 1.
     if config.hysteresis > 1:
       back_off &= hysteresis_left <= 1
       restored = finite if config.consecutive_hysteresis else grow
@@ -327,7 +338,7 @@ def _overwrite(updates: PyTree, params: PyTree, finite: jax.Array) -> PyTree:
   if params is None:
     raise ValueError(
       "update(grads, state) without params: leaves under '_overwrite_with_gradient' keep their old value on "
-      "a skipped step, so it is needed: update(grads, state, params)"
+      "a skipped step, so params is needed: update(grads, state, params)"
     )
   return map_parts(
     lambda new, _: new, lambda new, old: jnp.where(finite, new, old).astype(old.dtype), updates, params
@@ -335,7 +346,7 @@ def _overwrite(updates: PyTree, params: PyTree, finite: jax.Array) -> PyTree:
 
 
 def _keep_power_of_two(config: LossScaling) -> LossScaling:
-  """Rounds the bounds inwards to powers of two where the scale itself only moves by powers of two."""
+  """Rounds the bounds inwards to powers of two if the scale itself only moves by powers of two."""
   factors = (config.init_scale, config.growth_factor, config.backoff_factor)
   if config.kind != "dynamic" or not all(map(is_power_of_two, factors)):
     return config
@@ -347,12 +358,12 @@ def _keep_power_of_two(config: LossScaling) -> LossScaling:
 
 
 def scaling_of(spec: LossScalingSpec) -> LossScaling | None:
-  """Returns what `parse_loss_scaling` does, and for a policy's name or string what that policy says.
+  """Returns what `parse_loss_scaling` does; for a policy's name or string, that policy's loss scaling.
 
-  A word that is a loss scaling itself (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) stays one.
+  A word that names a loss scaling (`"keras"`, `"dynamic"`, `"none"`, `"1024"`) is not read as a policy.
 
   Raises:
-    ValueError: names the part that is wrong and the choices.
+    ValueError: names the wrong part and the choices.
   """
   if not isinstance(spec, str) or spec in ("dynamic", "none", *PRESETS) or _is_number(spec):
     return parse_loss_scaling(spec)

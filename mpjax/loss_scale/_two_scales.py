@@ -1,4 +1,4 @@
-"""Compares unscaled gradients at two loss scales, which backward rules that are not linear tell apart."""
+"""Compares unscaled gradients at two loss scales, which differ if a backward rule is not linear."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from mpjax.loss_scale._finite import is_inexact
 from mpjax.loss_scale._overwritten import hide
 from mpjax.patterns import named_leaves
 
-# Below this part of the largest norm, a gradient is what rounding has left of 0.
+# A gradient below this part of the largest norm is rounding noise around 0.
 _ROUNDING = 1e-6
 
 
 def scale_dependent(
   gradients_at: Callable[[float], PyTree], scales: tuple[float, float], tolerance: float = 0.05
 ) -> dict[str, tuple[float, float]]:
-  """Returns the leaves whose unscaled gradient is another one at another loss scale.
+  """Returns the leaves whose unscaled gradient depends on the loss scale.
 
-  A backward pass is linear in the cotangent that it begins with, so that gradients divided by the scale are
-  the same at every scale; a `custom_vjp` that clips cotangents makes them others. What float16 rounds, loses
-  and lets overflow differs as well: `gradients_at` computes in float32, or the scales are both in range. In
-  float32, gradients at powers of two differ by nothing at all.
+  A backward pass is linear in its first cotangent, so gradients divided by the scale are the same at every
+  scale. They differ if a `custom_vjp` clips cotangents, and where float16 rounds, underflows or overflows:
+  so `gradients_at` computes in float32, or both scales are in range. In float32, the gradients at two powers
+  of two are equal.
 
   Args:
-    gradients_at: makes of a loss scale the gradients of the loss times it, divided by it in float32.
+    gradients_at: (loss scale) -> the gradients of the scaled loss, divided by the scale in float32.
     scales: the two scales.
-    tolerance: the largest norm of a leaf's difference, of the larger of its two norms.
+    tolerance: the largest norm of a leaf's difference, relative to the larger of its two norms.
 
   Returns:
     The norms at the first and at the second scale, by tree path (`blocks/0/kernel`). Leaves that are not
+    finite at either scale, or that are overwritten, are ignored.
     finite at either scale, or that are overwritten, are passed over.
   """
   one, other = (named_leaves(hide(gradients_at(scale))) for scale in scales)

@@ -62,7 +62,7 @@ WRONG = {
   ),
   "MultiSteps outside": (
     optax.MultiSteps(SCALED(ADAM), 2).gradient_transformation(),
-    "MultiSteps stands outside",
+    "MultiSteps is outside",
   ),
   "none": (ADAM, "no loss scale"),
 }
@@ -82,7 +82,7 @@ def test_a_wrong_composition_is_explained(name):
 
 
 def test_nothing_outside_may_touch_overwritten_leaves():
-  with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*not the value"):
+  with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*differs from the value"):
     mpjax.loss_scale.check_loss_scaling(optax.chain(SCALED(ADAM), optax.scale(-1.0)), OVERWRITTEN)
 
 

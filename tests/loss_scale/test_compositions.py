@@ -214,7 +214,7 @@ def test_multi_steps_outside_is_refused_by_whoever_sees_the_transform(skip):
     lambda: step.init(PARAMS),
     lambda: jax.eval_shape(step.tx.init, PARAMS),
   ):
-    with pytest.raises(ValueError, match=r"MultiSteps stands outside.*put it inside.*accumulate="):
+    with pytest.raises(ValueError, match=r"MultiSteps is outside.*put it inside.*accumulate="):
       see()
 
 
