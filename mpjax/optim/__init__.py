@@ -1,8 +1,8 @@
-"""Training state in few bytes: optax transforms that keep moments in 8 bits and master weights in 4 bytes.
+"""Optimiser state in few bytes: optax transforms for moments in 8 bits and master weights in 4 bytes.
 
 ```python
-tx = mpjax.quantized_state(optax.adamw(3e-4))  # 1 byte for each moment of a parameter in place of 4
-tx = mpjax.master_weights(tx)  # bfloat16 parameters with what float32 ones would have besides
+tx = mpjax.quantized_state(optax.adamw(3e-4))  # 1 byte instead of 4 for each moment of a parameter
+tx = mpjax.master_weights(tx)  # bfloat16 parameters, and the bits that float32 ones would have in addition
 ```
 """
 

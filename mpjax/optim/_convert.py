@@ -1,4 +1,4 @@
-"""Between plain states and those in few bytes, in the middle of a run."""
+"""Converts plain states to states in few bytes and back, in the middle of a run."""
 
 from __future__ import annotations
 
@@ -31,27 +31,35 @@ def quantize_state(
   exclude: str | Sequence[str] | None = None,
   **unknown: Never,
 ) -> QuantizedState:
-  """Returns the state of `quantized_state(inner, ...)` that stands for a state of `inner`.
+  """Converts a state of `inner` to the state of `quantized_state(inner, ...)`.
 
-  A state does not tell which of its leaves have parameters in them, which `quantized_state` leaves as they
-  are: name them in `exclude`, as `"z"` of `optax.contrib.schedule_free`.
+  ```python
+  opt_state = mpjax.optim.quantize_state(optax.adamw(1e-3).init(params), params)
+  tx = mpjax.quantized_state(optax.adamw(1e-3))  # goes on from opt_state
+  ```
+
+  `quantized_state` leaves some leaves as they are, because they hold parameters. A state does not tell which
+  they are: name them in `exclude`, such as `"z"` of `optax.contrib.schedule_free`.
 
   Args:
     inner_state: a state of `inner`.
     params: tree of parameters.
-    dtype: as `quantized_state` takes it, and the arguments that follow.
-    group: see there.
-    min_size: see there.
-    exclude: see there.
+    dtype: see `quantized_state`; so for the arguments that follow.
+    group: see `quantized_state`.
+    min_size: see `quantized_state`.
+    exclude: see `quantized_state`.
+
+  Returns:
+    A `QuantizedState`.
 
   Raises:
-    TypeError: for an optimiser in place of its state, or without parameters.
-    ValueError: names the argument that is wrong.
+    TypeError: for an optimiser instead of its state, or without parameters.
+    ValueError: names the wrong argument.
   """
   if isinstance(inner_state, optax.GradientTransformation) or params is None:
     raise TypeError(
-      "mpjax.optim.quantize_state converts the state of an optimiser, quantize_state(opt_state, params); an "
-      "optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')"
+      "mpjax.optim.quantize_state converts the state of an optimiser, quantize_state(opt_state, params); to "
+      "keep an optimiser's state in 8 bits, wrap it: mpjax.quantized_state(tx, 'int8')"
     )
   refuse_keywords(quantize_state, unknown, ELSEWHERE)
   given = optax.GradientTransformation(
@@ -61,7 +69,19 @@ def quantize_state(
 
 
 def dequantize_state(state: PyTree) -> PyTree:
-  """Returns a state with the plain float32 one in place of each `QuantizedState` in it."""
+  """Converts each `QuantizedState` in a state to the plain float32 state.
+
+  ```python
+  tx = mpjax.quantized_state(optax.adamw(1e-3))
+  plain_state = mpjax.optim.dequantize_state(tx.init(params))  # a state of optax.adamw(1e-3)
+  ```
+
+  Args:
+    state: any tree, such as an optimiser's state.
+
+  Returns:
+    The tree with the state of the wrapped transform for each `QuantizedState`; other leaves unchanged.
+  """
 
   def plain(x: PyTree) -> PyTree:
     if isinstance(x, QuantizedState):
@@ -80,7 +100,7 @@ def store_step(before: PyTree, after: PyTree) -> PyTree:
 
   Args:
     before: the state before the step, as it is stored.
-    after: the state that the step makes of `unstored(before)`.
+    after: the state that the step gives for `unstored(before)`.
   """
 
   def stored(old: PyTree, new: PyTree) -> PyTree:
@@ -99,17 +119,25 @@ def split_master_weights(
   seed: int = 0,
   dtype: DTypeLike = jnp.bfloat16,
 ) -> tuple[PyTree, MasterWeightsState]:
-  """Returns half-precision parameters and the state of `master_weights(inner, ...)` of float32 parameters.
+  """Converts float32 parameters and their state to half-precision parameters under `master_weights`.
+
+  ```python
+  params, opt_state = mpjax.optim.split_master_weights(params, optax.adamw(1e-3).init(params))
+  tx = mpjax.master_weights(optax.adamw(1e-3))  # goes on from opt_state
+  ```
 
   Args:
     params: tree of float32 parameters; leaves in another dtype stay as they are.
     inner_state: the state of `inner` for them.
-    correction: as `master_weights` takes it.
-    seed: as `master_weights` takes it.
-    dtype: of the new parameters.
+    correction: see `master_weights`.
+    seed: see `master_weights`.
+    dtype: dtype of the new parameters.
+
+  Returns:
+    `(params, opt_state)`: parameters in `dtype`, and a `MasterWeightsState`.
 
   Raises:
-    ValueError: for an unknown correction, or one that `dtype` cannot have.
+    ValueError: for an unknown correction, or one that `dtype` does not support.
   """
   target = np.dtype(dtype)
   narrow = jax.tree.map(lambda p: cast_floating(p, target) if p.dtype == jnp.float32 else p, params)
@@ -119,13 +147,13 @@ def split_master_weights(
 
 
 def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) -> tuple[PyTree, PyTree]:
-  """Returns parameters and corrections of master weights.
+  """Returns parameters and corrections for master weights.
 
   Args:
     masters: tree of float32 arrays.
-    params: a tree of the same shapes in the dtypes wanted; its leaves that are not half stay as they are.
-    correction: as `master_weights` takes it.
-    seed: as `master_weights` takes it.
+    params: tree of the same shapes in the new dtypes; leaves that are not half precision stay as they are.
+    correction: see `master_weights`.
+    seed: see `master_weights`.
   """
 
   def leaf(path: KeyPath, master: Array, p: Array) -> _Pair:
@@ -140,11 +168,11 @@ def split_like(masters: PyTree, params: PyTree, correction: str, seed: int = 0) 
 
 
 def store_like(stored: PyTree, plain: PyTree, steps: Array | int = 0) -> PyTree:
-  """Returns a plain state kept as another is: quantised in the same leaves, to the same codes and groups.
+  """Returns a plain state stored like another: quantised in the same leaves, to the same codes and groups.
 
   Args:
     stored: a state.
-    plain: what `dequantize_state` makes of a state of that structure.
+    plain: the plain form of a state of that structure, as from `dequantize_state`.
     steps: updates so far, for the noise of rounding to bfloat16.
   """
 
@@ -168,5 +196,19 @@ class _Pair(NamedTuple):
 
 
 def merge_master_weights(params: PyTree, state: MasterWeightsState) -> tuple[PyTree, PyTree]:
-  """Returns the float32 master weights of half-precision parameters, and the wrapped state."""
+  """Returns the float32 master weights of half-precision parameters, and the wrapped state.
+
+  ```python
+  tx = mpjax.master_weights(optax.adamw(1e-3))
+  half = mpjax.cast_floating(params, jnp.bfloat16)
+  params, opt_state = mpjax.optim.merge_master_weights(half, tx.init(half))  # for optax.adamw(1e-3)
+  ```
+
+  Args:
+    params: tree of parameters under `mpjax.master_weights`.
+    state: the state of `mpjax.master_weights` for them.
+
+  Returns:
+    `(params, inner_state)`: float32 for each half-precision parameter, and the wrapped transform's state.
+  """
   return join(params, state.correction), state.inner_state

@@ -1,4 +1,4 @@
-"""Which leaves of an optimiser's state are not moments, and lose in few bytes what they are there for."""
+"""The leaves of an optimiser's state that are not moments, and must not be stored in few bytes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import optax.contrib
 from mpjax._types import PyTree
 from mpjax.jaxpr import outputs_of
 
-# By state, the fields that are not moments, though an `init` of zeros does not show it.
+# Fields, by state, that are not moments, although `init` sets them to zeros.
 _FIELDS: dict[type, tuple[str, ...]] = {
-  optax.MultiStepsState: ("acc_grads",),  # gradients that are added up until they are used
+  optax.MultiStepsState: ("acc_grads",),  # gradients that are added up before use
   optax.ApplyEvery: ("grad_acc",),
-  optax.ScaleByLBFGSState: ("params", "updates"),  # of the last step, for the difference from this one's
-  optax.contrib.DoGState: ("init_params",),  # in older versions of the first update, not of `init`
+  optax.ScaleByLBFGSState: ("params", "updates"),  # from the last step, for the difference to this step
+  optax.contrib.DoGState: ("init_params",),  # in older versions set at the first update, not by `init`
 }
 
 
 def is_exact(inner: optax.GradientTransformation, params: PyTree, state: PyTree) -> PyTree:
-  """Returns of each leaf of `state`, which is `inner.init(params)`, whether it has to stay as it is."""
+  """Returns, for each leaf of `state`, which is `inner.init(params)`, whether it must stay as it is."""
   leaves, structure = jax.tree.flatten(_is_exact_field(state))
   either = [a or b for a, b in zip(leaves, holds_parameters(inner, params), strict=True)]
   return jax.tree.unflatten(structure, either)
 
 
 def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
-  """Returns of each leaf of `inner.init(params)` whether it is computed of the parameters' values.
+  """Returns, for each leaf of `inner.init(params)`, whether it depends on the parameters' values.
 
-  Such are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and
-  `dog` keep. A leaf of which the parameters give the shape alone, as moments, is not.
+  Examples are `z` of `optax.contrib.schedule_free`, and the first parameters that `mechanize`, `prodigy` and
+  `dog` keep. A moment depends only on the parameters' shapes.
 
   Args:
     inner: any optax transform.
@@ -40,7 +40,7 @@ def holds_parameters(inner: optax.GradientTransformation, params: PyTree) -> lis
 
 
 def _is_exact_field(state: PyTree) -> PyTree:
-  """Returns of each leaf of a state whether it is in one of `_FIELDS`."""
+  """Returns, for each leaf of a state, whether it is in one of `_FIELDS`."""
 
   def node(x: PyTree) -> PyTree:
     fields = _FIELDS.get(type(x))

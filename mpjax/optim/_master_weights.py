@@ -1,9 +1,9 @@
-"""`master_weights`: bfloat16 parameters that have a float32 master weight, in two bytes more or fewer.
+"""`master_weights`: bfloat16 parameters with a float32 master weight, in two more bytes or fewer.
 
-A float32 number is its bfloat16 rounding and the 16 bits by which it differs from that. Ties go up, away from
-zero: then the differences are the 2^16 numbers from -32768 to 32767. (To the nearest even one there would be
-2^16 + 1, of which sixteen bits cannot tell two apart.) All of it is integer arithmetic, which no compiler
-may round in another way or leave out.
+A float32 number is its bfloat16 rounding and the 16 bits by which it differs from that. Ties round away from
+zero, so the differences are the 2^16 numbers from -32768 to 32767. (With ties to even there would be
+2^16 + 1 differences, too many for sixteen bits.) The arithmetic is all on integers, which no compiler
+may round differently or leave out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpjax.dtypes import MASTER_WEIGHTS, did_you_mean, widen_floating
 from mpjax.optim._stochastic import leaf_key, stochastic_round
 from mpjax.patterns import path_text
 
-_INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # their bits
+_INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)  # as bits
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _HIGH_24 = np.uint32(0xFFFFFF00)
 _HALF = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16))
@@ -34,10 +34,10 @@ class MasterWeightsState(NamedTuple):
 
   Attributes:
     inner_state: the wrapped transform's.
-    correction: for each half-precision parameter what its master weight has besides (int16 or int8, or the
-      master weight itself in float32); `optax.MaskedNode()` for others, and for all if rounding is
-      stochastic.
-    steps: i32[]; updates so far, from which the noise of stochastic rounding is made.
+    correction: for each half-precision parameter the bits that its master weight has in addition (int16 or
+      int8), or the master weight itself in float32; `optax.MaskedNode()` for other parameters, and for all if
+      rounding is stochastic.
+    steps: i32[]; updates so far, from which the noise of stochastic rounding is generated.
   """
 
   inner_state: PyTree
@@ -48,34 +48,35 @@ class MasterWeightsState(NamedTuple):
 def master_weights(
   inner: optax.GradientTransformation, correction: str = "int16", *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps `inner` for bfloat16 parameters, so that no small update is lost.
+  """Wraps `inner` for bfloat16 parameters, so that small updates are not lost.
 
   ```python
   tx = mpjax.master_weights(mpjax.quantized_state(optax.adamw(3e-4, b2=0.95)), "int8")
   opt_state = tx.init(mpjax.cast_floating(params, jnp.bfloat16))
   ```
 
-  `inner` sees the master weights in place of the parameters (so weight decay is right), and gradients in
-  float32. The updates are such that `optax.apply_updates` makes each parameter the rounding of its new
-  master weight. There is none where a parameter shrinks by more than 2^16 in one step, or is subnormal:
-  there the master weight becomes the parameter that it gives.
+  `inner` sees the master weights instead of the parameters (so weight decay is right), and gradients in
+  float32. With these updates, `optax.apply_updates` makes each parameter the rounding of its new
+  master weight. There is no such update if a parameter shrinks by more than 2^16 in one step, or is
+  subnormal: then the master weight becomes equal to the new parameter.
 
-  Parameters in float32 pass through as they are, and need no correction. Belongs around the whole chain that
+  Parameters in float32 pass through unchanged, and need no correction. Put this around the whole chain that
   makes updates (a transform after it would change them), and inside `mpjax.dynamic_loss_scale` and
   `optax.MultiSteps`.
 
   Args:
     inner: any optax transform.
-    correction: `"int16"`: with its parameter a float32 master weight bit for bit, 4 bytes in all; `"int8"`: a
-      master weight of 24 bits, 3 bytes; `"stochastic"`: none, the new parameter is rounded stochastically, 2
-      bytes; `"float32"`: a master weight of its own, 6 bytes. The first two take bfloat16 alone.
-    seed: of stochastic rounding; the same one gives the same bits, on any mesh.
+    correction: one of these. `"int16"`: parameter and correction are a float32 master weight bit for bit, 4
+      bytes in all. `"int8"`: a master weight of 24 bits, 3 bytes. `"stochastic"`: no correction, the new
+      parameter is rounded stochastically, 2 bytes. `"float32"`: a separate master weight, 6 bytes. The first
+      two take only bfloat16.
+    seed: seed of stochastic rounding; the same seed gives the same bits, on any mesh.
 
   Returns:
     A transform with a `MasterWeightsState`. Its `update` needs `params`.
 
   Raises:
-    ValueError: for an unknown correction; by `init`, for a float16 parameter with a correction of few bits;
+    ValueError: for an unknown correction; by `init`, for a float16 parameter with `"int16"` or `"int8"`;
       by `update`, without `params`.
   """
   require_transform("master_weights", inner, "mpjax.master_weights(tx)")
@@ -85,14 +86,14 @@ def master_weights(
 def make_master_weights(
   inner: optax.GradientTransformation, correction: str, seed: int, give_new: bool
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes `master_weights`, or a form of it for a step that knows of it and needs no exception.
+  """Makes `master_weights`, or a form of it without exceptions for a step that supports it.
 
   Args:
     inner: any optax transform.
-    correction: as `master_weights` takes it.
-    seed: as `master_weights` takes it.
-    give_new: updates of half-precision parameters are the steps between the bits of old and new parameter, a
-      whole number in float32, for `apply_bits`; 0 changes nothing, as in any update.
+    correction: see `master_weights`.
+    seed: see `master_weights`.
+    give_new: return, as updates of half-precision parameters, the number of steps from the bits of the old
+      parameter to those of the new one, in float32, for `apply_bits`. 0 changes nothing, as in any update.
   """
   if correction not in MASTER_WEIGHTS:
     hint = did_you_mean(str(correction), MASTER_WEIGHTS)
@@ -107,7 +108,7 @@ def make_master_weights(
     updates: PyTree, state: MasterWeightsState, params: PyTree = None, **extra_args: object
   ) -> tuple[PyTree, MasterWeightsState]:
     if params is None:
-      raise ValueError("update(grads, state) without params: master weights are made of parameters")
+      raise ValueError("update(grads, state) without params: master weights are computed from parameters")
     steps = state.steps + 1
     masters = join(params, state.correction)
     updates, inner_state = inner.update(widen_floating(updates), state.inner_state, masters, **extra_args)
@@ -136,7 +137,7 @@ def join(params: PyTree, correction: PyTree) -> PyTree:
 
   Args:
     params: tree of parameters.
-    correction: of a `MasterWeightsState`.
+    correction: the `correction` of a `MasterWeightsState`.
   """
   return jax.tree.map(_join, params, correction)
 
@@ -162,7 +163,19 @@ def is_half_array(x: object) -> bool:
 
 
 def find_master_weights(opt_state: PyTree) -> list[MasterWeightsState]:
-  """Returns each `MasterWeightsState` in an optimiser's state."""
+  """Returns each `MasterWeightsState` in an optimiser's state.
+
+  ```python
+  tx = mpjax.master_weights(optax.adamw(1e-3))
+  [masters] = mpjax.optim.find_master_weights(tx.init(params))
+  ```
+
+  Args:
+    opt_state: any tree that holds the state of `mpjax.master_weights`.
+
+  Returns:
+    A list, empty without master weights.
+  """
   is_state = lambda x: isinstance(x, MasterWeightsState)
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
 
@@ -173,7 +186,7 @@ class _Leaf(NamedTuple):
 
 
 def _first(path: KeyPath, p: Array, correction: str) -> Array | optax.MaskedNode:
-  """Returns the correction of a parameter that is its master weight."""
+  """Returns the correction of a parameter that equals its master weight."""
   if not is_half_array(p) or correction == "stochastic":
     return optax.MaskedNode()
   if correction != "float32" and p.dtype != jnp.bfloat16:
@@ -197,13 +210,13 @@ def _join(p: Array, correction: Array | optax.MaskedNode) -> Array:
 def split(
   master: Float32[Array, "..."], correction: str, dtype: np.dtype, key: Array
 ) -> tuple[Array, Array | optax.MaskedNode]:
-  """Returns the parameter that a master weight is rounded to, and its correction.
+  """Returns the half-precision parameter for a master weight, and its correction.
 
   Args:
     master: master weights.
-    correction: as `master_weights` takes it.
-    dtype: of the parameter.
-    key: of stochastic rounding.
+    correction: see `master_weights`.
+    dtype: dtype of the parameter.
+    key: key for stochastic rounding.
   """
   if correction == "stochastic":
     return stochastic_round(master, key, dtype), optax.MaskedNode()
@@ -211,7 +224,7 @@ def split(
     return master.astype(dtype), master
   bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
   magnitude = bits & _MAGNITUDE
-  bits = jnp.where(magnitude > _INFINITY, _NAN, bits)  # of NaN any other could round to a number
+  bits = jnp.where(magnitude > _INFINITY, _NAN, bits)  # another NaN could round to a number
   if correction == "int8":
     rounded = (bits + np.uint32(0x80)) & _HIGH_24
     overflows = (magnitude < _INFINITY) & ((rounded & _MAGNITUDE) >= _INFINITY)

@@ -1,14 +1,14 @@
 """`Quantized`: an array of an optimiser's state in 8 bits with float32 scales, or rounded to bfloat16.
 
-Codes have the array's shape, and a group of entries along its last dimension has a scale: an array that is
-divided over devices by rows or columns is quantised without a collective, and to the same codes. The largest
-entry of a group is its scale, in float32, and so is exact: a half-precision scale would stop following a
+Codes have the array's shape, and each group of entries along its last dimension has a scale. So an array that
+is divided over devices by rows or columns is quantised without a collective, and to the same codes. The
+scale is the group's largest entry, in float32 and so exact: a half-precision scale would stop following a
 moment that moves by less than half a unit in its last place.
 
-Codes of int8 are small floating-point numbers, eight to a binade, made by shifts of a float32's bits: no
-compiler rounds them in another way, and a program makes them anew sooner than it stores them. A group
-without a negative entry, as of second moments, has all 255 of them, over 32 binades, and a positive scale.
-Other groups have 127 with a sign, over 16 binades, and a negative scale.
+Codes in int8 are small floating-point numbers, eight per binade, made by shifts of a float32's bits: no
+compiler rounds them differently, and a program can recompute them faster than store them. A group
+without a negative entry, as of second moments, uses all 255 codes, over 32 binades, and has a positive scale.
+Other groups use 127 codes and a sign, over 16 binades, and have a negative scale.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from mpjax.optim._stochastic import stochastic_round
 _SHIFT = 20  # leaves three bits of a float32's mantissa
 _ONE = 127 << 3  # float32 1.0, shifted: the code of the largest entry
 _UNSIGNED, _SIGNED = 255, 127  # the largest codes
-_E4M3_TOP = 256.0  # the code of the largest entry: a power of two scales exactly, in whatever order
+_E4M3_TOP = 256.0  # the code of the largest entry: a power of two scales exactly, in any order
 _E4M3_SMALLEST = float(jnp.finfo(jnp.float8_e4m3fn).smallest_subnormal)
 _SUBLANES = 8  # rows of a TPU's tile of float32
-_MOST_GROUPS = 256  # of a row; for more a product costs more than moving the row
+_MOST_GROUPS = 256  # per row; with more, a product costs more than moving the row
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Quantized(NamedTuple):
-  """An array as it is stored; or of each part something else, as where it lies.
+  """A stored array; or a tree of this form that describes each part, such as its sharding.
 
   Attributes:
-    codes: of the array's shape; int8, float8_e4m3fn or bfloat16; always finite, but in bfloat16.
+    codes: array of the original shape; int8, float8_e4m3fn or bfloat16; always finite, except in bfloat16.
     scales: f32[..., groups], one for each group of entries along the last dimension; `None` in bfloat16. Not
-      finite where an entry of the group was not.
+      finite if an entry of the group was not.
   """
 
   codes: PyTree
@@ -50,12 +50,24 @@ class Quantized(NamedTuple):
 
 
 def is_quantized(x: object) -> bool:
-  """True for a `Quantized`, which is a leaf of a state as the optimiser sees it."""
+  """Returns whether an object is a `Quantized`; use it as `is_leaf`.
+
+  ```python
+  tx = mpjax.quantized_state(optax.adamw(1e-3), min_size=0)
+  leaves = jax.tree.leaves(tx.init(params), is_leaf=mpjax.optim.is_quantized)
+  ```
+
+  Args:
+    x: any object.
+
+  Returns:
+    A Python bool.
+  """
   return isinstance(x, Quantized)
 
 
 def rebuild(tree: PyTree) -> PyTree:
-  """Returns a tree with a `Quantized` in place of each mapping that `nnx.update` makes of one."""
+  """Returns a tree with a `Quantized` for each mapping that `nnx.update` made of one."""
   is_mapping = lambda x: isinstance(x, Mapping) and set(x) in ({"codes", "scales"}, {"codes"})
   is_leaf = lambda x: is_quantized(x) or is_mapping(x)
   make = lambda x: Quantized(x["codes"], dict(x).get("scales")) if is_mapping(x) else x
@@ -67,17 +79,17 @@ def scales_of(x: Float32[Array, "..."], dtype: np.dtype, group: int) -> Float32[
 
   Args:
     x: f32 array.
-    dtype: of the codes.
-    group: the most entries that share a scale. Groups of a row are of equal size but for its last.
+    dtype: dtype of the codes.
+    group: the most entries that share a scale. The groups of a row have equal sizes, except the last one.
   """
   if dtype == jnp.bfloat16:
     return None
   groups = math.ceil(x.shape[-1] / group) if x.ndim else 1
   least = _by_group(jnp.min, x, groups)
-  # By bits, of which those of NaN are the largest: XLA's maximum for a CPU loses a NaN.
+  # Compares bits, of which a NaN has the largest: XLA's maximum for a CPU loses a NaN.
   magnitudes = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
   largest = jax.lax.bitcast_convert_type(_by_group(jnp.max, magnitudes, groups), jnp.float32)
-  # A group of subnormal entries is zero, as it is in arithmetic on most devices.
+  # A group of subnormal entries is zero, as in arithmetic on most devices.
   largest = jnp.where(largest < _TINY, 0.0, largest)
   return jnp.where(least < 0, -largest, largest)
 
@@ -90,18 +102,18 @@ def quantize(
   Args:
     x: f32 array of any shape.
     scales: what `scales_of` returns.
-    dtype: of the codes.
-    key: of the rounding to bfloat16.
+    dtype: dtype of the codes.
+    key: key for the rounding to bfloat16.
   """
   if scales is None:
     return Quantized(stochastic_round(x, key), None)
   divides = jnp.isfinite(scales) & (scales != 0)
-  # The inverse of the largest scales is subnormal, which devices take for 0.
+  # The inverse of the largest scales is subnormal, which devices flush to 0.
   inverse = jnp.maximum(1 / jnp.abs(jnp.where(divides, scales, 1)), _TINY) * jnp.sign(scales)
   inverse = _spread(jnp.where(divides, inverse, 0), x)
-  y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is no number
+  y = jnp.where(inverse == 0, 0.0, x * jnp.abs(inverse))  # 0 * infinity is NaN
   if dtype == jnp.float8_e4m3fn:
-    # A second moment that is 0 would divide by epsilon alone, so none is rounded to 0.
+    # Does not round a second moment to 0: the update would divide by epsilon alone.
     y = jnp.where((inverse > 0) & (y > 0), jnp.maximum(y, _E4M3_SMALLEST / _E4M3_TOP), y) * _E4M3_TOP
     return Quantized(jnp.clip(y, -_E4M3_TOP, _E4M3_TOP).astype(dtype), scales)
   return Quantized(_encode(y, inverse < 0), scales)
@@ -119,7 +131,7 @@ def dequantize(stored: Quantized) -> Float32[Array, "..."]:
 
 
 def unstored(state: PyTree) -> PyTree:
-  """Returns a state with a float32 array in place of each `Quantized`, of which a step makes another such."""
+  """Dequantises every `Quantized` leaf to float32; the next step quantises it again."""
   return jax.tree.map(lambda x: dequantize(x) if is_quantized(x) else x, state, is_leaf=is_quantized)
 
 
@@ -128,14 +140,15 @@ def _encode(y: Float32[Array, "..."], has_sign: Array) -> Array:
   offset = _offset(has_sign)
   bits = jax.lax.bitcast_convert_type(jnp.abs(y), jnp.int32)
   code = jnp.minimum((bits + (1 << (_SHIFT - 1))) >> _SHIFT, _ONE) - offset
-  # Below half of the smallest: 0 with a sign, and never 0 without one, since roots of them divide.
+  # Below half of the smallest code: 0 in a group with signs, never 0 otherwise, since updates divide by
+  # roots.
   half_of_smallest = jnp.where(has_sign, (_ONE - _SIGNED + 1 - 8) << _SHIFT, 1)
   code = jnp.where(bits < half_of_smallest, 0, jnp.maximum(code, 1))
   return jnp.where(y < 0, -code, code).astype(jnp.int8)
 
 
 def _decode(codes: Array, has_sign: Array) -> Float32[Array, "..."]:
-  """Returns what codes stand for, from -1 to 1."""
+  """Returns the values of codes, from -1 to 1."""
   wide = codes.astype(jnp.int32)
   code = jnp.where(has_sign, jnp.abs(wide), wide & 0xFF)
   value = jax.lax.bitcast_convert_type((code + _offset(has_sign)) << _SHIFT, jnp.float32)
@@ -159,7 +172,7 @@ def _by_group(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
 
 
 def _spread(of_groups: Array, like: Array) -> Array:
-  """Gives each entry of an array the value of its group: [..., groups] to its shape and place."""
+  """Gives each entry of an array the value of its group: [..., groups] to the shape of `like`."""
   sharding = jax.typeof(like).sharding
   return _without_explicit(lambda x: _repeated(x, like.shape), sharding.mesh, sharding.spec)(of_groups)
 
@@ -167,7 +180,7 @@ def _spread(of_groups: Array, like: Array) -> Array:
 def _without_explicit(
   fun: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec
 ) -> Callable[[Array], Array]:
-  """Returns a function that may reshape what is divided over explicit axes, whose result lies by `spec`."""
+  """Returns a function that may reshape an array divided over explicit axes; `spec` divides its result."""
   axes = tuple(
     a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
   )
@@ -189,7 +202,7 @@ def _reduced(reduce: Callable[..., Array], x: Array, groups: int) -> Array:
   plain = lambda x: reduce(x.reshape(*lead, groups, size), axis=-1)
 
   def by_tiles(x: Array) -> Array:
-    # The same in the order in which a TPU has the array in memory, so that none of it is moved.
+    # The same in the order that a TPU uses in memory, so that it moves no entry.
     tiles = x.reshape(-1, _SUBLANES, groups, size).transpose(0, 2, 1, 3)
     return reduce(tiles, axis=-1).transpose(0, 2, 1).reshape(*lead, groups)
 
@@ -213,7 +226,7 @@ def _repeated(of_groups: Array, shape: tuple[int, ...]) -> Array:
     return wide.reshape(*shape[:-1], groups * size)[..., :n]
 
   def by_product(of_groups: Array) -> Array:
-    # On a TPU part of the loop that reads it, as no reshape of rows is; exact, since all else is 0.
+    # A TPU fuses this with the loop that reads it, unlike a reshape of rows; exact, since all else is 0.
     place = jnp.arange(n)[None] // size == jnp.arange(groups)[:, None]
     return jnp.dot(of_groups, place.astype(of_groups.dtype), precision=jax.lax.Precision.HIGHEST)
 

@@ -18,21 +18,20 @@ from mpjax.optim._quantized import Quantized, is_quantized, quantize, rebuild, s
 from mpjax.optim._stochastic import leaf_key
 from mpjax.patterns import component_regex, named_leaves, parameter_of, path_text
 
-# What others call the arguments.
+# Names that other libraries give the arguments.
 ELSEWHERE = {
   **dict.fromkeys(("bits", "optim_bits"), "name the format, as in mpjax.quantized_state(tx, 'int8')"),
   **dict.fromkeys(("block_size", "blocksize"), "pass group=128"),
 }
-_SEED = 0  # the noise need not differ between runs: it is that of a rounding
+_SEED = 0  # rounding noise need not differ between runs
 
 
 class QuantizedState(NamedTuple):
   """State of `quantized_state`.
 
   Attributes:
-    inner_state: the wrapped transform's, with a `Quantized` in place of each array that is stored in few
-      bytes.
-    steps: i32[]; updates so far, from which the noise of rounding to bfloat16 is made.
+    inner_state: the wrapped transform's, with a `Quantized` for each array that is stored in few bytes.
+    steps: i32[]; updates so far, from which the noise of rounding to bfloat16 is generated.
   """
 
   inner_state: PyTree
@@ -48,41 +47,41 @@ def quantized_state(
   exclude: str | Sequence[str] | None = None,
   **unknown: Never,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps `inner` so that its state is kept in few bytes; `inner` computes in float32 as before.
+  """Wraps `inner` and stores its state in few bytes; `inner` still computes in float32.
 
   ```python
   tx = mpjax.quantized_state(optax.adamw(3e-4, b2=0.95), exclude=["embed"])
   ```
 
   The floating leaves of the state that have a parameter's path and shape (moments) are stored in `dtype`
-  between steps: Adam's take 2.06 bytes a parameter in place of 8. Codes have the parameter's shape, are
-  divided over devices as it is, and have the same bits on any mesh; no collective is added where a device's
+  between steps: Adam's moments take 2.06 bytes per parameter instead of 8. Codes have the parameter's shape,
+  are divided over devices as it is, and have the same bits on any mesh. No collective is added if a device's
   part of a row is a multiple of the group.
 
   `inner` sees float32 gradients, parameters and state, and its updates are float32. An entry that is not
-  finite makes its group's scale so, never a code: put the guard that skips such steps outside
+  finite makes its group's scale non-finite, never a code. Put the guard that skips such steps outside
   (`mpjax.dynamic_loss_scale`, `mpjax.static_loss_scale(tx, 1)`). A skipped step changes no bit of the state.
-  The dtypes of the state are those of `init` after any step.
+  Steps do not change the dtypes that `init` gives the state.
 
-  What is not a moment stays as it is: state with parameters in it, which small updates would not move, and
-  gradients that `optax.MultiSteps` and `optax.apply_every` add up. The first are leaves that `inner.init`
+  Other state stays as it is: state that holds parameters, which small updates would not move, and
+  gradients that `optax.MultiSteps` and `optax.apply_every` add up. Parameters are leaves that `inner.init`
   computes from the values of parameters, such as `z` of `optax.contrib.schedule_free` and the first
-  parameters that `mechanize`, `prodigy` and `dog` keep. Name other such state in `exclude`.
+  parameters that `mechanize`, `prodigy` and `dog` keep. Name other leaves to keep in `exclude`.
 
   Args:
     inner: any optax transform.
-    dtype: `"int8"` (floating codes, eight to a binade, all 255 of them for moments without a sign),
-      `"float8_e4m3fn"`, or `"bfloat16"` by stochastic rounding. The first two have a float32 scale a group.
+    dtype: `"int8"` (floating codes, eight per binade, all 255 of them for moments without a sign),
+      `"float8_e4m3fn"`, or `"bfloat16"` by stochastic rounding. The first two have a float32 scale per group.
     group: the most entries along the last dimension that share a scale.
     min_size: leaves with fewer entries stay as they are.
-    exclude: regular expressions on a leaf's path in `inner`'s state (`0/nu/embed/embedding`), which have to
-      match whole components; such leaves stay as they are.
+    exclude: regular expressions on a leaf's path in `inner`'s state (`0/nu/embed/embedding`) that
+      match whole components; leaves that match stay as they are.
 
   Returns:
     A transform with a `QuantizedState`.
 
   Raises:
-    ValueError: names the argument that is wrong.
+    ValueError: names the wrong argument.
   """
   refuse_keywords(quantized_state, unknown, ELSEWHERE)
   require_transform("quantized_state", inner, "mpjax.quantized_state(tx, 'int8')")
@@ -136,8 +135,8 @@ def quantized_state(
         )
       return updates, new
 
-    # Twice, of which only what the scales need is left of the first: a GPU's compiler would otherwise write
-    # the whole new state in float32 between the maximum of a group and its codes. Others make one of the two.
+    # Computed twice, with only the scales kept from the first: otherwise a GPU's compiler would write the
+    # whole new state in float32 between the maximum of a group and its codes. Other compilers merge the two.
     is_leaf = is_quantized
     _, new = step(state.inner_state)
     scales = jax.tree.map(lambda old, x: _scales(old, x, group), state.inner_state, new, is_leaf=is_leaf)

@@ -1,4 +1,4 @@
-"""`stochastic_round`: rounding that is right on average, on integers, which no compiler takes away."""
+"""`stochastic_round`: rounding that is right on average, in integer arithmetic, which compilers keep."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ _SIGN = np.uint32(0x80000000)
 
 
 def stochastic_round(x: Array, key: Array, dtype: DTypeLike = jnp.bfloat16) -> Array:
-  """Rounds to one of the two neighbours in `dtype`, with such odds that the mean of many draws is `x`.
+  """Rounds to one of the two neighbours in `dtype`, with odds that make the mean of many draws `x`.
 
-  A value that `dtype` has stays what it is; so do infinities and NaN as far as `dtype` has them, and the sign
-  of zero. A finite value beyond the largest finite one of `dtype` becomes that one. The bits depend on `key`
-  and the place in the array alone, and so are the same on any mesh.
+  ```python
+  y = mpjax.stochastic_round(x, jax.random.key(0))  # bfloat16
+  ```
+
+  A value that `dtype` can represent does not change, nor do infinities and NaN if `dtype` has them, nor the
+  sign of zero. A finite value beyond the largest finite one of `dtype` becomes that one. The bits depend only
+  on `key` and the place in the array, and so are the same on any mesh.
 
   Args:
     x: floating array of any shape; float64 is rounded to float32 first.
@@ -50,7 +54,7 @@ def stochastic_round(x: Array, key: Array, dtype: DTypeLike = jnp.bfloat16) -> A
   bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
   sign, magnitude = bits & _SIGN, bits & ~_SIGN
   noise = jax.random.bits(key, x.shape, jnp.uint16 if dropped == 16 else jnp.uint32)
-  # In what is dropped a number below 2^dropped: the sum carries with the odds that are wanted.
+  # Adds a number below 2^dropped to the dropped bits: the sum carries with the right odds.
   mask = np.uint32((1 << dropped) - 1)
   rounded = (magnitude + (noise.astype(jnp.uint32) & mask)) & ~mask
   if info.minexp > jnp.finfo(jnp.float32).minexp:
@@ -67,12 +71,12 @@ def stochastic_round(x: Array, key: Array, dtype: DTypeLike = jnp.bfloat16) -> A
 
 
 def leaf_key(seed: int, steps: Array, path: KeyPath) -> Array:
-  """Returns the key of a leaf of a tree in a step, which no other leaf or step has.
+  """Returns the key of a leaf of a tree in a step, different for every leaf and step.
 
   Args:
-    seed: of the transform.
+    seed: seed of the transform.
     steps: i32[]; the step.
-    path: of the leaf.
+    path: path of the leaf.
   """
   # Not the user's default implementation: its bits may depend on how an array is divided.
   key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), steps)
