@@ -1,4 +1,4 @@
-"""Presets: a YAML file each in this folder, read once; and the names that other libraries have for them."""
+"""Presets: one YAML file each in this folder, read once; and their names in other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-# What other libraries call a preset, or a dtype for everything.
+# Other libraries' names for a preset, or a dtype for everything.
 ALIASES = {
   # keras.mixed_precision.set_global_policy
   "mixed_bfloat16": "bf16",
@@ -32,5 +32,5 @@ def presets() -> tuple[str, ...]:
 
 @functools.cache
 def read_preset(name: str) -> Mapping[str, Any]:
-  """Returns a preset's file as data; not to be changed."""
+  """Returns a preset's file as data, which must not be changed."""
   return yaml.safe_load(importlib.resources.files(__name__).joinpath(f"{name}.yaml").read_text())

@@ -1,6 +1,6 @@
-"""Policies: which dtype holds what, as data that a YAML file, a string or a `jmp.Policy` can give.
+"""Policies: the dtype of everything, as data that a YAML file, a string or a `jmp.Policy` can hold.
 
-`get_policy` is the one way in; `Policy.to_dict` and `str` are the ways out.
+`get_policy` makes a policy; `Policy.to_dict` and `str` write one.
 """
 
 from mpjax.policies import presets

@@ -1,4 +1,4 @@
-"""`LossScaling`: how a loss is scaled, as data; the other libraries' rules as presets."""
+"""`LossScaling`: the rules of a loss scale, as data; other libraries' rules as presets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.dtypes import did_you_mean
 
 LOWEST, HIGHEST = 2.0**-126, 2.0**126
 
-# Where the original has no bound, the bound is that of float32's normal range.
+# If the original has no bound, the bound is that of float32's normal range.
 PRESETS: dict[str, dict[str, Any]] = {
   # torch.amp.GradScaler: torch/amp/grad_scaler.py, _amp_update_scale_
   "grad_scaler": {"min_scale": LOWEST, "max_scale": HIGHEST},
@@ -37,21 +37,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 class LossScaling:
   """Rules of a loss scale: the validated arguments of `mpjax.dynamic_loss_scale`.
 
-  A scale or factor that is not a power of two is allowed, and makes unscaling round every gradient.
+  ```python
+  scaling = mpjax.LossScaling(growth_interval=1000)
+  tx = mpjax.with_loss_scaling(optax.adamw(1e-3), mpjax.LossScaling.preset("megatron", init_scale=2.0**16))
+  ```
+
+  A scale or factor need not be a power of two; if it is not, unscaling rounds every gradient.
 
   Attributes:
-    kind: `"dynamic"`, or `"static"`: the scale stays `init_scale`. The other fields mean nothing then: they
-      are not checked, and become the defaults.
+    kind: `"dynamic"`, or `"static"`: the scale stays `init_scale`. For `"static"` the other fields have no
+      meaning: they are not checked, and become the defaults.
     init_scale: first scale.
     growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-    backoff_factor: multiplies the scale when `hysteresis` non-finite steps were seen.
+    backoff_factor: multiplies the scale after `hysteresis` non-finite steps.
     growth_interval: finite steps in a row before the scale grows.
     min_scale: the scale never falls below it.
     max_scale: the scale never grows above it; at most 2**126, above which its reciprocal is
       subnormal and is flushed to zero.
     hysteresis: non-finite steps before the first back-off.
     consecutive_hysteresis: whether every finite step restores the patience, so that only `hysteresis`
-      non-finite steps in a row back off; otherwise only growth does.
+      non-finite steps in a row cause a back-off; otherwise only growth restores it.
 
   Raises:
     ValueError: names the first field that is out of range.
@@ -80,11 +85,11 @@ class LossScaling:
     | `jmp` | 2^15 | 2000 | 1 | 1 and up |
     | `flax` | 2^16 | 2001 | 1 | none |
 
-    "None" means those of float32: 2^-126 and 2^126. DeepSpeed raises an exception at its lowest scale;
+    "None" means the bounds of float32: 2^-126 and 2^126. DeepSpeed raises an exception at its lowest scale;
     here the scale stays there. Its `consecutive_hysteresis` is the field of that name.
 
     Raises:
-      ValueError: if there is no such preset, or a field is out of range.
+      ValueError: for an unknown preset, or a field out of range.
     """
     if name not in PRESETS:
       raise ValueError(
@@ -98,7 +103,7 @@ class LossScaling:
     return dataclasses.asdict(self)
 
   def shorthand(self) -> str | float | dict[str, Any]:
-    """Returns the same in short: a static scale's number, else what differs from `dynamic`."""
+    """Returns the same in short: a static scale's number, else the differences from `dynamic`."""
     if self.kind == "static":
       return self.init_scale
     usual = LossScaling().to_dict()
@@ -131,7 +136,7 @@ class LossScaling:
   def _check_adjustment(self) -> None:
     if self.growth_factor <= 1:
       raise ValueError(f"growth_factor={self.growth_factor!r}: expected a number above 1")
-    # The scale is float32, and so are the factors that it is multiplied by.
+    # The scale is float32, and so are its factors.
     with np.errstate(over="ignore", under="ignore"):
       growth, backoff = np.float32(self.growth_factor), np.float32(self.backoff_factor)
     if growth == 1:
@@ -157,7 +162,7 @@ class LossScaling:
 
 @runtime_checkable
 class HasLossScaling(Protocol):
-  """An `mpjax.Policy`, of which only this is known here."""
+  """The part of an `mpjax.Policy` that this module uses."""
 
   loss_scaling: LossScaling | None
 
@@ -166,15 +171,15 @@ LossScalingSpec: TypeAlias = LossScaling | HasLossScaling | Mapping[str, Any] | 
 
 
 def parse_loss_scaling(spec: LossScalingSpec) -> LossScaling | None:
-  """Returns the `LossScaling` that `spec` describes, `None` for none.
+  """Returns the `LossScaling` that `spec` describes; `None` for no scaling.
 
   Args:
     spec: a `LossScaling`, or a policy that has one; `None` or `"none"`; `"dynamic"`; the name of a preset; a
-      number (a static scale); or a mapping of `LossScaling`'s fields, with `preset` naming the one to start
+      number (a static scale); or a mapping of `LossScaling`'s fields, with `preset` as the one to start
       from.
 
   Raises:
-    ValueError: names the part that is wrong and the choices.
+    ValueError: names the wrong part and the choices.
   """
   if spec is None or isinstance(spec, LossScaling):
     return spec
@@ -238,7 +243,7 @@ def positive_integer(name: str, value: object) -> int:
 
 
 def _short(value: object) -> str:
-  """Returns a value as an error shows it: its type and the beginning, where it is no plain word or number."""
+  """Returns a value as an error shows it: a plain word or number as it is, else its type and beginning."""
   plain = value is None or isinstance(value, (str, bool, int, float))
   return repr(value) if plain else f"{type(value).__name__} {reprlib.repr(value)}"
 

@@ -1,4 +1,4 @@
-"""`Override`: what a policy changes for some modules."""
+"""`Override`: the changes of a policy for some modules."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CHOICES = {"loop_carry": ("float32", "half"), "recompute": ("islands", "nothing"
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """Changes of a policy for the modules whose path a pattern matches; `None` leaves a field as it is.
+  """Changes of a policy for the modules whose path a pattern matches; `None` leaves a field unchanged.
 
   Attributes:
-    compute_dtype: float32, bfloat16 or float16, for matrix products and what follows them.
+    compute_dtype: float32, bfloat16 or float16, for matrix products and the operations after them.
     fp8: whether the products are FP8, by the recipe of the policy; with a `compute_dtype`, `None` is `False`.
-    loop_carry: how the carry of a `scan` or `while` is held, `"float32"` or `"half"`.
-    recompute: `"islands"` if the backward pass computes float32 islands again, `"nothing"` if it keeps them.
+    loop_carry: the dtype of the carry of a `scan` or `while`, `"float32"` or `"half"`.
+    recompute: `"islands"` if the backward pass recomputes float32 islands, `"nothing"` if it keeps them.
   """
 
   compute_dtype: np.dtype | None = None
@@ -40,7 +40,7 @@ class Override:
       if dtype.itemsize > 4:
         raise ValueError(f"compute_dtype={dtype.name!r}: autocast computes in float32 or in half precision")
     if self.fp8 and (dtype is None or dtype.itemsize != 2):
-      raise ValueError("fp8 needs a half-precision compute_dtype beside it")
+      raise ValueError("fp8 needs a half-precision compute_dtype in the same override")
     for key, choices in CHOICES.items():
       if getattr(self, key) not in (None, *choices):
         raise ValueError(f"{key}={getattr(self, key)!r}: expected one of {', '.join(choices)}")
@@ -57,18 +57,18 @@ class Override:
     return out
 
   def shorthand(self) -> str | dict[str, Any]:
-    """Returns the same in short: the name of a dtype or `fp8`, where it says no more."""
+    """Returns the same in short: the name of a dtype or `fp8`, if it says no more."""
     values = self.to_dict()
     alone = values.keys() in ({"base"}, {"compute_dtype"})
     return next(iter(values.values())) if alone else values
 
 
 def require_possible(values: Mapping[str, Any], compute_dtype: np.dtype | None) -> None:
-  """Raises for fields of an override that a module cannot have of its own.
+  """Raises for fields that an override cannot set for a module.
 
   Args:
     values: the fields, under their names in a policy.
-    compute_dtype: that of the override.
+    compute_dtype: the compute dtype of the override.
 
   Raises:
     ValueError: names the field.
@@ -86,5 +86,5 @@ def require_possible(values: Mapping[str, Any], compute_dtype: np.dtype | None) 
     if not possible:
       raise ValueError(
         f"{key}={value!r} cannot be set for a module, since it holds for the whole program: put it into the "
-        "policy, beside overrides"
+        "policy, next to overrides"
       )

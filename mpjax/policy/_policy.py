@@ -1,4 +1,4 @@
-"""`Policy`, and what makes one of a preset's name, a string, a mapping or a `jmp.Policy`."""
+"""`Policy`, and its readers: from a preset's name, a string, a mapping or a `jmp.Policy`."""
 
 from __future__ import annotations
 
@@ -43,43 +43,40 @@ _TRIPLE = ("param_dtype", "compute_dtype", "output_dtype")
 _EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 _FLOAT32 = np.dtype("float32")
 _E4M3 = STATE_DTYPES["float8_e4m3fn"]
-# Formats of 8 bits, which no other field may be.
+# Formats of 8 bits, allowed in no other field.
 _ALSO = {"optimizer_dtype": STATE_DTYPES, "gather_dtype": {_E4M3.name: _E4M3}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Policy(jmp.Policy):
-  """A `jmp.Policy` and what else a run needs to know about precision. Frozen and hashable.
+  """A `jmp.Policy` and the other precision settings of a run. Frozen and hashable; `get_policy` makes one.
 
-  Policies are equal if all fields are but `name` and `reason`. None equals a plain `jmp.Policy`:
-  `same_dtypes` compares the three dtypes.
+  ```python
+  half = mpjax.get_policy("bf16").cast_to_compute(params)  # bfloat16
+  ```
 
   Attributes:
     param_dtype: dtype of the parameters that the optimiser updates (the master weights).
-    compute_dtype: dtype that parameters and inputs are cast to for a step; under autocast, that of the
-      matrix products and of what follows them.
-    output_dtype: dtype of what the model or loss function returns.
-    reduce_dtype: dtype in which gradients cross devices; `None`: float32, or their own where that is wider.
-    gather_dtype: dtype in which parameters that are divided over `fsdp` are gathered, of those that matrix
-      products alone read: float8_e4m3fn, with a scale for each; or `compute_dtype` (`None`, too).
+    compute_dtype: dtype of parameters and inputs; under autocast, of products and operations after them.
+    output_dtype: dtype of the result of the model or loss function.
+    reduce_dtype: dtype in which gradients cross devices; `None`: float32, or their own if that is wider.
+    gather_dtype: dtype in which parameters that are divided over `fsdp` are gathered, if only matrix
+      products read them: float8_e4m3fn, with a scale for each; or `compute_dtype` (also `None`).
     accum_dtype: accumulation dtype of matrix products; `None`: the device's default.
-    grad_dtype: dtype in which half-precision products under autocast give the gradients of float32
-      parameters: float32 (`None`, too), or `compute_dtype`.
-    optimizer_dtype: how the optimiser keeps its state: float32; or by `mpjax.quantized_state` as int8,
-      float8_e4m3fn or bfloat16. It computes in float32 in every case. `None`: in `param_dtype`.
-    master_weights: what half-precision parameters have besides (`mpjax.master_weights`): `"int16"`, `"int8"`,
-      `"float32"`, `"stochastic"`; `None`, which is `"none"`: nothing, and updates are rounded to the nearest.
-    vector_dtype: dtype of parameters of fewer than two dimensions (norm scales, biases); `None`:
-      `param_dtype`.
+    grad_dtype: dtype of the gradients that half-precision products under autocast give float32
+      parameters: float32 (also `None`), or `compute_dtype`.
+    optimizer_dtype: dtype in which the optimiser keeps its state: float32; or, by `mpjax.quantized_state`,
+      int8, float8_e4m3fn or bfloat16. It always computes in float32. `None`: `param_dtype`.
+    master_weights: master weights of half-precision parameters (`mpjax.master_weights`): `"int16"`, `"int8"`,
+      `"float32"`, `"stochastic"`; `None`, or `"none"`: no master weights, updates are rounded to nearest.
+    vector_dtype: dtype of parameters of fewer than two dimensions (norms, biases); `None`: `param_dtype`.
     matmul_precision: a `jax.default_matmul_precision` name, e.g. `"tensorfloat32"`; `None`: JAX's.
-    loss_scaling: `LossScaling`, or `None` for none; whatever `loss_scaling:` may be in YAML is parsed.
-    fp8: the `Recipe` of FP8 products, or `None` for none; whatever `fp8:` may be in YAML is parsed.
-    autocast: whether a training step runs the loss function under `mpjax.autocast`, rather than cast the
-      parameters and the batch.
-    overrides: (regex on the module path, `Override`) pairs for autocast, of which the first match wins;
-      parsed from a mapping or from pairs.
-    name: what the user called it.
-    reason: why this was chosen, where the backend chose.
+    loss_scaling: `LossScaling` or `None`; parsed from every value of `loss_scaling:` in YAML.
+    fp8: the `Recipe` of FP8 products or `None`; parsed from every value of `fp8:` in YAML.
+    autocast: whether a step runs the loss function under `mpjax.autocast`, or casts parameters and batch.
+    overrides: (regex on the module path, `Override`) pairs, or a mapping, for autocast; the first match wins.
+    name: the user's name for it; equality ignores it, and `reason`.
+    reason: the reason for the choice, if the backend chose.
   """
 
   _: dataclasses.KW_ONLY
@@ -102,7 +99,7 @@ class Policy(jmp.Policy):
     given = {*_TRIPLE[: len(args)], *kwargs}
     if given and not given.issuperset(_TRIPLE):  # pickle makes one without arguments
       raise TypeError(
-        f"mpjax.Policy takes {', '.join(_TRIPLE)}; one by its name, or of fewer dtypes, is "
+        f"mpjax.Policy takes {', '.join(_TRIPLE)}; for a name, or fewer dtypes, write "
         "mpjax.get_policy('bf16'), mpjax.get_policy('compute=bfloat16')"
       )
     return super().__new__(cls)
@@ -172,31 +169,31 @@ class Policy(jmp.Policy):
     return _changed(self, {"output_dtype": output_dtype})
 
   def without_histories(self) -> Policy:
-    """Returns the policy with `recipe: current` in place of delayed FP8 scaling: for inference."""
+    """Returns the policy with `recipe: current` instead of delayed FP8 scaling: for inference."""
     return self if self.fp8 is None else _changed(self, {"fp8": self.fp8.without_histories()})
 
   @property
   def across_devices(self) -> dict[str, str]:
-    """What it says of several devices alone, by field: `{"reduce_dtype": "bfloat16"}`."""
+    """The fields that matter only for several devices: `{"reduce_dtype": "bfloat16"}`."""
     found = {key: getattr(self, key) for key in ("reduce_dtype", "gather_dtype")}
     return {key: np.dtype(dtype).name for key, dtype in found.items() if dtype is not None}
 
   def without_devices(self) -> Policy:
-    """Returns the policy without what it says of several devices alone: for one."""
+    """Returns the policy without the fields that matter only for several devices."""
     return _changed(self, dict.fromkeys(self.across_devices))
 
   def same_dtypes(self, other: jmp.Policy) -> bool:
-    """Returns whether a `jmp.Policy` or `Policy` has the same param, compute and output dtypes."""
+    """Returns whether a `Policy` or `jmp.Policy` (never equal to this) has the same three dtypes."""
     return all(np.dtype(getattr(self, key)) == np.dtype(getattr(other, key)) for key in _SHORT.values())
 
   @property
   def label(self) -> str:
-    """A short name for tables: its own, or a preset's or the three dtypes and the fewest changes of that."""
+    """A short name for tables: its own; or a preset or the three dtypes, with the fewest changes."""
     return self._label(whole=False)
 
   @property
   def full_label(self) -> str:
-    """The label with mappings, such as overrides, written out, and with what `auto` has chosen."""
+    """The label with mappings, such as overrides, written out, and with the choice of `auto`."""
     label = self._label(whole=True)
     if self.reason is None:
       return label
@@ -215,7 +212,7 @@ class Policy(jmp.Policy):
     return ",".join([start, *(write_text({key: value}) for key, value in changes.items())])
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the whole policy as plain data that YAML can hold, which `get_policy` takes back."""
+    """Returns the whole policy as plain data for YAML, which `get_policy` takes back."""
     return {key: plain(getattr(self, key)) for key in _FIELDS}
 
   def __str__(self) -> str:
@@ -240,12 +237,12 @@ class Policy(jmp.Policy):
     return f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
 
   def _others(self) -> dict[str, Any]:
-    """Returns the fields beside the three dtypes that are not at their defaults, as plain data, in short."""
+    """Returns the fields other than the three dtypes that are not at their defaults, as short plain data."""
     changes = self._changes(Policy(*[_FLOAT32] * 3))
     return {key: value for key, value in changes.items() if key not in _SHORT.values()}
 
   def _changes(self, base: Policy) -> dict[str, Any]:
-    """Returns the fields that differ from those of another policy, as plain data, in short."""
+    """Returns the fields that differ from another policy's, as short plain data."""
     fields = zip(_FIELDS, self._key(), base._key(), strict=True)
     return {key: brief(getattr(self, key)) for key, own, other in fields if own != other}
 
@@ -272,15 +269,17 @@ def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
       - a preset: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `bf16_pure`, `bf16_lean`, or `auto` (chosen by
         backend); also by the names of Keras (`mixed_bfloat16`, ...) and Lightning (`bf16-mixed`, ...);
       - a dtype or its name, for all three (`half`, `full`, `float16`, `f32`, ... as in `jmp`);
-      - a `jmp` string: `params=float32,compute=bfloat16,output=float32` or `p=f32,c=bf16,o=f32`, where
-        params defaults to float32, compute to params and output to compute; further fields may follow,
-        as `str(policy)` writes them: `...,loss_scaling=dynamic,autocast=true`;
-      - a mapping of `Policy`'s fields, with `base` naming the preset or string to start from;
+      - a `jmp` string, `params=float32,compute=bfloat16,output=float32` or `p=f32,c=bf16,o=f32` (params
+        defaults to float32, compute to params, output to compute), and other fields as `str(policy)` writes;
+      - a mapping of `Policy`'s fields, with `base` as the preset or string to start from;
       - a `jmp.Policy` or a `Policy`.
-    backend: platform name for `auto` and `half`; `None` asks `jax.default_backend()`, at the call.
+    backend: platform name for `auto` and `half`; `None` calls `jax.default_backend()`.
+
+  Returns:
+    An `mpjax.Policy`; a `Policy` is returned unchanged.
 
   Raises:
-    ValueError: names the part that is wrong and the choices.
+    ValueError: names the wrong part and the choices.
   """
   if isinstance(spec, (np.dtype, type)):
     dtype = check_dtype("policy", spec)
@@ -300,7 +299,7 @@ def get_policy(spec: PolicyLike, *, backend: str | None = None) -> Policy:
 
 
 def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context in which matrix products are traced at the policy's precision, or at the caller's."""
+  """Returns a context that traces matrix products at the policy's precision, or at the caller's."""
   if policy.matmul_precision is None:
     return contextlib.nullcontext()
   return jax.default_matmul_precision(policy.matmul_precision)
@@ -314,10 +313,10 @@ def parse_overrides(
   Args:
     spec: (regex on the module path, override) pairs, or a mapping; an override is an `Override`, a dtype, a
       preset, or a mapping or string of `Override`'s fields and `base`.
-    backend: as for `get_policy`.
+    backend: see `get_policy`.
 
   Raises:
-    ValueError: names the pattern, and what of the override is wrong or cannot be set for a module.
+    ValueError: names the pattern, and the part of the override that is wrong or cannot be set for a module.
   """
   pairs = list(spec.items()) if isinstance(spec, Mapping) else spec
   if not isinstance(pairs, (list, tuple)) or not all(
@@ -345,7 +344,7 @@ def _from_string(text: str, backend: str | None) -> Policy:
     policy = _from_mapping(values, backend)
     return dataclasses.replace(policy, name=text) if values.keys() <= _SHORT.keys() else policy
   name = ALIASES.get(text, text)
-  # `bf16` is a preset (float32 master weights) before it is a dtype; `bfloat16` has jmp's meaning.
+  # `bf16` is first a preset (float32 master weights), then a dtype; `bfloat16` has jmp's meaning.
   if name not in presets():
     if name != "half" and name not in DTYPE_NAMES:
       raise ValueError(
@@ -380,22 +379,22 @@ def _from_mapping(spec: Mapping[str, Any], backend: str | None) -> Policy:
 
 
 def _changed(policy: Policy, values: Mapping[str, Any]) -> Policy:
-  """Returns a policy with other values of fields, without its name; the same one if nothing differs."""
+  """Returns a policy with other values of fields, without its name; the same object if nothing differs."""
   changed: Policy = dataclasses.replace(policy, **values, name=None, reason=None)
   return policy if changed == policy else changed
 
 
 @functools.cache
 def _preset_policies() -> Mapping[str, Policy]:
-  """Returns the policies of the presets, by name; without `auto`, which is one of the others."""
+  """Returns the policies of the presets, by name, except `auto`, which is one of the others."""
   return {name: get_policy(name) for name in presets() if name != "auto"}
 
 
-_NO_CHANGE: tuple[Any, ...] = ({}, [], ())  # of an `fp8` mapping: the base's stays; null takes it away
+_NO_CHANGE: tuple[Any, ...] = ({}, [], ())  # an `fp8` mapping that keeps the base's; null removes it
 
 
 def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] = ()) -> dict[str, Any]:
-  """Returns a mapping under the fields' own names, its dtypes parsed."""
+  """Returns a mapping under the full names of fields, with parsed dtypes."""
   values: dict[str, Any] = {}
   for key, value in spec.items():
     field = _SHORT.get(key, key)
@@ -406,7 +405,7 @@ def _fields(spec: Mapping[str, Any], backend: str | None, more: tuple[str, ...] 
         + did_you_mean(str(key), [*choices, "params", "compute", "output"])
       )
     if field in values:
-      raise ValueError(f"policy key {key!r} repeats {field!r}, which stands twice")
+      raise ValueError(f"policy key {key!r} repeats {field!r}")
     if field.endswith("_dtype") and value is not None:
       value = parse_dtype(value, f"{key}: {value}", backend, _ALSO.get(field))
     values[field] = value
@@ -423,7 +422,7 @@ def _read_override(spec: Override | PolicyLike, backend: str | None) -> Override
   policy = get_policy(spec, backend=backend)
   others = policy._others()
   if policy in _preset_policies().values():
-    for key in ("loss_scaling", "autocast", "fp8"):  # a preset's belong to the run that it is the policy of
+    for key in ("loss_scaling", "autocast", "fp8"):  # these fields of a preset are for the whole run
       others.pop(key, None)
   if others or not policy.same_dtypes(Policy(*[policy.compute_dtype] * 3)):  # more than a dtype
     others |= {"param_dtype": policy.param_dtype, "output_dtype": policy.output_dtype}

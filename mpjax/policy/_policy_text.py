@@ -1,9 +1,9 @@
 """Policies as plain data and as text: `params=float32,compute=float16,output=float32,loss_scaling=dynamic`.
 
     text  = key "=" value { "," key "=" value }
-    value = a JSON value (true, null, 1024.0, "...", {...}, [...]), or else what stands before the next comma
+    value = a JSON value (true, null, 1024.0, "...", {...}, [...]), or else the text before the next comma
 
-With the keys `params`, `compute` and `output` alone it is a string of `jmp`.
+With only the keys `params`, `compute` and `output`, it is a string of `jmp`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _END = re.compile(r"\s*(?:,|$)")
 
 
 def plain(value: Any) -> Any:
-  """Returns a field's value as data that YAML and JSON can hold: by its `to_dict`, where it has one."""
+  """Returns a field's value as data for YAML and JSON: by its `to_dict`, if it has one."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, tuple):
-    # Pairs: the first match wins, and writers of YAML sort the keys of a mapping.
+    # Pairs, since the first match wins and writers of YAML sort the keys of a mapping.
     return [[pattern, brief(override)] for pattern, override in value]
   return value.to_dict() if hasattr(value, "to_dict") else value
 
@@ -40,7 +40,7 @@ def read_text(text: str) -> dict[str, Any]:
   """Returns keys and values of a text; values that are not JSON are strings.
 
   Raises:
-    ValueError: for a part without `=`, or a key that stands twice.
+    ValueError: for a part without `=`, or a repeated key.
   """
   values: dict[str, Any] = {}
   start = 0
@@ -50,18 +50,18 @@ def read_text(text: str) -> dict[str, Any]:
       raise ValueError(f"{text[start:].strip()!r} in policy {text!r}: expected key=value")
     key = text[start:equals].strip()
     if key in values:
-      raise ValueError(f"key {key!r} stands twice in policy {text!r}")
+      raise ValueError(f"key {key!r} appears twice in policy {text!r}")
     values[key], start = _read_value(text, equals + 1)
   return values
 
 
 def write_text(values: Mapping[str, Any]) -> str:
-  """Returns the text that `read_text` takes back to these keys and values, which JSON can hold."""
+  """Returns the text that `read_text` reads back as these keys and values, which JSON can hold."""
   return ",".join(f"{key}={_write_value(value)}" for key, value in values.items())
 
 
 def _read_value(text: str, start: int) -> tuple[Any, int]:
-  """Returns the value that starts there, and where the next key starts."""
+  """Returns the value that starts there, and the place where the next key starts."""
   start += len(text[start:]) - len(text[start:].lstrip())
   try:
     value, end = json.JSONDecoder().raw_decode(text, start)

@@ -1,4 +1,4 @@
-"""`PrecisionWarning`: a policy that is probably not meant, or whose loss scale nobody applies."""
+"""`PrecisionWarning`: a policy that is probably a mistake, or a loss scale that nothing applies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpjax.policy._policy import Policy, get_policy
 
 
 class PrecisionWarning(UserWarning):
-  """A policy is probably not the one that was meant: a bare dtype, or one whose loss scale nobody applies."""
+  """A policy is probably a mistake: a bare dtype, or a policy whose loss scale nothing applies."""
 
 
 def bare_dtype_advice(spec: PolicyLike, backend: str | None = None) -> str | None:
-  """Returns what to say of a policy that is a bare half-precision dtype, also by another library's name.
+  """Returns the warning for a policy that is a bare half-precision dtype, also by another library's name.
 
-  `None` for any other policy.
+  Returns `None` for any other policy.
   """
   if isinstance(spec, str):
     text = ALIASES.get(spec.strip(), spec.strip())
@@ -52,26 +52,27 @@ def warn_of_bare_dtype(spec: PolicyLike, stacklevel: int = 2) -> None:
 
 
 def warn_of_auto(policy: Policy, stacklevel: int = 2) -> None:
-  """Warns of `autocast` without a policy where the backend has chosen one that scales the loss."""
+  """Warns of `autocast` without a policy if the backend chose one that scales the loss."""
   if policy.loss_scaling is not None:
     warnings.warn(
-      f"autocast without a policy is {policy.reason}, which autocast cannot apply: small gradients become "
-      "zero. Write mpjax.autocast(fun, 'bf16'); or, to scale the loss, mpjax.with_loss_scaling(tx, 'auto') "
-      "and mpjax.value_and_grad(mpjax.autocast(fun, 'auto'), opt_state), as mpjax.make_train_step does",
+      f"autocast without a policy is {policy.reason}, whose loss scale autocast cannot apply: small "
+      "gradients underflow to zero. Write mpjax.autocast(fun, 'bf16'); or scale the loss, as "
+      "mpjax.make_train_step does: mpjax.with_loss_scaling(tx, 'auto') and "
+      "mpjax.value_and_grad(mpjax.autocast(fun, 'auto'), opt_state)",
       PrecisionWarning,
       stacklevel=stacklevel + 1,
     )
 
 
 def warn_without_scale(spec: PolicyLike, stacklevel: int = 2) -> None:
-  """Warns of a policy that scales the loss, for a function that found no loss scale to do so."""
+  """Warns of a policy that scales the loss, for a function without a loss scale."""
   policy = get_policy(spec)
   if policy.loss_scaling is not None:
     name = policy.label
     warnings.warn(
-      f"the policy {name!r} of this autocast scales the loss, and opt_state has no loss scale: small "
-      f"gradients become zero. Wrap the optimiser, tx = mpjax.with_loss_scaling(tx, {name!r}), or take a "
-      "policy that needs none, such as 'bf16'",
+      f"the policy {name!r} of this autocast scales the loss, but opt_state has no loss scale: small "
+      f"gradients underflow to zero. Wrap the optimiser, tx = mpjax.with_loss_scaling(tx, {name!r}), or use "
+      "a policy that needs no loss scale, such as 'bf16'",
       PrecisionWarning,
       stacklevel=stacklevel + 1,
     )

@@ -108,7 +108,7 @@ WRONG = [
   ("compute_float16", ["Unknown dtype", "compute_float16"]),
   ("c=f17", ["f17", "float16"]),
   ("compte=f16", ["'compte'", "compute", "did you mean 'compute'"]),
-  ("c=f16,compute=f32", ["compute", "twice"]),
+  ("c=f16,compute=f32", ["compute", "repeats"]),
   ("c=f16,c=f32", ["'c'", "twice"]),
   ("c=f16,bf16", ["'bf16'", "key=value"]),
   ("c=f16,loss_scaling=sometimes", ["loss_scaling", "sometimes"]),
