@@ -1,4 +1,9 @@
-"""Facts about number formats, matrix units and devices."""
+"""Facts about number formats, matrix units and devices.
+
+```python
+print(mpjax.formats.format_table(["bfloat16", "float16"]))  # range, precision, devices
+```
+"""
 
 from mpjax.formats._devices import DeviceData, described_devices
 from mpjax.formats._matrix_units import MATRIX_UNITS, MatrixUnit, eligible, padded, runs_on, utilisation

@@ -11,7 +11,7 @@ import yaml
 
 
 class TpuData(TypedDict):
-  """Names that a TPU's compiler has for slices of a device: the generation, and the smallest slice."""
+  """A TPU compiler's names for slices of a device: the generation, and the smallest slice."""
 
   topology: str
   default: str
@@ -21,18 +21,18 @@ class DeviceData(TypedDict):
   """The contents of a device's file.
 
   Attributes:
-    device: what it is, in words.
+    device: the device, in words.
     kind: `gpu` or `tpu`.
-    jax_names: what JAX may call it (`device_kind`), in lower case.
+    jax_names: JAX's names for it (`device_kind`), in lower case.
     memory: bytes.
     bandwidth: bytes/s of its memory.
     flops: published dense peaks in FLOP/s by dtype.
     interconnect: bytes/s from one device to the others.
     on_chip: bytes on the chip in which the compiler keeps values.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
-    cuda: of a GPU, what XLA's `GpuTargetConfigProto` holds, with `compute_capability` as [major, minor].
-    tpu: of a TPU.
-    source: where the figures are from.
+    cuda: for a GPU, the content of XLA's `GpuTargetConfigProto`, with `compute_capability` as [major, minor].
+    tpu: for a TPU, the compiler's names.
+    source: the source of the figures.
   """
 
   device: str
@@ -51,7 +51,15 @@ class DeviceData(TypedDict):
 
 @functools.cache
 def described_devices() -> Mapping[str, DeviceData]:
-  """Returns what the files say, by the name that `mpjax.plan` takes for a target."""
+  """Returns the contents of the device files, by the names that `mpjax.plan` takes as targets.
+
+  ```python
+  print(mpjax.formats.described_devices()["h200"]["memory"])  # bytes
+  ```
+
+  Returns:
+    A read-only mapping from names to `DeviceData`.
+  """
   folder = importlib.resources.files("mpjax").joinpath("formats", "devices")
   files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda f: f.name)
   return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}

@@ -18,9 +18,9 @@ class MatrixUnit:
   """The shapes of a product [M, K] x [K, N] that a kind of matrix unit multiplies without waste.
 
   Attributes:
-    description: what the unit is, for people.
-    multiples: from a dtype (`float8` stands for E4M3FN and E5M2) to what M, N and K should be multiples of;
-      a dtype that is missing has no unit. Empty: there are no matrix units, and every shape runs alike.
+    description: the unit, in words.
+    multiples: from a dtype (`float8` stands for E4M3FN and E5M2) to the numbers that M, N and K should be
+      multiples of; the unit does not multiply other dtypes. Empty: no matrix units, all shapes run alike.
   """
 
   description: str
@@ -30,12 +30,19 @@ class MatrixUnit:
 def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
   """Returns whether a unit multiplies operands of a dtype.
 
+  ```python
+  mpjax.formats.runs_on("ampere", "float8")  # False
+  ```
+
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
     dtype: a dtype, its name, `"float8"` or `"tensorfloat32"`.
 
   Returns:
-    True too where there are no matrix units (`cpu`), as nothing is missed there.
+    A Python bool; also true without matrix units (`cpu`), where all dtypes run alike.
+
+  Raises:
+    ValueError: for an unknown name of a unit.
   """
   return _multiples(unit, dtype) is not None
 
@@ -43,15 +50,22 @@ def runs_on(unit: MatrixUnit | str, dtype: DTypeLike) -> bool:
 def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> tuple[int, int, int]:
   """Returns the smallest sizes that hold a product [m, k] x [k, n] and run at the full rate of a unit.
 
+  ```python
+  mpjax.formats.padded("hopper", "float8", 100, 30, 50)  # (112, 32, 64)
+  ```
+
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
-    dtype: of the operands.
+    dtype: dtype of the operands.
     m: rows of the product.
     n: columns of the product.
     k: the contracted size.
 
   Returns:
-    (m, n, k), each rounded up; unchanged where the unit does not run the dtype.
+    (m, n, k), each rounded up; unchanged if the unit does not multiply the dtype.
+
+  Raises:
+    ValueError: for an unknown name of a unit, or a negative size.
   """
   sizes = _checked(m, n, k)
   steps = _multiples(unit, dtype) or (1, 1, 1)
@@ -59,17 +73,27 @@ def padded(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> 
 
 
 def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> bool:
-  """Returns whether a product runs at the full rate of a unit as it is.
+  """Returns whether a product runs at the full rate of a unit without padding.
+
+  ```python
+  mpjax.formats.eligible("hopper", "bfloat16", 1024, 1024, 1000)  # True
+  ```
 
   A product with a size of 1 (matrix times vector, outer product) moves more than it computes, and no unit
-  runs it at full rate; where there are no matrix units, every product is eligible.
+  runs it at full rate. Without matrix units every product is eligible.
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
-    dtype: of the operands.
+    dtype: dtype of the operands.
     m: rows of the product.
     n: columns of the product.
     k: the contracted size.
+
+  Returns:
+    A Python bool.
+
+  Raises:
+    ValueError: for an unknown name of a unit, or a negative size.
   """
   sizes, steps = _checked(m, n, k), _multiples(unit, dtype)
   if steps is None:
@@ -80,17 +104,24 @@ def eligible(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -
 
 
 def utilisation(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int) -> float:
-  """Returns the useful share of what a unit multiplies once a product is padded.
+  """Returns the useful share of the multiplications once a product is padded.
+
+  ```python
+  mpjax.formats.utilisation("tpu_v6", "bfloat16", 1024, 1024, 128)  # 0.5
+  ```
 
   Args:
     unit: a `MatrixUnit`, or the name of a row of `MATRIX_UNITS`.
-    dtype: of the operands.
+    dtype: dtype of the operands.
     m: rows of the product.
     n: columns of the product.
     k: the contracted size.
 
   Returns:
-    0 where the unit does not run the dtype; otherwise in (0, 1], 1 for sizes that need no padding.
+    0 if the unit does not multiply the dtype; otherwise in (0, 1], 1 for sizes that need no padding.
+
+  Raises:
+    ValueError: for an unknown name of a unit, or a negative size.
   """
   sizes = _checked(m, n, k)
   if not runs_on(unit, dtype):
@@ -98,21 +129,22 @@ def utilisation(unit: MatrixUnit | str, dtype: DTypeLike, m: int, n: int, k: int
   return math.prod(sizes) / math.prod(padded(unit, dtype, *sizes)) if all(sizes) else 1.0
 
 
-# NVIDIA: rows of 16 bytes. Since version 11 cuBLAS uses the units for other sizes too, at a lower rate
+# NVIDIA: rows of 16 bytes. Since version 11 cuBLAS also uses the units for other sizes, at a lower rate
 # (NVIDIA, Matrix Multiplication Background User's Guide, section "Tensor Core Requirements"). That table has
-# no row for FP8, for which cuBLASLt demands the 16 bytes (cuBLAS documentation, cublasLtMatmul). The float64
-# units of the data-centre cards are left out: no policy computes in float64.
+# no row for FP8, for which cuBLASLt requires the 16 bytes (cuBLAS documentation, cublasLtMatmul). The float64
+# units of data-centre cards are left out: no policy computes in float64.
 _NVIDIA: Mapping[str, tuple[int, int, int]] = MappingProxyType(
   {"bfloat16": (8, 8, 8), "float16": (8, 8, 8), "tensorfloat32": (4, 4, 4)}
 )
 _NVIDIA_FLOAT8 = MappingProxyType({**_NVIDIA, "float8": (16, 16, 16)})
 _NVIDIA_FLOAT16 = MappingProxyType({"float16": _NVIDIA["float16"]})
 
-# TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays lie
-# in tiles of 8 rows by 128 columns in any dtype, and are padded to them: a bfloat16 tile packs its rows in
-# pairs but is no taller (Google Cloud, Cloud TPU performance guide and page TPU architecture; OpenXLA, Tiled
-# layout). float16 operands go through the unit in one pass, as bfloat16; float32 ones in one, three or six,
-# by `jax.lax.Precision`. Before v7, E4M3FN is widened first; v5 and v6 have units for E4M3B11FNUZ and E5M2,
+# TPU: the unit holds a block of the [K, N] operand, and the rows of the other one stream through. Arrays are
+# padded to tiles of 8 rows by 128 columns in any dtype. A bfloat16 tile packs its rows in pairs and has the
+# same height. Sources: Google Cloud, Cloud TPU performance guide and page TPU architecture; OpenXLA, Tiled
+# layout.
+# float16 operands take one pass through the unit, as bfloat16; float32 ones take one, three or six, by
+# `jax.lax.Precision`. Before v7, E4M3FN is widened first; v5 and v6 have units for E4M3B11FNUZ and E5M2,
 # which no policy uses.
 _TPU_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -128,7 +160,7 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
       "128 x 128 matrix units of TPUs before v6e",
       MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 128, 128))),
     ),
-    # Columns are padded to 128 in memory as before, but a block of 128 leaves half of the unit idle.
+    # Memory still pads columns to 128, but a block of 128 leaves half of the unit idle.
     "tpu_v6": MatrixUnit(
       "256 x 256 matrix units of TPU v6e",
       MappingProxyType(dict.fromkeys(_TPU_DTYPES, (8, 256, 256))),
@@ -136,7 +168,7 @@ MATRIX_UNITS: Mapping[str, MatrixUnit] = MappingProxyType(
     "cpu": MatrixUnit("no matrix units: every shape runs alike"),
   }
 )
-"""Kinds of matrix units by name, as a device's file names them."""
+"""Kinds of matrix units by name; the devices' files use these names."""
 
 
 def _unit(unit: MatrixUnit | str) -> MatrixUnit:
@@ -151,7 +183,7 @@ def _unit(unit: MatrixUnit | str) -> MatrixUnit:
 
 
 def _multiples(unit: MatrixUnit | str, dtype: DTypeLike) -> tuple[int, int, int] | None:
-  """Returns what M, N and K should be multiples of; `None` where the unit does not run the dtype."""
+  """Returns the numbers that M, N and K should be multiples of; `None` if the unit does not run the dtype."""
   multiples = _unit(unit).multiples
   if not multiples:
     return (1, 1, 1)

@@ -1,4 +1,4 @@
-"""Facts about number formats: range, precision, and where rounding to one loses numbers."""
+"""Facts about number formats: range, precision, and where rounding to one underflows or overflows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 import numpy as np
 
-_INFINITY = 0x7F800000  # as the bits of a float32; those of the finite ones are lower
+_INFINITY = 0x7F800000  # as the bits of a float32; finite numbers have lower bits
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class NumberFormat:
   """Range and precision of a floating format.
 
   Attributes:
-    name: as in `jnp.dtype(...).name`, or `tensorfloat32`, which is no dtype.
-    bits: sign, exponent and mantissa; the 19 of tensorfloat32 are kept in 32, fewer than 8 in a byte.
+    name: as in `jnp.dtype(...).name`, or `tensorfloat32`, which is not a dtype.
+    bits: sign, exponent and mantissa; the 19 of tensorfloat32 take 32 in memory, fewer than 8 take a byte.
     exponent_bits: width of the exponent.
     mantissa_bits: width of the mantissa without the implicit one.
     max: the largest finite number.
     smallest_normal: the smallest positive number with the full mantissa.
     smallest_subnormal: the smallest positive number; `smallest_normal` in a format without subnormals.
     epsilon: distance from 1 to the next number.
-    has_inf: whether there is an infinity; without one, an overflow becomes NaN or `max`.
+    has_inf: whether the format has an infinity; without one, an overflow becomes NaN or `max`.
   """
 
   name: str
@@ -48,31 +48,30 @@ class NumberFormat:
 
   @property
   def has_subnormals(self) -> bool:
-    """Returns whether there are numbers below the smallest normal one, which have fewer digits."""
+    """Returns whether the format has numbers below the smallest normal one, which have fewer digits."""
     return self.smallest_subnormal < self.smallest_normal
 
   @property
   def decimal_digits(self) -> int:
-    """`floor(mantissa_bits * log10(2))`: decimal numbers of so many digits survive being held in the format.
+    """`floor(mantissa_bits * log10(2))`: the format represents every decimal number of so many digits.
 
-    It is `precision` of NumPy's `finfo` and `FLT_DIG` of C. That of `ml_dtypes.finfo` says 1 where this says
-    0: that not every number of one digit survives three bits of mantissa.
+    This is `precision` of NumPy's `finfo` and `FLT_DIG` of C. Where this is 0, `ml_dtypes.finfo` says 1,
+    although three bits of mantissa do not represent every number of one digit.
     """
     return math.floor(self.mantissa_bits * math.log10(2))
 
   @property
   def on_overflow(self) -> str:
-    """Returns what a number too large for the format becomes: `infinity`, `NaN`, or `max` without either."""
+    """What a number too large for the format becomes: `infinity`, `NaN`, or `max` without either."""
     return "infinity" if self.has_inf else "NaN" if math.isfinite(self.overflow_edge) else "max"
 
   @property
   def underflow_edge(self) -> float:
     """The largest float32 magnitude that rounds to zero.
 
-    Rounding is to the nearest number, and to the even one of two that are equally near: half of the smallest
-    number still becomes zero. 0 where no other number does: in float32 and float64, which hold every float32;
-    and in `float8_e8m0fnu`, which has no zero, where what is too small becomes the smallest number, and zero
-    itself NaN.
+    Rounding is to the nearest number, with ties to even: half of the smallest number still rounds to zero.
+    The value is 0 in float32 and float64, which hold every float32, and in `float8_e8m0fnu`, which has no
+    zero: there a magnitude that is too small rounds to the smallest number, and zero itself to NaN.
     """
     return self._edges[0]
 
@@ -80,9 +79,9 @@ class NumberFormat:
   def normal_edge(self) -> float:
     """The smallest float32 magnitude that rounds to a normal number, with all of its digits.
 
-    Half a step below `smallest_normal`, which wins the tie as the even one; in float32 `smallest_normal`
-    itself. In float64 and `float8_e8m0fnu` every positive float32 becomes a normal number, and this is the
-    smallest one, 2**-149.
+    Half a step below `smallest_normal`, which is even and wins the tie; in float32 `smallest_normal`
+    itself. In float64 and `float8_e8m0fnu` every positive float32 rounds to a normal number, and this is the
+    smallest float32, 2**-149.
     """
     return self._edges[1]
 
@@ -90,22 +89,22 @@ class NumberFormat:
   def overflow_edge(self) -> float:
     """The smallest float32 magnitude that rounds to infinity or NaN; `inf` if no finite one does.
 
-    Half a step above `max`, by the step below it: if the bits of `max` are odd that tie overflows, if they
-    are even (`float8_e4m3fn`) it becomes `max`, and the edge is the next float32. Ties of `float8_e8m0fnu`
-    go up. `inf` in float32 and float64, and in formats of fewer than 8 bits, which have neither infinity nor
-    NaN and keep `max` instead.
+    Half a step above `max`, by the step below it. If the bits of `max` are odd, that tie overflows. If they
+    are even (`float8_e4m3fn`), it rounds to `max`, and the edge is the next float32. Ties in `float8_e8m0fnu`
+    round up. `inf` in float32 and float64, and in formats of fewer than 8 bits, which have neither infinity
+    nor NaN and keep `max` instead.
     """
     return self._edges[2]
 
   @cached_property
   def _edges(self) -> tuple[float, float, float]:
-    """`underflow_edge`, `normal_edge`, `overflow_edge`: by trying casts.
+    """`underflow_edge`, `normal_edge`, `overflow_edge`, from trying casts.
 
-    For tensorfloat32, which is no dtype, by arithmetic to the same rule. The bits of a positive number grow
-    with it: numbers are compared by them and never as floats, as a thread that flushes subnormals takes some
-    for zero.
+    tensorfloat32 is not a dtype, so its edges come from arithmetic with the same rule. The bits of a positive
+    number grow with the number, so numbers are compared by their bits: a thread that flushes subnormals
+    treats some floats as zero.
     """
-    # Such a thread also flushes what it casts to float64; but these formats hold every float32 anyway.
+    # Such a thread also flushes casts to float64; but these formats hold every float32 anyway.
     if self.mantissa_bits >= np.finfo(np.float32).nmant:
       return 0.0, max(self.smallest_normal, _from_bits(1)), math.inf
     if self.name == "tensorfloat32":
@@ -132,7 +131,7 @@ class NumberFormat:
 
 
 def _from_bits(pattern: int) -> float:
-  """Returns the float32 of a pattern of bits, by way of no float32, which a thread may flush to zero."""
+  """Returns the float32 with these bits, without using a float32, which a thread may flush to zero."""
   if pattern >= _INFINITY:
     return math.inf
   exponent, fraction = divmod(pattern, 1 << 23)
@@ -155,8 +154,9 @@ def _format(name: str) -> NumberFormat:
   )
 
 
-# The range of float32 with the mantissa of float16: what NVIDIA's units keep of a float32 operand (NVIDIA
-# A100 Tensor Core GPU Architecture whitepaper). It is no dtype of an array, so nothing can compute its row.
+# The range of float32 with the mantissa of float16: the part of a float32 operand that NVIDIA's units keep
+# (NVIDIA A100 Tensor Core GPU Architecture whitepaper). Arrays do not have this dtype, so the row is written
+# out.
 _TENSORFLOAT32 = NumberFormat(
   name="tensorfloat32",
   bits=19,
@@ -185,4 +185,4 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
   | {"tensorfloat32": _TENSORFLOAT32}
   | {name: _format(name) for name in ("bfloat16", "float16", *_FLOAT8, *_BELOW_8)}
 )
-"""Number formats by name, `float64` first; `tensorfloat32` is among them, and is no dtype."""
+"""Number formats by name, `float64` first, with `tensorfloat32`, which is not a dtype."""

@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 
 def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
-  """Returns what there is to know of number formats, one row each.
+  """Returns the facts about number formats, one row each.
+
+  ```python
+  [row] = mpjax.formats.describe("float16")
+  print(row["max"], row["smallest_normal"], row["units"])
+  ```
 
   Args:
     names: keys of `FORMATS`, or one; all of them if `None`.
 
   Returns:
-    For each format its name and `bits`, `sign_bits`, `exponent_bits`, `mantissa_bits` (the fraction); `max`,
-    `smallest_normal`, `smallest_subnormal`, `epsilon`, `decimal_digits`, `has_subnormals`, `on_overflow`,
-    `underflow_edge`, `normal_edge` and `overflow_edge` as in `NumberFormat`; `log2_max` and `log2_smallest`,
-    of the largest and of the smallest positive number; `binades`, how many powers of two lie from one to the
-    other; `units`, from the names in `MATRIX_UNITS` of the units that multiply the format to the devices that
-    have them, by the names that `mpjax.plan` takes for targets.
+    A dict for each format. It has `name`, `bits`, `sign_bits`, `exponent_bits`, `mantissa_bits` (the
+    fraction); `max`, `smallest_normal`, `smallest_subnormal`, `epsilon`, `decimal_digits`, `has_subnormals`,
+    `on_overflow`, `underflow_edge`, `normal_edge` and `overflow_edge` as in `NumberFormat`; `log2_max` and
+    `log2_smallest`, for the largest and the smallest positive number; `binades`, the number of powers of two
+    between them; `units`, from the names in `MATRIX_UNITS` of the units that multiply the format to the
+    devices that have them, by their names as targets of `mpjax.plan`.
 
   Raises:
     ValueError: for an unknown name.
@@ -46,25 +51,46 @@ def describe(names: Iterable[str] | str | None = None) -> list[dict[str, Any]]:
 
 
 def format_table(names: Iterable[str] | str | None = None) -> str:
-  """Returns the rows of `describe` as plain text, at most 120 columns wide."""
+  """Returns the rows of `describe` as plain text, at most 120 columns wide.
+
+  ```python
+  print(mpjax.formats.format_table())
+  ```
+
+  Args:
+    names: keys of `FORMATS`, or one; all of them if `None`.
+
+  Returns:
+    Lines of text: the formats, their units and notes.
+
+  Raises:
+    ValueError: for an unknown name.
+  """
   return "\n".join(line for line, _ in _lines(names))
 
 
 def print_formats(
   console: rich.console.Console | None = None, names: Iterable[str] | str | None = None
 ) -> None:
-  """Prints the rows of `describe` in colour; needs `rich`, which `format_table` does not.
+  """Prints the rows of `describe` in colour; needs `rich`, which `format_table` does not need.
+
+  ```python
+  mpjax.formats.print_formats(names=["bfloat16", "float16"])
+  ```
 
   Args:
-    console: to print to; standard output if `None`.
+    console: the `rich` console to print to; standard output if `None`.
     names: keys of `FORMATS`, or one; all of them if `None`.
+
+  Raises:
+    ValueError: for an unknown name.
   """
   import rich.console
   import rich.text
 
   console = console or rich.console.Console()
   for line, style in _lines(names):
-    # A number that the terminal wraps can still be read, one that is cut cannot.
+    # A number that the terminal wraps is readable; one that it cuts is not.
     console.print(rich.text.Text(line, style), soft_wrap=True)
 
 
@@ -77,7 +103,7 @@ def _devices() -> dict[str, list[str]]:
 
 
 def _described(row: NumberFormat, devices: Mapping[str, list[str]]) -> dict[str, Any]:
-  # The smallest number of float64 is taken for zero in a thread that flushes subnormals: from the normal one.
+  # Computed from the normal one: a thread that flushes subnormals treats the smallest float64 as zero.
   log2_smallest = math.frexp(row.smallest_normal)[1] - 1 - row.has_subnormals * row.mantissa_bits
   return {
     "name": row.name,
@@ -119,7 +145,7 @@ _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 def _lines(names: Iterable[str] | str | None) -> Iterator[tuple[str, str]]:
-  """Yields the lines of the table, of the formats that have units, and of the notes, each with its style."""
+  """Yields the lines of the table, of the formats with units, and of the notes, each with its style."""
   rows = describe(names)
   cells = [_HEADING, *map(_cells, rows)]
   rule = "-" * table_width(cells)

@@ -1,4 +1,4 @@
-"""What FP8 products are scaled by: recipes, scales, delayed state, and devices. Knows no product."""
+"""The scaling of FP8 products: recipes, scales, delayed state, and devices. Independent of the products."""
 
 from mpjax.fp8._recipe import Recipe
 

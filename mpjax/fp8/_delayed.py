@@ -1,7 +1,7 @@
 """Delayed scaling: histories of amaxes as one tree, whose "gradient" is their next value.
 
-The tree is overwritten rather than differentiated (`_overwrite_with_gradient`): the training step, or the
-user, puts its gradient in its place, and leaves it alone on a step that is skipped.
+The tree is overwritten instead of differentiated (`_overwrite_with_gradient`): the training step, or the
+user, replaces it by its gradient, and keeps it on a skipped step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def empty_state(lengths: dict[str, int]) -> Fp8State:
 
   Returns:
     `amax`: for each product, `lhs`, `rhs` and `gradient`: float32[length], newest first.
-    `uses`: float32[], 1: what divides the histories, but for their newest entries. Two differentiated calls
-      that share a state add their gradients, and 2 comes back.
+    `uses`: float32[], 1: the divisor of the histories, except their newest entries. If two differentiated
+      calls share a state, their gradients are added, and it becomes 2.
   """
   histories = {
     site: {name: jnp.zeros([length], jnp.float32) for name in OPERANDS} for site, length in lengths.items()
@@ -38,11 +38,11 @@ def empty_state(lengths: dict[str, int]) -> Fp8State:
 
 
 def check_state(state: Fp8State, lengths: dict[str, int]) -> None:
-  """Raises `ValueError` if a state is of another function or policy than these products.
+  """Raises `ValueError` if a state belongs to another function or policy than these products.
 
-  One that lacks some of them is none of another function: batches of other sizes have other FP8 products.
+  A state may lack some products: batches of other sizes have other FP8 products.
   """
-  way_out = "make one with mpjax.init_fp8_state(function, policy)(*arguments)"
+  way_out = "make a state with mpjax.init_fp8_state(function, policy)(*arguments)"
   if not isinstance(state, dict) or state.keys() != {"amax", "uses"}:
     raise ValueError(
       f"fp8_state of type {type(state).__name__}: expected the state of delayed scaling; {way_out}"
@@ -50,20 +50,20 @@ def check_state(state: Fp8State, lengths: dict[str, int]) -> None:
   found = state["amax"].keys()
   if lengths and found and not found & lengths.keys():
     raise ValueError(
-      f"fp8_state is of another function: it has histories of {', '.join(sorted(found))}, and the products "
-      f"here are {', '.join(sorted(lengths))}; {way_out}"
+      f"fp8_state belongs to another function: it has histories of {', '.join(sorted(found))}, and the "
+      f"products here are {', '.join(sorted(lengths))}; {way_out}"
     )
   for site in found & lengths.keys():
     for name, history in state["amax"][site].items():
       if history.shape[-1:] != (lengths[site],):
         raise ValueError(
-          f"fp8_state: history {name} of {site} has shape {history.shape}, and amax_history_len is "
+          f"fp8_state: history {name} of {site} has shape {history.shape}, but amax_history_len is "
           f"{lengths[site]}; {way_out}"
         )
 
 
 def grow_gradients(state: Fp8State, factor: jax.Array) -> Fp8State:
-  """Returns a state for gradients that are about to be larger by a factor, float32[]; `{}` for `{}`."""
+  """Returns a state for gradients that will be larger by a factor, float32[]; `{}` for `{}`."""
   if not state:
     return state
   grown = {site: h | {"gradient": h["gradient"] * factor} for site, h in state["amax"].items()}
@@ -74,7 +74,7 @@ def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
   """Returns the scales for this step, and probes.
 
   Args:
-    state: as of `empty_state`.
+    state: a state as `empty_state` returns it.
     recipes: the recipe of each history that is used.
 
   Returns:
@@ -95,7 +95,7 @@ def open_state(state: Fp8State, recipes: dict[str, Recipe]) -> Opened:
   def backward(state: Fp8State, cotangents: Opened) -> tuple[Fp8State]:
     _, amaxes, _ = cotangents
     normal = _normalised(state)
-    new = dict(normal)  # what was not used, as it is
+    new = dict(normal)  # histories that were not used stay
     for site in recipes:
       new[site] = {name: _with(normal[site][name], amaxes[site][i]) for i, name in enumerate(OPERANDS)}
     return ({"amax": new, "uses": jnp.ones_like(state["uses"])},)
@@ -121,15 +121,15 @@ def _scales(histories: dict[str, jax.Array], recipe: Recipe) -> jax.Array:
 
 
 def _with(history: jax.Array, amax: jax.Array) -> jax.Array:
-  """Returns a history a step later; an amax that is not finite is not remembered.
+  """Returns a history a step later, without an amax that is not finite.
 
-  Where only zeros would be left, the last amax that was none stays, as the oldest: the scale is kept until
-  something is known again.
+  If only zeros would be left, the last non-zero amax stays, as the oldest: this keeps the scale until a new
+  amax is known.
   """
   new = jnp.concatenate([jnp.where(jnp.isfinite(amax), amax, 0)[None], history[:-1]])
   return jnp.where(new.any(), new, new.at[-1].set(_newest(history)))
 
 
 def _newest(history: jax.Array) -> jax.Array:
-  """Returns the newest amax that is not zero; zero if there is none."""
+  """Returns the newest amax that is not zero; zero if all are."""
   return history[jnp.argmax(history > 0)]

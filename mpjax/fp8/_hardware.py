@@ -1,4 +1,4 @@
-"""Devices that multiply FP8 in hardware, and what the others lack."""
+"""Devices that multiply FP8 in hardware, and what other devices lack."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NO_BLOCKS = "multiplies no blocks of 32 with a scale each (MXFP8): that starts 
 def fp8_units(recipe: Recipe, device: jax.Device | None = None) -> tuple[bool, str]:
   """Returns whether a device has units for a recipe's products, and if not, what it lacks.
 
-  NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper) on and MXFP8 from 10.0 (Blackwell); AMD
-  has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350); TPUs have
-  E4M3FN and E5M2 from v7 on. TPU v5 and v6 have units for E4M3B11FNUZ and E5M2, which no recipe uses.
+  NVIDIA has E4M3FN and E5M2 from compute capability 8.9 (Ada, Hopper) and MXFP8 from 10.0 (Blackwell). AMD
+  has the FNUZ formats on gfx94x (MI300) and the others on gfx95x (MI350). TPUs have
+  E4M3FN and E5M2 from v7. TPU v5 and v6 have units for E4M3B11FNUZ and E5M2, which no recipe uses.
 
   Args:
     recipe: the recipe.

@@ -1,4 +1,4 @@
-"""`Recipe`: how matrix products become FP8, as the `fp8` mapping of a policy says."""
+"""`Recipe`: the rules for FP8 products, as the `fp8` mapping of a policy gives them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.dtypes import did_you_mean
 from mpjax.patterns import component_regex
 
 RECIPES = ("current", "delayed", "block")
-# By short name: OCP's formats, which NVIDIA has, and AMD's, which have no negative zero.
+# By short name: OCP's formats, which NVIDIA uses, and AMD's, which have no negative zero.
 FORMATS = {
   "e4m3fn": "float8_e4m3fn",
   "e5m2": "float8_e5m2",
@@ -24,32 +24,32 @@ _AMAX_COMPUTE = ("max", "most_recent")
 _SAVED = ("compute", "fp8")
 _LARGEST_MARGIN = 64
 _DELAYED_ONLY = ("amax_history_len", "amax_compute")
-# The fields that a kind of recipe does not use. The scales of blocks are powers of two in any case.
+# The fields that a kind of recipe does not use. The scales of blocks are always powers of two.
 _UNUSED = {"delayed": (), "current": _DELAYED_ONLY, "block": (*_DELAYED_ONLY, "margin", "pow2_scales")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """A rule for FP8 products: what is quantised, to which format, and by which scale.
+  """A rule for FP8 products: which are quantised, to which format, and by which scale.
 
   Attributes:
-    recipe: where scales come from. `current`: the largest magnitude (amax) of this very tensor. `delayed`:
-      the amaxes of earlier steps (arXiv 2209.05433; the state is what `mpjax.init_fp8_state` makes).
+    recipe: the source of scales. `current`: the largest magnitude (amax) of the tensor itself. `delayed`:
+      the amaxes of earlier steps (arXiv 2209.05433; `mpjax.init_fp8_state` makes the state).
       `block`: MXFP8, a power of two for every 32 elements along the contracted dimension.
     forward_dtype: format of weights and activations.
     gradient_dtype: format of incoming gradients; by default E5M2, for `block` the forward format.
     margin: binades left free above the amax.
     pow2_scales: round scales down to powers of two, which scale without rounding.
-    amax_history_len: steps that `delayed` looks back over.
+    amax_history_len: the number of earlier steps that `delayed` uses.
     amax_compute: `max` over them, or the `most_recent`.
-    emulate: quantise also where the device has no FP8 units, and multiply in a wider dtype there.
-    first_layer: whether products that come before any other layer are quantised.
-    last_layer: whether products that no other follows are quantised.
-    attention: whether products of two activations are quantised.
-    min_dim: products with a dimension below this stay in the compute dtype: too small to gain.
-    include: regular expressions on the module path; with any, products elsewhere are not quantised.
+    emulate: also quantise on devices without FP8 units, and multiply in a wider dtype there.
+    first_layer: whether to quantise products that come before any other layer.
+    last_layer: whether to quantise products that no other product follows.
+    attention: whether to quantise products of two activations.
+    min_dim: products with a dimension below this stay in the compute dtype: they are too small to gain.
+    include: regular expressions on the module path; if given, products elsewhere are not quantised.
     exclude: regular expressions on the module path where products are not quantised.
-    saved_activations: what is kept for the backward pass is in the `compute` dtype, or in `fp8`.
+    saved_activations: the dtype of activations that the backward pass needs: `compute` or `fp8`.
   """
 
   recipe: str = "current"
@@ -98,12 +98,12 @@ class Recipe:
 
   @property
   def forward(self) -> np.dtype:
-    """The format of weights and activations."""
+    """Format of weights and activations."""
     return np.dtype(self.forward_dtype)
 
   @property
   def gradient(self) -> np.dtype:
-    """The format of gradients."""
+    """Format of gradients."""
     return np.dtype(self.gradient_dtype)
 
   @property
@@ -112,7 +112,7 @@ class Recipe:
     return BLOCK if self.recipe == "block" else 16
 
   def without_histories(self) -> Recipe:
-    """Returns the recipe with `current` in place of `delayed` scaling: for inference."""
+    """Returns the recipe with `current` instead of `delayed` scaling: for inference."""
     if self.recipe != "delayed":
       return self
     usual = Recipe()
@@ -127,7 +127,7 @@ class Recipe:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
   def shorthand(self) -> str | dict[str, Any]:
-    """Returns the same in short: the name of the recipe, and what differs from its defaults."""
+    """Returns the same in short: the name of the recipe, and the differences from its defaults."""
     usual = Recipe(self.recipe).to_dict()
     changed = {key: value for key, value in self.to_dict().items() if value != usual[key]}
     return {"recipe": self.recipe, **changed} if changed else self.recipe
@@ -146,7 +146,7 @@ RecipeLike = Recipe | str | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 
 def parse_recipe(spec: RecipeLike) -> Recipe | None:
-  """Reads what a policy's `fp8` key may be.
+  """Reads a policy's `fp8` key.
 
   Args:
     spec: a `Recipe`, the name of one, a mapping of its fields, or (key, value) pairs.
@@ -155,7 +155,7 @@ def parse_recipe(spec: RecipeLike) -> Recipe | None:
     The `Recipe`; `None` for `None` and for an empty mapping.
 
   Raises:
-    ValueError: names the key that is wrong, and what was expected.
+    ValueError: names the wrong key, and the expected values.
   """
   if isinstance(spec, Recipe):
     return spec

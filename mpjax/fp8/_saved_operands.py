@@ -1,4 +1,4 @@
-"""Operands saved for a backward pass in FP8: a byte an element, and a scale for each tensor."""
+"""Operands saved for a backward pass in FP8: one byte per element, and a scale for each tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpjax.fp8._scaling import amax_of, quantise, scale_of
 
 
 def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeLike) -> Callable[..., PyTree]:
-  """Returns `fun` with a backward pass that computes it again, from operands that were kept in FP8.
+  """Returns `fun` with a backward pass that recomputes it, from operands saved in FP8.
 
-  The value is that of `fun`; the gradient is that at the rounded operands.
+  The value is that of `fun`; the gradient is the gradient at the rounded operands.
 
   Args:
     fun: any function of arrays.
-    which: for each operand, whether it is kept in FP8; the others are kept as they are.
+    which: for each operand, whether it is saved in FP8; the others are saved as they are.
     dtype: an FP8 format.
 
   Returns:
@@ -36,7 +36,7 @@ def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeL
     ]
 
   def backward(saved: list[PyTree], cotangents: PyTree) -> tuple[PyTree, ...]:
-    # Or a compiler might widen early, and keep what was to be saved.
+    # Otherwise a compiler might widen early, and save the wide array.
     kept, cotangents = jax.lax.optimization_barrier(
       ([x for x, narrow in zip(saved, which, strict=True) if narrow], cotangents)
     )
@@ -50,14 +50,14 @@ def keep_in_fp8(fun: Callable[..., PyTree], which: Sequence[bool], dtype: DTypeL
 
 @jax.custom_jvp
 def not_differentiable(x: jax.Array) -> jax.Array:
-  """Returns `x`, which was kept for a backward pass in too few bits to be differentiated once more."""
+  """Returns `x`, saved for a backward pass in too few bits for a second differentiation."""
   return x
 
 
 @not_differentiable.defjvp
 def _(primals: Sequence[Array], tangents: Sequence[Array]) -> NoReturn:
   raise NotImplementedError(
-    "a second derivative of a function with saved_activations: fp8, which keeps too little for it: use "
+    "a second derivative of a function with saved_activations: fp8, which saves too little for it: use "
     "saved_activations: compute"
   )
 

@@ -1,8 +1,8 @@
 """From a wide tensor to FP8 and a scale: amax, scale, the saturating cast.
 
-x is held as q with x = q / scale; q never overflows. E4M3 has no infinity and its cast turns overflow into
-NaN, E5M2's into infinity, so values are clamped before it (arXiv 2209.05433, section 3.1: conversions
-saturate); what was not finite becomes NaN, for the loss scaler to see.
+x is stored as q with x = q / scale; q never overflows. A cast to E4M3, which has no infinity, turns overflow
+into NaN, and a cast to E5M2 into infinity, so values are clamped before it (arXiv 2209.05433, section 3.1:
+conversions saturate). Values that were not finite become NaN, for the loss scale to notice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def scale_of(
   """Returns the scale that brings `amax` to the largest number of `dtype`, less `margin` binades.
 
   Args:
-    amax: float32; 0 or not finite (nothing is known) gives 1.
+    amax: float32; 0 or not finite (amax unknown) gives 1.
     dtype: an FP8 format.
     margin: binades left free.
     pow2: round down to a power of two.
@@ -53,29 +53,29 @@ def quantise(
   """Returns `x * scale` in FP8, saturated; NaN where x is not finite.
 
   Args:
-    x: of any floating dtype and shape.
-    scale: float32, of shape [] or that of leading dimensions of x.
+    x: array of any floating dtype and shape.
+    scale: float32, of shape [] or the shape of leading dimensions of x.
     dtype: an FP8 format.
   """
   largest = float(jnp.finfo(dtype).max)
   wide = x.astype(jnp.float32)
   scaled = wide * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
-  # 0 times a number that is not finite is NaN: a select would be a second pass over x on a GPU.
+  # 0 times a number that is not finite is NaN. On a GPU, a select would be a second pass over x.
   return (jnp.clip(scaled, -largest, largest) + 0 * wide).astype(dtype)
 
 
 def quantise_blocks(
   x: Float[Array, "*shape"], axis: int, block: int, dtype: DTypeLike
-) -> tuple[Float[Array, "*shape"], Shaped[Array, "..."]]:  # E8M0 is no Float to jaxtyping
+) -> tuple[Float[Array, "*shape"], Shaped[Array, "..."]]:  # E8M0 is not a Float for jaxtyping
   """Quantises to MXFP8: FP8 elements, and a power of two for every `block` of them along an axis.
 
-  The scale is the smallest power of two that keeps the block's amax in range, so that nothing saturates (the
-  OCP Microscaling specification 1.0, section 6.3, rounds down instead).
+  The scale is the smallest power of two that keeps the block's amax in range, so nothing saturates. (The
+  OCP Microscaling specification 1.0, section 6.3, rounds down instead.)
 
   Args:
     x: floating, its `axis` a multiple of `block`.
     axis: the contracted dimension.
-    block: elements to a scale.
+    block: elements per scale.
     dtype: an FP8 format.
 
   Returns:
