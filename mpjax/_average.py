@@ -24,26 +24,28 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Average:
-  """A mean whose parts may count unequally: tokens that are no padding, positive pairs, rows that are valid.
+  """A mean over unequal parts: tokens without padding, positive pairs, valid rows.
 
   ```python
-  def loss_fn(params, batch):
-    losses = cross_entropy(model(params, batch["tokens"]), batch["labels"])  # [rows, tokens]
+  def masked_loss(params, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(params, batch["x"]), batch["labels"])
     return mpjax.Average(jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"]))
+
+  step = mpjax.make_train_step(masked_loss, optax.adamw(1e-3), policy="bf16", accumulate=2)
   ```
 
-  `make_train_step` makes of it `sum(total) / sum(count)` over micro-batches and devices, loss and gradients,
-  however a batch is divided. A plain mean would be averaged as if all parts counted the same.
+  For loss and gradients, `make_train_step` computes `sum(total) / sum(count)` over micro-batches and devices,
+  for every division of the batch. A plain mean would be averaged as if all parts counted the same.
 
-  Elsewhere it is worth `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`. It takes
-  numbers as a number does: `Average(...) + 0.01 * penalty`. Write it first: an array before it would drop the
-  count, which is an error where a batch is divided. `mpjax.value_and_grad` differentiates it; under
-  `jax.grad` a function has to return its `value`. A pytree of two leaves.
+  Elsewhere its value is `total / count`: `float(average)`, `jnp.asarray(average)`, `average.value`.
+  Arithmetic with numbers works: `Average(...) + 0.01 * penalty`. Write it first: an array before it would
+  drop the count, which is an error if the batch is divided. `mpjax.value_and_grad` differentiates it; for
+  `jax.grad`, return its `value`. A pytree of two leaves.
 
   Attributes:
     total: the sum, a number [].
-    count: of what was summed, a number [], which must not depend on parameters; 0 for nothing, whose average
-      is the total.
+    count: the number of terms in the sum, a number [], which must not depend on parameters. With a count of
+      0 the value is the total.
   """
 
   total: ArrayLike
@@ -51,19 +53,19 @@ class Average:
 
   @property
   def value(self) -> Array:
-    """The mean, f32[] (float64 of float64)."""
+    """The mean, f32[] (f64[] for float64)."""
     total = jnp.asarray(self.total)
     return total.astype(at_least_float32(total.dtype)) / nonzero(jnp.asarray(self.count))
 
   def __jax_array__(self) -> Array:
     if _divided.get():
       raise TypeError(
-        "an mpjax.Average became a plain number in a loss function whose batch is divided, where its count "
-        "is needed: write it first, as in average + penalty or average * 0.5; or say average.value"
+        "an mpjax.Average became a plain number, without its count, in a loss function with a divided batch: "
+        "write it first, as in average + penalty or average * 0.5; or use average.value"
       )
     return self.value
 
-  __array_ufunc__ = None  # a number of NumPy leaves arithmetic to the methods below
+  __array_ufunc__ = None  # arithmetic with a NumPy number uses the methods below
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     return np.array(self.value, dtype)
@@ -109,13 +111,13 @@ class Average:
     return self.value >= worth(other)
 
 
-# Whether a loss function is traced whose batch is divided into parts.
+# Whether the loss function that is traced has a divided batch.
 _divided: contextvars.ContextVar[bool] = contextvars.ContextVar("mpjax_divided", default=False)
 
 
 @contextlib.contextmanager
 def divided(parts: int) -> Iterator[None]:
-  """Has an `Average` that would lose its count be an error, where a batch is in several parts."""
+  """Makes an `Average` that would lose its count raise an error, if a batch is in several parts."""
   token = _divided.set(parts > 1)
   try:
     yield
@@ -124,11 +126,11 @@ def divided(parts: int) -> Iterator[None]:
 
 
 def _number(x: ArrayLike | Average) -> Array:
-  """Returns a number as an array; `TypeError` for an average, which has a count of its own."""
+  """Returns a number as an array; `TypeError` for an average, which has its own count."""
   if isinstance(x, Average):
     raise TypeError(
-      "two averages, each with a count of its own, have no sum that parts of a batch add up to: put one of "
-      "them among the metrics, or sum both over one count, as in Average(total_a + total_b, count)"
+      "two averages, each with its own count, have no sum over the parts of a batch: put one of them among "
+      "the metrics, or use one count for both, as in Average(total_a + total_b, count)"
     )
   return jnp.asarray(x)
 
@@ -139,12 +141,12 @@ def worth(x: ArrayLike | Average) -> Array:
 
 
 def nonzero(count: Array) -> Array:
-  """Returns what a sum is divided by: its count, or 1 for nothing."""
+  """Returns the divisor of a sum: its count, or 1 for a count of 0."""
   return jnp.where(count == 0, 1, count)
 
 
 def sum_of(stacked: Average) -> Average:
-  """Returns the average over all of the parts whose totals and counts are stacked, [parts]."""
+  """Returns the average over all parts, whose totals and counts are stacked, [parts]."""
 
   def summed(x: ArrayLike) -> Array:
     x = jnp.asarray(x)
@@ -155,10 +157,10 @@ def sum_of(stacked: Average) -> Average:
 
 @jax.custom_jvp
 def constant(count: ArrayLike) -> Float32[Array, ""]:
-  """Returns a count in float32; an error where it is differentiated.
+  """Returns a count in float32 that must not be differentiated.
 
   Raises:
-    ValueError: under differentiation, if the count depends on what is differentiated.
+    ValueError: under differentiation, if the count depends on the differentiated values.
   """
   return jnp.asarray(count, jnp.float32)
 
@@ -168,7 +170,7 @@ def _constant_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Array, Arr
   count = constant(primals[0])
   if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
     raise ValueError(
-      "the count of an mpjax.Average depends on the parameters, so that the gradient of the average is not "
+      "the count of an mpjax.Average depends on the parameters, so the gradient of the average differs from "
       "that of its total: pass jax.lax.stop_gradient(count), or return total / count, a plain loss"
     )
   return count, jnp.zeros_like(count)

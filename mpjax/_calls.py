@@ -1,4 +1,4 @@
-"""Calls that do not fit: errors that show the right one, with the names of the user's own function."""
+"""Errors for calls that do not fit: they show the right call, with the names of the user's own function."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def require_call(
 
   Args:
     tool: the public name of the tool, such as `"explain"`.
-    looked_at: what it was given first.
+    looked_at: its first argument.
     args: the positional arguments after it.
-    kwargs: keyword arguments that go to the function.
-    how: what follows the arguments in the call that the message shows.
+    kwargs: keyword arguments for the function.
+    how: the end of the call that the message shows, after the arguments.
   """
   shown = _shown(tool, looked_at, how)
   if isinstance(looked_at, (str, jmp.Policy)) or not callable(looked_at):
-    raise TypeError(f"mpjax.{tool} of a {type(looked_at).__name__}: expected a function; call {shown}")
+    raise TypeError(f"mpjax.{tool} got a {type(looked_at).__name__}: expected a function; call {shown}")
   if is_linen_module(looked_at):
     raise TypeError(
-      f"mpjax.{tool} of the linen module {type(looked_at).__name__}, which holds no parameters: call "
+      f"mpjax.{tool} got the linen module {type(looked_at).__name__}, which holds no parameters: call "
       f"mpjax.{tool}(model.apply, variables, x{how})"
     )
   fits = misfit(looked_at, args, kwargs or {})
@@ -49,15 +49,15 @@ def require_call(
     raise TypeError(f"mpjax.{tool} takes a policy by keyword: call {shown}")
   if fits:
     as_one = len(args) == 1 and isinstance(args[0], (tuple, list))
-    way = ", with its arguments one by one in place of a tuple" if as_one else ""
+    way = ", with its arguments one by one instead of a tuple" if as_one else ""
     raise TypeError(f"mpjax.{tool}: {fits}: call {shown}{way}")
 
 
 def misfit(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-  """Returns why a function cannot be called with these arguments; empty if it can, or if nobody knows.
+  """Returns why a function cannot be called with these arguments; empty if it can, or if it is unknown.
 
-  A wrapper may bear the signature of the function it wraps and pass some arguments itself: one that fits is
-  enough.
+  A wrapper may have the signature of the function it wraps and pass some arguments itself: one signature
+  that fits is enough.
   """
   why = ""
   for follow in (True, False):
@@ -78,7 +78,7 @@ def refuse_keywords(fun: Callable[..., Any], given: Mapping[str, Any], instead: 
   Args:
     fun: the function.
     given: the arguments that it does not have.
-    instead: from a name that users of other libraries write, to what to write here.
+    instead: from other libraries' names of arguments to the way to write them here.
   """
   for name in given:
     hint = instead.get(name)
@@ -90,23 +90,23 @@ def refuse_keywords(fun: Callable[..., Any], given: Mapping[str, Any], instead: 
 
 
 def require_transform(name: str, inner: object, call: str) -> None:
-  """Raises `TypeError` for what is no optax transform where a wrapper of one expects it.
+  """Raises `TypeError` if a wrapper of optax transforms gets something else.
 
   Args:
     name: the public name of the wrapper.
-    inner: what it was given.
-    call: the call that is right.
+    inner: its argument.
+    call: the right call.
   """
   if not (hasattr(inner, "init") and hasattr(inner, "update")):
-    raise TypeError(f"mpjax.{name} of a {type(inner).__name__}: expected an optax transform; call {call}")
+    raise TypeError(f"mpjax.{name} got a {type(inner).__name__}: expected an optax transform; call {call}")
 
 
 def require_arrays_only(params: PyTree) -> None:
-  """Raises `TypeError` for parameters with functions among them, as an Equinox module has."""
+  """Raises `TypeError` for parameters that include functions, as an Equinox module does."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if callable(leaf) and not hasattr(leaf, "dtype"):
       raise TypeError(
-        f"the parameters hold a function at {jax.tree_util.keystr(path)}: take the arrays alone, as in "
+        f"the parameters hold a function at {jax.tree_util.keystr(path)}: pass only the arrays, as in "
         "params, static = eqx.partition(model, eqx.is_inexact_array); mpjax.make_train_step takes the whole "
         "module"
       )
@@ -128,13 +128,13 @@ def is_policy(x: object) -> bool:
 
 
 def is_linen_module(x: object) -> bool:
-  """Returns whether something is a `flax.linen.Module` without variables; imports no flax."""
+  """Returns whether an object is a `flax.linen.Module` without variables; does not import flax."""
   linen = sys.modules.get("flax.linen")
   return linen is not None and isinstance(x, linen.Module) and x.scope is None
 
 
 def _shown(tool: str, looked_at: object, how: str) -> str:
-  """Returns the call of a tool as it should be written."""
+  """Returns the right call of a tool."""
   name = getattr(looked_at, "__name__", "loss_fn")
   name = name if name.isidentifier() else "f"
   try:

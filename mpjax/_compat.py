@@ -1,4 +1,4 @@
-"""The one place for JAX that is private or differs by release; each function names what it waits for."""
+"""The only place for JAX's private parts and differences by release; functions name what they wait for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mpjax._types import AnyJaxpr, Array, ClosedJaxpr, Jaxpr, JaxprEqn, PyTree
 
 
 def newer(name: str) -> jax.extend.core.Primitive | str:
-  """`jax.lax`'s primitive of a name, `log2_p`; in a JAX that has none yet, what it will be called: `log2`.
+  """`jax.lax`'s primitive of a name, such as `log2_p`; in an older JAX its future name, `log2`.
 
-  Waits for the release that has it as the oldest that is supported.
+  Waits for the release that has it to be the oldest supported one.
   """
   return getattr(jax.lax, name, name.removesuffix("_p"))
 
 
 def has_newer_xla() -> bool:
-  """Returns whether compilers are those of JAX 0.12 or later, which store less than their predecessors.
+  """Returns whether compilers are those of JAX 0.12 or later, which store less than earlier ones.
 
-  Waits for JAX 0.12 as the oldest that is supported.
+  Waits for JAX 0.12 to be the oldest supported release.
   """
   return jax.__version_info__ >= (0, 12)
 
@@ -48,13 +48,13 @@ def defined_by_jax(primitive: jax.extend.core.Primitive) -> bool:
 def functions_of(equation: JaxprEqn) -> list[Callable[..., Any]]:
   """Returns the body of a `custom_jvp_call` or `custom_vjp_call` and its rules, as functions.
 
-  Waits for a public way to read a derivative rule off an equation; there is none.
+  Waits for a public way to read an equation's derivative rule.
   """
   return [fun.call_wrapped for fun in equation.primitive.get_bind_params(equation.params)["subfuns"]]
 
 
 def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
-  """Returns which operand each residual of a `custom_vjp_call`'s forward rule is; `None` for one of its own.
+  """Returns, for each residual of a `custom_vjp_call`'s forward rule, its operand, or `None` for a new value.
 
   Waits for the same as `functions_of`.
   """
@@ -64,15 +64,15 @@ def forwarded(equation: JaxprEqn) -> Sequence[int | None]:
 def takes_symbolic_zeros(equation: JaxprEqn) -> bool:
   """Returns whether the backward rule of a `custom_vjp_call` takes a cotangent that is a symbolic zero.
 
-  Waits for JAX 0.12 as the oldest that is supported, where all of them do.
+  Waits for JAX 0.12 to be the oldest supported release: there all of them do.
   """
   return bool(equation.params["symbolic_zeros"]) or jax.__version_info__ >= (0, 12)
 
 
 def cotangents_of(out: Any) -> Sequence[Any]:
-  """Returns the cotangents among what the backward rule of a `custom_vjp_call` returns.
+  """Returns the cotangents in the result of a `custom_vjp_call`'s backward rule.
 
-  Waits for JAX 0.12 as the oldest that is supported, where logs are beside them.
+  Waits for JAX 0.12 to be the oldest supported release, which returns logs with them.
   """
   return out[0] if isinstance(out, tuple) else out
 
@@ -82,13 +82,13 @@ def product_type(
 ) -> ShapedArray:
   """Returns the type of a matrix product or convolution, with its sharding and the axes that it varies over.
 
-  Waits for a public way to a result's type from operands' types, inside a primitive's own rule.
+  Waits for a public function from operands' types to a result's type, usable in a primitive's own rule.
   """
   return product.abstract_eval(lhs, rhs, **parameters)[0]
 
 
 def function_name(jaxpr: AnyJaxpr) -> str:
-  """Returns the name of the function that a jaxpr was traced from; empty if it has none.
+  """Returns the name of the function that a jaxpr was traced from; empty without a name.
 
   Waits for a documented `jax.extend.core.DebugInfo`.
   """
@@ -99,18 +99,18 @@ def function_name(jaxpr: AnyJaxpr) -> str:
 def context_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
   """Returns the settings that an equation was traced under.
 
-  Waits for a public evaluator of single equations: `jax.core.eval_jaxpr` enters it by itself.
+  Waits for a public evaluator of single equations: `jax.core.eval_jaxpr` enters the settings by itself.
   """
   return equation.ctx.manager
 
 
 def user_frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
-  """Yields file, line and function of each call on the way to an equation, without JAX's, innermost first.
+  """Yields file, line and function of each call that led to an equation, without JAX's, innermost first.
 
   Waits for more than the one frame that `jax.extend.source_info_util.summarize` gives.
 
   Args:
-    traceback: of the equation's `source_info`.
+    traceback: the traceback of the equation's `source_info`.
   """
   for frame in source_info_util.user_frames(traceback):
     yield frame.file_name, frame.start_line, frame.function_name
@@ -119,7 +119,7 @@ def user_frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
   """Returns how many operands of a `scan` are constants, and how many carries.
 
-  Waits for JAX 0.12 as the oldest that is supported; earlier releases have `num_consts` and `num_carry`.
+  Waits for JAX 0.12 to be the oldest supported release; earlier ones have `num_consts` and `num_carry`.
   """
   p = equation.params
   if "num_consts" in p:
@@ -155,9 +155,9 @@ def bind_jit(equation: JaxprEqn, operands: list[Any], extra: list[Any], closed: 
 
 
 def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, list[Array]]:
-  """Traces a function; returns a jaxpr without constants, and what to pass before `operands` in their place.
+  """Traces a function; returns a jaxpr without constants, and arrays to pass before `operands` instead.
 
-  Waits for JAX 0.12 as the oldest that is supported: `jax.interpreters.partial_eval` has this from there on.
+  Waits for JAX 0.12 to be the oldest supported release: it has this in `jax.interpreters.partial_eval`.
   """
   closed = jax.make_jaxpr(fun)(*operands)
   return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
@@ -166,15 +166,15 @@ def trace_open(fun: Callable[..., Any], operands: list[Any]) -> tuple[Jaxpr, lis
 def shard_map_like(
   equation: JaxprEqn, fun: Callable[..., Any], replicated: int = 0, split: int = 0
 ) -> tuple[Callable[..., Any], int]:
-  """Returns `fun` under the same `shard_map` as an equation's, with more operands, and the number of devices.
+  """Returns `fun` under the `shard_map` of an equation, with more operands, and the number of devices.
 
   Waits for documented parameters of the primitive; JAX 0.10.0 has `manual_axes`.
 
   Args:
     equation: the equation.
-    fun: takes its operands and the further ones.
-    replicated: how many further operands are the same everywhere.
-    split: how many have a row for each device, after those.
+    fun: takes the equation's operands and then the additional ones.
+    replicated: how many additional operands are the same on every device.
+    split: how many additional operands have a row for each device, after the replicated ones.
   """
   p = equation.params
   axes = tuple(sorted(p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]))
@@ -191,7 +191,7 @@ def shard_map_like(
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:
-  """Marks a tree as varying over the `shard_map` axes that `like` varies over, if there are any.
+  """Marks a tree as varying over the `shard_map` axes that `like` varies over, if any.
 
   Waits for the same as `varying_axes_of_type`.
   """
@@ -229,7 +229,7 @@ def batched_sharding(sharding: NamedSharding | None, axis_data: Any, axis: int) 
 
 
 def is_explicit(aval: AbstractValue) -> bool:
-  """Returns whether a value's type says how it lies over a mesh.
+  """Returns whether a value's type includes its sharding over a mesh.
 
   Waits for a documented `sharding` of `jax.core.ShapedArray`.
   """
@@ -248,7 +248,7 @@ def varying_axes(tree: PyTree) -> frozenset[str]:
 def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
   """Returns the `shard_map` axes that values of a type vary over.
 
-  Waits for a release with `manual_axis_type` as the oldest that is supported; earlier ones have `vma`.
+  Waits for a release with `manual_axis_type` to be the oldest supported one; earlier ones have `vma`.
   """
   if hasattr(kind, "manual_axis_type"):
     return kind.manual_axis_type.varying
@@ -256,7 +256,7 @@ def varying_axes_of_type(kind: AbstractValue) -> frozenset[str]:
 
 
 class Coordination(NamedTuple):
-  """This process among those that `jax.distributed` has started: without it, one of one."""
+  """This process among the processes that `jax.distributed` started; without it, the only one."""
 
   client: Any
   process: int
@@ -265,9 +265,9 @@ class Coordination(NamedTuple):
 
 
 def coordination() -> Coordination:
-  """Returns the client of the coordination service, `None` without one; touches no device.
+  """Returns the client of the coordination service, `None` without one; uses no device.
 
-  Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would touch devices.
+  Private: waits for a public key-value store in `jax.distributed`. `jax.process_index` would use devices.
   """
   state = distributed.global_state
   return Coordination(state.client, state.process_id, state.num_processes, state.coordinator_address)
@@ -276,6 +276,6 @@ def coordination() -> Coordination:
 def cluster_kinds() -> list[type[clusters.ClusterEnv]]:
   """Returns the clusters that `jax.distributed.initialize` recognises by itself.
 
-  Private: it starts what it finds; no public function says whether there is something to start.
+  Private: it starts what it finds; no public function says whether there is a cluster.
   """
   return [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]

@@ -1,6 +1,6 @@
-"""`flax.nnx`, imported when something of it is first used.
+"""`flax.nnx`, imported at its first use.
 
-With it `import mpjax` would take twice as long, for those who have no module of it, too.
+An import with mpjax would double the time of `import mpjax`, also for users without an nnx module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of types that signatures of several packages use."""
+"""Names of types for the signatures of several packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTypeLike: TypeAlias = jax.typing.DTypeLike
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Fp8State: TypeAlias = dict[str, Any]  # histories of delayed FP8 scaling, from `mpjax.init_fp8_state`
 LossFunction: TypeAlias = Callable[..., Any]
-# Whatever `mpjax.get_policy` takes.
+# The argument of `mpjax.get_policy`.
 PolicyLike: TypeAlias = str | Mapping[str, Any] | jmp.Policy | np.dtype | type[np.generic]
 Metrics: TypeAlias = dict[str, jax.Array]
 

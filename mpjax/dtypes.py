@@ -16,8 +16,8 @@ from mpjax._types import Array, DTypeLike, PyTree
 
 T = TypeVar("T")
 
-# Only these are cast: narrower floats (float8, float4, e8m0) are quantised data whose scale lies
-# elsewhere, and a cast would destroy them.
+# Only these are cast: narrower floats (float8, float4, e8m0) are quantised data with separate scales;
+# a cast would destroy them.
 _CASTABLE = tuple(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 DTYPE_NAMES = {
   "bf16": "bfloat16",
@@ -30,9 +30,9 @@ DTYPE_NAMES = {
   "f64": "float64",
   "float64": "float64",
 }
-# What `quantized_state` stores an optimiser's state in, by name.
+# The storage formats of `quantized_state`, by name.
 STATE_DTYPES = {name: np.dtype(name) for name in ("int8", "float8_e4m3fn", "bfloat16")}
-# What `master_weights` keeps besides half-precision parameters.
+# The corrections of `master_weights`, for half-precision parameters.
 MASTER_WEIGHTS = ("float32", "int16", "int8", "stochastic")
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
@@ -40,26 +40,30 @@ _PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
   """Casts the float16, bfloat16, float32 and float64 leaves of `tree` to `dtype`.
 
-  Everything else passes through untouched: integers, booleans, PRNG keys, `None`, `float0`, complex,
+  ```python
+  half = mpjax.cast_floating(params, jnp.bfloat16)
+  ```
+
+  Everything else stays unchanged: integers, booleans, PRNG keys, `None`, `float0`, complex,
   Python scalars, and floats narrower than 16 bits (quantised data).
 
   Args:
     tree: any pytree, `nnx.State` or `nnx.Module` of JAX arrays, tracers, NumPy arrays or
-      `jax.ShapeDtypeStruct`; the input is never changed.
+      `jax.ShapeDtypeStruct`; it is not changed.
     dtype: the dtype to cast to.
 
   Returns:
     A tree of the same structure; leaves that have `dtype` already are the same objects.
   """
   dtype = np.dtype(dtype)
-  nnx = sys.modules.get("flax.nnx")  # long to import, and not imported where nobody has a module of it
+  nnx = sys.modules.get("flax.nnx")  # slow to import, and not imported unless the user has an nnx module
   if nnx is not None and isinstance(tree, nnx.Module):
-    # Through the graph, not as a pytree, so that shared variables remain shared.
+    # Goes through the graph, not a pytree, so that shared variables remain shared.
     graphdef, state = nnx.split(tree)
     return nnx.merge(graphdef, cast_floating(state, dtype))
 
   def cast(leaf: object) -> object:
-    # `None == np.dtype("float64")` holds in NumPy, so a leaf without a dtype is asked for first.
+    # `None == np.dtype("float64")` holds in NumPy, so this first checks for a leaf without a dtype.
     if not hasattr(leaf, "dtype") or leaf.dtype not in _CASTABLE or leaf.dtype == dtype:
       return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -70,7 +74,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
 
 def cast_by_rank(tree: T, vectors: DTypeLike, others: DTypeLike) -> T:
-  """Casts a tree as `cast_floating` does, leaves of fewer than two dimensions to a dtype of their own."""
+  """Casts a tree as `cast_floating` does, with another dtype for leaves of fewer than two dimensions."""
   nnx = sys.modules.get("flax.nnx")
   if nnx is not None and isinstance(tree, nnx.Module):
     graphdef, state = nnx.split(tree)
@@ -80,7 +84,7 @@ def cast_by_rank(tree: T, vectors: DTypeLike, others: DTypeLike) -> T:
 
 
 def widen_floating(tree: T) -> T:
-  """Casts the float16 and bfloat16 leaves of a tree to float32; everything else passes through."""
+  """Casts the float16 and bfloat16 leaves of a tree to float32; everything else stays unchanged."""
 
   def widen(leaf: object) -> object:
     half = hasattr(leaf, "dtype") and leaf.dtype in _CASTABLE and leaf.dtype.itemsize < 4
@@ -90,11 +94,11 @@ def widen_floating(tree: T) -> T:
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-  """Casts each leaf of a tree to the dtype of its counterpart; a leaf that has it already stays as it is.
+  """Casts each leaf of a tree to the dtype of its counterpart; a leaf in that dtype stays unchanged.
 
   Args:
-    tree: of arrays or numbers.
-    like: a tree of the same structure; where a leaf has no dtype, the one of `tree` stays as it is.
+    tree: tree of arrays or numbers.
+    like: a tree of the same structure; if its leaf has no dtype, the leaf of `tree` stays unchanged.
   """
 
   def cast(leaf: Array, other: Array) -> Array:
@@ -105,14 +109,14 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def as_shapes(tree: PyTree) -> PyTree:
-  """Returns the shape and dtype of each leaf of a tree, of numbers too, without where it lies."""
+  """Returns the shape and dtype of each leaf of a tree, also of numbers, without shardings."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
   """Returns `dtype` if it is floating or complex and no narrower than float32, else float32.
 
-  Unlike `jnp.promote_types` it is the same under `jax_numpy_dtype_promotion=strict`.
+  Unlike `jnp.promote_types`, it gives the same under `jax_numpy_dtype_promotion=strict`.
   """
   wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
   return np.dtype(dtype if wide else jnp.float32)
@@ -121,13 +125,13 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
 def parse_dtype(
   value: DTypeLike, where: str, backend: str | None, also: Mapping[str, np.dtype] | None = None
 ) -> np.dtype:
-  """Returns the dtype that a name of `DTYPE_NAMES`, `half` or a dtype means.
+  """Returns the dtype for a name of `DTYPE_NAMES`, `half` or a dtype.
 
   Args:
     value: a name or a dtype.
-    where: goes into the error.
-    backend: as for `platform`.
-    also: further names.
+    where: the policy that the error names.
+    backend: see `platform`.
+    also: more names.
   """
   names: dict[str, DTypeLike] = {**DTYPE_NAMES, **(also or {})}
   if value == "half":
@@ -144,19 +148,19 @@ def parse_dtype(
 
 
 def check_dtype(field: str, value: DTypeLike | None, also: Iterable[np.dtype] = ()) -> np.dtype:
-  """Returns `value` as one of the dtypes that are cast to; `ValueError` naming `field` for any other.
+  """Returns `value` as one of the dtypes that can be cast to; `ValueError` naming `field` for any other.
 
   Args:
-    field: what the dtype is of.
+    field: the name of the field.
     value: a dtype or its name.
-    also: dtypes that are right besides.
+    also: other dtypes to allow.
   """
   choices = dict.fromkeys([*_CASTABLE, *also])
   dtype: np.dtype | None = None
   with contextlib.suppress(TypeError):
     dtype = None if value is None else np.dtype(value)
   if dtype is None or dtype not in choices:
-    hint = "; FP8 is asked for by the fp8 key or preset" if "float8" in str(value) else ""
+    hint = "; for FP8, use the fp8 key or preset" if "float8" in str(value) else ""
     raise ValueError(
       f"{field}={value!r}: expected a floating dtype among {', '.join(d.name for d in choices)}{hint}"
     )
@@ -164,7 +168,7 @@ def check_dtype(field: str, value: DTypeLike | None, also: Iterable[np.dtype] = 
 
 
 def platform(backend: str | None) -> str:
-  """Returns `cpu`, `gpu` or `tpu` for a backend name; `None` asks JAX which backend runs."""
+  """Returns `cpu`, `gpu` or `tpu` for a backend name; for `None`, the platform of JAX's default backend."""
   name = jax.default_backend() if backend is None else backend
   if name not in _PLATFORMS:
     raise ValueError(f"backend {name!r}: expected one of {', '.join(_PLATFORMS)}")

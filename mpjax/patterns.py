@@ -17,22 +17,22 @@ _FLAGS = re.compile(r"\(\?[aiLmsux]+\)")
 
 @functools.cache
 def component_regex(pattern: str) -> re.Pattern[str]:
-  """Compiles a regex for `search`: `head` matches `GPT/head` and what lies under it, not `GPT/header`.
+  """Compiles a regex for `search`: `head` matches `GPT/head` and the paths below it, not `GPT/header`.
 
   Raises:
-    ValueError: if the pattern is no regular expression.
+    ValueError: if the pattern is not a regular expression.
   """
   flags = _FLAGS.match(pattern) if isinstance(pattern, str) else None
   start = flags.end() if flags else 0
   try:
-    re.compile(pattern)  # by itself: wrapped, an odd bracket could close ours
+    re.compile(pattern)  # alone: an unbalanced bracket could close the one that is added
     return re.compile(rf"{pattern[:start]}(?:^|/)(?:{pattern[start:]})(?:/|$)")
   except (re.error, TypeError) as error:
     raise ValueError(f"{pattern!r} is not a regular expression ({error})") from error
 
 
 def path_text(path: KeyPath) -> str:
-  """Returns a key path as rules, reports and files have it: `blocks/0/qkv/kernel`; `""` for a bare leaf."""
+  """Returns a key path as rules, reports and files show it: `blocks/0/qkv/kernel`; `""` for a bare leaf."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -42,14 +42,14 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
 
 def parameter_of(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-  """Returns the path of the parameter that a leaf of an optimiser's state belongs to; `None` for none.
+  """Returns the path of the parameter that a leaf of an optimiser's state belongs to, or `None`.
 
-  That is the longest path of a parameter of the leaf's shape with which the leaf's ends.
+  It is the longest path that the leaf's path ends with, of a parameter of the leaf's shape.
 
   Args:
     name: path of the leaf, as `path_text` gives it.
-    shape: of the leaf.
-    shapes: of each parameter, by its path; of a bare array by `""`.
+    shape: shape of the leaf.
+    shapes: shape of each parameter, by its path; a bare array has the path `""`.
   """
   parts = name.split("/")
   ends = ("/".join(parts[i:]) for i in range(len(parts) + 1))

@@ -1,4 +1,4 @@
-"""Device meshes and where parameters lie on them. Knows nothing of training steps."""
+"""Device meshes, and the sharding of parameters over them. Independent of training steps."""
 
 from mpjax.sharding._mesh import (
   AXES,

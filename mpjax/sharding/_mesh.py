@@ -1,4 +1,4 @@
-"""The axes of a mesh: their names, and which of them divide the batch."""
+"""The axes of a mesh: their names, and the axes that divide the batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._types import Mesh
 
-# Copies of the model; parameters divided over the devices that share a batch; parts of one product.
+# Axes: copies of the model; parameters divided over devices with different rows; parts of one product.
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
 def batch_axes() -> tuple[str, ...]:
-  """Returns the mesh axes over which a training step has divided the batch; `()` where it has not.
+  """Returns the mesh axes over which a training step has divided the batch; `()` if it has not divided it.
 
-  For statistics over the whole batch in code that sees a device's rows only, at trace time:
-  `nn.BatchNorm(axis_name=mpjax.batch_axes() or None)`, or `jax.lax.pmean(x, mpjax.batch_axes())`.
+  ```python
+  mean = jax.lax.pmean(x, mpjax.batch_axes())  # inside the loss function
+  ```
+
+  For statistics over the whole batch in code that sees only one device's rows; call it while tracing.
+  With flax, write `nn.BatchNorm(axis_name=mpjax.batch_axes() or None)`.
+
+  Returns:
+    A tuple of axis names.
   """
   mesh = jax.sharding.get_abstract_mesh()
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -26,10 +33,10 @@ def batch_axes() -> tuple[str, ...]:
 
 
 def check_mesh(mesh: object) -> Mesh:
-  """Returns the mesh as a training step takes it: with axes that the compiler divides by itself.
+  """Returns the mesh as a training step takes it: with axes that the compiler divides automatically.
 
   Raises:
-    ValueError: for something else than a mesh, or an axis that a training step knows nothing of.
+    ValueError: for another object than a mesh, or an unknown axis.
   """
   if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
     raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, as jax.make_mesh makes it")
@@ -43,7 +50,7 @@ def check_mesh(mesh: object) -> Mesh:
 
 
 def with_axis_types(mesh: Mesh, types: tuple[AxisType, ...]) -> Mesh:
-  """Returns the same mesh with other types of its axes."""
+  """Returns the same mesh with other axis types."""
   if mesh.axis_types == types:
     return mesh
   if isinstance(mesh, jax.sharding.Mesh):
@@ -52,17 +59,17 @@ def with_axis_types(mesh: Mesh, types: tuple[AxisType, ...]) -> Mesh:
 
 
 def has_explicit_axes(mesh: Mesh) -> bool:
-  """Returns whether types of arrays say how they are divided over some of the axes."""
+  """Returns whether an axis is explicit, so that types of arrays include their sharding."""
   return AxisType.Explicit in mesh.axis_types
 
 
 def axes_of_batch(mesh: Mesh) -> tuple[str, ...]:
-  """Returns the axes of a mesh over which rows of the batch lie."""
+  """Returns the axes of a mesh that divide the rows of the batch."""
   return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
 
 
 def batch_shards(mesh: Mesh) -> int:
-  """Returns into how many parts a mesh divides a batch."""
+  """Returns the number of parts that a mesh divides a batch into."""
   return math.prod(mesh.shape[name] for name in axes_of_batch(mesh))
 
 

@@ -1,4 +1,4 @@
-"""Rules on the paths of parameters that say where each array of a training state lies on a mesh."""
+"""Rules on the paths of parameters that give the sharding of each array of a training state."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from mpjax.patterns import component_regex, named_leaves, parameter_of, path_tex
 
 Shape = tuple[int, ...]
 Dims = Sequence[str | None]
-# With `("tensor", 12)` a dimension is of 12 parts, of which each has to be on one device.
+# With `("tensor", 12)` a dimension consists of 12 parts, each of which must be on one device.
 RuleDims = Sequence[str | tuple[str, int] | None]
-# From a parameter's path and shape to an axis (or `None`) for each dimension; `None`: no opinion.
+# From a parameter's path and shape to an axis (or `None`) for each dimension; `None` if the rule does not
+# apply.
 ShardingRule = Callable[[str, Shape], RuleDims | None]
 
-# Smaller arrays are whole on every device: to gather them would cost more than they take.
+# Smaller arrays are replicated: gathering them would cost more than storing them.
 SMALLEST = 1024
 _OF_PARAMETERS = ("fsdp", "tensor")
 
 
 class ShardingRules:
-  """Rules in order: the user's own by pattern, those of the model, and for what is left the default.
+  """Rules in order: the user's patterns, the model's rule, and the default for the rest.
 
-  By default an array of at least two dimensions is divided over `fsdp` along the largest one that it divides.
+  By default an array of at least two dimensions is divided over `fsdp`, along the largest dimension that
+  `fsdp` divides.
 
   Args:
-    patterns: for regular expressions on parameter paths (`blocks/0/qkv/kernel`), which have to match whole
-      components, an axis or `None` for each dimension.
-    model: what the model says of its own parameters; an axis that does not divide a dimension is left out.
+    patterns: from a regular expression on parameter paths (`blocks/0/qkv/kernel`), which must match whole
+      components, to an axis or `None` for each dimension.
+    model: the model's rule for its own parameters; an axis that does not divide a dimension is left out.
 
   Raises:
-    ValueError: for a pattern that is none, an axis that parameters are not divided over, or one named twice.
+    ValueError: for an invalid pattern, an axis that does not divide parameters, or one named twice.
   """
 
   def __init__(self, patterns: Mapping[str, Dims | None] | None = None, model: ShardingRule | None = None):
@@ -58,7 +60,7 @@ class ShardingRules:
     """Returns a `PartitionSpec` for each leaf of a tree of parameters (arrays or shapes).
 
     Raises:
-      ValueError: for a pattern that matches nothing, or asks for what a parameter's shape does not allow.
+      ValueError: for a pattern that matches nothing, or a division that a parameter's shape does not allow.
     """
     sizes = {axis: mesh.shape.get(axis, 1) for axis in _OF_PARAMETERS}
     unused = set(self._patterns)
@@ -78,16 +80,16 @@ class ShardingRules:
     if unused:
       names = [name for name, _ in named_leaves(params)]
       shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-      raise ValueError(f"sharding rule {min(unused)!r} matches no parameter: there are {shown}")
+      raise ValueError(f"sharding rule {min(unused)!r} matches no parameter; parameters: {shown}")
     return specs
 
 
 def specs_like(
   tree: PyTree, params: PyTree, specs: PyTree[PartitionSpec], mesh: Mesh
 ) -> PyTree[PartitionSpec]:
-  """Returns the specs of an optimiser's state: what has a parameter's path and shape lies as that does.
+  """Returns the specs of an optimiser's state: a leaf with a parameter's path and shape has its spec.
 
-  Scales of groups of a quantised array lie as its codes do, where the groups can be divided so.
+  Scales of a quantised array are divided as its codes, if the groups can be divided so.
   """
   leaves = named_leaves(params)
   shapes = {name: leaf.shape for name, leaf in leaves}
@@ -109,7 +111,7 @@ def specs_like(
 
 
 def keep_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-  """Returns a spec with the axes given alone; the dimensions that others divided are whole."""
+  """Returns a spec with only the given axes; dimensions that other axes divided are whole."""
   return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 
 
@@ -119,12 +121,12 @@ def dimension_over(spec: PartitionSpec, axis: str) -> int | None:
 
 
 def is_spec(x: object) -> bool:
-  """True for a `PartitionSpec`, which is a leaf of a tree of specs."""
+  """Returns whether an object is a `PartitionSpec`; use it as `is_leaf` of a tree of specs."""
   return isinstance(x, PartitionSpec)
 
 
 def _fitting(dims: RuleDims, shape: Shape, sizes: Mapping[str, int]) -> Dims:
-  """Leaves out axes that do not divide a dimension, or its parts."""
+  """Leaves out axes that do not divide a dimension, or its number of parts."""
   found: list[str | None] = []
   for entry, n in zip(dims, shape, strict=True):
     axis, parts = entry if isinstance(entry, tuple) else (entry, n)
@@ -133,7 +135,7 @@ def _fitting(dims: RuleDims, shape: Shape, sizes: Mapping[str, int]) -> Dims:
 
 
 def _largest(shape: Shape, fsdp: int) -> Dims:
-  """Divides the largest dimension that can be divided, of an array that is worth it."""
+  """Divides the largest dimension that can be divided, if the array is large enough."""
   dims: list[str | None] = [None] * len(shape)
   fitting = [i for i, n in enumerate(shape) if n % fsdp == 0]
   if len(shape) > 1 and math.prod(shape) >= SMALLEST and fitting:
@@ -158,7 +160,7 @@ def _checked(pattern: str, dims: Dims, name: str, shape: Shape, sizes: Mapping[s
 
 
 def _spec(dims: Dims, sizes: Mapping[str, int]) -> PartitionSpec:
-  """Leaves out axes of one device, and trailing dimensions that are whole."""
+  """Leaves out axes with one device, and trailing dimensions that are whole."""
   return _trimmed([axis if axis and sizes[axis] > 1 else None for axis in dims])
 
 
