@@ -1,8 +1,8 @@
 """Matrix products of few bits: primitives, dimensions, batching, transposes, and lowering by platform.
 
-`_half_products.py` has those of half-precision operands, `_fp8_dot_general.py` those of FP8 operands,
-`_dimensions.py` what both share, and `_lowering.py` alone knows compilers. What an FP8 product is scaled by
-is in `mpjax/fp8/`; which product is which, in `mpjax/casting/`.
+`_half_products.py` multiplies half-precision operands, `_fp8_dot_general.py` FP8 operands.
+`_dimensions.py` holds what both share, and only `_lowering.py` deals with compilers. The scaling of FP8
+products is in `mpjax/fp8/`; `mpjax/casting/` chooses the products.
 """
 
 from mpjax.products._amax_probe import GRADIENT, LHS, NOTHING, RHS, observe, spread

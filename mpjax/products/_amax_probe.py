@@ -1,8 +1,8 @@
-"""Amaxes on their way out of a differentiated program, as the cotangents of probes.
+"""Amaxes that leave a differentiated program as the cotangents of probes.
 
-A probe is a float32[3] that nothing depends on: what "flows back" to it are the amaxes of a product's lhs,
-rhs and gradient. Where cotangents of one probe would be added (in a loop, over devices), the largest is
-taken.
+A probe is a float32[3] that nothing depends on: its cotangent is the amaxes of a product's lhs,
+rhs and gradient. If cotangents of one probe would be added (in a loop, over devices), the largest is
+used instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LHS, RHS, GRADIENT, NOTHING = range(4)
 
 
 def observe(x: jax.Array, probe: jax.Array, slot: int) -> jax.Array:
-  """Returns `x`; its amax, or that of its gradient for the slot GRADIENT, becomes the probe's cotangent.
+  """Returns `x`; its amax, or its gradient's for the slot GRADIENT, becomes the probe's cotangent.
 
   Args:
     x: floating.
     probe: float32[3].
-    slot: LHS, RHS or GRADIENT; for NOTHING the cotangent is zero, but there is one.
+    slot: LHS, RHS or GRADIENT; for NOTHING the cotangent is zero, but it exists.
   """
   return observe_p.bind(x, probe, slot=slot, lead=0)
 
@@ -108,7 +108,7 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 
 
 def to_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
-  """Moves the axis that `vmap` maps over to the front, or repeats an operand that has none."""
+  """Moves the axis that `vmap` maps over to the front, or repeats an operand that is not mapped."""
   return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 
@@ -118,7 +118,7 @@ def _spread_batch(operands: Sequence[Array], axes: Sequence[int], *, n: int) -> 
 
 def _register() -> None:
   for primitive in (observe_p, observe_linear_p, spread_p):
-    register(primitive, PrimitiveFacts("opaque", "mpjax's own: it hands on what it sees", recompute=False))
+    register(primitive, PrimitiveFacts("opaque", "mpjax's own: it passes its operand on", recompute=False))
   first = lambda x, *_, **__: x
   for primitive in (observe_p, observe_linear_p):
     primitive.def_impl(first)

@@ -1,4 +1,4 @@
-"""FP8 products of operands that are FP8 already: a parameter that crossed devices so, or is read often."""
+"""FP8 products of operands already in FP8: a parameter that crossed devices in FP8, or is read often."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def takes_codes(equation: JaxprEqn, operand: int, dtype: np.dtype) -> bool:
   """Returns whether an equation is an FP8 product that may take an operand in FP8, with its own scale.
 
   Args:
-    equation: any.
-    operand: its position.
-    dtype: of the codes.
+    equation: any equation.
+    operand: the operand's position.
+    dtype: dtype of the codes.
   """
   if equation.primitive is not fp8_dot_general_p or operand > 1:
     return False
   spec: Spec = equation.params["spec"]
-  if spec.margin or spec.pow2 or spec.members[operand]:  # other scales than that of a parameter which crosses
+  if spec.margin or spec.pow2 or spec.members[operand]:  # a parameter that crosses devices has other scales
     return False
   return not spec.block and not spec.given[operand] and (spec.lhs_dtype, spec.rhs_dtype)[operand] == dtype
 
 
 class InFp8(NamedTuple):
-  """A value that is there in FP8 already, with a scale of its own.
+  """A value already in FP8, with its own scale.
 
   Attributes:
     value: floating, of any shape; what is differentiated.
-    codes: FP8 of its shape: the value is `codes / scale`.
+    codes: FP8, of its shape: the value is `codes / scale`.
     scale: f32[].
   """
 
@@ -49,7 +49,7 @@ class InFp8(NamedTuple):
 
 
 def in_fp8(x: Array, recipe: Recipe) -> Array | InFp8:
-  """Returns an operand of several products, quantised once; as it is where its blocks go by the product."""
+  """Returns an operand of several products, quantised once; unchanged if its blocks depend on the product."""
   if recipe.recipe == "block":
     return x
   scale = scale_of(amax_of(x), recipe.forward, recipe.margin, recipe.pow2_scales)
@@ -66,14 +66,14 @@ def product(
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
 ) -> Array:
-  """Computes a product as `fp8_dot_general` does, of operands of which some may be in FP8."""
+  """Computes a product as `fp8_dot_general` does; operands may be in FP8 already."""
   given = (isinstance(lhs, InFp8), isinstance(rhs, InFp8), False)
   spec, one = spec_of(recipe, gradient_operand, given, out_dtype, native), jnp.ones([], jnp.float32)
   return _multiply((lhs, rhs), (one, one, one), dimension_numbers, spec)
 
 
 def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Array:
-  """Applies an FP8 product to operands of which some are in FP8, as `takes_codes` allows."""
+  """Applies an FP8 product to operands, of which some are in FP8, as `takes_codes` allows."""
   spec, scales = equation.params["spec"], cast(Sequence[Array], operands[2:])
   given = (
     *(own or isinstance(x, InFp8) for own, x in zip(spec.given, operands[:2], strict=False)),
@@ -84,7 +84,7 @@ def multiply_codes(equation: JaxprEqn, operands: Sequence[Array | InFp8]) -> Arr
 
 
 def _multiply(pair: Sequence[Array | InFp8], scales: Sequence[Array], dims: Dims, spec: Spec) -> Array:
-  """Computes a product, whose derivative is by the values of what is in FP8."""
+  """Computes a product whose derivative uses the values of the operands in FP8."""
   values = [x.value if isinstance(x, InFp8) else x for x in pair]
   codes = [x.codes if isinstance(x, InFp8) else None for x in pair]
   own = [x.scale if isinstance(x, InFp8) else scale for x, scale in zip(pair, scales, strict=False)]

@@ -1,4 +1,4 @@
-"""Dimensions of a product, of the product that `vmap` makes of it, and of those of its gradients."""
+"""Dimensions of a product, of the product under `vmap`, and of the products for its gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BatchedProduct(NamedTuple):
 
   Attributes:
     dims: its dimensions.
-    axis: the mapped dimension of its result; `None` where no operand is mapped.
-    out_sharding: of its result; `None` without explicit axes.
+    axis: the mapped dimension of its result; `None` if no operand is mapped.
+    out_sharding: the sharding of its result; `None` without explicit axes.
   """
 
   dims: Dims
@@ -48,11 +48,11 @@ def batched_product(
   """Returns the product whose operands `vmap` maps over.
 
   Args:
-    ndims: of the operands, the mapped dimension with the others.
-    axes: the mapped dimension of each; `None` for one that is not mapped.
-    dims: of the product of one member.
-    out_sharding: of the result of one member.
-    axis_data: as a batching rule has it, which is called also where nothing is mapped.
+    ndims: the numbers of dimensions of the operands, including the mapped one.
+    axes: the mapped dimension of each; `None` for an operand that is not mapped.
+    dims: the dimensions of the product of one member.
+    out_sharding: the sharding of the result of one member.
+    axis_data: the argument of that name of a batching rule, which is also called if nothing is mapped.
   """
 
   def moved(dims: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ def batched_product(
 
 
 class GradientProduct(NamedTuple):
-  """The product that gives an operand's gradient: its dimensions, and the way into the operand's layout.
+  """The product that gives an operand's gradient: its dimensions, and the transpose to the operand's layout.
 
   Attributes:
-    dims: of the cotangent and the other operand.
+    dims: the dimensions of the product of the cotangent and the other operand.
     permutation: from the product's result to the operand.
-    out_sharding: of the product's result; `None` without explicit axes.
+    out_sharding: the sharding of the product's result; `None` without explicit axes.
     operand: the operand's type.
   """
 
@@ -99,12 +99,12 @@ class GradientProduct(NamedTuple):
 def gradient_product(
   operand: ShapedArray, other_ndim: int, dims: Dims, side: int, *, cotangent_first: bool
 ) -> GradientProduct:
-  """Returns the product for the gradient of one operand of a product, as JAX's own rule has it.
+  """Returns the product for the gradient of one operand, as JAX's own rule computes it.
 
   Args:
     operand: the type of the operand.
     other_ndim: the number of dimensions of the other operand.
-    dims: of the product.
+    dims: the dimensions of the product.
     side: 0 if the operand is the lhs, 1 if it is the rhs.
     cotangent_first: whether the cotangent is the lhs of the gradient's product, or the rhs.
   """

@@ -1,4 +1,4 @@
-"""Sizes of products, and which of them are worth FP8."""
+"""Sizes of products, and the products that are worth FP8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpjax.fp8 import Recipe
 
 
 class Sizes(NamedTuple):
-  """A product as [m, k] x [k, n], but for batch dimensions; a symbolic dimension is `None`."""
+  """A product as [m, k] x [k, n], without batch dimensions; a symbolic dimension is `None`."""
 
   m: int | None
   k: int | None
@@ -42,11 +42,11 @@ def unfit(sizes: Sizes, recipe: Recipe) -> str | None:
   named = {"M": sizes.m, "K": sizes.k, "N": sizes.n}
   known = {name: size for name, size in named.items() if size is not None}
   if len(known) < len(named):
-    return "a dimension is symbolic, so that it may be no multiple of 16"
+    return "a dimension is symbolic, so it may not be a multiple of 16"
   shown = " x ".join(f"{name}={size}" for name, size in known.items())
   odd = [name for name, size in known.items() if size % recipe.multiple]
   if odd:
-    return f"{shown}: {', '.join(odd)} is no multiple of {recipe.multiple}"
+    return f"{shown}: {', '.join(odd)} is not a multiple of {recipe.multiple}"
   if min(known.values()) < recipe.min_dim:
     return f"{shown}: smaller than fp8.min_dim={recipe.min_dim}"
   return None

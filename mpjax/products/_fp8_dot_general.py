@@ -1,7 +1,7 @@
-"""`fp8_dot_general`: a bilinear primitive whose operands are FP8, in the forward and both backward products.
+"""`fp8_dot_general`: a bilinear primitive with FP8 operands, in the forward and both backward products.
 
-As a primitive it is differentiated like `dot_general` (forward and reverse, to any order), and the platform
-that it is lowered for decides whether FP8 units multiply or wider ones do; the numbers are the same.
+As a primitive it is differentiated like `dot_general` (forward and reverse, to any order). The platform
+that it is lowered for decides whether FP8 units or wider ones multiply; the numbers are the same.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ class Spec:
 
   Attributes:
     lhs_dtype: format of the left operand.
-    rhs_dtype: format of the right one.
+    rhs_dtype: format of the right operand.
     gradient_dtype: format of gradients and tangents.
-    out_dtype: dtype of the result, and of the gradients that it sends back.
+    out_dtype: dtype of the result, and of the gradients that it returns.
     margin: as in `Recipe`.
     pow2: as `Recipe.pow2_scales`.
-    block: whether scales go by blocks.
-    saved: whether operands are kept for the backward pass in FP8.
+    block: whether each block has a scale.
+    saved: whether operands are saved in FP8 for the backward pass.
     given: whether the scales of lhs, rhs and gradient are operands; otherwise they come from the tensor.
-    members: dimensions of lhs and rhs that `vmap` maps over, along which a scale from the tensor is each
-      member's own.
-    native: multiply in FP8; `None`: where the platform is one that has such units.
-    out_sharding: of the result, on a mesh with explicit axes; `None`: as the operands'.
+    members: dimensions of lhs and rhs that `vmap` maps over; each member has its own scale from the tensor.
+    native: multiply in FP8; `None`: if the platform has FP8 units.
+    out_sharding: sharding of the result, on a mesh with explicit axes; `None`: from the operands.
   """
 
   lhs_dtype: np.dtype
@@ -80,28 +79,32 @@ def fp8_dot_general(
   gradient_operand: tuple[bool, bool] = (False, False),
   native: bool | None = None,
 ) -> Array:
-  """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, and so both backward products.
+  """Computes `jax.lax.dot_general` with FP8 operands and float32 accumulation, forward and backward.
+
+  ```python
+  y = mpjax.fp8_dot_general(x, params["body"]["kernel"], (((1,), (0,)), ((), ())))
+  ```
 
   Operands are scaled, saturated and rounded to `recipe.forward_dtype`, incoming gradients to
-  `recipe.gradient_dtype`. The result is float32's as long as the product of the two amaxes is between 1e-31
+  `recipe.gradient_dtype`. The result has float32's range if the product of the two amaxes is between 1e-31
   and 1e43; below, it is zero.
 
   Args:
     lhs: floating, any shape.
     rhs: floating.
-    dimension_numbers: as of `jax.lax.dot_general`.
+    dimension_numbers: see `jax.lax.dot_general`.
     recipe: a `Recipe`, its mapping or its name; `delayed` needs `scales`.
     scales: float32[] for lhs, rhs and the gradient; `None`: from the tensors.
     out_dtype: dtype of the result; `None`: that of lhs.
     gradient_operand: which operands are gradients themselves.
-    native: whether FP8 units multiply; `None`: on the platforms that have them.
+    native: whether FP8 units multiply; `None`: if the platform has them.
 
   Returns:
     [batch, lhs free, rhs free] in `out_dtype`.
 
   Raises:
-    ValueError: for a recipe that is not understood, one that is delayed without scales, operands that are
-      not floating, or a contracted dimension that its blocks do not divide.
+    ValueError: for an invalid recipe, a delayed one without scales, operands that are not floating, or a
+      contracted dimension that is not a multiple of its blocks.
   """
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
   for name, x in (("lhs", lhs), ("rhs", rhs)):
@@ -129,7 +132,7 @@ def spec_of(
   out_dtype: np.dtype,
   native: bool | None,
 ) -> Spec:
-  """Returns what a recipe says of one product; the arguments are as of `fp8_dot_general` and `Spec`."""
+  """Returns the `Spec` of one product by a recipe; `fp8_dot_general` and `Spec` explain the arguments."""
   formats = [recipe.gradient if is_gradient else recipe.forward for is_gradient in gradient_operand]
   return Spec(
     lhs_dtype=formats[0],
@@ -163,10 +166,10 @@ def _abstract(
   contracted = math.prod(lhs.shape[i] for i in dimension_numbers[0][0])
   if spec.block and contracted % BLOCK:
     raise ValueError(
-      f"fp8 recipe 'block' of {lhs.shape} and {rhs.shape}: the product, forward or backward, contracts "
+      f"fp8 recipe 'block' for {lhs.shape} and {rhs.shape}: the product, forward or backward, contracts "
       f"{contracted} elements, expected a multiple of {BLOCK}; pad them, or use recipe 'current'"
     )
-  # As of a product in the dtype of the result, so that shardings and varying axes are as they should be.
+  # The type of a product in the dtype of the result, so that shardings and varying axes are right.
   return _compat.product_type(
     jax.lax.dot_general_p,
     lhs.update(dtype=spec.out_dtype, weak_type=False),
@@ -189,7 +192,7 @@ def _compute(
   """Computes the product; `units` is the dtype that the platform multiplies in, `None` for FP8."""
   if spec.native is not None:
     units = None if spec.native else units or jnp.bfloat16
-  elif spec.block:  # by the platform alone nobody knows whether it has units for blocks
+  elif spec.block:  # the platform alone does not tell whether the device has units for blocks
     units = units or jnp.bfloat16
   if spec.block:
     return _compute_blocks(lhs, rhs, dimension_numbers, spec, units)
@@ -197,7 +200,7 @@ def _compute(
   if any(i in spec.members[side] for side in (0, 1) for i in dimension_numbers[0][side]):
     own, spec = _levelled(lhs, rhs, scales, dimension_numbers, spec)
   (lhs, lhs_scale), (rhs, rhs_scale) = quantised(lhs, own, 0, spec), quantised(rhs, own, 1, spec)
-  if units is not None:  # every FP8 number is a bfloat16 one, and so is every product of two
+  if units is not None:  # bfloat16 holds every FP8 number and every product of two
     lhs, rhs = lhs.astype(units), rhs.astype(units)
   out = jax.lax.dot_general(
     lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32, out_sharding=spec.out_sharding
@@ -212,7 +215,7 @@ def _compute(
 
 
 def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec) -> tuple[Array, Array]:
-  """Returns an operand in FP8, which it may be already, and its scale."""
+  """Returns an operand in FP8 (it may be in FP8 already) and its scale."""
   scale, dtype = scales[side], (spec.lhs_dtype, spec.rhs_dtype)[side]
   if x.dtype == dtype:
     return x, scale
@@ -224,7 +227,7 @@ def quantised(x: Array, scales: Sequence[Array], side: int, spec: Spec) -> tuple
 def _levelled(
   lhs: Array, rhs: Array, scales: Sequence[Array], dims: Dims, spec: Spec
 ) -> tuple[list[Array], Spec]:
-  """Returns scales of which one factor can be taken out of a sum over members."""
+  """Returns scales with one factor that can be taken out of a sum over members."""
   operands, formats = (lhs, rhs), (spec.lhs_dtype, spec.rhs_dtype)
   fixed = [spec.given[side] or x.dtype == formats[side] for side, x in enumerate(operands)]
   own = [
@@ -235,7 +238,7 @@ def _levelled(
   ]
   both = Scales(own, dims, (lhs.ndim, rhs.ndim))
   if not both.are_equal:
-    # First that of the gradient, whose format has more binades below.
+    # The gradient's scale first: its format has more binades below.
     sides = sorted((0, 1), key=lambda side: formats[side] != spec.gradient_dtype)
     both.level([side for side in sides if not fixed[side]])
   levelled = [both.of_operand(0), both.of_operand(1), *scales[2:]]
@@ -271,7 +274,7 @@ def _compute_blocks(lhs: Array, rhs: Array, dims: Dims, spec: Spec, units: DType
 
 
 def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
-  """Multiplies blocks by their scales; bfloat16 holds the results but at the ends of its range."""
+  """Multiplies blocks by their scales; bfloat16 holds the results except at the ends of its range."""
   blocks = x.astype(jnp.float32).reshape(*scales.shape, BLOCK) * scales.astype(jnp.float32)[..., None]
   return blocks.reshape(x.shape).astype(dtype)
 
@@ -279,7 +282,7 @@ def _times_units(x: Array, scales: Array, dtype: DTypeLike) -> Array:
 def jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, dimension_numbers: Dims, spec: Spec
 ) -> tuple[Array, Array | ad.Zero]:
-  """Returns a product and its tangent, as the rule of the primitive does."""
+  """Returns a product and its tangent, like the rule of the primitive."""
   lhs, rhs, *scales = primals
   if spec.saved:
     lhs, rhs, scales, spec = _saved(lhs, rhs, scales, spec)
@@ -333,10 +336,10 @@ def _transpose(
     spec,
     lhs_dtype=formats[0],
     rhs_dtype=formats[1],
-    # Gradients of gradients are another thing than what has a history.
+    # A gradient of a gradient differs from the values in the history.
     given=(spec.given[first], spec.given[second], False),
     members=(of_ct, spec.members[1]) if of_lhs else (spec.members[0], of_ct),
-    out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # of a master weight
+    out_dtype=np.dtype(np.float32) if like.dtype == np.float32 else spec.out_dtype,  # for a master weight
     out_sharding=product.out_sharding,
   )
   out = fp8_dot_general_p.bind(
@@ -359,20 +362,20 @@ def _batch(
   members = spec.members
   mapped = any(axis is not None for axis in axes)
   if mapped and any(scale.ndim or axis is not None for scale, axis in zip(scales, scale_axes, strict=True)):
-    size = batch_size(operands, axes)  # each member has its scales
+    size = batch_size(operands, axes)  # each member has its own scales
     lhs, rhs = to_front(lhs, lhs_axis, size), to_front(rhs, rhs_axis, size)
     scales = [to_front(scale, axis, size) for scale, axis in zip(scales, scale_axes, strict=True)]
     lhs_axis = rhs_axis = 0
   dims, axis, sharding = batched_product(
     (lhs.ndim, rhs.ndim), (lhs_axis, rhs_axis), dimension_numbers, spec.out_sharding, axis_data
   )
-  if not spec.block:  # whose blocks are of one member
+  if not spec.block:  # a block belongs to one member
     members = (with_dimension(members[0], lhs_axis), with_dimension(members[1], rhs_axis))
   spec = dataclasses.replace(spec, members=members, out_sharding=sharding)
   return fp8_dot_general_p.bind(lhs, rhs, *scales, dimension_numbers=dims, spec=spec), axis
 
 
-# XLA for CPU has no bfloat16 kernel for some layouts.
+# XLA for CPU does not have a bfloat16 kernel for some layouts.
 _UNITS = {None: jnp.bfloat16, "cpu": jnp.float32, "cuda": None, "rocm": None}
 compute_by_platform(
   fp8_dot_general_p, {name: functools.partial(_compute, units=u) for name, u in _UNITS.items()}

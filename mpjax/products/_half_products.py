@@ -1,14 +1,15 @@
-"""Products of half-precision operands, and gradients of float32 values by them that are never rounded.
+"""Products of half-precision operands, whose gradients of float32 values are never rounded.
 
-`half_dot_general_p` and `half_conv_p` are JAX's products of two operands in half precision. Behind those come
-the originals, float32 values that an operand was rounded from. The derivative goes to the original: its
-gradient is a product with a float32 result, and JAX adds several of them in float32.
+`half_dot_general_p` and `half_conv_p` are JAX's products of two half-precision operands, with two more
+operands: the originals, float32 values that an operand was rounded from. The derivative goes to the original:
+its gradient is a product with a float32 result, and JAX adds several gradients in float32.
 
-XLA for CPU leaves some products to a library before it folds transposes into them. Those that the library
-then refuses it multiplies with partial sums in bfloat16: wrong by 0.02 where one rounding is 0.0017. The
-gradient of a weight is one of them, and which others are depends on what is round them. So all of these
-multiply in float32 on a CPU, and round once; every other platform is given JAX's product. A convolution on a
-GPU gives half precision, also as the gradient of a float32 value: cuDNN would be given operands in float32.
+XLA for CPU passes some products to a library before it folds transposes into them. If the library refuses
+one, XLA multiplies it with partial sums in bfloat16, with an error of 0.02 instead of 0.0017 for one
+rounding. The gradient of a weight is such a product; whether others are depends on the operations around
+them. So all of these products multiply in float32 on a CPU, and round once; other platforms use JAX's
+product. On a GPU a convolution returns half precision, also as the gradient of a float32 value: for a float32
+result cuDNN would need float32 operands.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ FLOAT32 = np.dtype(np.float32)
 # Operands: lhs, rhs, and an original for each side (0, 1) in the parameter `originals`. A lhs or rhs in
 # float32 is a tangent of an original: it is rounded to the dtype of the other, its cotangent is float32.
 #
-# Where they are differentiated, the product of the primal values is JAX's own again, which policies of
-# `jax.checkpoint` know; tangents and cotangents are of these.
+# In a derivative, the product of the primal values is JAX's own again, which policies of
+# `jax.checkpoint` recognise; tangents and cotangents use these products.
 half_dot_general_p = Primitive("dot_general")
 half_conv_p = Primitive("conv_general_dilated")
 _PLAIN = {half_dot_general_p: jax.lax.dot_general_p, half_conv_p: jax.lax.conv_general_dilated_p}
@@ -48,7 +49,7 @@ for _own, _plain in _PLAIN.items():
 
 
 def has_own_gradients(equation: JaxprEqn) -> bool:
-  """Returns whether an equation is a product of which a float32 operand may have a float32 gradient."""
+  """Returns whether an equation is a product whose float32 operand may have a float32 gradient."""
   precision = equation.params.get("precision")
   algorithm = precision is not None and not isinstance(precision, tuple)
   return equation.primitive in _OWN and not algorithm
@@ -63,7 +64,7 @@ def bind_product(
     equation: the product in the user's program.
     operands: its operands.
     originals: by operand (0, 1), the float32 value that it was rounded from.
-    **changes: parameters other than the equation's.
+    **changes: parameters that differ from the equation's.
   """
   plain = equation.primitive is not jax.lax.dot_general_p or operands[0].dtype != jnp.bfloat16
   wide = changes.get("preferred_element_type") == FLOAT32 or bool(originals)
@@ -76,7 +77,7 @@ def bind_product(
 
 @functools.lru_cache(maxsize=128)
 def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a policy of `jax.checkpoint` that decides for mpjax's own products as for matrix products."""
+  """Returns a policy of `jax.checkpoint` that treats mpjax's own products as matrix products."""
 
   def asked(primitive: Primitive, *args: object, **params: object) -> object:
     own = primitive is fp8_dot_general_p
@@ -86,12 +87,12 @@ def as_product(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _common(operands: Sequence[Array | ShapedArray]) -> np.dtype:
-  """Returns the dtype of a product's operands: the half one, or float32 where a diagnosis asks for both."""
+  """Returns the dtype of a product's operands: half precision, or float32 if a diagnosis asks for it."""
   return next((x.dtype for x in operands if x.dtype != FLOAT32), FLOAT32)
 
 
 def _rounded(operands: Sequence[Array]) -> list[Array]:
-  """Returns lhs and rhs, a float32 one rounded to the dtype of the other."""
+  """Returns lhs and rhs; a float32 one is rounded to the dtype of the other."""
   half = _common(operands)
   return [x.astype(half) for x in operands]
 
@@ -114,7 +115,7 @@ def _bind_on_cpu(
   (lhs_contract, rhs_contract), (lhs_batch, _) = dims = parameters["dimension_numbers"]
   if lhs_batch or parameters["out_sharding"] or {*lhs_contract, *rhs_contract} != {*range(len(lhs_contract))}:
     return _PLAIN[own].bind(lhs, rhs, **parameters).astype(out_dtype)
-  # The gradient of a weight, as JAX has it: ct^T x, which is then transposed. XLA for CPU makes x^T ct in
+  # The gradient of a weight, as in JAX: ct^T x, then a transpose. XLA for CPU computes x^T ct in
   # less time, and folds the two transposes.
   parameters["dimension_numbers"] = ((rhs_contract, lhs_contract), ((), ()))
   free = len(free_dims(rhs.ndim, dims, 1))
@@ -123,7 +124,7 @@ def _bind_on_cpu(
 
 
 def _bind_on_gpu(own: Primitive, *operands: Array, **parameters: Any) -> Array:
-  """Binds a convolution with a half result: cuDNN has float32 results of float32 operands alone."""
+  """Binds a convolution with a half-precision result: for a float32 one cuDNN needs float32 operands."""
   if own is half_dot_general_p or parameters["preferred_element_type"] != FLOAT32:
     return _bind_plain(own, *operands, **parameters)
   return _bind_plain(own, *operands, **{**parameters, "preferred_element_type": None}).astype(FLOAT32)
@@ -165,7 +166,7 @@ def _transpose(
   originals: tuple[int, ...],
   **parameters: Any,
 ) -> list[Array | None]:
-  """Returns the cotangent of one operand, or of its original: float32 without a rounding on the way."""
+  """Returns the cotangent of one operand, or of its original: float32, without a rounding in between."""
   out: list[Array | None] = [None] * len(operands)
   if isinstance(ct, ad.Zero):
     return out
@@ -184,7 +185,7 @@ def _transpose(
 def _dot_gradient(
   ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
 ) -> Array:
-  """Returns the cotangent of an operand by the product and transpose that JAX's rule has."""
+  """Returns the cotangent of an operand by the product and transpose of JAX's rule."""
   product = gradient_product(x.aval, y.ndim, parameters["dimension_numbers"], side, cotangent_first=True)
   changes = {"dimension_numbers": product.dims, "out_sharding": product.out_sharding}
   out = half_dot_general_p.bind(ct, y, originals=(), **{**parameters, **changes})
@@ -194,7 +195,7 @@ def _dot_gradient(
 def _conv_gradient(
   ct: Array, x: ad.UndefinedPrimal, y: Array, side: int, parameters: Mapping[str, Any]
 ) -> Array:
-  """Returns the cotangent of an operand by what JAX's rule has: views of the operands, and a convolution."""
+  """Returns the cotangent of an operand as JAX's rule does: views of the operands, and a convolution."""
   rule = ad.primitive_transposes[jax.lax.conv_general_dilated_p]
 
   def of_jax(ct: Array, y: Array) -> Array:
@@ -207,12 +208,12 @@ def _conv_gradient(
 
 
 def _with_own_convs(closed: ClosedJaxpr, operands: list[list[Array]], originals: tuple[int, ...]) -> Array:
-  """Returns the result of views and a convolution, which is bound as mpjax's own.
+  """Returns the result of views and a convolution, bound as mpjax's own.
 
   Args:
-    closed: the program, of half-precision operands.
-    operands: lhs and rhs; each with its original behind it, if there is one.
-    originals: as of the convolution.
+    closed: the program, with half-precision operands.
+    operands: lhs and rhs; each followed by its original, if there is one.
+    originals: the `originals` of the convolution.
   """
 
   def rule(equation: JaxprEqn, values: list[list[Array]]) -> list[list[Array]]:
@@ -244,11 +245,11 @@ def _batch_dot(
 def _batch_conv(
   operands: Sequence[Array], axes: Sequence[int | None], *, originals: tuple[int, ...], **parameters: Any
 ) -> tuple[Array, int | None]:
-  """Applies what JAX makes of a convolution that is mapped over: views of the operands, and a convolution."""
+  """Applies JAX's form of a mapped convolution: views of the operands, and a convolution."""
   operands, axes = _with_axes_alike(operands, axes, originals)
   half = next(x.dtype for x in operands[:2] if x.dtype != FLOAT32)
   mapped = jax.vmap(functools.partial(jax.lax.conv_general_dilated_p.bind, **parameters), tuple(axes[:2]))
-  if any(x.size == 0 for x in operands):  # no convolution then
+  if any(x.size == 0 for x in operands):  # JAX binds no convolution
     return mapped(*_rounded(operands[:2])), 0
   closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, half) for x in operands[:2]))
   pairs = [[x] for x in operands[:2]]
@@ -260,7 +261,7 @@ def _batch_conv(
 def _with_axes_alike(
   operands: Sequence[Array], axes: Sequence[int | None], originals: tuple[int, ...]
 ) -> tuple[list[Array], list[int | None]]:
-  """Returns operands with the mapped axis of each original where that of the rounded operand is."""
+  """Returns operands with the mapped axis of each original at the place of its rounded operand's."""
   values, found = list(operands), list(axes)
   for i, side in enumerate(originals, start=2):
     at, wanted = found[i], found[side]

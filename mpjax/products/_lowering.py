@@ -1,4 +1,4 @@
-"""How primitives are computed: lowering by platform, and a jitted call where one is applied eagerly."""
+"""The lowering of primitives by platform, with a jitted call where a primitive is applied eagerly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpjax._types import Array
 
 
 def lower_as(primitive: Primitive, compute: Callable[..., Any], platform: str | None = None) -> None:
-  """Has a primitive of one result compile to what a function computes, on one platform or on every other."""
+  """Lowers a primitive of one result to the computation of a function, on one platform or on every other."""
   mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False), platform=platform)
 
 
 def compute_by_platform(primitive: Primitive, by_platform: Mapping[str | None, Callable[..., Array]]) -> None:
-  """Has a primitive computed by a function for each platform, `None` for all others; the same eagerly."""
+  """Computes a primitive by a function for each platform, `None` for all others; eagerly, too."""
   for platform, compute in by_platform.items():
     lower_as(primitive, compute, platform)
   primitive.def_impl(functools.partial(_eager, primitive))
@@ -31,5 +31,5 @@ def _compiled(primitive: Primitive, *operands: Array, parameters: tuple[tuple[st
 
 
 def _eager(primitive: Primitive, *operands: Array, **parameters: Any) -> Array:
-  with jax.disable_jit(False):  # or `_compiled` would end here again
+  with jax.disable_jit(False):  # otherwise `_compiled` would call this again
     return _compiled(primitive, *operands, parameters=tuple(parameters.items()))

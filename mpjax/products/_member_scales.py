@@ -1,6 +1,6 @@
-"""Scales of the members of an ensemble: what `vmap` maps over has a scale for each member, as without `vmap`.
+"""Scales of the members of an ensemble: under `vmap` each member has its scale, as without `vmap`.
 
-Such a scale has the dimensions of its operand, of size 1 but where members differ.
+A scale has the dimensions of its operand, each of size 1 unless members differ along it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Members = tuple[tuple[int, ...], tuple[int, ...]]  # the mapped dimensions of lh
 
 
 def amax_within(x: Array, members: Sequence[int]) -> Array:
-  """Returns the largest magnitude of each member, float32 of the dimensions of `x`; f32[] without members."""
+  """Returns the largest magnitude of each member, float32 of `x`'s dimensions; f32[] without members."""
   if not members:
     return amax_of(x)
   within = tuple(i for i in range(x.ndim) if i not in members)
@@ -27,14 +27,14 @@ def amax_within(x: Array, members: Sequence[int]) -> Array:
 
 
 def with_dimension(members: Sequence[int], axis: int | None) -> tuple[int, ...]:
-  """Returns the mapped dimensions of an operand that `vmap` has given one more, `None` for none."""
+  """Returns the mapped dimensions of an operand to which `vmap` added one more, `None` for none."""
   if axis is None:
     return tuple(members)
   return (*(i + (i >= axis) for i in members), axis)
 
 
 def members_of_result(members: Members, dims: Dims, ndims: Sequence[int]) -> tuple[int, ...]:
-  """Returns the dimensions of a product along which it has members of one operand or the other."""
+  """Returns the dimensions of a product that are mapped in one operand or the other."""
   found: list[int] = []
   first = len(dims[1][0])
   for side in (0, 1):
@@ -49,7 +49,7 @@ class Scales:
   """The scales of lhs and rhs in the layout of their product: [batch, lhs free, rhs free, contracted].
 
   Attributes:
-    values: of lhs and rhs; what an operand does not have is of size 1.
+    values: the values of lhs and rhs; dimensions that an operand does not have are of size 1.
   """
 
   def __init__(self, scales: Sequence[Array], dims: Dims, ndims: Sequence[int]):
@@ -80,17 +80,17 @@ class Scales:
 
   @property
   def are_equal(self) -> bool:
-    """Whether the members of a sum have equal scales, as far as shapes tell."""
+    """Whether the members of a sum have equal scales, as far as shapes show."""
     return all(value.shape[i] == 1 for value in self.values for i in self._contracted)
 
   def level(self, sides: Sequence[int]) -> None:
-    """Lowers a scale such that the products of scales are equal in each sum, to the lowest.
+    """Lowers scales so that the products of scales are equal in each sum, to the lowest.
 
-    A member loses by it only what is small beside the sum. Where neither scale can take it up alone, both are
-    lowered.
+    A member loses only values that are small compared with the sum. If neither scale can absorb the
+    difference alone, both are lowered.
 
     Args:
-      sides: the operands whose scales may be lowered, the one to be lowered first.
+      sides: the operands whose scales may be lowered, in the order of preference.
     """
     lowest = (self.values[0] * self.values[1]).min(self._contracted, keepdims=True)
     for side in sides:

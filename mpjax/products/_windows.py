@@ -13,12 +13,12 @@ from mpjax.products._eligibility import Sizes
 
 
 class Windows(NamedTuple):
-  """A convolution whose windows do not overlap, which makes it a product.
+  """A convolution whose windows do not overlap, so that it is a product.
 
   Attributes:
     lhs_spec: dimensions of the input: batch, channels, then space.
-    rhs_spec: of the kernel: channels out, channels in, then space.
-    out_spec: of the result: batch, channels, then space.
+    rhs_spec: dimensions of the kernel: channels out, channels in, then space.
+    out_spec: dimensions of the result: batch, channels, then space.
     strides: by dimension of space.
     kernel: size of a window, by dimension of space.
     out: size of the result, by dimension of space.
@@ -53,14 +53,14 @@ def windows_of(equation: JaxprEqn) -> Windows | None:
 
 
 def conv_sizes(windows: Windows, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Sizes:
-  """Returns the sizes of such a convolution's product."""
+  """Returns the sizes of the convolution's product."""
   rows = lhs_shape[windows.lhs_spec[0]] * math.prod(windows.out)
   depth = lhs_shape[windows.lhs_spec[1]] * math.prod(windows.kernel)
   return Sizes(rows, depth, rhs_shape[windows.rhs_spec[0]])
 
 
 def conv_operands(lhs: jax.Array, rhs: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
-  """Returns the operands of such a convolution as [batch, *out, depth] and [depth, channels]."""
+  """Returns the operands of the convolution as [batch, *out, depth] and [depth, channels]."""
   n = len(windows.out)
   x = lhs.transpose(
     windows.lhs_spec[0], *windows.lhs_spec[2:], windows.lhs_spec[1]

@@ -194,7 +194,7 @@ WRONG = {
   "none": (lambda: None, "recipe 'delayed'.*fp8_state=state"),
   "of another function": (
     lambda: first_state(lambda w, x: jax.named_scope("other")(net)(w, x), W, X),
-    "of another function.*histories of other, other:1.*here are :0, :1, :2; .*init_fp8_state",
+    "to another function.*histories of other, other:1.*here are :0, :1, :2; .*init_fp8_state",
   ),
   "of another length": (
     lambda: first_state(loss, W, X, C, policy=delayed(amax_history_len=7)),
