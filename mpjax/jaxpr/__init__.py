@@ -1,4 +1,4 @@
-"""Facts about jaxprs, the same for whoever asks: primitives, scopes, bodies, flow, derivative rules."""
+"""Facts about jaxprs, for all other packages: primitives, scopes, bodies, flow, derivative rules."""
 
 from mpjax.jaxpr import _primitive_table as _primitive_table
 from mpjax.jaxpr._alike_paths import layer_pattern, merged_path

@@ -1,4 +1,4 @@
-"""Module paths that differ in numbers alone, as those of layers that are alike: `GPT/blocks/*/up`."""
+"""Module paths that differ only in numbers, as those of similar layers: `GPT/blocks/*/up`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def layer_pattern(path: str) -> str:
-  """Returns a module path with stars for its numbers, the same for layers that are alike."""
+  """Returns a module path with stars for its numbers, the same for similar layers."""
   return _NUMBER.sub("*", path)
 
 
@@ -17,8 +17,8 @@ def merged_path(paths: Collection[str], among: Collection[str]) -> str:
   """Returns one name for module paths of one pattern: `GPT/blocks/*/up`, `GPT/blocks/1-3/up`.
 
   Args:
-    paths: at least one, all with the same `layer_pattern`.
-    among: all paths of the program. A star stands for all numbers that those of the pattern have there.
+    paths: at least one path; all have the same `layer_pattern`.
+    among: all paths of the program. A star stands for all numbers in the paths of the pattern at that place.
   """
   pattern = layer_pattern(next(iter(paths)))
   chosen = [list(map(int, _NUMBER.findall(path))) for path in paths]

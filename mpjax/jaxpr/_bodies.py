@@ -1,4 +1,4 @@
-"""The bodies of higher-order equations, and which operand each input of a body is."""
+"""The bodies of higher-order equations, and the operand that each input of a body comes from."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ T = TypeVar("T")
 
 
 def is_variable(atom: Atom) -> TypeIs[Var]:
-  """Returns whether a jaxpr's atom is a variable, and not a literal."""
+  """Returns whether a jaxpr's atom is a variable, not a literal."""
   return not isinstance(atom, Literal)
 
 
 def variables_of(atoms: Iterable[Atom]) -> list[Var]:
-  """The variables among atoms, in their order."""
+  """Returns the variables among atoms, in their order."""
   return [atom for atom in atoms if is_variable(atom)]
 
 
 def values_read(equation: JaxprEqn) -> list[Atom]:
-  """Returns what an equation reads: without the originals of operands, which carry gradients alone."""
+  """Returns the operands that an equation reads, without the originals, which only carry gradients."""
   return list(equation.invars[: len(equation.invars) - len(equation.params.get("originals", ()))])
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
-  """The shape of a variable or literal; () for a token, say, which has none."""
+  """Returns the shape of a variable or literal; () if it has no shape, as a token."""
   return tuple(getattr(atom.aval, "shape", ()))
 
 
 def dtype_of(atom: Atom) -> Any:
-  """The dtype of a variable or literal, NumPy's or an extended one; `None` for a token, say."""
+  """Returns the dtype of a variable or literal, NumPy's or an extended one; `None` for a token."""
   return getattr(atom.aval, "dtype", None)
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
-  """A jaxpr with `eqns`, whether it came closed over its constants or not."""
+  """Returns a jaxpr with `eqns`, from an open one or one that is closed over its constants."""
   return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def constants_of(jaxpr: AnyJaxpr) -> list[Any]:
-  """The constants that a jaxpr is closed over, in the order of its `constvars`."""
+  """Returns the constants that a jaxpr is closed over, in the order of its `constvars`."""
   return list(jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else []
 
 
 def bodies_of(equation: JaxprEqn) -> list[AnyJaxpr]:
-  """The jaxprs among the parameters of an equation."""
+  """Returns the jaxprs among the parameters of an equation."""
   found = []
   for value in equation.params.values():
     for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -69,7 +69,7 @@ def bodies_of(equation: JaxprEqn) -> list[AnyJaxpr]:
 def equations_in(
   jaxpr: AnyJaxpr, enters: Callable[[JaxprEqn], bool] = lambda equation: True
 ) -> Iterator[JaxprEqn]:
-  """Yields the equations of a jaxpr, and those in the bodies of those that it `enters`, at any depth."""
+  """Yields the equations of a jaxpr, and, for those that it `enters`, of their bodies at any depth."""
   for equation in open_jaxpr(jaxpr).eqns:
     yield equation
     for body in bodies_of(equation) if enters(equation) else ():
@@ -77,7 +77,7 @@ def equations_in(
 
 
 def once_for_each(fact: Callable[[Jaxpr], T]) -> Callable[[Jaxpr], T]:
-  """Returns a function of an open jaxpr that finds out what is so of each once, while the jaxpr is there."""
+  """Returns a function of an open jaxpr that computes a fact once for each, while the jaxpr exists."""
   known: weakref.WeakKeyDictionary[Jaxpr, T] = weakref.WeakKeyDictionary()
 
   @functools.wraps(fact)
@@ -95,8 +95,8 @@ class CallBody(NamedTuple):
 
   Attributes:
     jaxpr: the body.
-    operands: for each of its inputs, which operand of the call it is.
-    decides: whether its output says if a `while` goes on; the outputs of others are the call's results.
+    operands: for each of its inputs, the index of the call's operand.
+    decides: whether its output says if a `while` goes on; the outputs of other bodies are the call's results.
   """
 
   jaxpr: AnyJaxpr
@@ -105,14 +105,14 @@ class CallBody(NamedTuple):
 
 
 class CallLayout(NamedTuple):
-  """What the operands and results of a call are to its bodies.
+  """The relation of a call's operands and results to its bodies.
 
   Attributes:
-    bodies: in the order in which they stand in the equation's parameters.
-    carry: the operands that go round a loop, and leave it as the first results.
-    rows: the operands of which each step of a `scan` reads a row, as its results after the carry are
-      collected; `None` for another call.
-    choice: the operand that says which body runs; `None` where all do.
+    bodies: in the order of the equation's parameters.
+    carry: the operands that a loop carries; the loop returns them as its first results.
+    rows: the operands of which each step of a `scan` reads a row, as it adds a row to each result after the
+      carry; `None` for another call.
+    choice: the operand that says which body runs; `None` if all run.
   """
 
   bodies: list[CallBody]
@@ -122,7 +122,7 @@ class CallLayout(NamedTuple):
 
 
 def call_layout(equation: JaxprEqn) -> CallLayout:
-  """Returns the layout of a higher-order equation; without bodies where they are not known."""
+  """Returns the layout of a higher-order equation; without bodies if they are unknown."""
   kind, n = call_kind(equation), len(equation.invars)
   if kind is CallKind.WHILE:
     p, first = equation.params, equation.params["cond_nconsts"]
@@ -145,23 +145,23 @@ def _fits(body: Jaxpr, equation: JaxprEqn) -> bool:
 
 
 def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
-  """A jaxpr without constants of its own, or closed over them, as a function of its inputs."""
+  """Returns a jaxpr without open constants as a function of its inputs."""
   return jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, []))
 
 
 def scan_parts(equation: JaxprEqn) -> tuple[int, int, dict[str, Any]]:
-  """Returns how many operands of a `scan` are constants and carries, and its options for `jax.lax.scan`."""
+  """Returns the numbers of constants and carries of a `scan`, and its options for `jax.lax.scan`."""
   consts, carry = _compat.scan_counts(equation)
   return consts, carry, {key: equation.params[key] for key in ("length", "reverse", "unroll")}
 
 
 def times_run(equation: JaxprEqn) -> int:
-  """Returns how often a call runs its body: the length of a `scan`; 1 for a `while`, which does not say."""
+  """Returns how often a call runs its body: the length of a `scan`; 1 for a `while`, since it is unknown."""
   return equation.params["length"] if call_kind(equation) is CallKind.SCAN else 1
 
 
 def default_branch(equation: JaxprEqn) -> ClosedJaxpr | None:
-  """The branch of a choice by platform that other platforms take; `None` for any other equation."""
+  """Returns the branch of a choice by platform for other platforms; `None` for any other equation."""
   platforms = equation.params.get("branches_platforms")
   if not platforms:
     return None
@@ -169,12 +169,12 @@ def default_branch(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def is_recomputed(equation: JaxprEqn) -> bool:
-  """Returns whether an equation is a rematerialised region in a backward pass, which a barrier fences off."""
+  """Returns whether an equation is a rematerialised region in a backward pass, with its barrier."""
   return bool(equation.params.get("prevent_cse") and equation.params.get("differentiated"))
 
 
 def joined_branches(traced: list[tuple[Jaxpr, list[Any]]], operands: list[Any]) -> tuple[ClosedJaxpr, ...]:
-  """Branches that take one list of operands: the constants of all of them, in order, and then `operands`."""
+  """Returns branches with one list of operands: the constants of all branches, in order, then `operands`."""
   counts = [len(own) for _, own in traced]
   every = [c for _, own in traced for c in own]
 

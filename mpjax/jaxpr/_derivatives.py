@@ -1,4 +1,4 @@
-"""The derivative rules that a program's `custom_jvp` and `custom_vjp` calls bear."""
+"""The derivative rules of a program's `custom_jvp` and `custom_vjp` calls."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mpjax._types import JaxprEqn
 
 
 def custom_jvp_rule(equation: JaxprEqn) -> Callable[..., list[Any]]:
-  """The rule of a `custom_jvp_call`: (*primals, *tangents) to [*primals, *tangents]."""
+  """Returns the rule of a `custom_jvp_call`: (*primals, *tangents) to [*primals, *tangents]."""
   _, rule = _compat.functions_of(equation)
   return rule
 
 
 def custom_vjp_rules(equation: JaxprEqn) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """The rules of a `custom_vjp_call`.
+  """Returns the rules of a `custom_vjp_call`.
 
   Returns:
-    forward: (operands, which of them are differentiated) to (residuals, outputs), two lists.
+    forward: (operands, which operands are differentiated) to (residuals, outputs), two lists.
     backward: (residuals, cotangents of the outputs) to the cotangents of the operands, `None` for zero.
   """
   _, forward, backward = _compat.functions_of(equation)
 
   def run_forward(operands: list[Any], perturbed: list[bool]) -> tuple[list[Any], list[Any]]:
     out = forward(*(x for pair in zip(operands, perturbed, strict=True) for x in pair))
-    # Residuals that are operands are not returned a second time.
+    # Residuals that are operands are not returned again.
     returned = iter(out)
     residuals = [next(returned) if i is None else operands[i] for i in _compat.forwarded(equation)]
     return residuals, list(returned)

@@ -1,4 +1,4 @@
-"""Floating-point operations of matrix products, convolutions and kernels, 2 for a multiply-add."""
+"""Floating-point operations of matrix products, convolutions and kernels; a multiply-add counts 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.jaxpr._primitives import Trait, has
 
 
 def flops(equation: JaxprEqn) -> int:
-  """Floating-point operations of a matrix product or convolution; what a kernel states; 0 elsewhere."""
+  """Returns the FLOPs of a matrix product or convolution, a kernel's own figure, otherwise 0."""
   if has(equation, Trait.KERNEL):
     return int(getattr(equation.params.get("cost_estimate"), "flops", 0))
   if not has(equation, Trait.PRODUCT):
@@ -21,7 +21,7 @@ def flops(equation: JaxprEqn) -> int:
   if "lhs_dilation" in equation.params:
     return _convolution(equation)
   if "ragged_dot_dimension_numbers" in equation.params:
-    # Every row meets one group's matrix, whatever the group sizes.
+    # Each row is multiplied by one group's matrix, for all group sizes.
     numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     lhs, rhs = (shape_of(a) for a in equation.invars[:2])
     (contracted, of_rhs), (_, of_rhs_batch) = numbers
@@ -39,14 +39,14 @@ def taps(
 ) -> int:
   """Counts the (result, tap) pairs of a convolution along one dimension that meet an input.
 
-  The others meet padding, or a gap that dilation put between inputs, and need no arithmetic.
+  The other pairs meet padding, or a gap that dilation put between inputs, and need no arithmetic.
 
   Args:
     inputs: size of the input along the dimension.
     results: size of the result.
     size: taps of the window.
-    stride: of the window.
-    pad: before the first input.
+    stride: stride of the window.
+    pad: padding before the first input.
     lhs_dilate: distance of the inputs.
     rhs_dilate: distance of the taps.
   """

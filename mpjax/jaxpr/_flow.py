@@ -1,7 +1,7 @@
-"""The one solver of facts about a program's values: forward or backward, into bodies and round loops.
+"""The only solver of facts about a program's values: forward or backward, into bodies and around loops.
 
-An analysis says what an equation makes of facts; the solver knows what is live, which operand each input of
-a body is, and goes round loops until nothing changes.
+An analysis defines how an equation transforms facts. The solver knows which equations are live and which
+operand each input of a body comes from, and repeats loops until nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpjax.jaxpr._bodies import CallLayout, call_layout, is_variable, once_for_e
 from mpjax.jaxpr._primitives import call_kind
 
 F = TypeVar("F")
-# The calls that a body is in, outermost first, each with the number of its body.
+# The calls around a body, outermost first, each with the number of its body.
 Calls: TypeAlias = tuple[tuple[JaxprEqn, int], ...]
 
 
@@ -26,7 +26,7 @@ class Live(NamedTuple):
 
   Attributes:
     equations: in the order of the program.
-    variables: those that are read, by the outputs or by these equations.
+    variables: the variables that the outputs or these equations read.
   """
 
   equations: list[JaxprEqn]
@@ -34,12 +34,12 @@ class Live(NamedTuple):
 
 
 def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool = True) -> Live:
-  """What of a jaxpr its outputs need.
+  """Returns the part of a jaxpr that its outputs need.
 
   Args:
     jaxpr: an open jaxpr.
     outputs: which of its outputs; all by default.
-    effects: also keep equations that have an effect, and what they need.
+    effects: also keep equations with an effect, and what they need.
   """
   chosen = outputs if outputs is not None else [True] * len(jaxpr.outvars)
   read = set(variables_of(v for v, flag in zip(jaxpr.outvars, chosen, strict=True) if flag))
@@ -53,17 +53,17 @@ def live(jaxpr: Jaxpr, outputs: Sequence[bool] | None = None, *, effects: bool =
 
 @once_for_each
 def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
-  """The equations of an open jaxpr that its outputs or effects need."""
+  """Returns the equations of an open jaxpr that its outputs or effects need."""
   return live(jaxpr).equations
 
 
 class Facts(Generic[F]):
-  """The facts about the values of one body of a program, and those about the bodies of its calls.
+  """The facts about the values of one body of a program, and about the bodies of its calls.
 
   Attributes:
     jaxpr: the body.
-    calls: those that it is in.
-    equations: those that are live.
+    calls: the calls around it.
+    equations: the live equations.
   """
 
   def __init__(self, jaxpr: Jaxpr, calls: Calls, analysis: _Analysis[F]):
@@ -79,23 +79,23 @@ class Facts(Generic[F]):
     return self._of[atom] if is_variable(atom) and atom in self._of else self._analysis.start(atom)
 
   def inside(self, equation: JaxprEqn, i: int = 0) -> Facts[F] | None:
-    """Returns the facts about the i-th body of a call; `None` for what is not entered."""
+    """Returns the facts about the i-th body of a call; `None` if it is not entered."""
     return self._inner.get((equation, i))
 
   def everywhere(self) -> Iterator[Facts[F]]:
-    """Yields these facts, and those about bodies at any depth."""
+    """Yields these facts, and the facts about bodies at any depth."""
     yield self
     for inner in self._inner.values():
       yield from inner.everywhere()
 
   @property
   def inputs(self) -> list[F]:
-    """The facts about the inputs."""
+    """Facts about the inputs."""
     return [self[v] for v in self.jaxpr.invars]
 
   @property
   def outputs(self) -> list[F]:
-    """The facts about the outputs."""
+    """Facts about the outputs."""
     return [self[atom] for atom in self.jaxpr.outvars]
 
   def _join(self, atoms: Iterable[Atom], facts: Iterable[F]) -> None:
@@ -108,7 +108,7 @@ class Facts(Generic[F]):
 
 
 class _Analysis(abc.ABC, Generic[F]):
-  """What facts are, of whichever direction.
+  """What facts are, for both directions.
 
   Attributes:
     nothing: the fact about a value that nothing flows into.
@@ -121,11 +121,11 @@ class _Analysis(abc.ABC, Generic[F]):
     return self.nothing
 
   def join(self, a: F, b: F) -> F:
-    """Returns what is known of a value of both facts: all of both, if they are Booleans, flags or sets."""
+    """Returns the fact about a value with both facts: their union, if they are Booleans, flags or sets."""
     return cast(F, operator.or_(a, b))
 
   def enters(self, equation: JaxprEqn) -> bool:
-    """Returns whether facts flow through an equation's bodies; if not, it is as any other."""
+    """Returns whether facts flow through an equation's bodies; if not, it is treated as any other."""
     return call_kind(equation) is not None
 
   def _layout(self, equation: JaxprEqn) -> CallLayout | None:
@@ -134,26 +134,26 @@ class _Analysis(abc.ABC, Generic[F]):
 
 
 class Forward(_Analysis[F]):
-  """Facts that follow from what a value is computed of. `start`: of literals and of constants of a jaxpr."""
+  """Facts about a value that follow from its inputs. `start` is for literals and constants of a jaxpr."""
 
   @abc.abstractmethod
   def transfer(self, equation: JaxprEqn, operands: list[F], calls: Calls) -> Sequence[F]:
-    """Returns the facts about the results of an equation, of those about its operands."""
+    """Returns the facts about the results of an equation, from the facts about its operands."""
 
   def row(self, fact: F) -> F:
-    """Returns the fact about what one step of a `scan` reads of an array, of that about the array."""
+    """Returns the fact about the row that one step of a `scan` reads, from the fact about the array."""
     return fact
 
   def stacked(self, fact: F) -> F:
-    """Returns the fact about what a `scan` collects, of that about what one step gives."""
+    """Returns the fact about the array that a `scan` stacks, from the fact about one step's result."""
     return fact
 
   def after_loop(self, result: Var, fact: F, calls: Calls) -> F:
-    """Returns the fact about the carry that a loop leaves, of that at any step."""
+    """Returns the fact about the final carry of a loop, from the fact about it at any step."""
     return fact
 
   def chosen(self, result: F, choice: F) -> F:
-    """Returns the fact about a result that a choice decides: the index of a `cond`, a `while`'s condition."""
+    """Returns the fact about a result that depends on a choice: a `cond`'s index, a `while`'s condition."""
     return result
 
   def solve(self, jaxpr: AnyJaxpr, inputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
@@ -162,7 +162,7 @@ class Forward(_Analysis[F]):
     Args:
       jaxpr: the program.
       inputs: facts about its inputs.
-      calls: those that it is in.
+      calls: the calls around it.
     """
     body = open_jaxpr(jaxpr)
     facts = Facts(body, calls, self)
@@ -181,7 +181,7 @@ class Forward(_Analysis[F]):
   def enter(
     self, equation: JaxprEqn, layout: CallLayout, operands: Sequence[F], calls: Calls = ()
   ) -> tuple[list[Facts[F]], Sequence[F]]:
-    """Returns the facts about the bodies of a call, and those about its results."""
+    """Returns the facts about the bodies of a call, and about its results."""
     entering = list(operands)
     for k in layout.rows or ():
       entering[k] = self.row(entering[k])
@@ -207,14 +207,14 @@ class Forward(_Analysis[F]):
 
 
 class Backward(_Analysis[F]):
-  """Facts that follow from what is computed of a value. `start`: of one that nothing reads."""
+  """Facts about a value that follow from its uses. `start` is for a value that nothing reads."""
 
   @abc.abstractmethod
   def transfer(self, equation: JaxprEqn, results: list[F], calls: Calls) -> Sequence[F]:
-    """Returns what an equation adds to the facts about its operands, of the facts about its results."""
+    """Returns what an equation adds to the facts about its operands, from the facts about its results."""
 
   def choice(self, equation: JaxprEqn, results: list[F], calls: Calls) -> F:
-    """Returns what the facts about a call's results add to that about what decides on them: see `chosen`."""
+    """Returns what a call's results add to the fact about the operand that decides them (see `chosen`)."""
     return self.nothing
 
   def solve(self, jaxpr: AnyJaxpr, outputs: Sequence[F], calls: Calls = ()) -> Facts[F]:
@@ -222,8 +222,8 @@ class Backward(_Analysis[F]):
 
     Args:
       jaxpr: the program.
-      outputs: what its outputs add to the facts about them.
-      calls: those that it is in.
+      outputs: what to add to the facts about its outputs.
+      calls: the calls around it.
     """
     body = open_jaxpr(jaxpr)
     facts = Facts(body, calls, self)
@@ -242,7 +242,7 @@ class Backward(_Analysis[F]):
   def enter(
     self, equation: JaxprEqn, layout: CallLayout, results: Sequence[F], calls: Calls = ()
   ) -> tuple[list[Facts[F]], list[F]]:
-    """Returns the facts about the bodies of a call, and what it adds to those about its operands."""
+    """Returns the facts about the bodies of a call, and what it adds to the facts about its operands."""
     leaving = list(results)
     while True:
       choice = self.choice(equation, leaving, calls)
@@ -258,14 +258,14 @@ class Backward(_Analysis[F]):
       if around == leaving[: len(around)]:
         break
       leaving[: len(around)] = around
-    found[layout.carry.start : layout.carry.stop] = around  # a loop may run no time at all
+    found[layout.carry.start : layout.carry.stop] = around  # a loop may run zero times
     if layout.choice is not None:
       found[layout.choice] = choice
     return bodies, found
 
 
 class _Needed(Backward[bool]):
-  """Whether an output is computed of a value."""
+  """Whether an output depends on a value."""
 
   nothing = False
 
@@ -277,7 +277,7 @@ class _Needed(Backward[bool]):
 
 
 class _Computed(Forward[bool]):
-  """Whether a value is computed of an input."""
+  """Whether a value depends on an input."""
 
   nothing = False
 
@@ -289,16 +289,16 @@ class _Computed(Forward[bool]):
 
 
 def inputs_read(jaxpr: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
-  """Returns which inputs of a jaxpr some of its outputs are computed of."""
+  """Returns which inputs of a jaxpr some of its outputs depend on."""
   return _Needed().solve(jaxpr, outputs).inputs
 
 
 def outputs_of(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
-  """Returns which outputs of a jaxpr are computed of some of its inputs."""
+  """Returns which outputs of a jaxpr depend on some of its inputs."""
   return _Computed().solve(jaxpr, inputs).outputs
 
 
 def needed_inside(equation: JaxprEqn, results: Sequence[bool]) -> list[list[bool]]:
-  """Returns for each body of a call which of its outputs some results of the call are computed of."""
+  """Returns, for each body of a call, which of its outputs some results of the call depend on."""
   bodies, _ = _Needed().enter(equation, call_layout(equation), results)
   return [facts.outputs for facts in bodies]

@@ -1,4 +1,4 @@
-"""The one evaluator of jaxprs: with a rule for each equation, into bodies where the rule asks for it."""
+"""The only evaluator of jaxprs: with a rule for each equation, and into bodies if the rule asks for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # (equation, o
 
 
 def last_reads(steps: Sequence[Iterable[Atom]], results: Iterable[Atom]) -> list[list[Var]]:
-  """For each step, given as what it reads, the variables that neither a later one nor the results read."""
+  """Returns, for each step (given as the atoms it reads), the variables that are read for the last time."""
   read = set(variables_of(results))
   last = []
   for step in reversed(steps):
@@ -39,7 +39,7 @@ def last_reads(steps: Sequence[Iterable[Atom]], results: Iterable[Atom]) -> list
 
 
 def bind_again(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-  """An equation applied to other operands, with its source line, scope and context."""
+  """Applies an equation to other operands, with its source line, scope and context."""
   with as_traced(equation):
     return _compat.bind(equation, operands)
 
@@ -71,7 +71,7 @@ def interpret(closed: ClosedJaxpr, arguments: Sequence[Any], rule: Rule) -> list
 def into_bodies(equation: JaxprEqn, operands: list[Any], rule: Rule) -> Sequence[Any]:
   """Returns the results of a higher-order equation with a rule applied in its bodies.
 
-  Calls that run once are put in line; kernels, `shard_map`s and choices by platform are as they were.
+  Calls that run once are inlined; kernels, `shard_map`s and choices by platform stay as they are.
   """
   kind, layout = call_kind(equation), call_layout(equation)
   bodies = [functools.partial(_evaluate, body.jaxpr, rule) for body in layout.bodies]
@@ -106,13 +106,13 @@ def while_loop(
   step: Callable[[list[Any]], list[Any]],
   carry: list[Any],
 ) -> list[Any]:
-  """Returns what `jax.lax.while_loop` does, also where `vmap` has made a condition for each row.
+  """Returns what `jax.lax.while_loop` does, also if `vmap` made a condition for each row.
 
   Args:
     equation: the `while` in the program.
     goes_on: its condition, given the carry.
     step: its body.
-    carry: as it enters.
+    carry: the first carry.
   """
   if not rows_of(equation):
     return jax.lax.while_loop(goes_on, step, carry)
@@ -124,12 +124,12 @@ def while_loop(
 
 
 def rows_of(equation: JaxprEqn) -> tuple[int, ...]:
-  """Returns the shape of a `while`'s condition: () but under `vmap`, where rows that are at an end stay."""
+  """Returns the shape of a `while`'s condition: () except under `vmap`, where finished rows stay."""
   return shape_of(open_jaxpr(equation.params["cond_jaxpr"]).outvars[0])
 
 
 def where_rows(rows: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-  """Returns arrays with the rows of `new` where bool[rows] holds, and those of `old` elsewhere."""
+  """Returns arrays with the rows of `new` where bool[rows] holds, and the rows of `old` elsewhere."""
   return [
     jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - rows.ndim)), x, y)
     for x, y in zip(new, old, strict=True)
@@ -144,7 +144,7 @@ def _evaluate(jaxpr: AnyJaxpr, rule: Rule, *arguments: Any) -> list[Any]:
 def closure_as_argument(
   fun: Callable[..., Any], *args: Any
 ) -> tuple[Callable[..., Any], list[Any], set[str]]:
-  """`fun` with the arrays that it closes over as its first argument, those, and the axes of collectives."""
+  """Returns `fun` with its closed-over arrays as first argument, these arrays, and the collectives' axes."""
   closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
   structure = jax.tree.structure(shapes)
 

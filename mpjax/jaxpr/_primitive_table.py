@@ -1,7 +1,7 @@
-"""The table of primitives, under the decision that autocast makes on them and the reason.
+"""The table of primitives, by autocast's decision and its reason.
 
-A primitive stands here by its public name in JAX, so that one that JAX renames is an error at import. By its
-name as a string stands one for which JAX has no public name: the tests find each in JAX. A primitive that is
+A primitive has its public name in JAX here, so that a rename in JAX is an error at import. A primitive
+without a public name has its name as a string: the tests find each in JAX. A primitive that is
 not here is `opaque`, and `mpjax.explain` lists it as unknown.
 """
 
@@ -16,12 +16,12 @@ from mpjax._compat import newer
 from mpjax.jaxpr._primitives import CallKind, PrimitiveFacts, register
 from mpjax.jaxpr._primitives import Trait as T
 
-Key = Primitive | str  # of several names, with spaces between
+Key = Primitive | str  # a string may hold several names, separated by spaces
 Rows = tuple[T, tuple[Key, ...], CallKind | None, str]
 
 
 def of(traits: T, *keys: Key, call: CallKind | None = None, collective: str = "") -> Rows:
-  """Primitives with the same traits."""
+  """Returns primitives with the same traits."""
   return traits, keys, call, collective
 
 
@@ -33,10 +33,10 @@ def decide(
   in_float16: str = "",
   recompute: bool = True,
 ) -> None:
-  """Adds primitives to the table for which autocast decides the same; see `PrimitiveFacts`.
+  """Adds primitives with the same decision of autocast to the table; see `PrimitiveFacts`.
 
   Args:
-    listed, reason, float16, recompute: of each of them.
+    listed, reason, float16, recompute: for each primitive.
     rows: the primitives.
     in_float16: what float16 adds to the reason.
   """
@@ -101,7 +101,7 @@ decide(
 )
 decide(
   "deny",
-  "accumulates: small terms vanish beside a large sum",
+  "accumulates: small terms vanish next to a large sum",
   of(T.NO_RESIDUAL | T.ACCUMULATES | T.STORES_RESULT, lax.reduce_sum_p),
   of(T.STORES_RESULT, lax.reduce_prod_p, lax.reduce_p),
   of(T.READS_STORED | T.STORES_RESULT, lax.reduce_window_p),

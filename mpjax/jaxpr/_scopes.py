@@ -17,22 +17,22 @@ from mpjax.jaxpr._bodies import bodies_of, once_for_each, open_jaxpr
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", ""
 
-# Scopes with which mpjax marks a program, for an autocast outside.
+# Scopes with which mpjax marks a program, for an outer autocast.
 FULL_PRECISION = "full_precision"
 OUTPUT = "autocast_output"
 AUTOCAST = "autocast_inside"  # with the policy's label; there for `explain` alone
 HALF_PRECISION, REGION_EDGE = "half_precision", "half_precision_edge"
 _OWN_MARKS = frozenset({FULL_PRECISION, OUTPUT, AUTOCAST, HALF_PRECISION, REGION_EDGE})
-# Scopes that are no modules. The names of einsums, `ij,jk->ik`, are none either.
+# Scopes that are not modules. Names of einsums, `ij,jk->ik`, are not modules either.
 MARKS = _OWN_MARKS | {"rematted_computation", "checkpoint"}
 
 _TRANSFORMED = re.compile(r"^(transpose|jvp|vmap|pmap|checkpoint|remat|custom_jvp|custom_vjp|p?jit)\((.*)\)$")
 _CALLS = ("jit", "pjit")
-# The `update` of an optax transform, a function in the one that makes the transform.
+# The `update` of an optax transform is a function inside the one that makes the transform.
 _UPDATE = re.compile(r"(\w+)\.<locals>\.update")
 _AROUND_UPDATES = ("chain", "with_extra_args_support")
 
-# Code that a user's model goes through, and that is not the line that the user wrote.
+# Library code that a user's model calls, which does not contain the user's line.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "jmp", "einops")
 _OWN = pathlib.Path(__file__).parents[1]
 
@@ -41,18 +41,18 @@ _TRANSFORM = type(source_info_util.new_name_stack().transform("jvp").stack[0])
 
 
 class Scopes(NamedTuple):
-  """A name stack of JAX, taken apart.
+  """A name stack of JAX, split into parts.
 
   Attributes:
     transforms: the transformations, outermost first: `transpose`, `jvp`.
-    runs: the scopes, a new run where a transformation begins.
+    runs: the scopes; each transformation begins a new run.
   """
 
   transforms: tuple[str, ...]
   runs: tuple[tuple[str, ...], ...]
 
   def path(self, leave_out: Container[str] = MARKS) -> str:
-    """The scopes in one path, `GPT/h0/attn`, once where a transformation has repeated them."""
+    """Returns the scopes as one path, `GPT/h0/attn`, once if a transformation repeated them."""
     flat: list[str] = []
     starts = []
     for run in self.runs:
@@ -61,7 +61,7 @@ class Scopes(NamedTuple):
     first = 0
     for i in range(1, len(flat)):
       n = i - first
-      transformed = any(i <= start < i + n for start in starts)  # else it is a module in one of its name
+      transformed = any(i <= start < i + n for start in starts)  # otherwise a module in its namesake
       if transformed and flat[i : i + n] == flat[first:i]:
         first = i
     return "/".join(flat[first:])
@@ -76,7 +76,7 @@ class Scopes(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_scopes(text: str) -> Scopes:
-  """Takes apart a name stack, `transpose(jvp(GPT))/h0`, as JAX prints it and a compiled program bears it."""
+  """Splits a name stack, `transpose(jvp(GPT))/h0`, as JAX prints it and compiled programs contain it."""
   transforms: list[str] = []
   runs: list[list[str]] = [[]]
   for part in split_scopes(text):
@@ -97,7 +97,7 @@ def parse_scopes(text: str) -> Scopes:
 
 
 def split_scopes(text: str) -> list[str]:
-  """The parts of a name stack, which may have slashes inside of parentheses."""
+  """Returns the parts of a name stack, which may have slashes inside parentheses."""
   parts, depth, current = [], 0, ""
   for letter in text:
     depth += (letter == "(") - (letter == ")")
@@ -119,12 +119,12 @@ def _parse_stack(stack: source_info_util.NameStack) -> Scopes:
 
 
 def module_path(equation: JaxprEqn) -> str:
-  """The modules that an equation was traced in: `GPT/h0/attn`."""
+  """Returns the modules that an equation was traced in: `GPT/h0/attn`."""
   return _scopes(equation).path()
 
 
 def marked_path(equation: JaxprEqn) -> str:
-  """`module_path` with the marks that mpjax has put there among the modules."""
+  """Returns `module_path` with mpjax's marks among the modules."""
   return _marked_path(equation.source_info.name_stack)
 
 
@@ -134,17 +134,17 @@ def _marked_path(stack: source_info_util.NameStack) -> str:
 
 
 def without_marks(path: str) -> str:
-  """A marked path as a module path."""
+  """Returns a marked path as a module path."""
   return "/".join(part for part in path.split("/") if _unnumbered(part) not in MARKS)
 
 
 def region_scope(mark: str = "") -> str:
-  """The scope of what `half_precision` runs; with a mark where those of a trace are told apart."""
+  """Returns the scope of a `half_precision` region; with a mark if a trace has several to tell apart."""
   return f"{HALF_PRECISION}#{mark}" if mark else HALF_PRECISION
 
 
 def region_mark(path: str) -> str:
-  """The mark of the region that a marked path is in, the outermost; empty for none."""
+  """Returns the mark of the outermost region that a marked path is in; empty without one."""
   parts = (part.partition("#") for part in path.split("/"))
   return next((mark for name, _, mark in parts if name == HALF_PRECISION), "")
 
@@ -176,7 +176,7 @@ def has_region(jaxpr: Jaxpr) -> bool:
 
 
 def at_region_edge(path: str) -> bool:
-  """Returns whether a marked path is that of the casts where a region begins or ends, and of their sums."""
+  """Returns whether a marked path belongs to the casts where a region begins or ends, or to their sums."""
   return REGION_EDGE in path.split("/")
 
 
@@ -185,24 +185,24 @@ def _unnumbered(scope: str) -> str:
 
 
 def inside(outer: str, path: str) -> str:
-  """The path of an equation in a body, from that of the call; a body may have been traced with both."""
+  """Returns the path of an equation in a body, from the call's path; a body may be traced with both."""
   if not outer or path == outer or path.startswith(f"{outer}/"):
     return path
   return f"{outer}/{path}" if path else outer
 
 
 def backward_depth(equation: JaxprEqn) -> int:
-  """Returns how many backward passes an equation is inside of."""
+  """Returns the number of backward passes around an equation."""
   return _scopes(equation).transforms.count("transpose")
 
 
 def phase_of(equation: JaxprEqn) -> str:
-  """FORWARD or BACKWARD pass of a derivative, or OTHER, as far as the equation itself tells."""
+  """Returns FORWARD or BACKWARD pass of a derivative, or OTHER, as far as the equation itself shows."""
   return _scopes(equation).phase
 
 
 def operation_name(equation: JaxprEqn) -> str:
-  """The name of the function that a call is of, `softmax`; elsewhere the primitive's."""
+  """Returns the name of the function that a call runs, `softmax`; otherwise the primitive's name."""
   name = equation.params.get("name")
   if not name and "call_jaxpr" in equation.params:
     name = _compat.function_name(equation.params["call_jaxpr"])
@@ -213,7 +213,7 @@ def operation_name(equation: JaxprEqn) -> str:
 def as_traced(equation: JaxprEqn, leave_out: int = 0) -> Iterator[None]:
   """Gives new equations an equation's source line, scope and context.
 
-  `leave_out` is how many scopes, from the outermost on, whoever calls has entered already.
+  `leave_out` is the number of scopes, from the outermost on, that the caller has entered already.
   """
   info = equation.source_info
   stack = source_info_util.current_name_stack() + scopes_inside(equation, leave_out)
@@ -222,9 +222,9 @@ def as_traced(equation: JaxprEqn, leave_out: int = 0) -> Iterator[None]:
 
 
 def scopes_inside(equation: JaxprEqn, depth: int) -> source_info_util.NameStack:
-  """Returns an equation's scopes but for the first ones, so many of them.
+  """Returns an equation's scopes without the first `depth` ones.
 
-  What they say of derivatives stays: it is read off the equation itself.
+  Their information about derivatives stays: it is read from the equation itself.
   """
   return _scopes_inside(equation.source_info.name_stack, depth)
 
@@ -239,14 +239,14 @@ def _scopes_inside(stack: source_info_util.NameStack, depth: int) -> source_info
 
 
 def scopes_of(equation: JaxprEqn, depth: int) -> contextlib.AbstractContextManager[None]:
-  """Enters the first scopes of an equation, so many of them."""
+  """Enters the first `depth` scopes of an equation."""
   stack = source_info_util.current_name_stack() + equation.source_info.name_stack[:depth]
   return source_info_util.set_name_stack(stack)
 
 
 @functools.cache
 def is_library(file: str) -> bool:
-  """Returns whether a file is of JAX, of a library over it or of this package, and not the user's."""
+  """Returns whether a file belongs to JAX, a library on top of it or this package, not to the user."""
   path = pathlib.Path(file)
   if path.is_relative_to(_OWN):
     return not path.is_relative_to(_OWN / "train")
@@ -255,7 +255,7 @@ def is_library(file: str) -> bool:
 
 
 def source_line(equation: JaxprEqn) -> str:
-  """File and line of the user's program where an equation was traced, `model.py:31`; empty for none."""
+  """Returns file and line of the user's program where an equation was traced, `model.py:31`; may be empty."""
   return _line_of(equation.source_info.traceback)
 
 
@@ -270,8 +270,9 @@ def _line_of(traceback: Any) -> str:
 def transform_place(equation: JaxprEqn) -> tuple[str, str]:
   """Returns the optax transform that an equation belongs to, `scale_by_adam`, and its line in a user's file.
 
-  A transform is named after the function that makes its `update`; empty for none, and inside this package,
-  which calls the optimiser: what calls this package is another function of the user's.
+  A transform has the name of the function that makes its `update`. Both are empty outside a transform, and
+  inside this package, which calls the optimiser: the caller of this package is another function of the
+  user's.
   """
   name = where = ""
   for file, line, function in _compat.user_frames(equation.source_info.traceback):

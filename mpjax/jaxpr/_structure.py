@@ -21,13 +21,14 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, linear_ut
 class Structure:
   """The structure of a jaxpr: jaxprs of equal structures are the same program.
 
-  Compared are primitives, parameters, types, scopes and contexts of the equations; bodies by their own
-  structures and the identity of their constants. The jaxpr's own constants do not count, nor the lines of the
-  source.
+  Primitives, parameters, types, scopes and contexts of the equations count; bodies count by their own
+  structures and the identity of their constants. The jaxpr's own constants and the lines of the source do not
+  count.
 
   Attributes:
-    is_known: whether another jaxpr can have it. None has where a parameter is a function, as of a custom
-      derivative rule: what it closes over is hidden. Nor where a body has a large array as a constant.
+    is_known: whether another jaxpr can have the same structure. None can if a parameter is a function, as of
+      a custom derivative rule, since the values that it closes over are hidden; or if a body has a large
+      array as a constant.
   """
 
   def __init__(self, jaxpr: Jaxpr):
@@ -63,7 +64,7 @@ _LARGE = 1 << 16  # bytes
 
 
 class _Same:
-  """An object that is equal to itself alone; a `TypeError` for a large array, which would be kept alive."""
+  """An object that equals only itself; a `TypeError` for a large array, which would be kept alive."""
 
   def __init__(self, value: object):
     if getattr(value, "nbytes", 0) > _LARGE:
@@ -78,7 +79,7 @@ class _Same:
 
 
 def structure_of(jaxpr: AnyJaxpr) -> Structure:
-  """Returns the structure of a jaxpr, found out once for each."""
+  """Returns the structure of a jaxpr, computed once for each."""
   return _structure_of(open_jaxpr(jaxpr))
 
 
@@ -88,7 +89,7 @@ def _structure_of(jaxpr: Jaxpr) -> Structure:
 
 
 def _equation(equation: JaxprEqn) -> Hashable:
-  policy = "policy" if call_kind(equation) is CallKind.REMAT else None  # it is asked, and not traced
+  policy = "policy" if call_kind(equation) is CallKind.REMAT else None  # it is called, not traced
   parameters = tuple(
     (name, value if name == policy else _parameter(value)) for name, value in sorted(equation.params.items())
   )
