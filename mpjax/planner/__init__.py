@@ -1,4 +1,4 @@
-"""`plan`: what a policy costs on a device, from the traced program and from the device's own compiler."""
+"""`plan`: what a policy costs on a device, from the traced program and from the device's compiler."""
 
 from mpjax.planner._array_bytes import tiled_bytes
 from mpjax.planner._fits import Fit, cheapest, largest_batch

@@ -1,4 +1,4 @@
-"""Arguments of a step by the part of memory that they are: weights, optimiser state by slot, batch."""
+"""Sorts a step's arguments by part of memory: weights, optimiser state by slot, batch."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Argument:
 
   Attributes:
     part: one of `ARGUMENT_PARTS`.
-    path: in the arguments, `0/params/blocks/0/up/kernel`.
-    slot: of an optimiser's state, `mu`; empty otherwise.
-    nbytes: on one device, without padding.
-    whole: of all devices together.
-    elements: how many, of all devices together.
+    path: path in the arguments, such as `0/params/blocks/0/up/kernel`.
+    slot: slot of an optimiser's state, such as `mu`; empty for other parts.
+    nbytes: bytes on one device, without padding.
+    whole: bytes on all devices together.
+    elements: number of elements on all devices together.
     shape, dtype, sharding: as given.
   """
 
@@ -71,21 +71,21 @@ class Argument:
 def name_arguments(
   args: tuple[Any, ...], names: tuple[str, ...], donated: list[bool], parts: Mapping[str | int, str] | None
 ) -> list[Argument]:
-  """Returns the part of every leaf, in the order in which they are flattened.
+  """Returns the part of every leaf, in the order of the flattened arguments.
 
-  `parts` decides first. A `TrainState` says it itself; what is in a NamedTuple of optax is optimiser state;
-  then names tell (`params`, `opt_state`), of the step's parameters and of fields and keys in them. What is
-  left is weights where its shapes are those of a slot of the optimiser's state, or where the step may
-  overwrite it (donated); all else is batch.
+  `parts` decides first. The fields of a `TrainState` name their parts. A NamedTuple of optax is optimiser
+  state. Then the names of the step's parameters, and of fields and keys in them, decide (`params`,
+  `opt_state`). An argument that is left is weights if its shapes equal those of a slot of the optimiser's
+  state, or if the step may overwrite it (donated). All else is batch.
 
   Args:
     args: the step's arguments.
-    names: of its parameters; may be shorter.
-    donated: of every leaf.
+    names: names of the step's parameters; may be shorter than `args`.
+    donated: for every leaf, whether it is donated.
     parts: from the name of a parameter, or its number, to a part.
 
   Raises:
-    ValueError: for a part that there is not, or a parameter that is not the step's.
+    ValueError: for an unknown part, or a parameter that the step does not have.
   """
   given = {str(name): part for name, part in (parts or {}).items()}
   known = {*names, *(str(i) for i in range(len(args)))}
@@ -109,7 +109,7 @@ def name_arguments(
 
 
 def argument_bytes(argument: Argument, kind: str) -> int:
-  """Returns the bytes of an argument on one device, as a compiler lays it out."""
+  """Returns the bytes of an argument on one device, in the compiler's layout."""
   if kind != "tpu":
     return argument.nbytes
   local = argument.sharding.shard_shape(argument.shape) if argument.sharding is not None else argument.shape
@@ -119,7 +119,7 @@ def argument_bytes(argument: Argument, kind: str) -> int:
 
 
 def argument_parts(arguments: Sequence[Argument], kind: str) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns the bytes by part, and those of the optimiser by slot and dtype."""
+  """Returns the bytes by part, and the optimiser's bytes by slot and dtype."""
   parts: collections.Counter[str] = collections.Counter()
   slots: collections.Counter[str] = collections.Counter()
   for argument in arguments:
@@ -170,7 +170,7 @@ def _argument(
 
 
 def _slot_shapes(args: tuple[Any, ...]) -> set[tuple[tuple[int, ...], ...]]:
-  """Returns the shapes of the leaves of every slot of an optimiser's state that has several."""
+  """Returns the leaf shapes of every slot of an optimiser's state."""
   slots: dict[tuple[int, str], list[tuple[int, ...]]] = {}
   for argument in args:
     for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
@@ -185,7 +185,7 @@ def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
 
 
 def _optimizer_slot(tree: PyTree, path: tuple[Any, ...]) -> tuple[bool, str]:
-  """Returns whether a leaf is in a NamedTuple of optax, and the field of the innermost one."""
+  """Returns whether a leaf is in a NamedTuple of optax, and its field in the innermost one."""
   in_optax, slot, node = False, "", tree
   for entry in path:
     if isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(entry, "name"):
@@ -208,7 +208,7 @@ def _train_state_field(tree: PyTree, path: tuple[Any, ...]) -> str | None:
 
 
 def _by_name(name: str, path: tuple[Any, ...]) -> str | None:
-  """Returns the part that the first telling name on the way to a leaf says it is."""
+  """Returns the part that the first known name on a leaf's path stands for."""
   for word in (name, *(str(getattr(e, "key", getattr(e, "name", ""))) for e in path)):
     if word in _PARTS_OF_NAMES:
       part = _PARTS_OF_NAMES[word]

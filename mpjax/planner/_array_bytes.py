@@ -1,8 +1,8 @@
-"""Bytes of an array in memory: of dtypes below a byte, of PRNG keys, and in a TPU's tiles.
+"""Bytes of an array in memory, for dtypes below a byte, PRNG keys and a TPU's tiles.
 
-On a TPU the two minor dimensions are whole tiles of 8 x 128 elements, or of fewer rows. The rule was read off
-the layouts that the compiler chooses for arguments (OpenXLA, Tiled layout, has the notation): of all orders
-of dimensions it takes one in which padding is least.
+A TPU pads the two minor dimensions to whole tiles of 8 x 128 elements, or of fewer rows. The rule was read
+off the layouts that the compiler chooses for arguments (OpenXLA, Tiled layout, explains the notation): the
+compiler takes an order of dimensions with the least padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUB_BYTE = frozenset({"int4", "uint4", "float4_e2m1fn"})
 
 
 def itemsize(dtype: object) -> float:
-  """Returns the bytes of an element; a PRNG key counts as the words that it is."""
+  """Returns the bytes of an element; a PRNG key counts as its 32-bit words."""
   if isinstance(dtype, np.dtype):
     return 0 if dtype == "V" else dtype.itemsize if dtype.name not in _SUB_BYTE else 0.5
   return 4 * key_words(dtype)
@@ -29,7 +29,7 @@ def itemsize(dtype: object) -> float:
 
 @functools.cache
 def key_words(dtype: object) -> int:
-  """Returns how many 32-bit words a PRNG key of a dtype has."""
+  """Returns the number of 32-bit words of a PRNG key of a dtype."""
   key = jax.ShapeDtypeStruct((), dtype)
   return math.prod(jax.eval_shape(jax.random.key_data, key).shape)
 
@@ -57,7 +57,7 @@ def tiled_bytes(shape: tuple[int, ...], dtype: object) -> int:
 
 
 def _power_of_two(n: int, least: int, most: int) -> int:
-  """Returns the smallest power of two that holds n, within bounds."""
+  """Returns the smallest power of two that is at least n, within bounds."""
   tile = least
   while tile < min(n, most):
     tile *= 2

@@ -38,7 +38,7 @@ _OTHER_HALF = {"bfloat16": "float16", "float16": "bfloat16"}
 COMPILE = ("auto", True, False)
 _ELSEWHERE = {
   **dict.fromkeys(("device", "backend", "platform", "hardware", "topology"), "pass target='h100'"),
-  "abstract_args": "the arguments follow the step one by one, as in mpjax.plan(step, *state, batch)",
+  "abstract_args": "the arguments follow the step one by one, as in mpjax.plan(step, state, batch)",
 }
 
 
@@ -68,37 +68,38 @@ def plan(
   donate_argnums: int | Sequence[int] | None = None,
   **unknown: Never,
 ) -> Plan:
-  """Says what a step costs on a device that need not be there: memory, matrix units, collectives, time.
+  """Predicts the cost of a step on a device that need not exist here: memory, products, collectives, time.
 
   ```python
-  print(mpjax.plan(step, *state, batch, target="h200"))  # arrays, or their shapes
-  print(mpjax.plan(jax.grad(loss_fn), *params, batch, policy="bf16", target="v5e"))  # under mpjax.autocast
+  print(mpjax.plan(step, state, batch, target="h200"))  # arrays, or their shapes
+  print(mpjax.plan(jax.grad(loss_fn), params, batch, policy="bf16", target="v5e"))  # under mpjax.autocast
   ```
 
-  Nothing is allocated: the step is traced for the shapes of its arguments, and compiled by the target's own
-  compiler where that is installed.
+  Nothing is allocated and nothing runs. The step is traced for the shapes of its arguments. The target's
+  compiler compiles it if that is installed.
 
   Args:
-    fun_or_step: a training step (or any function of arrays): what `mpjax.make_train_step` returns, a jitted
+    fun_or_step: a training step or any function of arrays: what `mpjax.make_train_step` returns, a jitted
       function, or a plain one.
-    *args: its positional arguments, as arrays or `jax.ShapeDtypeStruct`; with shardings over a mesh
-      (a `jax.sharding.AbstractMesh` will do) where it is to run on several devices.
-    policy: plan it under this policy: a `TrainStep` under another than its own, a function under
-      `mpjax.autocast`. By default a function runs as it stands.
-    target: `None` or `"here"` for this machine; `"h200"`, `"h100:8"`, `"v5e:2x4"` and the like for another.
-    compile: `"auto"`: if the target's compiler is installed; `True`: or else raise; `False`: analytic only.
-    label: what to call the plan beside others; the policy's name by default.
-    parts: from a parameter of the step, by name or number, to a part of `ARGUMENT_PARTS`, where the names and
-      types of the arguments do not tell which are the weights.
-    donate_argnums: of a plain function; of a jitted one it is known.
+    *args: its positional arguments, as arrays or `jax.ShapeDtypeStruct`. For several devices, give them
+      shardings over a mesh; a `jax.sharding.AbstractMesh` will do.
+    policy: the policy to plan for: a `TrainStep` runs under it instead of its own, a function runs under
+      `mpjax.autocast`. By default nothing changes.
+    target: `None` or `"here"` for this machine, or a device, such as `"h200"`, `"h100:8"` or `"v5e:2x4"`.
+    compile: `"auto"`: compile if the target's compiler is installed; `True`: compile, or raise; `False`: do
+      not compile.
+    label: name of the plan in comparisons; the policy's name by default.
+    parts: from a parameter of the step, by name or number, to a part of `ARGUMENT_PARTS`. Needed only if the
+      names and types of the arguments do not say which are the weights.
+    donate_argnums: the donated arguments of a plain function; those of a jitted function are known.
 
   Returns:
-    A `Plan`, whose `str()` is a report and whose `to_dict()` is the data.
+    A `Plan`: `str()` gives the answer, `table(NAME)` one part as text, `to_dict()` the data.
 
   Raises:
-    TypeError: for arguments that the step does not take; shows the call that is right.
-    ValueError: for an unknown target (lists them), a mesh larger than the target, a step that cannot be
-      traced (says where), `parts` that fit nothing, or `compile=True` without the packages.
+    TypeError: for arguments that the step does not take; the message shows the right call.
+    ValueError: for an unknown target (the message lists the known ones), a mesh larger than the target, a
+      step that cannot be traced, `parts` that fit nothing, or `compile=True` without the packages.
     mpjax.planner.CompileError: if `compile=True` and the compiler fails.
   """
   refuse_keywords(plan, unknown, _ELSEWHERE)
@@ -137,11 +138,11 @@ def plan(
 def _by_the_compiler(
   traced: TracedStep, analytic: Memory, device: Target, compile: bool | str
 ) -> tuple[Compiled | None, tuple[Collective, ...], tuple[str, ...]]:
-  """Returns what the target's compiler says, the collectives of its program, and notes.
+  """Returns the compiler's figures, the collectives of its program, and notes.
 
   Raises:
     ValueError: if `compile` is True and the compiler is not installed.
-    CompileError: if `compile` is True and it fails.
+    CompileError: if `compile` is True and the compiler fails.
   """
   if compile is False:
     return None, (), ()
@@ -161,7 +162,7 @@ def _by_the_compiler(
 
 
 def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:
-  """Returns the bytes of the weights in the dtype that they would be served in."""
+  """Returns the bytes of the weights in the dtype for serving."""
   dtype = traced.policy.compute_dtype if traced.policy is not None else serving_dtype(products)
   return sum(
     a.elements * np.dtype(dtype).itemsize if jax.dtypes.issubdtype(a.dtype, np.floating) else a.whole
@@ -170,7 +171,7 @@ def _inference(traced: TracedStep, products: tuple[ProductGroup, ...]) -> int:
 
 
 def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], device: Target) -> list[str]:
-  """Returns the sentences for whoever reads the plan, on devices, weights, padding, FP8 and constants."""
+  """Returns sentences for the reader of the plan, on devices, weights, padding, FP8 and constants."""
   notes = []
   if device.devices > traced.devices and not device.is_here:
     notes.append(
@@ -178,7 +179,9 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
       "arguments shardings over a mesh to use them all"
     )
   if not traced.weights:
-    notes.append("no argument was taken for the weights: say which, as in parts={'params': 'master weights'}")
+    notes.append(
+      "no argument was recognised as the weights: name it, as in parts={'params': 'master weights'}"
+    )
   state = sum(a.whole for a in traced.arguments if a.part in ("master weights", "optimizer state"))
   per_element = round(state / max(1, traced.parameters))
   weights = {
@@ -191,18 +194,18 @@ def _notes(traced: TracedStep, graph: Graph, products: Sequence[ProductGroup], d
   other = _OTHER_HALF.get(half, half)
   if not runs_on(device.matrix_units, half) and runs_on(device.matrix_units, other):
     notes.append(
-      f"{device.name} has no matrix units for {half}, which runs at the rate of float32: it has them "
-      f"for {other}"
+      f"{device.name} has no matrix units for {half}, which runs at the rate of float32; it has matrix "
+      f"units for {other}"
     )
   if (
     traced.policy is not None
     and traced.policy.fp8
     and not any(p.dtype.startswith("float8") for p in products)
   ):
-    notes.append("no product is FP8: mpjax.explain says why each is not")
+    notes.append("no product runs in FP8: mpjax.explain gives the reason for each")
   held = sum(getattr(constant, "nbytes", 0) for constant in constants_of(traced.jaxpr))
   if held > _WORTH_A_NOTE:
     notes.append(
-      f"the step closes over {bytes_text(held)} of arrays, which no part counts: pass them as arguments"
+      f"the step closes over {bytes_text(held)} of arrays, which no part includes: pass them as arguments"
     )
   return notes

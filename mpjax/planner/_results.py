@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# Parts of memory, in the order in which tables and pictures have them. The first six are the arguments of a
-# step, which are there all the time; the others come and go, and are those of the worst moment.
+# Parts of memory, in the order of tables and pictures. The first six are the arguments of a step, which stay
+# in memory all the time. The others come and go: their bytes are those at the peak.
 ARGUMENT_PARTS = ("master weights", "model state", "optimizer state", "FP8 state", "other state", "batch")
 TRANSIENT_PARTS = (
   "compute copies",
@@ -27,12 +27,12 @@ class Saved:
   """An activation that the forward pass leaves for the backward pass.
 
   Attributes:
-    path: modules that make it, `GPT/blocks/*/up`.
-    source: file and line, `model.py:31`.
-    operation: that makes it.
-    dtype, shape: of one.
-    count: how many such there are (one a layer, where layers are alike).
-    nbytes: of all of them, on one device.
+    path: modules that make it, such as `GPT/blocks/*/up`.
+    source: file and line, such as `model.py:31`.
+    operation: the operation that makes it.
+    dtype, shape: dtype and shape of one.
+    count: number of equal ones (one for each layer, where layers are alike).
+    nbytes: bytes of all of them, on one device.
   """
 
   path: str
@@ -49,15 +49,16 @@ class Memory:
   """Bytes on one device.
 
   Attributes:
-    parts: by the names of ARGUMENT_PARTS and TRANSIENT_PARTS (those that there are); their sum is `peak`.
-    optimizer: optimiser state by slot and dtype, `mu float32`.
+    parts: bytes of each part, by the names of ARGUMENT_PARTS and TRANSIENT_PARTS, without empty parts; their
+      sum is `peak`.
+    optimizer: bytes of optimiser state by slot and dtype, such as `mu float32`.
     saved: activations that the backward pass reads, the largest first.
-    saved_bytes: sum of all of those, also the ones that are not listed, at the moment when it is most.
-    peak: the most that is in memory at one time.
-    training_state: what weights, their copies in the compute dtype, gradients and optimiser state would take
-      if all of each were there at once, by those names: the figure that rules of thumb give (16 bytes a
-      parameter with Adam in float32, ZeRO, section 3.1). Of the analytic plan alone; empty of the compiler's.
-    gathered: parameters that are gathered over `fsdp` and there at once. Of the analytic plan alone.
+    saved_bytes: the most bytes of activations for the backward pass at one time, listed or not.
+    peak: the most bytes in memory at one time.
+    training_state: bytes of weights, their copies in the compute dtype, gradients and optimiser state, as if
+      all were in memory at once: the figure of rules of thumb (16 bytes a parameter with Adam in float32,
+      ZeRO, section 3.1). Only the analytic plan has it; empty in the compiler's.
+    gathered: bytes of parameters that are gathered over `fsdp` at one time. Only the analytic plan has it.
   """
 
   parts: dict[str, int]
@@ -74,13 +75,13 @@ class Compiled:
   """The figures of the target's own compiler; bytes on one device.
 
   Attributes:
-    arguments, outputs, aliases, temporaries: of its memory analysis.
+    arguments, outputs, aliases, temporaries: figures of the compiler's memory analysis.
     peak: arguments + outputs - aliases + temporaries: what the step needs.
-    memory: the same, divided into parts by its own schedule of the program.
+    memory: the same, divided into parts by the compiler's schedule of the program.
     explained: share of `peak` that the parts account for.
-    difference: sentences that say why `peak` is not the analytic one.
-    kernels: FLOPs of matrix products by kernel and dtypes of the operands, `cublas: bf16 x bf16`.
-    seconds: that it took to compile.
+    difference: sentences that say why `peak` differs from the analytic peak.
+    kernels: FLOPs of matrix products by kernel and operand dtypes, such as `cublas: bf16 x bf16`.
+    seconds: seconds of compilation.
   """
 
   arguments: int
@@ -97,19 +98,19 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class ProductGroup:
-  """Matrix products (or convolutions, as products) of one line of the program that are alike.
+  """Equal matrix products (or convolutions, as products) of one line of the program.
 
   Attributes:
-    path, source: modules, `GPT/blocks/*/up`, and line.
+    path, source: modules, such as `GPT/blocks/*/up`, and line.
     phase: forward, backward, or empty.
     operation: primitive.
-    dtype: in which it multiplies.
+    dtype: the dtype in which the target multiplies.
     shape: M, N, K of one product of the batch.
-    padded: the next M, N, K at which the target's matrix units run at full rate; equal to `shape` if it is.
-    batch: how many products of that shape in one.
-    flops: of all of them.
-    eligible: whether it runs on the matrix units at full rate.
-    why: what keeps it from that; empty if it is eligible.
+    padded: the next M, N, K at which the target's matrix units run at full rate; `shape` if that does.
+    batch: number of products of that shape in one operation.
+    flops: FLOPs of all of them.
+    eligible: whether the product runs on the matrix units at full rate.
+    why: what prevents it; empty if it is eligible.
   """
 
   path: str
@@ -127,15 +128,15 @@ class ProductGroup:
 
 @dataclasses.dataclass(frozen=True)
 class KernelGroup:
-  """Fused kernels (Pallas, cuDNN's attention) of one line of the program that are alike.
+  """Equal fused kernels (Pallas, cuDNN's attention) of one line of the program.
 
   Attributes:
-    path, source: modules, `GPT/blocks/*`, and line.
+    path, source: modules, such as `GPT/blocks/*`, and line.
     phase: forward, backward, or empty.
-    name: as the program names it.
+    name: its name in the program.
     operands: the floating dtypes of its operands.
     count: how many run.
-    flops: that all of them state; 0 if they state none. No other figure counts them.
+    flops: FLOPs that the kernels state; 0 if they state nothing. No other figure counts them.
   """
 
   path: str
@@ -149,15 +150,15 @@ class KernelGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """Collectives that are alike, of one step on one device.
+  """Equal collectives of one step on one device.
 
   Attributes:
-    operation: as the compiler names it, `all-reduce`.
-    dtype: of what moves.
-    nbytes: of the results of all of them.
-    count: how many.
+    operation: the compiler's name for it, such as `all-reduce`.
+    dtype: dtype of the values that move.
+    nbytes: bytes of the results of all of them.
+    count: number of collectives.
     sources: modules that they come from, the largest first.
-    group: how many devices exchange with each other; 0 where that is not known, or each has one to send to.
+    group: number of devices that exchange with each other; 0 if not known, or if each sends to one other.
   """
 
   operation: str
@@ -169,7 +170,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """The least bytes that a device sends, by any algorithm, and where the network adds up an all-reduce."""
+    """The least bytes that a device sends with any algorithm, also if the network adds up an all-reduce."""
     group = self.group or 2
     if self.operation == "reduce-scatter":
       return float(self.nbytes * (group - 1))
@@ -178,7 +179,7 @@ class Collective:
 
 
 class Crossing(NamedTuple):
-  """A collective that runs so many times; the attributes are those of `Collective`, of one."""
+  """A collective that runs `times` times; the other attributes are as in `Collective`, for one run."""
 
   operation: str
   dtype: str
@@ -189,7 +190,7 @@ class Crossing(NamedTuple):
 
 
 def add_up(crossings: Iterable[Crossing]) -> tuple[Collective, ...]:
-  """Returns the collectives of a step, those that are alike as one, the largest first."""
+  """Returns the collectives of a step, equal ones together, the largest first."""
   rows: dict[tuple[str, str, int], list[Crossing]] = {}
   for crossing in crossings:
     rows.setdefault((crossing.operation, crossing.dtype, crossing.group), []).append(crossing)
@@ -206,7 +207,7 @@ def add_up(crossings: Iterable[Crossing]) -> tuple[Collective, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-  """The shortest time that a step can take at the published peaks: no step is faster.
+  """The shortest time that a step can take at the published peak rates.
 
   Attributes:
     seconds: the longest of the parts.
@@ -230,24 +231,24 @@ class PlanFigures:
   """The cost of one step on one target, as data.
 
   Attributes:
-    label: what it is called in a comparison; a policy's name.
+    label: its name in a comparison; by default the policy's.
     target: name of the target.
-    device: what that is, in words.
-    devices: how many devices the step runs on; all bytes and FLOPs are of one.
-    device_memory: bytes that one has, 0 where that is not known.
+    device: what the target is, in words.
+    devices: number of devices that the step runs on; all bytes and FLOPs are those of one device.
+    device_memory: bytes of one device's memory; 0 if not known.
     parameters: number of trained parameters.
-    memory: the analytic plan.
-    compiled: the compiler's, or `None`.
+    memory: memory by the analytic plan.
+    compiled: figures of the compiler, or `None`.
     inference: bytes of the weights in the compute dtype.
-    checkpoint: bytes of what a checkpoint of the state holds, unpadded and once for all devices.
+    checkpoint: bytes of a checkpoint of the state, without padding, once for all devices.
     products: the matrix products, the most FLOPs first.
-    collectives: what crosses devices, from the compiled program; without one, what the step states itself,
-      which a step of `mpjax.make_train_step` with a mesh does of all but a `tensor` axis.
-    floor: for the time, or `None` where the target has no published peaks.
-    notes: sentences for whoever reads the plan.
-    subject: what the step trains, in words; empty if that is not known.
+    collectives: what crosses devices, from the compiled program. Without a compiled program: what the step
+      itself states. A step of `mpjax.make_train_step` with a mesh states all but those of a `tensor` axis.
+    floor: the shortest possible time, or `None` if the target has no published peak rates.
+    notes: sentences for the reader of the plan.
+    subject: what the step trains, in words; empty if not known.
     usable_memory: bytes of a device that JAX takes; 0 for all of them.
-    fused: its kernels, the most FLOPs first.
+    fused: fused kernels, the most FLOPs first.
   """
 
   label: str
@@ -270,21 +271,21 @@ class PlanFigures:
 
   @property
   def room(self) -> int:
-    """Bytes that the step has to fit in: what JAX takes of a device's memory; 0 where that is not known."""
+    """Bytes that the step must fit in: what JAX takes of a device's memory; 0 if not known."""
     return self.usable_memory or self.device_memory
 
   @property
   def peak(self) -> int:
-    """Bytes that the step needs: the compiler's figure where there is one."""
+    """Bytes that the step needs: the compiler's figure if there is one, else the analytic figure."""
     return self.compiled.peak if self.compiled else self.memory.peak
 
   def bytes_per_parameter(self, *parts: str) -> float:
-    """Returns analytic bytes per parameter of some parts, all if none is named."""
+    """Returns analytic bytes per parameter of the named parts, or of all parts without names."""
     chosen = parts or tuple(self.memory.parts)
     return sum(self.memory.parts.get(part, 0) for part in chosen) / max(1, self.parameters)
 
   def matrix_flops(self) -> dict[str, int]:
-    """FLOPs of matrix products by dtype, the most first."""
+    """Returns the FLOPs of matrix products by dtype, the most first."""
     total: dict[str, int] = {}
     for product in self.products:
       total[product.dtype] = total.get(product.dtype, 0) + product.flops

@@ -1,4 +1,4 @@
-"""The devices that a step can be planned for: this machine's, and those that `formats/devices` describes."""
+"""The devices that a step can be planned for: this machine's, and those described in `formats/devices`."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from mpjax.fp8._hardware import fp8_units
 from mpjax.policy import Policy
 
 HERE = "here"
-# JAX takes this share of a GPU's memory unless one of these variables says another.
+# JAX takes this share of a GPU's memory unless one of these variables sets another.
 _GPU_SHARE = 0.75
 _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# What XLA gives a cuBLAS call to work in, from Hopper on and before.
+# The workspace that XLA gives a cuBLAS call, from Hopper on and before.
 _WORKSPACE = {9: 32 << 20, 10: 32 << 20, 12: 32 << 20}
 _WORKSPACE_BEFORE = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """A device, or several, that a step is planned for.
+  """A device, or several, to plan a step for.
 
   Attributes:
-    name: as the user gave it, `h200:8`; `here` for this machine.
+    name: as the user gave it, such as `h200:8`; `here` for this machine.
     device: what it is, in words.
     kind: `cpu`, `gpu` or `tpu`.
-    devices: how many there are.
-    memory: bytes of one; 0 if not known.
-    usable: bytes of that that JAX takes by default.
-    bandwidth: bytes/s of its memory; 0 if not known.
-    flops: published dense peaks in FLOP/s by dtype.
-    interconnect: bytes/s from one device to the others; 0 if there is none.
+    devices: number of devices.
+    memory: bytes of one device's memory; 0 if not known.
+    usable: bytes of `memory` that JAX takes by default.
+    bandwidth: bytes/s of one device's memory; 0 if not known.
+    flops: published dense peak rates in FLOP/s by dtype.
+    interconnect: bytes/s from one device to the others; 0 without an interconnect.
     matrix_units: name of a row of `mpjax.formats.MATRIX_UNITS`.
     workspace: the most bytes that the compiler sets aside for a call of a matrix library.
-    on_chip: bytes of memory on the chip in which the compiler keeps values, rather than in the device's.
+    on_chip: bytes of the chip's own memory in which the compiler keeps values.
     topology: what `jax.experimental.topologies` takes; empty for this machine.
-    compute_capability: of a described GPU, (major, minor); (0, 0) for others.
-    cuda: of a described GPU, the other facts that XLA's CUDA compiler asks for.
+    compute_capability: (major, minor) for a described GPU; (0, 0) for others.
+    cuda: the other facts on a described GPU that XLA's CUDA compiler asks for.
   """
 
   name: str
@@ -70,12 +70,12 @@ class Target:
 
   @property
   def extra(self) -> str:
-    """Returns the extra of mpjax whose packages compile for it; empty for a CPU."""
+    """Returns the extra of mpjax whose packages compile for the target; empty for a CPU."""
     return {"gpu": "plan-cuda", "tpu": "plan-tpu"}.get(self.kind, "")
 
   @property
   def cache(self) -> int:
-    """Returns the bytes that may stay close to the units from one pass over memory to the next."""
+    """Returns the bytes that a cache may keep from one pass over memory to the next."""
     return int(self.cuda.get("l2_cache_size", 0)) or self.on_chip
 
   def gpu_description(self) -> str:
@@ -97,7 +97,7 @@ class Target:
 
 
 def presets_of(target: Target) -> list[str]:
-  """Returns the policy presets that a target has units for, from the least memory traffic to the most."""
+  """Returns the policy presets that a target has matrix units for, the least memory traffic first."""
   on_gpu = target.kind == "gpu"
   has_units = {
     "fp8": "float8" in target.flops,
@@ -118,7 +118,7 @@ def get_target(name: str | Target | None = None) -> Target:
   """Returns a target by name: `here`, `h200`, `h200:8` (GPUs), `h100:2x8` (hosts x GPUs), `v5e:2x4` (chips).
 
   Raises:
-    ValueError: for an unknown one; lists those there are.
+    ValueError: for an unknown name; the message lists the known ones.
   """
   if isinstance(name, Target):
     return name
@@ -180,7 +180,7 @@ def _from_data(name: str, data: DeviceData, count: int, topology: str) -> Target
 
 
 def _gpu_share() -> float:
-  """Returns the share of a GPU's memory that JAX takes, as the environment or JAX has it."""
+  """Returns the share of a GPU's memory that JAX takes, from the environment or JAX's default."""
   for name in _SHARE_VARIABLES:
     try:
       return min(1.0, float(os.environ[name]))
@@ -190,7 +190,7 @@ def _gpu_share() -> float:
 
 
 def _here() -> Target:
-  """Returns this machine's default devices, with the published figures of their kind where we have them."""
+  """Returns this machine's default devices, with the published figures of their kind if known."""
   devices = jax.local_devices()
   device = devices[0]
   kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
@@ -228,7 +228,7 @@ def _units_of(kind: str, device: jax.Device) -> str:
 
 
 def device_memory(device: jax.Device | None) -> int:
-  """Returns the bytes of a device, or of this machine for a CPU or `None`; 0 if not known."""
+  """Returns a device's memory in bytes, or this machine's for a CPU or `None`; 0 if not known."""
   if device is None or device.platform == "cpu":
     try:
       return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -238,7 +238,7 @@ def device_memory(device: jax.Device | None) -> int:
 
 
 def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
-  """Returns the policy as the target would run it, whatever this machine has, and a note or nothing."""
+  """Returns the policy as the target runs it, whatever this machine has, and a note or an empty text."""
   recipe = policy.fp8
   if recipe is None or recipe.emulate or target.is_here:
     return policy, ""
@@ -249,5 +249,5 @@ def policy_on_target(policy: Policy, target: Target) -> tuple[Policy, str]:
   there, why = fp8_units(recipe, device)
   if not there:
     return dataclasses.replace(policy, fp8=None), f"{why}: products run in {policy.compute_dtype.name}"
-  # Its products are to be traced as FP8 on this machine, too; which kernels they become the target decides.
+  # Its products must be traced as FP8 on this machine, too; the target decides which kernels they become.
   return dataclasses.replace(policy, fp8=dataclasses.replace(recipe, emulate=True)), ""

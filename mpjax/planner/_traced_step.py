@@ -1,4 +1,4 @@
-"""A step traced for the shapes of its arguments: what both halves of a plan start from."""
+"""Traces a step for the shapes of its arguments: both halves of a plan start from it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class TracedStep:
 
   Attributes:
     jitted: the function to compile.
-    args: shapes of its arguments, with shardings where it runs on several devices.
+    args: shapes of its arguments, with shardings if it runs on several devices.
     jaxpr: its program.
-    arguments: the leaves of `args`, with the part of memory that each is.
-    donated: of each of them, whether the results may take its memory.
-    results: how many leaves it returns.
-    devices: how many devices it runs on.
-    policy: whose dtypes it computes in; `None` if that is not known.
-    label: what a plan of it is called.
-    notes: sentences about it for whoever reads the plan.
+    arguments: the leaves of `args`, each with its part of memory.
+    donated: for each leaf, whether the results may take its memory.
+    results: number of leaves that it returns.
+    devices: number of devices that it runs on.
+    policy: the policy whose dtypes it computes in; `None` if not known.
+    label: the plan's name.
+    notes: sentences about it for the reader of the plan.
   """
 
   jitted: jax.stages.Wrapped
@@ -71,11 +71,11 @@ def trace_step(
   parts: Mapping[str | int, str] | None = None,
   donate_argnums: int | Sequence[int] | None = None,
 ) -> TracedStep:
-  """Traces a step; the arguments are those of `mpjax.plan`.
+  """Traces a step; takes the arguments of `mpjax.plan`.
 
   Raises:
     TypeError: for arguments that the step does not take.
-    ValueError: for arguments that are no arrays or lie on a mesh larger than the target, for a step that
+    ValueError: for arguments that are not arrays or lie on a mesh larger than the target, for a step that
       cannot be traced, and for `parts` that fit nothing.
   """
   resolved = None if policy is None else get_policy(policy, backend=device.kind)
@@ -117,7 +117,7 @@ def trace_step(
 def _adopted(
   step: TrainStep, policy: Policy, args: tuple[PyTree, PyTree]
 ) -> tuple[TrainStep, tuple[PyTree, PyTree]]:
-  """Returns the step under another policy, with the shapes of its state, that lie as the given state does."""
+  """Returns the step under another policy, with the shapes of its state in the given state's layout."""
   state, batch = args
   other = step.with_policy(policy)
   shapes = jax.eval_shape(lambda s: other.adopt(s, step, warn=False), state)
@@ -140,7 +140,7 @@ def _under(
   args: tuple[PyTree, ...],
   donate_argnums: int | Sequence[int] | None,
 ) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
-  """Returns a function under autocast, and which arguments it may overwrite."""
+  """Returns a function under autocast, and the arguments that it may overwrite."""
   if _is_jitted(fun) and donate_argnums is None:
     info, _ = _trace(fun, tuple(map(_abstract, args))).args_info
     donated = [any(leaf.donated for leaf in jax.tree.leaves(argument)) for argument in info]
@@ -155,7 +155,7 @@ def _is_jitted(fun: object) -> TypeGuard[jax.stages.Wrapped]:
 def _jitted(
   step: Any, donate_argnums: int | Sequence[int] | None
 ) -> tuple[jax.stages.Wrapped, tuple[str, ...]]:
-  """Returns the jitted function of a step, and the names of its parameters as far as they are known."""
+  """Returns the jitted function of a step, and the names of its parameters if known."""
   if isinstance(step, TrainStep):
     return step.jitted, ("state", "batch")
   if _is_jitted(step):
@@ -179,7 +179,7 @@ def _label(step: Callable[..., Any], policy: Policy | None) -> str:
 
 
 def _abstract(argument: PyTree) -> PyTree:
-  """Returns the shapes of an argument's leaves, with the shardings of those that lie on a mesh."""
+  """Returns the shapes of an argument's leaves, with shardings for leaves on a mesh."""
   return jax.tree_util.tree_map_with_path(_abstract_leaf, argument, is_leaf=_is_nnx)
 
 
@@ -197,13 +197,13 @@ def _abstract_leaf(path: jax.tree_util.KeyPath, x: object) -> jax.ShapeDtypeStru
     if not isinstance(x, (bool, int, float, complex)):
       raise ValueError(
         f"an argument of the step holds a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its top'}: "
-        "expected arrays, shapes or numbers; bind what is static with functools.partial, or take it out of "
+        "expected arrays, shapes or numbers; bind static values with functools.partial, or take them out of "
         "the tree (equinox.filter)"
       )
     x = np.asarray(x)
   sharding = getattr(x, "sharding", None)
   on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
-  # As JAX reads it: without x64, NumPy's wide types and Python's numbers have 32 bits.
+  # As in JAX: without x64, NumPy's wide types and Python's numbers have 32 bits.
   extended = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
   dtype = x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)
   return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if on_mesh else None)
@@ -224,10 +224,10 @@ def _on_devices(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
 
 
 def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
-  """Returns the number of devices that arguments lie on.
+  """Returns the number of devices that the arguments lie on.
 
   Raises:
-    ValueError: for several meshes, or one that is larger than the target.
+    ValueError: for several meshes, or a mesh that is larger than the target.
   """
   sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(args) if leaf.sharding is not None}
   if len(sizes) > 1:
@@ -242,7 +242,7 @@ def _mesh_size(args: tuple[PyTree, ...], target: Target) -> int:
 
 
 def _larger(target: Target, size: int) -> str:
-  """Returns the name of a target of a kind that has `size` devices."""
+  """Returns the name of a target of the same kind with `size` devices."""
   base = target.name.partition(":")[0]
   if target.kind == "tpu":
     side = 1
@@ -256,7 +256,7 @@ def _trace(jitted: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> jax.stages.T
   """Traces a function.
 
   Raises:
-    ValueError: where that raises, with the line of the user's program.
+    ValueError: if the function raises; the message has the line of the user's program.
   """
   try:
     return jitted.trace(*args)

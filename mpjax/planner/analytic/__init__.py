@@ -1,4 +1,4 @@
-"""Memory, products and a floor for the time of a program, from its jaxpr alone."""
+"""Memory, matrix products and the shortest possible time of a program, from its jaxpr alone."""
 
 from mpjax.planner.analytic._graph import Graph, make_graph
 from mpjax.planner.analytic._memory import analytic_memory, table_bytes

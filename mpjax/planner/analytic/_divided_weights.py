@@ -1,4 +1,4 @@
-"""Weights that the compiler gathers (GSPMD): whole copies for what reads them, and whole gradients."""
+"""Weights that the compiler gathers (GSPMD): whole copies for their readers, and whole gradients."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 class DividedWeights:
   """The divided weights of a step that is not in a `shard_map`.
 
-  What reads one needs it whole, but for axes of the mesh that do not divide the batch. The copy stays for all
-  that reads it in the same loop body and rematerialised region. A gradient is whole before it is reduced.
+  An operation that reads a weight needs the whole weight; only mesh axes that do not divide the batch still
+  divide it. The copy stays for all readers in the same loop body and rematerialised region. A gradient is
+  whole before it is reduced.
 
   Args:
-    graph: of the step.
-    arguments: of the step, as of the graph.
-    kind: of the platform.
+    graph: graph of the step.
+    arguments: arguments of the step, in the graph's order.
+    kind: kind of the platform.
   """
 
   def __init__(self, graph: Graph, arguments: Sequence[Argument], kind: str):
     self._kind = kind
     of_batch = {axis for a in arguments if a.part == "batch" for axis in _axes(a)}
-    self._of_shape: dict[Shape, float] = {}  # the share of a whole gradient that a device has
-    self._weights: dict[int, tuple[GraphValue, float]] = {}  # by identity, with the share of the gathered one
+    self._of_shape: dict[Shape, float] = {}  # a device's share of a whole gradient
+    self._weights: dict[int, tuple[GraphValue, float]] = {}  # by identity; a device's share of the copy
     for value, a in zip(graph.arguments, arguments, strict=True):
       axes = _axes(a)
       if a.part == "master weights" and len(a.shape) > 1 and not of_batch.isdisjoint(axes):
@@ -69,7 +70,7 @@ class DividedWeights:
 
     Args:
       operation: any.
-      root: gives what a value is a view of.
+      root: returns the value that a value is a view of.
     """
     if not _is_divided(operation):
       return []
@@ -88,13 +89,13 @@ class DividedWeights:
     if operation.phase != BACKWARD or not _is_divided(operation):
       return 0
     if any(id(value) in self._weights for value in operation.operands):
-      return 0  # it is of what a weight was multiplied by
-    # In float32, to which compilers widen the product rather than cast its result.
+      return 0  # it is the gradient of the other operand
+    # In float32: compilers widen the product instead of casting its result.
     sizes = (4 * math.prod(value.shape) * self._of_shape.get(value.shape, 0.0) for value in operation.results)
     return int(sum(sizes))
 
   def _crosses_in(self, operation: GraphOperation, value: GraphValue) -> np.dtype:
-    """Returns the dtype in which a weight crosses: for products a TPU casts to half precision before."""
+    """Returns the dtype in which a weight crosses: a TPU casts to half precision first, for products."""
     is_product = has(operation.equation, Trait.PRODUCT) and operation.equation.params.get("precision") is None
     halved = self._kind == "tpu" and is_product and itemsize(value.dtype) == 4
     return np.dtype(jnp.bfloat16) if halved else np.dtype(value.dtype)

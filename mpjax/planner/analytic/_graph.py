@@ -1,6 +1,6 @@
-"""A traced program as a flat list of operations on values, each with the module and line that it is from.
+"""A traced program as a flat list of operations on values, each with its module and line.
 
-Calls are entered, so a `jit`, a `custom_vjp` or a rematerialised region is its operations. A loop or a
+Calls are inlined: a `jit`, a `custom_vjp` or a rematerialised region becomes its operations. A loop or a
 conditional stays one operation, which holds the graphs of its bodies.
 """
 
@@ -43,10 +43,10 @@ class GraphValue:
   """An array of the program.
 
   Attributes:
-    shape, dtype: as traced, of all devices together.
+    shape, dtype: as traced, for all devices together.
     maker: the operation that computes it; `None` for an argument or a constant.
     argument: its position among the flat arguments, or `None`.
-    local: whether the shape is one device's share already (inside of a `shard_map`).
+    local: whether the shape is already one device's share (inside a `shard_map`).
   """
 
   shape: tuple[int, ...]
@@ -66,19 +66,19 @@ class GraphOperation:
   """One equation.
 
   Attributes:
-    name: of the primitive.
+    name: name of the primitive.
     operands, results: values; literals are left out.
-    phase: FORWARD if it is the forward pass of a derivative, BACKWARD if the backward pass, else OTHER.
-    path: module path, `GPT/blocks/0/up`.
-    source: file and line of the user's program, `model.py:31`.
-    flops: of a matrix product or convolution, once.
-    region: number of the rematerialised region that it is in, 0 for none; the compiler merges no
-      operations of different ones, except where it takes no notice of them.
+    phase: FORWARD in the forward pass of a derivative, BACKWARD in the backward pass, else OTHER.
+    path: module path, such as `GPT/blocks/0/up`.
+    source: file and line of the user's program, such as `model.py:31`.
+    flops: FLOPs of one run of a matrix product or convolution.
+    region: number of its rematerialised region, 0 without one. The compiler does not merge operations of
+      different regions, unless it ignores regions.
     equation: the traced equation.
-    local: whether it is inside of a `shard_map`, with the shapes of one device.
+    local: whether it is inside a `shard_map`, with the shapes of one device.
     bodies: graphs of a loop's or conditional's bodies.
     times: how often the bodies run (a `while` counts once).
-    group: how many devices exchange with each other, of a collective; 1 otherwise.
+    group: for a collective, the number of devices that exchange with each other; 1 otherwise.
   """
 
   name: str
@@ -98,17 +98,17 @@ class GraphOperation:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Graph:
-  """Operations in program order, without those whose results nobody reads."""
+  """Operations in program order, without operations whose results nothing reads."""
 
   arguments: list[GraphValue]
   results: list[GraphValue]
   operations: list[GraphOperation]
-  literal_bytes: int = 0  # of results that are no value of the program, but a constant
+  literal_bytes: int = 0  # bytes of results that are constants
 
   def every_operation(self, times: int = 1, *, least: bool = False) -> Iterator[tuple[GraphOperation, int]]:
-    """Yields all operations with how often each runs, those in loops too.
+    """Yields all operations, also those in loops, with the number of times that each runs.
 
-    Of a conditional's branches, the one with the most FLOPs, or the `least`.
+    A conditional yields the branch with the most FLOPs, or with the `least`.
     """
     for operation in self.operations:
       yield operation, times
@@ -130,12 +130,12 @@ def make_graph(closed: AnyJaxpr) -> Graph:
 
 
 def merged(graph: Graph, *, through_regions: bool) -> Graph:
-  """Returns the graph with operations that compute the same thing once.
+  """Returns the graph with one operation in place of several that compute the same.
 
   Args:
-    graph: of the program.
-    through_regions: also merge what a rematerialised region computes again with the first time, as a
-      compiler does that takes no notice of barriers.
+    graph: graph of the program.
+    through_regions: also merge what a rematerialised region recomputes with the first computation, as a
+      compiler does that ignores barriers.
   """
   same: dict[int, GraphValue] = {}
   made: dict[Hashable, GraphOperation] = {}
@@ -166,7 +166,7 @@ def merged(graph: Graph, *, through_regions: bool) -> Graph:
 
 
 def _key(operation: GraphOperation, operands: list[GraphValue], region: int) -> Hashable:
-  """Returns what is equal for operations that compute the same; `None` for one that must stay as it is."""
+  """Returns a key, equal for operations that compute the same; `None` for one that must not be merged."""
   equation = operation.equation
   if operation.bodies or equation.effects or bodies_of(equation):
     return None
@@ -192,7 +192,7 @@ class _Context:
   path: str
   source: str
   region: int
-  # Inside of a `shard_map`: how many devices each axis of its mesh has.
+  # Inside a `shard_map`: the number of devices on each axis of its mesh.
   axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -233,7 +233,7 @@ class _Builder:
       opened = open_jaxpr(body)
       for variable in opened.constvars:
         inner[variable] = _value(variable.aval)
-      # Of a choice by platform the first operand is the choice.
+      # The first operand of a choice by platform is the choice.
       operands = equation.invars[len(equation.invars) - len(opened.invars) :]
       for variable, atom in zip(opened.invars, operands, strict=True):
         inner[variable] = environment[atom] if is_variable(atom) else _value(variable.aval)
@@ -256,7 +256,7 @@ class _Builder:
       bodies = [self.graph(open_jaxpr(body), here) for body in bodies_of(equation)]
     times = times_run(equation)
     if not here.path or not here.source:
-      # What a transformation put in bears no name: it belongs to what it reads.
+      # An operation that a transformation added does not have a name: it belongs to what it reads.
       makers = [value.maker for value in operands if value.maker is not None and value.maker.path]
       if makers:
         here = dataclasses.replace(
@@ -287,7 +287,7 @@ def _value(aval: AbstractValue) -> GraphValue:
 
 
 def _call(equation: JaxprEqn) -> AnyJaxpr | None:
-  """Returns the jaxpr that an equation just calls, or `None`; of a choice by platform, the default one."""
+  """Returns the jaxpr that an equation only calls, or `None`; for a choice by platform, the default."""
   branch = default_branch(equation)
   if branch is not None:
     return branch

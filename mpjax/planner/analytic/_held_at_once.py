@@ -1,4 +1,4 @@
-"""The memory of weights, their copies, gradients and optimiser state, if all were there at once."""
+"""The memory of weights, their copies, gradients and optimiser state, if all are in memory at once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Shape = tuple[int, ...]
 def held_at_once(
   graph: Graph, worst: Peak, weights: Sequence[Shape], size: Callable[[GraphValue], int]
 ) -> dict[str, int]:
-  """Returns the bytes of all copies of weights made for products, and of all gradients that the update reads.
+  """Returns the bytes of all weight copies made for products, and of all gradients that the update reads.
 
-  A weight that is copied several times counts once, and so does a gradient that is a sum of several.
+  A weight that is copied several times counts once. A gradient that is a sum of several counts once.
 
   Args:
-    graph: of the step.
-    worst: what it stores, in order.
+    graph: graph of the step.
+    worst: the step's peak, with everything that it stores, in order.
     weights: shapes of the weights.
-    size: bytes of a value on a device.
+    size: returns the bytes of a value on a device.
   """
   count = collections.Counter(map(_known_by, weights))
   found = {
@@ -37,7 +37,7 @@ def held_at_once(
 
 
 def from_arguments(value: GraphValue) -> bool:
-  """Returns whether a value is a cast to no wider type, or a view, of one argument."""
+  """Returns whether a value is a view of one argument, or a cast of it to the same or fewer bits."""
   given = value
   for _ in range(16):
     if value.argument is not None:
@@ -49,12 +49,12 @@ def from_arguments(value: GraphValue) -> bool:
 
 
 def _known_by(shape: Shape) -> Shape:
-  """Returns what a shape has in common with its transposed forms."""
+  """Returns a key that a shape shares with its transposed forms."""
   return tuple(sorted(shape))
 
 
 def _one_each(found: Sequence[tuple[Shape, int]], count: collections.Counter[Shape]) -> int:
-  """Returns the bytes of as many values of each shape as there are weights of it, the largest."""
+  """Returns the bytes of the largest values of each shape, as many as there are weights of that shape."""
   by_shape: dict[Shape, list[int]] = {}
   for shape, nbytes in found:
     by_shape.setdefault(_known_by(shape), []).append(nbytes)
@@ -73,7 +73,7 @@ def _copies(
       for value in step.reads:  # which it quantises
         if value.argument is not None:
           found.append((value.shape, worst.size(value) // value.dtype.itemsize))
-  # In loops: of weights that are carried along, or of one layer of a stack in each round.
+  # In loops: copies of weights that the loop carries, or of one layer of a stack in each round.
   for operation, times in graph.every_operation():
     source = operation.operands[0] if len(operation.operands) == 1 else None
     is_cast = operation.equation.primitive is jax.lax.convert_element_type_p

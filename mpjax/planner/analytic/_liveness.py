@@ -1,8 +1,8 @@
-"""Live values of a program: which are stored, for how long, and how much that is at the worst moment.
+"""Live values of a program: which are stored, for how long, and how many bytes at the peak.
 
-A small model of what XLA does: elementwise operations are computed where they are read, and never stored
-unless a matrix product, a loop or the caller needs them in memory; every value is freed after its last
-read; operations run in an order that keeps little alive.
+A small model of XLA. The result of an elementwise operation is computed where it is read; it is stored only
+if a matrix product, a loop or the caller needs it in memory. Every value is freed after its last read.
+Operations run in an order that keeps few bytes live.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mpjax.products import fp8_dot_general_p
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-  """The traits in which a platform's compiler departs from the model.
+  """How a platform's compiler differs from the model.
 
   Attributes:
-    casts_into_products: a product reads what is cast for it, rather than a stored copy of it.
-    half_as_float32: it computes in float32 what is traced in half precision, and keeps that.
-    merges_through_barriers: it computes once what a rematerialised region was to compute again.
-    half_operands: float32 values that only products of default precision read are stored in half of it.
-    keeps_residuals: of what the backward pass reads it stores the value itself, rather than one from which
-      that is cheap to compute.
-    keeps_expensive: elementwise operations that are costly are stored if several others read them.
+    casts_into_products: a cast is fused into the product that reads it; no copy is stored.
+    half_as_float32: values that are traced in half precision are computed and kept in float32.
+    merges_through_barriers: what a rematerialised region should recompute is computed only once.
+    half_operands: float32 values that only products of default precision read are stored in half precision.
+    keeps_residuals: a value for the backward pass is stored itself, not a value from which it is cheap to
+      compute.
+    keeps_expensive: the result of a costly elementwise operation is stored if several operations read it.
   """
 
   casts_into_products: bool = False
@@ -65,13 +65,13 @@ def peak(
   weights: DividedWeights = NOT_DIVIDED,
   reusable: Iterable[GraphValue] = (),
 ) -> Peak:
-  """Returns the peak of a graph, its arguments apart.
+  """Returns the peak of a graph, without its arguments.
 
   Args:
-    graph: of the program.
-    traits: of the platform.
-    size: bytes of a value on a device.
-    weights: that the compiler gathers.
+    graph: graph of the program.
+    traits: traits of the platform.
+    size: returns the bytes of a value on a device.
+    weights: the weights that the compiler gathers.
     reusable: arguments whose memory results may take (donated ones).
   """
   if traits.half_as_float32:
@@ -97,7 +97,7 @@ def peak(
 
 
 class _Storage:
-  """The values that are stored, and the stored ones that each operation reads."""
+  """The stored values, and which of them each operation reads."""
 
   def __init__(self, graph: Graph, traits: Traits):
     self._graph = graph
@@ -129,7 +129,7 @@ class _Storage:
     return self._view.get(id(value), value)
 
   def only_multiplied(self, value: GraphValue) -> bool:
-    """Returns whether products alone read a value, and round their operands to half precision anyway."""
+    """Returns whether only products read a value, and round it to half precision anyway."""
     readers = self._readers.get(id(value), [])
     return (
       bool(readers)
@@ -174,7 +174,7 @@ class _Storage:
     return not (_heavy(value.maker) or _reduction(value.maker))
 
   def _sources(self, value: GraphValue) -> tuple[GraphValue, ...]:
-    """Returns the stored values that a value is, or is computed from."""
+    """Returns the value itself if it is stored, else the stored values that it is computed from."""
     if self.is_stored(value):
       return (value,)
     if id(value) not in self._reach:
@@ -186,7 +186,7 @@ class _Storage:
     return self._reach[id(value)]
 
   def _keep_shared(self) -> None:
-    """Stores what would be worse to compute again: costly operations, and small values made of large ones."""
+    """Stores what is dearer to recompute: costly operations, and small values computed from large ones."""
     needed_later = {
       id(self.root(v)) for o in self._graph.operations if o.phase == BACKWARD for v in o.operands
     }
@@ -237,7 +237,7 @@ def _simulate(
   size: Callable[[GraphValue], int],
   root: Callable[[GraphValue], GraphValue],
 ) -> Peak:
-  """Runs through an order, with what it stores and frees, and returns its worst moment."""
+  """Steps through an order, stores and frees values, and returns its peak."""
   last = _last_uses(order, results)
   outputs = {id(v) for v in results}
   given = {id(v) for v in arguments} | _in_place(results, arguments, reusable)
@@ -290,7 +290,7 @@ def _last_uses(order: Sequence[StoredOperation], results: list[GraphValue]) -> d
 
 
 def _in_place(results: list[GraphValue], arguments: list[GraphValue], reusable: list[GraphValue]) -> set[int]:
-  """Returns the results that take the memory of a donated argument of their shape and dtype."""
+  """Returns the results that take the memory of a donated argument of the same shape and dtype."""
   fixed = {id(v) for v in arguments}
   free = collections.Counter((v.shape, v.dtype) for v in reusable)
   found: set[int] = set()
@@ -302,7 +302,7 @@ def _in_place(results: list[GraphValue], arguments: list[GraphValue], reusable: 
 
 
 def _written_over(step: StoredOperation, dying: list[GraphValue], size: Callable[[GraphValue], int]) -> int:
-  """Returns the bytes that an operation writes over operands which are read for the last time."""
+  """Returns the bytes that an operation writes over operands that it reads for the last time."""
   if _heavy(step.operation) and not has(step.operation.equation, Trait.IN_PLACE):
     return 0
   spare = collections.Counter(map(size, dying))

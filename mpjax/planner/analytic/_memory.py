@@ -1,4 +1,4 @@
-"""The analytic plan of memory: what is at the worst moment of a step, by part, without a compiler."""
+"""The analytic plan of memory: the bytes at a step's peak, by part, without a compiler."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class DeviceSizes:
   """Bytes of the values of a program on one device.
 
   Attributes:
-    batch_share: of what depends on the batch, the share that one device has.
-    weights: of an array with a weight's shape (transposed, or of one layer of several that are stacked),
-      the share that one device has, with its padding.
-    kind: of the platform; a TPU pads.
+    batch_share: one device's share of values that depend on the batch.
+    weights: one device's share, with padding, of an array with a weight's shape (also transposed, or one
+      layer of a stack).
+    kind: kind of the platform; a TPU pads.
   """
 
   batch_share: float
@@ -49,7 +49,7 @@ class DeviceSizes:
 
 
 def table_bytes(results: int, kind: str) -> int:
-  """Returns the bytes of the table of pointers in which a compiled program returns several results."""
+  """Returns the bytes of the pointer table with which a compiled program returns several results."""
   if results < 2:
     return 0
   return -(-4 * results // 512) * 512 if kind == "tpu" else 8 * results
@@ -58,14 +58,14 @@ def table_bytes(results: int, kind: str) -> int:
 def analytic_memory(
   graph: Graph, arguments: Sequence[Argument], donated: Sequence[bool], target: Target, results: int
 ) -> Memory:
-  """Returns the parts at the worst moment of a step.
+  """Returns the parts of memory at a step's peak.
 
   Args:
-    graph: of the step.
+    graph: graph of the step.
     arguments: the leaves of its arguments.
-    donated: which of them the results may take the memory of.
-    target: whose habits are followed.
-    results: how many leaves the step returns.
+    donated: for each leaf, whether the results may take its memory.
+    target: the target whose compiler is modelled.
+    results: number of leaves that the step returns.
   """
   sizes = device_sizes(arguments, target.kind)
   traits = traits_of(target.kind)
@@ -78,7 +78,7 @@ def analytic_memory(
   results_in = {id(v) for v in program.results}
   transient: collections.Counter[str] = collections.Counter()
   moment: Peak | None = worst
-  while moment is not None:  # and what is inside of the loop or branch that runs then
+  while moment is not None:  # also inside the loop or branch that runs then
     for value in moment.live:
       transient[_part(value, weights, moment, results_in)] += moment.size(value)
     moment = moment.inner
@@ -92,7 +92,7 @@ def analytic_memory(
     + _returned_again(program, worst, donated, sizes)
   )
   _move_on_chip(transient, target.on_chip)
-  # On the chip or not, results are in the device's memory at the end.
+  # Results are in the device's memory at the end, even if they were on the chip.
   fresh = sum(worst.size(value) for value in {id(v): v for v in worst.fresh}.values())
   missing = fresh - sum(transient[name] for name in ("outputs", "gradients", "activations", "temporaries"))
   transient["outputs"] += max(0, missing)
@@ -109,7 +109,7 @@ def analytic_memory(
 
 
 def device_sizes(arguments: Sequence[Argument], kind: str) -> DeviceSizes:
-  """Returns the bytes of a step's values on one device of a kind, from how its arguments are laid out."""
+  """Returns the bytes of a step's values on one device of a kind, from the layout of its arguments."""
   batch = [a for a in arguments if a.part == "batch"]
   whole, local = sum(a.whole for a in batch), sum(a.nbytes for a in batch)
   weights: dict[tuple[int, ...], float] = {}
@@ -138,7 +138,7 @@ def _part(value: GraphValue, weights: set[tuple[int, ...]], worst: Peak, results
 
 
 def _workspace(graph: Graph, target: Target) -> int:
-  """Returns the bytes that products work in: of a newer XLA all only for slices of a loop's stack."""
+  """Returns the bytes of workspace for products; a newer XLA uses all only for slices of a loop's stack."""
   operations = [operation for operation, _ in graph.every_operation()]
   if not any(operation.flops for operation in operations):
     return 0
@@ -148,7 +148,7 @@ def _workspace(graph: Graph, target: Target) -> int:
 
 
 def _multiplies_slices(loop: GraphOperation) -> bool:
-  """Returns whether a product of a scan takes what it scans over, or makes what it stacks, as it is."""
+  """Returns whether a product in a scan directly reads a slice of its input or makes one of its output."""
   layout = call_layout(loop.equation)
   if layout.rows is None:
     return False
@@ -164,14 +164,14 @@ def _multiplies_slices(loop: GraphOperation) -> bool:
 
 
 def _viewed(value: GraphValue) -> GraphValue:
-  """Returns what a value is a view of."""
+  """Returns the value that a value is a view of."""
   while value.maker is not None and has(value.maker.equation, Trait.ALIAS):
     value = value.maker.operands[0]
   return value
 
 
 def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: DeviceSizes) -> int:
-  """Returns the bytes of results that are another result, or an argument that the step may not overwrite."""
+  """Returns the bytes of results that equal another result, or an argument that must not be overwritten."""
   seen: set[int] = set()
   total = 0
   for value in graph.results:
@@ -183,7 +183,7 @@ def _returned_again(graph: Graph, worst: Peak, donated: Sequence[bool], sizes: D
 
 
 def _move_on_chip(parts: collections.Counter[str], room: int) -> None:
-  """Takes away what the compiler keeps in the chip's own memory: what does not live for long."""
+  """Removes what the compiler keeps in the chip's own memory: values with a short life."""
   for name in ("temporaries", "gradients", "compute copies"):
     moved = min(room, parts[name])
     parts[name] -= moved
@@ -209,13 +209,13 @@ def _total(saved: Sequence[Saved]) -> int:
 
 
 def gathered_at_once(graph: Graph, size: Callable[[GraphValue], int]) -> int:
-  """Returns the most bytes of gathered parameters that a program holds at one time, in its own order.
+  """Returns the most bytes of gathered parameters that a program holds at one time, in program order.
 
-  A cast or a view of one is the same parameter.
+  A cast or a view of a parameter counts as the same parameter.
 
   Args:
-    graph: of the program.
-    size: bytes of a value on a device.
+    graph: graph of the program.
+    size: returns the bytes of a value on a device.
   """
   root: dict[int, GraphValue] = {}
   last: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A program's matrix products, whether a target's matrix units run them at full rate; its fused kernels."""
+"""A program's matrix products, whether a target runs them at full rate, and its fused kernels."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mpjax.planner.analytic._graph import Graph, GraphOperation, GraphValue
 from mpjax.products import fp8_dot_general_p
 
 _TF32 = ("TF32", "tensorfloat32", "tf32")
-# Padding by more than this share of a weight costs more than it wins.
+# Padding by more than this share of a weight costs more than it gains.
 _WORTH_PADDING = 0.25
 
 
 def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[ProductGroup, ...]:
-  """Returns every product, those of a line, shape and dtype together; the most FLOPs first.
+  """Returns all products, one row for each line, shape and dtype; the most FLOPs first.
 
   Args:
-    graph: of the program.
-    target: whose matrix units are meant.
-    devices: over which the FLOPs are divided.
+    graph: graph of the program.
+    target: the target with the matrix units.
+    devices: number of devices that share the FLOPs.
   """
   found: dict[Any, ProductGroup] = {}
   for operation, times in graph.every_operation():
@@ -45,11 +45,11 @@ def list_products(graph: Graph, target: Target, devices: int = 1) -> tuple[Produ
 
 
 def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:
-  """Returns every fused kernel, those of a line, name and dtypes together; the most FLOPs first.
+  """Returns all fused kernels, one row for each line, name and dtypes; the most FLOPs first.
 
   Args:
-    graph: of the program.
-    devices: over which the FLOPs are divided.
+    graph: graph of the program.
+    devices: number of devices that share the FLOPs.
   """
   found: dict[Any, KernelGroup] = {}
   for operation, times in graph.every_operation():
@@ -71,12 +71,12 @@ def list_kernels(graph: Graph, devices: int = 1) -> tuple[KernelGroup, ...]:
 
 
 def padding_advice(graph: Graph, target: Target, weights: dict[int, tuple[str, int]]) -> list[str]:
-  """Returns the sentences on dimensions of weights that keep products from full rate, and what padding costs.
+  """Returns sentences on the weights whose sizes slow products down, and on the cost of padding them.
 
   Args:
-    graph: of the program.
-    target: whose matrix units are meant.
-    weights: position of an argument to its path and to how many bytes of state an element of it has.
+    graph: graph of the program.
+    target: the target with the matrix units.
+    weights: from the position of an argument to its path and the bytes of state for each element.
   """
   advice: dict[tuple[str, int], str] = {}
   for operation, _ in graph.every_operation():
@@ -195,7 +195,7 @@ def _why(dtype: str, sizes: tuple[int, int, int], wanted: tuple[int, int, int], 
     return "a matrix times a vector: bound by memory"
   multiples = formats.MATRIX_UNITS[target.matrix_units].multiples["float8" if "float8" in dtype else dtype]
   wrong = [
-    f"{name}={size} is no multiple of {step}"
+    f"{name}={size} is not a multiple of {step}"
     for name, size, pad, step in zip("MNK", sizes, wanted, multiples, strict=True)
     if size != pad
   ]
@@ -217,7 +217,7 @@ def _weight(value: GraphValue) -> GraphValue | None:
 
 
 def serving_dtype(products: tuple[ProductGroup, ...]) -> np.dtype:
-  """Returns the dtype that most of the FLOPs are in, which weights would be served in."""
+  """Returns the dtype of most of the FLOPs, in which the weights would be served."""
   total: dict[str, int] = {}
   for product in products:
     name = "bfloat16" if product.dtype.startswith("float8") else product.dtype

@@ -1,4 +1,4 @@
-"""Orders in which a program's steps may run: a compiler takes one that keeps little in memory."""
+"""Orders in which a program's operations may run; a compiler chooses one that needs little memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mpjax.planner.analytic._graph import GraphOperation, GraphValue
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-  """The worst moment of a program.
+  """The moment when a program stores the most bytes.
 
   Attributes:
-    nbytes: bytes that are stored then, arguments apart.
-    at: the operation.
-    live: what is stored then, arguments apart.
-    saved: what the backward pass reads of the forward pass, when that is most.
+    nbytes: bytes that are stored then, without arguments.
+    at: the operation that runs then.
+    live: values that are stored then, without arguments.
+    saved: values of the forward pass that the backward pass reads, at the moment of their most bytes.
     extra: bytes inside the operation (a loop's body).
     read_backward: identities of the values that the backward pass reads.
-    size: bytes of a value, as it is stored.
-    order: what is stored, in the order in which it is computed.
-    root: the value whose memory a value is in.
-    fresh: results that take no argument's memory.
-    inner: the worst moment of the loop or branch that runs then.
+    size: returns the bytes of a value as stored.
+    order: the stored operations, in the order in which they run.
+    root: returns the value whose memory a value is in.
+    fresh: results that do not take an argument's memory.
+    inner: the peak of the loop or branch that runs then.
   """
 
   nbytes: int
@@ -43,7 +43,7 @@ class Peak:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class StoredOperation:
-  """An operation that stores something, with everything that it reads from memory."""
+  """An operation that stores a result, with all values that it reads from memory."""
 
   operation: GraphOperation
   reads: list[GraphValue]
@@ -53,7 +53,7 @@ class StoredOperation:
 
 
 def delayed(steps: Sequence[StoredOperation]) -> list[StoredOperation]:
-  """Returns the steps in program order, but for what is computed again: that comes when it is first read."""
+  """Returns the steps in program order, but with recomputed values just before their first read."""
   maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
   again: set[int] = set()
   for i, step in enumerate(steps):
@@ -76,12 +76,12 @@ def delayed(steps: Sequence[StoredOperation]) -> list[StoredOperation]:
 def greedy(
   steps: Sequence[StoredOperation], kept: set[int], size: Callable[[GraphValue], int]
 ) -> list[StoredOperation]:
-  """Returns the steps in an order that frees what it can as soon as it can.
+  """Returns the steps in an order that frees memory as early as possible.
 
   Args:
-    steps: in program order.
+    steps: the steps in program order.
     kept: identities of the values that are never freed.
-    size: bytes of a value.
+    size: returns the bytes of a value.
   """
   maker = {id(v): i for i, step in enumerate(steps) for v in step.writes}
   waits = [0] * len(steps)
@@ -102,7 +102,7 @@ def greedy(
   for i, step in enumerate(steps):
     for v in step.reads:
       readers.setdefault(id(v), []).append(i)
-  # Nothing is computed again before the forward pass has ended.
+  # Nothing is recomputed before the end of the forward pass.
   rank = lambda i: (steps[i].operation.phase == BACKWARD, -gain(i), i)
   ready = [rank(i) for i in range(len(steps)) if not waits[i]]
   heapq.heapify(ready)

@@ -1,4 +1,4 @@
-"""Collectives that a program states itself, as a step with a mesh does; not those that a compiler adds."""
+"""Collectives in the traced program, as in a step with a mesh; not those that a compiler adds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpjax.planner.analytic._graph import Graph, GraphValue
 
 
 def stated_collectives(graph: Graph, *, least: bool = False) -> tuple[Collective, ...]:
-  """Returns what crosses devices in one step by the program: the bytes of the results on each device.
+  """Returns the program's collectives in one step: the bytes of the results on each device.
 
   Args:
-    graph: of the step.
-    least: of a conditional's branches, counts the one that sends least, not the one that sends most.
+    graph: graph of the step.
+    least: count the branch of a conditional that sends least, not the one that sends most.
   """
   return add_up(_crossings(graph, 1, min if least else max))
 
@@ -44,6 +44,6 @@ def _sent(crossings: Iterable[Crossing]) -> float:
 
 
 def _dtype_name(value: GraphValue) -> str:
-  """Returns the dtype of what moves: of PRNG keys, of their words."""
+  """Returns the dtype of the values that move; for PRNG keys, the dtype of their words."""
   is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
   return "uint32" if is_key else np.dtype(value.dtype).name

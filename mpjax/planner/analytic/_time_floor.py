@@ -1,4 +1,4 @@
-"""The shortest time that a step can take: at the published peaks of a target, no step is faster."""
+"""The shortest time that a step can take at the published peak rates of a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.planner.analytic._graph import Graph, GraphOperation
 from mpjax.planner.analytic._memory import device_sizes
 from mpjax.planner.analytic._products import precision_of, unit_dtype
 
-# How many bfloat16 passes a TPU makes for a float32 product of a precision.
+# The number of bfloat16 passes of a TPU for a float32 product, by precision.
 _PASSES = {"HIGH": 3, "HIGHEST": 6}
 
 
@@ -25,15 +25,15 @@ def time_floor(
   target: Target,
   devices: int,
 ) -> Floor | None:
-  """Returns the floor of a step's time; `None` where the target has no published peaks.
+  """Returns the shortest time of a step, or `None` if the target has no published peak rates.
 
   Args:
-    graph: of the step.
+    graph: graph of the step.
     arguments: the leaves of its arguments.
-    memory: of the step, the compiler's where there is one.
-    collectives: what crosses devices.
-    target: whose peaks are meant.
-    devices: over which the work is divided.
+    memory: memory of the step, the compiler's if there is one.
+    collectives: the collectives of the step.
+    target: the target with the peak rates.
+    devices: number of devices that share the work.
   """
   if not target.flops or not target.bandwidth:
     return None
@@ -50,9 +50,9 @@ def time_floor(
 
 
 def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
-  """Returns the time that all products take at the target's published peaks.
+  """Returns the seconds of all products at the target's published peak rates.
 
-  Not kernels: what one states may be more than it does, as the masked half of causal attention.
+  Kernels are left out. A kernel may state more FLOPs than it runs: the masked half of causal attention.
   """
   total = 0.0
   for operation, times in graph.every_operation(least=True):
@@ -62,13 +62,13 @@ def _seconds_on_units(graph: Graph, target: Target, devices: int) -> float:
 
 
 def _rate(operation: GraphOperation, target: Target) -> float:
-  """Returns the published peak, in FLOP/s, for the dtype that a target multiplies in."""
+  """Returns the published peak rate, in FLOP/s, for the dtype in which a target multiplies."""
   dtype = unit_dtype(operation, target)
   if target.kind == "tpu" and dtype == "float32":
     return target.flops["bfloat16"] / _PASSES.get(precision_of(operation.equation), 1)
   name = "float8" if dtype.startswith("float8") else dtype
   if name == "float8" and (name not in target.flops or not formats.runs_on(target.matrix_units, "float8")):
-    name = "bfloat16"  # which is what the values are widened to
+    name = "bfloat16"  # the values are widened to it
   return target.flops.get(name) or target.flops.get("float32") or max(target.flops.values())
 
 
@@ -76,7 +76,7 @@ def _moved_bytes(memory: Memory, written: int, cache: int) -> int:
   """Returns the least bytes to move: arguments read, results written, activations both ways.
 
   Args:
-    memory: of the step.
+    memory: memory of the step.
     written: bytes of its results.
     cache: bytes that a cache may keep from one step or pass to the next.
   """
@@ -85,7 +85,7 @@ def _moved_bytes(memory: Memory, written: int, cache: int) -> int:
 
 
 def _written_bytes(graph: Graph, arguments: Sequence[Argument], kind: str) -> int:
-  """Returns the bytes, on one device, of the results that are not an argument as it came."""
+  """Returns the bytes, on one device, of the results that are not unchanged arguments."""
   sizes = device_sizes(arguments, kind)
   results = {id(value): value for value in graph.results}.values()
   return sum(sizes.of(value) for value in results if value.argument is None)

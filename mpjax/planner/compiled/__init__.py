@@ -1,4 +1,4 @@
-"""A program as a target's own compiler has it: totals, and what its text tells of parts and products."""
+"""A program from a target's own compiler: totals, and the parts and products read from its text."""
 
 from mpjax.planner.compiled._compile import CompileError, Program, compile_step, missing
 from mpjax.planner.compiled._hlo import HloModule, parse

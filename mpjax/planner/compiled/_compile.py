@@ -1,7 +1,7 @@
-"""Compiles a step for a target: here, or in a process that describes devices which are not there.
+"""Compiles a step for a target: in this process, or in another one for devices that are only described.
 
-That process has the environment that such compilers need, whatever JAX does in this one; if it dies, this one
-lives. The step travels as a `jax.export` program.
+The other process has the environment that compilers without a device need, whatever JAX does in this one. If
+it dies, this process lives. It gets the step as a `jax.export` program.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mpjax.planner.compiled import _worker
 from mpjax.planner.compiled._worker import figures
 
 _TIMEOUT = 3600
-# One package of each extra, by the name that Python imports.
+# The packages of each extra, by the names that Python imports.
 _PACKAGES = {"plan-tpu": ("libtpu", "flatbuffers"), "plan-cuda": ("jax_cuda13_plugin", "flatbuffers")}
 _ALTERNATIVES = {"jax_cuda13_plugin": "jax_cuda12_plugin"}
-# The assembler of CUDA 13 makes nothing for a GPU below this compute capability.
+# The assembler of CUDA 13 does not support a GPU below this compute capability.
 _LEAST_OF_CUDA_13 = (7, 5)
 
 
 class CompileError(RuntimeError):
-  """The target's compiler did not compile the step: its own message, and what was tried.
+  """The target's compiler did not compile the step; the text is the compiler's message.
 
   Attributes:
-    out_of_memory: whether that was because the step does not fit the device.
+    out_of_memory: whether the reason is that the step does not fit the device.
   """
 
   def __init__(self, message: str, out_of_memory: bool = False):
@@ -54,11 +54,11 @@ class Program:
 
   Attributes:
     arguments, outputs, aliases, temporaries: bytes on one device.
-    live: bytes of temporaries that are live at the worst moment, gaps between them apart; 0 if not known.
+    live: bytes of temporaries that are live at the peak, without gaps between them; 0 if not known.
     text: its optimised HLO.
-    seconds: that compiling took.
-    accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 if it has none.
-    flops: of all its arithmetic, by the same, with the body of a loop once.
+    seconds: seconds of compilation.
+    accessed: bytes of memory that it reads and writes, by the compiler's cost model; 0 without one.
+    flops: FLOPs of all its arithmetic by the same cost model, which counts the body of a loop once.
   """
 
   arguments: int
@@ -78,14 +78,14 @@ class Program:
 
 
 def missing(target: Target) -> str:
-  """Returns what to install to compile for a target, in a line; empty if nothing is missing."""
+  """Returns one line that says what to install to compile for a target; empty if nothing is missing."""
   if target.is_here:
     return ""
   if target.kind == "gpu" and target.compute_capability < _LEAST_OF_CUDA_13 and _absent("jax_cuda12_plugin"):
     major, minor = target.compute_capability
     return (
       f"analytic only: JAX for CUDA 13 compiles from compute capability 7.5 on, and {target.name} has "
-      f"{major}.{minor}: jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 in its place compile for it"
+      f"{major}.{minor}: install jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 instead to compile for it"
     )
   for package in _PACKAGES[target.extra]:
     if _absent(package) and _absent(_ALTERNATIVES.get(package, package)):
@@ -100,16 +100,16 @@ def compile_step(
 
   Args:
     step: any function that JAX can trace.
-    args: shapes of its arguments, with shardings where it runs on several devices.
-    donated: positions, among the leaves of `args`, of those whose memory the results may take.
-    target: of the compiler.
+    args: shapes of its arguments, with shardings if it runs on several devices.
+    donated: positions of the leaves of `args` whose memory the results may take.
+    target: the target to compile for.
 
   Raises:
     CompileError: with the compiler's message.
   """
   leaves, structure = jax.tree.flatten(args)
 
-  # A program that travels cannot have the user's own tree types.
+  # An exported program cannot have the user's own tree types.
   def flat(*leaves: Array) -> list[Array]:
     return jax.tree.leaves(step(*jax.tree.unflatten(structure, leaves)))
 
@@ -141,7 +141,7 @@ def _exported(jitted: jax.stages.Wrapped, args: Sequence[Any], target: Target) -
     try:
       exported = _export(jitted, args, platform, [])
     except ValueError as error:
-      # A program that is kept may not call just any library; this one is compiled at once.
+      # By default an exported program may call only stable libraries; this one is compiled at once.
       calls = re.findall(r"custom_call @([\w$.]+)", str(error))
       if not calls:
         raise
@@ -164,7 +164,7 @@ def _export(
 
 
 def _mesh(leaves: Sequence[Any]) -> list[tuple[str, int, str]]:
-  """Returns names, sizes and types of the axes of the mesh that arguments lie on; none for one device."""
+  """Returns names, sizes and types of the axes of the arguments' mesh; empty for one device."""
   meshes = [leaf.sharding.mesh for leaf in leaves if getattr(leaf, "sharding", None) is not None]
   if not meshes:
     return []
@@ -191,7 +191,7 @@ def _compile_apart(program: bytes, request: dict[str, Any], target: Target, fold
 
 
 def _flags(target: Target) -> tuple[str, ...]:
-  """Returns XLA's flags to try: with no GPU to tune products on, Triton's are not always possible."""
+  """Returns XLA's flags to try: without a GPU to tune them on, Triton's products may not compile."""
   if target.kind != "gpu":
     return ("",)
   base = "--xla_gpu_autotune_level=0"
@@ -201,12 +201,12 @@ def _flags(target: Target) -> tuple[str, ...]:
 def _run(folder: pathlib.Path, flags: str) -> tuple[int, str]:
   environment = {
     **os.environ,
-    "JAX_PLATFORMS": "cpu",  # with it the plug-ins are compilers, and look for no device
+    "JAX_PLATFORMS": "cpu",  # the plug-ins then only compile, and do not look for a device
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
   }
-  # As a file, which imports JAX alone; -P: and nothing from whatever folder this happens to run in.
+  # Run as a file, which imports only JAX; -P: imports nothing from the current folder.
   command = [sys.executable, "-P", _worker.__file__, str(folder)]
   process = subprocess.Popen(
     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

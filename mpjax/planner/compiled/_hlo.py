@@ -1,4 +1,4 @@
-"""Reads the text of a compiled module: instructions in the order they run, with sizes, names and lines."""
+"""Reads the text of a compiled module: instructions in execution order, with sizes, names and lines."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class HloShape:
   """An array of a compiled program.
 
   Attributes:
-    dtype: as HLO names it: `f32`, `bf16`, `f8e4m3fn`.
+    dtype: HLO's name: `f32`, `bf16`, `f8e4m3fn`.
     dims: sizes of its dimensions.
-    nbytes: what it takes in memory, with the padding of its tiles.
-    space: memory that it is in; 0 is the device's main memory.
+    nbytes: bytes in memory, with the padding of its tiles.
+    space: number of its memory space; 0 is the device's main memory.
   """
 
   dtype: str
@@ -52,8 +52,8 @@ class HloInstruction:
   """One instruction.
 
   Attributes:
-    name: its own.
-    shapes: of its result, or of the parts of a tuple.
+    name: its name.
+    shapes: shape of its result, or shapes of the parts of a tuple.
     op: opcode.
     operands: names of the instructions that it reads.
     called: names of the computations that it runs.
@@ -71,19 +71,19 @@ class HloInstruction:
 
   @property
   def op_name(self) -> str:
-    """Returns where it is from in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
+    """Returns its place in the traced program: `jit(step)/jvp(GPT)/h0/dot_general`."""
     found = _OP_NAME.search(self.rest)
     return found[1].split(";")[0] if found else ""
 
   @property
   def frame(self) -> int:
-    """Number of its stack frame in the module's tables; 0 for none."""
+    """Number of its stack frame in the module's tables; 0 without one."""
     found = _FRAME.search(self.rest)
     return int(found[1]) if found else 0
 
   @property
   def trip_count(self) -> int | None:
-    """Returns how often a loop runs its body; `None` where the compiler does not say, and 1 for all else."""
+    """Returns how often a loop runs its body, `None` if the compiler does not say; 1 for other operations."""
     if self.op != "while":
       return 1
     found = _TRIP_COUNT.search(self.rest)
@@ -95,10 +95,10 @@ class HloModule:
   """A compiled program.
 
   Attributes:
-    computations: name to instructions by name, in the order that they run.
+    computations: by name, the instructions by name, in execution order.
     entry: name of the main computation.
-    aliases: position of a result to the position of the argument whose memory it takes.
-    lines: number of a stack frame to (file, line) of itself and its callers, innermost first.
+    aliases: from the position of a result to the position of the argument whose memory it takes.
+    lines: from the number of a stack frame to (file, line) of itself and its callers, innermost first.
   """
 
   computations: dict[str, dict[str, HloInstruction]]
@@ -109,7 +109,7 @@ class HloModule:
   def repetitions(self) -> Iterator[tuple[str, int, list[HloInstruction]]]:
     """Yields (computation, how often it runs, the instructions that call it, outermost first).
 
-    A loop of a length that is not known counts once.
+    A loop of unknown length counts once.
     """
 
     def visit(
@@ -118,7 +118,7 @@ class HloModule:
       yield name, times, callers
       scope = self.computations[name]
       for instruction in scope.values():
-        if instruction.op in ("async-update", "async-done"):  # which name what their start runs
+        if instruction.op in ("async-update", "async-done"):  # they repeat the name of what their start runs
           continue
         runs = self._runs(scope, instruction) or 1
         for called in instruction.called:
@@ -128,7 +128,7 @@ class HloModule:
     yield from visit(self.entry, 1, [])
 
   def loops_of_unknown_length(self) -> list[HloInstruction]:
-    """Returns the loops of which nothing says how often they run."""
+    """Returns the loops whose number of rounds is not known."""
     scopes = self.computations.values()
     return [i for scope in scopes for i in scope.values() if self._runs(scope, i) is None]
 
@@ -153,7 +153,7 @@ def parse(text: str) -> HloModule:
   """Returns the module of an HLO text.
 
   Raises:
-    ValueError: for a text without an entry computation, or with a line in one that is no instruction.
+    ValueError: for a text without an entry computation, or a computation's line that is not an instruction.
   """
   computations: dict[str, dict[str, HloInstruction]] = {}
   current: dict[str, HloInstruction] = {}
@@ -176,10 +176,10 @@ def parse(text: str) -> HloModule:
 
 
 def done_of(start: HloInstruction, scope: Mapping[str, HloInstruction]) -> HloInstruction | None:
-  """Returns the instruction that waits for an asynchronous operation; its type is what that produces.
+  """Returns the instruction that waits for an asynchronous operation; its type is the operation's result.
 
   Args:
-    start: begins it, `all-gather-start`.
+    start: the instruction that begins it, such as `all-gather-start`.
     scope: the instructions of its computation.
   """
   begun = {start.name}
@@ -200,7 +200,7 @@ def _shape(dtype: str, dims_text: str, layout: str) -> HloShape:
 
 
 def shapes(text: str) -> list[HloShape]:
-  """Returns the arrays of a shape or of a tuple of them, as HLO writes it."""
+  """Returns the arrays in HLO's text of a shape or of a tuple of shapes."""
   return [_shape(m[1], m[2], m[3] or "") for m in _SHAPE.finditer(text) if m[1] != "token"]
 
 
@@ -221,7 +221,7 @@ def bits(dtype: str) -> int:
 
 
 def padded_bytes(dtype: str, dims: tuple[int, ...], layout: str) -> int:
-  """Returns the bytes of an array of a layout such as `1,0:T(8,128)(2,1)`, in whole tiles."""
+  """Returns the bytes of an array in a layout such as `1,0:T(8,128)(2,1)`, in whole tiles."""
   order, _, tiling = layout.partition(":")
   tile = _TILE.search(tiling)
   if tile is None:
@@ -281,7 +281,7 @@ def _frames(text: str) -> dict[int, list[tuple[str, int]]]:
       locations[numbers[0]] = (numbers[1], numbers[3])
     elif section == "StackFrames":
       numbers = [int(n) for n in re.findall(r"\d+", line)]
-      # The table numbers frames from one, and a parent is given as its number and one more.
+      # The table numbers frames from one, and states a parent as its number plus one.
       frames[numbers[0]] = (numbers[1], numbers[2] - 1 if len(numbers) > 2 else 0)
   return {number: _chain(number, frames, locations, names) for number in frames}
 
@@ -306,11 +306,11 @@ def _trips(
   scope: Mapping[str, HloInstruction],
   loop: HloInstruction,
 ) -> int | None:
-  """Returns how often a loop that counts up to a number runs, as that of `lax.scan`; `None` for others.
+  """Returns how often a loop that counts up to a number runs, such as `lax.scan`'s; `None` for others.
 
   Args:
-    computations: of the module.
-    scope: the instructions beside the loop.
+    computations: computations of the module.
+    scope: the instructions of the loop's computation.
     loop: a `while`.
   """
   body, condition = (
@@ -340,7 +340,7 @@ def _step(body: Mapping[str, HloInstruction], add: HloInstruction | None, positi
 
 
 def _source(scope: Mapping[str, HloInstruction], name: str) -> HloInstruction | None:
-  """Returns an instruction, or what it is a copy of."""
+  """Returns an instruction, or the instruction that it copies."""
   found = scope.get(name)
   while found is not None and found.op == "copy":
     found = scope.get(found.operands[0])

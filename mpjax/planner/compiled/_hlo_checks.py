@@ -1,4 +1,4 @@
-"""What in a program's text is unknown or cannot be right, so that a plan can say so beside its figures."""
+"""Finds what is unknown or contradictory in a program's text, so that a plan can say so."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OTHER_DTYPE = frozenset(
 
 
 def doubtful(module: HloModule, kind: str) -> list[HloInstruction]:
-  """Returns the instructions of an unknown operation, or of a type that what they read does not give.
+  """Returns the instructions with an unknown operation, or with a type that contradicts their operands.
 
   Args:
     module: the program.
-    kind: of the platform; a TPU's operations widen and round what they read.
+    kind: kind of the platform; a TPU's operations widen and round their operands.
   """
   rounding = {"f32", "bf16"} if kind == "tpu" else set[str]()
   return [
@@ -41,13 +41,13 @@ def doubtful(module: HloModule, kind: str) -> list[HloInstruction]:
 
 
 def counted_flops(module: HloModule) -> int:
-  """Returns the operations of a program by the rule of XLA's cost analysis: a loop's body counts once."""
+  """Returns a program's FLOPs by the rule of XLA's cost analysis: a loop's body counts once."""
   return _flops(module, module.entry, {})
 
 
 def _flops(module: HloModule, name: str, known: dict[str, int]) -> int:
   if name not in known:
-    known[name] = 0  # of a computation that calls itself
+    known[name] = 0  # for a computation that calls itself
     scope = module.computations.get(name, {})
     known[name] = sum(_own_flops(instruction, scope, module, known) for instruction in scope.values())
   return known[name]
@@ -76,7 +76,7 @@ def _elements(instruction: HloInstruction) -> int:
 
 
 def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule, rounding: set[str]) -> bool:
-  """Returns whether the type of an instruction may be what its operands and computations make of it."""
+  """Returns whether the type of an instruction may follow from its operands and computations."""
   if any(name not in module.computations for name in instruction.called):
     return False
   op, own = instruction.op, _types(instruction)
@@ -105,7 +105,7 @@ def _follows(instruction: HloInstruction, scope: _Scope, module: HloModule, roun
 
 
 def _elementwise(op: str, own: _Types, read: _Types, rounding: set[str]) -> bool:
-  # Predicates and bounds may be one for all elements.
+  # A predicate or a bound may be one scalar for all elements.
   scalars = op in ("select", "clamp")
   dims = all(part[1] == own[0][1] or (scalars and not part[1]) for part in read)
   dtypes = {part[0] for part in (read[1:] if op == "select" else read)}
@@ -134,7 +134,7 @@ def _called_for(
 
 
 def _collective(op: str, own: _Types, read: _Types) -> bool:
-  """Returns whether what a collective produces is of the dtypes that it reads, and as much as it may be."""
+  """Returns whether a collective's result has the dtypes of its operands, and a possible size."""
   if [dtype for dtype, _ in own] != [dtype for dtype, _ in read[: len(own)]]:
     return False
   made, given = (sum(math.prod(dims) for _, dims in parts) for parts in (own, read))

@@ -1,4 +1,4 @@
-"""The memory of a compiled program at its peak, by the schedule that the compiler chose."""
+"""The memory of a compiled program at its peak, from the compiler's schedule."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Buffer:
 
   Attributes:
     maker: the instruction that writes it.
-    index: which part of its result it is.
-    shape: of what is in it.
+    index: index of its part in the maker's result.
+    shape: shape of its contents.
     readers: instructions that read it.
   """
 
@@ -40,13 +40,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class LiveBuffers:
-  """The worst moment of a computation.
+  """The moment when a computation needs the most memory.
 
   Attributes:
-    nbytes: sum of what is live then, arguments and results apart.
-    buffers: what is live then.
-    at: the instruction that runs.
-    inner: the worst moment of what runs inside of that, a loop's body or a branch.
+    nbytes: bytes that are live then, without arguments and results.
+    buffers: the buffers that are live then.
+    at: the instruction that runs then.
+    inner: the peak inside that instruction, in a loop's body or a branch.
   """
 
   nbytes: int
@@ -56,7 +56,7 @@ class LiveBuffers:
 
 
 def live_at_peak(module: HloModule) -> LiveBuffers:
-  """Returns the worst moment of a module's main computation."""
+  """Returns the peak of a module's main computation."""
   return _LiveRanges(module).peak(module.entry)
 
 
@@ -66,7 +66,7 @@ class _LiveRanges:
     self._inner: dict[str, LiveBuffers] = {}
 
   def peak(self, name: str) -> LiveBuffers:
-    """Returns the worst moment of a computation, whose results are its caller's."""
+    """Returns the peak of a computation; its results count for its caller."""
     instructions = list(self._module.computations[name].values())
     parts = _buffers(instructions, self._module)
     last: dict[int, int] = {}
@@ -118,13 +118,13 @@ class _LiveRanges:
     parts: dict[str, list[Buffer | None]],
     dying: list[Buffer],
   ) -> Buffer | None:
-    """Returns the operand that dies at an instruction and in whose memory its result is written, if any."""
+    """Returns the operand whose memory takes an instruction's result, or `None`."""
     if instruction.op not in _SHARING:
       return None
     for k, name in enumerate(instruction.operands):
       for operand in parts.get(name, ()):
         if operand is None or operand.nbytes != buffer.nbytes or len(operand.maker.shapes) > 1:
-          continue  # a part of a tuple is not written over
+          continue  # a part of a tuple is not overwritten
         if any(operand is other for other in dying) and (
           instruction.op != "fusion" or self._elementwise(instruction, k, buffer)
         ):
@@ -132,7 +132,7 @@ class _LiveRanges:
     return None
 
   def _elementwise(self, fusion: HloInstruction, operand: int, result: Buffer) -> bool:
-    """Returns whether each element of a fusion's result needs the same element of an operand alone."""
+    """Returns whether each element of a fusion's result needs only the same element of an operand."""
     body = self._module.computations[fusion.called[0]]
     reached: set[str] = set()
     for instruction in body.values():
@@ -154,9 +154,9 @@ class _LiveRanges:
     parts: dict[str, list[Buffer | None]],
     root: HloInstruction,
   ) -> list[_Slot]:
-    """Returns the memory of results, free from the last read of what was there until they are written.
+    """Returns the memory of results, free from the last read of its old contents until the result's write.
 
-    That is a donated argument of the program; in a loop's body, what the last round left.
+    The old contents are a donated argument of the program; in a loop's body, the last round's result.
     """
     position = {instruction.name: i for i, instruction in enumerate(instructions)}
     main = computation == self._module.entry
@@ -197,12 +197,12 @@ class _LiveRanges:
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-  """Memory of a result in which nothing else lies between two positions of the schedule."""
+  """Memory of a result that is free between two positions of the schedule."""
 
   nbytes: int
   start: int
   end: int
-  taken: list[tuple[int, int]]  # first and last position of what was put there
+  taken: list[tuple[int, int]]  # first and last position of each buffer put there
 
   def fits(self, nbytes: int, made: int, last: int) -> bool:
     return (
@@ -214,7 +214,7 @@ class _Slot:
 
 
 def _index(instruction: HloInstruction) -> int:
-  """Returns which part of a tuple an instruction takes out."""
+  """Returns the index of the part that an instruction takes out of a tuple."""
   return int(instruction.rest.partition("index=")[2].split(",")[0])
 
 
@@ -222,11 +222,11 @@ def _in_slots(buffers: list[tuple[Buffer, int, int | None]], slots: list[_Slot])
   """Puts buffers into slots that hold them all their life, the largest first as a compiler does.
 
   Args:
-    buffers: with the positions where each is written and read for the last time.
-    slots: in which there is room.
+    buffers: each with the positions of its write and of its last read.
+    slots: the free memory.
 
   Returns:
-    The identities of those for which there was one.
+    The identities of the buffers that found a slot.
   """
   found = set()
   for buffer, made, read in sorted(buffers, key=lambda item: (-item[0].nbytes, item[1], item[0].index)):
@@ -241,13 +241,13 @@ def _in_slots(buffers: list[tuple[Buffer, int, int | None]], slots: list[_Slot])
 def _handed_on(caller: HloInstruction, module: HloModule) -> dict[int, tuple[int, int]]:
   """Returns which results of a fusion or call are in an operand's memory: result to (operand, part of it).
 
-  Those are what a call returns as it came, and in both what has only slices of it written anew.
+  A call's unchanged operands are, and operands of both of which only slices are overwritten.
   """
   body = module.computations.get(caller.called[0], {}) if caller.called else {}
   root = next((i for i in body.values() if i.is_root), None)
   if root is None or caller.op not in ("fusion", "call"):
     return {}
-  origins: dict[str, list[tuple[int, int, bool] | None]] = {}  # parameter, part, whether written anew
+  origins: dict[str, list[tuple[int, int, bool] | None]] = {}  # parameter, part, whether overwritten
   for instruction in body.values():
     above = [origins[name] for name in instruction.operands if name in origins]
     first = list(above[0]) if above else []
@@ -270,7 +270,7 @@ def _handed_on(caller: HloInstruction, module: HloModule) -> dict[int, tuple[int
 
 
 def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str, list[Buffer | None]]:
-  """Returns each instruction's parts, as the memory that they are in; `None` for what has none of its own."""
+  """Returns the memory of each part of each instruction; `None` for a part without its own memory."""
   parts: dict[str, list[Buffer | None]] = {}
   scope = {instruction.name: instruction for instruction in instructions}
   for instruction in instructions:
@@ -290,7 +290,7 @@ def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str,
     elif instruction.op in VIEWS:
       own = list(operands[0]) if operands else own
     elif instruction.op == "while" and operands and len(operands[0]) == len(own):
-      own = list(operands[0])  # its state stays where it was, in an argument's memory too
+      own = list(operands[0])  # its state stays in place, also in an argument's memory
     elif instruction.op in _ALIASING and operands:
       source = operands[0]
       own = [s if s is not None else o for s, o in zip(source, own, strict=False)] + own[len(source) :]
@@ -306,17 +306,16 @@ def _buffers(instructions: list[HloInstruction], module: HloModule) -> dict[str,
 
 
 def _new(maker: HloInstruction, shapes: list[HloShape]) -> list[Buffer | None]:
-  """Returns memory for arrays; `None` for those on the chip."""
+  """Returns memory for arrays; `None` for arrays on the chip."""
   return [Buffer(maker, k, shape, []) if shape.space == 0 else None for k, shape in enumerate(shapes)]
 
 
 def _started(
   start: HloInstruction, done: HloInstruction, operands: list[list[Buffer | None]]
 ) -> list[Buffer | None]:
-  """Returns what an asynchronous operation reads until it is done, and then what it writes.
+  """Returns the buffers that an asynchronous operation reads until it is done, and then those that it writes.
 
-  Forms of the start's own type differ from release to release and from operation to operation; what its end
-  returns is what was written.
+  The type of the start differs between releases and operations; the type of the end is what was written.
   """
   read = [part for operand in operands for part in operand]
   written = _new(start, done.shapes)
@@ -325,7 +324,7 @@ def _started(
     if operand < len(read) and operand < len(written):
       written[operand] = read[operand]
   if start.op == "all-reduce-start" and not aliased:
-    read = []  # it is written over its operand where that is read for the last time
+    read = []  # it overwrites its operand if that is the operand's last read
   return read + written
 
 

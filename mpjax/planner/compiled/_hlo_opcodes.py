@@ -1,15 +1,15 @@
-"""Operations of HLO, by what the readers of a program have to know of them."""
+"""Sets of HLO operations, for the readers of a program."""
 
 from __future__ import annotations
 
-# What shows memory that is already there.
+# Operations whose result is in the memory of an operand.
 VIEWS = frozenset(
   {
     *("add-dependency", "after-all", "bitcast", "get-tuple-element", "opt-barrier", "optimization-barrier"),
     "tuple",
   }
 )
-# One operation an element, by the compilers' own count.
+# One FLOP an element, by the compilers' own count.
 ARITHMETIC = frozenset(
   {
     *("abs", "add", "and", "ceil", "clamp", "compare", "convert", "divide", "floor", "is-finite", "maximum"),
@@ -18,7 +18,7 @@ ARITHMETIC = frozenset(
     *("shift-left", "shift-right-arithmetic", "shift-right-logical", "bitcast-convert"),
   }
 )
-# Element-wise as well, and counted apart by compilers.
+# Also element-wise; compilers count them separately.
 _TRANSCENDENTAL = frozenset(
   {
     *("atan2", "cbrt", "cosine", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one"),
@@ -26,7 +26,7 @@ _TRANSCENDENTAL = frozenset(
   }
 )
 ELEMENTWISE = ARITHMETIC | _TRANSCENDENTAL | {"complex", "copy", "imag", "real", "stochastic-convert"}
-# Their result has the dtype of their first operand and as many elements, or its dtype alone.
+# REORDERING: the result has the dtype and the number of elements of the first operand. SAME_DTYPE: the dtype.
 REORDERING = frozenset({"copy", "reshape", "reverse", "transpose"})
 SAME_DTYPE = REORDERING | {
   *("broadcast", "concatenate", "dynamic-slice", "dynamic-update-slice", "gather", "pad", "reduce-window"),
@@ -55,5 +55,5 @@ KNOWN = (
 
 
 def is_known(op: str) -> bool:
-  """Returns whether an operation, or what it begins or ends asynchronously, is one of HLO's."""
+  """Returns whether HLO has an operation, or the operation that it starts or ends asynchronously."""
   return any(op.removesuffix(end) in KNOWN for end in ("", "-start", "-update", "-done"))

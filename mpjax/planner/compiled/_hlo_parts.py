@@ -30,12 +30,12 @@ def divide_memory(
   Args:
     module: the program.
     arguments: bytes of its arguments by part, on one device and with padding.
-    optimizer: of those, the optimiser's by slot.
+    optimizer: bytes of the optimiser's arguments by slot.
     weights: shapes of the weights on one device.
-    temporaries: bytes that the compiler says it needs beside arguments and results.
-    outputs: bytes of results that take no argument's memory.
-    known_live: what the compiler says is live of `temporaries` at the worst moment, 0 if it does not: the
-      rest of them are gaps that it leaves between buffers.
+    temporaries: bytes that the program needs in addition to arguments and results, by its compiler.
+    outputs: bytes of results that do not take an argument's memory.
+    known_live: bytes of `temporaries` that are live at the peak, by the compiler; 0 if not known. The rest
+      are gaps between buffers.
   """
   live = live_at_peak(module)
   names = _Names(module)
@@ -63,14 +63,14 @@ def divide_memory(
 
 
 class _Names:
-  """Phases and modules of instructions; one without a name takes those of what it reads."""
+  """Phases and modules of instructions; an instruction without a name takes those of its operand."""
 
   def __init__(self, module: HloModule):
     self.module = module
     self._by_name = {i.name: i for c in module.computations.values() for i in c.values()}
 
   def named(self, instruction: HloInstruction) -> HloInstruction:
-    """Returns the instruction, or the nearest one above it that has a module's name."""
+    """Returns the instruction, or the nearest one among its operands' makers that has a module's name."""
     at = instruction
     for _ in range(8):
       if path_of_name(at.op_name):
@@ -86,7 +86,7 @@ class _Names:
     return phase_of_name(instruction.op_name or self.named(instruction).op_name)
 
   def reads_arguments_only(self, instruction: HloInstruction) -> bool:
-    """Returns whether all that it reads are arguments of the program, perhaps as views of them."""
+    """Returns whether an instruction reads only arguments of the program, or views of them."""
     entry = self.module.computations[self.module.entry]
     for name in instruction.operands:
       at = entry.get(name)
@@ -114,7 +114,7 @@ class _Names:
     return {name: i for i, name in enumerate(self.module.computations[self.module.entry])}
 
   def crosses_forward_end(self, buffer: Buffer) -> bool:
-    """Returns whether a buffer is written before the forward pass ends, and read after."""
+    """Returns whether a buffer is written before the end of the forward pass, and read after it."""
     made = self.positions.get(buffer.maker.name, self.forward_end)
     return made < self.forward_end and any(
       self.positions.get(r.name, -1) > self.forward_end for r in buffer.readers
@@ -144,7 +144,7 @@ def _part(buffer: Buffer, names: _Names, weights: set[tuple[int, ...]]) -> str:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns a shape sorted and without ones: the same for an array in any order of its dimensions."""
+  """Returns a sorted shape without ones: the same for any order of an array's dimensions."""
   return tuple(sorted(d for d in shape if d != 1))
 
 
@@ -169,7 +169,7 @@ def _saved(live: LiveBuffers, names: _Names, weights: set[tuple[int, ...]]) -> t
   return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
-# Parts of a name that lowering puts in for loops and calls.
+# Parts of a name that lowering adds for loops and calls.
 _NOT_MODULES = MARKS | {"call_exported", "while", "body", "cond", "closed_call", "remat2"}
 
 

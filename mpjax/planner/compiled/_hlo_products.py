@@ -1,7 +1,7 @@
 """The matrix products and collectives of an optimised program, read from its HLO.
 
-A product is a GEMM where a cuBLAS call, a Triton or cuDNN fusion or a TPU's matrix unit does it. On a GPU a
-`dot` anywhere else is what XLA's own loops multiply, which no matrix unit does.
+A product is a GEMM if a cuBLAS call, a Triton or cuDNN fusion or a TPU's matrix unit computes it. On a GPU,
+XLA's own loops compute any other `dot`, without matrix units.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GEMM_FUSION = re.compile(r'"kind":"(__triton\w*|__cudnn\$fusion)"')
 # The devices of a collective: `{{0,1},{2,3}}`, `[2,2]<=[4]`, or `mesh['data'=2,'fsdp'=2] {'fsdp'}`.
 _LISTED = re.compile(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)")
 _OF_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
-# A TPU's fusions that compute while something moves each repeat the collective; those of one are one chain.
+# On a TPU, several fusions that compute during one collective each repeat it; they share its chain.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _PLAIN = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 
@@ -33,12 +33,12 @@ class KernelProduct:
   """One matrix product.
 
   Attributes:
-    kernel: `cublas`, `triton` or `cudnn`; `loop` for one that is no GEMM; `dot` where the platform has but
-      one way (TPU, CPU).
-    dtypes: of its operands, as HLO names them.
-    flops: of all repetitions.
-    times: how often it runs; a loop whose length is not known counts once.
-    op: where it came from in the traced program.
+    kernel: `cublas`, `triton` or `cudnn`; `loop` for a product that is not a GEMM; `dot` on platforms with a
+      single way (TPU, CPU).
+    dtypes: HLO's names of its operands' dtypes.
+    flops: FLOPs of all repetitions.
+    times: how often it runs; a loop of unknown length counts once.
+    op: its place in the traced program.
   """
 
   kernel: str
@@ -63,7 +63,7 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
 
   Args:
     module: the parsed HLO.
-    kind: of the platform: `gpu`, `tpu` or `cpu`.
+    kind: kind of the platform: `gpu`, `tpu` or `cpu`.
   """
   found = []
   times, kernels = _repetitions(module)
@@ -79,7 +79,7 @@ def kernel_products(module: HloModule, kind: str = "gpu") -> list[KernelProduct]
 
 
 def matrix_flops(instruction: HloInstruction, scope: Mapping[str, HloInstruction]) -> int:
-  """Returns the FLOPs of a product or convolution, once."""
+  """Returns the FLOPs of one run of a product or convolution."""
   found = _product(instruction, scope, 1, "")
   return found.flops if found is not None else 0
 
@@ -95,7 +95,7 @@ def by_dtypes(found: list[KernelProduct]) -> dict[str, dict[str, int]]:
 
 
 def collectives(module: HloModule) -> tuple[Collective, ...]:
-  """Returns what crosses devices in one step: the bytes of the results on each, by operation and dtype."""
+  """Returns the collectives of one step: the bytes of the results on each device, by operation and dtype."""
   return add_up(
     Crossing(
       instruction.op.removesuffix("-start"),
@@ -111,7 +111,7 @@ def collectives(module: HloModule) -> tuple[Collective, ...]:
 
 
 def _group(text: str) -> int:
-  """Returns how many devices exchange with each other in a collective; 0 if it does not say."""
+  """Returns the number of devices that exchange with each other in a collective; 0 if not stated."""
   if listed := _LISTED.search(text):
     return int(listed[2]) if listed[2] else listed[1].count(",") + 1
   if (over := _OF_MESH.search(text)) is None:
@@ -121,12 +121,12 @@ def _group(text: str) -> int:
 
 
 def unplaced_collectives(module: HloModule) -> tuple[str, ...]:
-  """Returns the names of collectives that begin and never end, whose bytes are not known."""
+  """Returns the names of collectives that begin and never end; their bytes are not known."""
   return tuple(instruction.name for instruction, _, moved in _crossings(module) if moved is None)
 
 
 def _crossings(module: HloModule) -> Iterator[tuple[HloInstruction, int, list[HloShape] | None]]:
-  """Yields each collective once, with how often it runs and what it produces; `None` if that is not known."""
+  """Yields each collective once, with how often it runs and its results, or `None` if they are not known."""
   chains = set()
   for name, times, callers in module.repetitions():
     scope = module.computations[name]
@@ -143,7 +143,7 @@ def _crossings(module: HloModule) -> Iterator[tuple[HloInstruction, int, list[Hl
 
 
 def _repetitions(module: HloModule) -> tuple[collections.Counter[str], dict[str, str]]:
-  """Returns how often each computation runs, and the GEMM kernel that it is compiled into, if it is."""
+  """Returns how often each computation runs, and the GEMM kernels of those that are compiled into one."""
   times: collections.Counter[str] = collections.Counter()
   kernels: dict[str, str] = {}
   for name, count, callers in module.repetitions():
@@ -182,13 +182,13 @@ def _product(
 def _convolution(
   instruction: HloInstruction, scope: Mapping[str, HloInstruction], times: int, kernel: str
 ) -> KernelProduct | None:
-  """Returns a convolution; on TPUs also every plain product, as one with a window of one."""
+  """Returns a convolution; on a TPU every plain product is one, with a window of one."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
   if labels is None:
     return None
   lhs, rhs = (scope[name].shapes[0] for name in instruction.operands[:2])
   out = instruction.shapes[0]
-  # cuDNN's backward calls name their operands and result as the forward call does.
+  # cuDNN's backward calls use the names of the forward call's operands and result.
   if "convBackwardFilter" in instruction.rest:
     inputs, weights, result = lhs.dims, out.dims, rhs.dims
   elif "convBackwardInput" in instruction.rest:
@@ -217,6 +217,6 @@ def _windows(text: str, rank: int) -> list[dict[str, int]]:
 
 
 def integers(name: str, text: str) -> list[int]:
-  """Returns the numbers of an attribute, `lhs_batch_dims={0,1}`."""
+  """Returns the numbers of an attribute such as `lhs_batch_dims={0,1}`."""
   match = re.search(rf"\b{name}=\{{([\d,]*)\}}", text)
   return [int(i) for i in match[1].split(",") if i] if match else []

@@ -1,4 +1,4 @@
-"""Reads a compiled program for a plan: never an error, whatever the compiler wrote."""
+"""Reads a compiled program for a plan, and never raises, whatever the compiler wrote."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mpjax.planner.compiled._hlo_products import (
   unplaced_collectives,
 )
 
-# Of the bytes of arguments and results, how far the program's text may be from what its compiler says.
+# How far the bytes of arguments and results in the program's text may differ from the compiler's figure.
 _NEAR = 0.02
-# The same of all that is derived from the text: beyond that the compiler's own figure is shown.
+# The same for figures derived from the text: beyond this the compiler's own figure is shown.
 _FAR = 0.1
 
 
@@ -32,9 +32,9 @@ class Reading(NamedTuple):
   """The figures that are read from a compiled program.
 
   Attributes:
-    compiled: totals, and parts and kernels where its text could be read.
-    collectives: what crosses devices.
-    notes: what in its text is not understood, and which figures are the compiler's totals for that.
+    compiled: totals, and parts and kernels if its text could be read.
+    collectives: the collectives of the program.
+    notes: what is not understood in its text, and which figures are therefore the compiler's totals.
   """
 
   compiled: Compiled
@@ -47,14 +47,14 @@ def read_program(
 ) -> Reading:
   """Reads a compiled program.
 
-  Its text follows no specification, and each release of a compiler may write another: where the text cannot
-  be read, what is left are the totals of the compiler's own memory analysis.
+  Its text does not follow a specification, and each release of a compiler may change it. If the text cannot
+  be read, the totals of the compiler's own memory analysis are left.
 
   Args:
-    program: that the target's compiler made.
+    program: the output of the target's compiler.
     arguments: the leaves of the step's arguments.
     analytic: the plan of memory without a compiler, to compare with.
-    target: of the compiler.
+    target: the target of the compiler.
   """
   try:
     return _read(program, arguments, analytic, target)
@@ -62,8 +62,8 @@ def read_program(
     why = str(error).partition("\n")[0]
     reason = f"{type(error).__name__}: {why}" if why else type(error).__name__
     note = (
-      f"the compiled program cannot be read ({reason[:200]}): its compiler's totals stand, without parts, "
-      "kernels and collectives"
+      f"the compiled program cannot be read ({reason[:200]}): the compiler's totals are shown, without "
+      "parts, kernels and collectives"
     )
     return Reading(_totals(program, arguments, target), (), (note,))
 
@@ -86,16 +86,16 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
   if explained < 1 - _FAR:
     missed = round((1 - explained) * program.peak)
     notes.append(
-      f"temporaries: {bytes_text(missed)} of the compiler's {bytes_text(program.temporaries)} are not "
-      "explained by the buffers in its program, which stand undivided"
+      f"temporaries: the buffers in the program do not explain {bytes_text(missed)} of the compiler's "
+      f"{bytes_text(program.temporaries)}, which are shown undivided"
     )
     memory = whole.memory
   kernels = {name: row["flops"] for name, row in by_dtypes(kernel_products(module, target.kind)).items()}
   flops = counted_flops(module)
   if program.flops and abs(flops - program.flops) > _FAR * program.flops:
     notes.append(
-      f"matrix products: the compiled program's text has {flops:.3g} operations where its compiler counts "
-      f"{program.flops:.3g}, which stand undivided"
+      f"matrix products: the compiled program's text has {flops:.3g} operations, but the compiler counts "
+      f"{program.flops:.3g}, which are shown undivided"
     )
     kernels = {"undivided": int(program.flops)}
   compiled = dataclasses.replace(
@@ -109,17 +109,17 @@ def _read(program: Program, arguments: Sequence[Argument], analytic: Memory, tar
 
 
 def _not_understood(module: HloModule, kind: str) -> list[str]:
-  """Returns a sentence each on instructions, collectives and loops that the readers cannot place."""
+  """Returns sentences on the instructions, collectives and loops that are not understood."""
   notes = []
   if doubts := doubtful(module, kind):
     notes.append(
       f"the compiled program has {len(doubts)} instructions that are not understood, the first "
-      f"{doubts[0].op} {doubts[0].name}: parts, kernels and collectives may lack what they do"
+      f"{doubts[0].op} {doubts[0].name}: parts, kernels and collectives may be incomplete"
     )
   if begun := unplaced_collectives(module):
     notes.append(
       f"collectives: {len(begun)} begin in the compiled program and do not end in it, the first {begun[0]}: "
-      "their bytes are not known and not counted"
+      "their bytes are unknown and not counted"
     )
   if loops := module.loops_of_unknown_length():
     notes.append(
@@ -130,11 +130,11 @@ def _not_understood(module: HloModule, kind: str) -> list[str]:
 
 
 def _check(module: HloModule, program: Program) -> None:
-  """Checks that a text was read whole.
+  """Checks that a text was read completely.
 
   Raises:
-    ValueError: if an instruction reads what no instruction before it computes, or arguments or results are
-      not as large as the compiler says they are.
+    ValueError: if an instruction reads a value that no earlier instruction computes, or if the size of
+      arguments or results differs from the compiler's figure.
   """
   for instructions in module.computations.values():
     known: set[str] = set()
@@ -149,14 +149,14 @@ def _check(module: HloModule, program: Program) -> None:
 
 
 def _near(what: str, listed: list[HloShape], known: int) -> None:
-  # Room for a table of pointers, and for whole tiles of what is small.
+  # Allows for a table of pointers, and for whole tiles of small arrays.
   nbytes = sum(shape.nbytes for shape in listed)
   if abs(nbytes - known) > _NEAR * known + 512 * (len(listed) + 1):
-    raise ValueError(f"{what} of {nbytes} B, and the compiler says {known} B")
+    raise ValueError(f"{what} of {nbytes} B, but the compiler states {known} B")
 
 
 def _totals(program: Program, arguments: Sequence[Argument], target: Target) -> Compiled:
-  """Returns the compiler's own figures, with the arguments by part and all else undivided."""
+  """Returns the compiler's own figures: the arguments by part, and all else undivided."""
   named, slots = argument_parts(arguments, target.kind)
   parts = named | {"temporaries": program.temporaries, "outputs": program.outputs - program.aliases}
   memory = Memory({name: n for name, n in parts.items() if n}, slots, (), 0, sum(parts.values()))

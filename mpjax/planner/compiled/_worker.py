@@ -54,7 +54,7 @@ def figures(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
 
 
 def _text(compiled: jax.stages.Compiled) -> str:
-  """Returns the optimised HLO; nothing where a runtime keeps it to itself."""
+  """Returns the optimised HLO; empty if the runtime does not give it."""
   try:
     return compiled.as_text() or ""
   except (NotImplementedError, jax.errors.JaxRuntimeError):
@@ -62,7 +62,7 @@ def _text(compiled: jax.stages.Compiled) -> str:
 
 
 def _live(memory: Any) -> int:
-  # Of the CPU's compiler the figure leaves temporaries out.
+  # The CPU compiler's figure leaves temporaries out.
   live = getattr(memory, "peak_memory_in_bytes", 0) - memory.argument_size_in_bytes
   return live if live > memory.temp_size_in_bytes // 4 else 0
 

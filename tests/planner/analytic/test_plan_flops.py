@@ -124,14 +124,14 @@ product_of = lambda params, batch: batch @ params
 def test_products_that_miss_full_rate_say_why():
   for target, shape, padded, why in (
     ("h200", (B, H, D), (B, H, D), ""),
-    ("h200", (B, 250, D), (B, 256, D), "N=250 is no multiple of 8"),
-    ("h200", (B, H, 60), (B, H, 64), "K=60 is no multiple of 8"),
+    ("h200", (B, 250, D), (B, 256, D), "N=250 is not a multiple of 8"),
+    ("h200", (B, H, 60), (B, H, 64), "K=60 is not a multiple of 8"),
     ("h200", (1, H, D), (8, H, D), "a matrix times a vector: bound by memory"),
     ("t4", (B, H, D), (B, H, D), "t4 has no matrix units for bfloat16"),
     ("t4", (1, H, 60), (1, H, 60), "t4 has no matrix units for bfloat16"),
-    ("v5e", (B, H, D), (B, H, 128), "K=64 is no multiple of 128"),
+    ("v5e", (B, H, D), (B, H, 128), "K=64 is not a multiple of 128"),
     ("v6e", (B, H, H), (B, H, H), ""),
-    ("v6e", (B, 128, H), (B, 256, H), "N=128 is no multiple of 256"),
+    ("v6e", (B, 128, H), (B, 256, H), "N=128 is not a multiple of 256"),
   ):
     m, n, k = shape
     plan = plan_of(product_of, S((k, n), BF16), S((m, k), BF16), target=target)
@@ -151,7 +151,7 @@ def test_what_a_gpu_has_no_units_for_takes_the_time_of_float32():
       assert plan.floor.parts["matrix units"] == pytest.approx(2 * size**3 / rate), (target, dtype)
       said = [note for note in plan.notes if "has no matrix units for bfloat16" in note]
       assert len(said) == (dtype == BF16), (target, dtype)
-      assert all("it has them for float16" in note for note in said)
+      assert all("it has matrix units for float16" in note for note in said)
       assert plan.eligible == (dtype == F16), (target, dtype)
 
 
