@@ -1,4 +1,4 @@
-"""`inspect_numerics` and `find_nonfinite`: what a policy does to the numbers of a program."""
+"""Tools that measure what a policy does to the numbers of a program: `inspect_numerics`, `find_nonfinite`."""
 
 from mpjax.numerics._conclusions import Advice, Finding, Measured
 from mpjax.numerics._fp8_recipes import Fp8Comparison, Fp8Operand, compare_fp8_recipes

@@ -1,4 +1,4 @@
-"""Arguments of the tools that look at numbers: a step and its state, or a loss function and parameters."""
+"""Arguments of the numerics tools: a step and its state, or a loss function and its parameters."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def arguments_of(
 ) -> tuple[TrainStep | Callable[..., Any], PyTree, PyTree]:
   """Returns the step or loss function, its state or parameters, and the batches.
 
-  A loss function of more than two arguments becomes one of `(params, batch)`.
+  A loss function of more than two arguments becomes a function of `(params, batch)`.
 
   Args:
     tool: the public name of the tool.
     fun_or_step: the step, or the loss function.
-    args: what follows it in the call.
+    args: the positional arguments after it.
     listed: whether the tool takes a list of batches.
 
   Raises:
-    TypeError: for arguments that it does not take; shows the call that is right.
+    TypeError: for arguments that the tool does not take; the message shows the right call.
   """
   if isinstance(fun_or_step, TrainStep):
     return fun_or_step, *require_state_and_batch(tool, args)
@@ -55,11 +55,11 @@ def step_of(
   tx: optax.GradientTransformation | None,
   init: Mapping[str, Any],
 ) -> tuple[TrainStep, TrainState, bool]:
-  """Returns the step, its state, and whether there are updates to look at."""
+  """Returns the step, its state, and whether it has an optimiser whose updates can be inspected."""
   if isinstance(target, TrainStep):
     if tx is not None or init:
       given = ", ".join([*(["tx"] if tx is not None else []), *init])
-      raise ValueError(f"{given} beside a TrainStep, which has its own: pass it to make_train_step")
+      raise ValueError(f"{given} with a TrainStep, which has its own: pass it to make_train_step")
     if policy is None:
       return target, state, True
     other = step_under(target, get_policy(policy).without_histories())
@@ -72,7 +72,7 @@ def step_of(
 
 
 def _stand_ins(fun: Callable[..., Any]) -> dict[str, None]:
-  """Returns the keyword arguments that `TrainStep.init` gives a loss function, and not its caller."""
+  """Returns the keyword arguments of a loss function that the step fills in, not its caller."""
   if not callable(fun):
     return {}
   try:
@@ -83,7 +83,7 @@ def _stand_ins(fun: Callable[..., Any]) -> dict[str, None]:
 
 
 def _of_one_batch(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a loss function of `(params, batch)` for one that takes a batch's parts one by one."""
+  """Returns a loss function of `(params, batch)` for one that takes the parts of a batch one by one."""
 
   @functools.wraps(fun)
   def of_batch(params: PyTree, batch: tuple[PyTree, ...], **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batches as an inspection is given them: one or several, their rows, and the pieces these are run in."""
+"""The batches of an inspection: one or several, their rows, and the pieces in which they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpjax.step._micro_batches import split_batch
 
 
 def listed(batches: PyTree) -> Iterable[Any]:
-  """Returns the batches; a tree of arrays that is no list is a single one."""
+  """Returns the batches; a tree of arrays that is not a list is a single batch."""
   if isinstance(batches, (list, Iterator)):
     return batches
   is_leaf = jax.tree_util.all_leaves([batches])
@@ -22,7 +22,7 @@ def listed(batches: PyTree) -> Iterable[Any]:
 
 
 def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
-  """Yields each batch in its n micro-batches, one after the other."""
+  """Yields the n micro-batches of each batch, one after the other."""
   for batch in batches:
     if n == 1:
       yield batch
@@ -33,7 +33,7 @@ def micro_batches(batches: Iterable[Any], n: int) -> Iterator[Any]:
 
 
 def most_pieces(batch: PyTree) -> int:
-  """Returns 4, 2 or 1: the most chunks that the rows on each device of a batch can be divided into."""
+  """Returns 4, 2 or 1: the most pieces into which the rows of a batch on each device can be divided."""
   leaves = jax.tree.leaves(batch)
   shapes = [np.shape(leaf) for leaf in leaves]
   if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
@@ -43,6 +43,6 @@ def most_pieces(batch: PyTree) -> int:
 
 
 def rows(batch: PyTree) -> int:
-  """Returns the length that most leaves of a batch have; 1 if all are numbers."""
+  """Returns the first dimension that most leaves of a batch have; 1 if all are scalars."""
   lengths = [shape[0] for shape in map(np.shape, jax.tree.leaves(batch)) if shape]
   return max(lengths, key=lengths.count, default=1)

@@ -1,4 +1,4 @@
-"""Conclusions of an inspection: findings, a policy to use instead, and the effect of that policy."""
+"""Conclusions of an inspection: findings, a policy to use instead, and that policy's effect."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """Something that low precision did.
+  """An effect of low precision.
 
   Attributes:
     kind: `overflow`, `gradient overflow`, `underflow`, `nonfinite`, `lost updates`, `error`,
       `gradient error`, `weight gradient`, `stored state`, `loss scale`, `descent`, `bias`, `range` or
       `fragile`.
-    severity: `problem`, or `note` for what does no harm as it is.
-    module: module path, a parameter's tree path, or a slot of the optimiser's state; empty for the whole.
-    text: what was seen, in a sentence or two.
+    severity: `problem`, or `note` for an effect that does no harm now.
+    module: module path, a parameter's tree path, or a slot of the optimiser's state; empty for the step.
+    text: one or two sentences that say what was measured.
   """
 
   kind: str
@@ -33,9 +33,9 @@ class Measured:
   """The measured effect of the advice.
 
   Attributes:
-    what: the figure.
-    before: under the policy.
-    after: under the advised one.
+    what: name of the figure.
+    before: its value under the policy.
+    after: its value under the advised policy.
   """
 
   what: str
@@ -48,10 +48,10 @@ class Advice:
   """A policy to use instead.
 
   Attributes:
-    policy: as `mpjax.get_policy` takes it.
-    lines: (key, what it buys) for each change.
-    measured: figures before and after, where the policy was tried.
-    left: problems that were still there when it was tried.
+    policy: the policy, as `mpjax.get_policy` takes it.
+    lines: (key, its benefit) for each change.
+    measured: figures before and after, if the policy was tried.
+    left: problems that remained when the policy was tried.
   """
 
   policy: Mapping[str, Any]
@@ -61,10 +61,10 @@ class Advice:
 
   @property
   def unchanged(self) -> bool:
-    """Returns whether the policy is good as it is."""
+    """Returns whether there is nothing to change."""
     return not self.lines
 
   @property
   def yaml(self) -> str:
-    """Returns the `policy` key of a config, to paste."""
+    """Returns the `policy` key of a config, ready to paste."""
     return yaml.safe_dump({"policy": dict(self.policy)}, sort_keys=False, default_flow_style=False)

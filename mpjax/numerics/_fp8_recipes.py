@@ -1,4 +1,4 @@
-"""`compare_fp8_recipes`: what FP8 would do to each product's operands, by format and extent of a scale."""
+"""`compare_fp8_recipes`: the error of each product's operands in FP8, by format and extent of a scale."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SCALES = ("tensor", "row", "block", "delayed")
 RECIPES = tuple(f"{name} {scale}" for name in FORMATS for scale in SCALES)
 OPERANDS = ("lhs", "rhs", "gradient")
 _PRODUCTS = (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
-# Where the largest value stands in what is kept of an operand.
+# Position of the largest value in the figures of an operand.
 _AMAX = 1 + 4 * len(RECIPES)
 
 
-_Place = tuple[JaxprEqn, ...]  # the calls that a product is in, and the product
+_Place = tuple[JaxprEqn, ...]  # the calls around a product, and the product
 
 
 class _Product(NamedTuple):
@@ -55,19 +55,20 @@ class _Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Operand:
-  """One operand of a matrix product, as FP8 recipes would quantise it.
+  """The error that each FP8 recipe makes in one operand of a matrix product.
 
   Attributes:
     module: module path of the product.
-    line: of the user's program, `model.py:31`.
-    operand: `lhs` or `rhs` of the forward product, or the `gradient` of its result.
-    shape: of the operand.
-    errors: by recipe, |quantised - value| / |value|; `None` where blocks do not fit. Rows and blocks of lhs
-      and rhs go along what the product sums, those of the gradient along what the gradient of lhs sums.
-    underflow: the share of the values that are not zero which become zero; or `None`.
-    transposed: `errors` for the other product that reads the operand: that of the gradient of rhs (the
-      weight's) for lhs and gradient, that of the gradient of lhs for rhs.
-    transposed_underflow: as `underflow`.
+    line: line of the user's program, such as `model.py:31`.
+    operand: `lhs` or `rhs` of the forward product, or `gradient`, the gradient of its result.
+    shape: shape of the operand.
+    errors: by recipe, |quantised - value| / |value|; `None` if blocks do not fit. Rows and blocks of lhs and
+      rhs run along the dimensions that the product sums; rows and blocks of the gradient run along those that
+      the gradient of lhs sums.
+    underflow: by recipe, the share of nonzero values that become zero; or `None`.
+    transposed: `errors` in the other product that reads the operand. For lhs and gradient it computes the
+      gradient of rhs (the weight's); for rhs it computes the gradient of lhs.
+    transposed_underflow: `underflow` in that product.
   """
 
   module: str
@@ -82,18 +83,18 @@ class Fp8Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Comparison:
-  """The operands of a model's products, as FP8 recipes would quantise them.
+  """The errors that FP8 recipes make in the operands of a model's products.
 
   Attributes:
-    operands: in the order of the program, three for each product.
-    recipes: that they are quantised by.
+    operands: three for each product, in program order.
+    recipes: names of the recipes, such as `E4M3 tensor`.
   """
 
   operands: tuple[Fp8Operand, ...]
   recipes: tuple[str, ...]
 
   def of(self, module: str, operand: str | None = None) -> list[Fp8Operand]:
-    """Returns the operands of a module's products; those of one kind, if it is named."""
+    """Returns the operands of a module's products; only `operand` (such as `lhs`) if it is given."""
     return [o for o in self.operands if o.module == module and operand in (None, o.operand)]
 
   def to_dict(self) -> dict[str, Any]:
@@ -122,29 +123,40 @@ def compare_fp8_recipes(
   earlier: PyTree | None = None,
   **init: Any,
 ) -> Fp8Comparison:
-  """Says what FP8 would do to both operands and the output gradient of each matrix product, recipe by recipe.
-
-  Runs the loss and its gradients once in float32, whatever the policy, and quantises nothing on the way. A
-  scale is shared by a `tensor` (recipe: current), by a `row`, the values that are summed together, or by a
-  `block` of 32 of those (recipe: block). Each operand is in two products, which sum along other dimensions:
-  it has figures for both. With `earlier` batches there is `delayed`, whose scale is that of the largest value
-  in those, beyond which values are clipped. Operands of a convolution whose windows overlap have figures for
-  `tensor` and `delayed` alone, since a value is in several sums.
+  """Compares the errors of FP8 recipes in the operands and output gradient of each matrix product.
 
   ```python
-  print(mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch))
+  comparison = mpjax.numerics.compare_fp8_recipes(loss_fn, params, batch)
+  print(comparison)  # a row for each operand, a column for each recipe
   ```
 
-  Not looked at are products inside a `while_loop`, a `shard_map` or a custom derivative rule, and those that
-  the loss does not depend on. The steps of a loop are taken together, and have no figure for `delayed`.
+  Runs the loss and its gradients once in float32, whatever the policy. Only copies are quantised; the run
+  itself stays in float32.
+
+  The values that share a scale are a `tensor` (recipe: current), a `row` (the values that are summed
+  together) or a `block` of 32 values of a row (recipe: block). With `earlier` batches there is also
+  `delayed`: its scale comes from the largest value in those batches, and larger values are clipped. Two
+  products read each operand and sum along different dimensions, so each operand has figures for both. In a
+  convolution whose windows overlap, a value is in several sums: its operands have figures only for `tensor`
+  and `delayed`.
+
+  Products inside a `while_loop`, a `shard_map` or a custom derivative rule are left out, and products that
+  the loss does not depend on. The steps of a loop share one row, without a figure for `delayed`.
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
-    state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
+    state: a `TrainState`; for a loss function its parameters (a tree of arrays or an `nnx.Module`).
     batch: a tree of arrays.
-    policy: of the step; says how parameters are kept, no more.
-    earlier: batches of the same shapes that come before, in a list, or one. Parameters are those of now.
-    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+    policy: the policy of the step; it only says in which dtype parameters are kept.
+    earlier: one or a list of earlier batches with the same shapes, for `delayed`. They run with the same
+      parameters.
+    init: for a loss function, the other arguments of `TrainStep.init` (`rng`, `model_state`).
+
+  Returns:
+    An `Fp8Comparison`: `str()` gives a table, `operands` and `to_dict()` the data.
+
+  Raises:
+    ValueError: for arguments that do not go together.
   """
   step, state, _ = step_of(target, state, policy, None, init)
   step, state = reference_step(step), reference_state(state)
@@ -161,13 +173,13 @@ def compare_fp8_recipes(
 
   jax.eval_shape(lambda state, batch: differentiated(step, state, batch, watch({})), state, batch)
   found = dict(products)
-  # Of the tracings to come, the equations are others: their order is the same.
+  # Each new tracing makes new equations, in the same order.
   probes = {i: jnp.zeros((3, _AMAX + 1)) for i in range(len(found))}
   products.clear()
   look = jax.jit(run)
   for before in [] if earlier is None else listed(earlier):
     for i, stats in look(probes, state, before).items():
-      once = stats[:, :1] == 1  # the largest values of a loop's steps are added up
+      once = stats[:, :1] == 1  # a loop adds up the largest values of its steps
       history = jnp.maximum(probes[i][:, _AMAX:], jnp.where(once, stats[:, _AMAX:], 0))
       probes[i] = probes[i].at[:, _AMAX:].set(history)
   seen = jax.device_get(look(probes, state, batch))
@@ -185,14 +197,14 @@ def _watched(
   probes: dict[int, Array],
   products: dict[_Place, _Product],
 ) -> Any:
-  """Returns `fun(*args, **kwargs)`, with a look at each product that there is a probe for.
+  """Returns `fun(*args, **kwargs)`, and observes each product that has a probe.
 
   Args:
     fun: a function.
     args: its arguments.
     kwargs: its keyword arguments.
-    probes: by number of the product.
-    products: is given the products, by place, in the order in which they are come by.
+    probes: the probes, by number of the product.
+    products: receives the products by place, in program order.
   """
   leaves, structure = jax.tree.flatten((args, kwargs))
   traced = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
@@ -212,7 +224,7 @@ def _watched(
     def rule(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
       here, place = inside(path, module_path(equation)), (*calls, equation)
       kind = call_kind(equation)
-      if kind is not None:  # a derivative rule of the user's stays what it is
+      if kind is not None:  # a custom derivative rule stays unchanged
         entered = not kind.is_custom_rule and _has_product(equation)
         if not entered:
           return bind_again(equation, operands)
@@ -220,7 +232,7 @@ def _watched(
       out = bind_again(equation, operands)
       if not _is_product(equation):
         return out
-      # Bodies may be shared by several calls, and be traced more than once.
+      # Several calls may share a body, and a body may be traced more than once.
       number = numbers.setdefault(place, len(products))
       products[place] = _Product(here, equation)
       if number not in probes:
@@ -253,7 +265,7 @@ def _has_product(equation: JaxprEqn) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _look(out: Array, lhs: Array, rhs: Array, probe: Array, dims: Any) -> Array:
-  """Returns `out`; the probe's cotangent is what is kept of the operands and of the cotangent.
+  """Returns `out`; the probe's cotangent holds the figures of the operands and of the cotangent.
 
   `dims` is the product's dimension numbers; `None` for a convolution whose windows overlap.
   """
@@ -284,7 +296,7 @@ _look.defvjp(_look_forward, _look_backward)
 
 
 def _summed(x: Array, dims: Any, i: int) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-  """Returns the dimensions of operand `i` that the product sums along, and those that the other one does."""
+  """Returns the dimensions of operand `i` that the product sums, and those that the other product sums."""
   if dims is None:
     return None, None
   summed, batch = (each[i] for each in dims)
@@ -292,20 +304,20 @@ def _summed(x: Array, dims: Any, i: int) -> tuple[Sequence[int] | None, Sequence
 
 
 def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | None, earlier: Array) -> Array:
-  """Returns float32[2 + 4 * recipes] of an operand.
+  """Returns the figures of an operand: float32[2 + 4 * recipes].
 
-  They are 1, by recipe the squared relative error and the share that is lost, both again for the other
-  product that reads the operand, and its largest value.
+  They are 1; by recipe the squared relative error and the share that is lost; both again for the other
+  product that reads the operand; and the operand's largest value.
 
   Args:
     x: the operand.
-    summed: dimensions along which the product sums; `None` where a value is in several sums.
-    summed_next: those along which the other one does.
-    earlier: the largest value of earlier batches, f32[]; 0 if there are none.
+    summed: dimensions that the product sums; `None` if a value is in several sums.
+    summed_next: dimensions that the other product sums.
+    earlier: the largest value of earlier batches, f32[]; 0 without earlier batches.
   """
   x = x.astype(jnp.float32)
   amax = amax_of(x)
-  # In a unit that is a power of two, which moves no scale of a block, squares are in float32's range.
+  # In a unit that is a power of two, squares stay in float32's range and scales of blocks do not change.
   unit = scale_of(amax, jnp.float8_e5m2, pow2=True)
   x, whole = x * unit, {}
   for name, dtype in FORMATS.items():
@@ -320,7 +332,7 @@ def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | N
       continue
     rest = [i for i in range(x.ndim) if i not in along]
     rows = jnp.transpose(x, (*rest, *along))
-    # [rows, what is summed]
+    # [rows, summed values]
     rows = rows.reshape(math.prod(x.shape[i] for i in rest), math.prod(x.shape[i] for i in along))
     figures = dict(whole)
     for name, dtype in FORMATS.items():
@@ -333,7 +345,7 @@ def _kept(x: Array, summed: Sequence[int] | None, summed_next: Sequence[int] | N
 
 
 def _figures(x: Array, back: Array) -> tuple[Array, ...]:
-  """Returns the squared relative error of what comes back, and the share of values that are lost."""
+  """Returns the squared relative error of quantised values, and the share of values that are lost."""
   whole, there = jnp.sum(x * x), x != 0
   error = jnp.sum((back - x) ** 2) / jnp.where(whole > 0, whole, 1)
   return error, jnp.sum(there & (back == 0)) / jnp.maximum(jnp.sum(there), 1)
@@ -344,7 +356,7 @@ def _with_scale(x: Array, scale: Array, dtype: np.dtype) -> Array:
 
 
 def _in_blocks(rows: Array, dtype: np.dtype) -> Array:
-  """Returns float32 rows as they come back from MXFP8; NaN where blocks do not fit."""
+  """Returns float32 rows after a round trip through MXFP8; NaN if blocks do not fit."""
   if rows.shape[1] % BLOCK:
     return jnp.full_like(rows, jnp.nan)
   q, units = quantise_blocks(rows, 1, BLOCK, dtype)
@@ -352,7 +364,7 @@ def _in_blocks(rows: Array, dtype: np.dtype) -> Array:
 
 
 def _operands(product: _Product, stats: np.ndarray, recipes: Sequence[str]) -> list[Fp8Operand]:
-  """Returns what is known of a product: nothing if the loss does not depend on it."""
+  """Returns the operands of a product; empty if the loss does not depend on it."""
   if not stats[0, 0]:
     return []
   path, equation = product

@@ -1,4 +1,4 @@
-"""`inspect_numerics`: real batches through a training step, under its policy and in float32."""
+"""`inspect_numerics`: runs real batches through a training step, under its policy and in float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mpjax.patterns import named_leaves
 from mpjax.policy import Policy
 from mpjax.step import TrainState, TrainStep
 
-# Gradients nearer to float32's than this, or this small beside the largest, are not compared at two scales.
+# Gradients this close to float32's, or this small next to the largest, are not compared at two scales.
 _FAR, _ROUNDING = 0.05, 1e-6
 
 
@@ -50,53 +50,55 @@ def inspect_numerics(
 ) -> NumericsReport:
   """Reports what a policy does to the numbers of a training step, by module and tensor, and what to change.
 
-  Runs the loss and its gradients on each batch, under the policy and in float32; nothing is trained. Of every
-  tensor a histogram of magnitudes and a sketch leave the device, no more.
+  Runs the loss and its gradients on each batch, under the policy and in float32. It does not train. Only a
+  histogram of magnitudes and a sketch of every tensor leave the device.
 
   ```python
-  report = mpjax.inspect_numerics(step, state, [batch])  # of mpjax.make_train_step
-  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16", tx=optax.adamw(1e-3))
-  print(report)
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16", tx=tx)
+  report = mpjax.inspect_numerics(step, state, [batch])  # a step of mpjax.make_train_step
+  print(report)  # the findings, and a policy to use instead
   report.save_html("numerics.html")
   ```
 
-  Looked at are parameters, their gradients and updates; and of the activations and their gradients what
-  leaves a module, what a matrix product reads and what it gives, if the loss depends on it. Not looked at is
-  what is inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan` over up
-  to 128 layers, each with weights of its own, are kept apart; those of a longer one, or of time, are not.
+  The report covers parameters, their gradients and updates. It covers activations and their gradients where
+  they leave a module and where a matrix product reads or computes them, if the loss depends on them. It does
+  not cover values inside a custom derivative rule, a `while_loop` or a `shard_map`. The steps of a `scan`
+  over up to 128 layers, each with its own weights, have separate rows; steps of a longer scan, or of time, do
+  not.
 
-  Under a loss scale, gradients that are far from float32's are computed in float32 with the scale and without
-  it: what differs then comes from a backward rule that is not linear, such as one that clips cotangents.
+  Under a loss scale, gradients far from float32's are also computed in float32 with and without the scale. A
+  difference then comes from a backward rule that is not linear, such as one that clips cotangents.
 
   Args:
     fun_or_step: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
-    *args: for a step its `TrainState` and the batches; for a loss function its parameters (a tree or a
-      module) and the batches. Batches are one batch (a tree of arrays), or a list or any iterable of batches;
-      a batch that is a list itself has to be in a list. A loss function of more arguments,
-      `loss_fn(params, x, y)`, takes one batch, `x, y`. With `accumulate` in the step, a batch is looked at in
-      its micro-batches.
-    policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, another
-      policy than its own. In place of delayed FP8 scaling, which a policy begins without a history, tensors
-      are scaled by their own amax.
-    tx: for a loss function, its optimiser; without one nothing is said of updates.
-    reference: whether float32 is run, too; without it there are no errors, and the magnitudes are those of
-      the policy's run. A step whose loss function is another one in float32 may be given instead.
-    keep: the share of gradients (of those that are not zero) that a loss scale should keep in range.
-    advise: whether the advice is tried out: each changed policy is run on the first batch, so that the report
-      says what it buys. Without it, the advice is what the first run suggests.
-    pieces: in how many parts a batch's rows are run, one after the other, which bounds the memory. By default
-      up to 4 if activations are large (256 MiB in float32), there is no model state (BatchNorm) and no FP8,
-      and the loss in float32 is found to be the mean of that of the pieces; else 1.
-    title: of the report.
-    progress: called with a line before each long part.
-    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+    *args: for a step, its `TrainState` and the batches; for a loss function, its parameters (a tree or a
+      module) and the batches. Batches are one batch (a tree of arrays), or a list or any iterable of batches.
+      Put a batch that is itself a list into a list. A loss function of more arguments,
+      `loss_fn(params, x, y)`, takes one batch, `x, y`. With `accumulate` in the step, each micro-batch runs
+      separately.
+    policy: for a loss function, whatever `mpjax.get_policy` takes (by default `"auto"`); for a step, a policy
+      in place of its own. Delayed FP8 scaling would begin without a history: tensors are scaled by their own
+      amax instead.
+    tx: optimiser of a loss function; without it the report does not cover updates.
+    reference: whether to run float32, too. Without it the report does not have errors, and magnitudes are
+      those of the policy's run. If the loss function differs in float32, pass a step of that function.
+    keep: share of nonzero gradients that a loss scale should keep in range.
+    advise: whether to try the advice: each changed policy runs on the first batch, and the report states its
+      effect. Without it, the advice is what the first run suggests.
+    pieces: number of parts in which the rows of a batch run, one after the other, to bound the memory. By
+      default up to 4 if activations are large (256 MiB in float32), the model does not have state
+      (BatchNorm), the policy does not use FP8, and the float32 loss is the mean of the pieces' losses;
+      else 1.
+    title: title of the report.
+    progress: called with a line of text before each long part.
+    init: for a loss function, the other arguments of `TrainStep.init` (`rng`, `model_state`).
 
   Returns:
-    A `NumericsReport`.
+    A `NumericsReport`: `str()` gives the answer, `save_html` a page, `to_dict()` the data.
 
   Raises:
-    TypeError: for another number or kind of arguments; shows the call that is right.
-    ValueError: if there is no batch, or for options that do not go together.
+    TypeError: for another number or kind of arguments; the message shows the right call.
+    ValueError: without a batch, or for options that do not go together.
   """
   if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep < 1:
     raise ValueError(f"keep={keep!r}: expected a share between 0 and 1, such as 0.999")
@@ -136,11 +138,11 @@ def inspect_numerics(
 
 
 class Inspection:
-  """One policy, looked at batch by batch.
+  """Inspects one policy, batch by batch.
 
   Attributes:
-    count: batches so far.
-    pieces: in how many parts each is run; known after the first.
+    count: number of batches so far.
+    pieces: number of parts in which each batch runs; known after the first.
   """
 
   def __init__(
@@ -157,7 +159,7 @@ class Inspection:
     scaler = find_scaler(state.opt_state)
     self._scale = 1.0 if scaler is None else float(scaler.scale)
     self._full = full_summary(self._scale)
-    # Of the policy's own run NaN, infinities and zeros are of interest beside float32's magnitudes.
+    # If float32 gives the magnitudes, the policy's own run gives only NaN, infinities and zeros.
     self._narrow = self._full if reference is False else Summary.of([], sketch=True)
     self._reference = None if reference is False else reference_step(step) if reference is True else reference
     self._wide_state = None if self._reference is None else reference_state(state)
@@ -172,14 +174,14 @@ class Inspection:
     self._first: PyTree = None
 
   def add(self, batch: PyTree, known: tuple[Hashable, Seen] | None = None) -> tuple[Hashable, Seen] | None:
-    """Looks at a batch.
+    """Inspects a batch.
 
     Args:
       batch: the batch.
-      known: what `add` of another inspection of the same state returned for it, in as many pieces.
+      known: the result of `add` for this batch in another inspection of the same state with as many pieces.
 
     Returns:
-      what float32's pass gave, and what that depends on of the policy; `None` without one.
+      the results of float32's pass, with the policy's properties that they depend on; `None` without one.
     """
     shape = shapes_of(batch)
     if shape not in self._programs:
@@ -215,7 +217,7 @@ class Inspection:
     return None if wide is None else (of_policy, wide)
 
   def _programs_for(self, batch: PyTree) -> Programs:
-    """Returns the passes for a batch, and has all batches of one inspection run in as many pieces."""
+    """Returns the passes for a batch, and fixes the number of pieces for all batches."""
     programs = programs_for(
       (self._step, self._state, self._narrow),
       None
@@ -230,7 +232,7 @@ class Inspection:
     return programs
 
   def report(self, title: str, keep: float, fragile: Sequence[ExplainedFragility] = ()) -> NumericsReport:
-    """Returns the report on all batches so far, and on what is fragile and cannot be measured."""
+    """Returns the report on all batches so far, with what is fragile but cannot be measured."""
     losses = np.asarray([mine for mine, _ in self._losses])
     wide = [theirs for _, theirs in self._losses if theirs is not None]
     tensors = tuple(self._tensors())
@@ -253,7 +255,7 @@ class Inspection:
     )
 
   def _scale_dependent(self, tensors: Sequence[Tensor]) -> tuple[ScaleDependent, ...]:
-    """Returns the parameters whose gradient depends on the loss scale, if any is far from float32's."""
+    """Returns the parameters whose gradient depends on the loss scale, if one is far from float32's."""
     if self._scale == 1 or self._reference is None or self._wide_state is None:
       return ()
     gradients = [t for t in tensors if t.kind == "weight gradient"]
@@ -264,7 +266,7 @@ class Inspection:
     return scale_dependence(self._reference, self._wide_state, self._first, self._scale)
 
   def _narrow_reference(self) -> tuple[str, ...]:
-    """Returns the modules in which the model's own casts make the float32 run compute in half precision."""
+    """Returns the modules in which the model's own casts put the float32 run in half precision."""
     wide = [p for one in self._programs.values() for p in one.wide_points.values()]
     found = {
       p.module: f"{p.module or 'the function'} ({p.line}) in {p.dtype}"
@@ -324,7 +326,7 @@ class Inspection:
 
 
 def module_of(parent: str, modules: Sequence[str]) -> str:
-  """Returns the module path of a parameter whose parent in the tree is below the root module."""
+  """Returns the module path of a parameter from the path of its parent in the tree."""
   parts = [part for part in parent.removeprefix("params/").split("/") if part not in ("", "~")]
   own = "/".join(parts if parent != "params" else ())
   roots = {module.partition("/")[0] for module in modules if module}
@@ -339,14 +341,14 @@ def module_of(parent: str, modules: Sequence[str]) -> str:
 def _arrays(
   seen: Seen, points: dict[tuple[str, str], Point], summary: Summary
 ) -> Iterator[tuple[Any, tuple[Magnitudes, Any]]]:
-  """Yields everything that a pass kept, by key: its magnitudes and its sketch."""
+  """Yields the magnitudes and the sketch of everything that a pass kept, by key."""
   n = len(summary.edges) + 1
   for (name, point), kept in zip(points.items(), seen.watched, strict=True):
     for index in np.ndindex(*point.steps):
       for row, kind in enumerate(("activation", "activation gradient")):
         values = kept[(slice(None), *index, row)]
         counts = values[:, :n].astype(np.float64).sum(0)
-        if counts[-1]:  # else the loss does not depend on it
+        if counts[-1]:  # otherwise the loss does not depend on it
           yield (kind, name, index), (Magnitudes.of(summary, counts), values[:, n:])
   for kind, part in (("parameter", seen.parameters), ("weight gradient", seen.gradients)):
     for path, values in part.items():
@@ -354,7 +356,7 @@ def _arrays(
 
 
 def _figures(distance: Distance | None, wide: Magnitudes, own: Magnitudes | None) -> dict[str, Any]:
-  """Returns errors, where float32 has finite values that they can be against."""
+  """Returns errors, if float32 has finite values to compare with."""
   broken = wide.nan + wide.inf
   if distance is None or broken == wide.count:
     return {}
@@ -366,5 +368,5 @@ def _sum(before: Magnitudes | None, more: Magnitudes) -> Magnitudes:
 
 
 def _has_own_scale(step: TrainStep, state: TrainState) -> bool:
-  """Returns whether the optimiser that the step was made with scales the loss itself."""
+  """Returns whether the optimiser given to the step scales the loss itself."""
   return bool(find_loss_scales(jax.eval_shape(step.inner_tx.init, state.arrays)))

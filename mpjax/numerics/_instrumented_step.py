@@ -1,4 +1,4 @@
-"""One pass over a batch: loss, gradients and update of a training step, of which summaries alone are kept."""
+"""One pass over a batch: loss, gradients and update of a training step, kept as summaries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mpjax.step._micro_batches import first_of_batch, split_batch
 from mpjax.step._optimizer import on_masters
 from mpjax.step._trained import merged, only
 
-# (state, batch, pieces) to the loss over the pieces, its gradients, and what is kept at each point.
+# (state, batch, pieces) to the loss divided by the pieces, its gradients, and the summary of each point.
 ProbedGradients = Callable[[TrainState, PyTree, int], tuple[Array, PyTree, list[Any]]]
 
 
@@ -45,11 +45,11 @@ class Seen(NamedTuple):
 
   Attributes:
     loss: [], unscaled.
-    watched: for each point [pieces, *steps, 2, size]: of the value, and of its gradient.
-    parameters: by tree path [size].
-    gradients: by tree path [size], unscaled.
-    updates: by tree path. Weights are master weights, and updates those that the optimiser makes of them, in
-      float32. Empty if not asked for.
+    watched: for each point [pieces, *steps, 2, size]: summaries of the value and of its gradient.
+    parameters: [size] by tree path.
+    gradients: [size] by tree path, unscaled.
+    updates: sums by tree path, for master weights and the optimiser's updates of them, in float32. Empty if
+      not asked for.
     stored: what the optimiser's state loses when it is stored (`what_is_lost`).
   """
 
@@ -62,18 +62,18 @@ class Seen(NamedTuple):
 
 
 def reference_step(step: TrainStep) -> TrainStep:
-  """Returns the step in float32 throughout, with matrix products in full precision on every device."""
+  """Returns the step with everything in float32 and full-precision matrix products on every device."""
   return step_under(step, get_policy({"base": "fp32", "matmul_precision": "highest"}))
 
 
 def reference_state(state: TrainState) -> TrainState:
-  """Returns the state as float32 parameters without an optimiser, and so without a loss scale."""
+  """Returns the state with float32 parameters and without an optimiser, thus without a loss scale."""
   params = get_policy("fp32").cast_to_param(state.arrays)
   return state.replace(arrays=params, opt_state=(), fp8_state={})
 
 
 def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point]:
-  """Returns the values of the loss function that a pass looks at; nothing is computed."""
+  """Returns the values of the loss function that a pass observes; computes nothing."""
   found: list[Point] = []
 
   def find(fun: Callable[..., Any], policy: Policy | None, **_: Any) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def loss_points(step: TrainStep, state: TrainState, batch: PyTree) -> list[Point
 
     return run
 
-  with _tracing(step):  # the function is run as it is, too
+  with _tracing(step):  # the function also runs unchanged
     jax.eval_shape(lambda state, batch: _loss(step, state, batch, find)[0], state, batch)
   return found
 
@@ -99,18 +99,19 @@ def make_pass(
   pieces: int = 1,
   whole: bool = False,
 ) -> Callable[[TrainState, PyTree], Seen]:
-  """Returns a jitted pass: (state, batch) -> Seen; the state is left as it is.
+  """Returns a jitted pass: (state, batch) -> Seen; the state does not change.
 
   Args:
     step: the step.
     points: its `loss_points`.
-    summary: what is kept of each tensor.
-    scale: what the gradients of activations are divided by before they are looked at: the loss scale.
-    updates: what is kept of the ratios of updates to weights; `None`: the optimiser does not run.
-    save_memory: whether the backward pass computes again all but the results of matrix products.
-    pieces: how many parts the batch's rows are taken in, one after the other; `i::pieces` are part `i`.
-    whole: leaves the summaries of what is seen once a step to `condensed`, which has a program for all arrays
-      of a length. Each is otherwise compiled by itself, which takes several times as long as the step.
+    summary: the summary of each tensor.
+    scale: the loss scale; gradients of activations are divided by it.
+    updates: the summary of the ratios of updates to weights; `None`: the optimiser does not run.
+    save_memory: whether the backward pass recomputes all but the results of matrix products.
+    pieces: number of parts in which the batch's rows run, one after the other; part `i` is `i::pieces`.
+    whole: leave the summaries of values that occur once a step to `condensed`, which has one program for all
+      arrays of a length. Otherwise each summary is compiled separately, which takes several times as long as
+      the step.
   """
   gradients = _probed_gradients(step, points, summary, scale, save_memory, whole)
 
@@ -133,7 +134,7 @@ def make_pass(
 def _probed_gradients(
   step: TrainStep, points: list[Point], summary: Summary, scale: float, save_memory: bool, whole: bool
 ) -> ProbedGradients:
-  """Returns a function from (state, batch, pieces) to loss / pieces, its gradients, and what is kept."""
+  """Returns a function from (state, batch, pieces) to loss / pieces, its gradients, and the summaries."""
 
   def see(x: Array, probe: Array | Left) -> Array:
     return leave(x, probe) if isinstance(probe, Left) else look(x, probe, summary, scale)
@@ -167,7 +168,7 @@ def _probed_gradients(
 def _over_pieces(
   gradients: ProbedGradients, state: TrainState, batch: PyTree, pieces: int
 ) -> tuple[Array, PyTree, list[Any]]:
-  """Returns the loss, its gradients in float32 at least, and what each piece kept: [pieces, ...]."""
+  """Returns the loss, its gradients in at least float32, and the summaries of the pieces: [pieces, ...]."""
   wide = lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
   first = (jnp.zeros([], jnp.float32), jax.tree.map(wide, _inexact(state.arrays)))
 
@@ -196,7 +197,7 @@ def loss_and_gradients(step: TrainStep, state: TrainState, batch: PyTree) -> tup
 
 
 def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: Array) -> PyTree:
-  """Returns the gradients of the loss times a loss scale, beside the one that the state may have."""
+  """Returns the gradients of the loss times a loss scale, on top of the state's own loss scale."""
   weights = step.loss.compute_params(state)
 
   def scaled_loss(params: PyTree) -> Array:
@@ -208,7 +209,7 @@ def scaled_gradients(step: TrainStep, state: TrainState, batch: PyTree, scale: A
 
 
 def differentiated(step: TrainStep, state: TrainState, batch: PyTree, transform: Transform) -> Array:
-  """Returns the scaled loss, with another transform in place of autocast: in terms of what that reads."""
+  """Returns the scaled loss, with another transform in place of autocast."""
   with _tracing(step):
     return _loss(step, state, batch, transform)[0]
 
@@ -224,13 +225,13 @@ def plain_loss(step: TrainStep) -> Callable[[TrainState, PyTree], Array]:
 
 
 def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> bool:
-  """Returns whether the loss of a batch is the mean of its pieces' losses: not so for sums and contrasts.
+  """Returns whether the loss of a batch is the mean of its pieces' losses; false for sums and contrasts.
 
   Args:
-    step: in float32, whose rounding is far below the difference that a sum makes.
-    state: for it.
-    batch: whose leaves have the same number of rows.
-    pieces: into which they are split.
+    step: a step in float32, whose rounding is far below the difference that a sum makes.
+    state: its state.
+    batch: a batch whose leaves have the same number of rows.
+    pieces: number of parts into which the rows are split.
   """
   loss = plain_loss(step)
 
@@ -240,7 +241,7 @@ def is_mean_of_pieces(step: TrainStep, state: TrainState, batch: PyTree, pieces:
 
   try:
     there = [float(jax.jit(run)(state, batch)) for run in (loss, parts)]
-  except (TypeError, ValueError):  # a leaf that only looks like rows
+  except (TypeError, ValueError):  # a leaf that does not have the batch's rows
     return False
   return math.isclose(*there, rel_tol=1e-4)
 
@@ -250,8 +251,22 @@ def inspection_programs(
 ) -> dict[str, tuple[Callable[[TrainState, PyTree], Any], TrainState]]:
   """Returns the programs that an inspection of updates runs, each with the state that it takes.
 
-  They are `policy` and `float32`, the two passes in as many pieces of the batch as can be, and `check`, the
-  loss that shows whether pieces give the mean. Nothing is computed; shapes will do for states and batches.
+  They are the two passes, `policy` and `float32`, in as many pieces as possible, and `check`, the loss that
+  shows whether the batch's loss is the mean of the pieces' losses. Nothing is computed: states and batches
+  may be shapes.
+
+  ```python
+  for name, (program, its_state) in mpjax.numerics.inspection_programs(step, state, batch).items():
+    print(name, program.lower(its_state, batch).cost_analysis())
+  ```
+
+  Args:
+    step: a step of `mpjax.make_train_step`.
+    state: its `TrainState`, as arrays or `jax.ShapeDtypeStruct`.
+    batch: a tree of arrays or of `jax.ShapeDtypeStruct`.
+
+  Returns:
+    By name, a jitted function of (state, batch) and the state to give it.
   """
   summary, pieces = full_summary(2.0**16), most_pieces(batch)
   part = jax.eval_shape(lambda batch: first_of_batch(pieces, batch), batch)
@@ -269,7 +284,7 @@ def inspection_programs(
 
 @contextlib.contextmanager
 def _tracing(step: TrainStep) -> Iterator[None]:
-  """Has a step's loss traced in its precision and on its mesh, and regions in float32 if they take that."""
+  """Makes JAX trace a step's loss in its precision, on its mesh, and with float32 forms of regions."""
   mesh = contextlib.nullcontext() if step.layout is None else step.layout.in_mesh()
   with matmul_precision(step.policy), float32_where_there_is_one(), mesh:
     yield
@@ -278,7 +293,7 @@ def _tracing(step: TrainStep) -> Iterator[None]:
 def _loss(
   step: TrainStep, state: TrainState, batch: PyTree, transform: Transform, params: PyTree = None
 ) -> tuple[Array, Array]:
-  """Returns the scaled loss, and the loss as it is."""
+  """Returns the scaled loss and the unscaled loss."""
   loss = dataclasses.replace(step.loss, transform=transform)
   params = loss.compute_params(state) if params is None else params
   scaled, out = loss.scaled(params, state.fp8_state, batch, loss.keys(state, batch), state)
@@ -297,7 +312,7 @@ def _updates(
 
 
 def _inexact(params: PyTree) -> PyTree:
-  """Returns what of parameters may have a gradient; the others are an `optax.MaskedNode`."""
+  """Returns the parameters that may have a gradient, with `optax.MaskedNode` for the others."""
   return only(jax.tree.map(is_inexact, params), params)
 
 

@@ -1,4 +1,4 @@
-"""Steps and compiled programs that an inspection keeps for the next one: as long as what they are made of."""
+"""Keeps steps and compiled programs for the next inspection, as long as their step or loss function lives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.step import TrainStep, make_train_step
 
 T = TypeVar("T")
 
-# Entries kept with one step or loss function; the one that was longest unused goes first.
+# Entries kept for one step or loss function; the least recently used is dropped first.
 _MOST = 16
 _PLACE, _ROOT = "_mpjax_inspections", "_mpjax_inspected_from"
 _steps: weakref.WeakKeyDictionary[LossFunction, collections.OrderedDict[Hashable, TrainStep]]
@@ -28,15 +28,15 @@ _steps = weakref.WeakKeyDictionary()
 
 
 def kept(step: TrainStep, key: Hashable, make: Callable[[], T]) -> T:
-  """Returns what was made for a key before, or makes it.
+  """Returns the result for a key, which `make` computes the first time.
 
-  It lies in the step's own attributes and goes when the step goes, although it refers to it: a table of
-  weak references would keep both for ever.
+  The step's own attributes hold the result, so that both die together although the result refers to the step.
+  A table of weak references would keep both for ever.
 
   Args:
-    step: whose it is.
-    key: what the result depends on besides the step.
-    make: makes it.
+    step: the step that the result belongs to.
+    key: all that the result depends on, apart from the step.
+    make: computes the result.
   """
   return _made_once(vars(step).setdefault(_PLACE, collections.OrderedDict()), key, make)
 
@@ -51,7 +51,7 @@ def _made_once(there: collections.OrderedDict[Hashable, T], key: Hashable, make:
 
 
 def step_for(loss_fn: LossFunction, tx: optax.GradientTransformation | None, policy: Policy) -> TrainStep:
-  """Returns the step of a loss function, an optimiser (or none) and a policy."""
+  """Returns the step of a loss function, an optimiser (or `None`) and a policy."""
   optimizer = optax.identity() if tx is None else tx
   key = (tx, policy)
   if not isinstance(loss_fn, (types.FunctionType, functools.partial)) or not _is_hashable(key):
@@ -61,7 +61,7 @@ def step_for(loss_fn: LossFunction, tx: optax.GradientTransformation | None, pol
 
 
 def _weakly(fun: LossFunction) -> LossFunction:
-  """Returns a function that calls another, and does not keep it alive."""
+  """Returns a function that calls `fun` without keeping it alive."""
   reference = weakref.ref(fun)
 
   def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def _weakly(fun: LossFunction) -> LossFunction:
 
 
 def step_under(step: TrainStep, policy: Policy) -> TrainStep:
-  """Returns a step under another policy; all those of one step lie with that one, float32's among them."""
+  """Returns a step under another policy; the original step keeps all of them."""
   root = vars(step).get(_ROOT, step)
 
   def make() -> TrainStep:
@@ -86,7 +86,7 @@ def step_under(step: TrainStep, policy: Policy) -> TrainStep:
 
 
 def shapes_of(tree: PyTree) -> Hashable:
-  """Returns what a program depends on of its arguments: their structure and types."""
+  """Returns what a program depends on: the structure and types of its arguments."""
   leaves, structure = jax.tree.flatten(tree)
   return structure, tuple((np.shape(x), jax.typeof(x)) for x in leaves)
 

@@ -1,4 +1,4 @@
-"""`logprob_mismatch`: how far apart two policies are in what they predict, as for sampling and training."""
+"""`logprob_mismatch`: how far the predictions of two policies differ, as for sampling and training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mpjax._types import Array, PolicyLike, PyTree
 from mpjax.casting import autocast
 from mpjax.policy import Policy, get_policy, matmul_precision
 
-# Below this difference of two logarithms, a series has more digits than the exponential function.
+# Below this difference of two logarithms, a series is more accurate than the exponential function.
 _SMALL = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
 class LogprobMismatch:
-  """The difference of two policies' predictions; of the positions that count, and whose logits are finite.
+  """The difference between two policies' predictions, over the counted positions with finite logits.
 
   Attributes:
-    policies: labels of both.
-    positions: that count.
-    mean: of |log p_a(label) - log p_b(label)|.
-    largest: of it.
+    policies: labels of both policies.
+    positions: number of counted positions.
+    mean: mean of |log p_a(label) - log p_b(label)|.
+    largest: its largest value.
     bias: mean of log p_a(label) - log p_b(label), with its sign.
-    kl_mean: of KL(a || b) = sum of p_a (log p_a - log p_b) over the classes.
-    kl_largest: of it.
+    kl_mean: mean of KL(a || b) = sum of p_a (log p_a - log p_b) over the classes.
+    kl_largest: its largest value.
     changed: share of positions whose most probable class differs.
-    not_finite: share of positions with a logit that is not finite under either.
+    not_finite: share of counted positions with a logit that is not finite under one policy or both.
   """
 
   policies: tuple[str, str]
@@ -46,7 +46,7 @@ class LogprobMismatch:
   not_finite: float
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns plain data."""
+    """Returns the attributes as plain data."""
     return dataclasses.asdict(self)
 
   def __str__(self) -> str:
@@ -71,37 +71,40 @@ def logprob_mismatch(
 ) -> LogprobMismatch:
   """Compares the probabilities that a model predicts under two policies, from the same weights and inputs.
 
-  A model that is trained by reinforcement on what it sampled under another policy sees the ratio of both
-  probabilities; bfloat16's rounding alone takes it far from 1, float16's much less (arXiv 2510.26788).
+  In reinforcement learning, a model may sample under one policy and train under another. Its loss contains
+  the ratio of both probabilities. Rounding to bfloat16 alone takes the ratio far from 1, rounding to float16
+  much less (arXiv 2510.26788).
 
   ```python
-  inputs, labels = tokens[:, :-1], tokens[:, 1:]
-  print(mpjax.numerics.logprob_mismatch(model.apply, variables, inputs, "bf16", "fp16", labels))
+  logits_fn = lambda weights, x: x @ weights  # or model.apply, of a language model
+  weights = jax.random.normal(jax.random.key(0), (64, 1000))
+  inputs = jax.random.normal(jax.random.key(1), (8, 16, 64))
+  print(mpjax.numerics.logprob_mismatch(logits_fn, weights, inputs, "bf16", "fp16"))
   ```
 
   Args:
-    logits_fn: (params, inputs) to logits [..., classes].
+    logits_fn: function from (params, inputs) to logits [..., classes].
     params: tree of arrays; each policy casts it as a training step does.
     inputs: tree of arrays.
-    policy_a: whatever `mpjax.get_policy` takes; that of training, say.
-    policy_b: another; that of sampling. Delayed FP8 scaling begins without a history: tensors are scaled by
-      their own amax.
-    labels: integers [...], the classes whose log-probabilities are compared; by default the most probable
+    policy_a: whatever `mpjax.get_policy` takes, for example the policy of training.
+    policy_b: the other policy, for example that of sampling. Delayed FP8 scaling would begin without a
+      history: tensors are scaled by their own amax instead.
+    labels: integers [...]: the classes whose log-probabilities are compared; by default the most probable
       ones under `policy_a`.
-    mask: booleans [...], positions that count; by default all.
+    mask: booleans [...]: the positions that count; by default all.
 
   Returns:
-    A `LogprobMismatch`. Logits are taken to float32 under both, and logarithms of probabilities are float32.
+    A `LogprobMismatch`. Logits are cast to float32 under both policies; log-probabilities are float32.
 
   Raises:
-    ValueError: if labels or mask have not the shape of the positions, or no position counts.
+    ValueError: if labels or mask do not have the shape of the positions, or no position counts.
   """
   pair = [get_policy(policy).without_histories() for policy in (policy_a, policy_b)]
   shape = jax.eval_shape(logits_fn, params, inputs).shape[:-1]
   for name, given in (("labels", labels), ("mask", mask)):
     if given is not None and np.shape(given) != shape:
       raise ValueError(
-        f"{name} of shape {np.shape(given)}: expected {shape}, that of the logits without classes"
+        f"{name} of shape {np.shape(given)}: expected {shape}, the shape of the logits without classes"
       )
 
   @jax.jit
@@ -128,9 +131,7 @@ def logprob_mismatch(
   found = {key: float(x) for key, x in jax.device_get(compare(params, inputs, labels, mask)).items()}
   positions, finite = int(found.pop("positions")), found.pop("finite")
   if not positions:
-    raise ValueError(
-      "no position counts: expected a mask that is true somewhere, and inputs that are not empty"
-    )
+    raise ValueError("no position counts: expected a mask with a true entry, and inputs that are not empty")
   for key in ("mean", "bias", "kl_mean", "changed"):
     found[key] = found[key] / finite if finite else float("nan")
   labelled = (pair[0].label, pair[1].label)
@@ -149,9 +150,9 @@ def _logits(
 
 
 def _divergence(a: Array, b: Array) -> Array:
-  """Returns KL(a || b) of logarithms of probabilities, summed over the last axis without cancellation."""
+  """Returns KL(a || b) from log-probabilities, summed over the last axis without cancellation."""
   d = a - b
-  # The terms p_a (d + exp(-d) - 1), which are all positive: those added are p_b - p_a, whose sum is 0.
+  # Sums p_a (d + exp(-d) - 1), whose terms are all positive: they add p_b - p_a, whose sum is 0.
   series = d * d * (0.5 - d * (1 / 6 - d * (1 / 24 - d / 120)))
   whole = jnp.exp(a) * d + (jnp.exp(b) - jnp.exp(a))
   return jnp.sum(jnp.where(jnp.abs(d) < _SMALL, jnp.exp(a) * series, whole), -1)

@@ -1,8 +1,8 @@
-"""Looks at values on their way through a function: which, under what names, and a probe for each.
+"""Observes values inside a function: chooses and names them, and attaches a probe to each.
 
-What leaves a module, what matrix products give and what they read are looked at, in every body that a product
-is in; not what is inside a custom derivative rule, a `while_loop` or a `shard_map`. Which they are depends on
-the function alone, so that a policy's run and float32's can be compared value by value.
+The observed values are those that leave a module, and the operands and results of matrix products, in every
+body with a product. Values inside a custom derivative rule, a `while_loop` or a `shard_map` are left out. The
+choice depends only on the function, so that a policy's run and float32's can be compared value by value.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from mpjax.jaxpr import (
 )
 from mpjax.policy import Policy, get_policy, matmul_precision
 
-# Steps of a longer loop, or of time, are seen together.
+# Steps of a longer loop, or of time, are observed together.
 _LONGEST = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """A value that is looked at.
+  """An observed value.
 
   Attributes:
-    module: module path of the equation that makes it.
-    name: the equation's primitive or function, with a number where its module has several.
-    line: of the user's program, `model.py:31`.
-    dtype: in which it is held.
-    gradient_dtype: in which its gradient is read: a product's, in that of its operands.
-    shape: in one step of the loops that it is in.
-    steps: lengths of the loops that it is in and whose steps are kept apart, outermost first.
-    repeated: whether it is in a loop besides whose steps are seen together.
-    fragile: `difference` for one of matrix products, `angle` for one that a product makes; else empty.
+    module: module path of the equation that computes it.
+    name: the equation's primitive or function, with a number if its module has several.
+    line: line of the user's program, such as `model.py:31`.
+    dtype: its dtype.
+    gradient_dtype: dtype in which its gradient is read; for a product, the dtype of the operands.
+    shape: its shape in one step of the loops around it.
+    steps: lengths of the loops around it whose steps are kept apart, outermost first.
+    repeated: whether it is also in a loop whose steps are observed together.
+    fragile: `difference` for a difference of matrix products, `angle` for an angle that a product computes;
+      else empty.
   """
 
   module: str
@@ -70,11 +71,11 @@ class Point:
 
 
 def find_points(fun: Callable[..., Any], policy: Policy | None) -> Callable[..., list[Point]]:
-  """Finds which values of a function `watched` looks at, in the order of the program.
+  """Finds the values of a function that `watched` observes, in program order.
 
   Args:
     fun: the function.
-    policy: whatever autocast takes; `None` for the function as it is written.
+    policy: whatever autocast takes; `None` for the function as written.
 
   Returns:
     A function of `fun`'s arguments (arrays or `jax.ShapeDtypeStruct`).
@@ -95,19 +96,19 @@ def watched(
   recompute: str = "islands",
   fp8_state: Fp8State | None = None,
 ) -> Callable[..., Any]:
-  """Returns `mpjax.autocast(fun, policy)`, or `fun` as it is written, with `look` at each of its points.
+  """Returns `mpjax.autocast(fun, policy)`, or `fun` as written, with `look` called at each of its points.
 
   Args:
     fun: the function.
     policy: see `find_points`.
-    probes: an array (or a tree of them) for each point, of shape [*point.steps, ...] with two axes more.
-    look: (value, probe) -> value; it is handed the probe of the step at hand, or, for steps of a loop that
-      are not kept apart, the same one each time.
+    probes: an array (or a tree of arrays) for each point, of shape [*point.steps, ...] with two more axes.
+    look: (value, probe) -> value; it gets the probe of the current step, or the same probe at every step of a
+      loop whose steps are not kept apart.
     recompute: as for `autocast`.
     fp8_state: as for `autocast`.
 
   Returns:
-    A function with `fun`'s signature, whose outputs are in the dtypes that they would have without a look.
+    A function with `fun`'s signature and the same output dtypes as without `look`.
   """
 
   def run(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,7 @@ def _planned(
 
 
 def _points(plan: CastPlan, rules: CastingRules) -> dict[tuple[Node, int], Point]:
-  """Returns the results that are looked at, by decision and position, in the order of the program."""
+  """Returns the observed results, by decision and position, in program order."""
   return dict(_walk(plan, (), fragile_equations(plan.jaxpr, rules), collections.Counter()))
 
 
@@ -170,7 +171,7 @@ def _walk(
 
 
 def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
-  """Returns the loops that a body's values are kept apart by; `None` inside one that is too long for it."""
+  """Returns the loops whose steps are kept apart in a body; `None` inside a loop that is too long."""
   if call_kind(node.equation) is not CallKind.SCAN or steps is None:
     return steps
   if not _has_own_weights(node):
@@ -183,9 +184,9 @@ def _steps_inside(node: Node, steps: tuple[int, ...] | None) -> tuple[int, ...] 
 
 
 def _has_own_weights(node: Node) -> bool:
-  """Returns whether the steps of a loop are layers: each multiplies what is carried by what it is given.
+  """Returns whether the steps of a loop are layers: each multiplies the carry by weights of its own.
 
-  Where each multiplies by the same weights, steps are those of time.
+  If all steps multiply by the same weights, they are steps of time.
   """
   if node.call is None:
     return False
@@ -230,18 +231,18 @@ def _point(
 
 
 def _is_entered(node: Node) -> bool:
-  """Returns whether values in its body are looked at one by one."""
+  """Returns whether the values in a node's body are observed one by one."""
   kind = call_kind(node.equation)
   looked_at = kind is not None and kind.is_plain and kind not in (CallKind.WHILE, CallKind.SHARD_MAP)
   return node.call is not None and looked_at and node.has_product()
 
 
 def _chosen(plan: CastPlan, kinds: Mapping[JaxprEqn, str]) -> dict[Var, str]:
-  """Returns the variables of one body that are looked at, each with what is fragile about it."""
+  """Returns the observed variables of one body, each with its kind of fragility."""
   maker = {v: node for node in plan.nodes for v in node.equation.outvars}
 
   def origin(atom: Var) -> Var | None:
-    """Returns what a view shows, in the same module."""
+    """Returns the variable that a view shows, within the same module."""
     node = maker.get(atom)
     while node is not None and has(node.equation, Trait.SAME_WEIGHT) and node.call is None:
       source = node.equation.invars[0]
@@ -268,7 +269,7 @@ def _chosen(plan: CastPlan, kinds: Mapping[JaxprEqn, str]) -> dict[Var, str]:
   fragile = {origin(atom): kind for e, kind in found for atom in variables_of([at[kind](e)])}
   origins = {*map(origin, variables_of(wanted)), *fragile}
   looked_at = {v for v in origins if v in maker and is_float(v.aval) and size(v) > 1}
-  # What is in a region has other equations in another dtype: only what enters one in half precision.
+  # In another dtype a region has other equations; only values that enter one in half precision are observed.
   enters = lambda v: at_region_edge(maker[v].path) and dtype_of(v).itemsize < 4
   return {v: fragile.get(v, "") for v in looked_at if not in_region(maker[v].path) or enters(v)}
 

@@ -1,4 +1,4 @@
-"""The passes of an inspection for batches of one shape: in how many pieces, and kept with their steps."""
+"""The passes of an inspection for batches of one shape, kept with their steps, and their number of pieces."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mpjax.numerics._whole_tensors import condensed, padded_size
 from mpjax.step import TrainState, TrainStep
 from mpjax.step._micro_batches import first_of_batch
 
-# Activations in float32 from which on a batch is run in pieces, in bytes.
+# A batch runs in pieces if its activations in float32 have at least this many bytes.
 _LARGE = 1 << 28
 
-# Bytes up to which a pass leaves tensors whole on the device, for programs that look at them all.
+# A pass leaves whole tensors on the device up to this many bytes; other programs summarise them.
 _FITS = 1 << 29
 
-# A step, its state, and what is kept of each tensor.
+# A step, its state, and the summary of each tensor.
 Side = tuple[TrainStep, TrainState, Summary]
 Points = dict[tuple[str, str], Point]
 
 
 class Programs(NamedTuple):
-  """The passes for batches of one shape, and the points that each looks at, by module and name."""
+  """The passes for batches of one shape, and the points that each observes, by module and name."""
 
   mine: Callable[[TrainState, PyTree], Seen]
   points: Points
@@ -43,15 +43,15 @@ class Programs(NamedTuple):
 def programs_for(
   own: Side, wide: Side | None, batch: PyTree, *, scale: float, updates: Summary | None, pieces: int | None
 ) -> Programs:
-  """Returns the passes for batches of a batch's shape: those of the last inspection, if there was one.
+  """Returns the passes for batches of a batch's shape, from an earlier inspection if possible.
 
   Args:
     own: the step under the policy.
-    wide: the reference, if it is run.
-    batch: of which only shapes matter, unless it is large: then its loss is computed in pieces, too.
+    wide: the reference, or `None`.
+    batch: a batch; only its shapes matter, unless it is large: then its loss is also computed in pieces.
     scale: loss scale of the policy's run.
-    updates: what is kept of the ratios of its updates to weights; `None`: its optimiser does not run.
-    pieces: as `inspect_numerics` takes it.
+    updates: the summary of the ratios of its updates to weights; `None`: its optimiser does not run.
+    pieces: as in `inspect_numerics`.
 
   Raises:
     ValueError: for pieces that do not divide the rows.
@@ -61,7 +61,7 @@ def programs_for(
   mine, points = _pass(own, batch, pieces, whole, scale, updates)
   if wide is None:
     return Programs(mine, points, None, {}, pieces)
-  # Activations in float32 take twice the memory: what is between matrix products is computed again.
+  # Activations in float32 take twice the memory: values between matrix products are recomputed.
   theirs, wide_points = _pass(wide, batch, pieces, whole, 1.0, save_memory=not whole)
   return Programs(mine, points, theirs, wide_points, pieces)
 
@@ -78,7 +78,7 @@ def _pass(
   step, state, summary = side
   points = _points(step, state, batch, pieces)
   options: dict[str, Any] = {"pieces": pieces, "whole": whole, "save_memory": save_memory}
-  # What is left whole is the same program for every loss scale.
+  # With whole tensors, one program serves every loss scale.
   inside = not whole or any(p.repeated for p in points)
   options |= {"summary": summary, "scale": scale} if inside else {"summary": Summary(())}
   options["updates"] = Summary(()) if whole and updates else updates
@@ -92,12 +92,12 @@ def _pass(
 
 
 def _can_leave_whole(side: Side, batch: PyTree) -> bool:
-  """Returns whether all that is looked at fits on the one device beside the state."""
+  """Returns whether all observed values fit on the single device together with the state."""
   step, state, _ = side
   arrays = jax.tree.leaves((state, batch))
   on_one = step.layout is None or step.layout.mesh.size == 1
   arrays = [x for x in arrays if isinstance(x, jax.Array)]
-  # On an explicit mesh, values that lie on different axes do not go into one program's arrays.
+  # On an explicit mesh, one program cannot take values on different axes as arrays of one type.
   if not on_one or any(len(x.devices()) > 1 or _compat.is_explicit(jax.typeof(x)) for x in arrays):
     return False
   weights = sum(4 * padded_size(x.size) for x in jax.tree.leaves(state.arrays))
@@ -117,13 +117,13 @@ def _points(step: TrainStep, state: TrainState, batch: PyTree, pieces: int) -> l
 
 
 def _choose_pieces(own: Side, wide: Side | None, batch: PyTree, asked: int | None) -> int:
-  """Returns the number of pieces: as asked; else 1, or more for large activations."""
+  """Returns the number of pieces: `asked`; else 1, or more for large activations."""
   if asked is not None:
     if rows(batch) % asked:
       raise ValueError(f"pieces={asked}: expected a divisor of the batch's {rows(batch)} rows")
     return asked
   step, state, _ = own
-  # Of fewer rows, fewer products are FP8.
+  # With fewer rows, fewer products run in FP8.
   if wide is None or jax.tree.leaves(state.model_state) or step.policy.fp8:
     return 1
   most = most_pieces(batch)
@@ -140,5 +140,5 @@ def _choose_pieces(own: Side, wide: Side | None, batch: PyTree, asked: int | Non
 
 
 def activations(points: list[Point]) -> int:
-  """Returns the bytes of all that is looked at, in float32."""
+  """Returns the bytes of all observed values in float32."""
   return sum(4 * math.prod((*p.steps, *p.shape)) for p in points)

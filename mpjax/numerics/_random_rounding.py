@@ -1,4 +1,4 @@
-"""Evaluates a program with its roundings to half precision at random: Monte-Carlo arithmetic."""
+"""Runs a program with random rounding to half precision: Monte-Carlo arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.optim import stochastic_round
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _PRODUCTS = {"dot_general": jax.lax.dot_general_p, "conv_general_dilated": jax.lax.conv_general_dilated_p}
-# Operations of numbers on numbers, which have a float32 result where their operands are float32.
+# Arithmetic whose result is float32 if its operands are float32.
 _ARITHMETIC = frozenset(
   (
     *("add", "add_any", "sub", "mul", "div", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp"),
@@ -26,15 +26,15 @@ _ARITHMETIC = frozenset(
 
 
 def with_random_rounding(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-  """Returns a function of (key, *args): `fun` with every rounding to half precision at random.
+  """Returns a function of (key, *args): `fun` with random rounding to half precision.
 
-  A matrix product, a convolution, an operation of arithmetic and a cast with a half-precision result are
-  computed in float32 and rounded to one of the two neighbours, with such odds that the mean is right. What is
-  inside a `shard_map`, a kernel or an FP8 product is left as it is.
+  A matrix product, a convolution, an arithmetic operation and a cast with a half-precision result are
+  computed in float32 and rounded to one of the two neighbours, so that the mean is right. The inside of a
+  `shard_map`, a kernel or an FP8 product does not change.
 
   Args:
     fun: any function of arrays.
-    args: what it is traced with; shapes will do.
+    args: arguments for tracing; shapes will do.
   """
   closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
   structure = jax.tree.structure(shapes)
@@ -62,14 +62,14 @@ class _AtRandom:
       return bind_again(equation, operands) if wide is None else [self._rounded(wide, dtype)]
 
   def _rounded(self, x: Array, dtype: Any) -> Array:
-    # The key depends on the values: what a backward pass computes again is rounded as it was before, and the
-    # steps of a loop are not rounded alike.
+    # The key depends on the values, so that a recomputed value is rounded as the first time, and the steps of
+    # a loop are rounded differently.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return stochastic_round(x, jax.random.fold_in(self._key, jnp.sum(bits, dtype=jnp.uint32)), dtype)
 
 
 def _in_float32(equation: JaxprEqn, operands: Sequence[Any]) -> Array | None:
-  """Returns the one result of an equation before it is rounded to half precision; `None` if it is exact."""
+  """Returns the result of an equation before its rounding to half precision; `None` if it is exact."""
   name = equation.primitive.name
   if name == "convert_element_type":
     return jnp.asarray(operands[0]) if operands[0].dtype == jnp.float32 else None

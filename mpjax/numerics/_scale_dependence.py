@@ -1,4 +1,4 @@
-"""Gradients that depend on the loss scale, since a backward rule on the way to them is not linear."""
+"""Finds gradients that depend on the loss scale because a backward rule is not linear."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mpjax.numerics._instrumented_step import scaled_gradients
 from mpjax.numerics._kept_programs import kept
 from mpjax.step import TrainState, TrainStep
 
-# Of a program with float16 in it, whose range a scale of 1 would not fit.
+# The ratio of the two scales for a program with float16, whose range a scale of 1 would not fit.
 _APART = 4.0
 
 
 class ScaleDependent(NamedTuple):
-  """A parameter whose unscaled gradient is another one at another loss scale.
+  """A parameter whose unscaled gradient changes with the loss scale.
 
   Attributes:
-    path: of the parameter.
+    path: tree path of the parameter.
     scales: two loss scales.
-    norms: of its gradient at either.
+    norms: norms of its gradient at each of them.
   """
 
   path: str
@@ -38,14 +38,14 @@ class ScaleDependent(NamedTuple):
 def scale_dependence(
   reference: TrainStep, state: TrainState, batch: PyTree, scale: float
 ) -> tuple[ScaleDependent, ...]:
-  """Compares the gradients of a step in float32 without a loss scale with those under one.
+  """Compares the gradients of a float32 step without a loss scale and with one.
 
-  Powers of two change no digit there, so that what differs is no rounding. Where the model casts to float16
-  by itself, two scales that are near each other are compared, as its range may need one.
+  Powers of two do not change a digit in float32, so a difference is not rounding. If the model itself casts
+  to float16, its range may need a loss scale: then two scales that are near each other are compared.
 
   Args:
     reference: a step in float32.
-    state: for it, without a loss scale.
+    state: its state, without a loss scale.
     batch: the batch.
     scale: the loss scale.
   """

@@ -22,7 +22,7 @@ from mpjax.numerics._random_rounding import with_random_rounding
 from mpjax.patterns import named_leaves
 from mpjax.step import TrainState, TrainStep
 
-# Digits of float32, in which what is not rounded is computed.
+# Digits of float32, the precision of everything that is not rounded.
 _ALL = 24 * math.log10(2)
 _Moments = tuple[PyTree, PyTree]  # mean, sum of squared differences from it
 
@@ -35,11 +35,11 @@ class SignificantDigits:
     policy: label of the policy.
     samples: number of runs.
     loss: digits of the loss.
-    gradients: of the gradient of each parameter, by tree path: -log10 of the norm of the standard deviations
-      over the norm of the means.
-    modules: of the gradients of each module's parameters together.
-    whole: of the whole gradient.
-    mean_loss: over the runs.
+    gradients: digits of the gradient of each parameter, by tree path: -log10 of the norm of the standard
+      deviations over the norm of the means.
+    modules: digits of the gradients of all parameters of a module, by module path.
+    whole: digits of the whole gradient.
+    mean_loss: mean of the loss over the runs.
   """
 
   policy: str
@@ -51,7 +51,7 @@ class SignificantDigits:
   mean_loss: float
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns plain data."""
+    """Returns the attributes as plain data."""
     return dataclasses.asdict(self)
 
   def __str__(self) -> str:
@@ -76,12 +76,13 @@ def significant_digits(
   seed: int = 0,
   **init: Any,
 ) -> SignificantDigits:
-  """Estimates the digits of a loss and its gradients that are not rounding, from runs with random rounding.
+  """Estimates how many digits of a loss and its gradients survive rounding, from runs with random rounding.
 
-  Needs no float32 run: where rounding is all that differs between runs, what they agree in is significant
-  (Monte-Carlo arithmetic: Parker 1997; Verificarlo, arXiv 1509.01347). Each result in half precision of a
-  product, an operation of arithmetic or a cast goes to one of two neighbours by `mpjax.stochastic_round`.
-  Its spread is about 1.4 times that of rounding to the nearest, which leaves 0.15 digits more.
+  It does not need a float32 run. Only the rounding differs between runs, so the digits in which they agree
+  are significant (Monte-Carlo arithmetic: Parker 1997; Verificarlo, arXiv 1509.01347). The half-precision
+  result of a product, an arithmetic operation or a cast goes to one of its two neighbours by
+  `mpjax.stochastic_round`. Its spread is about 1.4 times that of rounding to nearest, which leaves 0.15 more
+  digits.
 
   ```python
   print(mpjax.numerics.significant_digits(loss_fn, params, batch, "bf16"))
@@ -89,12 +90,15 @@ def significant_digits(
 
   Args:
     target: a `TrainStep`, or a loss function as `mpjax.make_train_step` takes it.
-    state: a `TrainState`; for a loss function its parameters or `nnx.Module`.
+    state: a `TrainState`; for a loss function its parameters (a tree of arrays or an `nnx.Module`).
     batch: a tree of arrays.
-    policy: as for `mpjax.inspect_numerics`; without FP8, whose products round inside.
-    samples: number of runs, at least 2. Digits of 8 runs are known to about 0.1.
-    seed: of the random bits.
-    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+    policy: as for `mpjax.inspect_numerics`, but without FP8, whose products round inside.
+    samples: number of runs, at least 2. With 8 runs the digits are known to about 0.1.
+    seed: seed of the random bits.
+    init: for a loss function, the other arguments of `TrainStep.init` (`rng`, `model_state`).
+
+  Returns:
+    A `SignificantDigits`, with decimal digits between 0 and float32's 7.2.
 
   Raises:
     ValueError: for fewer than two samples, a policy with FP8, or arguments that do not go together.
@@ -115,7 +119,7 @@ def significant_digits(
 
   @jax.jit
   def sample(i: Array, state: TrainState, batch: PyTree) -> PyTree:
-    # One operation for each array of bits, where threefry's hundreds would be minutes to compile.
+    # One operation for each array of bits; threefry's hundreds would take minutes to compile.
     return rounded(jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), i), state, batch)
 
   seen = sample(jnp.asarray(0), state, batch)
@@ -147,7 +151,7 @@ def significant_digits(
 
 @jax.jit
 def _add(moments: _Moments, i: int, units: PyTree, seen: PyTree) -> _Moments:
-  """Adds a sample to mean and squares, in units in which the squares are in float32's range."""
+  """Adds a sample to mean and squares, in units that keep the squares in float32's range."""
   mean, squares = moments
   seen = jax.tree.map(jnp.divide, seen, units)
   away = jax.tree.map(jnp.subtract, seen, mean)
@@ -156,7 +160,7 @@ def _add(moments: _Moments, i: int, units: PyTree, seen: PyTree) -> _Moments:
 
 
 def _digits(spread: float, size: float) -> float:
-  """Returns -log10 of a relative spread; 0 for what is not finite."""
+  """Returns -log10 of a relative spread; 0 if it is not finite."""
   if not math.isfinite(spread) or not math.isfinite(size):
     return 0.0
   if not spread:

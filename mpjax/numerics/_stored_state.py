@@ -1,4 +1,4 @@
-"""What an optimiser's state in few bytes loses: what is stored against the float32 values it stands for."""
+"""What an optimiser's state in few bytes loses: stored values against the float32 values behind them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpjax.optim import Quantized, is_quantized
 from mpjax.optim._quantized import dequantize
 from mpjax.patterns import named_leaves, parameter_of, path_text
 
-# Up to 1 eight relative errors to a binade: a median between two of them is known to about a percent.
+# Up to 1, eight relative errors in each binade: a median between two of them is known to about one per cent.
 _ERRORS = Summary.of([2.0 ** (i / 8) for i in range(-24 * 8, 0)] + [2.0**i for i in range(33)])
 
 
@@ -28,14 +28,14 @@ class StoredSlot:
   Relative errors are those of entries that are finite and not zero in float32.
 
   Attributes:
-    slot: its name, `mu`.
-    dtype: of the codes.
-    arrays: number of arrays in it, of one batch.
-    entries: that are finite and not zero.
-    median: of the relative errors.
-    largest: of them; infinite for a finite entry in a group whose scale is not.
+    slot: its name, such as `mu`.
+    dtype: dtype of the codes.
+    arrays: number of arrays in the slot, for one batch.
+    entries: number of entries that are finite and not zero.
+    median: median of the relative errors.
+    largest: largest relative error; infinite for a finite entry in a group whose scale is not finite.
     became_zero: share of the entries that are stored as zero.
-    groups: number of scales; 0 for a format without.
+    groups: number of scales; 0 for a format without scales.
     not_finite: share of the groups whose scale is not finite.
   """
 
@@ -54,9 +54,9 @@ def what_is_lost(params: PyTree, stored: PyTree, exact: PyTree) -> dict[str, tup
   """Returns sums and the largest relative error by slot and dtype (`mu int8`).
 
   Args:
-    params: whose paths end those of the state's arrays.
+    params: the parameters; the paths of the state's arrays end in their paths.
     stored: an optimiser's state.
-    exact: the same with float32 arrays in place of each `Quantized`.
+    exact: the same state, with float32 arrays in place of each `Quantized`.
   """
   shapes = {name: leaf.shape for name, leaf in named_leaves(params)}
   found: dict[str, tuple[Array, Array]] = {}
@@ -81,8 +81,8 @@ def _of_array(kept: Quantized, x: Array) -> tuple[Float32[Array, "..."], Float32
   """Returns counts of relative errors, then of arrays, entries, zeros, groups and broken groups; the largest.
 
   Args:
-    kept: as it is stored.
-    x: f32 array that it stands for.
+    kept: the stored array.
+    x: the float32 array behind it.
   """
   back = dequantize(kept)
   there = jnp.isfinite(x) & (x != 0)
@@ -95,7 +95,7 @@ def _of_array(kept: Quantized, x: Array) -> tuple[Float32[Array, "..."], Float32
 
 
 def slot_of(key: str, sums: np.ndarray, largest: float, batches: int) -> StoredSlot:
-  """Returns a slot of what `what_is_lost` returned, added up over batches."""
+  """Returns a slot from the results of `what_is_lost`, added up over batches."""
   slot, dtype = key.rsplit(" ", 1)
   arrays, entries, zeros, groups, broken = map(float, sums[-5:])
   return StoredSlot(
@@ -112,10 +112,10 @@ def slot_of(key: str, sums: np.ndarray, largest: float, batches: int) -> StoredS
 
 
 def _median(above: np.ndarray, entries: float) -> float:
-  """Returns the median of the errors; between two edges, logarithms count as evenly spread."""
+  """Returns the median of the errors, with evenly spread logarithms between two edges."""
   half = entries / 2
   edges = np.asarray(_ERRORS.edges[:-1], np.uint32).view(np.float32).astype(np.float64)
-  # How many are at least so large falls from edge to edge.
+  # The number of errors at or above an edge falls from edge to edge.
   i = bisect.bisect_right([-float(n) for n in above[: len(edges)]], -half) - 1
   if i <= 0 or not entries:
     return 0.0

@@ -1,7 +1,7 @@
-"""Summaries of arrays: how many values lie above each of some magnitudes, and a sketch of them.
+"""Summaries of arrays: how many values reach each of some magnitudes, and a sketch of the array.
 
-Both add up: over the steps of a loop, over micro-batches, over the uses of one value. So they can leave a
-differentiated program as cotangents, which are added on their way.
+Both add up over the steps of a loop, over micro-batches and over the uses of one value. So they can leave a
+differentiated program as cotangents, which JAX adds up.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from mpjax import _compat
 
 _INF = 0x7F800000  # bits of float32's infinity; NaN are above
-# Rows and columns that a sketch is summed in, on the way to its length: the columns are a TPU's lanes. The
-# length has few factors in common with the widths of arrays, so that a column is spread over many entries.
+# Rows and columns in which values are summed for a sketch; the columns are a TPU's lanes. The sketch's length
+# shares few factors with the widths of arrays, so that a column is spread over many entries.
 _ROWS, _LANES = 127, 128
 SKETCH = _ROWS * 8
-# Arrays that are longer are looked at in pieces of so many values, which bounds the temporary memory.
+# Longer arrays are summarised in pieces of this many values, to bound the temporary memory.
 _BLOCK = 1 << 20
 
 
@@ -30,11 +30,11 @@ class Summary:
   """The numbers to keep of an array.
 
   Attributes:
-    edges: float32 bit patterns of positive numbers, ascending: how many magnitudes are at least so large is
-      counted for each.
-    sketch: whether a sketch is kept, too.
-    finite: whether every value is taken to be finite, which is faster. Where one is not, the sum is not
-      either, and nothing else that is kept is right.
+    edges: float32 bit patterns of positive numbers, ascending; for each, the values with at least this
+      magnitude are counted.
+    sketch: whether to keep a sketch, too.
+    finite: whether to assume that every value is finite, which is faster. If a value is not finite, the sum
+      is not finite, and all other figures are wrong.
   """
 
   edges: tuple[int, ...]
@@ -43,12 +43,12 @@ class Summary:
 
   @staticmethod
   def of(magnitudes: Sequence[float], sketch: bool = False) -> Summary:
-    """Returns a summary that counts at some magnitudes, besides values that are not zero, infinities and NaN.
+    """Returns a summary that counts at some magnitudes, and counts nonzero values, infinities and NaN.
 
     Args:
       magnitudes: positive and finite; each is rounded up to float32, so that the count at an edge between
         two float32 numbers is right.
-      sketch: whether a sketch is kept, too.
+      sketch: whether to keep a sketch, too.
     """
     exact = np.asarray(magnitudes, np.float64)
     with np.errstate(over="ignore", under="ignore"):
@@ -59,22 +59,25 @@ class Summary:
 
   @property
   def size(self) -> int:
-    """Length of what is kept."""
+    """Length of the summary."""
     return len(self.edges) + 1 + (1 + SKETCH if self.sketch else 0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns float32[size]: counts at each edge, the number of values; with a sketch, their sum, and it.
+    """Returns float32[size]: counts at each edge, number of values; with a sketch, also sum and sketch.
 
-    A count is exact up to 2**24 and to float32's rounding above; the sum is of the finite values.
-    Entry i of the sketch is the sum, with random signs (the same for every array of a shape), of the values
-    at i, i + 1016, ..., non-finite ones left out. The distance of two sketches is that of the arrays: exactly
-    for arrays no longer than the sketch, otherwise with a relative standard error of up to
-    sqrt(1 / (2 * 1016)) = 2.2%; if all of the
-    difference is in one column, of sqrt(1 / (2 * 127)) = 6.3%, and more where the width is a multiple of 127
-    (Alon, Matias, Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996; Charikar, Chen,
-    Farach-Colton, Finding Frequent Items in Data Streams, 2002).
+    A count is exact up to 2**24, and rounded to float32 above. The sum is over the finite values. Entry i of
+    the sketch is the sum of the finite values at i, i + 1016, ..., with random signs that are the same for
+    every array of a shape.
+
+    The distance of two sketches estimates the distance of the arrays. It is exact for arrays no longer than
+    the sketch. For longer arrays its relative standard error is at most sqrt(1 / (2 * 1016)) = 2.2%. If all
+    of the difference is in one column, it is sqrt(1 / (2 * 127)) = 6.3%, and more if the width is a multiple
+    of 127.
+
+    Sources: Alon, Matias, Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996;
+    Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2002.
     """
-    if _compat.is_explicit(jax.typeof(x)):  # counts are the same wherever the values lie
+    if _compat.is_explicit(jax.typeof(x)):  # counts do not depend on where the values lie
       return jax.sharding.auto_axes(self._of, out_sharding=jax.sharding.PartitionSpec())(x)
     return self._of(x)
 
@@ -88,7 +91,7 @@ class Summary:
     return jnp.concatenate(parts)
 
   def _block(self, block: jax.Array, start: jax.Array | np.uint32, *, whole: int) -> tuple[jax.Array, ...]:
-    """Returns the counts and sums of signed values of a piece whose first value is at `start`."""
+    """Returns the counts and signed sums of a piece whose first value is at `start`."""
     flat = block.reshape(-1)
     edges = tuple(edge for edge in self.edges if edge < _INF) if self.finite else self.edges
     counts = jnp.pad(_counts(edges, flat), (0, len(self.edges) - len(edges)))
@@ -100,7 +103,7 @@ class Summary:
 
 
 def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) -> tuple[jax.Array, ...]:
-  """Adds up `look_at(piece, position)` over pieces of an array: whole rows, as they lie in memory."""
+  """Adds up `look_at(piece, position)` over pieces of an array, which are whole rows in memory order."""
   if x.size <= _BLOCK:
     return look_at(x, np.uint32(0))
   long = x.ndim == 1 or x.shape[-1] > _BLOCK
@@ -120,8 +123,8 @@ def _over_blocks(look_at: Callable[..., tuple[jax.Array, ...]], x: jax.Array) ->
 
 
 def _counts(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """Returns int32[edges]: how many magnitudes are at least so large."""
-  if len(edges) == 1:  # summed as float32, exact in a block: XLA:CPU adds up no integers in vectors
+  """Returns int32[edges]: how many magnitudes reach each edge."""
+  if len(edges) == 1:  # summed as float32, exact in a block: XLA:CPU does not vectorise sums of integers
     above = _magnitude(flat) >= np.uint32(edges[0])
     return jnp.sum(above, dtype=jnp.float32).astype(jnp.int32)[None]
   return jax.lax.platform_dependent(
@@ -132,17 +135,17 @@ def _counts(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-  """Returns the bits of magnitudes in float32, which are in the order of the magnitudes."""
+  """Returns the float32 bits of magnitudes, which sort as the magnitudes do."""
   return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def _counts_by_comparison(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """Compares every value with every edge: on accelerators one pass, in registers."""
+  """Compares every value with every edge: on accelerators a single pass, in registers."""
   return jnp.sum(_magnitude(flat)[:, None] >= np.asarray(edges, np.uint32), axis=0, dtype=jnp.int32)
 
 
 def _counts_by_scatter(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
-  """Sums a histogram by exponent and class of mantissa from above: XLA:CPU fuses no comparisons."""
+  """Sums a histogram by exponent and mantissa class from the top: XLA:CPU does not fuse comparisons."""
   array = np.asarray(edges, np.uint32)
   classes = np.unique([0, *(array & 0x7FFFFF)])
   width = len(classes)
@@ -152,19 +155,19 @@ def _counts_by_scatter(edges: tuple[int, ...], flat: jax.Array) -> jax.Array:
   index = (bits >> 23) * np.uint32(width)
   for start in classes[1:]:
     index += (mantissa >= np.uint32(start)).astype(jnp.uint32)
-  # Neighbours, which are often alike, go to two histograms: to add to a bin twice in a row is to wait.
+  # Neighbours are often alike and go to two histograms: adding to one bin twice in a row would wait.
   index = 2 * index + jax.lax.iota(jnp.uint32, flat.size) % 2
   bins = jnp.zeros(256 * width * 2, jnp.int32).at[index].add(1, mode="promise_in_bounds")
   bins = bins.reshape(256, width, 2).sum(-1)
   exponents = array >> 23
   higher = np.arange(256) > exponents[:, None]
   same = classes >= (array & 0x7FFFFF)[:, None]
-  # Not a cumulative sum, which is a hundred operations to compile.
+  # A cumulative sum would be a hundred operations to compile.
   return jnp.sum(higher * jnp.sum(bins, 1), 1) + jnp.sum(same * bins[exponents], 1)
 
 
 def _signed_sums(finite: jax.Array, start: jax.Array | np.uint32, whole: int) -> jax.Array:
-  """Values with random signs, added up: float32[SKETCH] of an array no longer than that, or by rows."""
+  """Adds up values with random signs: to float32[SKETCH] for an array no longer than that, else by rows."""
   i = jax.lax.iota(jnp.uint32, finite.size) + start
   # A hash of the position (lowbias32 of C. Wellons, Prospecting for Hash Functions).
   i = (i ^ (i >> 16)) * np.uint32(0x7FEB352D)
@@ -178,13 +181,13 @@ def _signed_sums(finite: jax.Array, start: jax.Array | np.uint32, whole: int) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def look(x: jax.Array, probe: jax.Array, summary: Summary, scale: float) -> jax.Array:
-  """Returns `x`; the probe's cotangent is what is kept of `x` and, in a second row, of its cotangent.
+  """Returns `x`; the probe's cotangent is the summary of `x` and, in a second row, that of its cotangent.
 
   Args:
-    x: floating.
-    probe: float32[2, size], which nothing depends on.
-    summary: what to keep.
-    scale: what the cotangent is divided by, in float32, before it is looked at.
+    x: a floating array.
+    probe: float32[2, size]; nothing depends on it.
+    summary: the summary.
+    scale: the cotangent is divided by it, in float32, before it is summarised.
   """
   return x
 

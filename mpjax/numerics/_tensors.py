@@ -1,4 +1,4 @@
-"""One tensor after an inspection: its magnitudes, and its error against float32."""
+"""One inspected tensor: its magnitudes, and its error against float32."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import numpy as np
 from mpjax.formats import FORMATS
 from mpjax.numerics._summary import Summary
 
-# In the order in which reports have them.
+# In the order of reports.
 KINDS = ("activation", "activation gradient", "parameter", "weight gradient", "update")
 GRADIENTS = ("activation gradient", "weight gradient")
-# The formats that shares are counted in.
+# The formats for which shares are counted.
 INTEREST = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# Recipes scale each tensor to its largest value before they round it to these.
+# Before recipes round to these formats, they scale each tensor by its largest value.
 FP8 = tuple(name for name in INTEREST if name.startswith("float8"))
-# Binades of the histograms: what lies below the first is counted together, above the last as well.
+# Binades of the histograms: all values below the first are counted together, and so are those above the last.
 BINS = tuple(range(-64, 32))
 
 
 def is_half(dtype: str) -> bool:
-  """Returns whether a dtype has fewer than 19 bits, and so fewer digits than any float32 computation."""
+  """Returns whether a dtype has fewer than 19 bits, thus fewer digits than any float32 computation."""
   return dtype in FORMATS and FORMATS[dtype].bits < 19
 
 
@@ -34,9 +34,9 @@ class Shares(NamedTuple):
   """Fractions of a tensor's values that underflow, become subnormal or overflow in a format.
 
   Attributes:
-    underflow: not zero, and rounded to zero.
-    subnormal: rounded to a subnormal number, which has fewer digits.
-    overflow: rounded to infinity or NaN, or so already.
+    underflow: share of values that are not zero and are rounded to zero.
+    subnormal: share of values that are rounded to a subnormal number, which has fewer digits.
+    overflow: share of values that are rounded to infinity or NaN, or are not finite already.
   """
 
   underflow: float
@@ -47,16 +47,16 @@ class Shares(NamedTuple):
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@functools.lru_cache(1 << 14)  # of a report's many questions
+@functools.lru_cache(1 << 14)  # a report asks often
 def _bits_of(magnitude: float) -> int:
-  """Returns the bits of the smallest float32 that is no smaller."""
+  """Returns the bits of the smallest float32 that is at least `magnitude`."""
   rounded = np.float32(magnitude)
   return int(rounded.view(np.uint32)) + bool(float(rounded) < magnitude)
 
 
 @functools.cache
 def full_summary(scale: float) -> Summary:
-  """Returns what is kept of a tensor in float32: binades, and the formats' edges at scale 1 and another."""
+  """Returns the summary of a float32 tensor: binades, and the formats' edges at scale 1 and at `scale`."""
   magnitudes = [2.0**e for e in BINS]
   for name in INTEREST:
     for factor in {1.0, scale}:
@@ -66,13 +66,13 @@ def full_summary(scale: float) -> Summary:
 
 @functools.cache
 def binades() -> Summary:
-  """Returns what is kept of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
+  """Returns the summary of a tensor for histograms alone: binades, and the formats' edges at scale 1."""
   return Summary(full_summary(1.0).edges)
 
 
 @functools.lru_cache(1 << 12)
 def _edges(name: str, scale: float) -> tuple[float, float, float]:
-  """Returns the magnitudes from which a number times a scale is not rounded to zero, is normal, overflows."""
+  """Returns the least magnitudes for which a number times a scale is not zero, is normal, and overflows."""
   known = FORMATS[name]
   above_zero = np.nextafter(known.underflow_edge / scale, math.inf)
   return float(above_zero), known.normal_edge / scale, known.overflow_edge / scale
@@ -84,7 +84,7 @@ class Magnitudes:
 
   Attributes:
     edges: float32 bit patterns, ascending.
-    above: how many magnitudes are at least so large, NaN among them.
+    above: for each edge, the number of magnitudes at or above it, with NaN.
     count: number of values.
   """
 
@@ -94,7 +94,7 @@ class Magnitudes:
 
   @staticmethod
   def of(summary: Summary, kept: Sequence[float] | np.ndarray) -> Magnitudes:
-    """Returns the magnitudes from what a `Summary` kept."""
+    """Returns the magnitudes from the figures of a `Summary`."""
     n = len(summary.edges)
     values = np.asarray(kept[: n + 1], np.float64)
     return Magnitudes(summary.edges, tuple(values[:n].tolist()), float(values[n]))
@@ -121,21 +121,21 @@ class Magnitudes:
 
   @property
   def histogram(self) -> tuple[float, list[float]]:
-    """Counts the finite values that are not zero below the first of `BINS`, and in each of them."""
+    """Counts of finite nonzero values: below the first of `BINS`, and in each of them."""
     above = [self.at_least(2.0**e) for e in BINS]
     ends = [*above[1:], self.inf + self.nan]
     return self.above[0] - above[0], [max(a - b, 0.0) for a, b in zip(above, ends, strict=True)]
 
   @property
   def range(self) -> tuple[int, int] | None:
-    """The binades of the smallest and the largest finite value that is not zero; `None` if all are."""
+    """The binades of the smallest and the largest finite nonzero value; `None` without such values."""
     below, counts = self.histogram
     there = [e for e, count in zip(BINS, counts, strict=True) if count > 0]
     there = [BINS[0] - 1, *there] if below > 0 else there
     return (there[0], there[-1]) if there else None
 
   def at_least(self, magnitude: float) -> float:
-    """Returns how many are at least so large; between two edges, logarithms count as evenly spread."""
+    """Returns the number of values at or above a magnitude, with evenly spread logarithms between edges."""
     if magnitude <= 0:
       return self.count
     if magnitude > _LARGEST:
@@ -151,10 +151,10 @@ class Magnitudes:
     return self.above[i - 1] + part * (self.above[i] - self.above[i - 1])
 
   def shares(self, name: str, scale: float = 1.0) -> Shares:
-    """Returns what becomes of the values times a scale in a format of `mpjax.formats.FORMATS`.
+    """Returns the shares of the values times a scale that underflow or overflow in a format.
 
-    Exact for the formats of interest at scale 1 and at the run's loss scale; elsewhere interpolated within a
-    binade.
+    `name` is a key of `mpjax.formats.FORMATS`. The shares are exact for the formats of interest at scale 1
+    and at the run's loss scale; otherwise they are interpolated within a binade.
     """
     if not self.count:
       return Shares(0.0, 0.0, 0.0)
@@ -170,22 +170,22 @@ class Magnitudes:
     return 2.0 ** (math.frexp(FORMATS[name].max)[1] - 1 - (known[1] + 1))
 
   def underflow(self, name: str, scale: float = 1.0) -> float:
-    """Returns the share of the values that are not zero which a format rounds to zero."""
+    """Returns the share of the nonzero values that a format rounds to zero."""
     there = self.above[0]
     return self.shares(name, scale).underflow * self.count / there if there else 0.0
 
   def lost_norm(self, name: str, scale: float = 1.0) -> float:
-    """Returns the norm of what a format rounds to zero over that of all finite values, from the histogram."""
+    """Returns the norm of values that a format rounds to zero over the norm of all finite values."""
     below, counts = self.histogram
     edge = _edges(name, scale)[0]
-    # Up to a factor that is the same for every binade: the mean square in one, over that of its lower edge.
+    # Up to a factor that is equal for all binades: the mean square over the square of the lower edge.
     energy = [count * 4.0**e for e, count in zip(BINS, counts, strict=True)]
     smallest = below * 4.0 ** (BINS[0] - 1)
     gone = smallest + sum(x for e, x in zip(BINS, energy, strict=True) if 2.0 ** (e + 1) <= edge)
     return math.sqrt(gone / (smallest + sum(energy))) if gone else 0.0
 
   def kept(self, name: str, scale: float = 1.0) -> float:
-    """Returns the share of the values that are not zero which a format holds, neither zero nor overflown."""
+    """Returns the share of the nonzero values that a format neither rounds to zero nor overflows."""
     there = self.above[0]
     if not there:
       return 1.0
@@ -199,29 +199,31 @@ class Tensor:
 
   Attributes:
     kind: one of `KINDS`; an update's magnitudes are those of |update / weight|.
-    module: module path, `GPT/blocks/0/qkv`; with a number, `layers[3]`, for a step of a loop.
-    name: the primitive or function that makes it, or the parameter's name.
-    line: of the user's program, `model.py:31`; empty for parameters.
-    dtype: in which the policy holds it.
-    shape: in one batch.
+    module: module path, such as `GPT/blocks/0/qkv`; with a number, `layers[3]`, for a step of a loop.
+    name: the primitive or function that computes it, or the parameter's name.
+    line: line of the user's program, such as `model.py:31`; empty for parameters.
+    dtype: its dtype under the policy.
+    shape: its shape in one batch.
     order: its position in the program.
-    magnitudes: in float32 (unscaled), over all batches; of the policy's run if float32 was not run.
+    magnitudes: magnitudes in float32 (unscaled), over all batches; those of the policy's run without a
+      float32 run.
     policy: (NaN, infinities, zeros) in the policy's run, or `None`.
     error: |policy - float32| / |float32| over all its values, or `None`; infinite if float32's is zero.
-    cosine: of the angle between both, or `None`.
+    cosine: cosine of the angle between both, or `None`.
     bias: mean of policy - float32, with its sign, over the root mean square of float32's values, or `None`.
-    gain: <policy - float32, float32> / |float32|^2: below 0 where values are too small throughout, or `None`.
-    norm: of float32's values, of all batches together, or of an update itself; `None` if not known.
-    lost: of the updates that are not zero, the share that leaves the weight as it is: in `bfloat16` and
-      `float16`, rounded to the nearest, and in bfloat16 with the corrections `int8` and `int16`.
-    descent: of the updates u, <what the weight moves by, u> / |u|^2 in `float32` and what `lost` has: 1
-      if the weight takes them as they are, 0 if it stands still (arXiv 2405.18710).
+    gain: <policy - float32, float32> / |float32|^2, or `None`; below 0 if the values are too small overall.
+    norm: norm of float32's values over all batches, or of an update itself; `None` if not known.
+    lost: share of the nonzero updates that do not change the weight, for weights in `bfloat16` and `float16`
+      (rounded to nearest), and in bfloat16 with the corrections `int8` and `int16`.
+    descent: for the updates u, <the weight's change, u> / |u|^2 in `float32` and the formats of `lost`: 1 if
+      the weight takes the updates exactly, 0 if it does not move (arXiv 2405.18710).
     moved: number of updates that are not zero.
-    held: of a parameter and its update, what keeps its digits: `dtype`, or the correction that the policy's
-      `master_weights` gives it.
-    path: tree path of the parameter, for what belongs to one.
-    index: the steps of loops that `module` ends with.
-    fragile: `difference` for one of matrix products, `angle` for one that a product makes; else empty.
+    held: for a parameter and its update, what keeps its digits: `dtype`, or the correction from the policy's
+      `master_weights`.
+    path: tree path of the parameter that it belongs to, or empty.
+    index: the loop steps at the end of `module`.
+    fragile: `difference` for a difference of matrix products, `angle` for an angle that a product computes;
+      else empty.
   """
 
   kind: str
@@ -248,17 +250,17 @@ class Tensor:
 
   @property
   def scope(self) -> str:
-    """The module path without the steps of loops, as overrides match it."""
+    """The module path without loop steps, which overrides match."""
     return self.module.removesuffix("".join(f"[{i}]" for i in self.index))
 
   @property
   def lost_here(self) -> float:
-    """The share of its updates that the weight loses as it is held: 0 with all digits of float32."""
+    """The share of updates that the weight loses in its own format: 0 with all digits of float32."""
     return (self.lost or {}).get(self.held, 0.0) if self.held != "int16" else 0.0
 
   @property
   def descent_here(self) -> float:
-    """The share of the intended descent that the weight makes as it is held, rounded at random on average."""
+    """The share of the intended descent that the weight makes in its own format; on average if stochastic."""
     shares = self.descent or {}
     return 1.0 if self.held == "stochastic" else shares.get(self.held, shares.get("float32", 1.0))
 
@@ -304,13 +306,13 @@ class Tensor:
 
 
 def share_lost(tensors: Sequence[Tensor], name: str, scale: float | None = 1.0) -> float:
-  """Returns the share of tensors' values (of those that are not zero) that a format rounds to zero.
+  """Returns the share of the tensors' nonzero values that a format rounds to zero.
 
   Args:
-    tensors: all values of which count alike.
-    name: of a format.
-    scale: what they are multiplied by; `None`: each tensor by its own, which brings its largest value just
-      into the format's range.
+    tensors: the tensors; all their values count equally.
+    name: name of a format.
+    scale: factor of the values; `None`: each tensor's own, which brings its largest value just into the
+      format's range.
   """
   all_of = [t.magnitudes for t in tensors]
   there = sum(m.above[0] for m in all_of)
@@ -321,11 +323,11 @@ def share_lost(tensors: Sequence[Tensor], name: str, scale: float | None = 1.0) 
 
 
 def descent_quality(updates: Sequence[Tensor], held: str | None = None) -> float | None:
-  """Returns the share of the descent that updates intend which the weights make, or `None` without updates.
+  """Returns the share of the updates' intended descent that the weights make, or `None` without updates.
 
   Args:
-    updates: tensors of that kind.
-    held: as in `Tensor.descent`; `None`: as each weight is held.
+    updates: tensors of kind `update`.
+    held: a key of `Tensor.descent`; `None`: each weight's own format.
   """
   there = [(t, t.norm) for t in updates if t.descent and t.norm]
   whole = sum(norm**2 for _, norm in there)
@@ -336,7 +338,7 @@ def descent_quality(updates: Sequence[Tensor], held: str | None = None) -> float
 
 @dataclasses.dataclass
 class Distance:
-  """The distance of one array from another, over several batches, from their sketches."""
+  """The distance between two arrays over several batches, from their sketches."""
 
   squared: float = 0.0
   of_first: float = 0.0
@@ -345,7 +347,7 @@ class Distance:
   summed: float = 0.0
 
   def add(self, first: np.ndarray, second: np.ndarray) -> None:
-    """Adds a batch: sum and sketch ([..., 1 + n]) of the policy's array and of float32's."""
+    """Adds a batch: sum and sketch ([..., 1 + n]) of the policy's array and of the float32 array."""
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     self.summed += float(np.sum(a[..., 0] - b[..., 0]))
     a, b = a[..., 1:], b[..., 1:]
@@ -362,11 +364,11 @@ class Distance:
     return math.sqrt(self.squared / self.of_second)
 
   def figures(self, count: float, finite: bool) -> dict[str, float | None]:
-    """Returns what a `Tensor` has of it.
+    """Returns the figures for a `Tensor`.
 
     Args:
-      count: values that each of the arrays had.
-      finite: whether all were; the mean of a part of them says nothing.
+      count: number of values of each array.
+      finite: whether all values were finite; the mean of a part of them says nothing.
     """
     known = finite and self.of_second > 0
     return {
@@ -378,6 +380,6 @@ class Distance:
 
   @property
   def cosine(self) -> float | None:
-    """Returns the cosine of the angle between both arrays; `None` where one is zero."""
+    """Returns the cosine of the angle between both arrays; `None` if one is zero."""
     norms = math.sqrt(self.of_first * self.of_second)
     return self.product / norms if norms else None

@@ -1,4 +1,4 @@
-"""What becomes of an optimiser's updates in the formats that weights are kept in: how many are lost."""
+"""How many of an optimiser's updates are lost in the formats of weights."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mpjax.patterns import named_leaves
 from mpjax.step import TrainState
 from mpjax.step._optimizer import corrections_of
 
-# What weights are asked in whether an update moves them: formats, and bfloat16 with corrections.
+# Formats of weights for which lost updates are counted: dtypes, and bfloat16 with corrections.
 KEPT_IN = ("bfloat16", "float16", "int8", "int16")
-# Of how much of an update they take, there is a figure for float32 weights, too.
+# Formats for which the share of an update that a weight takes is computed.
 _DESCENT_IN = (*KEPT_IN, "float32")
 
 
 class UpdateSums(NamedTuple):
-  """The numbers that are kept of the updates of one parameter; float32.
+  """The figures of the updates of one parameter; float32.
 
   Attributes:
-    ratio: of |update / weight|, what a `Summary` keeps.
-    counts: [1 + formats], of the updates that are not zero, and of those that leave their weight as it is in
-      each format of `KEPT_IN`.
-    descent: [2 + formats]: the largest update, and in its unit the sum of squares of the updates, and the sum
-      of products of each with what the weight moves by, in each format of `KEPT_IN` and in float32.
+    ratio: the summary of |update / weight|.
+    counts: [1 + formats]: the number of nonzero updates, and of those that do not change their weight in each
+      format of `KEPT_IN`.
+    descent: [2 + formats]: the largest update. Then, in units of it, the sum of squares of the updates, and
+      the sum of products of each update with the weight's change, in each format of `KEPT_IN` and in float32.
   """
 
   ratio: Any
@@ -39,14 +39,14 @@ class UpdateSums(NamedTuple):
 
 
 def update_sums(summary: Summary, weight: Array, update: Array) -> UpdateSums:
-  """Returns what is kept of the updates of a (master) weight."""
+  """Returns the figures of the updates of a (master) weight."""
   sums = _sums(weight.astype(jnp.float32), update.astype(jnp.float32))
   return sums._replace(ratio=summary(sums.ratio))
 
 
 @jax.jit
 def whole_update_sums(weight: Array, update: Array) -> UpdateSums:
-  """Returns the same with the ratios themselves; of arrays as `kept_whole` fills them up."""
+  """Returns the same with the ratios themselves, for arrays that `kept_whole` has padded."""
   return _sums(weight, update)
 
 
@@ -77,13 +77,13 @@ def as_numbers(sums: UpdateSums) -> np.ndarray:
 
 
 def lost(numbers: np.ndarray) -> dict[str, float]:
-  """Returns the share of the updates (of those that are not zero) that leaves a weight as it is."""
+  """Returns the share of the nonzero updates that do not change a weight, by format."""
   moved, *stay = numbers[: 1 + len(KEPT_IN)]
   return {name: float(n / moved) if moved else 0.0 for name, n in zip(KEPT_IN, stay, strict=True)}
 
 
 def descent(numbers: np.ndarray) -> tuple[float, dict[str, float]]:
-  """Returns the norm of the updates, and <what weights move by, updates> / |updates|^2 in each format."""
+  """Returns the norm of the updates, and <weights' change, updates> / |updates|^2 in each format."""
   squared, *products = numbers[1 + len(KEPT_IN) :]
   shares = {
     name: float(x / squared) if squared else 1.0 for name, x in zip(_DESCENT_IN, products, strict=True)
@@ -92,7 +92,7 @@ def descent(numbers: np.ndarray) -> tuple[float, dict[str, float]]:
 
 
 def _kept(x: Array, name: str) -> Array:
-  """Rounds `x` to what is kept of it, in arithmetic that no compiler takes for a pair of casts."""
+  """Rounds `x` to a format, in arithmetic that a compiler does not mistake for a pair of casts."""
   if name in ("int16", "float32"):
     return x
   if name == "int8":  # 24 bits, and ties away from zero, as in `master_weights`
@@ -102,13 +102,13 @@ def _kept(x: Array, name: str) -> Array:
   rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=int(info.nmant))
   if info.minexp < -100:
     return rounded
-  # Below the normal numbers the spacing is that of the smallest.
+  # Below the normal numbers, the spacing is that of the smallest normal numbers.
   spacing = np.float32(2.0 ** (int(info.minexp) - int(info.nmant)))
   return jnp.where(jnp.abs(x) < 2.0 ** int(info.minexp), jnp.round(x / spacing) * spacing, rounded)
 
 
 def held_as(state: TrainState) -> dict[str, str]:
-  """Returns what half-precision parameters have besides, by tree path, where that is not nothing."""
+  """Returns the dtype of each half-precision parameter's correction, or `stochastic`, by tree path."""
   corrections = corrections_of(state.opt_state)
   if corrections is None:
     return {}

@@ -1,7 +1,7 @@
-"""Tensors that a pass leaves whole on the device, and the few programs that look at all of them.
+"""Tensors that a pass leaves whole on the device, and the few programs that summarise them.
 
-Compiled with the pass, every summary is a piece of program of its own, which takes several times as long to
-compile as the step. Arrays are filled up with zeros to one of few lengths, for which there is one program.
+Inside the pass, every summary would be a separate piece of program, which takes several times as long to
+compile as the step. Instead, arrays are padded with zeros to one of few lengths, with one program for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpjax.numerics._update_sums import UpdateSums, whole_update_sums
 
 
 class Left(NamedTuple):
-  """A value and its cotangent as they are, and the probe that they leave a program as cotangents of.
+  """A whole value and its cotangent; also the probe as whose cotangents they leave a program.
 
   Attributes:
     value: float32[*steps, 1, padded_size].
@@ -37,7 +37,7 @@ class Left(NamedTuple):
 
   @staticmethod
   def probe(point: Point) -> Left:
-    """Returns the probe for `leave`, for each step of the loops that a point is in."""
+    """Returns the probe for `leave`, for each step of the loops around a point."""
     zeros = lambda size: jnp.zeros((*point.steps, 1, size), jnp.float32)
     size = padded_size(math.prod(point.shape))
     return Left(zeros(size), zeros(size), zeros(1))
@@ -48,8 +48,8 @@ def leave(x: Array, probe: Left) -> Array:
   """Returns `x`; the probe's cotangent is `x` and its cotangent.
 
   Args:
-    x: floating.
-    probe: which nothing depends on.
+    x: a floating array.
+    probe: a probe; nothing depends on it.
   """
   return x
 
@@ -62,34 +62,34 @@ leave.defvjp(lambda x, probe: (x, x), _leave_backward)
 
 
 def padded_size(size: int) -> int:
-  """Returns one of few lengths, not below a length: zeros after an array change nothing but their number."""
+  """Returns the next of few lengths; zeros after an array change only the number of zeros."""
   return SKETCH if size <= SKETCH else 1 << (size - 1).bit_length()
 
 
 def _filled(x: Array) -> Array:
-  """Returns float32[1, padded_size]: the values, and zeros."""
+  """Returns float32[1, padded_size]: the values, then zeros."""
   return jnp.pad(x.astype(jnp.float32).reshape(1, -1), ((0, 0), (0, padded_size(x.size) - x.size)))
 
 
 def kept_whole(x: Array) -> tuple[Array, np.ndarray]:
-  """Returns an array as one of one piece in `Seen`, and the number of its values."""
+  """Returns an array as it is in `Seen` for a single piece, and the number of its values."""
   return _filled(x)[None], np.asarray(x.size, np.float32)
 
 
 def pair_kept_whole(weight: Array, update: Array) -> tuple[Array, Array, np.ndarray]:
-  """Returns the same of a weight and its update."""
+  """Returns the same for a weight and its update."""
   return (kept_whole(weight)[0], *kept_whole(update))
 
 
 def condensed(seen: Any, points: Sequence[Point], summary: Summary, of_updates: Summary, scale: float) -> Any:
-  """Returns the `Seen` of a pass that looks at each tensor, of one that keeps them whole; on the host.
+  """Summarises the tensors of a pass that left them whole; the result is on the host.
 
   Args:
-    seen: of `make_pass` with `whole`.
-    points: of the pass.
-    summary: what is kept of each tensor.
-    of_updates: what is kept of each update's ratios.
-    scale: what the gradients of activations are divided by: the loss scale.
+    seen: result of `make_pass` with `whole`.
+    points: points of the pass.
+    summary: the summary of each tensor.
+    of_updates: the summary of each update's ratios.
+    scale: the loss scale; gradients of activations are divided by it.
   """
   quick = dataclasses.replace(summary, finite=True), dataclasses.replace(of_updates, finite=True)
   found = _looked_at(seen, points, *quick, scale)
@@ -104,7 +104,7 @@ def condensed(seen: Any, points: Sequence[Point], summary: Summary, of_updates: 
 def _looked_at(
   seen: Any, points: Sequence[Point], summary: Summary, of_updates: Summary, scale: float
 ) -> Any:
-  """Returns the same, right as far as the summaries are."""
+  """Returns the same; its figures are as right as those of the summaries."""
 
   def at(point: Point, x: Any) -> Any:
     if point.repeated:
@@ -148,13 +148,13 @@ def _summaries(x: Array, summary: Summary) -> Array:
 
 
 def _joined(summary: Summary, x: Left, count: float) -> np.ndarray:
-  """Returns what `look` keeps of a value and its cotangent: [pieces, *steps, 2, summary.size]."""
+  """Returns the summaries of a value and its cotangent, as from `look`: [pieces, *steps, 2, summary.size]."""
   both = np.concatenate([x.value, x.gradient], axis=-2)
   return np.where(x.reached, _counted(summary, both, count), np.float32(0))
 
 
 def _counted(summary: Summary, kept: np.ndarray, count: float) -> np.ndarray:
-  """Returns what is kept of arrays that were filled up, with their own number of values."""
+  """Returns the summaries of padded arrays, with the number of values before padding."""
   kept = kept.copy()
   kept[..., len(summary.edges)] = count
   return kept
