@@ -293,7 +293,7 @@ def test_the_error_of_a_gradient_of_zero_is_said_to_say_nothing(size):
   [note] = [finding for finding in report.findings if finding.kind == "weight gradient"]
   assert note.severity == "note"
   assert note.text.startswith("layer/b: its gradient is 0 but for rounding")
-  assert "of the norm of what it is a sum of" in note.text
+  assert "of the norm of the values that it sums" in note.text
   assert "policy bf16: the policy is good as it is; on the errors of layer/b see the note" in str(report)
 
 
@@ -309,7 +309,7 @@ def test_a_loss_scale_that_overflows_nothing_is_among_those_that_are_good():
     largest = largest or high
     overflows = any(f.kind == "gradient overflow" for f in report.findings)
     assert overflows == (exponent > high), exponent
-    small = f"what the run's 2^{exponent} loses is a small part" in text
+    small = f"at the run's 2^{exponent} the lost values are a small part" in text
     assert overflows or low <= exponent <= high or (small and exponent < low), exponent
 
 

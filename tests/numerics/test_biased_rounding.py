@@ -11,9 +11,9 @@ import mpjax
 ROWS, WIDTH, COLUMNS = 64, 32, 1024
 SAID = {
   "random": None,
-  "down": "too small throughout",
-  "up": "too large throughout",
-  "one sign": "too small throughout",
+  "down": "too small overall",
+  "up": "too large overall",
+  "one sign": "too small overall",
   "offset": "the mean of its error is -",
 }
 

@@ -156,7 +156,7 @@ def still(policy, size):
 def test_advice_for_lost_updates_names_corrections():
   advice = still("bf16_pure", 2.0**-10).advice
   assert advice.policy["param_dtype"] == "float32"
-  text = "master_weights: int16, or int8 (3 bytes a weight in place of 4; loses 0)"
+  text = "master_weights: int16, or int8 (3 bytes a weight instead of 4; loses 0)"
   assert text in dict(advice.lines)["param_dtype: float32"]
   advice = still({"base": "bf16_pure", "master_weights": "int8"}, 2.0**-18).advice
   assert mpjax.get_policy(advice.policy) == mpjax.get_policy({"base": "bf16_pure", "master_weights": "int16"})

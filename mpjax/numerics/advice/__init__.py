@@ -1,4 +1,4 @@
-"""Findings in a report, and the policy that mends them."""
+"""The findings of a report, and a policy that fixes the problems among them."""
 
 from mpjax.numerics.advice._advice import advice_for
 

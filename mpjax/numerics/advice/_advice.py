@@ -1,4 +1,4 @@
-"""From findings to a policy: what to change, tried out where it can be, and what each change buys."""
+"""From findings to a policy: what to change, the benefit of each change, and a trial of the policy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Change(NamedTuple):
   """A change of a policy.
 
   Attributes:
-    key: of the policy.
-    value: for it; for `overrides` a (pattern, policy) pair that goes before the others.
-    buys: why.
+    key: key of the policy.
+    value: its new value; for `overrides`, a (pattern, policy) pair that goes before the others.
+    buys: benefit of the change, in words.
   """
 
   key: str
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
   @property
   def identity(self) -> Any:
-    """Returns what a later change has to share to take this one's place."""
+    """Returns a key; a later change with the same key replaces this one."""
     return (self.key, self.value[0]) if self.key == "overrides" else self.key
 
   def __str__(self) -> str:
@@ -50,12 +50,12 @@ class Change(NamedTuple):
 
 
 def advice_for(report: NumericsReport, trial: Trial | None) -> tuple[tuple[Finding, ...], Advice]:
-  """Returns the findings of a report, and the policy that mends what is a problem.
+  """Returns the findings of a report, and a policy that fixes the problems.
 
   Args:
     report: the report.
-    trial: runs another policy on a batch. What is still a problem then is changed once more: more modules,
-      or float32 where a wider range was not enough. Changes that better nothing are not advised.
+    trial: runs another policy on a batch. Problems that remain lead to more changes: more modules, or float32
+      if a wider range was not enough. Changes without an effect are not advised.
   """
   findings = seen.find(report)
   changes = _changes(report, findings, ())
@@ -84,16 +84,16 @@ def _lines(changes: Iterable[Change]) -> tuple[tuple[str, str], ...]:
 def _changes(
   report: NumericsReport, findings: Iterable[Finding], made: Sequence[Change]
 ) -> tuple[Change, ...]:
-  """Returns what the problems of a report ask for, beside the changes made so far."""
+  """Returns the changes that the problems of a report ask for, in addition to those made so far."""
   kinds = {f.kind for f in findings if f.severity == "problem"}
   changes: list[Change] = []
   if "lost updates" in kinds:
     changes += _master_weights(report)
   if "loss scale" in kinds and not report.own_scale:
-    buys = "has float32's range, and needs no loss scale, which a backward rule sees"
+    buys = "has float32's range and does not need a loss scale, which changes a backward rule's result"
     changes += [
       Change("compute_dtype", "bfloat16", buys),
-      Change("loss_scaling", None, "bfloat16 needs none"),
+      Change("loss_scaling", None, "bfloat16 does not need it"),
     ]
   else:
     changes += _loss_scale(report, findings)
@@ -103,11 +103,11 @@ def _changes(
       Change("autocast", True, "precision by module, and float32 where range or digits are critical")
     )
     if report.policy.param_dtype.itemsize < 4 and all(c.key != "param_dtype" for c in changes):
-      buys = "autocast takes float32 weights, which are master weights"
+      buys = "autocast takes float32 weights, which serve as master weights"
       changes = [c for c in changes if c.key != "master_weights"]
       changes.append(Change("param_dtype", "float32", buys))
       if report.policy.master_weights is not None:
-        changes.append(Change("master_weights", None, "float32 weights need none"))
+        changes.append(Change("master_weights", None, "float32 weights do not need them"))
     if report.policy.output_dtype.itemsize < 4:
       changes.append(Change("output_dtype", "float32", "the loss keeps its digits"))
   changes += overrides
@@ -116,7 +116,7 @@ def _changes(
 
 
 def _master_weights(report: NumericsReport) -> list[Change]:
-  """Returns weights that take the updates that are lost."""
+  """Returns changes after which the weights take the updates that are lost now."""
   worst = seen.stalled(report)
   if not worst:
     buys = "the optimiser computes in float32, where its divisions are safe"
@@ -126,19 +126,19 @@ def _master_weights(report: NumericsReport) -> list[Change]:
   buys = f"master weights take the updates that are lost now: {shares}{more}"
   if report.policy.master_weights is not None:
     return [Change("master_weights", "int16", buys)]
-  if any(t.held != t.dtype for t in worst):  # by a transform of the user's own
+  if any(t.held != t.dtype for t in worst):  # a transform of the user keeps their digits
     return []
   if report.policy.param_dtype.name == "bfloat16":
     lost = max((t.lost or {})["int8"] for t in worst)
     buys += (
-      "; bfloat16 weights take them too, with master_weights: int16, or int8 (3 bytes a weight in place of "
+      "; bfloat16 weights take them too, with master_weights: int16, or int8 (3 bytes a weight instead of "
     )
     buys += f"4; loses {percent(lost)})"
   return [Change("param_dtype", "float32", buys)]
 
 
 def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Change]:
-  """Returns a loss scale, where gradients underflow or overflow for want of a good one."""
+  """Returns a better loss scale, if gradients underflow or overflow under the present one."""
   if report.own_scale:
     return []
   problems = [f for f in findings if f.severity == "problem"]
@@ -149,9 +149,9 @@ def _loss_scale(report: NumericsReport, findings: Iterable[Finding]) -> list[Cha
   if high is None or not ((small and high > now) or (large and high < now)):
     return []
   lost = lambda scale: percent(report.lost("activation gradient", "float16", scale))
-  why = f"keeps {percent(report.keep)} of the gradients" if low else "is the largest that overflows nothing"
-  buys = f"{power_of_two_text(high)} {why}: float16 loses {lost(now)} of them at {power_of_two_text(now)}, "
-  buys += f"{lost(high)} there"
+  why = f"keeps {percent(report.keep)} of the gradients" if low else "is the largest without an overflow"
+  buys = f"{power_of_two_text(high)} {why}: {lost(high)} of them underflow to zero in float16, "
+  buys += f"{lost(now)} at {power_of_two_text(now)}"
   return [Change("loss_scaling", {"kind": "dynamic", "init_scale": high}, buys)]
 
 
@@ -172,13 +172,13 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
     elif f.kind == "error":
       wanted[scopes.get(f.module, f.module)] = (
         "bf16" if report.policy.fp8 else "fp32",
-        "its results come near float32's",
+        "its values come close to float32's",
       )
     elif f.kind == "gradient error":
-      # Often subnormal numbers of float16, which have few digits.
+      # Often the cause is float16's subnormal numbers, which have few digits.
       wanted[scopes.get(f.module, f.module)] = (
         "bf16" if report.policy.fp8 else first,
-        "its gradients come near float32's",
+        "its gradients come close to float32's",
       )
   best = report.loss_scale if report.own_scale else max(high or 1.0, report.loss_scale)
   for t in seen.harmful_underflows(report, best):
@@ -193,14 +193,14 @@ def _overrides(report: NumericsReport, findings: Iterable[Finding], made: Sequen
 
 
 def _patterns(modules: list[str], report: NumericsReport) -> dict[str, str]:
-  """Returns override patterns, each with a module that it is for; one pattern for layers that are alike."""
+  """Returns override patterns, each with one of its modules; layers that are alike share a pattern."""
   everything = {t.scope for t in report.of("activation")}
   patterns: dict[str, str] = {}
   for module in modules:
     alike = {m for m in everything if _numberless(m) == _numberless(module)}
     together = len(alike) > 1 and alike <= set(modules)
     regex = re.sub(r"\d+", r"\\d+", module) if together else re.escape(module).replace(r"\-", "-")
-    # Not what lies inside the module, if values of that are looked at, too.
+    # Does not match submodules if values inside the module are observed, too.
     inside = not module or any(other.startswith(f"{module}/") for other in everything)
     regex = regex or "^"
     patterns.setdefault(f"{regex}$" if inside else regex, module)
@@ -216,7 +216,7 @@ def _merged(first: Iterable[Change], more: Iterable[Change]) -> tuple[Change, ..
 
 
 def _spec(policy: Policy, changes: Iterable[Change]) -> dict[str, Any]:
-  """Returns a changed policy as `get_policy` takes it: the nearest preset, and what differs from it."""
+  """Returns a changed policy as `get_policy` takes it: the nearest preset and the differences from it."""
   whole = policy.to_dict()
   overrides = []
   for change in changes:
@@ -249,7 +249,7 @@ def _short(scaling: Any) -> Any:
 
 
 def _measured(before: NumericsReport, after: NumericsReport) -> list[Measured]:
-  """Returns the figures that the changes were made for."""
+  """Returns the figures that the changes are meant to improve."""
   out = [Measured("NaN and infinities", _broken(before), _broken(after))]
   for kind in ("activation", "activation gradient", "weight gradient"):
     out.append(Measured(f"largest error of the {kind}s", _worst(before, kind), _worst(after, kind)))

@@ -1,4 +1,4 @@
-"""`find_nonfinite`: the first operation that gave a value that is not finite."""
+"""`find_nonfinite`: the first operation that computed NaN or infinity."""
 
 from mpjax.numerics.nonfinite._find_nonfinite import find_nonfinite
 from mpjax.numerics.nonfinite._origins import Origin

@@ -1,4 +1,4 @@
-"""The part of a training step that comes after its gradients, as it is before any skip."""
+"""The part of a training step after its gradients, without the step's own skip."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mpjax.step._optimizer_arguments import with_step_arguments
 
 
 class AfterGradients(NamedTuple):
-  """What a step makes of its gradients.
+  """What a step computes from its gradients.
 
   Attributes:
-    updates: of master weights, not rounded; of those that move.
-    params: the parameters after the step; those that move.
-    opt_state: the state of the optimiser after the step, before it is stored in few bytes.
-    skipped: bool[]; whether a loss scale inside the user's own optimiser has put zeros and the old state in
-      place of them, although the gradients are finite.
+    updates: unrounded updates of the master weights that move.
+    params: the moving parameters after the step.
+    opt_state: the optimiser's state after the step, before it is stored in few bytes.
+    skipped: bool[]; whether a loss scale inside the user's own optimiser has replaced them by zeros and the
+      old state although the gradients are finite.
   """
 
   updates: PyTree
@@ -40,10 +40,10 @@ class AfterGradients(NamedTuple):
 
 
 def after_gradients(step: TrainStep) -> Callable[[Array, PyTree, TrainState], AfterGradients]:
-  """Returns a function from (loss, gradients, state) to what the step makes of unscaled gradients.
+  """Returns a function from (loss, gradients, state) to what the step computes from unscaled gradients.
 
-  The skip that the step puts around its optimiser is left out: it shows zeros in place of a NaN. One in the
-  optimiser that the user gave stays.
+  It leaves out the skip that the step puts around its optimiser, which shows zeros in place of a NaN. A skip
+  inside the user's optimiser stays.
   """
   policy = step.policy
   skips = policy.loss_scaling is not None or step.options.skip_nonfinite

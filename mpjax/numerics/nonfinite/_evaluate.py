@@ -1,8 +1,8 @@
-"""Evaluates a traced program operation by operation, and keeps where each non-finite value came from.
+"""Evaluates a traced program operation by operation, and records the origin of each non-finite value.
 
-A non-finite value is one of three: explained by a non-finite operand, whose origins it then has; new, so
-that its operation is an origin; or meant, as an infinity that the program or a mask holds is, until an
-operation makes NaN of it.
+There are three kinds of non-finite values. A non-finite operand explains the first kind, which inherits its
+origins. The second kind is new: its operation is an origin. The third kind is intended, such as an infinity
+in the program or in a mask, until an operation turns it into NaN.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from mpjax.numerics.nonfinite._origins import (
 )
 from mpjax.numerics.nonfinite._places import EvaluationOrder, Place, evaluation_order
 
-# Enough to tell independent failures apart; of a model that has diverged everywhere, thousands are no news.
+# Enough to tell independent failures apart; after a divergence everywhere, thousands would say no more.
 _MOST_ORIGINS = 64
 _MOST_BLAMED = 24
-# Iterations of one loop that are taken apart although what goes into them is non-finite already.
+# The most iterations of one loop that run operation by operation although their inputs are non-finite.
 _MOST_TAKEN_APART = 16
 _MOST_ITERATIONS = 10_000
 Blame = frozenset[int]
@@ -55,12 +55,12 @@ _FINITE: Blame = frozenset()
 
 
 class BlamedArray(NamedTuple):
-  """An array of the program, and where what is non-finite in it comes from.
+  """An array of the program, and the sources of its non-finite values.
 
   Attributes:
     array: its value.
-    blame: indices into `Evaluation.sources`; none for a finite array.
-    constant: whether only literals went into it.
+    blame: indices into `Evaluation.sources`; empty for a finite array.
+    constant: whether it is computed from literals only.
   """
 
   array: Array
@@ -74,9 +74,9 @@ class Source:
 
   Attributes:
     origin: the operation; `None` for an input.
-    name: of the input.
-    counts: what is non-finite in the input.
-    meant: whether it holds infinities on purpose, as far as can be told.
+    name: name of the input.
+    counts: counts of the input's non-finite values.
+    meant: whether its infinities are probably intended.
   """
 
   origin: Origin | None
@@ -89,13 +89,13 @@ class Evaluation:
   """One evaluation of a program.
 
   Attributes:
-    sources: what non-finite values came from, in program order after the inputs.
+    sources: the sources of non-finite values: the inputs, then operations in program order.
   """
 
   def __init__(self, accumulate: int = 1):
     self.sources: list[Source] = []
     self._accumulate = accumulate
-    # The keys are by id; the objects are kept, so that no other comes to have it.
+    # The keys are ids; the objects are kept, so that no other object gets the same id.
     self._constants: dict[int, tuple[Literal | Array, int]] = {}
     self._orders: dict[tuple[Jaxpr, tuple[bool, ...]], EvaluationOrder] = {}
 
@@ -106,8 +106,8 @@ class Evaluation:
 
     Args:
       closed: a closed jaxpr.
-      inputs: name and array of each, and whether infinities below zero in it are meant.
-      place: of the program, which says which of its results the loss depends on.
+      inputs: the name and array of each, and whether negative infinities in it are intended.
+      place: the place of the program, with the results that the loss depends on.
     """
     return self._body(closed, [self._input(*item) for item in inputs], place)
 
@@ -123,7 +123,7 @@ class Evaluation:
     return len(self.sources) - 1
 
   def _body(self, jaxpr: AnyJaxpr, values: list[BlamedArray], place: Place) -> list[BlamedArray]:
-    """Evaluates a jaxpr; takes the values out of the list, so that they are freed after their last use."""
+    """Evaluates a jaxpr; empties the list of values, so that they are freed after their last use."""
     body = open_jaxpr(jaxpr)
     constants = [BlamedArray(c) for c in constants_of(jaxpr)]
     environment = dict(zip(body.constvars, constants, strict=True))
@@ -158,7 +158,7 @@ class Evaluation:
     return BlamedArray(atom.val, frozenset({self._constant(atom, equation, place)}), constant=True)
 
   def _constant(self, what: Literal | Array, equation: JaxprEqn | None, place: Place) -> int:
-    """Returns the number of the source for an infinity that the program itself holds."""
+    """Returns the index of the source for an infinity in the program itself."""
     if id(what) not in self._constants:
       array = what.val if isinstance(what, Literal) else what
       origin = dataclasses.replace(_origin(equation, [], array, place), constant=True)
@@ -177,7 +177,7 @@ class Evaluation:
   def _judged(
     self, equation: JaxprEqn, operands: list[BlamedArray], arrays: list[Array], place: Place
   ) -> list[BlamedArray]:
-    """Returns the results of an operation, with what is to blame for them."""
+    """Returns the results of an operation, with their blame."""
     constant = all(x.constant for x in operands)
     each = has(equation, Trait.EACH) and len(operands) == len(arrays)
     inherited = frozenset().union(*(x.blame for x in operands))
@@ -205,7 +205,7 @@ class Evaluation:
     whole: bool = False,
   ) -> int:
     origin = _origin(equation, [x.array for x in operands], array, place, whole)
-    # NaN that goes in although nothing has gone wrong yet is the program's own; it is never meant to spread.
+    # A NaN operand without an earlier fault is the program's own; it is never intended to spread.
     own = any(o.nonfinite.nan for o in origin.operands)
     own = constant or (own and all(self.sources[i].meant for x in operands for i in x.blame))
     meant = constant and not origin.nonfinite.nan
@@ -242,7 +242,7 @@ class Evaluation:
     return self._body(branches[index], operands[1:], place)
 
   def _scan(self, equation: JaxprEqn, operands: list[BlamedArray], place: Place) -> list[BlamedArray]:
-    """Evaluates a loop whole, and iteration by iteration where that gives a non-finite result."""
+    """Evaluates a loop as a whole, then iteration by iteration if a result is non-finite."""
     arrays = _bind(equation, [x.array for x in operands])
     if all(map(is_finite, arrays)):
       return [BlamedArray(array) for array in arrays]
@@ -296,7 +296,7 @@ class Evaluation:
     blames: list[Blame],
     place: Place,
   ) -> list[BlamedArray]:
-    """Returns the results of a loop; it is blamed itself for what none of its iterations explains."""
+    """Returns the results of a loop, with the blame on the loop itself if no iteration explains them."""
     new: Blame = _FINITE
     values = []
     for array, blame in zip(arrays, blames, strict=True):
@@ -310,7 +310,7 @@ class Evaluation:
 
 
 class _Iterations:
-  """The iterations of a loop: each compiled, and taken apart where its results are non-finite."""
+  """The iterations of a loop: each runs compiled, then operation by operation if a result is non-finite."""
 
   def __init__(self, evaluation: Evaluation, body: AnyJaxpr, place: Place):
     self._evaluation = evaluation
@@ -397,7 +397,7 @@ def _without_infinities(x: Array) -> Array:
 _Rule: TypeAlias = Callable[[Evaluation, JaxprEqn, list[BlamedArray], Place], list[BlamedArray]]
 
 
-# How an equation is evaluated, by its kind of call; a kind that runs its body elsewhere is one operation.
+# How to evaluate an equation, by its kind of call; a kind that runs its body elsewhere is one operation.
 _RULES: dict[CallKind | None, _Rule] = dict.fromkeys((None, *CallKind), Evaluation._operation)
 _RULES |= {kind: Evaluation._call for kind in CallKind if kind.runs_once}
 _RULES |= {

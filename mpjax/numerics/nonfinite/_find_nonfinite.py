@@ -1,4 +1,4 @@
-"""`find_nonfinite`: a training step operation by operation, until one makes NaN or infinity."""
+"""`find_nonfinite`: runs a training step operation by operation to find the first NaN or infinity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpjax.patterns import path_text
 from mpjax.step import TrainState, TrainStep
 
 _MOST_OTHERS = 8
-# Counts of updates that a loss scale inside the user's optimiser has replaced.
+# Stands for the counts of updates that a loss scale inside the user's optimiser has replaced.
 _NOT_SHOWN = NonFinite(0, 0, 0, 0)
 
 
@@ -38,34 +38,35 @@ def find_nonfinite(
   policy: PolicyLike | None = None,
   reference: bool = True,
 ) -> NonfiniteReport:
-  """Names the first operation of a training step that made a non-finite value, and what to try.
+  """Names the first operation of a training step that computes NaN or infinity, and what to try.
 
   ```python
   print(mpjax.find_nonfinite(step, state, batch))  # a step of mpjax.make_train_step
-  print(mpjax.find_nonfinite(loss_fn, params, batch))  # a loss function of your own loop, and its gradients
+  print(mpjax.find_nonfinite(loss_fn, params, batch))  # the loss function of your own loop, and its gradients
   ```
 
-  The loss and gradients are computed once more, operation by operation in program order, under the step's
-  policy and at the state's loss scale; nothing is updated or donated. To blame is an operation whose result
-  has NaN or infinity that its operands do not explain, and from which non-finite values lead to the loss or
-  a gradient without a gap: the infinities of a mask that a softmax turns to zeros are nobody's fault.
+  It computes the loss and the gradients once more, operation by operation in program order, under the step's
+  policy and at the state's loss scale. It does not update or donate anything. The report blames an operation
+  if its operands do not explain the NaN or infinity in its result, and if an unbroken chain of non-finite
+  values leads from it to the loss or a gradient. It does not blame the infinities of a mask, which a softmax
+  turns into zeros.
 
-  Where loss and gradients of a step are finite, the rest of it is computed in the same way: the model's
-  state, and what the optimiser makes of the gradients, as it is without the skip that would hide it.
+  If the loss and the gradients of a step are finite, the rest of the step is computed in the same way: the
+  model's state and the optimiser's updates, without the skip that would hide a NaN.
 
   Args:
     fun_or_step: the training step, or a loss function as `mpjax.make_train_step` takes it.
-    *args: for a step, the state before it, as `step.init` or a checkpoint gives it, and its batch; for a loss
-      function its arguments, the parameters first.
-    policy: for a loss function, the policy to run it under, with its first loss scale; by default it runs as
-      it stands, with the casts that it has itself. For a step, another policy than its own.
-    reference: compute a step that is non-finite in float32 too, without loss scaling.
+    *args: for a step, the state before it, from `step.init` or a checkpoint, and its batch; for a loss
+      function, its arguments, the parameters first.
+    policy: for a loss function, the policy to run it under, with its initial loss scale; by default the
+      function runs as written, with its own casts. For a step, a policy in place of its own.
+    reference: whether to run a non-finite step again in float32, without loss scaling.
 
   Returns:
     A `NonfiniteReport`; print it.
 
   Raises:
-    TypeError: for arguments that do not fit; shows the call that is right.
+    TypeError: for arguments that do not fit; the message shows the right call.
   """
   fun_or_step, state, batch = arguments_of("find_nonfinite", fun_or_step, args, listed=False)
   as_it_stands = policy is None and not isinstance(fun_or_step, TrainStep)
@@ -91,8 +92,8 @@ def find_nonfinite(
 
 
 def _hunt(step: TrainStep, state: TrainState, batch: PyTree, whole: bool = True) -> NonfiniteReport:
-  """Looks at a step; without `whole` at its loss and gradients alone."""
-  # Divided over devices it would be one operation; what overflows in their sum alone is seen below.
+  """Examines a step; without `whole`, only its loss and gradients."""
+  # Over several devices it would be one operation; an overflow only in their sum is found below.
   alone = step.without_mesh()
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
     closed, shapes = jax.make_jaxpr(alone.loss_and_gradients, return_shape=True)(state, batch)
@@ -128,15 +129,15 @@ def _hunt(step: TrainStep, state: TrainState, batch: PyTree, whole: bool = True)
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-  """What was found in one program.
+  """The findings in one program.
 
   Attributes:
     arrays: its results.
-    results: those that are not finite, by name.
+    results: counts of its non-finite results, by name.
     origins: the operations to blame.
     inputs: the inputs to blame, by name.
-    parts: what of a step the results are.
-    compiled: the results that are not finite when the program is compiled.
+    parts: the parts of a step that the results belong to.
+    compiled: counts of the non-finite results of the compiled program.
   """
 
   arrays: list[Any]
@@ -150,7 +151,7 @@ class _Seen:
 def _evaluated(
   closed: ClosedJaxpr, inputs: list[tuple[str, Any, bool]], names: list[str], place: Place, accumulate: int
 ) -> _Seen:
-  """Evaluates a program; a result without a name is not judged."""
+  """Evaluates a program; ignores results without a name."""
   evaluation = Evaluation(accumulate)
   values = evaluation.run(closed, inputs, place)
   judged = [value for value, name in zip(values, names, strict=True) if name]
@@ -159,7 +160,7 @@ def _evaluated(
   arrays = [value.array for value in values]
   results = _nonfinite(names, arrays)
   if not results and any(not name and array for name, array in zip(names, arrays, strict=True)):
-    # Hidden by a skip: the first operation that went wrong leads to no result.
+    # A skip hides the fault: the first faulty operation does not lead to a result.
     to_blame = [source for source in evaluation.sources if not source.meant][:1]
     results = {"updates": _NOT_SHOWN}
   return _Seen(
@@ -171,7 +172,7 @@ def _evaluated(
 
 
 def _carried(step: TrainStep, alone: TrainStep, state: TrainState, batch: PyTree) -> _Seen:
-  """Looks at the state of the model, and at the histories of FP8 products, after a step."""
+  """Examines the model's state and the histories of FP8 products after a step."""
   if not any(map(is_inexact, jax.tree.leaves((state.model_state, state.fp8_state)))):
     return _Seen([], {}, [], {})
   with contextlib.nullcontext() if step.layout is None else step.layout.in_mesh():
@@ -186,13 +187,13 @@ def _carried(step: TrainStep, alone: TrainStep, state: TrainState, batch: PyTree
 
 
 def _after(step: TrainStep, state: TrainState, compiled: tuple[Any, PyTree], seen: _Seen) -> _Seen:
-  """Looks at what a step makes of its gradients.
+  """Examines what a step computes from its gradients.
 
   Args:
     step: the step.
-    state: before it.
+    state: the state before it.
     compiled: loss and gradients of the compiled step.
-    seen: what was found of them, operation by operation.
+    seen: the findings on loss and gradients, operation by operation.
   """
   run = after_gradients(step)
   loss, grads = jax.tree.unflatten(jax.tree.structure(compiled), seen.arrays)
@@ -211,7 +212,7 @@ def _after(step: TrainStep, state: TrainState, compiled: tuple[Any, PyTree], see
 
 
 def _name_after(path: KeyPath) -> str:
-  """Returns the name of a result of `after_gradients`; empty for whether it was skipped."""
+  """Returns the name of a result of `after_gradients`; empty for `skipped`."""
   field, rest = path[0].name, path[1:]
   if field == "opt_state":
     return f"optimiser state ['{path_text(rest).removeprefix('inner_state/')}']"
@@ -228,7 +229,7 @@ def _summed(step: TrainStep) -> str:
 
 
 def _inputs(state: TrainState, batch: PyTree) -> list[tuple[str, Any, bool]]:
-  """Returns the name and array of each leaf, and whether infinities below zero in it are a mask's."""
+  """Returns the name and array of each leaf, and whether its negative infinities may be a mask's."""
   named = [(_text(path).lstrip("."), leaf, False) for path, leaf in _leaves(state)]
   named += [(name, leaf, True) for name, leaf in _named("batch", batch)]
   return [(name, jnp.asarray(leaf), mask) for name, leaf, mask in named]
@@ -253,7 +254,7 @@ def _nonfinite(names: list[str], arrays: list[Any]) -> dict[str, NonFinite]:
 
 
 def _places(origins: list[Origin]) -> list[Origin]:
-  """Returns the first origin of each module and line: where an operation fails, its derivative often does."""
+  """Returns the first origin of each module and line: where an operation fails, so may its derivative."""
   found: dict[Any, Origin] = {}
   for origin in origins:
     found.setdefault((origin.module, origin.line or origin.primitive), origin)

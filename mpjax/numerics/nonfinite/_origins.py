@@ -1,4 +1,4 @@
-"""Origins of non-finite values: the operation that made one, its operands, and the loops around it."""
+"""Origins of non-finite values: the operation, its operands, and the loops around it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Operand:
   Attributes:
     dtype: name of its dtype.
     shape: its shape.
-    largest: the largest finite magnitude in it, 0.0 if there is none.
-    zeros: how many elements are zero.
-    nonfinite: how many are NaN, +inf and -inf.
+    largest: its largest finite magnitude; 0.0 without a finite value.
+    zeros: number of elements that are zero.
+    nonfinite: numbers of NaN, +inf and -inf.
   """
 
   dtype: str
@@ -42,9 +42,9 @@ class Iteration:
   """One iteration of a loop.
 
   Attributes:
-    index: which, from 0; of a `scan` the row of what it scans over, also where it runs backwards.
-    length: how many there are; `None` for a `while` loop.
-    micro_batch: whether the loop is the step's own, over the micro-batches of `accumulate`.
+    index: its number from 0; for a `scan`, the row of the scanned arrays, also if the scan runs in reverse.
+    length: number of iterations; `None` for a `while` loop.
+    micro_batch: whether the loop is the step's own loop over the micro-batches of `accumulate`.
   """
 
   index: int
@@ -60,25 +60,24 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """An operation that made a non-finite value out of operands that do not explain it.
+  """An operation with a non-finite result that its operands do not explain.
 
   Attributes:
     primitive: name of the JAX primitive.
-    module: path of the module that it belongs to, `GPT/blocks/3/mlp`; empty outside modules.
-    line: file and line of the user's program, `model.py:31`; empty where no such line is known.
-    backward: whether the gradient alone needs it: the loss itself does not depend on it.
-    iterations: the loops that it is in, outermost first.
+    module: path of its module, such as `GPT/blocks/3/mlp`; empty outside modules.
+    line: file and line of the user's program, such as `model.py:31`; empty if not known.
+    backward: whether only the gradient needs the operation, not the loss.
+    iterations: the iterations of the loops around it, outermost first.
     dtype: name of the dtype of the result.
     shape: shape of the result.
-    nonfinite: how many elements of the result are NaN, +inf and -inf.
+    nonfinite: numbers of NaN, +inf and -inf in the result.
     operands: the floating operands.
-    float32_largest: the largest magnitude that the same operation gives in float32 from the same operands,
-      infinity if it is not finite there either; `None` where the operation is in float32 already, or has
-      not been computed again.
-    whole: whether it stands for a loop that is finite when it is computed operation by operation.
-    constant: whether this is an infinity or NaN that the program itself holds, and `primitive` what it goes
-      into.
-    of_optimizer: whether it is in the optimiser; its module is then an optax transform, `scale_by_adam`.
+    float32_largest: the largest magnitude of the same operation in float32 on the same operands; infinity if
+      it is not finite there either; `None` if the operation is already in float32, or was not computed again.
+    whole: whether it stands for a loop that is finite when it runs operation by operation.
+    constant: whether the program itself contains the infinity or NaN, and `primitive` reads it.
+    of_optimizer: whether it is in the optimiser; its module is then an optax transform such as
+      `scale_by_adam`.
   """
 
   primitive: str
@@ -97,7 +96,7 @@ class Origin:
 
   @property
   def overflowed(self) -> bool:
-    """Returns whether the result is out of the range of its dtype, and finite in float32."""
+    """Returns whether the result is beyond the range of its dtype, but finite in float32."""
     return self.float32_largest is not None and bool(np.isfinite(self.float32_largest))
 
 
@@ -122,19 +121,19 @@ def _readable(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def explained(operands: list[jax.Array]) -> jax.Array:
-  """Returns where any of some operands is non-finite; they are of one shape, or scalars."""
+  """Returns a mask of the places where an operand is non-finite; operands have one shape, or are scalars."""
   bad = [~jnp.isfinite(_readable(x)) for x in operands]
   return functools.reduce(operator.or_, bad)
 
 
 @jax.jit
 def made_here(out: jax.Array, operands: list[jax.Array]) -> jax.Array:
-  """Returns whether a result is non-finite where no operand is; operands are of its shape, or scalars."""
+  """Returns whether a result is non-finite where no operand is; operands have its shape, or are scalars."""
   return (~jnp.isfinite(_readable(out)) & ~explained(operands)).any()
 
 
 def is_finite(x: Array) -> bool:
-  """Returns whether all of an array is finite, read back now; True for a dtype that is not floating."""
+  """Returns whether an array is finite, and waits for it; True for a dtype that is not floating."""
   return not is_inexact(x) or bool(_is_finite(x))
 
 
@@ -145,14 +144,14 @@ def count(x: Array) -> NonFinite:
 
 
 def describe(x: Array) -> Operand:
-  """Describes an operand, from its array."""
+  """Returns the description of an operand."""
   nan, posinf, neginf, zeros, largest = jax.device_get(_counts(x))
   counts = NonFinite(int(nan), int(posinf), int(neginf), np.size(x))
   return Operand(jnp.result_type(x).name, np.shape(x), float(largest), int(zeros), counts)
 
 
 def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) -> float | None:
-  """Returns the largest magnitude of an operation done again in float32; `None` if casts do not suffice."""
+  """Returns the largest magnitude of an operation repeated in float32; `None` if casts do not suffice."""
   arithmetic = has(equation, Trait.ELEMENTWISE | Trait.ACCUMULATES)
   if not arithmetic or facts(equation).list == "opaque" or jnp.finfo(dtype).bits >= 32:
     return None
@@ -161,7 +160,7 @@ def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) 
     if equation.params.get(key) is not None:
       changes[key] = np.dtype(np.float32)
   if "precision" in equation.params:
-    changes["precision"] = None  # algorithms are named after the dtypes that they take
+    changes["precision"] = None  # an algorithm works only for the dtypes in its name
   wide = [jnp.asarray(x).astype(jnp.float32) if is_inexact(x) else x for x in operands]
   (out,) = _compat.bind(equation, wide, **changes)
   floating = [x for x in wide if is_inexact(x)]
@@ -171,5 +170,5 @@ def float32_largest(equation: JaxprEqn, operands: list[Array], dtype: np.dtype) 
 
 
 def of_places(equation: JaxprEqn, operands: list[Array], shape: tuple[int, ...]) -> bool:
-  """Returns whether each element of a result depends on the elements in its place, and on scalars, alone."""
+  """Returns whether each element of a result depends only on the operands' elements there and on scalars."""
   return has(equation, Trait.ELEMENTWISE) and all(np.shape(x) in ((), shape) for x in operands)

@@ -1,4 +1,4 @@
-"""Places of equations in a program, the equations that count, and the last read of each value."""
+"""Places of equations in a program, the equations to compute, and the last read of each value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Place:
   """The place of an equation in the program.
 
   Attributes:
-    of_loss: which of its results the loss depends on.
-    of_optimizer: whether the program is an optimiser's, whose modules are its transforms.
+    of_loss: for each of its results, whether the loss depends on it.
+    of_optimizer: whether the program is an optimiser, whose modules are its transforms.
   """
 
   module: str = ""
@@ -37,7 +37,7 @@ class Place:
   of_optimizer: bool = False
 
   def at(self, equation: JaxprEqn, of_loss: Sequence[bool]) -> Place:
-    """Returns the place of an equation in a body that is here."""
+    """Returns the place of an equation in the body at this place."""
     if self.of_optimizer:
       module, line = transform_place(equation)
       module = module or self.module
@@ -53,17 +53,17 @@ class Place:
     )
 
   def in_iteration(self, index: int, length: int | None, micro_batch: bool = False) -> Place:
-    """Returns the same place in one iteration of the loop that is here."""
+    """Returns this place in one iteration of the loop."""
     return dataclasses.replace(self, iterations=(*self.iterations, Iteration(index, length, micro_batch)))
 
 
 class EvaluationOrder(NamedTuple):
-  """The equations of a jaxpr that are computed, in order.
+  """The equations of a jaxpr to compute, in order.
 
   Attributes:
-    equations: those that a result depends on.
-    last: for each, the variables that nothing reads after it.
-    read: the variables that anything reads.
+    equations: the equations that a result depends on.
+    last: for each equation, the variables that nothing reads after it.
+    read: the variables that an equation or a result reads.
     of_loss: the variables that the loss depends on.
   """
 
@@ -74,7 +74,7 @@ class EvaluationOrder(NamedTuple):
 
 
 def evaluation_order(jaxpr: Jaxpr, of_loss: tuple[bool, ...]) -> EvaluationOrder:
-  """Returns the equations to compute of a jaxpr; `of_loss` flags the results that the loss depends on."""
+  """Returns the equations of a jaxpr to compute; `of_loss` flags the results that the loss depends on."""
   equations, read = live(jaxpr, effects=False)
   last = last_reads([equation.invars for equation in equations], jaxpr.outvars)
   return EvaluationOrder(equations, last, read, live(jaxpr, of_loss, effects=False).variables)
