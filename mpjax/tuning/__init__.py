@@ -1,4 +1,4 @@
-"""`tune`: the cheapest policy that is good enough, by what it costs on a device and does to the gradients."""
+"""`tune`: the cheapest policy that is good enough, by its cost on a device and its gradient error."""
 
 from mpjax.tuning._gradient_error import GradientError, Noise
 from mpjax.tuning._result import TuneResult

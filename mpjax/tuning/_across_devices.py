@@ -1,4 +1,4 @@
-"""What crossing devices in few bits does to a step's gradients, found without the devices."""
+"""The error in a step's gradients from crossing devices in few bits, computed without the devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpjax.tuning import _norms
 
 
 class AcrossDevices:
-  """A step's devices, played one after the other by a program for one.
+  """Simulates a step's devices one after the other, with a program for one device.
 
   Attributes:
     alone: the step without its mesh.
@@ -36,11 +36,11 @@ class AcrossDevices:
     self._step, self.alone = step, step.without_mesh()
 
   def gathered(self, state: TrainState, batch: PyTree) -> TrainState:
-    """Returns a state whose parameters are those that the devices read: rounded, where they cross in FP8.
+    """Returns a state with the parameters that the devices read: rounded if they cross in FP8.
 
     Args:
-      state: of the step.
-      batch: of which the shapes alone matter.
+      state: state of the step.
+      batch: a batch; only its shapes matter.
     """
     layout = self._step.layout
     if layout is None or self._step.policy.gather_dtype is None:
@@ -56,16 +56,16 @@ class AcrossDevices:
     return state.replace(arrays=jax.tree.unflatten(jax.tree.structure(state.arrays), read))
 
   def reduced(self, state: TrainState, batch: PyTree, grads: PyTree) -> PyTree:
-    """Returns the gradients of a batch with the error of adding those of the devices in few bits.
+    """Returns the gradients of a batch, with the error of adding the devices' gradients in few bits.
 
-    Each device's are scaled as the loss is, rounded, and added one after the other, as a ring does: over
-    `fsdp` and then over `data` those that are divided, over all devices those that are not. The error is
-    relative to the gradient, since the devices' loss may be their rows' mean or sum.
+    Each device's gradients are multiplied by the loss scale, rounded, and added one after the other, as in a
+    ring. Divided gradients are added over `fsdp` and then over `data`, the others over all devices. The error
+    is relative to the gradient, because a device's loss may be the mean or the sum of its rows.
 
     Args:
-      state: of the step.
-      batch: rows of all devices.
-      grads: of the whole batch, unscaled and finite.
+      state: state of the step.
+      batch: the rows of all devices.
+      grads: gradients of the whole batch, unscaled and finite.
     """
     layout, dtype = self._step.layout, self._step.policy.reduce_dtype
     if layout is None or layout.shards == 1 or dtype is None or dtype.itemsize >= 4:
@@ -90,10 +90,10 @@ class AcrossDevices:
 
 @contextlib.contextmanager
 def on_automatic_axes(step: TrainStep, tree: PyTree) -> Iterator[PyTree]:
-  """Yields a step's arrays on explicit axes as they lie on axes that the compiler divides, that mesh set.
+  """Yields a step's arrays with automatic axes in place of explicit ones, and sets that mesh.
 
-  A step with a mesh divides its own program: its loss function sees no explicit axes either. Without one, a
-  loss function that takes them is left what it takes.
+  A step with a mesh divides its own program, so its loss function does not see explicit axes either. Without
+  a mesh, the arrays do not change.
   """
   is_explicit = lambda x: isinstance(x, jax.Array) and _compat.is_explicit(jax.typeof(x))
   meshes = [x.sharding.mesh for x in jax.tree.leaves(tree) if is_explicit(x)]
@@ -113,13 +113,13 @@ def on_automatic_axes(step: TrainStep, tree: PyTree) -> Iterator[PyTree]:
 
 
 def described(layout: Layout | None, params: PyTree) -> str:
-  """Returns a text that differs for layouts that divide rows or parameters otherwise."""
+  """Returns a text that differs between layouts that divide rows or parameters differently."""
   if layout is None:
     return "one device"
   return f"{dict(layout.mesh.shape)} {jax.tree.leaves(layout.specs(params), is_leaf=is_spec)}"
 
 
-# Two programs: within one, a compiler may leave out the rounding between the cast and the sum.
+# Two programs: in a single one, a compiler may leave out the rounding between the cast and the sum.
 @functools.partial(jax.jit, static_argnums=2)
 def _as_it_crosses(grads: PyTree, scale: Array, dtype: np.dtype) -> PyTree:
   """Returns a device's gradients times the loss scale, in the dtype in which they cross."""
@@ -133,19 +133,19 @@ def _sum(total: PyTree | None, more: PyTree) -> PyTree:
 
 @jax.jit
 def _with_error(grads: PyTree, wide: PyTree, narrow: PyTree, scale: Array, unit: Array) -> PyTree:
-  """Returns gradients with the difference of the second sum from the first, in a unit of theirs."""
+  """Returns gradients plus `unit` times the difference between the narrow and the wide sum."""
   widened = lambda low: low.astype(at_least_float32(low.dtype))
   off = lambda g, high, low: g + unit * (widened(low) / scale - high)
   return map_parts(off, lambda g, *_: g, grads, wide, narrow)
 
 
 def _rows_of(i: int, devices: int, batch: PyTree) -> PyTree:
-  """Returns the rows of one of several devices; a number is the same on all."""
+  """Returns the rows of one of several devices; a scalar is the same on all."""
   part = lambda x: jnp.reshape(x, (devices, -1, *jnp.shape(x)[1:]))[i] if jnp.ndim(x) else x
   return jax.tree.map(part, batch)
 
 
 def _through(x: Array, dtype: np.dtype) -> Array:
-  """Returns a parameter as it comes out of FP8, with one scale for all of it."""
+  """Returns a parameter after a round trip through FP8, with a single scale."""
   scale = scale_of(amax_of(x), dtype)
   return (quantise(x, scale, dtype).astype(jnp.float32) / scale).astype(x.dtype)

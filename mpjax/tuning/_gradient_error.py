@@ -1,4 +1,4 @@
-"""The distance of a policy's gradients from float32's, beside the noise that the gradients have anyway."""
+"""The distance of a policy's gradients from float32's, and the noise that the gradients have anyway."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from mpjax.step._optimizer import masters_of
 from mpjax.tuning import _norms
 from mpjax.tuning._across_devices import AcrossDevices
 
-# Updates over which the stored state of an optimiser is compared with float32's.
+# The number of updates over which an optimiser's stored state is compared with a float32 state.
 _UPDATES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """The noise of the gradient: how far that of one batch is from the mean over all data.
+  """The noise of the gradient: the distance of one batch's gradient from the mean over all data.
 
-  It is estimated from halves of each batch, whose gradients are g1 and g2: |g1 - g2| / |g1 + g2| relative
-  to its norm, whether the loss is a mean or a sum over rows. Batches of one row are compared with each
-  other.
+  The estimate is |g1 - g2| / |g1 + g2|, where g1 and g2 are the gradients of the halves of each batch. It is
+  relative to the gradient's norm, whether the loss is a mean or a sum over rows. Batches of one row are
+  compared with each other.
 
   Attributes:
-    total: of the whole gradient.
-    modules: by module of the parameters, relative to the norm of the module's own gradient.
-    how: it was estimated, in words.
+    total: noise of the whole gradient.
+    modules: noise by module of the parameters, relative to the norm of the module's own gradient.
+    how: the method of the estimate, in words.
   """
 
   total: float
@@ -51,10 +51,10 @@ class GradientError:
   Attributes:
     gradient: |g - g32| / |g32| over all batches; infinite if the policy's gradient is not finite.
     modules: the same by module of the parameters, relative to the norm of the module's own gradient.
-    loss: under the policy, mean over batches.
-    loss_scale: that the gradients were found with: the policy's first one, halved until they are finite.
-    update: the same distance of the weights' way over 8 updates by float32's gradients, where the policy
-      keeps weights or the optimiser's state in fewer bits; else 0.
+    loss: mean of the loss under the policy over batches.
+    loss_scale: the loss scale of the gradients: the policy's initial one, halved until they are finite.
+    update: if the policy keeps weights or the optimiser's state in fewer bits, the same relative error of the
+      weights' change over 8 updates with float32's gradients; else 0.
   """
 
   gradient: float
@@ -65,16 +65,16 @@ class GradientError:
 
   @property
   def total(self) -> float:
-    """Returns the larger of the errors of gradient and update."""
+    """Returns the larger of `gradient` and `update`."""
     return max(self.gradient, self.update)
 
 
 class Gradients:
-  """Gradients of a training step on some batches, in float32, to compare those of policies with.
+  """Float32 gradients of a training step on some batches, as a reference for policies.
 
   Attributes:
-    loss: in float32, mean over batches.
-    noise: of the gradients; `None` if the batches are too small to say.
+    loss: mean of the float32 loss over batches.
+    noise: noise of the gradients; `None` if the batches are too small for an estimate.
   """
 
   def __init__(
@@ -83,13 +83,13 @@ class Gradients:
     """Computes the gradients in float32.
 
     Args:
-      step: whose loss function and optimiser count; with a mesh, whose devices need not be here.
-      state: of the step.
-      batches: at least one.
-      needs_noise: whether batches that are too small to estimate noise are an error.
+      step: the step with the loss function and the optimiser; the devices of its mesh need not exist here.
+      state: state of the step.
+      batches: at least one batch.
+      needs_noise: whether batches that are too small for an estimate of the noise are an error.
 
     Raises:
-      ValueError: if they are not finite, are zero, or the batches are too small to estimate their noise.
+      ValueError: if the gradients are not finite or are zero, or the batches are too small for an estimate.
     """
     self._on_mesh, self._step = step, step.without_mesh()
     self._state, self._batches = state, batches
@@ -100,19 +100,19 @@ class Gradients:
     self._squares = _norms.added(map(_norms.squares, self._grads))
     if not math.isfinite(self.loss) or not math.isfinite(_norms.total(self._squares)):
       raise ValueError(
-        f"in float32 the loss is {self.loss:g} and its gradient not finite, so there is nothing to compare a "
-        "policy with: mpjax.find_nonfinite names the first operation that is not"
+        f"in float32 the loss is {self.loss:g} and its gradient is not finite, so a policy has nothing to "
+        "match: mpjax.find_nonfinite names the first operation with NaN or infinity"
       )
     if not _norms.total(self._squares):
       raise ValueError("the gradient in float32 is zero on these batches: expected batches to learn from")
     self.noise = self._noise(needs_noise)
 
   def fingerprint(self) -> str:
-    """Returns a text that differs for other parameters, batches and losses."""
+    """Returns a text that differs between parameters, batches and losses."""
     return repr((self.loss, self.noise, sorted(self._squares.items())))
 
   def error(self, policy: Policy) -> GradientError:
-    """Measures a policy; FP8 products are emulated where the device has no units for them."""
+    """Measures a policy; FP8 products are emulated if the device does not have units for them."""
     across = AcrossDevices(self._on_mesh.with_policy(_emulated(policy)))
     state = across.gathered(across.alone.adopt(self._state, self._step, warn=False), self._batches[0])
     losses, scales, differences = [], [], []
@@ -132,7 +132,7 @@ class Gradients:
     )
 
   def _update_error(self, policy: Policy) -> float:
-    """Returns how far the weights' way under a policy's storage is from float32's, in its length."""
+    """Returns the relative error of the weights' change under a policy's storage, against float32."""
     stored = {
       key: getattr(policy, key)
       for key in ("param_dtype", "vector_dtype", "optimizer_dtype", "master_weights")
@@ -144,8 +144,8 @@ class Gradients:
     return _norms.ratio(apart, moved)
 
   def _way(self, policy: dict[str, object]) -> PyTree:
-    """Returns how far updates by float32's gradients move the master weights."""
-    # Its gradient is the batch.
+    """Returns the change of the master weights over several updates with float32's gradients."""
+    # The gradient of this loss is the batch.
     linear = lambda params, grads: sum(
       jnp.vdot(p.astype(jnp.float32), g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)
     )
@@ -166,7 +166,7 @@ class Gradients:
       step = TrainStep(self._wide.fun, self._wide.inner_tx, halved)
       try:
         pairs = [self._halves(step, batch) for batch in self._batches]
-      except (TypeError, ValueError) as error:  # what looks like rows is none
+      except (TypeError, ValueError) as error:  # the first dimension is not the batch's rows
         said = str(error).partition("\n")[0]
         problem = f"the gradient's noise is not known, since half of a batch cannot be run ({said})"
     if pairs:
@@ -186,7 +186,7 @@ class Gradients:
       raise ValueError(
         f"{problem}: give a batch of two rows or more, several batches, or a tolerance such as 0.01"
       )
-    # At most 1e6, of gradients that are opposite.
+    # At most 1e6, for opposite gradients.
     total = _norms.ratio(_norms.total(apart), max(_norms.total(together), 1e-12 * _norms.total(apart)))
     return Noise(total, _norms.ratios(apart, together), how)
 
@@ -194,7 +194,7 @@ class Gradients:
     """Returns the gradients of two halves of a batch; an odd row is left out."""
     n = rows(batch)
     has_rows = lambda x: np.ndim(x) > 0 and np.shape(x)[0] == n
-    # Not a slice with a stride, which an explicit mesh does not take.
+    # A strided slice would not work on an explicit mesh.
     pairs = lambda x: x[: n - n % 2].reshape(n // 2, 2, *x.shape[1:])
     part = lambda i: jax.tree.map(lambda x: pairs(jnp.asarray(x))[:, i] if has_rows(x) else x, batch)
     first, second = (step.gradients(self._wide_state, part(i))[1] for i in (0, 1))
@@ -211,7 +211,7 @@ def _emulated(policy: Policy) -> Policy:
 def _finite_gradients(
   across: AcrossDevices, state: TrainState, batch: PyTree
 ) -> tuple[Array, PyTree, TrainState]:
-  """Returns loss and gradients at the largest loss scale at which they are finite, and the state with it."""
+  """Returns loss and gradients at the largest loss scale that keeps them finite, and the state with it."""
   is_finite = lambda grads: math.isfinite(_norms.total(_norms.squares(grads)))
   scaling = across.alone.policy.loss_scaling
   while True:

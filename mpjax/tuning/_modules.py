@@ -1,4 +1,4 @@
-"""Modules that a policy can treat apart, the level of precision of each, and the policy that says so."""
+"""The modules that a policy can treat separately, their levels of precision, and the policy for them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mpjax.jaxpr import layer_pattern
 from mpjax.patterns import component_regex
 from mpjax.policy import Policy, get_policy
 
-# Levels of precision that a module can have, from the most exact.
+# Levels of precision for a module, the most exact first.
 LEVELS = ("fp32", "fp16", "bf16", "fp8")
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """Modules that are treated alike: layers that differ in numbers alone, or one of them.
+  """Modules that are treated alike: layers whose paths differ only in numbers, or a single module.
 
   Attributes:
-    name: `GPT/blocks/*/up`, or the path of one.
-    paths: of all of them.
-    fp8: those of the paths that have products which the recipe `current` quantises.
+    name: `GPT/blocks/*/up`, or the path of a single module.
+    paths: the module paths.
+    fp8: the paths with products that the recipe `current` quantises.
   """
 
   name: str
@@ -34,7 +34,7 @@ class Module:
 
   @property
   def levels(self) -> tuple[str, ...]:
-    """The levels at which its program differs, from the most exact."""
+    """The levels at which its program differs, the most exact first."""
     return LEVELS if self.fp8 else LEVELS[:-1]
 
   def split(self) -> list[Module]:
@@ -43,11 +43,11 @@ class Module:
 
 
 def list_modules(half: Explanation, fp8: Explanation) -> list[Module]:
-  """Returns the modules in which a policy changes a dtype, in the order of the program.
+  """Returns the modules in which a policy changes a dtype, in program order.
 
   Args:
-    half: of the program under a policy that computes in half precision.
-    fp8: of the program under one with FP8 products.
+    half: explanation of the program under a policy that computes in half precision.
+    fp8: explanation of the program under a policy with FP8 products.
   """
   paths: dict[str, dict[str, None]] = {}
   for row in half.rows:
@@ -62,7 +62,7 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
 
   Args:
     levels: one of `LEVELS` by module.
-    among: all module paths of the program, of which a pattern must match those of its module alone.
+    among: all module paths of the program; a pattern must match only those of its module.
   """
   count: Counter[str] = Counter()
   for module, level in levels.items():
@@ -80,7 +80,7 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
     if excluded:
       spec["fp8"] = {"recipe": "current", "exclude": [pattern_of(m, among) for m in excluded]}
   if changed:
-    # The deepest first, since the first pattern that matches decides.
+    # The deepest first, because the first matching pattern decides.
     ordered = sorted(changed, key=lambda m: -m.name.count("/"))
     spec["overrides"] = {pattern_of(m, among): _DTYPES[changed[m]] for m in ordered}
   if "fp16" in changed.values() and base != "fp16":
@@ -89,13 +89,13 @@ def mixed_policy(levels: Mapping[Module, str], among: Sequence[str]) -> Policy:
 
 
 def _part(names: Sequence[str]) -> str:
-  """Returns a regular expression of a component of paths, which differ in numbers alone."""
+  """Returns a regular expression for a component of paths that differ only in numbers."""
   escaped = re.escape(names[0])
   return escaped if len(set(names)) == 1 else re.sub(r"\d+", r"\\d+", escaped)
 
 
 def pattern_of(module: Module, among: Sequence[str]) -> str:
-  """Returns the shortest regular expression that matches the paths of a module alone."""
+  """Returns the shortest regular expression that matches only the paths of a module."""
   parts = [_part(names) for names in zip(*(path.split("/") for path in module.paths), strict=True)]
   for start in range(len(parts) - 1, -1, -1):
     pattern = "/".join(parts[start:])

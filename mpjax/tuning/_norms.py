@@ -1,4 +1,4 @@
-"""Norms of gradients by module, as sums of squares on the host: squares leave float32's range."""
+"""Norms of gradients by module, as sums of squares on the host, because squares leave float32's range."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def plus(a: PyTree, b: PyTree) -> PyTree:
 
 
 def squares(tree: PyTree) -> dict[str, float]:
-  """Returns the sum of squares by module: parameters of alike layers under one name, `blocks/*/up`.
+  """Returns the sum of squares by module; equal layers share a name such as `blocks/*/up`.
 
-  A parameter at the root of the tree is a module of its own.
+  A parameter at the root of the tree is its own module.
   """
   found: dict[str, float] = {}
   for (name, _), sums in zip(named_leaves(tree), jax.device_get(_leaf_squares(tree)), strict=True):
@@ -60,7 +60,7 @@ def ratios(of: Mapping[str, float], to: Mapping[str, float]) -> dict[str, float]
 
 
 def ratio(of: float, to: float) -> float:
-  """Returns the ratio of two norms, of their squares; 0 of nothing to nothing."""
+  """Returns the ratio of two norms from their squares; 0 if both are 0."""
   if not math.isfinite(of) or (of and not to):
     return math.inf
   return math.sqrt(of / to) if to else 0.0
@@ -68,7 +68,7 @@ def ratio(of: float, to: float) -> float:
 
 @jax.jit
 def _leaf_squares(tree: PyTree) -> list[tuple[Array, Array]]:
-  """Returns the largest magnitude of each leaf, and the sum of squares in its unit, which is in range."""
+  """Returns the largest magnitude of each leaf, and the sum of squares in that unit, to stay in range."""
 
   def of(x: Array) -> tuple[Array, Array]:
     size = jnp.abs(_wide(x))

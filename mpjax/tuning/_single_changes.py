@@ -1,4 +1,4 @@
-"""Single changes of a preset, one module at another level each, and the set of them that saves most."""
+"""Single changes of a preset, each with one module at another level, and the set that saves most."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mpjax.tuning._trials import Cost, Trial
 
 # A change that saves less than this share gains nothing.
 _GAINS, _CASTS = 1e-3, 1e-6
-# From which share on layers that are alike are told apart.
+# Above this share, equal layers are treated separately.
 _WORTH = 0.01
 
 
 class SingleChanges:
-  """The single changes of a preset: what each saves, and what it adds to the squared error.
+  """The single changes of a preset: the saving of each, and what it adds to the squared error.
 
   Attributes:
-    level: of the preset.
-    base: its trial.
+    level: level of the preset.
+    base: the preset's trial.
     apart: modules whose layers are treated one by one.
   """
 
@@ -32,20 +32,20 @@ class SingleChanges:
     self._changes: dict[Module, dict[str, tuple[float, float]]] = {}
 
   def saves(self, cost: Cost, level: str) -> float:
-    """Returns what a module at a level saves of what the preset spends; 0 if FP8 gains nothing."""
+    """Returns how much a module at a level saves of the preset's cost; 0 if FP8 gains nothing."""
     spent = self.base.cost.spent(self._objective)
     saves = spent - cost.spent(self._objective)
     if saves > _GAINS * spent:
       return saves
-    # Without products of its own, a module in half precision saves the casts between it and the others.
+    # A module without products still saves the casts between it and the others in half precision.
     return 0.0 if level == "fp8" else _CASTS * spent
 
   def add(self, module: Module, level: str, saves: float, error: float) -> None:
-    """Takes in a change: what it saves, and the error of the preset with it."""
+    """Adds a change: its saving, and the error of the preset with it."""
     self._changes.setdefault(module, {})[level] = (saves, max(0.0, error**2 - self._own))
 
   def reasons(self, chosen: Mapping[Module, str], objective: str) -> dict[Module, str]:
-    """Returns why modules do not have the level that would save most."""
+    """Returns the reasons why modules do not have the level that saves most."""
     found = {}
     for module, changes in self._changes.items():
       most = _saves_most(changes)
@@ -63,7 +63,7 @@ class SingleChanges:
     return found
 
   def take_apart(self, module: Module) -> list[str]:
-    """Forgets a module, whose layers take its place; returns the levels that were tried."""
+    """Removes a module, whose layers take its place; returns the levels that were tried."""
     self.apart.append(module)
     return list(self._changes.pop(module))
 
@@ -78,8 +78,8 @@ class SingleChanges:
   def choose(self, tolerance: float) -> dict[Module, str]:
     """Returns the changes that save most within a tolerance.
 
-    It begins with the one that saves most of each module, and takes back the step that gains most error for
-    what it loses, until the sum fits.
+    It begins with each module's change that saves most. Until the error fits, it takes back the step that
+    removes most error for the saving that it gives up.
     """
     chosen = {module: _saves_most(found) for module, found in self._changes.items()}
     while chosen and not self.predicted(chosen) <= tolerance:
@@ -95,7 +95,7 @@ class SingleChanges:
         chosen[module] = other
       else:
         del chosen[module]
-    # What was taken back on the way though it costs nothing, and need not have been.
+    # Restore changes that were taken back without need and cost nothing.
     back = [m for m, level in chosen.items() if level == "fp16" and _alike(self._changes[m], "bf16", "fp16")]
     for module in sorted(back, key=lambda m: self._changes[m]["bf16"][1]):
       if self.predicted({**chosen, module: "bf16"}) <= tolerance:
@@ -103,7 +103,7 @@ class SingleChanges:
     return chosen
 
   def held_back(self, chosen: Mapping[Module, str]) -> list[Module]:
-    """Returns modules that lose something worth having by not having the level that saves most."""
+    """Returns modules that give up a large saving because they do not have the level that saves most."""
     spent = self.base.cost.spent(self._objective)
     found = []
     for module, changes in self._changes.items():
@@ -113,7 +113,7 @@ class SingleChanges:
     return found
 
   def more(self, chosen: Mapping[Module, str]) -> list[tuple[Module, str]]:
-    """Returns changes that a set could have besides, the one that adds least error for its gain first."""
+    """Returns further changes for a set, the one with the least error for its saving first."""
     found = [
       (error / saves, i, module, level)
       for i, (module, levels) in enumerate(self._changes.items())
@@ -129,7 +129,7 @@ def _alike(found: Mapping[str, tuple[float, float]], one: str, other: str) -> bo
 
 
 def _saves_most(found: Mapping[str, tuple[float, float]]) -> str:
-  """Returns the level that saves most; of those that save the same, the one without a loss scale."""
+  """Returns the level that saves most; among equal ones, the one without a loss scale."""
   most = max(saves for saves, _ in found.values())
   alike = [level for level, (saves, _) in found.items() if saves > 0.99 * most]
   return max(alike, key=LEVELS.index)

@@ -1,4 +1,4 @@
-"""Trials of policies: what each costs and what it does to the gradients, kept as they are made."""
+"""Trials of policies: cost and gradient error of each, stored as soon as they are measured."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mpjax.planner import Plan
 from mpjax.policy import Policy, get_policy
 from mpjax.tuning._gradient_error import GradientError
 
-# Shares by which the first and the second figure must be smaller for a policy to count as cheaper.
+# A policy is cheaper if its first or, for equal ones, its second figure is smaller by these shares.
 _MARGINS = (0.01, 0.1)
 OBJECTIVES = ("time", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """The cost of a step, as the plan for the target says it without a compiler.
+  """The cost of a step, from the plan for the target without a compiler.
 
   Attributes:
-    seconds: floor of the time; `None` where the target has no published peaks.
-    busy: sum of the floor's parts (matrix units, memory, interconnect), in seconds; 0 where there are none.
-    peak: bytes of the worst moment.
+    seconds: the shortest possible time; `None` if the target has no published peak rates.
+    busy: sum of the parts of that time (matrix units, memory, interconnect), in seconds; 0 if not known.
+    peak: bytes of memory at the peak.
     saved: bytes that the forward pass leaves for the backward pass.
     wire: the least bytes that a device sends to others.
-    fits: whether the target's memory holds it; true where that is not known.
+    fits: whether the step fits the target's memory; true if not known.
   """
 
   seconds: float | None
@@ -40,7 +40,7 @@ class Cost:
 
   @classmethod
   def of(cls, plan: Plan) -> Cost:
-    """Returns the cost that a plan says."""
+    """Returns the cost from a plan."""
     return cls(
       seconds=None if plan.floor is None else plan.floor.seconds,
       busy=0.0 if plan.floor is None else sum(plan.floor.parts.values()),
@@ -51,16 +51,16 @@ class Cost:
     )
 
   def figures(self, objective: str) -> tuple[float, float]:
-    """Returns what decides, and what decides where that is equal."""
+    """Returns the figure that decides, and the one that decides between equals."""
     time, memory = self.seconds or 0.0, float(self.peak)
     return (memory, time) if objective == "memory" or self.seconds is None else (time, memory)
 
   def spent(self, objective: str) -> float:
-    """Returns a figure of the same kind that is close to a sum over modules."""
+    """Returns a figure of the same kind that is nearly a sum over modules."""
     return float(self.saved) if objective == "memory" or self.seconds is None else self.busy
 
   def cheaper(self, other: Cost, objective: str) -> bool:
-    """Returns whether it is cheaper by more than a plan can be wrong."""
+    """Returns whether the cost is lower by more than the error of a plan."""
     if self.fits != other.fits:
       return self.fits
     for mine, theirs, margin in zip(self.figures(objective), other.figures(objective), _MARGINS, strict=True):
@@ -74,17 +74,17 @@ class Trial:
   """A policy that was tried.
 
   Attributes:
-    label: what it is called.
-    kind: `preset`, `candidate` (a policy that was given), `module` (one module changed), `mixed` (a set),
-      `option`, or `recompute`.
+    label: its name.
+    kind: `preset`, `candidate` (given by the user), `module` (one module changed), `mixed` (a set of
+      modules), `option`, or `recompute`.
     policy: the policy.
-    cost: on the target.
-    error: against float32.
+    cost: its cost on the target.
+    error: its error against float32.
     passes: whether the error is within the tolerance.
-    why: it was chosen or dropped, in words; empty until the search has ended.
-    predicted: error that the sum of single changes says; `None` for what is none.
-    reasons: why modules are not at the cheapest level, by the pattern that the policy has for them.
-    recompute: what the backward pass computes again; `None` for what the step does anyway.
+    why: the reason why it was chosen or dropped; empty until the search has ended.
+    predicted: error predicted from single changes; `None` for policies that are not such a set.
+    reasons: why modules are not at the cheapest level, by their pattern in the policy.
+    recompute: what the backward pass recomputes; `None` for the step's own choice.
   """
 
   label: str
@@ -115,17 +115,17 @@ class Trial:
 
 
 class TrialFile:
-  """Errors of policies that were measured before, in a file with a line each; of none if there is no file.
+  """A file with one line for each measured error of a policy; empty without a path.
 
-  A line counts for the same policy, program, parameters and batches alone; what it costs is planned anew.
+  A line counts only for the same policy, program, parameters and batches. Costs are planned anew.
 
   Args:
-    path: of the file.
-    subject: what the errors depend on besides the policy.
-    devices: what those depend on of a policy that says in which dtypes something crosses devices.
+    path: path of the file, or `None`.
+    subject: all that the errors depend on, apart from the policy.
+    devices: all else that they depend on if the policy sets dtypes for values that cross devices.
 
   Raises:
-    ValueError: for a path that is no file, or where none can be made.
+    ValueError: if the path is not a file and a file cannot be made there.
   """
 
   def __init__(self, path: pathlib.Path | None, subject: str, devices: str = ""):
@@ -144,7 +144,7 @@ class TrialFile:
         if content and not content.endswith(b"\n"):  # cut off by an interruption
           file.write(b"\n")
     except OSError as error:
-      problem = f"trials={str(path)!r}: {error.strerror}; expected a file, or where to make one"
+      problem = f"trials={str(path)!r}: {error.strerror}; expected a file, or a place for a new one"
       raise ValueError(problem) from error
     for line in content.decode(errors="replace").splitlines():
       try:
@@ -154,14 +154,14 @@ class TrialFile:
           if all(isinstance(x, float) for x in (found.total, found.loss, *found.modules.values())):
             self._found[kept["policy"]] = found
       except (ValueError, KeyError, TypeError, AttributeError):
-        continue  # a line that an interruption cut off, or one of another version
+        continue  # a line that an interruption cut off, or that another version wrote
 
   def get(self, policy: Policy) -> GradientError | None:
     """Returns the error of a policy; `None` if it was not measured."""
     return self._found.get(self._key(policy))
 
   def put(self, policy: Policy, error: GradientError) -> None:
-    """Keeps the error of a policy."""
+    """Stores the error of a policy."""
     self._found[self._key(policy)] = error
     if self._path is None:
       return
@@ -181,7 +181,7 @@ def as_policy(spec: Any) -> Policy:
   """Returns a candidate's policy.
 
   Raises:
-    ValueError: names the candidate.
+    ValueError: if it is not a policy; the message names the candidate.
   """
   try:
     return get_policy(spec)
