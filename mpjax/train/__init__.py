@@ -1,6 +1,6 @@
-"""Training runs: a config, its data and model, the loop, checkpoints, several processes.
+"""Training runs: configs, data and models, the loop, checkpoints, several processes.
 
-Its packages (grain, orbax and so on) come with the extra `train`, and are imported at first use.
+Needs packages such as grain and orbax, which come with the extra `train` and are imported at first use.
 """
 
 from __future__ import annotations

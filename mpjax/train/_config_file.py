@@ -1,6 +1,6 @@
-"""The YAML file of a config, `key=value` overrides, and the examples that come with mpjax.
+"""Reads a config from YAML with `key=value` overrides, or one of the examples that come with mpjax.
 
-OmegaConf reads; what is wrong comes out as one `ConfigError` line that names the file or the key.
+OmegaConf does the reading. Every mistake is a `ConfigError` of one line that names the file or the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ConfigSource = str | pathlib.Path | Mapping[str, Any] | Config
 
 
 def find_config(name: str | pathlib.Path) -> pathlib.Path:
-  """Returns the file of a config: a path as it is, or `gpt_stdlib` for the example of that name.
+  """Returns the file of a config: an existing path, or the file of an example such as `gpt_stdlib`.
 
   Raises:
     ConfigError: if there is neither a file nor an example of that name.
@@ -39,22 +39,30 @@ def find_config(name: str | pathlib.Path) -> pathlib.Path:
     return known[str(path)]
   if len(path.parts) > 1 and path.suffix not in (".yaml", ".yml"):
     runs = sorted(str(config.parent) for config in path.parent.glob("*/config.yaml"))
-    there = f"there are {', '.join(runs)}{did_you_mean(str(path), runs)}" if runs else "nor any run beside it"
+    there = f"there are {', '.join(runs)}{did_you_mean(str(path), runs)}" if runs else "no runs there"
     raise ConfigError(f"no such run directory or config file: {path}: {there}")
   expected = f"expected a YAML file, or an example: {', '.join(known)}"
   raise ConfigError(f"no such config file: {path}: {expected}{did_you_mean(path.stem, known)}")
 
 
 def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
-  """Reads a config, applies overrides and checks the whole.
+  """Reads a config, applies overrides and checks the result.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib", ["policy=fp16", "train.steps=200"])
+  print(config.to_yaml())
+  ```
 
   Args:
-    source: a YAML file, the name of an example that comes with mpjax, such as `gpt_stdlib`, a mapping of the
-      same keys, or a config.
-    overrides: `key=value` each, with dotted keys and YAML values.
+    source: a YAML file, the name of an example that comes with mpjax (`gpt_stdlib`, `resnet_digits`,
+      `vit_digits`), a mapping of the same keys, or a `Config`.
+    overrides: texts `key=value` with dotted keys and YAML values. Later ones win.
+
+  Returns:
+    The config. If it does not name `out`, `out` is `runs/NAME-POLICY`.
 
   Raises:
-    ConfigError: one line that names the file or key, the value, and what was expected.
+    ConfigError: one line that names the file or key, the value and what was expected.
   """
   if isinstance(overrides, (str, Mapping)):
     raise ConfigError(
@@ -70,13 +78,13 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_tree(source: pathlib.Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns a YAML file with `key=value` overrides as plain data, no key of which is checked yet.
+  """Returns a YAML file with `key=value` overrides as plain data. Checks no key.
 
-  A value may refer to another key, as `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
-  refused: what is in the environment would end up in the run directory, or in a request for a dataset.
+  A value may refer to another key, as in `${seed}`. OmegaConf's functions, such as `${oc.env:NAME}`, are
+  refused: they would write the environment into the run directory or send it in a request for a dataset.
 
   Raises:
-    ConfigError: as `load_config`.
+    ConfigError: as for `load_config`.
   """
   title = source if isinstance(source, pathlib.Path) else "the config"
   try:
@@ -106,15 +114,15 @@ def _located(source: ConfigSource) -> pathlib.Path | Mapping[str, Any]:
 
 
 def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a mapping with its policy, which may be a `jmp.Policy`, as plain data."""
+  """Returns a mapping with a `jmp.Policy` in it as plain data."""
   policy = tree.get("policy")
   return {**tree, **({"policy": get_policy(policy).to_dict()} if isinstance(policy, jmp.Policy) else {})}
 
 
 def read_waits(source: ConfigSource, overrides: Sequence[str] = ()) -> DistributedConfig:
-  """Returns the `distributed` section, read before the processes know of each other.
+  """Returns the `distributed` section. Called before the processes are connected.
 
-  It has its defaults for one that cannot be read: `load_config` raises, once all processes can be told.
+  Returns the defaults if the section cannot be read: `load_config` raises later, in all processes.
   """
   try:
     tree = read_tree(_located(source), overrides)
@@ -132,7 +140,7 @@ def _apply(tree: omegaconf.DictConfig, override: str) -> None:
   try:
     parsed = omegaconf.OmegaConf.from_dotlist([f"value={value}"])["value"]
     omegaconf.OmegaConf.update(tree, key, parsed, merge=False)
-  except Exception as error:  # of many kinds: YAML's, OmegaConf's, Python's own
+  except Exception as error:  # from YAML, OmegaConf or Python
     raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from error
 
 
@@ -141,7 +149,7 @@ _REFERENCE = re.compile(r"(?<![\\$])\$\{[\w.\[\]-]+\}")
 
 
 def _require_shallow(path: pathlib.Path) -> None:
-  """Raises for a file nested so deeply that the reader, which recurses, would overrun the stack."""
+  """Raises for a file nested so deeply that the recursive reader would overflow the stack."""
   depth = 0
   with path.open("rb") as file:
     for event in yaml.parse(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -154,7 +162,7 @@ def _require_shallow(path: pathlib.Path) -> None:
 
 
 def _require_plain(tree: object) -> None:
-  """Raises for values that are more than data, and for so many references that they could fill the memory."""
+  """Raises for values that are not plain data, and for so many references that they could fill the memory."""
   found = 0
   for key, text in _strings(tree, ""):
     found += len(_REFERENCE.findall(text))

@@ -1,4 +1,4 @@
-"""The display of a run: a progress bar on a terminal, lines elsewhere, and tables."""
+"""Shows a run: a progress bar on a terminal, lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import rich.markup
 import rich.progress
 import rich.table
 
-# Between two drawings of a bar in a notebook.
+# Least time between two updates of a bar in a notebook.
 _SECONDS = 0.25
 
 
 class Display:
-  """Progress of a run on a terminal or in a notebook; elsewhere one line at every logged step.
+  """Shows progress as a bar on a terminal or in a notebook; elsewhere as one line per logged step.
 
   Args:
-    console: where to.
-    steps: of the run.
-    start: step that it resumes from; 0 for none.
-    units: what its speed is counted in: tokens or images.
-    has_scale: whether there is a loss scale to show.
+    console: where to show it.
+    steps: total number of steps.
+    start: the step that the run resumes from; 0 for a new run.
+    units: the unit of the speed: tokens or images.
+    has_scale: whether to show a loss scale.
   """
 
   def __init__(self, console: rich.console.Console, steps: int, start: int, units: str, has_scale: bool):
@@ -36,7 +36,7 @@ class Display:
     self._units = units
     self._has_scale = has_scale
     self._live = console.is_terminal or console.is_jupyter
-    self._cell: Any = None  # of a notebook: where the bar is
+    self._cell: Any = None  # the notebook cell that shows the bar
     self._shown = 0.0
     self._progress = rich.progress.Progress(
       rich.progress.TextColumn("[bold]{task.description}"),
@@ -51,7 +51,7 @@ class Display:
 
   def __enter__(self) -> Display:
     self._progress.start()
-    if self._console.is_jupyter:  # by IPython alone: rich itself would need ipywidgets
+    if self._console.is_jupyter:  # IPython is enough; rich would need ipywidgets
       display = importlib.import_module("IPython.display").display
       self._cell = display(self._progress, display_id=True)
     if not self._live:
@@ -69,7 +69,7 @@ class Display:
       self._shown = now
 
   def _look(self) -> None:
-    """Goes on line by line once the terminal is gone."""
+    """Switches to lines once the terminal is gone."""
     if self._live and not (self._console.is_terminal or self._console.is_jupyter):
       self._live = False
       self._progress.stop()
@@ -97,18 +97,18 @@ class Display:
     self.line(f"step {step}/{self._steps}  eval: {shown}")
 
   def line(self, text: str) -> None:
-    """Prints one line, above the bar where there is one."""
+    """Prints one line, above the bar if one is shown."""
     self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def header(console: rich.console.Console, rows: Mapping[str, Any]) -> None:
-  """Prints what is about to run, before the first step."""
+  """Prints what the run is about to do."""
   for name, value in rows.items():
     console.print(f"[bold]{name:>10}[/]  {rich.markup.escape(str(value))}", highlight=False, soft_wrap=True)
 
 
 def summary_table(console: rich.console.Console, summary: Mapping[str, Any], directory: pathlib.Path) -> None:
-  """Prints the end of a run: its figures, and where everything lies."""
+  """Prints the figures of a finished run, and its directory."""
   table = rich.table.Table(title="run finished", box=rich.box.ROUNDED, show_header=False)
   table.add_column(style="bold")
   table.add_column(justify="right", overflow="fold")  # a policy is written out, however long
@@ -125,7 +125,7 @@ def summary_table(console: rich.console.Console, summary: Mapping[str, Any], dir
 def finished_already(
   console: rich.console.Console, summary: Mapping[str, Any], directory: pathlib.Path
 ) -> None:
-  """Prints the end of a run that had finished before."""
+  """Prints the result of a run that has finished already."""
   console.print("this run has finished already; choose another out= for a new one", highlight=False)
   summary_table(console, summary, directory)
 
@@ -139,7 +139,7 @@ def _number(value: float | str | None) -> str:
 
 
 def _power(scale: float) -> str:
-  """Returns a power of two as such: 2^16 is read faster than 65536."""
+  """Returns a power of two as `2^16`, and other numbers as they are."""
   mantissa, exponent = math.frexp(scale)
   return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pathlib
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# The wheel has them in the package, a checkout beside it.
+# A wheel has them inside the package, a checkout next to it.
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def examples() -> dict[str, pathlib.Path]:
-  """Returns the file of each example by its name."""
+  """Returns the file of each example, by name."""
   folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
   return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*.yaml"))}

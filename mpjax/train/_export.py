@@ -1,7 +1,7 @@
-"""Export for inference: parameters in one dtype as safetensors, and a loader that gives the model back.
+"""Exports parameters in one dtype as safetensors, and loads the model from such a file.
 
-In FP8 it is the weights of FP8 products that are stored so, `name` in E4M3 with its scale, float32[], as
-`name_scale`: the weight is their product. The rest is in the policy's compute dtype.
+An FP8 export stores only the weights of FP8 products in FP8: `name` in E4M3, and its scale, float32[], as
+`name_scale`. The weight is the product of the two. Other parameters are in the policy's compute dtype.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ _SCALE = "_scale"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ExportedModel:
-  """A model read back from a safetensors file, as `load_safetensors` returns it.
+  """A model read from a safetensors file; `load_safetensors` returns it.
 
   ```python
   model = mpjax.train.load_safetensors("runs/x/model.safetensors")
   logits = model.logits(tokens)  # int32[batch, length] -> [batch, length, vocabulary]
   ```
 
-  `params` and `model_state` are trees of arrays, for code of one's own.
+  `params` and `model_state` are trees of arrays for your own code.
 
   Attributes:
-    config: the config of the run that it came from.
-    policy: the policy of that run: its compute and output dtypes are used.
-    params: parameters in the dtype of the file.
-    model_state: BatchNorm statistics and the like, float32.
+    config: the config of the run that was exported.
+    policy: the policy of that run. `logits` uses its compute and output dtypes.
+    params: parameters in the dtype of the file (FP8 weights times their scales, in float32).
+    model_state: float32 state such as BatchNorm statistics.
+    task: the model's functions, as the config's `model.kind` makes them.
   """
 
   config: Config
@@ -86,13 +87,20 @@ class ExportedModel:
     )
 
   def logits(self, inputs: ArrayLike) -> Float[Array, "*rows classes"]:
-    """Returns logits in `output_dtype`: [B, T, vocab] of tokens [B, T], [B, classes] of images."""
-    # Autocast takes a program in the parameters' own dtype, and rounds each where it is used.
+    """Returns logits in the policy's `output_dtype`.
+
+    Args:
+      inputs: tokens, integers [B, T], or images, floating [B, H, W, C].
+
+    Returns:
+      [B, T, vocab] for tokens, [B, classes] for images.
+    """
+    # Autocast takes parameters in their own dtype, and rounds each where it is used.
     params = self.policy.cast_to_param(self.params) if self.policy.autocast else self.params
     if self.task.logits is None:
       raise ConfigError(
-        f"model.kind={self.config.model.kind} says nothing of its logits: give its Task logits=, a function "
-        "of parameters and inputs"
+        f"model.kind={self.config.model.kind} does not say how to compute logits: give its Task logits=, a "
+        "function of parameters and inputs"
       )
     state = self._state.replace(arrays=params, model_state=self.model_state)
     return jax.jit(apply, static_argnums=(0, 1))(self.task.logits, self.policy, state, inputs)
@@ -106,24 +114,32 @@ def save_safetensors(
   model_state: PyTree,
   dtype: str | None = None,
 ) -> None:
-  """Writes parameters in `dtype` and model state as it is, with what the loader needs as metadata.
+  """Writes the parameters in `dtype`, the model state, and metadata for `load_safetensors`.
 
-  No absolute path of this machine is written. The file has the mode of any other new file (the umask's).
+  The file contains no absolute path of this machine. Its mode follows the umask, like that of any new file.
+
+  ```python
+  config = mpjax.train.load_config("vit_digits")
+  setup = mpjax.train.make_setup(config)
+  state = setup.first_state()
+  trees = state.params, state.model_state
+  mpjax.train.save_safetensors("model.safetensors", config, setup.info, *trees, "bf16")
+  ```
 
   Args:
-    path: the file; written beside its place and renamed.
-    config: config of the run.
-    info: what the data looked like, which sizes the model.
-    params: master weights.
+    path: the file; written under a temporary name in the same folder, then renamed.
+    config: the config of the run.
+    info: facts about the data, such as the vocabulary's size, that the model's sizes follow.
+    params: the master weights.
     model_state: statistics; kept in their own dtype.
-    dtype: `float32`, `bfloat16`, `float16` or `float8_e4m3fn`, also as `fp32`, `bf16`, `fp16` or `fp8`. The
-      last is for the weights of FP8 products alone: those of the config's policy, or of the preset `fp8`
-      where it has none. `None`: the policy's compute dtype, with which the logits are bitwise those of the
-      policy's evaluation.
+    dtype: `float32`, `bfloat16`, `float16` or `float8_e4m3fn`, or `fp32`, `bf16`, `fp16` or `fp8`. FP8 is
+      for the weights of FP8 products only: those under the config's policy, or under the preset `fp8` if
+      that policy has no FP8. `None`: the policy's compute dtype; the logits are then bitwise equal to those
+      of the policy's evaluation.
 
   Raises:
-    ConfigError: for another dtype, one of FP8 for a model without FP8 products, or a path that no file can be
-      written to.
+    ConfigError: for another dtype, for FP8 with a model without FP8 products, or if the path cannot be
+      written.
   """
   path = pathlib.Path(path)
   dtype = export_dtype(dtype)
@@ -139,7 +155,7 @@ def save_safetensors(
       scale = scale_of(amax_of(master[name]), jnp.float8_e4m3fn)
       tensors |= {name: quantise(master[name], scale, jnp.float8_e4m3fn), name + _SCALE: 1 / scale}
   sections = _without_folders(config.model_dump(mode="json", exclude={"policy", "out"}))
-  if config.optimizer.target is not None:  # of a plug-in, which those who read the file need not have
+  if config.optimizer.target is not None:  # a plug-in's, which a reader of the file may not have
     del sections["optimizer"]
   described = _FOLDERS.sub("", info.description)
   metadata = {
@@ -149,9 +165,9 @@ def save_safetensors(
   }
   temporary = unfinished(path)
   try:
-    temporary.unlink(missing_ok=True)  # a link in its place would be written through
+    temporary.unlink(missing_ok=True)  # it could be a link to another file
     temporary.touch()
-    mode = temporary.stat().st_mode  # the umask's, where safetensors writes for the owner alone
+    mode = temporary.stat().st_mode  # follows the umask; safetensors writes for the owner only
     safetensors.flax.save_file(tensors, temporary, metadata)
     temporary.chmod(mode)
     temporary.replace(path)
@@ -162,7 +178,7 @@ def save_safetensors(
 
 
 def export_text(path: pathlib.Path) -> str:
-  """Returns what is in a file that `save_safetensors` wrote, and how to read it: two lines."""
+  """Describes a file that `save_safetensors` wrote, and says how to read it: two lines."""
   with safetensors.safe_open(path, framework="numpy") as file:
     slices = [file.get_slice(name) for name in file.keys() if name.startswith("params/")]  # noqa: SIM118
     counts: dict[str, int] = {}
@@ -176,7 +192,7 @@ def export_text(path: pathlib.Path) -> str:
 
 
 def _require_writable(path: pathlib.Path) -> None:
-  """Raises `ConfigError` for a path where no file can be made or replaced."""
+  """Raises `ConfigError` if no file can be made or replaced at a path."""
   if not path.parent.is_dir():
     raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
   try:
@@ -187,12 +203,12 @@ def _require_writable(path: pathlib.Path) -> None:
     raise ConfigError(f"cannot write {path}: {error.strerror}") from error
   if not stat.S_ISREG(mode):
     kinds = {"l": "a link", "d": "a folder", "c": "a device", "b": "a device", "p": "a pipe", "s": "a socket"}
-    kind = kinds.get(stat.filemode(mode)[0], "no regular file")
+    kind = kinds.get(stat.filemode(mode)[0], "not a regular file")
     raise ConfigError(f"cannot write {path}: it is {kind}; expected a new file, or one to replace")
 
 
 def _without_folders(tree: Any) -> Any:
-  """Returns plain data in which an absolute path is its last part alone."""
+  """Returns plain data with only the last part of each absolute path."""
   if isinstance(tree, dict):
     return {key: _without_folders(value) for key, value in tree.items()}
   if isinstance(tree, (list, tuple)):
@@ -201,7 +217,7 @@ def _without_folders(tree: Any) -> Any:
   return pathlib.PurePath(tree).name if is_path else tree
 
 
-# The folders of an absolute path that begins a text, or stands after a space, a quote or a bracket.
+# The folders of an absolute path at the start of a text, or after a space, a quote or a bracket.
 _FOLDERS = re.compile(r"(?:(?<=[\s'\"\[(])|^)/(?:[^/:,]*/)*(?=[^/\s])")
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 
@@ -214,13 +230,18 @@ def _how_to_call(task: Task) -> str:
 
 
 def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
-  """Reads the model in a file that `save_safetensors`, `mpjax export` or `train.export` wrote.
+  """Reads a model from a file that `save_safetensors`, `mpjax export` or `train.export` wrote.
+
+  ```python
+  model = mpjax.train.load_safetensors("runs/x/model.safetensors")
+  logits = model.logits(tokens)  # int32[batch, length] -> [batch, length, vocabulary]
+  ```
 
   Returns:
     The model. `.logits(inputs)` runs it under its policy; `.params` and `.model_state` are its arrays.
 
   Raises:
-    ConfigError: if the file is missing, was written by something else, or lacks a tensor of the model.
+    ConfigError: if the file is missing, is not such an export, or lacks a tensor of the model.
   """
   path = pathlib.Path(path)
   try:
@@ -228,7 +249,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
       metadata = file.metadata() or {}
       dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
       tensors = {name: file.get_tensor(name) for name, of in dtypes.items() if of != "F8_E4M3"}
-    if len(tensors) < len(dtypes):  # NumPy, through which arrays are read, knows no FP8
+    if len(tensors) < len(dtypes):  # arrays are read through NumPy, which has no FP8
       tensors |= _widened(path, tensors)
   except (OSError, safetensors.SafetensorError) as error:
     raise ConfigError(f"cannot read {path}: {error}") from error
@@ -248,8 +269,8 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
   layers = options.get("layers") or sum(options.get("stages", ()))
   if MODELS.find(config.model.kind).is_own and layers > len(
     tensors
-  ):  # to trace a model takes a time that its config alone decides
-    raise ConfigError(f"{path}: {len(tensors)} tensors are no model of {layers} layers")
+  ):  # the config of a hostile file could make tracing endless
+    raise ConfigError(f"{path}: {len(tensors)} tensors are too few for a model of {layers} layers")
   try:
     task, step = build_step(config.with_any_attention(), info, policy.without_histories(), mesh=None)
   except (ConfigError, TypeError) as error:  # such as tokens without a vocabulary
@@ -269,7 +290,7 @@ def load_safetensors(path: str | pathlib.Path) -> ExportedModel:
 
 
 def _widened(path: pathlib.Path, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the FP8 tensors of a file, times their scales, in float32."""
+  """Returns the FP8 tensors of a file times their scales, in float32."""
   found = {}
   for name, stored in safetensors.deserialize(path.read_bytes()):
     if stored["dtype"] == "F8_E4M3":
@@ -287,7 +308,7 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
   recipe = policy.without_histories().fp8 or Recipe()
   half = policy if policy.compute_dtype.itemsize == 2 else get_policy("bf16")
   fp8 = dataclasses.replace(half, fp8=dataclasses.replace(recipe, emulate=True), autocast=True)
-  rows = -(-recipe.min_dim // BLOCK) * BLOCK  # a batch that makes no product too small, or odd
+  rows = -(-recipe.min_dim // BLOCK) * BLOCK  # large enough, and divisible, for every FP8 product
   task, step = build_step(config.with_any_attention(), info, fp8, mesh=None)
   batch = info.batch_shapes(rows)
   state = jax.eval_shape(lambda: init_state(config, task, step, batch))
@@ -305,16 +326,24 @@ def _fp8_names(config: Config, info: DataInfo, policy: Policy) -> Iterable[str]:
 def export_run(
   directory: str | pathlib.Path, dtype: str | None = None, step: str = "best", out: str | None = None
 ) -> pathlib.Path:
-  """Exports a checkpoint of a run directory.
+  """Exports a checkpoint of a run directory as safetensors.
+
+  ```python
+  path = mpjax.train.export_run("runs/gpt_stdlib-fp16", "bf16")
+  model = mpjax.train.load_safetensors(path)
+  ```
 
   Args:
     directory: the run directory.
     dtype: as for `save_safetensors`.
-    step: `"best"` (lowest eval loss), `"latest"`, or a step number.
+    step: `"best"` (lowest evaluation loss), `"latest"`, or a step number as text.
     out: the file; `None`: `model.safetensors` in the run directory.
 
+  Returns:
+    The path of the file.
+
   Raises:
-    ConfigError: if the directory holds no such checkpoint, or the file cannot be written.
+    ConfigError: if the directory does not have that checkpoint, or the file cannot be written.
   """
   directory = pathlib.Path(directory)
   path = pathlib.Path(out) if out else directory / "model.safetensors"
@@ -323,7 +352,7 @@ def export_run(
   dtype = export_dtype(dtype)
   _require_writable(path)
   config = load_config(directory / "config.yaml")
-  # One device is enough, whatever the run had.
+  # One device is enough, however many the run used.
   setup = make_setup(config.with_any_attention().model_copy(update={"mesh": MeshConfig(data=1)}))
   checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
   try:
@@ -343,10 +372,10 @@ def export_run(
 
 
 def params_to_export(state: TrainState, dtype: str | None) -> PyTree:
-  """Returns the parameters as the policy has them; for a dtype with more digits the master weights.
+  """Returns the parameters in the policy's dtype; for float32 and float16 the master weights.
 
   Args:
-    state: of a run.
+    state: the state of a run.
     dtype: as `save_safetensors` takes it.
   """
   if dtype not in ("float32", "float16"):

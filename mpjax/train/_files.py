@@ -1,4 +1,4 @@
-"""Files of a run directory: written whole or not at all, and never thrown away."""
+"""Files of a run directory: written completely or not at all, and never deleted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import pathlib
 import shutil
 
-# What is said of a directory that is no longer there; the last one if another machine took it away.
+# Errors for a directory that no longer exists; ESTALE if another machine removed it.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
-  """Writes a file; a kill or a crash at any moment leaves the old one or the new one.
+  """Writes a file; a kill or a crash at any moment leaves the old content or the new.
 
-  What a kill leaves, too, is the `unfinished` one.
+  A kill may also leave the `unfinished` file.
   """
   temporary = unfinished(path)
   try:
@@ -30,12 +30,12 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
-  """Returns where a file is while it is written."""
+  """Returns the temporary path of a file that is being written."""
   return path.with_name(path.name + ".tmp")
 
 
 def set_aside(path: pathlib.Path, *, keep: bool = False) -> pathlib.Path:
-  """Moves a file to `damaged/` beside it, or with `keep` copies it there; returns where it is."""
+  """Moves a file to `damaged/` in its folder, or copies it there with `keep`; returns the new path."""
   target = unused(path.parent / "damaged" / path.name)
   target.parent.mkdir(exist_ok=True)
   if keep:

@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run that starts from the parameters, and the optimiser, of another."""
+"""`train.init_from`: starts a new run from the parameters, and the optimiser's state, of another run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mpjax.train.checkpoints import Checkpoints
 
 
 class Start(NamedTuple):
-  """The first state of a run, and where it comes from, for a person."""
+  """The first state of a run, and a text that says where it comes from."""
 
   state: TrainState
   source: str
 
 
 def start_from(setup: Setup, state: TrainState) -> Start:
-  """Returns the first state of a run with what `train.init_from` names in it.
+  """Returns the first state of a run with the parameters that `train.init_from` names.
 
   Args:
-    setup: of the new run.
-    state: its first state, laid out on its devices.
+    setup: the new run's setup.
+    state: the new run's first state, on its devices.
 
   Raises:
     ConfigError: if there is no such run or export, or its parameters or optimiser do not fit.
@@ -46,7 +46,7 @@ def start_from(setup: Setup, state: TrainState) -> Start:
     raise ConfigError(f"train.init_from={path}: expected a run directory, or a file that mpjax export wrote")
   if train.init_optimizer:
     raise ConfigError(
-      f"train.init_optimizer=true: {path} has parameters alone; expected a run directory in train.init_from"
+      f"train.init_optimizer=true: {path} has only parameters; expected a run directory in train.init_from"
     )
   return _from_export(path, setup, state)
 
@@ -74,7 +74,7 @@ def _from_run(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
 
 
 def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState:
-  """Returns a run's first state with the master weights of another run's."""
+  """Returns a run's first state with the master weights of another run."""
   places = setup.layout.shardings(state)
 
   def taken(old: TrainState, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -86,7 +86,7 @@ def _with_params(setup: Setup, state: TrainState, old: TrainState) -> TrainState
 
 
 def _like(theirs: Config, ours: Config) -> Config:
-  """Returns our config with what decides the state of another run: its policy and its optimiser."""
+  """Returns our config with the policy and optimiser of another run, which decide the shape of its state."""
   train = ours.train.model_copy(update={"skip_nonfinite": theirs.train.skip_nonfinite})
   return ours.with_any_attention().model_copy(
     update={"policy": theirs.policy, "optimizer": theirs.optimizer, "train": train}
@@ -113,7 +113,7 @@ def _with_optimizer(
 
 
 def _without_skips(opt_state: PyTree) -> PyTree:
-  """Returns an optimiser's state that counts skipped steps anew."""
+  """Returns an optimiser's state with the counts of skipped steps at zero."""
   is_scale = lambda x: isinstance(x, LossScaleState)
   reset = lambda x: (
     x._replace(skipped_steps=0 * x.skipped_steps, consecutive_skips=0 * x.consecutive_skips)
@@ -140,7 +140,7 @@ def _from_export(path: pathlib.Path, setup: Setup, state: TrainState) -> Start:
 
 
 def _taken(path: pathlib.Path, name: str, theirs: PyTree, ours: PyTree, places: PyTree) -> PyTree:
-  """Returns arrays of an export by their names, in the dtypes and places of the run's own."""
+  """Returns the arrays of an export, by name, with the dtypes and shardings of the run's own."""
   found: dict[str, Array] = dict(named_leaves(theirs))
   expected = dict(named_leaves(ours))
   for key in sorted(found.keys() | expected.keys()):

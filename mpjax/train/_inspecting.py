@@ -1,4 +1,4 @@
-"""A config's training step with trained parameters and real batches, to look at: `mpjax numerics`."""
+"""A config's training step with trained parameters and real batches: for `mpjax numerics` and `tune`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _REFERENCE = {"base": "fp32", "matmul_precision": "highest"}
 
 
 class Subject:
-  """A training step and its state, to be inspected.
+  """A training step to inspect, and its state.
 
   Attributes:
-    step: the training step, under the config's policy.
-    state: its state; moves with `train`.
-    reference: the same in float32.
+    step: the training step under the config's policy.
+    state: its state; `train` updates it.
+    reference: the training step in float32.
   """
 
   def __init__(self, setup: Setup, state: TrainState, batches: Iterator[PyTree]):
@@ -46,7 +46,7 @@ class Subject:
     return self.place(next(self._batches))
 
   def place(self, batch: PyTree) -> PyTree:
-    """Puts a host batch on the devices."""
+    """Puts a batch from the host on the devices."""
     return self._setup.place(batch)
 
   def train(self) -> None:
@@ -56,23 +56,23 @@ class Subject:
 
 
 def open_subject(config: Config, checkpoint: str | None) -> Subject:
-  """Builds a config's step with its first state, or a checkpoint's and the batches that come after it.
+  """Builds a config's step with its first state, or with a checkpoint's state and the batches after it.
 
   Args:
-    config: its policy may be another one than that of the run.
+    config: the config; its policy may differ from the run's.
     checkpoint: a run directory, for its newest checkpoint, or one of the folders in its `checkpoints/`.
 
   Raises:
-    ConfigError: if there is no such checkpoint, or it is of another model.
-    DataError: for data that is missing or unfit.
+    ConfigError: if there is no such checkpoint, or it belongs to another model.
+    DataError: if data is missing or cannot be used.
   """
   config = on_devices_here(config)
   setup = make_setup(config)
   batches = setup.data.train()
   if checkpoint is None:
     return Subject(setup, setup.first_state(), batches)
-  run, step = locate(checkpoint)
-  # The state as it was saved is that of the run's own policy and optimiser.
+    run, step = locate(checkpoint)
+    # The run's own policy and optimiser decide the shape of the saved state.
   theirs = load_config(run / "config.yaml")
   models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:
@@ -80,7 +80,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
       f"checkpoint={checkpoint} is of another model or data {models[0]} than the config's {models[1]}: give "
       "the run directory in place of the config"
     )
-  # On the devices that are here, whatever it ran on.
+  # On the devices of this machine, whatever the run used.
   original = make_setup(theirs.with_any_attention().model_copy(update={"mesh": config.mesh}))
   checkpoints = Checkpoints(run / "checkpoints", read_only=True)
   try:
@@ -96,7 +96,7 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
     batches.set_state(restored.data)
   if config.resolve_policy() == original.policy and config.optimizer == theirs.optimizer:
     return Subject(setup, restored.state, batches)
-  # A run of another policy has no amax histories for delayed scaling to begin with.
+  # A run under another policy has no amax histories for delayed scaling.
   policy = setup.policy.without_histories()
   setup = dataclasses.replace(setup, policy=policy, step=setup.step.with_policy(policy))
   return Subject(setup, setup.step.adopt(restored.state, original.step, warn=False), batches)
@@ -106,7 +106,7 @@ def find_batch(checkpoint: str) -> pathlib.Path:
   """Returns the newest batch that a run saved when it stopped with non-finite gradients.
 
   Raises:
-    ConfigError: if there is none.
+    ConfigError: if the run saved no batch.
   """
   run, _ = locate(checkpoint)
   number = lambda file: file.stem.removeprefix("nonfinite_batch_")
@@ -114,8 +114,8 @@ def find_batch(checkpoint: str) -> pathlib.Path:
   files.sort(key=lambda file: int(number(file)))
   if not files:
     raise ConfigError(
-      f"{run} holds no nonfinite_batch_*.npz, which a run writes that stops with non-finite gradients: name "
-      "a batch, as in --hunt batch.npz"
+      f"{run} holds no nonfinite_batch_*.npz, which a run writes when it stops with non-finite gradients: "
+      "name a batch, as in --hunt batch.npz"
     )
   return files[-1]
 
@@ -125,17 +125,17 @@ def load_batch(path: pathlib.Path, like: dict[str, np.ndarray]) -> dict[str, np.
 
   Args:
     path: the file.
-    like: a batch of the config's data, whose names, dtypes and shapes of rows it must have.
+    like: a batch of the config's data. The file must have the same names, dtypes and row shapes.
 
   Raises:
-    ConfigError: if it cannot be read, or is no such batch.
+    ConfigError: if the file cannot be read, or does not fit the data.
   """
   try:
     with np.load(path, allow_pickle=False) as file:
       batch = {name: file[name] for name in file.files}
   except FileNotFoundError:
     raise ConfigError(f"--hunt {path}: no such file") from None
-  except Exception as error:  # a damaged archive fails in whatever way its reader does
+  except Exception as error:  # a damaged archive can raise anything
     raise ConfigError(f"--hunt {path}: cannot be read as a batch ({error})") from error
   rows = lambda tree: {name: f"{x.dtype}{list(np.shape(x)[1:])}" for name, x in tree.items()}
   if rows(batch) != rows(like):
@@ -160,5 +160,5 @@ def locate(checkpoint: str) -> tuple[pathlib.Path, int | None]:
 
 
 def _reference(setup: Setup) -> TrainStep:
-  """Builds the step in float32, of a task that casts nothing."""
+  """Builds the training step in float32."""
   return build_step(setup.config.with_any_attention(), setup.info, get_policy(_REFERENCE), mesh=None)[1]

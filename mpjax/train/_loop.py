@@ -1,4 +1,4 @@
-"""The training loop: a config to a trained model, through crashes, interruptions and restarts."""
+"""The training loop: trains a config's model, through crashes, interruptions and restarts."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from mpjax.train.monitors import (
 )
 from mpjax.train.multiprocess import Interrupt, Poll, Processes
 
-# Steps whose metrics may still be on the device: the host never waits for the newest.
+# Number of newest steps whose metrics the host does not wait for.
 _LAG = 2
-# A month in seconds.
+# Thirty days in seconds.
 _FOR_EVER = 30 * 24 * 3600
 
 
@@ -59,12 +59,12 @@ class _Pending(NamedTuple):
 
 
 def _is_update_bad(metrics: Mapping[str, Any]) -> bool:
-  """Returns whether a step was skipped for what the optimiser made, its gradients being finite."""
+  """Returns whether a step with finite gradients was skipped because its update is not finite."""
   return bool(metrics.get("grads_finite", False)) and not bool(metrics.get("updates_finite", True))
 
 
 class TrainingRun:
-  """One run: everything that a config builds, and the loop over it."""
+  """One training run: what its config builds, and the loop."""
 
   def __init__(
     self,
@@ -92,7 +92,7 @@ class TrainingRun:
       folder,
       self.config.train.keep_checkpoints,
       timeout_s=round(settings.hang_timeout_s) or 1,
-      # By its own clock: time in which the process is stopped counts there, and not for who watches over it.
+      # A stopped process's time counts for orbax, and not for the watchdog, which then sets the limit.
       write_timeout_s=_FOR_EVER if self.processes.are_watched else None,
       run=yaml.safe_load(self.config.to_yaml()),
       mismatch=run_mismatch,
@@ -124,7 +124,7 @@ class TrainingRun:
           self._at_boundary(step, state, iterator, self._poll.answer(interrupt.signum))
     except BaseException:
       for file in (self._events, self._metrics_file):
-        with contextlib.suppress(OSError):  # of a full disk: told already
+        with contextlib.suppress(OSError):  # a full disk was reported already
           file.close()
       raise
     self._events.close()
@@ -132,9 +132,9 @@ class TrainingRun:
     return self._finish(state)
 
   def _grow(self, update: int) -> None:
-    """Takes up a run that has more steps than it had, and says what becomes of its schedule.
+    """Continues a run whose number of steps has grown, and says what happens to its schedule.
 
-    Says it, too, of an optimiser that comes from another run.
+    Also says so for an optimiser that comes from another run.
     """
     before = self.directory.before
     ended = describe_end(self.config.optimizer, self.config.train.steps, update) if self._source else None
@@ -149,7 +149,7 @@ class TrainingRun:
 
   @contextlib.contextmanager
   def storage_errors(self) -> Iterator[None]:
-    """Turns what the operating system says of the run's own files into a `CheckpointError`."""
+    """Turns an operating system's error about the run's own files into a `CheckpointError`."""
     try:
       yield
     except OSError as error:
@@ -163,11 +163,11 @@ class TrainingRun:
       ) from error
 
   def _next_batch(self, step: int, state: TrainState, iterator: DatasetIterator, start: int) -> Batch:
-    """Returns this process's rows of the next batch; if they cannot be read, saves the steps so far."""
+    """Returns this process's rows of the next batch; if they cannot be read, saves a checkpoint."""
     self.processes.doing(f"the data of step {step}")
     try:
       return next(iterator)
-    except Exception as error:  # of any kind: a user's data source
+    except Exception as error:  # a user's data source can raise anything
       message = f"the data of step {step} cannot be read: {describe(error)}"
       if self.processes.count == 1 and step - 1 > start:  # others would wait for this process's rows
         for record in self._fetch_pending():
@@ -198,9 +198,9 @@ class TrainingRun:
     return state
 
   def _at_boundary(self, step: int, state: TrainState, iterator: DatasetIterator, signum: int | None) -> None:
-    """Does what has to wait for every step so far: evaluation, checkpoints and interruption.
+    """Evaluates, saves or stops where that is due; all of these wait for every step so far.
 
-    All of it depends on the step, on metrics and on `signum` alone, which are the same in every process.
+    Depends only on the step, the metrics and `signum`, which are the same in every process.
     """
     if self._stuck is not None:
       self._stop(self._stuck, step, state, iterator)
@@ -227,7 +227,7 @@ class TrainingRun:
         self._records.last["best_eval_loss"] = eval_loss
         save = True
     if save and (nonfinite := self._save(step, state, iterator, eval_loss)):
-      # NaN spreads and does not go away: the steps to come would be for nothing.
+      # NaN spreads and does not go away: further steps would be useless.
       raise Stuck(f"stopped at step {step}: {state_report(nonfinite)}\n{self._way_on()}")
     self._records.restart_clock()
     if signum is not None and not last:
@@ -239,7 +239,7 @@ class TrainingRun:
       raise Interrupted(signum, message)
 
   def _fetch_pending(self) -> list[dict[str, Any]]:
-    """Returns the records of every step so far; waits for the last."""
+    """Returns the records of all pending steps; waits for the last one."""
     records = [self._fetch(pending) for pending in self._pending]
     self._pending.clear()
     return records
@@ -253,7 +253,7 @@ class TrainingRun:
     return record
 
   def _write(self, record: dict[str, Any], extra: dict[str, float]) -> None:
-    """Shows a record, and logs it where it is due or has an evaluation with it."""
+    """Shows a record, and logs it if logging is due or it has an evaluation."""
     record |= {name: plain(value) for name, value in extra.items()}
     self._records.last |= record
     logged = bool(extra) or record["step"] % self.config.train.log_every == 0
@@ -267,16 +267,16 @@ class TrainingRun:
     self._display.step(record["step"], record, logged)
 
   def _cannot_recover(self, record: dict[str, Any]) -> bool:
-    """Returns whether the last `max_skips` steps were skipped with the scale as low as it gets."""
+    """Returns whether the last `max_skips` steps were skipped at the lowest loss scale."""
     if record.get("consecutive_skips", 0) < self.config.train.max_skips:
       return False
     scaling = self.policy.loss_scaling
-    if scaling is None or scaling.kind == "static" or _is_update_bad(record):  # no scale mends an update
+    if scaling is None or scaling.kind == "static" or _is_update_bad(record):  # no scale fixes an update
       return True
     return record["loss_scale"] * scaling.backoff_factor < scaling.min_scale
 
   def _stop(self, pending: _Pending, step: int, state: TrainState, iterator: DatasetIterator) -> None:
-    """Saves the state and the batch that cannot be learnt from, and says what is wrong."""
+    """Saves the state and the failing batch, and raises `Stuck` with the diagnosis."""
     for record in self._fetch_pending():
       self._write(record, {})
     nonfinite = self._save(step, state, iterator, eval_loss=None)
@@ -305,7 +305,7 @@ class TrainingRun:
     )
 
   def _way_on(self) -> str:
-    """Returns which checkpoint is the last one, which is finite as all are, and how to start from it."""
+    """Says which checkpoint is the last, and how to start from it. Every checkpoint is finite."""
     step, path, train = self.checkpoints.latest(), self.directory.path, self.config.train
     change = "a lower optimizer.learning_rate" if train.skip_nonfinite else "train.skip_nonfinite=true"
     if step is None:
@@ -316,8 +316,8 @@ class TrainingRun:
     )
 
   def _report(self, state: TrainState, pending: _Pending) -> str:
-    """Returns what is not finite in a step, and where that began."""
-    if self.processes.count > 1:  # operations are gone through one by one on this process's devices
+    """Says what is not finite in a step, and which operation made it so."""
+    if self.processes.count > 1:  # the search runs operations on this process's devices only
       return "the run was one of several processes: the command below says which operation began it"
     bad_update = _is_update_bad(pending.metrics)
     report = nonfinite_report(
@@ -329,7 +329,7 @@ class TrainingRun:
     """Returns the means over the evaluation batches, by `mean_of_batches`.
 
     Raises:
-      DataError: if they cannot be read. Nothing is saved then: a run resumed from here would not evaluate.
+      DataError: if they cannot be read. Saves nothing: a run resumed from here would skip the evaluation.
     """
     totals: dict[str, list[jax.Array | Average]] = collections.defaultdict(list)
     model = for_evaluation(state)
@@ -343,7 +343,7 @@ class TrainingRun:
   def _eval_batches(self) -> Iterator[Batch]:
     try:
       yield from self.data.eval(self.setup.rows)
-    except Exception as error:  # of any kind, as in `_next_batch`
+    except Exception as error:  # anything, as in `_next_batch`
       message = f"the evaluation data cannot be read: {describe(error)}"
       kept = self._resumes(self.checkpoints.latest())
       raise DataError(f"{message}; {kept} once the data is back") from error
@@ -377,7 +377,7 @@ class TrainingRun:
   def _save(
     self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None
   ) -> NonFiniteLeaves:
-    """Saves a checkpoint, or returns what of the state is not finite."""
+    """Saves a checkpoint, or returns the leaves of the state that are not finite."""
     self.processes.doing(f"the checkpoint of step {step}")
     self._require_directory(step, state, iterator, eval_loss)
     self._events.flush()
@@ -394,18 +394,18 @@ class TrainingRun:
 
   @property
   def _skips(self) -> int:
-    """Returns how many steps were skipped in a row, up to the last one."""
+    """Returns how many steps in a row, up to the last one, were skipped."""
     return int(self._records.last.get("consecutive_skips", 0))
 
   def _loop_state(self) -> dict[str, Any]:
-    """Returns what a checkpoint has of the loop itself."""
+    """Returns the loop's part of a checkpoint."""
     records = {"records": self._metrics_file.count} if self.processes.first else {}
     return {"fingerprint": self.data.info.fingerprint, "last": self._records.last, **records}
 
   def _require_directory(
     self, step: int, state: TrainState, iterator: DatasetIterator, eval_loss: float | None = None
   ) -> None:
-    """Ends the run if its directory was moved, deleted or replaced, with a checkpoint where there can be one.
+    """Ends the run if its directory was moved, deleted or replaced; saves a checkpoint elsewhere if possible.
 
     Raises:
       CheckpointError: if the directory is no longer there.
@@ -419,7 +419,7 @@ class TrainingRun:
     for record in self._fetch_pending():
       self._write(record, {})
     self._metrics_file.sync()
-    with contextlib.suppress(CheckpointError):  # one that was being written
+    with contextlib.suppress(CheckpointError):  # for a checkpoint that was being written
       self.checkpoints.wait()
     refuge = self.directory.refuge()
     checkpoints = self._open_checkpoints(refuge / "checkpoints")
@@ -445,8 +445,8 @@ class TrainingRun:
     loss = self._records.last["loss"]
     if not math.isfinite(float(loss)):
       raise Stuck(
-        f"stopped at step {self.config.train.steps}, the last: its loss is {loss}, so that the run does not "
-        f"count as finished\n{self._way_on()}"
+        f"stopped at step {self.config.train.steps}, the last: its loss is {loss}, so the run does not count "
+        f"as finished\n{self._way_on()}"
       )
     summary = {
       "policy": self.config.policy if isinstance(self.config.policy, str) else str(self.policy),

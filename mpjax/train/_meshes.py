@@ -1,4 +1,4 @@
-"""The mesh that a config asks for, on the devices that there are, and the rows that each process feeds."""
+"""Makes a config's mesh from the available devices, and finds the rows that each process feeds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mpjax.train.data import Rows
 
 
 def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> dict[str, int]:
-  """Returns the devices along each axis, with the -1 filled in.
+  """Returns the number of devices along each axis, with -1 replaced.
 
   Args:
-    spec: the config's section.
-    available: devices there are.
-    target: the planner's name for them, if they are its.
+    spec: the config's `mesh` section.
+    available: the number of devices.
+    target: the planner's target, if the devices are the target's.
 
   Raises:
-    ConfigError: if there are too few, or the rest cannot be divided.
+    ConfigError: if there are too few devices, or the rest cannot be divided.
   """
   asked = {axis: getattr(spec, axis) for axis in AXES}
   fixed = math.prod(n for n in asked.values() if n != -1)
@@ -40,7 +40,7 @@ def mesh_sizes(spec: MeshConfig, available: int, target: str | None = None) -> d
 
 
 def on_devices_here(config: Config) -> Config:
-  """Returns the config, on one device if its mesh does not fit those here: to look at, not to train."""
+  """Returns the config, for one device if its mesh does not fit this machine. For tools, not for training."""
   try:
     _check_rows(config, mesh_sizes(config.mesh, len(jax.devices())))
   except ConfigError:
@@ -49,10 +49,10 @@ def on_devices_here(config: Config) -> Config:
 
 
 def make_mesh(config: Config) -> Mesh:
-  """Returns the mesh of a run, over all processes.
+  """Makes the mesh of a run, over all processes.
 
   Raises:
-    ConfigError: for what does not fit the devices, the batch or, in several processes, all of them.
+    ConfigError: if the mesh does not fit the devices or the batch, or leaves out devices of a process.
   """
   devices = jax.devices()
   sizes = mesh_sizes(config.mesh, len(devices))
@@ -68,7 +68,7 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def _check_rows(config: Config, sizes: dict[str, int]) -> None:
-  """Raises `ConfigError` for a batch that cannot be divided over the devices."""
+  """Raises `ConfigError` if the batch cannot be divided over the devices."""
   batch = config.data.batch_size
   micro_batch = batch // config.train.accumulate
   count = math.prod(sizes[axis] for axis in BATCH_AXES)
@@ -80,7 +80,7 @@ def _check_rows(config: Config, sizes: dict[str, int]) -> None:
 
 
 def rows_of_process(sharding: NamedSharding, batch_size: int) -> Rows:
-  """Returns the rows of a global batch that this process holds: a slice, or positions if there are gaps."""
+  """Returns the rows of a global batch that this process holds: a slice, or positions if it has gaps."""
   held = np.zeros(batch_size, bool)
   for index in sharding.addressable_devices_indices_map((batch_size,)).values():
     held[index] = True

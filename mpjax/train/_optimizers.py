@@ -1,4 +1,4 @@
-"""The optimiser that a config names: an optax transform with its schedule and clipping."""
+"""Makes the optimiser that a config names: an optax transform with its schedule and clipping."""
 
 from __future__ import annotations
 
@@ -38,14 +38,22 @@ OPTIMIZERS = (
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-  """Returns the optax chain of a config: clipping by global norm, then the optimiser on its schedule.
+  """Makes the optax chain of a config: clipping by global norm, then the optimiser with its schedule.
 
-  Weight decay, where the optimiser has a mask for it, applies to matrices and kernels alone (leaves of
-  two or more dimensions), not to biases and norms.
+  If the optimiser has a mask for weight decay, only leaves of two or more dimensions (matrices and kernels)
+  decay; biases and norms do not.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib")
+  tx = mpjax.train.make_optimizer(config.optimizer, steps=config.train.steps)
+  ```
 
   Args:
     config: the `optimizer` section.
-    steps: length of the run, where the schedule ends.
+    steps: number of steps of the run; the schedule ends there unless `schedule_steps` is set.
+
+  Returns:
+    An optax transform, without a loss scale.
 
   Raises:
     ConfigError: for an unknown optimiser, or an option that it does not take.
@@ -72,7 +80,7 @@ def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
     raise ConfigError(
       f"unknown optimizer.name {config.name!r}: expected one of {', '.join(OPTIMIZERS)}"
       + did_you_mean(str(config.name), OPTIMIZERS)
-      + "; one of a plug-in is optimizer.target"
+      + "; for an optimizer of a plug-in, write optimizer.target"
     )
   build = getattr(optax, config.name, None) or getattr(optax.contrib, config.name)
   takes = inspect.signature(build).parameters
@@ -98,11 +106,11 @@ def _of_optax(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Returns the learning rate by step: a linear warm-up, then what `schedule` says.
+  """Returns the learning rate as a function of the step: a linear warm-up, then what `schedule` says.
 
-  `cosine` and `linear` fall from there, `wsd` from `decay_fraction` of the steps before the end, linearly.
-  The fall ends at step `schedule_steps`, or else `steps`, at `final_fraction` of `learning_rate`; a run
-  shorter than its warm-up ends within the ramp.
+  `cosine` and `linear` fall after the warm-up. `wsd` stays constant, and falls linearly in the last
+  `decay_fraction` of the steps. The fall ends at step `schedule_steps`, or else at `steps`, at
+  `final_fraction` of `learning_rate`. A run shorter than its warm-up ends during the warm-up.
   """
   steps = config.schedule_steps or steps
   peak, left = config.learning_rate, max(steps - config.warmup_steps, 1)
@@ -116,13 +124,13 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   }[config.schedule]()
   if not config.warmup_steps:
     return after
-  # The first step already moves: the ramp starts one step's share above zero.
+  # The warm-up starts one step's share above zero, so the first step changes the parameters.
   warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps - 1)
   return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
-  """Returns an optimiser and its schedule in one line, with the step where the schedule ends."""
+  """Describes an optimiser and its schedule in one line, with the step at which the schedule ends."""
   steps = config.schedule_steps or steps
   parts = [str(config.target or config.name), f"learning rate {config.learning_rate:g}"]
   if config.warmup_steps:
@@ -136,7 +144,7 @@ def describe_optimizer(config: OptimizerConfig, steps: int) -> str:
 
 
 def describe_end(config: OptimizerConfig, steps: int, update: int) -> str | None:
-  """Returns a line for an optimiser whose schedule has ended at its next update; `None` for another."""
+  """Returns a line about a schedule that has ended before update `update`; `None` if it still runs."""
   end = config.schedule_steps or steps
   if config.schedule == "constant" or update < end:
     return None
@@ -150,14 +158,14 @@ def describe_end(config: OptimizerConfig, steps: int, update: int) -> str | None
 def describe_growth(
   config: OptimizerConfig, steps: int, before: OptimizerConfig, steps_before: int, update: int
 ) -> str:
-  """Returns, in one line, what a run that grows from `steps_before` steps does to its schedule.
+  """Says in one line what happens to the schedule of a run that grows from `steps_before` to `steps` steps.
 
   Args:
     config: the `optimizer` section now.
-    steps: of the run now.
-    before: the section that the run had.
-    steps_before: of the run then.
-    update: the next one.
+    steps: number of steps now.
+    before: the `optimizer` section that the run had.
+    steps_before: number of steps that the run had.
+    update: the number of the next update.
   """
   line = f"train.steps grows from {steps_before} to {steps}"
   if config.schedule == "constant":
@@ -173,7 +181,7 @@ def describe_growth(
 
 
 def _trial_step(optimizer: optax.GradientTransformation) -> Callable[[Any], Any]:
-  """Returns a step on small parameters: an option of the wrong type shows here, not in a training step."""
+  """Returns an update of small parameters, to find options of a wrong type before training."""
   tx = optax.with_extra_args_support(optimizer)
   return lambda params: tx.update(params, tx.init(params), params, value=jnp.ones(()))
 

@@ -1,4 +1,4 @@
-"""Standard output and error of a run, which goes on without them."""
+"""Standard output and error of a run; the run goes on if they are lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Output:
-  """While entered, `sys.stdout` and `sys.stderr` never raise.
+  """Keeps `sys.stdout` and `sys.stderr` from raising inside its `with` block.
 
-  A reader that goes away, a full disk or a closed stream ends no run: what cannot be said goes to `train.log`
-  in the run directory, which says so first. A character that the terminal cannot show is shown as its code.
+  A reader that goes away, a full disk or a closed stream does not end a run: further output goes to
+  `train.log` in the run directory, whose first line says so. A character that the terminal cannot show
+  appears as its code.
   """
 
   def __init__(self) -> None:
@@ -38,14 +39,14 @@ class Output:
     sys.stdout, sys.stderr = self._before
 
   def log_to(self, directory: pathlib.Path) -> None:
-    """Names the run directory, where `train.log` is made as soon as there is something to write."""
+    """Sets the run directory. `train.log` is made there when there is something to write."""
     self._file = directory / LOG
     early, self._early = self._early, []
     for text in early:
       self.log(text)
 
   def lose(self, name: str, error: BaseException | None) -> None:
-    """Notes that a stream is lost, in the log and on the other stream."""
+    """Reports a lost stream in the log and on the other stream."""
     why = "closed" if error is None else (getattr(error, "strerror", None) or str(error))
     line = f"{name} cannot be written ({why}): the run goes on, and says the rest in "
     self.log(f"{line}this file\n")
@@ -53,7 +54,7 @@ class Output:
       sys.stderr.write(f"{line}{self._file or LOG}\n")
 
   def log(self, text: str) -> None:
-    """Appends to the log; a frame of a progress bar is left out."""
+    """Appends to the log, without frames of a progress bar."""
     text = _COLOURS.sub("", text)
     if "\x1b" in text or "\r" in text:
       return
@@ -68,12 +69,12 @@ class Output:
 
 
 class _Steady:
-  """A text stream that writes to another one for as long as that can be written."""
+  """A text stream that passes its text on to another stream until that one fails."""
 
   def __init__(self, stream: TextIO | None, name: str, output: Output):
     self._stream, self._name, self._output = stream, name, output
     self._lost = False
-    self._unsaid: list[str] = []  # written, and not known to have arrived
+    self._unsaid: list[str] = []  # written, but perhaps not delivered
 
   def write(self, text: str) -> int:
     """Writes text, line by line."""
@@ -85,7 +86,7 @@ class _Steady:
     try:
       try:
         self._stream.write(text)
-      except UnicodeEncodeError:  # whose own `encoding` is "charmap" for many
+      except UnicodeEncodeError:  # its own `encoding` may be only "charmap"
         encoding = self._stream.encoding
         self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     except (OSError, ValueError) as error:
@@ -95,11 +96,11 @@ class _Steady:
     return len(text)
 
   def writelines(self, lines: Iterable[str]) -> None:
-    """Writes several texts."""
+    """Writes a list of texts."""
     self.write("".join(lines))
 
   def flush(self) -> None:
-    """Hands what was written to the operating system."""
+    """Passes the written text to the operating system."""
     if self._lost or self._stream is None:
       return
     try:
@@ -109,7 +110,7 @@ class _Steady:
       self._lose(error)
 
   def isatty(self) -> bool:
-    """Returns whether somebody looks at a terminal; no longer once it is lost."""
+    """Returns whether the stream is a terminal that still works."""
     return not self._lost and self._stream is not None and self._stream.isatty()
 
   def __getattr__(self, name: str) -> Any:
@@ -124,14 +125,12 @@ class _Steady:
     for text in unsaid:
       self._output.log(text)
     if self._stream is not None:
-      with contextlib.suppress(
-        OSError, ValueError
-      ):  # what else writes there, and Python at its end, would raise
+      with contextlib.suppress(OSError, ValueError):  # other writers, and Python when it ends, would raise
         _to_nowhere(self._stream.fileno())
 
 
 def _fill_descriptors() -> None:
-  """Opens standard descriptors that are closed: a file of the run would get their output."""
+  """Opens standard descriptors that are closed, so that no file of the run gets their numbers and output."""
   for descriptor in range(3):
     try:
       os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Plans of a config's training step, for other policies, batches and devices than it will run with."""
+"""Plans a config's training step for any policy, batch size and device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,23 @@ from mpjax.train.data import Data, load_data
 
 
 class Planner:
-  """Plans of one config: its data is looked at once, and never loaded onto a device.
+  """Plans one config. Reads its data once, and puts none of it on a device.
+
+  ```python
+  config = mpjax.train.load_config("vit_digits")
+  planner = mpjax.train.Planner(config, mpjax.planner.get_target("h200"))
+  print(planner.plan("bf16", batch=256, compile=False))
+  ```
+
+  Args:
+    config: the config.
+    target: the device, as `mpjax.planner.get_target` returns it.
 
   Attributes:
     config: the config.
-    target: the target.
-    sizes: devices along each axis of the mesh.
-    multiple: what a batch size must be a multiple of.
+    target: the device.
+    sizes: number of devices along each axis of the mesh.
+    multiple: batch sizes must be multiples of this number.
   """
 
   def __init__(self, config: Config, target: Target):
@@ -50,10 +60,18 @@ class Planner:
     compile: bool | str = "auto",
     label: str | None = None,
   ) -> Plan:
-    """The plan of a policy, batch size, recomputation and way to gather; those of the config by default.
+    """Plans a training step. Each argument that is `None` is taken from the config.
+
+    Args:
+      policy: a policy or its name.
+      batch: rows of a batch; a multiple of `multiple`.
+      recompute: as `train.recompute`.
+      gather: as `mesh.gather`: one of `gathers`.
+      compile: as for `mpjax.plan`.
+      label: the name of the plan in tables.
 
     Raises:
-      ConfigError: for what does not fit together.
+      ConfigError: if the values do not fit together.
     """
     batch = self.config.data.batch_size if batch is None else batch
     self._check_rows(batch)
@@ -82,15 +100,15 @@ class Planner:
 
   @property
   def gathers(self) -> tuple[str, ...]:
-    """The ways to gather parameters that there are to choose from."""
+    """Returns the values of `gather` that make sense on this mesh."""
     return GATHERS if self.sizes["fsdp"] > 1 else ("step",)
 
   @functools.cached_property
   def layout(self) -> Layout | None:
-    """Where the config's state and batches lie on the target; `None` on one device.
+    """The layout of the config's state and batches on the target; `None` on one device.
 
     Raises:
-      ConfigError: for a batch that the devices cannot divide.
+      ConfigError: if the batch cannot be divided over the devices.
     """
     self._check_rows(self.config.data.batch_size)
     _, step, _ = self._step(get_policy("fp32"), self.config.train.recompute, self.config.mesh.gather)
@@ -120,7 +138,7 @@ class Planner:
 
 
 def _mesh(sizes: dict[str, int], target: Target) -> Mesh | None:
-  """Returns a mesh of a target's devices; `None` for one device."""
+  """Makes a mesh of a target's devices; `None` for one device."""
   shape, count = tuple(sizes.values()), math.prod(sizes.values())
   if count == 1:
     return None

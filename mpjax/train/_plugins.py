@@ -1,4 +1,4 @@
-"""Plug-ins: a user's code that registers models and data, named on the command line and nowhere else."""
+"""Plug-ins: a user's code that registers models, data and optimisers. A config never names a plug-in."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ _LOADED: set[str] = set()
 
 
 def load_plugins(names: Iterable[str]) -> None:
-  """Imports plug-ins, each a file `FILE.py` or a module `package.module`, found from this folder, too.
+  """Imports plug-ins, which register models, data and optimisers of your own.
+
+  ```python
+  mpjax.train.load_plugins(["waves.py", "my_package.models"])
+  config = mpjax.train.load_config({"model": {"kind": "waves_mlp"}, "data": {"kind": "waves"}})
+  ```
+
+  Args:
+    names: files `FILE.py` and modules `package.module`. The working directory is searched for modules, too.
 
   Raises:
-    ConfigError: if one is not there or cannot be imported, or two of them register the same kind.
+    ConfigError: if a plug-in is missing or cannot be imported, or two of them register the same kind.
   """
   owners: dict[str, str] = {}
   for name in dict.fromkeys(names):
@@ -37,7 +45,7 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def plugin_digests() -> dict[str, str]:
-  """Returns what tells the source of each plug-in from another's, by its name."""
+  """Returns a digest of the source of each plug-in, by module name."""
   files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LOADED}
   read = {name: pathlib.Path(file).read_bytes() for name, file in files.items() if file is not None}
   return {name: hashlib.blake2b(source, digest_size=8).hexdigest() for name, source in read.items()}
@@ -56,14 +64,14 @@ def _load(name: str) -> ModuleType:
   is_file = path.suffix == ".py" or path.exists()
   if is_file and not path.is_file():
     raise ConfigError(f"--plugin {name}: no such file")
-  # Last, so that nothing there takes the place of an installed package.
+  # At the end of the path, so that nothing there hides an installed package.
   folder = str(path.resolve().parent if is_file else pathlib.Path.cwd())
   if folder not in sys.path:
     sys.path.append(folder)
   try:
     _LOADED.add(_name(path) if is_file else name)
     return _run_file(path) if is_file else importlib.import_module(name)
-  except Exception as error:  # of any kind: a user's code
+  except Exception as error:  # a user's code can raise anything
     if isinstance(error, ModuleNotFoundError) and not is_file and name.startswith(str(error.name)):
       raise ConfigError(
         f"--plugin {name}: no such module; expected a file FILE.py, or a module that can be imported"
@@ -72,7 +80,7 @@ def _load(name: str) -> ModuleType:
 
 
 def _run_file(path: pathlib.Path) -> ModuleType:
-  """Runs a file as a module of its own, again if it was run before."""
+  """Runs a file as a module, also if it was run before."""
   name = _name(path)
   spec = importlib.util.spec_from_file_location(name, path.resolve())
   if spec is None or spec.loader is None:
@@ -88,13 +96,13 @@ def _name(path: pathlib.Path) -> str:
 
 
 def _located(error: Exception) -> str:
-  """Returns an error on one line, with where it was raised."""
+  """Describes an error on one line, with the place where it was raised."""
   text = " ".join(f"{type(error).__name__}: {error}".split())
-  return text if isinstance(error, SyntaxError) else text + place(error)  # which says where itself
+  return text if isinstance(error, SyntaxError) else text + place(error)  # a SyntaxError names its line
 
 
 def place(error: Exception) -> str:
-  """Returns the line of a plug-in that an error came through last, as ` (own.py:12)`; else nothing."""
+  """Returns the last line of a plug-in in an error's traceback, as ` (own.py:12)`, or an empty string."""
   frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
   own = [frame for frame in frames if frame.f_globals.get("__name__") in _LOADED]
   return f" ({pathlib.Path(own[-1].f_code.co_filename).name}:{own[-1].f_lineno})" if own else ""

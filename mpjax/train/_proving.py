@@ -1,4 +1,4 @@
-"""Training runs of a policy beside float32, on the same data: do losses differ by more than seeds do?"""
+"""Trains a policy and float32 on the same data: do their losses differ by more than those of two seeds?"""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Proof:
   """Losses of a policy and of float32 after the same steps on the same data.
 
   Attributes:
-    label: of the policy.
-    steps: of each run.
-    seeds: of the runs.
-    eval_losses, final_losses: by `fp32` and the label, a figure for each seed.
+    label: the policy's name.
+    steps: number of steps of each run.
+    seeds: the seed of each run.
+    eval_losses, final_losses: under `fp32` and the label, one loss for each seed.
   """
 
   label: str
@@ -37,19 +37,19 @@ class Proof:
 
   @property
   def difference(self) -> float:
-    """Returns the mean over seeds of the policy's evaluation loss less float32's."""
+    """Returns the policy's evaluation loss minus float32's, averaged over seeds."""
     pairs = zip(self.eval_losses[self.label], self.eval_losses["fp32"], strict=True)
     return statistics.fmean(mine - theirs for mine, theirs in pairs)
 
   @property
   def spread(self) -> float:
-    """Returns the standard deviation of float32's evaluation loss between seeds; NaN for one."""
+    """Returns the standard deviation of float32's evaluation loss over seeds; NaN for a single seed."""
     losses = self.eval_losses["fp32"]
     return statistics.stdev(losses) if len(losses) > 1 else math.nan
 
   @property
   def conclusion(self) -> str:
-    """What the runs say, in a sentence."""
+    """Returns the result in one sentence."""
     found = f"{self.label} ends {abs(self.difference):.2g} {'above' if self.difference > 0 else 'below'} fp32"
     if math.isnan(self.spread):
       return f"{found}; more seeds say what that is worth"
@@ -84,15 +84,15 @@ def prove(
   """Trains a config under a policy and in float32, once for each seed.
 
   Args:
-    config: its policy, seed and number of steps are replaced.
-    policy: to prove.
-    label: of the policy.
-    steps: of each run.
-    seeds: of the parameters and the order of the data.
-    say: told what runs, in a line.
+    config: the config; policy, seed and number of steps are replaced.
+    policy: the policy to train.
+    label: the policy's name.
+    steps: number of steps of each run.
+    seeds: seeds of the parameters and of the order of the data.
+    say: called with a line before each run.
 
   Raises:
-    ConfigError, DataError: for what cannot be run.
+    ConfigError, DataError: if the config cannot be run.
   """
   evals: dict[str, list[float]] = {"fp32": [], label: []}
   finals: dict[str, list[float]] = {"fp32": [], label: []}

@@ -1,4 +1,4 @@
-"""Kinds of models and data by name: mpjax's own, and those that a user's code registers."""
+"""Registers models, data and optimisers by name: mpjax's own and a user's."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _REQUIRED = inspect.Parameter.empty
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """A key of a kind: a keyword of its function.
+  """A config key of a kind: a keyword argument of its function.
 
   Attributes:
-    adapter: checks a value by the annotation.
-    default: of the keyword; `inspect.Parameter.empty` for a key that has to be given.
+    adapter: checks a value against the annotation.
+    default: the keyword's default; `inspect.Parameter.empty` if the key is required.
   """
 
   adapter: pydantic.TypeAdapter[Any]
@@ -37,10 +37,10 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-  """A function that makes a model or data, by the name that a config gives it.
+  """A registered function that makes a model, data or an optimiser.
 
   Attributes:
-    name: what `kind:` is.
+    name: the name in a config.
     fun: the function.
     options: its keyword-only arguments.
   """
@@ -51,19 +51,19 @@ class Registered:
 
   @property
   def is_own(self) -> bool:
-    """Returns whether it is mpjax's own."""
-    return (self.fun.__module__ or "").startswith("mpjax.")  # code that is executed may have no module
+    """Returns whether the function is mpjax's own."""
+    return (self.fun.__module__ or "").startswith("mpjax.")  # code run by `exec` may have no module
 
 
 class Kinds:
-  """The kinds of one section of a config, in the order in which they were registered.
+  """The registered kinds of one section of a config, in the order of registration.
 
   Args:
     section: `model`, `data` or `optimizer`.
-    positional: what a function takes by position.
+    positional: names of the function's positional arguments.
     common: keys that every kind has and that no function takes.
     key: the key that names a kind.
-    options: where the keys of a kind are, if not beside that one.
+    options: the key that holds a kind's own keys; empty if they are keys of the section.
   """
 
   def __init__(
@@ -80,11 +80,11 @@ class Kinds:
     self._kinds: dict[str, Registered] = {}
 
   def register(self, name: str) -> Callable[[_F], _F]:
-    """Returns a decorator that makes a function a kind; a kind of the same name gives way to it.
+    """Returns a decorator that registers a function; it replaces a user's kind of the same name.
 
     Raises:
-      TypeError: for a function whose signature does not say which keys there are.
-      ValueError: for the name of a kind that is mpjax's own.
+      TypeError: if the signature of the function does not say which keys exist.
+      ValueError: if the name belongs to mpjax.
     """
     title = f"register_{self.section}({name!r})"
     if not (isinstance(name, str) and name):
@@ -93,21 +93,21 @@ class Kinds:
     def decorate(fun: _F) -> _F:
       made = Registered(name, fun, _options(fun, title, self._positional, self._common))
       if name in self._kinds and self._kinds[name].is_own and not made.is_own:
-        raise ValueError(f"{title}: the name of a kind of mpjax's own; choose another")
+        raise ValueError(f"{title}: mpjax itself uses this name; choose another")
       self._kinds[name] = made
       return fun
 
     return decorate
 
   def registered(self) -> dict[str, Registered]:
-    """Returns all kinds there are by name."""
+    """Returns all registered kinds by name."""
     return dict(self._kinds)
 
   def find(self, name: object) -> Registered:
-    """Returns a kind.
+    """Returns the kind of that name.
 
     Raises:
-      ConfigError: if there is none of that name; says how a plug-in gives it.
+      ConfigError: if no such kind is registered; the message explains plug-ins.
     """
     if isinstance(name, str) and name in self._kinds:
       return self._kinds[name]
@@ -122,7 +122,7 @@ class Kinds:
     """Returns the options of a section's kind, with defaults.
 
     Raises:
-      ConfigError: one line that names the key.
+      ConfigError: for a wrong key or value; one line that names the key.
     """
     if self.key not in section:
       raise ConfigError(f"missing key '{self.section}.{self.key}': expected one of {', '.join(self._kinds)}")
@@ -155,46 +155,77 @@ TARGETS = Kinds("optimizer", ("learning_rate",), key="target", options="options"
 
 
 def register_model(kind: str) -> Callable[[_F], _F]:
-  """Makes a function a kind of model: `model.kind` in a config.
+  """Registers a function as a model, for `model.kind` in a config.
 
-  The function takes `info` (`ModelInfo`: what the data says of itself, and how the run will use the model)
-  and returns a `Task`. Its keyword-only arguments are the keys of the config's `model` section beside `kind`,
-  with their defaults, checked by their annotations.
+  The function takes `info` (a `ModelInfo`: facts about the data, and how the run will use the model) and
+  returns a `Task`. Its keyword-only arguments become keys of the config's `model` section, with their
+  defaults; their annotations check the values.
 
   ```python
   @mpjax.train.register_model("waves_mlp")
   def waves_mlp(info, *, width: int = 64) -> mpjax.train.Task:
-    ...
-    return mpjax.train.Task(init=init, loss_fn=loss_fn)
+    def init(key):
+      first, second = jax.random.split(key)
+      return {
+        "in": jax.random.normal(first, (info.features, width)),
+        "out": jax.random.normal(second, (width, 1)) / width,
+      }
+
+    def loss_fn(params, batch):
+      prediction = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+      return jnp.mean((prediction - batch["y"]) ** 2)
+
+    return mpjax.train.Task(init, loss_fn)
   ```
 
+  Args:
+    kind: the name in a config.
+
+  Returns:
+    A decorator, which returns the function as it is.
+
   Raises:
-    TypeError: for a function whose signature does not say which keys there are.
-    ValueError: for the name of a model of mpjax's own.
+    TypeError: if the signature of the function does not say which keys exist.
+    ValueError: if the name is one of mpjax's own models.
   """
   return MODELS.register(kind)
 
 
 def register_data(kind: str) -> Callable[[_F], _F]:
-  """Makes a function a kind of data: `data.kind` in a config.
+  """Registers a function as data, for `data.kind` in a config.
 
-  The function returns `(train_rows, eval_rows)`, or with a third value `info`, a mapping of what a model has
-  to know (`{"num_classes": 10}`). Rows are a sequence: `len(rows)`, and `rows[i]` is a dict of the arrays of
-  one row. They are shuffled, batched and divided over processes by mpjax. Keyword-only arguments are the keys
-  of the `data` section beside `kind`, `batch_size`, `eval_batches` and `workers`.
+  The function returns `(train_rows, eval_rows)` or `(train_rows, eval_rows, info)`. Rows are a sequence: they
+  have a length, and `rows[i]` is a dict of the arrays of one row. `info` is a mapping of facts that a model
+  needs, such as `{"num_classes": 10}`. mpjax shuffles and batches the rows and divides them over processes.
+  Keyword-only arguments become keys of the config's `data` section.
+
+  ```python
+  @mpjax.train.register_data("waves")
+  def waves(*, count: int = 4096):
+    x = np.linspace(-3, 3, count, dtype=np.float32)[:, None]
+    rows = [{"x": each, "y": np.sin(each)} for each in x]
+    return rows[::2], rows[1::2], {"features": 1}
+  ```
+
+  Args:
+    kind: the name in a config.
+
+  Returns:
+    A decorator, which returns the function as it is.
 
   Raises:
-    TypeError: for a function whose signature does not say which keys there are.
-    ValueError: for the name of data of mpjax's own.
+    TypeError: if the signature of the function does not say which keys exist, or takes `kind`, `batch_size`,
+      `eval_batches` or `workers`.
+    ValueError: if the name is one of mpjax's own.
   """
   return DATASETS.register(kind)
 
 
 def register_optimizer(target: str) -> Callable[[_F], _F]:
-  """Makes a function an optimiser: `optimizer.target` in a config.
+  """Registers a function as an optimiser, for `optimizer.target` in a config.
 
-  The function takes the learning rate, a schedule by update, and returns an optax transform. Its keyword-only
-  arguments are the keys of `optimizer.options`. Clipping and the loss scale are put around it.
+  The function takes the learning rate, an optax schedule, and returns an optax transform. Its keyword-only
+  arguments become keys of `optimizer.options`. mpjax adds clipping and the loss scale.
 
   ```python
   @mpjax.train.register_optimizer("ademamix")
@@ -202,14 +233,20 @@ def register_optimizer(target: str) -> Callable[[_F], _F]:
     return optax.contrib.ademamix(learning_rate, alpha=alpha)
   ```
 
+  Args:
+    target: the name in a config.
+
+  Returns:
+    A decorator, which returns the function as it is.
+
   Raises:
-    TypeError: for a function whose signature does not say which keys there are.
+    TypeError: if the signature of the function does not say which keys exist.
   """
   return TARGETS.register(target)
 
 
 class KindSection(Section):
-  """A section of a config with a `kind`, whose other keys are those of its function."""
+  """A section of a config with a `kind`; its other keys are the arguments of the kind's function."""
 
   kinds: ClassVar[Kinds]
   kind: str
@@ -247,7 +284,7 @@ def _options(
     elif parameter.kind != parameter.KEYWORD_ONLY:
       raise TypeError(f"{title}: {parameter} in {fun.__name__} takes keys without a name: write {example}")
     elif name in common:
-      raise TypeError(f"{title}: {name!r} is a key of mpjax's own: choose another name")
+      raise TypeError(f"{title}: mpjax itself uses the key {name!r}: choose another name")
     else:
       options[name] = _option(fun, name, parameter, title)
   if len(by_position) != len(positional):
@@ -259,7 +296,7 @@ def _options(
 def _option(fun: Callable[..., Any], name: str, parameter: inspect.Parameter, title: str) -> Option:
   default = parameter.default
   annotation = parameter.annotation
-  if annotation is _REQUIRED:  # by what its default is, where that says something
+  if annotation is _REQUIRED:  # take the type of the default
     known = (bool, int, float, str)
     annotation = type(default) if type(default) in known else Any
   try:
@@ -267,12 +304,12 @@ def _option(fun: Callable[..., Any], name: str, parameter: inspect.Parameter, ti
     holder = types.SimpleNamespace(__annotations__={name: annotation})
     annotation = typing.get_type_hints(holder, inner.__globals__, include_extras=True)[name]
     if default is None:
-      annotation = Union[annotation, None]  # noqa: UP007 (of annotations that `|` may not take)
+      annotation = Union[annotation, None]  # noqa: UP007 (`|` does not take every annotation)
     adapter = pydantic.TypeAdapter(_strict(annotation))
     if default is not _REQUIRED:
-      # As it comes back from `config.yaml`, where a default is written.
+      # As it will be read from `config.yaml`, which holds every default.
       default = adapter.validate_python(pydantic_core.to_jsonable_python(default))
-  except Exception as error:  # of many kinds, from names that are missing to types that no config has
+  except Exception as error:  # an undefined name, a type that no config can hold, and others
     reason = " ".join(str(error).split())
     raise TypeError(
       f"{title}: keyword {parameter}: expected plain data (numbers, text, lists, mappings): {reason}"
@@ -281,7 +318,7 @@ def _option(fun: Callable[..., Any], name: str, parameter: inspect.Parameter, ti
 
 
 def _strict(annotation: Any) -> Any:
-  """Returns an annotation whose numbers are checked as those of mpjax's own keys."""
+  """Returns an annotation that checks numbers as mpjax's own keys do."""
   if annotation in (int, float):
     return Int if annotation is int else Float
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -1,4 +1,4 @@
-"""`mpjax.train.run`: a training run from Python, as `mpjax train` makes it."""
+"""`mpjax.train.run`: does from Python what `mpjax train` does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpjax.train.multiprocess import Processes
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RunResult:
-  """The end of a run.
+  """The result of a run. `result["policy"]` is a value of the summary.
 
   Attributes:
     directory: the run directory, with `config.yaml`, `metrics.jsonl`, `checkpoints/` and `tensorboard/`.
-    summary: what `summary.json` there says.
+    summary: the contents of its `summary.json`.
   """
 
   directory: pathlib.Path
@@ -53,7 +53,7 @@ class RunResult:
 
   @property
   def export(self) -> pathlib.Path | None:
-    """Returns the file that `train.export` asked for; `None` if it is not there."""
+    """Returns the exported file, `model.safetensors`; `None` if it does not exist."""
     file = self.directory / "model.safetensors"
     return file if file.exists() else None
 
@@ -65,28 +65,35 @@ def run(
   plugins: Iterable[str] = (),
   console: rich.console.Console | None = None,
 ) -> RunResult:
-  """Trains what a config says, resuming an unfinished run, as `mpjax train` does; in a notebook, too.
+  """Trains a config's model, or resumes an unfinished run, as `mpjax train` does. Works in notebooks.
 
-  Ctrl-C (or the notebook's stop button) saves a checkpoint before it raises; the same call goes on from it.
+  Ctrl-C (or the notebook's stop button) saves a checkpoint before it raises; the same call resumes from it.
 
-  Where `jax.distributed` runs already, every process of it calls this; a hang then ends the process
-  (`distributed.hang_timeout_s`), which in a run of one process it does for `mpjax train` alone.
+  ```python
+  result = mpjax.train.run("vit_digits", ["policy=fp16", "train.steps=100"])
+  print(result.eval_loss, result.directory)
+  ```
+
+  If `jax.distributed` is running, every process has to call this. A hang (`distributed.hang_timeout_s`) then
+  ends the process. In a run of one process only `mpjax train` does so.
 
   Args:
     config: a YAML file, the name of an example such as `gpt_stdlib`, a mapping, or a `Config`.
-    overrides: `key=value` each, as on the command line.
-    plugins: files `FILE.py` and modules `package.module` that register models and data. What this process
-      has registered already is there without.
-    console: where progress goes; this process's output by default, `rich.console.Console(quiet=True)` for
-      nowhere.
+    overrides: texts `key=value`, as on the command line.
+    plugins: files `FILE.py` and modules `package.module` that register models, data and optimisers. Not
+      needed for those that this process has registered already.
+    console: where progress goes, by default standard output. `rich.console.Console(quiet=True)` shows none.
+
+  Returns:
+    The run directory and the summary of the run.
 
   Raises:
-    ConfigError, DataError: before anything is written, for what cannot be run.
+    ConfigError, DataError: if the config cannot be run; nothing was written.
     CheckpointError: if a checkpoint cannot be written, or none can be read.
-    Interrupted: after SIGTERM or Ctrl-C, a checkpoint saved.
-    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale, for a state that is not
-      finite where a checkpoint is due, and for a last loss that is not.
-    Agreed: in a run of several processes, any of these that one of them met before the first step.
+    Interrupted: after SIGTERM or Ctrl-C; a checkpoint was saved.
+    Stuck: after `train.max_skips` skipped steps in a row at the lowest loss scale; if the state is not finite
+      when a checkpoint is due; or if the last loss is not finite.
+    Agreed: in a run of several processes, if one of them met any of these before the first step.
   """
 
   def load() -> Config:

@@ -1,4 +1,4 @@
-"""The header of a run: what it is about to do, as rows above its progress."""
+"""The header of a run: rows that say what it is about to do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpjax.train._setup import Setup
 def header_rows(
   setup: Setup, state: TrainState, directory: pathlib.Path, begins: str, processes: int
 ) -> dict[str, str]:
-  """Returns what a person sees before the first step, by title.
+  """Returns the rows of the header, by title.
 
   Args:
-    setup: of the run.
-    state: that it begins with.
-    directory: where it writes.
-    begins: what it begins from, where that is not its own first step.
-    processes: how many it has.
+    setup: the run's setup.
+    state: the run's first state.
+    directory: the run directory.
+    begins: says where the first state comes from; empty for a new state.
+    processes: number of processes.
   """
   policy = setup.policy
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.arrays))

@@ -1,4 +1,4 @@
-"""What sections of a config are made of: strict numbers, no unknown keys, and errors as one line."""
+"""The base of a config's sections: strict numbers, no unknown keys, errors of one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _no_bool(value: object) -> object:
   return value
 
 
-# What JAX's int32, in which steps, sizes and counters are, holds; its keys take 32 bits without a sign.
+# Steps, sizes and counters are int32 in JAX; PRNG seeds are uint32.
 INT32_MAX, UINT32_MAX = 2**31 - 1, 2**32 - 1
 _Whole = Annotated[int, pydantic.BeforeValidator(_no_bool)]
 Int = Annotated[_Whole, pydantic.Field(ge=-INT32_MAX - 1, le=INT32_MAX)]
@@ -26,7 +26,7 @@ Positive = Annotated[Int, pydantic.Field(gt=0)]
 Natural = Annotated[Int, pydantic.Field(ge=0)]
 
 
-# What a value had to be, by the first word of pydantic's name of the error.
+# The expected value, by the first word of pydantic's name of the error.
 _EXPECTED = {
   "int": "an integer",
   "float": "a number",
@@ -54,7 +54,7 @@ class Section(pydantic.BaseModel):
 
 
 def describe(error: Mapping[str, Any], loc: Sequence[object]) -> str:
-  """Returns one line for an error of pydantic about the value at `loc`."""
+  """Describes pydantic's error about the value at `loc` in one line."""
   key = ".".join(map(str, loc))
   if error["type"] == "missing":
     return f"missing key {key!r}"

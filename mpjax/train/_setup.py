@@ -1,4 +1,4 @@
-"""Builds what a config asks for: data, task, training step and first state, placed on the devices."""
+"""Builds the data, task, training step and first state of a config, placed on the devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpjax.train.data import Data, DataInfo, Rows, load_data
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-  """The parts of a training run; nothing is allocated on a device yet."""
+  """The parts of a training run. Allocates nothing on a device."""
 
   config: Config
   policy: Policy
@@ -35,7 +35,7 @@ class Setup:
 
   @property
   def schedule(self) -> optax.Schedule:
-    """Returns the learning rate by update."""
+    """Returns the learning rate as a function of the update's number."""
     return make_schedule(self.config.optimizer, self.config.train.steps)
 
   @property
@@ -45,7 +45,7 @@ class Setup:
 
   @property
   def layout(self) -> Layout:
-    """Returns where state and batches lie."""
+    """Returns the layout of the state and the batches on the mesh."""
     assert self.step.layout is not None
     return self.step.layout
 
@@ -55,22 +55,22 @@ class Setup:
     return rows_of_process(self.layout.batch_sharding, self.config.data.batch_size)
 
   def first_state(self) -> TrainState:
-    """Makes the state before the first step, where it lies."""
-    if self.layout.mesh.size == 1:  # a program of its own would take longer to compile than to run
+    """Makes the state before the first step, on its devices."""
+    if self.layout.mesh.size == 1:  # compiling one program would take longer than it saves
       return self._init()
     return jax.jit(self._init, out_shardings=self.layout.shardings(self._shapes))()
 
   def abstract_state(self) -> TrainState:
-    """Returns shapes, dtypes and shardings of the state, for a restore."""
+    """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint."""
     places = self.layout.shardings(self._shapes)
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), self._shapes, places)
 
   def place(self, batch: PyTree) -> PyTree:
-    """Makes of this process's rows of a batch, on the host, arrays over the devices of all."""
+    """Makes global arrays from this process's rows of a batch, which are on the host."""
     return place_rows(batch, self.layout.batch_sharding, self.rows, self.config.data.batch_size)
 
   def check_layout(self) -> None:
-    """Raises `ConfigError` for a model without a first state, or rules that do not fit its parameters."""
+    """Raises `ConfigError` if the model has no first state, or rules do not fit its parameters."""
     with model_errors(self.config, self.info):
       self.task.check_sharding(self._shapes.params)
     try:
@@ -79,10 +79,10 @@ class Setup:
       raise ConfigError(f"mesh.rules: {error}") from error
 
   def check_step(self) -> None:
-    """Traces a step and an evaluation, which a run then need not do again.
+    """Traces a step and an evaluation. The run does not trace them again.
 
     Raises:
-      ConfigError: for a loss function or an evaluation that is none.
+      ConfigError: if the loss function or the evaluation is wrong.
     """
     state, batch = self._step_shapes()
     with model_errors(self.config, self.info):
@@ -90,13 +90,13 @@ class Setup:
       jax.eval_shape(self.evaluate, for_evaluation(state), batch)
 
   def program(self) -> str:
-    """Returns the StableHLO of a step: the same text wherever the same code and versions run."""
+    """Returns the StableHLO of a step. It depends only on the code and on versions."""
     text: str = self.step.jitted.lower(*self._step_shapes()).as_text()
     return text
 
   @functools.cached_property
   def evaluate(self) -> Callable[[TrainState, PyTree], dict[str, Array | Average]]:
-    """The evaluation of a batch, jitted: (state as `for_evaluation` gives it, batch) -> means over it."""
+    """The jitted evaluation: (state as `for_evaluation` returns it, batch) -> means over the batch."""
 
     def run(state: TrainState, batch: PyTree) -> dict[str, Array | Average]:
       with self.layout.in_mesh():
@@ -105,10 +105,10 @@ class Setup:
     return jax.jit(run)
 
   def explain(self) -> Explanation:
-    """Returns what runs in which dtype under the policy, and why; nothing is computed.
+    """Explains what runs in which dtype under the policy, and why. Computes nothing.
 
     Raises:
-      ConfigError: for an override of the policy that matches no module.
+      ConfigError: if an override of the policy matches no module.
     """
     try:
       return self.step.explain(self._shapes, self.batch_shapes())
@@ -133,11 +133,25 @@ class Setup:
 
 
 def make_setup(config: Config) -> Setup:
-  """Builds what the config says, and makes every check that needs the data or the devices.
+  """Builds the parts of a run, and makes every check that needs the data or the devices.
+
+  ```python
+  setup = mpjax.train.make_setup(mpjax.train.load_config("vit_digits", ["policy=bf16"]))
+  state = setup.first_state()
+  batch = setup.place(next(setup.data.train(setup.rows)))
+  print(setup.explain())
+  ```
+
+  Args:
+    config: the config, as `load_config` returns it.
+
+  Returns:
+    A `Setup` with the attributes `config`, `policy`, `data`, `info`, `task`, `step` and `schedule`, and the
+    methods `first_state()`, `place(batch)` and `explain()`.
 
   Raises:
-    ConfigError: for what does not fit together.
-    DataError: for data that is missing or unfit.
+    ConfigError: if parts of the config do not fit together.
+    DataError: if data is missing or cannot be used.
   """
   policy = config.resolve_policy()
   mesh = make_mesh(config)
@@ -153,17 +167,17 @@ def make_setup(config: Config) -> Setup:
 def build_step(
   config: Config, info: DataInfo, policy: Policy, mesh: Mesh | None, *, backend: str | None = None
 ) -> tuple[Task, TrainStep]:
-  """Builds the task of a config and the training step on it.
+  """Builds the task of a config, and its training step.
 
   Args:
-    config: names the model, the optimiser and how to train.
-    info: what the data looks like.
-    policy: in force, in place of the config's own.
-    mesh: `None` for a step on one device, where nothing crosses in the dtypes that the policy says.
-    backend: the platform to run on; that of this machine by default.
+    config: the config.
+    info: facts about the data.
+    policy: used in place of the config's own.
+    mesh: the mesh; `None` for a step on one device, without the policy's dtypes of transfers.
+    backend: the platform to run on; by default this machine's.
 
   Raises:
-    ConfigError: for what does not fit together.
+    ConfigError: if parts of the config do not fit together.
   """
   optimizer = make_optimizer(config.optimizer, config.train.steps)
   task = make_task(config, info, policy, backend=backend)
@@ -184,12 +198,12 @@ def build_step(
 
 
 def for_evaluation(state: TrainState) -> TrainState:
-  """Returns a state without what no evaluation reads."""
+  """Returns a state without the parts that no evaluation reads."""
   return state.replace(opt_state={}, rng=None)
 
 
 def init_state(config: Config, task: Task, step: TrainStep, batch: PyTree) -> TrainState:
-  """Makes the first state of a run; `batch` is one, or its shapes."""
+  """Makes the first state of a run; `batch` is a batch or its shapes."""
   key, step_key = jax.random.split(jax.random.key(config.seed))
   return step.init(
     **task.init_arguments(key),

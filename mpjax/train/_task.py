@@ -1,4 +1,4 @@
-"""`Task`: what a model is to a training run."""
+"""`Task`: a model with its loss, as a training run uses it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ from mpjax.sharding import Dims, ShardingRule, ShardingRules
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model with its loss, as the function of `mpjax.train.register_model` returns it.
+  """A model with its loss. A function registered with `mpjax.train.register_model` returns one.
+
+  ```python
+  task = mpjax.train.Task(
+    init=lambda key: {"w": jax.random.normal(key, (4, 2))},
+    loss_fn=lambda params, batch: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2),
+    logits=lambda params, x: x @ params["w"],
+    sharding={"w": ("fsdp", None)},
+  )
+  ```
 
   Attributes:
-    init: from a PRNG key to a tree of parameters, an `nnx.Module`, or `(params, model_state)`.
-    loss_fn: what `mpjax.make_train_step` takes.
-    evaluate: as `loss_fn`, for the rows held out: it returns a loss, `(loss, metrics)`, or metrics with a
-      `loss` among them. `None`: the evaluation is the loss. It runs under the policy, too. What it returns as
-      an `mpjax.Average` is exact over batches, and a plain number their mean.
-    logits: `(params, inputs)`, with `model_state` if it names it, to the model's outputs; for those who
-      export the model. It runs under the policy.
-    sharding: where parameters lie on a mesh, as `make_train_step` takes it: `{regex: axes}` or a function of
-      path and shape. An axis that does not divide a dimension is left out.
-    units: what a row of a batch counts, and how many of them it holds: `("tokens", 128)`.
+    init: takes a PRNG key; returns a tree of parameters, an `nnx.Module`, or `(params, model_state)`.
+    loss_fn: a loss function as `mpjax.make_train_step` takes it.
+    evaluate: takes what `loss_fn` takes; returns a loss, `(loss, metrics)`, or metrics with a key `loss`. It
+      runs under the policy. Over batches, a plain number is averaged with equal weights; an `mpjax.Average`
+      is exact. `None`: the loss function is the evaluation.
+    logits: `(params, inputs)` to the model's outputs, also with `model_state` if it has that argument. Used
+      by exports (`ExportedModel.logits`). It runs under the policy.
+    sharding: how parameters are divided over a mesh, as for `make_train_step`: `{regex: axes}` or a function
+      of path and shape. An axis that does not divide a dimension is left out.
+    units: the unit of speed, and how many units a row has: `("tokens", 128)`.
   """
 
   init: Callable[[PRNGKeyArray], PyTree]
@@ -47,7 +56,7 @@ class Task:
         '{".*/kernel": ("fsdp", "tensor")}, or a function of path and shape'
       )
     if isinstance(self.sharding, Mapping):
-      ShardingRules(self.sharding)  # raises for what is no pattern or no axis
+      ShardingRules(self.sharding)  # raises for a wrong pattern or axis
     match self.units:
       case (str(), int(count)) if count > 0:
         pass
@@ -55,14 +64,14 @@ class Task:
         raise TypeError(f'Task(units={self.units!r}): expected a name and a number, as in ("tokens", 128)')
 
   def init_arguments(self, key: PRNGKeyArray) -> dict[str, PyTree]:
-    """Makes keyword arguments of `TrainStep.init`: `params`, and `model_state` if there is one."""
+    """Makes the arguments of `TrainStep.init`: `params`, and `model_state` if the model has one."""
     made = self.init(key)
     if type(made) is tuple and len(made) == 2:  # a NamedTuple is a tree of parameters
       return {"params": made[0], "model_state": made[1]}
     return {"params": made}
 
   def check_sharding(self, params: PyTree) -> None:
-    """Raises ValueError for a pattern of `sharding` that matches none of the parameters, given as shapes."""
+    """Raises ValueError if a pattern of `sharding` matches no parameter; `params` may be shapes."""
     names = [name for name, _ in named_leaves(params)]
     for pattern in self.sharding if isinstance(self.sharding, Mapping) else ():
       if not any(component_regex(pattern).search(name) for name in names):

@@ -1,4 +1,4 @@
-"""The task of a config, and its model under a policy: evaluation and logits, the same for every model."""
+"""Makes the task of a config, and runs a task's evaluation and logits under a policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,20 @@ from mpjax.train.data import DataInfo, MissingFact, ModelInfo
 
 
 def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | None = None) -> Task:
-  """Makes the task of a config and a dataset, for this machine's backend or another.
+  """Makes the task of a config.
+
+  ```python
+  config = mpjax.train.load_config("vit_digits")
+  setup = mpjax.train.make_setup(config)
+  task = mpjax.train.make_task(config, setup.info, setup.policy)
+  params, model_state = task.init(jax.random.key(0))
+  ```
+
+  Args:
+    config: the config; `model` is the section that is used.
+    info: facts about the data.
+    policy: the policy, which the model's function is told.
+    backend: the platform, `"cpu"`, `"gpu"` or `"tpu"`; by default this machine's.
 
   Raises:
     ConfigError: if the model does not take such data, or its sizes do not fit together.
@@ -41,18 +54,18 @@ def make_task(config: Config, info: DataInfo, policy: Policy, *, backend: str | 
     task = kind.fun(told, **config.model.options)
     if not isinstance(task, Task):
       raise ValueError(f"{kind.fun.__name__} returned a {type(task).__name__}: expected a mpjax.train.Task")
-    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module is no result
+    jax.eval_shape(lambda: (task.init(jax.random.key(0)), None)[1])  # a module cannot be a result
   return task
 
 
 @contextlib.contextmanager
 def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
-  """Turns a ValueError of a model, or of a step about it, into a `ConfigError`, with the line it comes from.
+  """Turns a ValueError of a model, or of its training step, into a `ConfigError` that names the line.
 
-  So it does with a fact that the model asks for and the data does not give.
+  Also turns a fact that the model asks for and the data does not give into a `ConfigError`.
 
-  Others, such as the TypeError of a product of shapes that do not fit, are a model's own faults: whoever
-  mends them wants the traceback.
+  Other errors, such as the TypeError of a product of unequal shapes, are faults of the model's code: their
+  traceback is needed to fix them.
   """
   try:
     yield
@@ -67,7 +80,7 @@ def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
     ValueError,
     MemoryError,
     OverflowError,
-  ) as error:  # sizes for which NumPy has no room are a config's
+  ) as error:  # the config's sizes do not fit into memory
     text = " ".join(str(error).split()) or type(error).__name__
     raise ConfigError(f"model: {text}{place(error)}") from error
 
@@ -75,15 +88,15 @@ def model_errors(config: Config, info: DataInfo) -> Iterator[None]:
 def evaluate(
   task: Task, policy: Policy, state: TrainState, batch: PyTree
 ) -> dict[str, Float32[Array, ""] | Average]:
-  """Computes means over a batch under the policy: `eval_loss`, and what the task gives beside it.
+  """Computes `eval_loss` and the task's other metrics for a batch, under the policy.
 
-  Means are f32[]; an `Average` stays one, with a total f32[] and its count as it is: `mean_of_batches` of
-  several batches is exact then.
+  Means are float32[]. An `Average` stays one, with a float32[] total and its count unchanged, so that
+  `mean_of_batches` is exact.
 
-  Delayed FP8 scaling takes its histories from the state; one without them has a scale for each tensor.
+  Delayed FP8 scaling takes its histories from the state; without them, each tensor is scaled by its own amax.
 
   Raises:
-    ValueError: for an evaluation that returns something else than a loss, with or without metrics.
+    ValueError: if the evaluation does not return a loss, with or without metrics.
   """
   fun = task.evaluate or task.loss_fn
   out = apply(fun, policy.with_output_dtype(jnp.float32), state, batch)
@@ -105,13 +118,13 @@ def _in_float32(value: ArrayLike | Average) -> Float32[Array, ""] | Average:
 
 
 def mean_of_batches(values: Sequence[Array | Average]) -> float:
-  """Returns the mean over batches of what `evaluate` has given for each of them; waits for it.
+  """Returns the mean over batches of one metric that `evaluate` computed; waits for the values.
 
-  Of averages it is the sum of totals over the sum of counts, without batches that count nothing, and NaN if
-  none counts; of plain means their mean, as if each batch counted the same.
+  The mean of averages is the sum of totals over the sum of counts; batches with count 0 are left out, and the
+  result is NaN if all counts are 0. Plain means are averaged with equal weights.
 
   Args:
-    values: of one metric, one a batch.
+    values: the metric's value for each batch.
   """
   on_host = jax.device_get(list(values))
   pairs = [(each.total, each.count) if isinstance(each, Average) else (each, 1) for each in on_host]
@@ -123,15 +136,15 @@ def mean_of_batches(values: Sequence[Array | Average]) -> float:
 def apply(
   fun: Callable[..., PyTree], policy: Policy, state: TrainState, batch: PyTree, key: Array | None = None
 ) -> PyTree:
-  """Computes a function of a state's model and a batch (or other inputs) under a policy.
+  """Applies a function to a state's model and a batch (or other inputs) under a policy.
 
   Args:
-    fun: takes the parameters or the `nnx.Module`, the batch, and by keyword what it names of `model_state`,
-      `rng` and `row_rngs`.
-    policy: in whose `output_dtype` floating results come out.
-    state: with the master weights.
+    fun: takes the parameters or the `nnx.Module`, the batch, and those of the keywords `model_state`, `rng`
+      and `row_rngs` that it names.
+    policy: the policy; floating results have its `output_dtype`.
+    state: a state with the master weights.
     batch: arrays.
-    key: for `rng` and `row_rngs`; the same one always by default.
+    key: the key for `rng` and `row_rngs`; by default a fixed one.
   """
   names = inspect.signature(fun).parameters
   keywords: dict[str, PyTree] = {"model_state": state.model_state} if "model_state" in names else {}
@@ -141,7 +154,7 @@ def apply(
   if "row_rngs" in names:
     keywords["row_rngs"] = row_keys(key, row_count(batch))
   if policy.autocast:
-    # A module goes in as itself, which gives its parts their paths.
+    # Passed as a module, so that its parts have their paths.
     model = state.params if state.graphdef is None else state.model
     policy = policy if state.fp8_state else policy.without_histories()
     return autocast(fun, policy, fp8_state=state.fp8_state or None)(model, batch, **keywords)

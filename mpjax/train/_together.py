@@ -1,4 +1,4 @@
-"""A run in one process or several: what they agree on before the first step, and how they end."""
+"""Runs in one process or several: what they agree on before the first step, and how they end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train_together(
   output: Output,
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
-  """Does `mpjax.train.run` in one of several processes, each of which loads the config for itself."""
+  """Does `mpjax.train.run` in one of several processes. Each process loads the config itself."""
   console = console or rich.console.Console(file=sys.stdout, quiet=not processes.first)
   config, _ = processes.agree(load, _tell_config, _config_mismatch)
   processes.directory = pathlib.Path(str(config.out))
@@ -37,7 +37,7 @@ def train_together(
     made.check_step()
     return made
 
-  # Alone, a run has no use for the text of its program, which is long.
+  # A run of one process does not need the text of its program, which is long.
   tell = _tell_setup if processes.count > 1 else lambda setup: None
   setup, _ = processes.agree(set_up, tell, _setup_mismatch)
   directory, summary = processes.agree(
@@ -59,7 +59,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     with run.storage_errors():
       summary = run.train()
   except BaseException as error:
-    if run.processes.are_together(error):  # what is being written would wait for the others
+    if run.processes.are_together(error):  # otherwise a pending write would wait for the others
       run.checkpoints.close()
     raise
   run.checkpoints.close()

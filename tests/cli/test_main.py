@@ -123,7 +123,7 @@ def test_a_missing_run_directory_is_called_one_and_those_there_are_are_named(tmp
   monkeypatch.chdir(tmp_path)
   assert main(["numerics", "runs/gpt-fp16"]) == 2
   assert capsys.readouterr().err == (
-    "error: no such run directory or config file: runs/gpt-fp16: nor any run beside it\n"
+    "error: no such run directory or config file: runs/gpt-fp16: no runs there\n"
   )
   run = tmp_path / "runs" / "gpt-bf16"
   run.mkdir(parents=True)
