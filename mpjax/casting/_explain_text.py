@@ -171,8 +171,8 @@ def _what_follows(explanations: Sequence[ExplainedProgram]) -> Iterator[TextSect
     rows.append((max(counts), TextRow([rule, why, *(str(count or "-") for count in counts), names])))
   rows.sort(key=lambda item: -item[0])
   heads = ["operations"] if len(explanations) == 1 else [one.policy.label for one in explanations]
-  counts = [TextColumn(head, right=True) for head in heads]
-  columns = [*_columns("rule", "because"), *counts, *_columns("module")]
+  columns = [TextColumn(head, right=True) for head in heads]
+  columns = [*_columns("rule", "because"), *columns, *_columns("module")]
   if rows:
     yield TextSection("In float32 with them", columns, [[row for _, row in rows]], name="follows")
 

@@ -52,13 +52,13 @@ def _set_completer(action: argparse.Action, completer: Callable[..., list[str]])
   action.completer = completer  # type: ignore[attr-defined]
 
 
-def _pairs(command: str, prefix: str, **_: object) -> list[str]:
+def _pairs(command: str, prefix: str, **_unused: object) -> list[str]:
   """Returns the `key=` and `key=value` that a word may become."""
   keys = [*KEYS.get(command, ()), *(config_keys() if takes_config(command) else ())]
   key, equals, value = prefix.partition("=")
   if not equals:
     return [f"{key}=" for key in keys]
-  before, comma, _ = value.rpartition(",")  # of several policies
+  before, comma, _last = value.rpartition(",")  # of several policies
   return [f"{key}={before}{comma}{value}" for value in _values(command, key)]
 
 

@@ -119,11 +119,12 @@ def export_dtype(name: str | None) -> ExportDtype | None:
   Raises:
     ConfigError: for another one.
   """
-  dtypes: dict[object, ExportDtype] = {dtype: dtype for dtype in get_args(ExportDtype)}
+  dtypes: tuple[ExportDtype, ...] = get_args(ExportDtype)
   dtype = _export_name(name)
-  if name is not None and dtype not in dtypes:
+  found = next((one for one in dtypes if one == dtype), None)
+  if name is not None and found is None:
     raise ConfigError(f"export dtype {name!r}: expected fp32, bf16, fp16, fp8, {', '.join(dtypes)}")
-  return dtypes.get(dtype)
+  return found
 
 
 class TrainConfig(Section):

@@ -71,8 +71,8 @@ def open_subject(config: Config, checkpoint: str | None) -> Subject:
   batches = setup.data.train()
   if checkpoint is None:
     return Subject(setup, setup.first_state(), batches)
-    run, step = locate(checkpoint)
-    # The run's own policy and optimiser decide the shape of the saved state.
+  run, step = locate(checkpoint)
+  # The run's own policy and optimiser decide the shape of the saved state.
   theirs = load_config(run / "config.yaml")
   models = [(each.with_any_attention().model.model_dump(), each.data.kind) for each in (theirs, config)]
   if models[0] != models[1]:

@@ -81,7 +81,7 @@ class TuneResult(Shown):
   notes: tuple[str, ...] = ()
 
   @property
-  def table(self) -> TrialTable:  # type: ignore[override]
+  def table(self) -> TrialTable:
     """The trials as a tuple; called with one of `tables`, it returns that table as text."""
     return TrialTable(self.trials, super().table)
 

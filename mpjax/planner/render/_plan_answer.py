@@ -113,7 +113,7 @@ def _products(plan: PlanFigures) -> Iterator[str]:
     return
   said = []
   for why, modules in list(misses.items())[:_MOST_MISSES]:
-    others = f" and {len(modules) - 1} more" if modules[1:] else ""
+    others = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
     said.append(f"{next(iter(modules))}{others} {percent_text(sum(modules.values()) / whole)} ({why})")
   more = len(misses) - _MOST_MISSES
   yield f"  below the full rate: {'; '.join(said)}{f'; {more} more reasons' if more > 0 else ''}"
