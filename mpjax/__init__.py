@@ -139,11 +139,11 @@ _BELOW = {
 _ELSEWHERE = {
   **dict.fromkeys(
     ("GradScaler", "DynamicLossScale", "LossScaleOptimizer", "DynamicScale"),
-    "the loss scale is part of the optimizer: tx = mpjax.dynamic_loss_scale(tx), and "
+    "the loss scale is part of the optimiser: tx = mpjax.dynamic_loss_scale(tx), and "
     "loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
   ),
   "StaticLossScale": "tx = mpjax.static_loss_scale(tx, 1024.0)",
-  "NoOpLossScale": "leave it out: mpjax.value_and_grad serves an optimizer without a loss scale, too",
+  "NoOpLossScale": "leave it out: mpjax.value_and_grad serves an optimiser without a loss scale, too",
   **dict.fromkeys(
     ("cast_to_compute", "cast_to_param", "cast_to_output"), "mpjax.get_policy('bf16').cast_to_compute(tree)"
   ),
@@ -156,7 +156,7 @@ _ELSEWHERE = {
     ("filter_grad", "filter_value_and_grad"),
     "mpjax.value_and_grad(loss_fn, opt_state), or mpjax.make_train_step, which takes Equinox modules",
   ),
-  "quantize_state": "an optimizer whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
+  "quantize_state": "an optimiser whose state is kept in 8 bits is mpjax.quantized_state(tx, 'int8')",
   "half": "mpjax.half_precision(f), a region that runs in half precision, or mpjax.get_policy('half')",
   "select_tree": "mpjax.keep_if_finite(opt_state, new, old)",
   "is_finite": "mpjax.all_finite(tree)",

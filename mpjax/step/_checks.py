@@ -140,7 +140,7 @@ def require_in_place(model: object, optimizer: object, tx: optax.GradientTransfo
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
       f"a {type(model).__name__} and a {type(optimizer).__name__} in place of an nnx.Module and an "
-      "nnx.Optimizer: make state = step.init(params), which holds the optimizer's state, and call "
+      "nnx.Optimizer: make state = step.init(params), which holds the optimiser's state, and call "
       "step(state, batch); or step(model, optimizer, batch) for an nnx.Module"
     )
   if optimizer.tx is not tx:
