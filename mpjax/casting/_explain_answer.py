@@ -28,7 +28,7 @@ from mpjax.jaxpr import layer_pattern
 _LINES = 11  # at most
 _LEAST = 0.005  # share of a reason that has a line
 _FEW = 3  # lines for products and kernels
-_LEAST_ROOM = 3  # lines for reasons, where many policies stand side by side
+_LEAST_ROOM = 5  # lines for reasons, where many policies stand side by side
 _PATH = 40  # columns for the path of a module in a sentence
 _LEAST_NAME = 12  # columns for a name, at least
 _WHY, _MOST_WHY = 70, 150  # columns for a reason, at most
@@ -121,10 +121,8 @@ def _shared(
 
 def _reason_lines(title: str, found: Sequence[_Shared], most: int) -> list[str]:
   """Returns a title and at most so many lines: the largest reasons, and the sum of the others."""
-  shown = sum(max(shared.shares) >= _LEAST for shared in found)
-  shown = max(
-    1, min(shown, most - (len(found) > min(shown, most)))
-  )  # a line for the others, if there is room
+  large = min(sum(max(shared.shares) >= _LEAST for shared in found), most)
+  shown = max(1, min(large, most - (len(found) > large)))  # with a line for the others where there is room
   width = _MOST_WHY if _REASONS[title] is float32_kernels else _WHY
   lines = [_reason_line(shared, width) for shared in found[:shown]]
   rest = found[shown:]
@@ -138,9 +136,13 @@ def _reason_line(shared: _Shared, width: int) -> str:
   """Returns a reason of at most so many columns with its share, the operations, and where they are."""
   alike, shares = shared
   lead, why = _shares(shares), _cut(alike.why, width)
-  room = max(TEXT_WIDTH - len(f"{lead} in : {why}"), 2 * _LEAST_NAME)
-  names = _listed(alike.names, max(room // 2, room - len(", ".join(alike.modules))))
-  modules = _listed(alike.modules, room - len(names), tail=True)
+  room = max(TEXT_WIDTH - len(f"{lead} in : {why}."), 2 * _LEAST_NAME)
+  most = room - min(room // 3, len(", ".join(alike.names)))
+  for width in range(most, _LEAST_NAME, -1):
+    modules = _listed(alike.modules, width, tail=True)
+    names = _listed(alike.names, room - len(modules))
+    if len(names + modules) <= room:
+      break
   where = "outside modules" if modules == ROOT else f"in {modules}"
   return f"{lead}{names} {where}: {why}"
 
@@ -206,8 +208,12 @@ def _listed(names: Sequence[str], width: int, *, tail: bool = False) -> str:
   return (_tail if tail else _cut)(names[0], room) + rest
 
 
-def _tail(text: str, width: int) -> str:
-  return text if len(text) <= width else f"...{text[3 - width :]}"
+def _tail(path: str, width: int) -> str:
+  """Returns the end of a path, from the beginning of a part of it on if that is not all of it."""
+  if len(path) <= width:
+    return path
+  end = path[3 - width :]
+  return f"...{end[max(end.find('/'), 0) :]}"
 
 
 def _shares(shares: Sequence[float]) -> str:

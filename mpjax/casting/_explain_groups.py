@@ -17,6 +17,7 @@ from mpjax.policy import Policy
 
 _MOST_NAMES = 6  # of operations in a cell
 _MOST_LABEL = 44  # letters of a policy that is written out
+_POWERS = frozenset({"integer_pow", "square"})  # beside which another operation tells more of the reason
 ROOT = "(no module)"
 
 _Item = TypeVar("_Item")
@@ -71,18 +72,18 @@ def _by_reason(
   total: int,
   size: Callable[[Iterable[ExplainedOperation]], int],
 ) -> list[Alike]:
-  """Returns operations by reason, the largest first; those of a place have the reason of its largest."""
-  of_reason: dict[tuple[str, tuple[str, ...]], list[tuple[ExplainedOperation, Sequence[ExplainedOperation]]]]
-  of_reason = {}
+  """Returns operations by reason, the largest first; those of a place have that of its largest."""
+  of_reason: dict[tuple[str, tuple[str, ...]], dict[str, int]] = {}  # the size in each module
   for rows in places:
     decided = [row for row in rows if row.list != "infer"] or list(rows)
-    largest = max(decided, key=lambda row: row.bytes)
-    names = tuple(dict.fromkeys(_short(row.primitive) for row in (largest, *decided)))
-    of_reason.setdefault((_reason(largest), names), []).append((largest, rows))
+    telling = max(decided, key=lambda row: (row.primitive not in _POWERS, row.bytes))
+    names = tuple(dict.fromkeys(_short(row.primitive) for row in (telling, *decided)))
+    sizes = of_reason.setdefault((_reason(telling), names), {})
+    sizes[telling.path] = sizes.get(telling.path, 0) + size(rows)
   found = []
-  for (why, names), alike in of_reason.items():
-    modules = grouped((largest.path for largest, _ in alike), layer_pattern)
-    share = sum(size(rows) for _, rows in alike) / max(total, 1)
+  for (why, names), sizes in of_reason.items():
+    modules = sorted(grouped(sizes, layer_pattern), key=lambda paths: -sum(sizes[path] for path in paths))
+    share = sum(sizes.values()) / max(total, 1)
     found.append(Alike(tuple(merged_names(modules, paths_of(one))), names, why, share))
   return sorted(found, key=lambda alike: -alike.share)
 

@@ -118,16 +118,13 @@ def _reasons(
     for reason in _reasons_of(one, rows, prefix):
       of_module = found.setdefault(reason.module, {})
       of_module.setdefault((reason.primitives, reason.why), {})[one.policy.label] = reason.more
-  every = [one.policy.label for one in explanations]
+  count = len(explanations)
   lines = []
   for module, reasons in found.items():
     for i, ((primitives, why), more) in enumerate(reasons.items()):
-      policies = ", ".join(more) if len(more) < len(every) else "all"
-      cells = [module if i == 0 else "", primitives, policies, _with_more(why, more)]
-      lines.append(cells if len(every) > 1 else [cells[0], *cells[1:2], cells[3]])
-  heads = (
-    ("module", "primitives", "under", "because") if len(every) > 1 else ("module", "primitives", "because")
-  )
+      under = [", ".join(more) if len(more) < count else "all"] if count > 1 else []
+      lines.append([module if i == 0 else "", primitives, *under, _with_more(why, more)])
+  heads = ["module", "primitives", *(["under"] if count > 1 else []), "because"]
   if lines:
     yield TextSection(title, _columns(*heads), [[TextRow(line) for line in lines]], name=name)
 

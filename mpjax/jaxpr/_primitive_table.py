@@ -163,7 +163,7 @@ decide(
 )
 decide(
   "deny",
-  "an activation function: its float32 inside is computed again, not kept",
+  "an activation function: its float32 inside is not kept",
   of(T.ELEMENTWISE | T.COSTLY, lax.tanh_p, lax.logistic_p, lax.erf_p, lax.erfc_p),
 )
 decide(
