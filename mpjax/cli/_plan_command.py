@@ -128,10 +128,14 @@ def _compare(
 ) -> list[Plan]:
   choices = list(itertools.product(policies, recompute, gathers))
   plans: dict[str, Plan] = {}
-  with _progress(console, "plan", len(choices)) as advance:
-    for policy, how, gather in choices:
+  several = len(recompute) > 1  # of --cheapest, which takes long: it says in a file, too, how far it is
+  with _progress(console, len(choices)) as advance:
+    for i, (policy, how, gather) in enumerate(choices):
       more = [f"{word} {value}" for word, value in (("recompute", how), ("gather", gather)) if value]
-      advance(", ".join([str(policy or planner.config.policy), *more]))
+      line = f"plan {i + 1} of {len(choices)}: {', '.join([str(policy or planner.config.policy), *more])}"
+      advance(line)
+      if several and not console.is_terminal:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
       made = planner.plan(policy, recompute=how, gather=gather, compile=compile)
       plans.setdefault(made.label, made)
   return list(plans.values())
@@ -145,14 +149,15 @@ def _fit(
   console: rich.console.Console,
   multiple: int | None,
 ) -> Fit:
-  with _progress(console, f"fit {policy or planner.config.policy}", None) as advance:
+  title = f"fit {policy or planner.config.policy}"
+  with _progress(console, None) as advance:
     try:
       return largest_batch(
         lambda batch, how: planner.plan(policy, batch=batch, compile=how),
         memory,
         multiple=multiple or planner.multiple,
         compile=compile,
-        progress=lambda batch, low, high: advance(f"batch {batch}: between {low} and {high or '?'}"),
+        progress=lambda batch, low, high: advance(f"{title}: batch {batch}, between {low} and {high or '?'}"),
       )
     except ConfigError:
       raise
@@ -161,26 +166,23 @@ def _fit(
 
 
 @contextmanager
-def _progress(
-  console: rich.console.Console, title: str, total: int | None
-) -> Iterator[Callable[[str], None]]:
+def _progress(console: rich.console.Console, total: int | None) -> Iterator[Callable[[str], None]]:
   """Shows a progress bar on a terminal; elsewhere nothing."""
   bar = rich.progress.Progress(
-    rich.progress.TextColumn("[bold]{task.description}"),
+    rich.progress.TextColumn("{task.description}", markup=False),
     rich.progress.BarColumn(),
-    rich.progress.TextColumn("{task.fields[status]}"),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
     disable=not console.is_terminal,
   )
   with bar:
-    task = bar.add_task(title, total=total, status="")
+    task = bar.add_task("begins", total=total)
     begun = False
 
     def advance(status: str) -> None:
       nonlocal begun
-      bar.update(task, advance=1 if begun else 0, status=status)
+      bar.update(task, advance=1 if begun else 0, description=status)
       begun = True
 
     yield advance

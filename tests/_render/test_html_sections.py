@@ -151,7 +151,7 @@ NAMES = {
   "explain": ["policy bf16", "tanh", "up"],
   "state": ["TrainState, step 0", "params", "768 B", "scale 65536.0"],
   "plan": ["target h100", "optimizer state", "Memory of one device"],
-  "report": ["Tensors", "activations", "Largest errors against float32"],
+  "report": ["good as it is", "activations", "Error against float32"],
   "tune": ["policies tried", "chosen", "bf16", "policy: bf16"],
 }
 

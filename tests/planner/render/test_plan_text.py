@@ -147,7 +147,7 @@ def test_the_answer_of_a_plan_says_whether_it_fits_and_what_to_change_in_twelve_
     "larger batch",
   ):
     assert words in text, words
-  assert lines[-1].startswith("more: .table(NAME), with NAME one of summary, memory, activations, products, ")
+  assert lines[-1].startswith("more: .table(")
   assert plan.tables == ("summary", "memory", "activations", "products", "time", "notes")
   full = a_plan(device_memory=10**9, products=(a_product(),), notes=())
   assert f"{NO_FIT}: {in_words(full.peak)} of the 1.00 GB of a device" in str(full)
