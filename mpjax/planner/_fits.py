@@ -1,4 +1,4 @@
-"""Searches over plans: the largest batch that fits a memory, and the cheapest choice that does."""
+"""Searches over plans: the largest batch that fits a memory, and the cheapest plan that fits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mpjax._render.plain_text import bytes_text
 from mpjax.planner._plan import Plan
 from mpjax.planner.compiled import CompileError
 
-# A plan of a batch: `plan_of(batch, compile)`, compile as `mpjax.plan` takes it.
+# Plans a batch size: `plan_of(batch, compile)`, with `compile` as in `mpjax.plan`.
 PlanOf = Callable[[int, Any], Plan]
 _MOST = 1 << 40
-# The analytic guess ends when it is this near, or after so many plans.
+# The analytic guess ends when it is this close, or after this many plans.
 _CLOSE, _SECANTS = 0.01, 6
-# After so many plans the search takes the middle instead of where a line meets the memory.
+# After this many plans the search bisects instead of following a straight line.
 _BENT = 6
 
 
@@ -25,11 +25,11 @@ class Fit:
 
   Attributes:
     batch: its size.
-    plan: of that batch.
-    next_batch: the next size up, which does not fit; `None` if the search ended at its bound.
-    next_peak: bytes that the next size up needs; 0 where its compiler gave up instead.
-    memory: bytes that were to be filled.
-    tried: sizes with their peaks, in the order in which they were tried; 0 for a compiler that gave up.
+    plan: its plan.
+    next_batch: the next larger size, which does not fit; `None` if the search ended at its bound.
+    next_peak: bytes that the next larger size needs; 0 if its compiler gave up.
+    memory: bytes of memory to fill.
+    tried: (size, peak) in the order of the search; the peak is 0 if the compiler gave up.
   """
 
   batch: int
@@ -58,25 +58,37 @@ def largest_batch(
   compile: bool | str = "auto",
   progress: Callable[[int, int, int], None] | None = None,
 ) -> Fit:
-  """Finds the largest batch whose step fits a memory, by bisection between analytic guesses.
+  """Finds the largest batch whose step fits a memory, by bisection from an analytic guess.
+
+  ```python
+  def plan_of(size, compile):
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+    return mpjax.plan(step, state, rows, target="h200", compile=compile)
+
+  print(mpjax.largest_batch(plan_of, memory=141 * 10**9, compile=False))
+  ```
 
   Args:
-    plan_of: plans a batch size; called with what to compile by.
-    memory: bytes of one device.
-    multiple: sizes are multiples of it (devices times micro-batches).
+    plan_of: function from a batch size and `compile` to its `Plan`.
+    memory: bytes of one device's memory.
+    multiple: sizes are multiples of this number (devices times micro-batches).
     most: the largest size to consider.
-    compile: as `mpjax.plan` takes it: whether the compiler decides, or the analytic plan alone.
-    progress: told (batch, lower bound, upper bound) before each plan; an upper bound of 0 is not known yet.
+    compile: as in `mpjax.plan`: whether the compiler's peak decides, or only the analytic peak.
+    progress: called with (batch, lower bound, upper bound) before each plan; an upper bound of 0 is not known
+      yet.
+
+  Returns:
+    A `Fit` with the size, its plan, and the next larger size.
 
   Raises:
-    ValueError: if not even the smallest batch fits, with what it needs.
+    ValueError: if the smallest batch does not fit; the message says what it needs.
   """
   if multiple < 1 or memory <= 0:
     raise ValueError(f"memory={memory}, multiple={multiple}: expected positive numbers")
   tried: dict[int, tuple[int, Plan | None]] = {}
 
   def peak(units: int, how: bool | str) -> int:
-    """Returns the peak of a batch, which is remembered; more than the memory where the compiler gave up."""
+    """Returns the peak of a batch, planned only once; above `memory` if the compiler gave up."""
     if units not in tried:
       if progress is not None:
         progress(units * multiple, low * multiple, (high or 0) * multiple)
@@ -127,12 +139,26 @@ def largest_batch(
 
 
 def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
-  """Returns the plan with the shortest time, and then the least memory, of those that fit a memory.
+  """Returns the plan with the shortest time among the plans that fit a memory; for equal times, the smallest.
 
-  Time is the floor where the target has published peaks, else the FLOPs of the matrix products.
+  ```python
+  plans = [
+    mpjax.plan(step, state, batch, policy=policy, target="h200", compile=False)
+    for policy in ("fp32", "bf16", "fp8")
+  ]
+  print(mpjax.cheapest(plans, memory=141 * 10**9).label)
+  ```
+
+  Args:
+    plans: plans for the same target.
+    memory: bytes of one device's memory.
+
+  Returns:
+    One of `plans`. Its time is the floor if the target has published peak rates, else the FLOPs of the matrix
+    products.
 
   Raises:
-    ValueError: if none fits, with what the smallest needs.
+    ValueError: if no plan fits; the message says what the smallest needs.
   """
   if not plans:
     raise ValueError("no plans to choose from")
@@ -154,7 +180,7 @@ def cheapest(plans: Sequence[Plan], memory: int) -> Plan:
 
 
 def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
-  """Returns how many multiples fit by the analytic plan, which is close to a straight line in the batch."""
+  """Returns how many multiples fit by the analytic plan, which is nearly linear in the batch."""
   limit = max(1, most // multiple)
   low, high = 1, 2
   below, above = (plan_of(min(n, limit) * multiple, False).peak for n in (low, high))
@@ -174,7 +200,7 @@ def _guess(plan_of: PlanOf, memory: int, multiple: int, most: int) -> int:
 
 
 def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns the next size to try: where a line through the two bounds meets the memory, or in the middle."""
+  """Returns the next size to try: where a line through the two bounds meets the memory, or the middle."""
   if not high:
     return _beyond(low, tried, memory)
   above = tried[high][0]
@@ -187,7 +213,7 @@ def _next(low: int, high: int, tried: dict[int, tuple[int, Plan | None]], memory
 
 
 def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns a size above all that were tried and fit: where a line through the last two meets the memory."""
+  """Returns a larger size than all that fit so far: where a line through the last two meets the memory."""
   smaller = max((units for units in tried if units < low), default=0)
   if not smaller or tried[low][0] <= tried[smaller][0]:
     return low + max(1, low // 4 if not smaller else low)
@@ -196,7 +222,7 @@ def _beyond(low: int, tried: dict[int, tuple[int, Plan | None]], memory: int) ->
 
 
 def _below(high: int, tried: dict[int, tuple[int, Plan | None]], memory: int) -> int:
-  """Returns a size below all that were tried and do not fit: on a line through the two smallest, or half."""
+  """Returns a smaller size than all that did not fit: on a line through the two smallest, or half."""
   above, larger = tried[high][0], min((units for units in tried if units > high), default=0)
   if above <= memory + 1 or len(tried) > _BENT:
     return max(1, high // 2)

@@ -44,10 +44,10 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown, PlanFigures):
-  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` of it is the answer in short.
+  """The cost of one step on one target, as `mpjax.plan` returns it; `str()` gives the short answer.
 
-  `table("memory")` and the like are the tables, `tables` their names. The attributes are those of
-  `PlanFigures`.
+  `table(NAME)` gives one table as text, such as `table("memory")`, and `tables` lists the names. The
+  attributes are those of `PlanFigures`.
   """
 
   def _answer(self) -> list[str]:
@@ -94,7 +94,7 @@ def plan(
     donate_argnums: the donated arguments of a plain function; those of a jitted function are known.
 
   Returns:
-    A `Plan`: `str()` gives the answer, `table(NAME)` one part as text, `to_dict()` the data.
+    A `Plan`: `str()` gives the answer, `table(NAME)` one table as text, `to_dict()` the data.
 
   Raises:
     TypeError: for arguments that the step does not take; the message shows the right call.

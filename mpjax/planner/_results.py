@@ -211,11 +211,11 @@ class Floor:
 
   Attributes:
     seconds: the longest of the parts.
-    parts: `matrix units`, `memory`, `interconnect`: seconds of each.
-    bound: the part that is longest.
-    moved_bytes: bytes that memory must move at the least: those that a cache of the target cannot keep.
-    touched_bytes: bytes that the step reads and writes, the cache's among them.
-    cache: bytes of that cache: an L2 on a GPU, the memory on the chip of a TPU.
+    parts: seconds of `matrix units`, `memory` and `interconnect`.
+    bound: name of the longest part.
+    moved_bytes: the least bytes that the memory must move: those that the target's cache cannot keep.
+    touched_bytes: bytes that the step reads and writes, including those in the cache.
+    cache: bytes of the cache: the L2 of a GPU, the memory on a TPU's chip.
   """
 
   seconds: float

@@ -1,4 +1,4 @@
-"""The answer of a plan: whether it fits, what is large, what misses the units, the time, what to change."""
+"""The short answer of a plan: whether it fits, its largest parts, its products, its time, what to change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpjax.planner.render._plan_conclusions import conclusions, memory_of
 from mpjax.planner.render._plan_text import NO_FIT, percent_text
 
 _MOST_PARTS, _MOST_MISSES, _MOST_COLLECTIVES, _MOST_PLANS = 3, 2, 2, 7
-_ROOMY = 0.5  # of the memory, below which a larger batch is worth a word
-_ALIKE = 1e-3  # of a time
-_LARGE = 0.2  # of the peak, from which on results beside the arguments are worth a word
-_MISSES = 0.01  # of the FLOPs, from which on what is below the full rate is worth a word
+_ROOMY = 0.5  # a larger batch is suggested below this share of the memory
+_ALIKE = 1e-3  # relative difference of equal times
+_LARGE = 0.2  # outputs are mentioned above this share of the peak
+_MISSES = 0.01  # products below the full rate are mentioned above this share of the FLOPs
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "tensorfloat32": "tf32", "float32": "fp32"}
 _WIDE = ("float32", "tensorfloat32")
-_PADDING = "pad "  # how the notes on padding begin
+_PADDING = "pad "  # the beginning of notes on padding
 _WAYS_OUT = {
   "activations": "recompute=dots keeps fewer of them, a smaller batch or accumulate=2 halves them",
   "workspace": "a smaller batch or accumulate=2 halves it",
@@ -39,11 +39,11 @@ def answer(plan: PlanFigures) -> list[str]:
 
 
 def answer_beside(plans: Sequence[PlanFigures], first: Sequence[str] = ()) -> list[str]:
-  """Returns the answer of several plans, a row each, in at most eleven lines.
+  """Returns the answer for several plans, with a row for each, in at most eleven lines.
 
   Args:
-    plans: to compare, the one that is asked for first.
-    first: sentences before the table; by default which of the plans that fit has the shortest time.
+    plans: the plans, the most important first.
+    first: sentences before the table; by default, the plan with the shortest time among those that fit.
   """
   rows = [["policy", "needs", "of memory", "products", "full rate", "at least", "bound by"]]
   rows += [_row(plan) for plan in plans[:_MOST_PLANS]]
@@ -58,7 +58,7 @@ _MORE_NOTES = "notes left out: {}"
 
 
 def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
-  """Yields the plans with the shortest time floor of those that fit."""
+  """Yields a line on the plans with the shortest time among those that fit."""
   fitting = [plan for plan in plans if not plan.room or plan.peak <= plan.room]
   if not fitting:
     yield f"none of {len(plans)} fits"
@@ -72,7 +72,7 @@ def _fastest(plans: Sequence[PlanFigures]) -> Iterator[str]:
 
 
 def _title(plans: Sequence[PlanFigures], label: str = "") -> str:
-  """Returns what is planned, and for which device."""
+  """Returns the step that is planned, and the device."""
   subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject))
   counts = dict.fromkeys((plan.target, plan.devices) for plan in plans)
   where = ", ".join(target if count == 1 else f"{target}, {count} devices" for target, count in counts)
@@ -89,14 +89,14 @@ def _memory(plan: PlanFigures) -> Iterator[str]:
     fits = NO_FIT if plan.peak > plan.room else "fits"
     needs = f"{fits}: {needs} of the {bytes_text(plan.room)} {whose}, {percent_text(plan.peak / plan.room)}"
   else:
-    needs += ", and the device does not say what it has"
+    needs += "; the size of the device's memory is not known"
   yield f"memory: {needs} ({'by the compiler' if plan.compiled else 'analytic'})"
   largest = sorted(memory_of(plan).parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
   yield f"  largest: {', '.join(f'{name} {bytes_text(size)}' for name, size in largest)}"
 
 
 def _products(plan: PlanFigures) -> Iterator[str]:
-  """Yields the share of the matrix FLOPs by dtype, and what is below the full rate of the matrix units."""
+  """Yields the shares of the matrix FLOPs by dtype, and the products below the full rate."""
   flops = plan.matrix_flops()
   whole = sum(flops.values())
   if not whole:
@@ -135,7 +135,7 @@ def _name(product: ProductGroup) -> str:
 def _kernels(plan: PlanFigures) -> Iterator[str]:
   if plan.fused:
     names = dict.fromkeys(kernel.name for kernel in plan.fused)
-    yield f"fused kernels: {', '.join(list(names)[:_MOST_PARTS])}; in no other figure, nor in the time"
+    yield f"fused kernels: {', '.join(list(names)[:_MOST_PARTS])}; not in the other figures or the time"
 
 
 def _collectives(plan: PlanFigures) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _collectives(plan: PlanFigures) -> Iterator[str]:
 def _time(plan: PlanFigures) -> Iterator[str]:
   floor = plan.floor
   if floor is None:
-    yield f"time: no floor, since the peaks of {plan.target} are not published"
+    yield f"time: not known, because {plan.target} has no published peak rates"
     return
   others = [f"{name} {with_prefix(s, 's')}" for name, s in floor.parts.items() if name != floor.bound]
   if floor.moved_bytes < floor.touched_bytes:
@@ -158,7 +158,7 @@ def _time(plan: PlanFigures) -> Iterator[str]:
 
 
 def _notes(plans: Sequence[PlanFigures]) -> list[str]:
-  """Returns the notes on plans that are no advice: what failed first, what is not installed last."""
+  """Returns the notes that are not advice: failures first, missing packages last."""
   rank = lambda note: (not note.startswith("the compiler failed"), note.startswith("analytic only"))
   said: dict[str, list[str]] = {}
   for plan in plans:

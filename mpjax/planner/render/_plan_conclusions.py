@@ -1,4 +1,4 @@
-"""Sentences on plans beside each other: what does not fit and what gives it room, what costs more and why."""
+"""Sentences that compare plans: what does not fit and how to make room, what needs more memory and why."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from mpjax._render.plain_text import bytes_text
 from mpjax.planner._results import TRANSIENT_PARTS, Memory, PlanFigures
 
-_MOST_SHARE = 0.97  # of a GPU that a process can be given: the driver and the runtime keep some
-_WORTH_SAYING = 1e-3  # of a peak
+_MOST_SHARE = 0.97  # the most of a GPU's memory for a process; the driver and the runtime keep the rest
+_WORTH_SAYING = 1e-3  # the least difference, as a share of the peak
 _MOST_PARTS = 2
-_OF_MORE = 0.1  # of the difference between two plans
+_OF_MORE = 0.1  # the least share of a part in the difference between two plans
 
 
 def conclusions(plans: Sequence[PlanFigures]) -> list[str]:
@@ -25,15 +25,15 @@ def _fits(plans: Sequence[PlanFigures]) -> Iterator[str]:
     if plan.room == plan.device_memory or not plan.room < plan.peak <= plan.device_memory:
       continue
     share = math.ceil(100 * plan.peak / plan.device_memory) / 100
-    says = f"{plan.label} fits the device and not the share of it that JAX takes by default"
+    says = f"{plan.label} fits the device, but not the share of it that JAX takes by default"
     if share <= _MOST_SHARE:
       yield f"{says}: XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} in the environment gives it room."
     else:
-      yield f"{says}, and leaves too little of it for the driver to be given more."
+      yield f"{says}; a larger share would leave too little for the driver."
 
 
 def _fp8(plans: Sequence[PlanFigures]) -> Iterator[str]:
-  """Yields why an FP8 plan needs more than one in 16 bits of the same step, which surprises most readers."""
+  """Yields why an FP8 plan needs more memory than a 16-bit plan of the same step, a surprise to many."""
   for narrow, plan in itertools.product(plans, plans):
     same = (narrow.subject, narrow.target, narrow.devices) == (plan.subject, plan.target, plan.devices)
     if not same or _width(narrow) != 8 or _width(plan) != 16:
@@ -53,10 +53,10 @@ def _fp8(plans: Sequence[PlanFigures]) -> Iterator[str]:
 def _reason(narrow: PlanFigures, plan: PlanFigures) -> str:
   less = plan.memory.peak - narrow.memory.peak
   if narrow.compiled and plan.compiled and less > 0:
-    return f"by the order in which the compiler runs it; the analytic plan needs {bytes_text(less)} less"
+    return f"because of the compiler's order of operations; the analytic plan needs {bytes_text(less)} less"
   says = (
-    "FP8 makes products faster; what the backward pass reads is kept in 16 bits all the same, and FP8 copies "
-    "of operands are made beside it"
+    "FP8 makes products faster, but activations for the backward pass stay in 16 bits, and FP8 copies of "
+    "operands are added to them"
   )
   if any(saved.dtype.startswith("float8") for saved in narrow.memory.saved):
     return says

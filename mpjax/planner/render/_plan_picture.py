@@ -1,4 +1,4 @@
-"""Plans as a picture for a report: memory by part, as stacked bars beside what the device has."""
+"""Plans as a picture for a report: memory by part as stacked bars, with the device's memory as a line."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 # Blues stay, oranges come and go.
 COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LIGHT), strict=True))
 
-_BAR, _PLAN = 0.3, 1.0  # height of a bar, and of what a plan takes, in units of the vertical axis
-_SLIVER = 0.01  # of the longest bar: a part below it is drawn with the other small ones
+_BAR, _PLAN = 0.3, 1.0  # heights of a bar and of a plan, in units of the vertical axis
+_SLIVER = 0.01  # parts below this share of the longest bar are drawn as one
 _REST = "smaller parts"
-_FAR = 2  # a device with more than so many times the memory that is drawn would make the bars too short
+_FAR = 2  # a line at more than this many times the longest bar is left out: bars would be too short
 
 
 @picture_style("plan")
 def save_picture(plans: Sequence[PlanFigures], path: str | os.PathLike[str]) -> None:
-  """Draws memory by part, a bar a plan and a second one where it is compiled.
+  """Draws memory by part: a bar for each plan, and a second one if it is compiled.
 
   Args:
-    plans: at least one.
-    path: of the file, which ends in `.png` or `.svg`.
+    plans: at least one plan.
+    path: path of the file; its name ends in `.png` or `.svg`.
 
   Raises:
     ValueError: if the file's name has another ending, or there is nothing to draw.
@@ -73,7 +73,7 @@ def _bars(plan: PlanFigures) -> Iterator[_Bar]:
 
 
 def _without_slivers(bars: Sequence[Sequence[_Bar]]) -> list[list[_Bar]]:
-  """Returns bars whose parts can be seen: those that are small in every bar are drawn as one."""
+  """Returns bars with visible parts: parts that are small in every bar become one."""
   parts = [bar.parts for of_plan in bars for bar in of_plan]
   least = _SLIVER * max(sum(sizes.values()) for sizes in parts)
   seen = {name for sizes in parts for name, size in sizes.items() if size >= least}
@@ -124,7 +124,7 @@ def _draw(
 
 
 def _taken(plan: PlanFigures) -> int:
-  """Returns what JAX takes of a device, where that is not all of it; else 0."""
+  """Returns what JAX takes of a device's memory if that is not all of it; else 0."""
   return plan.room if plan.room < plan.device_memory else 0
 
 
@@ -143,7 +143,7 @@ def _colors() -> Iterator[tuple[str, str]]:
 
 
 def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, scale: float, room: int) -> None:
-  """Draws a bar, and what it comes to in a column of its own, where no line crosses it."""
+  """Draws a bar, with its total in a separate column that no line crosses."""
   left = 0.0
   for name, color in _colors():
     size = bar.parts.get(name, 0) / scale
@@ -160,14 +160,14 @@ def _draw_bar(axes: Axes, bar: _Bar, middle: float, right: float, scale: float, 
 
 
 def _title(plans: Sequence[PlanFigures]) -> str:
-  """Returns what is trained and on what, a line each."""
+  """Returns two lines: what is trained, and the device."""
   subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject)) or "a training step"
   devices = dict.fromkeys((plan.target, plan.device, plan.devices) for plan in plans)
   if len(devices) > 1:
     where = ", ".join(dict.fromkeys(plan.target for plan in plans))
   else:
     [(target, device, count)] = devices
-    # A vendor's 141 GB are 150.75e9 bytes, and beside the axis they read as another size.
+    # A vendor's 141 GB are 150.75e9 bytes, which next to the axis looks like another size.
     name = re.sub(r" \d+ GB$", "", device)
     where = target if name == target else f"{target}, {name}"
     where += f", each of {count} devices" if count > 1 else ""

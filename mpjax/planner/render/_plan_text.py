@@ -1,4 +1,4 @@
-"""Plans as tables, one column a plan, each under the name by which it is asked for."""
+"""Plans as named tables, with one column for each plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.planner.render._plan_conclusions import conclusions
 
 NO_FIT = "DOES NOT FIT"
 
-_WIDE = 100  # from which on a table has room for every column
+_WIDE = 100  # tables of at least this width show all columns
 _FIGURES = frozenset({"devices", "count", "bytes", "extra", "FLOPs", "needs", "share", "floor"})
 _PROSE = frozenset({"module", "why", "plan", "from"})
 _MOST_ACTIVATIONS = 8
@@ -28,9 +28,9 @@ _MOST_PRODUCTS = 10
 
 
 class _Room(NamedTuple):
-  """The room for a column a plan: for figures with what they come to a parameter, or without."""
+  """The widths of columns: long figures also show bytes per parameter."""
 
-  first: int  # for the names of rows
+  first: int  # width of the names of rows
   cell: int
   long: bool
 
@@ -41,7 +41,7 @@ _GAP = 2  # between columns
 
 
 def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterator[TextSection]:
-  """Yields what there is to say of plans: first what they need, then the parts."""
+  """Yields the tables of plans: first the memory that they need, then the parts."""
   room = _LONG if len(plans) * (_LONG.cell + _GAP) <= width - _LONG.first else _SHORT
   word = max((len(word) for plan in plans for word in plan.label.split()), default=0)
   abreast = max(1, (width - room.first) // (max(room.cell, word) + _GAP))
@@ -61,7 +61,7 @@ def sections_of(plans: Sequence[PlanFigures], width: int = TEXT_WIDTH) -> Iterat
 
 
 def _lead(plans: Sequence[PlanFigures]) -> TextSection:
-  """Returns what is planned, for what, what each plan needs, and whether it fits."""
+  """Returns the first table: the step and the target, what each plan needs, and whether it fits."""
   subjects = list(dict.fromkeys(plan.subject for plan in plans if plan.subject))
   floors = any(plan.floor for plan in plans)
   columns = _columns("plan needs share" + " floor by" * floors)
@@ -77,7 +77,7 @@ def _lead(plans: Sequence[PlanFigures]) -> TextSection:
 
 
 def _facts(plan: PlanFigures) -> str:
-  """Returns the target of a plan, what memory it has, and how many parameters are trained."""
+  """Returns the target of a plan, its memory, and the number of trained parameters."""
   device = f"target {plan.target}: {plan.device}" if plan.device != plan.target else f"target {plan.target}"
   has = f"with {bytes_text(plan.device_memory)} of memory" if plan.device_memory else "of unknown memory"
   count = f"{plan.devices} devices {has} each" if plan.devices > 1 else f"1 device {has}"
@@ -89,7 +89,7 @@ def _facts(plan: PlanFigures) -> str:
 
 
 def _whose(plans: Sequence[PlanFigures]) -> str:
-  """Returns whose memory the shares are of."""
+  """Returns the name of the memory that shares refer to."""
   return "JAX's memory" if any(p.room < p.device_memory for p in plans) else "device memory"
 
 
@@ -142,7 +142,7 @@ _Rows = Callable[..., Iterator[TextRow]]
 
 
 def _at_once(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[TextRow]:
-  """Returns what rules of thumb count: weights, their copies, gradients and optimiser state, all of each."""
+  """Returns the rows that rules of thumb count: all weights, copies, gradients and optimiser state."""
   states = [plan.memory.training_state for plan in plans]
   names = _names(states)
   if not names:
@@ -152,7 +152,7 @@ def _at_once(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[Text
 
 
 def _compiled(plans: Sequence[PlanFigures], row: _Row, total: _Rows) -> list[TextRow]:
-  """Returns the compiler's rows; none if no plan is compiled."""
+  """Returns the compiler's rows; empty if no plan is compiled."""
   compiled = [plan.compiled for plan in plans]
   if not any(compiled):
     return []
@@ -190,7 +190,7 @@ def _activations(plan: PlanFigures, width: int) -> TextSection | None:
     )
     for s in saved[:_MOST_ACTIVATIONS]
   ]
-  line = f"All activations that are saved, at the worst moment: {bytes_text(plan.memory.saved_bytes)}."
+  line = f"All saved activations, at their maximum: {bytes_text(plan.memory.saved_bytes)}."
   at_peak = plan.memory.parts.get("activations", 0)
   if bytes_text(at_peak) != bytes_text(plan.memory.saved_bytes):
     line += f" The peak of all memory is at another moment, with {bytes_text(at_peak)} of them (analytic)."
@@ -229,7 +229,7 @@ def _products(plan: PlanFigures) -> TextSection | None:
     return None
   title = "Products below the full rate of the matrix units"
   if len(rest) == len(plan.products) and all(p.padded == p.shape for p in rest):
-    # Nothing could be padded: there are no units for any of them, and a row each would say so every time.
+    # Padding does not help: no product has matrix units, and each row would repeat that.
     lines = [f"all of them: {why}" for why in dict.fromkeys(p.why for p in rest)]
     return TextSection(title, lines=lines, name="products")
   whole = max(1, sum(p.flops for p in plan.products))
@@ -254,7 +254,7 @@ def _fused(plan: PlanFigures) -> TextSection | None:
     )
   others = plan.fused[_MOST_PRODUCTS:]
   lines = [f"{len(others)} more."] if others else []
-  lines.append("What kernels compute is in no other figure of this plan, nor in the time floor.")
+  lines.append("The FLOPs of kernels are not in the other figures of this plan, nor in the time floor.")
   columns = _columns("module line kernel operands count FLOPs")
   return TextSection("Fused kernels", columns, [rows], lines, "kernels") if rows else None
 
@@ -291,8 +291,8 @@ def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
   lines = ["At the published peaks of the target. It bounds the time from below and does not predict it."]
   for cache in dict.fromkeys(f.cache for f in floors if f and f.moved_bytes < f.touched_bytes):
     lines.append(
-      f"A cache of {bytes_text(cache)} may keep as much of what the step reads, of what it writes and of "
-      "what the backward pass reads again: the bytes moved are without it."
+      f"A cache of {bytes_text(cache)} may keep that many bytes of what the step reads, of what it writes "
+      "and of what the backward pass reads again; the bytes moved leave them out."
     )
   labels = [plan.label for plan in plans]
   return beside("Time floor: no step is faster than", labels, [rows], lines, name="time")
@@ -301,17 +301,17 @@ def _floor(plans: Sequence[PlanFigures]) -> TextSection | None:
 def _row(
   name: str, values: Iterable[Any], shown: Callable[[Any], str] = str, strong: bool = False
 ) -> TextRow:
-  """Returns a row of values, with a dash where there is none."""
+  """Returns a row of values, with a dash for `None`."""
   return TextRow([name, *("-" if value is None else shown(value) for value in values)], strong)
 
 
 def _columns(headings: str) -> list[TextColumn]:
-  """Returns columns with these headings, a word each."""
+  """Returns columns with these one-word headings."""
   return [TextColumn(name, right=name in _FIGURES, folds=name in _PROSE) for name in headings.split()]
 
 
 def _said(plans: Sequence[PlanFigures], of: Callable[[PlanFigures], Iterable[str]]) -> list[str]:
-  """Returns the sentences of plans, each once, with the names of its plans before it unless all say it."""
+  """Returns each sentence of the plans once, with the names of its plans unless all plans have it."""
   said: dict[str, list[str]] = {}
   for plan in plans:
     for sentence in dict.fromkeys(of(plan)):
@@ -350,14 +350,14 @@ def _fit(plan: PlanFigures) -> str:
 
 
 def percent_text(share: float) -> str:
-  """Returns a share as `99.9 %`; less than all is never shown as all, nor more than nothing as nothing."""
+  """Returns a share as `99.9 %`; only a whole is shown as 100.0 %, and only nothing as 0.0 %."""
   if 0 < share < 5e-4:
     return "<0.1 %"
   return f"{min(100 * share, 99.9) if share < 1 else 100 * share:.1f} %"
 
 
 def _padding(product: ProductGroup) -> tuple[str, str]:
-  """Returns the padded shape, and how much more there is to multiply."""
+  """Returns the padded shape, and the share of additional FLOPs."""
   if product.padded == product.shape:
     return "-", "-"
   extra = 100 * (math.prod(product.padded) / max(1, math.prod(product.shape)) - 1)
