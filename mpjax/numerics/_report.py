@@ -1,4 +1,4 @@
-"""The report of an inspection, as data, as text, as JSON and as a page."""
+"""The report of an inspection as data, text, JSON and a page."""
 
 from __future__ import annotations
 
@@ -36,26 +36,34 @@ _TITLES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NumericsReport(Shown):
-  """The report that `mpjax.inspect_numerics` returns; `str()` of it is the answer in short.
+  """The report that `mpjax.inspect_numerics` returns; `str()` gives the short answer.
+
+  ```python
+  report = mpjax.inspect_numerics(loss_fn, params, batch, policy="fp16")
+  print(report)  # the verdict, the findings, the policy to use
+  print(report.table("modules"))  # one table; report.tables has the names
+  print(report.error_by_module("weight gradient"))
+  ```
 
   Attributes:
     title: what was inspected.
     policy: the policy.
-    loss_scale: in force; 1 without loss scaling.
-    step: training steps behind the state.
-    batches, rows: that were looked at.
-    loss: under the policy, mean over batches.
-    reference_loss: in float32; `None` if that was not run.
-    tensors: sorted by kind and position in the program.
-    stored: what each slot of an optimiser's state in few bytes lost when the updates' step stored it.
-    keep: the share of gradients that a loss scale should keep in range.
-    narrow_reference: where the float32 run computes in less, by the model's own casts.
-    own_scale: whether the loss scale is one of the optimiser's own, which no policy changes.
-    scale_dependent: parameters whose gradient is another one at another loss scale, in float32, too; looked
-      for under a loss scale where gradients are far from float32's.
-    fragile: loops and orders that half precision may change, and that no figure shows; see `mpjax.explain`.
-    findings: problems first.
-    advice: what to use instead; `None` before there is any.
+    loss_scale: the loss scale of the run; 1 without loss scaling.
+    step: number of training steps before the state.
+    batches, rows: numbers of inspected batches and rows.
+    loss: mean loss under the policy over batches.
+    reference_loss: mean loss in float32; `None` without a float32 run.
+    tensors: the tensors, sorted by kind and position in the program.
+    stored: for each slot of an optimiser's state in few bytes, what it lost when the step stored it.
+    keep: share of nonzero gradients that a loss scale should keep in range.
+    narrow_reference: modules that compute in less than float32 in the float32 run, by the model's own casts.
+    own_scale: whether the optimiser itself scales the loss; then a policy does not change the loss scale.
+    scale_dependent: parameters whose gradient changes with the loss scale even in float32. Tested only under
+      a loss scale, if a gradient is far from float32's.
+    fragile: loops and orders that half precision may change without a trace in the figures; see
+      `mpjax.explain`.
+    findings: the findings, problems first.
+    advice: the policy to use instead; `None` before it is known.
   """
 
   title: str
@@ -82,7 +90,7 @@ class NumericsReport(Shown):
     object.__setattr__(self, "tensors", tuple(ordered))
 
   def of(self, kind: str, module: str | None = None) -> list[Tensor]:
-    """Returns the tensors of a kind, in the order of the program; those of one module, if it is named."""
+    """Returns the tensors of a kind, in program order; only those of `module` if it is given."""
     return [t for t in self.tensors if t.kind == kind and module in (None, t.module)]
 
   def lost(self, kind: str, name: str, scale: float | None = 1.0) -> float:
@@ -90,10 +98,10 @@ class NumericsReport(Shown):
     return share_lost(self.of(kind), name, scale)
 
   def lost_updates(self) -> dict[str, float]:
-    """Returns the share of the step's updates (of those that are not zero) that each kind of weights loses.
+    """Returns the share of the step's nonzero updates that weights of each format lose.
 
-    By `bfloat16`, `float16`, `int8` and `int16` as in `Tensor.lost`, and `stochastic`, which loses none on
-    average; empty if there are no updates.
+    The keys are `bfloat16`, `float16`, `int8` and `int16`, as in `Tensor.lost`, and `stochastic`, which loses
+    nothing on average. Empty without updates.
     """
     moved = [t for t in self.of("update") if t.lost and t.moved]
     total = sum(t.moved for t in moved)
@@ -105,20 +113,19 @@ class NumericsReport(Shown):
 
   @property
   def descent_quality(self) -> float | None:
-    """The share of the descent that the step's updates intend which the weights make as they are kept.
+    """The share of the updates' intended descent that the weights make in their own formats.
 
     `<actual update, intended update> / |intended update|^2` over all parameters: 1 if nothing is lost, 0 if
-    no weight moves along it (the effective descent quality of arXiv 2405.18710). `None` if there are no
-    updates.
+    no weight moves along it (the effective descent quality of arXiv 2405.18710). `None` without updates.
     """
     return descent_quality(self.of("update"))
 
   def descent_quality_in(self, held: str) -> float | None:
-    """Returns `descent_quality` had the weights been kept otherwise: `bfloat16`, `float16`, `int8`..."""
+    """Returns `descent_quality` for weights in another format: `bfloat16`, `float16`, `int8`..."""
     return descent_quality(self.of("update"), held)
 
   def error_by_module(self, kind: str) -> dict[str, float]:
-    """Returns the largest error against float32 in each module, in the order of the program."""
+    """Returns the largest error against float32 in each module, in program order."""
     worst: dict[str, float] = {}
     for tensor in self.of(kind):
       if tensor.error is not None:
@@ -126,7 +133,7 @@ class NumericsReport(Shown):
     return worst
 
   def heading(self) -> list[str]:
-    """Returns what was inspected, in two lines."""
+    """Returns two lines that say what was inspected."""
     title = f"numerics of {self.title}" if self.title else "numerics"
     against = "" if self.reference_loss is None else f" (float32: {self.reference_loss:.6g})"
     scale = f"loss scale {power_of_two_text(self.loss_scale)}" if self.loss_scale != 1 else "no loss scale"
@@ -136,7 +143,7 @@ class NumericsReport(Shown):
     ]
 
   def batches_text(self) -> str:
-    """Returns how many batches and rows were looked at."""
+    """Returns the numbers of inspected batches and rows, in words."""
     return f"{'1 batch' if self.batches == 1 else f'{self.batches} batches'} ({self.rows} rows)"
 
   def with_advice(self, found: tuple[tuple[Finding, ...], Advice]) -> NumericsReport:

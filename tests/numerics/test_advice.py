@@ -99,7 +99,7 @@ def test_a_fault_is_found_in_its_layer_and_the_advice_leaves_no_problem(fault, p
   assert all(f"{key}: {buys}" in everything for key, buys in advice.lines)
   [pasted] = re.findall(r"^(policy: \{.*\n(?:  .*\n)*)", text, re.MULTILINE)
   assert mpjax.get_policy(yaml.safe_load(pasted)["policy"]) == advised
-  assert "the policy below mends" in text.splitlines()[0]
+  assert "the policy below fixes" in text.splitlines()[0]
   if fault == "all":
     params, batch, loss_fn = model(fault)
     again = mpjax.inspect_numerics(loss_fn, params, batch, policy=advice.policy, tx=TX, advise=False)

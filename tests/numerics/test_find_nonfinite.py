@@ -148,7 +148,7 @@ def test_data_and_parameters_that_are_not_finite_are_named_without_an_operation(
   kind = "NaN" if np.isnan(value) else "+inf"
   assert report.origin is None
   assert str(report).startswith(f"batch['x'] holds 3 {kind} of 16")
-  assert "mend the data" in str(report)
+  assert "fix the data" in str(report)
   broken = W.copy()
   broken[1, 1] = value
   report = hunt(step, state.replace(params={"w": [W, broken]}))
@@ -248,7 +248,7 @@ def test_infinities_of_a_mask_are_not_blamed_until_a_row_is_masked_everywhere(ma
   assert not report.inputs
   if mask != "cast":
     assert report.origin.primitive == "sub"
-    assert "made NaN of infinities" in str(report)
+    assert "made NaN from infinities" in str(report)
     assert report.origin.nonfinite.nan == 4
 
 

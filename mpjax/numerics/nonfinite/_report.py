@@ -1,4 +1,4 @@
-"""`NonfiniteReport`: the first operation that made NaN or infinity, as data and as text, and what to try."""
+"""`NonfiniteReport`: the first operation that computed NaN or infinity, as data and text, and what to try."""
 
 from __future__ import annotations
 
@@ -15,31 +15,39 @@ from mpjax._render.text_sections import TextSection, answer_lines, of_rows
 from mpjax.loss_scale._monitor import NonFinite
 from mpjax.numerics.nonfinite._origins import Origin
 
-_MOST_INPUTS = 3  # that the verdict names
+_MOST_INPUTS = 3  # the most inputs that the verdict names
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Shown):
-  """The report of `find_nonfinite`; `str()` of it is the answer in short, the verdict first.
+  """The report of `find_nonfinite`; `str()` gives the short answer, the verdict first.
+
+  ```python
+  report = mpjax.find_nonfinite(step, state, batch)
+  print(report)  # the verdict, and what to try
+  if not report.finite:
+    print(report.table("origins"))  # every operation that may be to blame
+  ```
 
   Attributes:
-    origin: the first operation to blame; `None` where nothing is non-finite or inputs are to blame.
+    origin: the first operation to blame; `None` if all is finite or inputs are to blame.
     inputs: inputs that lead to non-finite results, by name (`batch['images']`, `params['w']`).
-    others: further operations from which non-finite values lead to the results, independent of the first.
-    results: the non-finite results by name, computed operation by operation: `loss`, `gradients['w']`; where
-      those are finite `model state ['mean']`, `updates['w']`, `parameters after the step ['w']`,
-      `optimiser state ['0/nu/w']`.
-    compiled: the non-finite results of the compiled step, which keeps roundings in other places.
-    gradients: how many gradient leaves there are.
-    loss_scale: what the loss was multiplied by, 1.0 without loss scaling.
+    others: other operations to blame, independent of the first.
+    results: counts of the non-finite results by name, computed operation by operation: `loss`,
+      `gradients['w']`; if these are finite, `model state ['mean']`, `updates['w']`,
+      `parameters after the step ['w']`, `optimiser state ['0/nu/w']`.
+    compiled: counts of the non-finite results of the compiled step, which rounds in other places.
+    gradients: number of gradient leaves.
+    loss_scale: factor of the loss; 1.0 without loss scaling.
     policy: text of the policy.
     compute_dtype: name of the policy's compute dtype.
-    autocast: whether the policy says autocast, without which it cannot have overrides.
-    parts: the parts of the step that were computed: the first of them alone where they are non-finite.
-    summed: where gradients are summed over devices in a half dtype, `float16 over 8 devices`; else empty.
-    in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` where
-      that was not looked at.
-    reference: the report in float32, where it was computed.
+    autocast: whether the policy uses autocast, which overrides need.
+    parts: the parts of the step that were computed; only the first ones if they are non-finite.
+    summed: dtype and devices if gradients are summed over devices in half precision, such as
+      `float16 over 8 devices`; else empty.
+    in_float32: whether the same step has non-finite results in float32 without loss scaling; `None` if not
+      tested.
+    reference: the report in float32, or `None`.
   """
 
   origin: Origin | None
@@ -59,19 +67,19 @@ class NonfiniteReport(Shown):
 
   @property
   def finite(self) -> bool:
-    """Returns whether every result is finite, computed operation by operation."""
+    """Returns whether every result is finite when computed operation by operation."""
     return not self.results
 
   @property
   def of_gradients(self) -> bool:
-    """Returns whether the loss or a gradient is non-finite, so that no more of the step was computed."""
+    """Returns whether the loss or a gradient is non-finite; then the rest of the step was not computed."""
     return any(name == "loss" or name.startswith("gradients") for name in self.results)
 
   @property
   def largest_scale(self) -> float | None:
-    """Returns the largest power of two as loss scale at which the origin's result fits; `None` for no scale.
+    """Returns the largest power of two as loss scale at which the origin's result fits, or `None`.
 
-    An operation of the backward pass that overflows is taken to be proportional to the scaled gradient.
+    It assumes that the result of an overflowing backward operation is proportional to the loss scale.
     """
     origin = self.origin
     if origin is None or not origin.backward or not origin.overflowed or self.loss_scale == 1:
@@ -81,7 +89,7 @@ class NonfiniteReport(Shown):
 
   @property
   def verdict(self) -> str:
-    """What is to blame, and whether the same step is finite in float32, in one line."""
+    """The operation or input to blame, and whether the same step is finite in float32, in one line."""
     return _finite_text(self).partition("\n")[0] if self.finite else " ".join(_verdict(self))
 
   def _answer(self) -> list[str]:
@@ -92,7 +100,7 @@ class NonfiniteReport(Shown):
     lines = [*_verdict(self), f"{fine}non-finite: {found}"]
     if not self.compiled:
       lines.append(
-        "the compiled step is finite on this batch: it keeps values between operations that are not rounded"
+        "the compiled step is finite on this batch: it does not round all values between operations"
       )
     if self.others:
       shown = [f"{_where(other)} {_what(other)}" for other in self.others[:3]]
@@ -172,7 +180,7 @@ _DIVIDE = {
 }
 
 
-# NaN of finite operands, by what they are.
+# Reasons for NaN from finite operands.
 _OUTSIDE = {
   lax.sqrt_p.name: "took the root of a negative number",
   lax.rsqrt_p.name: "took the root of a negative number",
@@ -200,17 +208,17 @@ def _what(origin: Origin) -> str:
   where = ", ".join([phase, *map(str, origin.iterations)])
   if origin.constant:
     value = "NaN" if origin.nonfinite.nan else "an infinity"
-    return f"takes in {value} that the program itself holds, {where}"
+    return f"reads {value} that the program itself holds, {where}"
   if origin.whole:
-    return f"gave non-finite values as a whole, though no iteration of it does by itself, {where}"
+    return f"gave non-finite values as a whole, although each iteration alone is finite, {where}"
   if origin.overflowed:
     return f"overflowed in {origin.dtype}, {where}"
   if _from_infinities(origin):
-    return f"made NaN of infinities, {where}"
+    return f"made NaN from infinities, {where}"
   if _at_zero(origin):
     return f"{_DIVIDE[origin.primitive]}, {where}"
   if origin.nonfinite.nan:
-    return f"{_OUTSIDE.get(origin.primitive, 'made NaN of finite values')}, {where}"
+    return f"{_OUTSIDE.get(origin.primitive, 'made NaN from finite values')}, {where}"
   return f"overflowed in {origin.dtype}, {where}"
 
 
@@ -231,10 +239,10 @@ def _results_text(results: dict[str, NonFinite], gradients: int) -> str:
 
 
 def _after_text(results: dict[str, NonFinite]) -> str:
-  """Returns the names of what is not finite although the gradients are, at most three of a kind."""
+  """Returns the names of non-finite results after finite gradients, at most three of each kind."""
   kinds: dict[str, list[str]] = {}
   for name, counts in results.items():
-    hidden = "" if counts.size else ", in whose place the loss scale inside the optimiser puts zeros"
+    hidden = "" if counts.size else ", which the loss scale inside the optimiser replaces with zeros"
     kinds.setdefault(name.partition("[")[0], []).append(name + hidden)
   more = lambda of_kind: f" and {len(of_kind) - 3} more" if of_kind[3:] else ""
   return ", ".join(", ".join(of_kind[:3]) + more(of_kind) for of_kind in kinds.values())
@@ -246,17 +254,17 @@ def _finite_text(report: NonfiniteReport) -> str:
   )
   text += "the failure does not repeat"
   if not report.compiled:
-    return f"{text} on this batch, nor does the compiled step give NaN or infinity"
+    return f"{text} on this batch, and the compiled step does not give NaN or infinity either"
   if report.summed and "loss" not in report.compiled and any(n.startswith("grad") for n in report.compiled):
     found = _results_text(report.compiled, report.gradients)
     return (
-      f"the sum of gradients in {report.summed} overflowed: {found}; by themselves the gradients are finite\n"
+      f"the sum of gradients in {report.summed} overflowed: {found}; each device's gradients are finite\n"
       "try: policy: {reduce_dtype: float32}, or bfloat16; or a lower loss scale, to which a dynamic one "
-      "falls by skipping steps if loss_scaling.min_scale lets it"
+      "falls by skipping steps if loss_scaling.min_scale allows it"
     )
   return (
-    f"{text} so, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
-    "code rounds in other places, and something here is at the edge of its dtype's range\n"
+    f"{text}, but the compiled step gives {_results_text(report.compiled, report.gradients)}: compiled "
+    "code rounds in other places, and a value here is at the edge of its dtype's range\n"
     "try: policy: bf16, which has float32's range; or policy: fp32; or a lower loss scale"
   )
 
@@ -278,25 +286,25 @@ def _advice(report: NonfiniteReport) -> list[str]:
     if scale is not None:
       options.append(
         f"a loss scale of at most {scale:g}, to which a dynamic one falls by skipping steps if loss_scaling."
-        "min_scale lets it"
+        "min_scale allows it"
       )
     if origin.dtype != report.compute_dtype:
-      options.append(f"float32 in place of {origin.dtype}{at}")
+      options.append(f"float32 instead of {origin.dtype}{at}")
     elif origin.module:
       needs = "" if report.autocast else "autocast: true and "
       options.append(f"in the policy, {needs}overrides: {{{_quoted(origin.module)}: fp32}}")
     elif scale is None:
-      options.append(f"mpjax.full_precision round what is computed{at}")
+      options.append(f"mpjax.full_precision around the computation{at}")
     if origin.dtype == report.compute_dtype == "float16":
       options.append("policy: bf16, which has float32's range")
   elif _from_infinities(origin):
-    options.append(f"rows that are not masked everywhere, or a large finite number for -inf{at}")
+    options.append(f"a mask that leaves an entry in each row, or a large finite number for -inf{at}")
   elif _at_zero(origin):
-    options.append(f"an operand that is kept away from zero{at}: with an epsilon, or by jnp.where before it")
+    options.append(f"an operand that is kept away from zero{at}, with an epsilon or with jnp.where")
   elif origin.primitive == lax.gather_p.name:
-    options.append(f"the data: indices from 0 up to the size of the table{at}")
+    options.append(f"data with indices from 0 to below the size of the table{at}")
   elif origin.primitive in _OUTSIDE:
-    options.append(f"an operand that is kept in range{at}: by jnp.maximum, or by jnp.where before it")
+    options.append(f"an operand that is kept in range{at}, with jnp.maximum or jnp.where")
   elif origin.whole:
     options.append("policy: fp32")
   if report.in_float32 and not origin.constant:
@@ -306,29 +314,29 @@ def _advice(report: NonfiniteReport) -> list[str]:
 
 
 def _optimizer_advice(report: NonfiniteReport, origin: Origin, at: str) -> list[str]:
-  """Returns what to change of an optimiser, or of the dtype that it computes in."""
+  """Returns what to change in an optimiser, or in the dtype in which it computes."""
   options = []
   half = origin.dtype in ("float16", "bfloat16")
   if half and not any(name.startswith("updates") for name in report.results):
     options.append("param_dtype: float32 in the policy, where the updated parameters fit")
   elif half:
-    options.append(f"optimizer_dtype: float32 in the policy, in place of {origin.dtype}")
+    options.append(f"optimizer_dtype: float32 in the policy, instead of {origin.dtype}")
   if _at_zero(origin) and not origin.line:
     least = float(jnp.finfo(origin.dtype).smallest_subnormal)
-    small = f" in {origin.dtype}, which ends at {least:.1g}: 1e-4" if origin.dtype == "float16" else ": 1e-8"
+    small = ": 1e-8" if origin.dtype != "float16" else f" in float16 (the least is {least:.1g}): 1e-4"
     options.append(f"an eps (or eps_root) of the optimiser that is not 0{small}")
   elif _at_zero(origin):
     options.append(f"an operand that is kept away from zero{at}")
   elif origin.primitive in _OUTSIDE:
-    options.append(f"an operand that is kept in range{at or ', by an eps_root'}")
+    options.append(f"an operand that is kept in range{at or ', with an eps_root'}")
   elif not _from_infinities(origin):
-    options.append("gradients that are clipped before (optax.clip_by_global_norm), or a lower learning rate")
+    options.append("clipped gradients (optax.clip_by_global_norm), or a lower learning rate")
   return options or ["an earlier checkpoint, and from there a lower learning rate"]
 
 
 def _input_advice(kind: str) -> str:
   if kind == "batch":
-    return "mend the data: the batch itself holds NaN or infinity"
+    return "fix the data: the batch itself holds NaN or infinity"
   return "an earlier checkpoint, and from there a lower learning rate"
 
 

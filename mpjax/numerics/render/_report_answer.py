@@ -1,4 +1,4 @@
-"""The answer of a numerics report: the verdict and its figures, the findings, and the policy to write."""
+"""The short answer of a numerics report: verdict, figures, findings, and the policy to use."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _UNDERFLOW = "underflow to zero"
 _ERROR = "largest error against float32"
 _MOST_FINDING = 2 * TEXT_WIDTH - 16  # letters
 _MOST_YAML = 3  # lines of the policy
-_OVERRIDES = "overrides: "  # how such a change begins
-# The keys of a policy that mend a kind of finding, the first that the advice has.
+_OVERRIDES = "overrides: "  # the beginning of a change of overrides
+# The policy keys that fix a kind of finding; the first one in the advice counts.
 _MENDED_BY = {
   "overflow": (_OVERRIDES,),
   "gradient overflow": (_OVERRIDES, "loss_scaling"),
@@ -44,11 +44,11 @@ class Figure(NamedTuple):
   """A figure of the verdict.
 
   Attributes:
-    of: the tensors.
-    what: becomes of them, or their largest error.
-    value: as text.
-    format: in which it does; empty for an error.
-    where: it was found, or what it is without the loss scale; may be empty.
+    of: the tensors, such as `gradients of weights`.
+    what: what was measured, such as `overflow`.
+    value: its value as text.
+    format: the dtype; empty for an error.
+    where: the tensor with the largest error, or the value without the loss scale; may be empty.
   """
 
   of: str
@@ -58,13 +58,13 @@ class Figure(NamedTuple):
   where: str = ""
 
   def to_dict(self) -> dict[str, str]:
-    """Returns plain data, with what it is in words."""
+    """Returns plain data, with a description in words."""
     what = f"{self.of} in {self.format} that {self.what}" if self.format else f"{self.what} of {self.of}"
     return {"what": what, "value": self.value, "where": self.where}
 
 
 def verdict(findings: Sequence[Finding], advice: Advice | None) -> str:
-  """Returns whether the policy is good as it is, and if not what mends it."""
+  """Returns whether the policy is good as it is, and else what helps."""
   problems = [finding for finding in findings if finding.severity == "problem"]
   count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
   if not problems:
@@ -77,8 +77,8 @@ def verdict(findings: Sequence[Finding], advice: Advice | None) -> str:
     return f"{count}: no change of the policy helps"
   if advice.left:
     return f"{count}: with the policy below {len(advice.left)} are left"
-  mends = "mends" if advice.measured else "should mend"
-  return f"{count}: the policy below {mends} {'it' if len(problems) == 1 else 'them'}"
+  fixes = "fixes" if advice.measured else "should fix"
+  return f"{count}: the policy below {fixes} {'it' if len(problems) == 1 else 'them'}"
 
 
 def _see_notes(findings: Sequence[Finding]) -> str:
@@ -88,7 +88,7 @@ def _see_notes(findings: Sequence[Finding]) -> str:
 
 
 def figures(report: NumericsReport) -> list[Figure]:
-  """Returns the shares that underflow and overflow as the policy holds them, and the largest errors."""
+  """Returns the shares that underflow and overflow under the policy, and the largest errors."""
   return [*_shares(report), *_errors(report)]
 
 
@@ -153,7 +153,7 @@ def _figure_lines(found: Sequence[Figure]) -> Iterator[str]:
     for figure in found:
       if figure.format != name:
         continue
-      # In full once: then it is known what underflows to what.
+      # "underflow to zero" the first time, then "underflow".
       what = figure.what.removesuffix(" to zero") if said else figure.what
       where = f" ({figure.where})" if figure.where else ""
       said.setdefault(_IN_SHORT.get(figure.of, figure.of), []).append(
@@ -168,7 +168,7 @@ def _finding_line(finding: Finding, advice: Advice | None) -> str:
 
 
 def _clipped(text: str) -> str:
-  """Returns a text without its last clauses, so that it takes two lines; the table has all of it."""
+  """Returns a text that fits two lines, without its last clauses; the table has the whole text."""
   while len(text) > _MOST_FINDING:
     end = max(text.rfind(sign) for sign in ("; ", ". "))
     if end < 0:
@@ -178,7 +178,7 @@ def _clipped(text: str) -> str:
 
 
 def _to_write(finding: Finding, advice: Advice | None) -> str:
-  """Returns the change of the advice that mends a problem; empty if there is none."""
+  """Returns the change of the advice that fixes a problem; empty without one."""
   if finding.severity != "problem" or advice is None:
     return ""
   for key in _MENDED_BY.get(finding.kind, ()):
@@ -194,7 +194,7 @@ def _matches(change: str, module: str) -> bool:
 
 
 def _policy_lines(advice: Advice) -> list[str]:
-  """Returns the policy to write, in few lines of YAML, and what it was measured to do."""
+  """Returns the policy to use, in few lines of YAML, and its measured effect."""
   text = yaml.safe_dump(dict(advice.policy), default_flow_style=True, width=10**6, sort_keys=False).strip()
   lines = fold(f"policy: {text}", TEXT_WIDTH - 2).replace("\n", "\n  ").split("\n")
   if len(lines) > _MOST_YAML:

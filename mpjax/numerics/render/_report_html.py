@@ -1,4 +1,4 @@
-"""The report as one HTML file: markup, style, program and data together, and no request to anywhere."""
+"""The report as one HTML file: markup, style, program and data together, without network requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _VERSION = 1
 def save_html(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
   """Writes a report as a page that works from a disk, without a server and without a network.
 
-  The file is there whole or not at all: a write that fails leaves what stood at `path` before.
+  The file is written completely or not at all: a failed write leaves the old file at `path`.
 
   Args:
-    report: as `NumericsReport.to_dict()` gives it.
-    path: of the file; missing folders above it are made.
+    report: the report from `NumericsReport.to_dict()`.
+    path: path of the file; missing folders are made.
 
   Raises:
-    ValueError: if the report is of another version than this page reads.
+    ValueError: if the report has another version than this page reads.
   """
   if report.get("version") != _VERSION:
     raise ValueError(f"report of version {report.get('version')!r}: expected version {_VERSION}")
@@ -53,7 +53,7 @@ def _page(report: Mapping[str, Any]) -> str:
     "program_hash": _hash(program),
     "data": _json(report),
   }
-  # One pass: what is put in is not read again, whatever a module is called.
+  # One pass: inserted text is not read again, whatever the names of modules.
   return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("report.html"))
 
 
@@ -62,12 +62,12 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-  """Returns the hash by which a Content-Security-Policy allows an inline block, and no other."""
+  """Returns the hash with which a Content-Security-Policy allows only this inline block."""
   return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json(report: Mapping[str, Any]) -> str:
-  """Returns strict JSON in ASCII that cannot end the element it stands in."""
+  """Returns strict JSON in ASCII that cannot end its HTML element."""
   text = json.dumps(plain_data(report), allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

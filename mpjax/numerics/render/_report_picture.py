@@ -34,7 +34,7 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-# The page has the same ones, in report.css.
+# The page has the same colours, in report.css.
 _COLORS = {"lost": VERMILLION, "subnormal": ORANGE, "normal": BLUE, "overflow": PURPLE, "zero": GREY}
 _SERIES = {
   "activation": ("o", BLUE),
@@ -49,17 +49,17 @@ _UPDATE_NAMES = {"lost": "leaves the weight as it is", "subnormal": "either", "n
 
 @picture_style("numerics")
 def save_pictures(report: Mapping[str, Any], directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-  """Draws a histogram for each kind of tensor, `histogram_activation_gradients.png` for one, and the errors.
+  """Draws a histogram for each kind of tensor, such as `histogram_activation_gradients.png`, and the errors.
 
-  Gradients are drawn at scale 1 and, where the run has another one, at its loss scale. `error_by_module.png`
-  is there if something was compared with float32.
+  Gradients are drawn at scale 1 and at the run's loss scale. `error_by_module.png` is drawn if something was
+  compared with float32.
 
   Args:
-    report: as `NumericsReport.to_dict()` gives it.
-    directory: for the files; it is made if it is not there.
+    report: the report from `NumericsReport.to_dict()`.
+    directory: folder for the files; it is made if missing.
 
   Returns:
-    The files, in the order of their kinds.
+    The paths of the files, in the order of the kinds.
 
   Raises:
     ImportError: without matplotlib.
@@ -159,14 +159,14 @@ def _draw_bars(axes: Axes, edges: np.ndarray, shares: np.ndarray, zones: Sequenc
     starts, ends = np.clip(edges, zone.low, zone.high), np.clip(edges + 1, zone.low, zone.high)
     keep = (ends > starts) & (shares > 0) & (edges >= left) & (edges < right)
     color = _COLORS[zone.name]
-    # What is lost is pale in a dark outline, so that the picture reads without colour.
+    # Lost values are pale in a dark outline, so that the picture can be read without colour.
     style = {"alpha": 0.35, "edgecolor": color} if zone.name == "lost" else {"edgecolor": "white"}
     wide = (ends - starts)[keep]
     axes.bar(starts[keep], shares[keep], wide, align="edge", color=color, linewidth=0.6, **style)
 
 
 def _draw_ranges(axes: Axes, formats: Mapping[str, Any], chosen: str) -> None:
-  """Draws a line for each format under the axis: thick where it is normal, thin where it is subnormal."""
+  """Draws a line for each format under the axis: thick for normal numbers, thin for subnormal ones."""
   from matplotlib.transforms import blended_transform_factory, offset_copy
 
   left, right = axes.get_xlim()
@@ -205,12 +205,12 @@ def _update_zones(name: str) -> list[_Zone]:
 
 
 def _shares(tensors: Sequence[Mapping[str, Any]], name: str, scale: float) -> dict[str, float]:
-  """Returns the share of all values in each zone, as it was counted."""
+  """Returns the counted share of all values in each zone."""
   total = sum(tensor["count"] for tensor in tensors) or 1
   if tensors[0]["kind"] == "update":
     if any(name not in (tensor["lost"] or {}) for tensor in tensors):
       return {}
-    there = [tensor["count"] - tensor["zero"] for tensor in tensors]  # what `lost` is a share of
+    there = [tensor["count"] - tensor["zero"] for tensor in tensors]  # `lost` is a share of these
     lost = sum(tensor["lost"][name] * count for tensor, count in zip(tensors, there, strict=True))
     return {"lost": lost / total, "normal": (sum(there) - lost) / total}
   key = "shares" if scale == 1 else "scaled_shares"
@@ -221,20 +221,20 @@ def _shares(tensors: Sequence[Mapping[str, Any]], name: str, scale: float) -> di
 
 
 class _Visit(NamedTuple):
-  """A stay of the program in a module, and its largest error by kind, infinite where it is not a number."""
+  """A visit of the program to a module, with the largest error of each kind; infinite for NaN."""
 
   module: str
   order: float
   errors: dict[str, float]
-  name: str = ""  # of the first tensor there, where the program comes to the module more than once
+  name: str = ""  # name of the first tensor there, to tell several visits to one module apart
 
 
 def _visits(report: Mapping[str, Any]) -> list[_Visit]:
-  """Returns the modules in the order of the program; one that it comes back to is there again."""
+  """Returns the visits to modules in program order; a module may have several."""
   tensors = [t for t in report["tensors"] if t["kind"] in _SERIES and t["error"] is not None]
   placed = [
     t for t in tensors if t["kind"] != "weight gradient"
-  ]  # a place in the tree is none in the program
+  ]  # a weight's place in the tree is not a place in the program
   visits: list[_Visit] = []
   for tensor in _by_layer(sorted(placed, key=lambda t: t["order"])):
     if not visits or visits[-1].module != tensor["module"]:
@@ -252,7 +252,7 @@ def _visits(report: Mapping[str, Any]) -> list[_Visit]:
 
 
 def _by_layer(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns tensors with the layers of a scan, whose operations are one program, one after the other."""
+  """Returns the tensors with the layers of a scan one after the other; a scan's body is one program."""
   found: list[dict[str, Any]] = []
   for layered, some in itertools.groupby(tensors, lambda tensor: bool(_LAYER.search(tensor["module"]))):
     run = list(some)
@@ -266,13 +266,13 @@ def _errors(report: Mapping[str, Any], visits: Sequence[_Visit]) -> Figure:
   axes = figure.add_subplot()
   every = [error for visit in visits for error in visit.errors.values()]
   finite = [error for error in every if 0 < error < math.inf] or [1.0]
-  room = 3.0 if math.inf in every else 1.5  # of what is not finite, a mark at the top
+  room = 3.0 if math.inf in every else 1.5  # a mark at the top stands for errors that are not finite
   floor, ceiling = min(finite) / 1.5, max(finite) * room
   for kind, (marker, color) in _SERIES.items():
     errors = {i: visit.errors[kind] for i, visit in enumerate(visits) if kind in visit.errors}
     if not errors:
       continue
-    there = [i for i, error in errors.items() if 0 < error < math.inf]  # a logarithm has no place for 0
+    there = [i for i, error in errors.items() if 0 < error < math.inf]  # a logarithmic axis cannot show 0
     heights = [errors[i] for i in there]
     axes.plot(there, heights, color=color, marker=marker, markersize=4, linewidth=0.9, label=f"{kind}s")
     gone = [i for i, error in errors.items() if error == math.inf]
@@ -301,7 +301,7 @@ def _errors(report: Mapping[str, Any], visits: Sequence[_Visit]) -> Figure:
 
 
 def _marked(report: Mapping[str, Any], visits: Sequence[_Visit]) -> dict[int, str]:
-  """Returns which visits the findings say that an error grows at, and whose error."""
+  """Returns the visits at which an error grows by the findings, each with the name of the error."""
   marked: dict[int, str] = {}
   for found, kind, words in (
     ("error", "activation", "error"),

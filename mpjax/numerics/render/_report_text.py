@@ -1,4 +1,4 @@
-"""Tables of a numerics report: by kind of tensor, of stored state, by module, the findings, the advice."""
+"""Tables of a numerics report: kinds of tensors, stored state, modules, findings, advice."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def sections_of(report: NumericsReport) -> list[TextSection]:
     of_rows("\n".join(report.heading()), summary_rows(report.tensors, report.loss_scale), name="kinds")
   ]
   if report.stored:
-    sections.append(of_rows("State as it is stored", stored_rows(report.stored), name="stored"))
+    sections.append(of_rows("Errors of stored optimiser state", stored_rows(report.stored), name="stored"))
   errors = [report.error_by_module(kind) for kind in ("activation", "activation gradient")]
   if modules := list(dict.fromkeys(module for found in errors for module in found)):
     rows = [
       [m or "(no module)", *(f"{found[m]:.2g}" if m in found else "" for found in errors)] for m in modules
     ]
-    title = "Error against float32, by module in the order of the program"
+    title = "Error against float32, by module in program order"
     sections.append(of_rows(title, [["module", "values", "gradients"], *rows], name="modules"))
   if report.findings:
     said = [f"{finding.severity}: {finding.text}" for finding in report.findings]
@@ -43,7 +43,7 @@ def sections_of(report: NumericsReport) -> list[TextSection]:
 def summary_rows(
   tensors: Sequence[Tensor], loss_scale: float, formats: Sequence[str] = INTEREST
 ) -> list[list[str]]:
-  """Returns the cells of a header, and of a row for each kind of tensor, at scale 1 and at the loss scale."""
+  """Returns a header row, and rows for each kind of tensor, at scale 1 and at the loss scale."""
   header = ["tensors", "number", "range", "zero", *(f"lost in {_SHORT[name]}" for name in formats), "error"]
   rows = [header]
   for kind in KINDS:
@@ -71,7 +71,7 @@ def summary_rows(
 
 
 def stored_rows(stored: Sequence[StoredSlot]) -> list[list[str]]:
-  """Returns the cells of a header, and of a row for each slot of an optimiser's state in few bytes."""
+  """Returns a header row, and a row for each slot of an optimiser's state in few bytes."""
   header = ["stored state", "dtype", "arrays", "median error", "largest", "became zero", "scales not finite"]
   return [
     header,
@@ -91,7 +91,7 @@ def stored_rows(stored: Sequence[StoredSlot]) -> list[list[str]]:
 
 
 def _lost(tensors: Sequence[Tensor], name: str, scale: float) -> str:
-  """Returns the share that a format loses; of FP8 at each tensor's own scale, in the first row alone."""
+  """Returns the share that a format loses; for FP8 at each tensor's own scale, only in the first row."""
   if name not in FP8:
     return percent(share_lost(tensors, name, scale))
   return percent(share_lost(tensors, name, None)) if scale == 1 else ""
@@ -109,11 +109,11 @@ def _range(tensors: list[Tensor]) -> str:
 
 
 def _advice_lines(advice: Advice) -> list[str]:
-  """Returns what is advised and what it buys, a line each."""
+  """Returns the advised changes with their benefits, and the measured figures, a line for each."""
   if advice.unchanged:
     return ["no change"]
   return [
     *(f"{key}: {buys}" for key, buys in advice.lines),
     *(f"measured: {m.what}: {m.before:.3g} -> {m.after:.3g}" for m in advice.measured),
-    *(f"not mended: {finding.text}" for finding in advice.left),
+    *(f"not fixed: {finding.text}" for finding in advice.left),
   ]
