@@ -22,7 +22,7 @@ from mpjax._render.picture_style import (
 from mpjax._render.plain_text import prefixed_unit
 from mpjax.tuning._trials import Trial
 
-# Marker, colour and size of what has no colour of a policy; later ones are drawn over earlier ones.
+# Marker, colour and size of kinds without a policy's colour; later ones are drawn over earlier ones.
 _KINDS = {
   "module": ("o", LIGHT, 5),
   "recompute": ("P", GREY, 7),
@@ -45,17 +45,17 @@ def save_picture(
 ) -> None:
   """Writes a scatter of cost and error with the tolerance, and the front as a line.
 
-  Names are in a legend, since policies that are alike lie on one another.
+  Names are in a legend, because points of similar policies overlap.
 
   Raises:
-    ValueError: if the file's name ends in neither `.png` nor `.svg`.
+    ValueError: if the file's name does not end in `.png` or `.svg`.
     ImportError: without matplotlib.
   """
   by_time = objective == "time" and chosen.cost.seconds is not None
   finite = [t for t in table if math.isfinite(t.error.total)]
   least = min((t.error.total for t in finite if t.error.total), default=1e-6) / 3
 
-  # As the table has them: the unit of the dearest, and errors in per cent.
+  # As in the table: the unit of the most expensive policy, and errors in per cent.
   scale, unit = prefixed_unit(max(t.cost.figures(objective)[0] for t in table), "s" if by_time else "B")
 
   def places(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""`TuneResult`: the policy that a search found, all that was tried, and why."""
+"""`TuneResult`: the policy that a search found, all trials, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mpjax.tuning._picture import save_picture
 from mpjax.tuning._trials import Trial
 
 _LEFT = (0, 1, 6)
-_WIDTH = 100  # of the answer
-_MOST_YAML, _YAML_WIDTH = 3, 96  # lines of the policy in the answer, and their letters
-_MOST_LABEL = 48  # letters of a policy's name in the answer
+_WIDTH = 100  # width of the answer
+_MOST_YAML, _YAML_WIDTH = 3, 96  # the most lines of the policy in the answer, and their width
+_MOST_LABEL = 48  # the most letters of a policy's name in the answer
 _SHORT = {
   "module": "one module",
   "mixed": "set of modules",
@@ -41,7 +41,7 @@ class TrialTable(tuple[Trial, ...]):
   _text: Callable[[str], str]
 
   def __new__(cls, trials: Iterable[Trial], text: Callable[[str], str]) -> Self:
-    """Returns the trials with the function that makes a table of a name."""
+    """Returns the trials with a function from a table's name to its text."""
     found = super().__new__(cls, trials)
     found._text = text
     return found
@@ -53,19 +53,26 @@ class TrialTable(tuple[Trial, ...]):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TuneResult(Shown):
-  """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` of it is the answer in short.
+  """The cheapest policy within a tolerance, as `mpjax.tune` found it; `str()` gives the short answer.
+
+  ```python
+  result = mpjax.tune(loss_fn, params, [batch], tolerance=0.05)
+  print(result.policy, result.recompute)  # for mpjax.make_train_step
+  print(result.yaml)  # for a config
+  print(result.table("policies"))  # one table; result.tables has the names
+  ```
 
   Attributes:
     policy: the policy.
     chosen: its trial.
-    trials: all of them, in the order in which they were made: cost, error, and why each was dropped.
-    tolerance: that the error of the gradient had to stay below, relative to its norm.
-    noise: of the gradient.
-    loss: in float32, mean over batches.
-    target: that the cost is of.
+    trials: all trials in the order of the search, each with cost, error, and the reason why it was dropped.
+    tolerance: the largest error of the gradient, relative to its norm.
+    noise: noise of the gradient; `None` if it was not needed.
+    loss: mean float32 loss over batches.
+    target: the target of the costs.
     objective: `time` or `memory`.
-    batches, rows: that were looked at.
-    notes: sentences for whoever reads it.
+    batches, rows: numbers of batches and rows.
+    notes: sentences for the reader of the result.
   """
 
   policy: Policy
@@ -82,17 +89,17 @@ class TuneResult(Shown):
 
   @property
   def table(self) -> TrialTable:
-    """The trials as a tuple; called with one of `tables`, it returns that table as text."""
+    """The trials as a tuple. A call with one of the names in `tables` returns that table as text."""
     return TrialTable(self.trials, super().table)
 
   @property
   def recompute(self) -> str | None:
-    """What `mpjax.make_train_step` is to compute again; `None` for what the step does anyway."""
+    """The `recompute` argument for `mpjax.make_train_step`; `None` for the step's own choice."""
     return self.chosen.recompute
 
   @property
   def front(self) -> tuple[Trial, ...]:
-    """The trials that no other beats in both cost and error, the cheapest first."""
+    """The trials that no other trial beats in both cost and error, the cheapest first."""
     cost = lambda trial: trial.cost.figures(self.objective)
     ordered = sorted(self.trials, key=lambda t: (cost(t), t.error.total))
     found: list[Trial] = []
@@ -103,14 +110,14 @@ class TuneResult(Shown):
 
   @property
   def conclusion(self) -> str:
-    """What the search says, in a sentence or two."""
+    """The conclusion of the search in one or two sentences."""
     others = [t for t in self.trials if t.label in ("bf16", "fp32") and t is not self.chosen]
     gain = " and ".join(f"{self._gain(t)} of {t.label}'s" for t in others)
     what = "memory" if self._by_memory else "time floor"
     return f"{self.chosen.label}{f', {gain} {what}' if gain else ''}{self._verdict()}"
 
   def _verdict(self) -> str:
-    """Returns why the policy is a preset as it is; empty for one that is not."""
+    """Returns why the policy is a plain preset; empty if it is not a preset."""
     preset = next((t.label for t in self.trials if t.kind == "preset" and t.policy == self.policy), None)
     if preset is None:
       return ""
@@ -130,7 +137,7 @@ class TuneResult(Shown):
     return self.objective == "memory" or self.chosen.cost.seconds is None
 
   def _cost(self, trial: Trial) -> str:
-    """Returns the figure that decides."""
+    """Returns the decisive figure in words."""
     if self._by_memory or trial.cost.seconds is None:
       return f"peak {bytes_text(trial.cost.peak)}"
     return f"time floor {with_prefix(trial.cost.seconds, 's')}"
@@ -141,7 +148,7 @@ class TuneResult(Shown):
 
   @property
   def yaml(self) -> str:
-    """The `policy` key of a config, with a comment on each line that says why."""
+    """The `policy` key of a config, with the reason for each line as a comment."""
     if self.chosen.kind == "preset":
       return f"policy: {self.chosen.label}  # {self._reason()}\n"
     policy = self.policy
@@ -191,7 +198,7 @@ class TuneResult(Shown):
     return answer_lines([*folded, *self._short_yaml()], [f"note: {note}" for note in self.notes])
 
   def _compared(self) -> list[str]:
-    """Returns the costs and errors of the policy found, and of bf16 and fp32, as a table."""
+    """Returns a table of cost and error for the chosen policy, bf16 and fp32."""
     chosen = [t.label for t in self.trials if t is self.chosen]
     labels = {label: label if len(label) <= _MOST_LABEL else "this policy" for label in chosen}
     labels |= {label: label for label in ("bf16", "fp32") if label not in labels}
@@ -201,7 +208,7 @@ class TuneResult(Shown):
     return [line for row in table([["", "time floor", "peak", "error"], *rows]) for line in row]
 
   def _dropped(self) -> str:
-    """Returns how many policies were tried, and why the cheaper ones were dropped."""
+    """Returns the number of trials, and why the cheaper ones were dropped."""
     many = "1 batch" if self.batches == 1 else f"{self.batches} batches"
     tried = f"{len(self.trials)} policies tried on {many} of {self.rows} rows in all"
     cheaper: dict[str, list[str]] = {}
@@ -317,7 +324,7 @@ _WHY = {
   "attention": "attention's products in FP8 stay within the tolerance",
   "saved_activations": "keeps less for the backward pass",
   "reduce_dtype": "gradients cross devices in half the bytes",
-  "gather_dtype": "parameters that products alone read cross devices in 8 bits",
+  "gather_dtype": "parameters that only products read cross devices in 8 bits",
   "optimizer_dtype": "the optimiser's state in fewer bytes",
   "master_weights": "weights in fewer bytes, whose updates are not lost",
   "param_dtype": "weights in fewer bytes",
@@ -330,14 +337,14 @@ def _share(value: float) -> str:
 
 
 def _scaling(value: dict[str, Any] | None) -> str:
-  """Returns a loss scaling as YAML in one line: its kind, and what is not as it is by default."""
+  """Returns a loss scaling as YAML in one line: its kind, and all that differs from the defaults."""
   usual = get_policy("fp16").to_dict()["loss_scaling"] | {"kind": ""}
   changed = {} if value is None else {key: of for key, of in value.items() if of != usual[key]}
   return _plain(changed if len(changed) > 1 else changed.get("kind"))
 
 
 def _plain(value: Any, width: int = 10**6) -> str:
-  """Returns a value as YAML in the flow style, in one line or in lines of a width."""
+  """Returns a value as YAML in the flow style, in one line or in lines of `width`."""
   return (
     yaml.safe_dump(value, default_flow_style=True, width=width, sort_keys=False).removesuffix("...\n").strip()
   )

@@ -1,4 +1,4 @@
-"""The search: presets as they are, then the cheaper ones that fail, with some modules at a safer level."""
+"""The search: plain presets first, then failed cheaper ones with some modules at a safer level."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mpjax.tuning._modules import LEVELS, Module, mixed_policy, pattern_of
 from mpjax.tuning._single_changes import SingleChanges
 from mpjax.tuning._trials import Cost, Trial, TrialFile
 
-# In the order in which a user would take them where they cost the same.
+# If costs are equal, the first one is chosen.
 PRESETS = ("bf16", "fp16", "fp8", "tf32", "fp32")
-# How often a set that fails is made smaller, and one that passes larger; alike layers that are told apart.
+# How often a failing set is made smaller, and a passing set larger; the most equal layers to separate.
 _BACK_OFF, _ADD, _LAYERS = 6, 3, 16
-# What is tried on top of the policy found: (what it applies to, fields).
+# Options to try on top of the policy: (condition, label, fields).
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
   ("fp8", "fp8.last_layer", {"last_layer": True}),
   ("fp8", "fp8.attention", {"attention": True}),
@@ -44,15 +44,15 @@ _CROSSING = tuple(fields for applies, _, fields in _OPTIONS if applies == "devic
 
 
 class OutOfTime(Exception):
-  """Raised where the time for the search is over."""
+  """Raised when the time for the search is over."""
 
 
 class Search:
   """A search for the cheapest policy within a tolerance.
 
   Attributes:
-    trials: so far, in the order in which they were made.
-    notes: sentences for whoever reads the result.
+    trials: the trials so far, in order.
+    notes: sentences for the reader of the result.
   """
 
   def __init__(
@@ -74,11 +74,11 @@ class Search:
     self._tolerance, self._objective, self._kept = tolerance, objective, kept
     self._deadline, self._say, self._has_state, self._recompute = deadline, progress, has_state, recompute
     self._devices = devices
-    # Fields of all policies from now on, and the presets with them.
+    # Fields of all later policies, and the presets with these fields.
     self._across: dict[str, str] = {}
     self._presets: dict[str, Trial] = {}
     self._costs: dict[Policy, Cost] = {}
-    # How many trials there will be, as far as that is known; more than there will be where it says so.
+    # The expected number of trials, and the words before it if there may be fewer.
     self._total, self._at_most = 0, ""
     self.trials: list[Trial] = []
     self.notes: list[str] = []
@@ -114,7 +114,7 @@ class Search:
     return trial
 
   def _cost(self, policy: Policy) -> Cost:
-    """Returns what a policy costs; planned once."""
+    """Returns the cost of a policy, planned only once."""
     if policy not in self._costs:
       self._costs[policy] = Cost.of(self._plan_of(policy, None))
     return self._costs[policy]
@@ -124,11 +124,11 @@ class Search:
       raise OutOfTime
 
   def _expect(self, more: int) -> None:
-    """Sets how many trials there will be at most: those that were made, and so many more."""
+    """Sets the largest possible number of trials: the past ones and `more`."""
     self._total, self._at_most = len(self.trials) + more, "at most "
 
   def whole(self, policies: Sequence[tuple[str, Policy]]) -> Trial | None:
-    """Tries policies as they are; returns the cheapest that passes, of equal ones the first."""
+    """Tries policies unchanged; returns the cheapest that passes, the first of equal ones."""
     best = None
     self._total = len(policies)
     for label, policy in policies:
@@ -139,17 +139,17 @@ class Search:
     return best
 
   def among(self, policies: Sequence[tuple[str, Policy]]) -> Trial:
-    """Returns the cheapest of some policies that passes, of equal ones the first.
+    """Returns the cheapest of some policies that passes, the first of equal ones.
 
     Raises:
-      ValueError: if none does.
+      ValueError: if no policy passes.
     """
     best = self.whole(policies)
     if best is None:
       nearest = min(self.trials, key=lambda t: t.error.total)
       raise ValueError(
         f"none of {len(policies)} candidates stays below {self._tolerance:.2g}: the smallest error is "
-        f"that of {nearest.label}, {nearest.error.total:.2g}; add fp32, or give a larger tolerance"
+        f"{nearest.error.total:.2g}, with {nearest.label}; add fp32, or give a larger tolerance"
       )
     return best
 
@@ -160,7 +160,8 @@ class Search:
     self._presets = {trial.label: trial for trial in self.trials}
     if len(self._paths) < 2:
       self.notes.append(
-        "the loss function has no named scopes, so that no module can be treated apart (jax.named_scope)"
+        "the loss function does not have named scopes (jax.named_scope), so its modules cannot be treated "
+        "separately"
       )
     try:
       best = self._by_module(self._between_devices(best))
@@ -168,7 +169,7 @@ class Search:
     except OutOfTime:
       best = self._best()
       self.notes.append(
-        "the time was over before the search was: more of --minutes may find a cheaper policy"
+        "the time was over before the search: with more --minutes it may find a cheaper policy"
       )
     best = self._with_recompute(best)
     if not best.cost.fits:
@@ -184,10 +185,10 @@ class Search:
     return best
 
   def _between_devices(self, best: Trial) -> Trial:
-    """Returns the cheapest preset with less to cross devices, in dtypes that all later policies have, too.
+    """Returns the cheapest preset with fewer bytes across devices, by dtypes that all later policies keep.
 
-    Before anything else, since faster products gain nothing where the links between devices decide. What a
-    dtype adds to the squared error is measured with the best preset, and predicted for the others that pass.
+    It comes first because faster products gain nothing if the links between devices decide. What a dtype adds
+    to the squared error is measured with the best preset, and predicted for the other presets that pass.
     """
     adds: list[tuple[dict[str, str], float]] = []
     for fields in _CROSSING if self._devices > 1 else ():
@@ -205,7 +206,7 @@ class Search:
     cost = lambda choice: self._cost(get_policy({"base": choice[1].policy, **choice[2]}))
     cheaper = lambda a, b: b if cost(b).cheaper(cost(a), self._objective) else a
     for _ in range(min(_BACK_OFF, len(choices))):
-      choice = functools.reduce(cheaper, choices)  # of equal ones the first
+      choice = functools.reduce(cheaper, choices)  # the first of equal ones
       label, trial, fields = choice
       if not cost(choice).cheaper(best.cost, self._objective):
         break
@@ -217,7 +218,7 @@ class Search:
     return best
 
   def _presets_across(self, best: Trial) -> Trial:
-    """Returns the cheapest of the best trial so far and the presets with what it has across devices."""
+    """Returns the cheapest of the best trial and the presets with the same dtypes across devices."""
     plain, self._presets = self._presets, {}
     for label, trial in plain.items():
       policy = get_policy({"base": trial.policy, **self._across})
@@ -236,10 +237,10 @@ class Search:
     return get_policy({"base": policy, **self._across}) if self._across else policy
 
   def _by_module(self, best: Trial) -> Trial:
-    """Returns a cheaper trial than the best preset, in which some modules alone are at a cheaper level."""
+    """Returns a cheaper trial than the best preset, with only some modules at a cheaper level."""
     trials = {name: trial for name, trial in self._presets.items() if name in LEVELS}
     cheaper = [t for t in trials.values() if t.cost.cheaper(best.cost, self._objective)]
-    # Where bfloat16 as a whole is good enough, what is below it alone is in question.
+    # If bfloat16 as a whole is good enough, only cheaper levels are of interest.
     level = "bf16" if "bf16" in trials and trials["bf16"].passes else "fp32"
     if not cheaper or best not in trials.values():
       return best
@@ -258,13 +259,13 @@ class Search:
     return self._measure(options, best)
 
   def _try_each(self, options: SingleChanges, changes: Sequence[tuple[Module, str]], later: int = 0) -> None:
-    """Measures single changes, one after the other, before so many later ones."""
+    """Measures single changes one after the other; `later` more will follow."""
     for i, (module, level) in enumerate(changes):
       self._expect(len(changes) - i + later + _BACK_OFF + _ADD)
       self._single(options, module, level)
 
   def _single(self, options: SingleChanges, module: Module, level: str) -> None:
-    """Measures a preset with one module changed, if that saves something."""
+    """Measures a preset with one module changed, if the change saves something."""
     levels = options.levels(self._everything(options, module), {module: level})
     policy = self._with_across(mixed_policy(levels, self._paths))
     self._check_time()
@@ -274,7 +275,7 @@ class Search:
       options.add(module, level, saves, self.try_policy(policy, label, "module").error.total)
 
   def _everything(self, options: SingleChanges, module: Module | None = None) -> list[Module]:
-    """Returns all modules, those that are taken apart in their parts."""
+    """Returns all modules, with the layers of modules that are treated separately."""
     found: list[Module] = []
     for each in self._modules:
       apart = each in options.apart or (module is not None and set(module.paths) < set(each.paths))
@@ -282,7 +283,7 @@ class Search:
     return found
 
   def _measure(self, options: SingleChanges, best: Trial) -> Trial:
-    """Measures the best set, makes it smaller while it fails, and larger while there is room."""
+    """Measures the best set, makes it smaller while it fails, then larger while it passes."""
     allowed, passed, tried = self._tolerance, None, 0
     everything = self._everything(options)
     while tried < _BACK_OFF:
@@ -296,10 +297,10 @@ class Search:
         break
       predicted = options.predicted(chosen)
       self.notes.append(
-        f"{trial.label}: measured error {trial.error.total:.2g} where the sum of single changes is "
+        f"{trial.label}: the measured error is {trial.error.total:.2g}, but single changes predict "
         f"{predicted:.2g}: made smaller"
       )
-      # Below what this set was predicted to be, so that the next one is another.
+      # Below the predicted error of this set, so that the next set is another one.
       allowed = min(allowed, predicted) * 0.7
     if passed is None:
       return best
@@ -320,7 +321,7 @@ class Search:
     )
 
   def _with_options(self, best: Trial) -> Trial:
-    """Returns the trial with what else makes it cheaper: more FP8, fewer bytes across devices and at rest."""
+    """Returns a still cheaper trial: with more FP8, and fewer bytes across devices and in memory."""
     plain, taken = best.label, dict[str, str]()
     for i, (applies, label, fields) in enumerate(_OPTIONS):
       self._expect(len(_OPTIONS) - i)
@@ -341,7 +342,7 @@ class Search:
         changed = get_policy({"base": policy, **fields})
       self._check_time()
       if self._cost(changed).cheaper(best.cost, self._objective):
-        # A later choice for the optimiser's state or the masters takes the place of an earlier one.
+        # A later choice for the optimiser's state or the master weights replaces an earlier one.
         with_it = taken | {applies if applies in ("state", "masters") else label: label}
         trial = self.try_policy(
           changed, ", ".join([plain, *with_it.values()]), "option", reasons=best.reasons
@@ -351,7 +352,7 @@ class Search:
     return best
 
   def _with_recompute(self, best: Trial) -> Trial:
-    """Returns the trial with what the backward pass computes again, where memory counts: it has no error."""
+    """Returns the trial with recomputation in the backward pass if memory counts; it adds no error."""
     if self._objective != "memory" and best.cost.fits:
       return best
     plain = best
@@ -366,12 +367,12 @@ class Search:
 
 
 def _suffix(fields: Mapping[str, str]) -> str:
-  """Returns what labels say of what crosses devices."""
+  """Returns the end of a label for dtypes across devices."""
   return "".join(f" + {key}={dtype}" for key, dtype in fields.items())
 
 
 def _set_label(best: str, everything: Sequence[Module], chosen: Mapping[Module, str]) -> str:
-  """Names a set by what is cheaper than the best preset, or by what is not, whichever is shorter."""
+  """Names a set by the modules at a cheaper level or by the other modules, whichever is shorter."""
   levels = sorted(set(chosen.values()), key=LEVELS.index)
   if len(levels) == 1:
     rest = [m for m in everything if m not in chosen and levels[0] in m.levels]
@@ -382,7 +383,7 @@ def _set_label(best: str, everything: Sequence[Module], chosen: Mapping[Module, 
 
 
 def _names(modules: Sequence[Module]) -> str:
-  """Returns the last parts of modules' names; with the layer's number, if they are of one layer."""
+  """Returns the last parts of modules' names, with the layer's number for a module of one layer."""
   short = []
   for module in modules:
     *parents, last = module.name.split("/")

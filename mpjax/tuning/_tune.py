@@ -1,4 +1,4 @@
-"""`mpjax.tune`: the cheapest policy whose gradients are as good as float32's, for what their noise allows."""
+"""`mpjax.tune`: the cheapest policy whose gradients are as good as float32's, within their noise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpjax.tuning._result import TuneResult
 from mpjax.tuning._search import PRESETS, Search
 from mpjax.tuning._trials import OBJECTIVES, Trial, TrialFile, as_policy
 
-# Of the gradient's noise, by default.
+# The default tolerance, as a share of the gradient's noise.
 SHARE_OF_NOISE = 0.1
 
 
@@ -54,55 +54,55 @@ def tune(
   """Finds the cheapest policy whose gradients are as good as float32's.
 
   ```python
-  result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=optax.adamw(1e-3))
+  result = mpjax.tune(loss_fn, params, [batch], target="h200", tx=tx)
   print(result)  # the policy, its cost and error, and why the cheaper ones were dropped
   print(result.table("policies"))  # every policy that was tried
-  step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), result.policy)
+  step = mpjax.make_train_step(loss_fn, tx, result.policy)
   ```
 
   The error of a policy is the distance of its gradients from float32's on the batches, relative to their
-  norm. It may be a tenth of the gradient's own noise: what gradients of other batches of the size differ by
-  anyway. The cost is what `mpjax.plan` says for the target, without its compiler.
+  norm. By default it may be a tenth of the gradient's noise, the difference between the gradients of batches
+  of this size. The cost comes from `mpjax.plan` for the target, without its compiler.
 
-  Presets are tried as they are. If one fails that would be cheaper than the best that passes, each module is
-  tried at its level by itself; squares of errors of single changes add up to first order, which chooses the
-  set that saves most within the tolerance. The set is then measured, and made smaller while it fails. What
-  is tried and in which order depends on the arguments alone.
+  The search tries the presets first. If a cheaper preset than the best one that passes fails, it tries each
+  module at that preset's level, one module at a time. To first order the squares of these errors add up, so
+  it can choose the set of modules that saves most within the tolerance. It measures the set, and makes it
+  smaller while it fails. The tries and their order depend only on the arguments.
 
-  Parameters that have been trained a little say more than the first ones, whose gradients are large.
+  Give parameters after a little training: initial gradients are large, and say less.
 
   Args:
-    loss_fn: a loss function as `mpjax.make_train_step` takes it, or a `TrainStep`. With one on a mesh of
-      several devices (a `jax.sharding.AbstractMesh` will do) `reduce_dtype` and `gather_dtype` are tried,
-      too, whose errors are found by running each device's rows one after the other.
+    loss_fn: a loss function as `mpjax.make_train_step` takes it, or a `TrainStep`. For a step on a mesh of
+      several devices (a `jax.sharding.AbstractMesh` will do), `reduce_dtype` and `gather_dtype` are tried,
+      too: their errors are measured by running each device's rows one after the other.
     params: parameters or an `nnx.Module`; for a `TrainStep` its `TrainState`.
     batches: a batch (a tree of arrays), or a list or any iterable of batches of one size.
-    target: the device that the cost is of, as `mpjax.plan` takes it.
-    tolerance: the largest error relative to the norm of the gradient, or a share of its noise as in
+    target: the device to plan for, as `mpjax.plan` takes it.
+    tolerance: the largest error relative to the norm of the gradient, or a share of its noise, such as
       `"0.2 noise"`; by default `"0.1 noise"`.
-    candidates: policies to choose from, as they are; by default the presets that the target has units for,
-      and what lies between them by module.
-    tx: the optimiser, whose state counts in the plan; with `objective="memory"` it is also kept in fewer
-      bytes, and its updates compared.
-    objective: what is to be small: `"time"` (floor) or `"memory"` (peak). The other decides between equals. A
-      target without published peaks, such as a CPU, is judged by memory.
-    minutes: after which nothing more is measured beyond the presets or candidates.
-    trials: a file in which errors are kept, so that the same search goes on from it, and one for another
-      target measures only what it tries besides.
-    plan_of: (policy, recompute) to the plan, in place of `mpjax.plan` of the step on one device.
-    recompute: what the backward pass may compute again; by default what `mpjax.make_train_step` takes. It
-      changes no number, and is planned for the policy found with `objective="memory"`, or if that does not
-      fit the target; not with `candidates`, which are taken as they are. `None` as an argument of `plan_of`
-      is what the step does anyway.
-    progress: called with a line before each trial.
-    init: for a loss function, what `TrainStep.init` takes besides (`rng`, `model_state`).
+    candidates: policies to choose from, unchanged; by default the presets that the target has matrix units
+      for, and mixtures of them by module.
+    tx: the optimiser, whose state counts in the plan. With `objective="memory"` its state is also tried in
+      fewer bytes, with the error of its updates.
+    objective: `"time"` (shortest possible time) or `"memory"` (peak). The other figure decides between
+      equals. A target without published peak rates, such as a CPU, is judged by memory.
+    minutes: time after which only presets or candidates are still measured.
+    trials: a file for the errors. The same search goes on from it. A search for another target measures only
+      policies that are not in the file.
+    plan_of: function from (policy, recompute) to the plan, in place of `mpjax.plan` of the step on one
+      device. `recompute` is `None` for the step's own choice.
+    recompute: what the backward pass may recompute; by default all choices of `mpjax.make_train_step`. It
+      does not change numbers. It is planned for the policy that was found, with `objective="memory"` or if
+      the policy does not fit the target, but not with `candidates`.
+    progress: called with a line of text before each trial.
+    init: for a loss function, the other arguments of `TrainStep.init` (`rng`, `model_state`).
 
   Returns:
-    A `TuneResult` with `.policy`, `.recompute`, `.table` and `.yaml`; `str()` of it is the answer.
+    A `TuneResult` with `policy`, `recompute` and `yaml`; `str()` gives the answer, `table(NAME)` one table.
 
   Raises:
-    ValueError: for a loss or gradient that float32 does not make finite, batches too small to estimate noise,
-      candidates of which none passes, or arguments that are none.
+    ValueError: if the loss or a gradient is not finite in float32, the batches are too small for an estimate
+      of the noise, no candidate passes, or an argument is wrong.
   """
   if objective not in OBJECTIVES:
     raise ValueError(f"objective={objective!r}: expected one of {', '.join(OBJECTIVES)}")
@@ -117,7 +117,7 @@ def tune(
   step, state = _step_of(loss_fn, params, tx, init)
   given = list(listed(batches))
   if not given or not min(map(rows, given)):
-    raise ValueError("no batch, or one of no rows: expected a batch, or a list of at least one")
+    raise ValueError("no batch, or a batch without rows: expected a batch, or a list of at least one")
   say("float32")
   with on_automatic_axes(step, (state, given)) as (state, given):
     gradients = Gradients(step, state, given, needs_noise=figure is None)
@@ -163,14 +163,14 @@ def tune(
 
 
 def _named(candidates: Sequence[PolicyLike]) -> list[tuple[str, Policy]]:
-  """Returns candidates with a name each."""
+  """Returns each candidate with a name."""
   if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Iterable):
     raise ValueError(f"candidates={candidates!r}: expected a list of policies")
   policies = list(dict.fromkeys(map(as_policy, candidates)))
   if not policies:
     raise ValueError("candidates: expected at least one policy")
   if jax.default_backend() != "gpu" and any(p.matmul_precision == "tensorfloat32" for p in policies):
-    raise ValueError("candidates: the products of tf32 can be measured on a GPU alone; leave it out here")
+    raise ValueError("candidates: tf32 can be measured only on a GPU; leave it out here")
   labels = [policy.label for policy in policies]
   alike = lambda i: f"{labels[i]} ({labels[: i + 1].count(labels[i])})"
   return [(label if labels.count(label) == 1 else alike(i), policies[i]) for i, label in enumerate(labels)]
@@ -185,7 +185,7 @@ def parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]
   """Returns a share of the noise, and the tolerance itself if it is a figure.
 
   Raises:
-    ValueError: for what is neither.
+    ValueError: if it is neither.
   """
   if tolerance is None:
     return SHARE_OF_NOISE, None
@@ -205,7 +205,7 @@ def parse_tolerance(tolerance: float | str | None) -> tuple[float, float | None]
 
 
 def _presets(device: Target) -> list[str]:
-  """Returns the presets to try: those that the target has units for, and that this machine can measure."""
+  """Returns the presets to try: the target has units for them, and this machine can measure them."""
   names = presets_of(device)
   measurable = [name for name in PRESETS if name != "tf32" or jax.default_backend() == "gpu"]
   return [name for name in measurable if name in names]
@@ -217,7 +217,7 @@ def _step_of(
   """Returns the step in float32, and its state."""
   if isinstance(target, TrainStep):
     if tx is not None or init:
-      raise ValueError(f"{', '.join(['tx', *init])} beside a TrainStep, which has its own")
+      raise ValueError(f"{', '.join(['tx', *init])} with a TrainStep, which has its own")
     if not isinstance(params, TrainState):
       raise ValueError(f"params of type {type(params).__name__}: expected the TrainState of the step")
     step = target.with_policy("fp32")
@@ -229,7 +229,7 @@ def _step_of(
 
 
 def modules_of(step: TrainStep, state: TrainState, batch: PyTree) -> tuple[list[Module], str]:
-  """Returns the modules of a step, and a text that differs for programs that a policy treats otherwise."""
+  """Returns a step's modules, and a text that differs between programs that a policy treats differently."""
   alone = step.without_mesh()
 
   def explained(spec: PolicyLike) -> Explanation:

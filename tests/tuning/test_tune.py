@@ -330,7 +330,7 @@ def test_arguments_that_are_none_are_named():
     ({"candidates": []}, "expected at least one policy"),
     ({"candidates": "bf16"}, f"candidates='bf16': {no_list}"),
     ({"candidates": 3}, f"candidates=3: {no_list}"),
-    ({"candidates": ["tf32"]}, "tf32 can be measured on a GPU alone"),
+    ({"candidates": ["tf32"]}, "tf32 can be measured only on a GPU"),
     ({"minutes": True}, f"minutes=True: {positive}"),
     ({"minutes": "3"}, f"minutes='3': {positive}"),
     ({"minutes": 0}, f"minutes=0: {positive}"),
