@@ -1,4 +1,4 @@
-"""Datasets that a config can name: text, token numbers, and images with labels, read by grain."""
+"""Datasets for a config: text, token numbers, and images with labels; grain reads them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def load_data(spec: DataConfig, *, seed: int) -> Data:
 
   Args:
     spec: the section.
-    seed: of the order of training batches; the split does not depend on it.
+    seed: seed of the order of training batches. The split does not depend on it.
 
   Raises:
-    DataError: for data that is missing or unfit, in one line.
+    DataError: if data is missing or cannot be used; one line.
   """
   try:
     made = DATASETS.find(spec.kind).fun(**spec.options)
   except DataError:
     raise
-  except (OSError, ValueError) as error:  # of a function of the user's
+  except (OSError, ValueError) as error:  # from a user's function
     raise DataError(f"data.kind={spec.kind}: {describe(error)}") from error
   return make_data(made, spec, seed)

@@ -11,14 +11,14 @@ from mpjax.train._sections import Natural, Positive
 
 
 class DataConfig(KindSection):
-  """The source of batches: what every kind has, and the options of this one's function.
+  """The source of batches: keys of every kind, and the options of this kind's function.
 
   Attributes:
     kind: name of a registered kind.
-    batch_size: rows of a batch, of all processes together.
-    eval_batches: batches of an evaluation at most; `None`: all there are.
+    batch_size: rows of a batch, over all processes.
+    eval_batches: largest number of batches in an evaluation; `None`: all.
     workers: threads that read ahead.
-    options: the kind's own keys; flat beside the others in a file.
+    options: the kind's own keys; in a file they are keys of the section.
   """
 
   kinds = DATASETS
@@ -29,7 +29,7 @@ class DataConfig(KindSection):
   @pydantic.model_validator(mode="before")
   @classmethod
   def _leave_out_no_path(cls, value: object) -> object:
-    """Lets `path: null` stand in a config whatever the kind, also one that reads no files."""
+    """Accepts `path: null` for every kind, also for a kind that reads no files."""
     if isinstance(value, Mapping) and "path" in value and value["path"] is None:
       return {key: each for key, each in value.items() if key != "path"}
     return value

@@ -1,4 +1,4 @@
-"""`Data`: training batches without end, evaluation batches, and what they look like."""
+"""`Data`: endless training batches, evaluation batches, and facts about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = dict[str, np.ndarray]
 Rows = slice | np.ndarray
 
 _ALL = slice(None)
-# Rows that tell one dataset from another, where its function gives no fingerprint.
+# Rows in the fingerprint of a dataset whose function gives none.
 _SAMPLED = 32
 
 
@@ -31,7 +31,7 @@ class RowSource(Protocol):
   """Rows by position."""
 
   def __len__(self) -> int:
-    """Returns how many there are."""
+    """Returns the number of rows."""
 
   def __getitem__(self, index: int, /) -> Mapping[str, ArrayLike]:
     """Returns the arrays of one row by name; the same at every call."""
@@ -42,13 +42,13 @@ class Data:
   """A dataset, split and ready to be batched.
 
   Attributes:
-    info: what it looks like.
+    info: facts about it.
     train_rows: the training split.
     eval_rows: the evaluation split.
     batch_size: rows of a batch.
-    eval_batches: batches of an evaluation at most; `None`: all.
-    seed: of the order of training rows.
-    workers: threads that read ahead; 0 reads when asked.
+    eval_batches: largest number of batches in an evaluation; `None`: all.
+    seed: seed of the order of training rows.
+    workers: threads that read ahead; 0: no reading ahead.
   """
 
   info: DataInfo
@@ -60,42 +60,42 @@ class Data:
   workers: int
 
   def train(self, rows: Rows = _ALL) -> grain.DatasetIterator:
-    """Yields batches without end, each epoch in another order; drops the rows that do not fill a batch.
+    """Yields batches without end, in another order each epoch; drops rows that do not fill a batch.
 
-    The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the very next batch.
-    Neither it nor the order of rows depends on `rows`: indices are shuffled and batched, and then read.
+    The iterator's `get_state()` is a JSON-serialisable dict; `set_state` continues with the next batch.
+    Neither the state nor the order depends on `rows`: indices are shuffled and batched before rows are read.
 
     Args:
-      rows: which rows of each batch to read; those of a process in a run of several.
+      rows: which rows of each batch to read: in a run of several processes, this process's rows.
     """
     batches = grain.MapDataset.range(self.info.train_examples).seed(self.seed).shuffle()
     batches = batches.batch(self.batch_size, drop_remainder=True).repeat()
-    # The buffer is read-ahead alone; with one thread and no buffer the order is the same.
+    # The buffer only reads ahead; the order is the same without it.
     options = grain.ReadOptions(num_threads=self.workers, prefetch_buffer_size=2 * self.workers)
     read = functools.partial(_read, self.train_rows)
     return iter(batches.map(lambda batch: read(batch[rows])).to_iter_dataset(options))
 
   def eval(self, rows: Rows = _ALL) -> Iterator[Batch]:
-    """Yields the same whole batches at every call; of each, `rows`."""
+    """Yields `rows` of each evaluation batch. The batches are whole, and the same at every call."""
     for i in range(self.num_eval_batches):
       yield _read(self.eval_rows, np.arange(i * self.batch_size, (i + 1) * self.batch_size)[rows])
 
   @property
   def num_eval_batches(self) -> int:
-    """Returns the number of batches of an evaluation."""
+    """Returns the number of batches in an evaluation."""
     whole = self.info.eval_examples // self.batch_size
     return whole if self.eval_batches is None else min(whole, self.eval_batches)
 
 
 def data_mismatch(first: str, other: str, process: int) -> str | None:
-  """Returns what is wrong if process 0's data and another's have these fingerprints; `None` for nothing."""
+  """Returns an error text if the fingerprints of process 0 and another differ; `None` if they are equal."""
   if first == other:
     return None
   return f"process {process} reads other data than process 0: give all of them the same files"
 
 
 def describe(error: Exception) -> str:
-  """Returns what kept rows from being read, on one line; for the operating system's, file and reason."""
+  """Describes an error of reading rows in one line; file and reason for one of the operating system's."""
   if isinstance(error, DataError):
     return str(error)
   if isinstance(error, OSError) and error.filename is not None:
@@ -104,10 +104,10 @@ def describe(error: Exception) -> str:
 
 
 def make_data(made: object, spec: DataConfig, seed: int) -> Data:
-  """Returns a `Data` of what a data kind's function returned, when both splits fill a batch.
+  """Makes a `Data` from what the function of a data kind returned.
 
   Raises:
-    DataError: if one does not, or the function returned something else than rows.
+    DataError: if a split does not fill a batch, or the function did not return rows.
   """
   title = f"data.kind={spec.kind}"
   if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -146,7 +146,7 @@ def _read(rows: RowSource, indices: np.ndarray) -> Batch:
   read = [rows[int(index)] for index in indices]
   try:
     return {name: _stack([np.asarray(each[name]) for each in read]) for name in read[0]}
-  except (KeyError, ValueError) as error:  # a name that a row has not, or another shape
+  except (KeyError, ValueError) as error:  # a row lacks a name, or has another shape
     layouts = [{name: np.shape(value) for name, value in row.items()} for row in read]
     usual = max(layouts, key=layouts.count)
     other = next((at for at, layout in enumerate(layouts) if layout != usual), None)
@@ -158,16 +158,16 @@ def _read(rows: RowSource, indices: np.ndarray) -> Batch:
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:
-  """Stacks arrays in a dtype that JAX has: its float32 and int32 for NumPy's float64 and int64."""
+  """Stacks arrays in JAX's dtypes: float32 and int32 for NumPy's float64 and int64."""
   stacked = np.stack(arrays)
   return stacked.astype(jax.dtypes.canonicalize_dtype(stacked.dtype), copy=False)
 
 
 def _first(rows: RowSource, index: int, split: str, title: str) -> Batch:
-  """Returns a row, read to see what rows look like."""
+  """Reads and checks a row, to find the layout of rows."""
   try:
     row = rows[index]
-  except Exception as error:  # of any kind: a user's data source
+  except Exception as error:  # a user's data source can raise anything
     raise DataError(f"{title}: row {index} of the {split} rows cannot be read: {describe(error)}") from error
   if not isinstance(row, Mapping) or not row:
     raise DataError(
@@ -181,15 +181,15 @@ def _first(rows: RowSource, index: int, split: str, title: str) -> Batch:
 
 
 def _layout(row: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
-  """Returns dtype and shape of the arrays of a row as they are in a batch."""
+  """Returns the dtype in a batch, and the shape, of each array of a row."""
   stacked = {name: _stack([value]) for name, value in row.items()}
   return {name: (value.dtype.name, value.shape[1:]) for name, value in stacked.items()}
 
 
 def _facts(facts: object, title: str) -> dict[str, Any]:
-  """Returns what a function says of its data as plain data, as an export carries it."""
+  """Returns a data function's facts as plain data, for an export."""
   if hasattr(facts, "__dict__") and not isinstance(facts, Mapping):
-    facts = vars(facts)  # of a dataclass, or a namespace
+    facts = vars(facts)  # a dataclass or a namespace
   if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
     raise DataError(
       f'{title}: info is a {type(facts).__name__}: expected a mapping by name, such as {{"num_classes": 10}}'
@@ -204,7 +204,7 @@ def _facts(facts: object, title: str) -> dict[str, Any]:
 def _plain_number(value: Any) -> Any:
   if isinstance(value, (np.generic, np.ndarray)):
     return value.tolist()
-  raise TypeError(f"{type(value).__name__} is no plain data")
+  raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _fingerprint(train: RowSource, held_out: RowSource, title: str) -> str:

@@ -1,4 +1,4 @@
-"""A Hugging Face dataset, where the `datasets` package is installed: text, tokens, or images with labels."""
+"""Hugging Face datasets, if the `datasets` package is installed: text, tokens, or images with labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpjax.train.data._images import (
 )
 from mpjax.train.data._text import Loaded, Share, documents_to_rows, streams_to_rows
 
-# Images that are read before a run: for their mean and deviation, and to tell one dataset from another.
+# Images that are read before a run, for their mean and deviation and for the fingerprint.
 _SAMPLED = 1024
 
 
@@ -43,13 +43,13 @@ def load_huggingface(
   packed: bool = True,
   valid_fraction: Share = 0.05,
 ) -> Loaded:
-  """Loads a dataset saved at `path`, or of the hub by `name`: text as bytes, tokens, or images with labels.
+  """Loads a dataset saved at `path`, or `name` from the hub: text as bytes, tokens, or images with labels.
 
-  `path` wins where it is a folder, else `name`. Tokens are lists of numbers below `vocab_size`. Lists, and
-  texts, follow one another in a stream; with `packed: false` a row is of one of them, padded, and has a
-  `mask`. Without `eval_split` a `valid_fraction` of the training split is held out.
+  Uses `path` if it is a folder, else `name`. Tokens are lists of numbers below `vocab_size`. Lists or texts
+  are concatenated into a stream; with `packed: false` each row comes from one of them, is padded, and has a
+  `mask`. Without `eval_split`, the share `valid_fraction` of the training split is held out.
   """
-  # Releases before 4 may run a dataset's own script: not unless the user's environment says so.
+  # Releases before 4 may run a dataset's own script: only if the user's environment allows it.
   os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
   try:
     datasets = importlib.import_module("datasets")
@@ -122,10 +122,7 @@ def load_huggingface(
 
 
 def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the numbers of a column of lists, one list after the other, and the lists' lengths.
-
-  Numbers are in 16 bits where they are enough.
-  """
+  """Returns the concatenated lists of a column, in 16 bits if they suffice, and the length of each list."""
   _require_column(split, name)
   length_of = importlib.import_module("pyarrow.compute").list_value_length
   dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
@@ -148,7 +145,7 @@ def _tokens(split: Any, name: str, title: str, vocab_size: int) -> tuple[np.ndar
 
 
 class ImageColumn:
-  """Images of one shape in a column of a dataset, decoded when they are read."""
+  """A column of images of one shape, which are decoded when they are read."""
 
   def __init__(self, split: Any, name: str, title: str, positions: np.ndarray | None = None):
     _require_column(split, name)
@@ -165,11 +162,11 @@ class ImageColumn:
 
   @property
   def sampled(self) -> np.ndarray:
-    """Returns the positions of the images that are looked at before a run."""
+    """Returns the positions of the images that are read before a run."""
     return np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int))
 
   def sample(self) -> np.ndarray:
-    """Returns those images."""
+    """Returns the images that are read before a run."""
     return np.stack([self[int(index)] for index in self.sampled])
 
   def __len__(self) -> int:

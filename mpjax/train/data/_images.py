@@ -14,15 +14,15 @@ from mpjax.train._registry import register_data
 from mpjax.train._sections import Positive
 from mpjax.train.data._text import Loaded, Share
 
-# Beyond it, no classifier's last layer would fit a device.
+# With more classes, no classifier's last layer would fit on a device.
 Classes = Annotated[Positive, pydantic.Field(le=1 << 24)]
-# Without `data.num_classes`, more classes than this need as many images.
+# Without `data.num_classes`, a label above this is an error unless there are as many images.
 _FEW = 1024
 
 
 @register_data("digits")
 def load_digits() -> Loaded:
-  """Loads 1797 images of 8 x 8 in 10 classes; a fifth, the same ones always, is held out."""
+  """Loads 1797 images of 8 x 8 in 10 classes; a fixed fifth is held out."""
   import sklearn.datasets
 
   digits = sklearn.datasets.load_digits()
@@ -37,21 +37,21 @@ def load_npz(
 ) -> Loaded:
   """Loads `images` [N, H, W] or [N, H, W, C] and `labels` [N].
 
-  `eval_images` and `eval_labels` are held out; without them, a share of the rest. Labels are below
-  `num_classes`; without it the largest says how many classes there are.
+  `eval_images` and `eval_labels` are held out; without them, the share `valid_fraction` is. Labels are below
+  `num_classes`; by default the number of classes is the largest label plus one.
   """
   if path is None:
     raise DataError(f"data.path={path!r}: expected the path of an .npz file")
   try:
-    # Pickled objects would run code as they are read: an array of them is refused.
+    # Reading pickled objects could run code: they are refused.
     with pathlib.Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
       arrays = {name: np.asarray(file[name]) for name in file.files}
   except FileNotFoundError:
     raise DataError(f"data.path={path!r}: no such file") from None
-  except Exception as error:  # of many kinds, from the archive, its compression and NumPy's headers
+  except Exception as error:  # from the archive, its compression or NumPy's headers
     reason = " ".join(str(error).split()) or type(error).__name__
-    if "pickle" in reason:  # NumPy's advice would run what is in the file
-      reason = "it is no archive of arrays, or has Python objects, which are not read"
+    if "pickle" in reason:  # NumPy's advice would run code in the file
+      reason = "it is not an archive of arrays, or has Python objects, which are not read"
     raise DataError(f"data.path={path!r}: not a readable .npz file ({reason})") from error
   train = check_pair(arrays, "", path)
   if "eval_images" in arrays or "eval_labels" in arrays:
@@ -61,7 +61,7 @@ def load_npz(
         f"{path}: eval_images are {held_out[0].shape[1:]}, images {train[0].shape[1:]}: expected equal"
       )
     if held_out[0].dtype != train[0].dtype:
-      # Most likely 0 to 255 beside 0 to 1: they would be standardised alike.
+      # Most likely 0 to 255 in one and 0 to 1 in the other, with one mean and deviation for both.
       raise DataError(
         f"{path}: eval_images are {held_out[0].dtype}, images {train[0].dtype}: expected one dtype"
       )
@@ -73,12 +73,12 @@ def load_npz(
   return arrays_to_rows(train, held_out, path, num_classes)
 
 
-# Images by position, which may be read when they are asked for, and labels.
+# Images by position, which may be read on demand, and labels.
 LabelledImages = tuple[Any, np.ndarray]
 
 
 class Images:
-  """Rows of an image, standardised in float32, and its label."""
+  """Rows of an image, standardised in float32, and a label."""
 
   def __init__(self, arrays: LabelledImages, shape: tuple[int, ...], mean: float, deviation: float):
     self._images, self._labels = arrays
@@ -99,7 +99,7 @@ def arrays_to_rows(
   title: str,
   num_classes: int | None = None,
 ) -> Loaded:
-  """Standardises images by the training split's mean and deviation."""
+  """Makes rows of images, standardised by the training split's mean and deviation."""
   return images_to_rows(train, held_out, train[0], held_out[0], title, num_classes)
 
 
@@ -115,10 +115,10 @@ def images_to_rows(
 
   Args:
     train, held_out: images by position, and their labels.
-    seen, seen_held_out: those images, or some of them: all are standardised by the mean and deviation of
-      `seen`, and told from others by both.
-    title: of the dataset.
-    num_classes: how many there are; `None`: one more than the largest label.
+    seen, seen_held_out: these images, or some of them. All images are standardised by the mean and deviation
+      of `seen`. The fingerprint is from both.
+    title: the dataset's name.
+    num_classes: number of classes; `None`: the largest label plus one.
 
   Raises:
     DataError: if a split is empty.
@@ -148,20 +148,20 @@ def images_to_rows(
 def split_arrays(
   images: np.ndarray, labels: np.ndarray, fraction: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-  """Returns (train, held out), split by a permutation that is always the same."""
+  """Returns (train, held out), split by a fixed permutation."""
   train, held_out = split_positions(len(images), fraction)
   return (images[train], labels[train]), (images[held_out], labels[held_out])
 
 
 def split_positions(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the positions (to train on, held out) of `split_arrays`."""
+  """Returns the positions of training and held-out rows, as `split_arrays` uses them."""
   order = np.random.default_rng(0).permutation(count)
   held_out = max(1, round(count * fraction))
   return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns images and labels that fit together."""
+  """Returns images and labels, checked to fit together."""
   for name in (f"{prefix}images", f"{prefix}labels"):
     if name not in arrays:
       raise DataError(f"{path}: no array {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
@@ -187,9 +187,10 @@ def check_pair(arrays: dict[str, np.ndarray], prefix: str, path: str) -> tuple[n
 
 
 def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int | None, images: int) -> None:
-  """Raises `DataError` for a label that is no class, or a single one that would decide how many there are.
+  """Raises `DataError` for a label that is too large.
 
-  Without `num_classes` there are at most as many as `images` of all splits together.
+  Labels are below `num_classes`; without it, below 1024 or the number of `images` of all splits together, so
+  that a single wrong label does not decide the number of classes.
   """
   bound = num_classes or max(_FEW, images)
   if (large := labels >= bound).any():
@@ -199,7 +200,7 @@ def require_classes(labels: np.ndarray, name: str, path: str, num_classes: int |
 
 
 def check_labels(labels: np.ndarray, name: str, path: str) -> None:
-  """Raises `DataError` for labels that are no classes from 0 on."""
+  """Raises `DataError` for labels that are not integers of 0 or more."""
   if labels.ndim != 1 or labels.dtype.kind not in "ui":
     raise DataError(f"{path}: {name} is {labels.dtype}{list(labels.shape)}: expected integers [N]")
   if labels.dtype.kind == "i" and (labels < 0).any():

@@ -1,4 +1,4 @@
-"""What is known of a dataset, and what the function of a model is told."""
+"""Facts about a dataset, and the argument `info` of a model's function."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from mpjax.policy import Policy
 
 
 class MissingFact(AttributeError):
-  """A fact that a model asks for and the data does not give."""
+  """A model asks for a fact that the data does not give."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataInfo:
-  """Facts about a dataset. Those that its function gives are attributes and items: `info.num_classes`.
+  """Facts about a dataset.
+
+  The facts that the data's function returned are also attributes and items: `info.num_classes`,
+  `info["num_classes"]`.
 
   Attributes:
-    train_examples: rows of an epoch.
-    eval_examples: rows held out.
-    fingerprint: changes with the content, the split and the row length; not with where the data lies.
+    train_examples: number of rows in an epoch.
+    eval_examples: number of rows held out.
+    fingerprint: changes with the content, the split and the row length; not with the data's location.
     description: one line for a person.
-    row: dtype and shape of each array of a row, by name.
-    facts: what the data's function says of it, in plain data.
+    row: dtype and shape of each array of a row, by name: `{"tokens": ("int32", (129,))}`.
+    facts: what the data's function returned as `info`, in plain data.
   """
 
   train_examples: int
@@ -46,7 +49,7 @@ class DataInfo:
     return getattr(self, name)
 
   def batch_shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of a batch of so many rows."""
+    """Returns the shapes and dtypes of a batch of `rows` rows."""
     return {
       name: jax.ShapeDtypeStruct((rows, *shape), np.dtype(dtype)) for name, (dtype, shape) in self.row.items()
     }
@@ -54,10 +57,10 @@ class DataInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo(DataInfo):
-  """What the function of a model is told: facts about the data, and how the run will use the model.
+  """The argument `info` of a model's function: facts about the data, and how the run will use the model.
 
   Attributes:
-    policy: the policy in force. A model needs no dtypes of its own; a kernel may.
+    policy: the run's policy. A model needs no dtypes of its own; the choice of a kernel may depend on them.
     backend: the platform: `"cpu"`, `"gpu"` or `"tpu"`.
     recompute: the config's `train.recompute`; `"blocks"` asks the model to recompute its blocks.
   """

@@ -1,4 +1,4 @@
-"""Bytes of text files as windows of tokens: the standard library's source, or the user's own files."""
+"""Text files as windows of bytes: the standard library's source, or the user's own files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mpjax.train._sections import Positive
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
 # Training rows, rows held out, and facts about them.
 Loaded = tuple[Any, Any, dict[str, Any]]
-# What a document is kept as: in memory, or mapped.
+# A document in memory, or mapped from a file.
 Document = bytes | memoryview
 
 _SEPARATOR = b"\0"
-# A single file of so many bytes is mapped: it need not fit into memory.
+# A single file of at least this many bytes is mapped, and need not fit into memory.
 _MAPPED = 1 << 30
 _TOO_LARGE = "larger than memory: expected a single file, which is mapped, or files for data.kind=tokens"
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
@@ -35,7 +35,7 @@ _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 @register_data("stdlib")
 def load_stdlib(*, seq_len: Positive = 128, valid_fraction: Share = 0.05) -> Loaded:
-  """Loads the `*.py` files of the running Python's standard library, split by file."""
+  """Loads the `*.py` files of this Python's standard library, split by file."""
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files = _walk(root, lambda name: name in _NOT_OURS)
   named = {file.relative_to(root).as_posix(): file for file in files if file.suffix == ".py"}
@@ -49,9 +49,9 @@ def load_text(
 ) -> Loaded:
   """Loads a file, a folder (every file in it that is text), a glob, or a list of these, as bytes.
 
-  Of a folder or a glob, files are text when their first kilobyte has no zero byte; empty and hidden ones
-  are left out. A file that several paths lead to is read once, so that it cannot be in both splits.
-  Several files are split by file, a single one by position.
+  In a folder or a glob, a file is text if its first kilobyte has no zero byte; empty and hidden files are
+  left out. A file that several paths lead to is read once, so that it cannot be in both splits. Several
+  files are split by file, a single file by position.
   """
   paths = [path] if isinstance(path, str) else list(path or [])
   if not paths or not all(paths):  # an empty string would be the working directory
@@ -65,7 +65,7 @@ def load_text(
       real = file.resolve()
       if real not in seen and (text := _read(file, only_text)):
         seen.add(real)
-        # Named by position in the list: neither the split nor the fingerprint knows where the data lies.
+        # Named by position in the list: split and fingerprint do not depend on the location.
         documents[name if len(paths) == 1 else f"{position}:{name}"] = text
       found |= real in seen
     if not found:
@@ -76,7 +76,7 @@ def load_text(
 
 
 class TextWindows:
-  """Rows of `seq_len + 1` tokens, which overlap by one: the last token of a row is the first of the next."""
+  """Rows of `seq_len + 1` tokens; the last token of a row is the first of the next row."""
 
   def __init__(self, tokens: np.ndarray, seq_len: int):
     self._tokens, self._seq_len = tokens, seq_len
@@ -90,15 +90,15 @@ class TextWindows:
 
 
 class PaddedWindows:
-  """Rows of `seq_len + 1` tokens of one sequence each, padded with 0; `mask` has which are the sequence's.
+  """Rows of `seq_len + 1` tokens from one sequence each, padded with 0; `mask` is true for the sequence.
 
-  A longer sequence makes several rows, which overlap by one as those of `TextWindows` do. One of fewer than
-  two tokens has none that could be predicted, and makes no row.
+  A longer sequence makes several rows, which overlap by one token as in `TextWindows`. A sequence of fewer
+  than two tokens makes no row, since it has no token to predict.
 
   Args:
-    tokens: of all sequences, one after the other: [sum of lengths].
-    lengths: of the sequences: [sequences].
-    seq_len: tokens of a row to predict.
+    tokens: the concatenated sequences: [sum of lengths].
+    lengths: the length of each sequence: [sequences].
+    seq_len: number of tokens to predict in a row.
   """
 
   def __init__(self, tokens: np.ndarray, lengths: np.ndarray, seq_len: int):
@@ -131,8 +131,9 @@ def documents_to_rows(
 ) -> Loaded:
   """Splits documents and cuts each split into windows of bytes.
 
-  What is held out are the documents whose name has the prefix, or a share of all chosen by name, or, of a
-  single document, its end. A split is one stream if `packed`; else rows are of one document each, padded.
+  Holds out the documents whose name has the prefix; without a prefix, a share of the documents, chosen by
+  name, or the end of a single document. If `packed`, a split is one stream; else each row comes from one
+  document and is padded.
 
   Raises:
     DataError: if a split is empty or shorter than a window.
@@ -162,18 +163,19 @@ def streams_to_rows(
   facts: dict[str, Any],
   lengths: list[np.ndarray] | None = None,
 ) -> Loaded:
-  """Cuts the tokens to train on and those held out into windows.
+  """Cuts the training tokens and the held-out tokens into windows.
 
   Args:
-    streams: the tokens of either split.
+    streams: the tokens of each split.
     title: where they come from, for a person.
     units: what a token is.
-    seq_len: tokens of a row to predict.
-    facts: what else is known of them.
-    lengths: of the sequences in each stream, for rows of one sequence each, padded; `None` for a stream.
+    seq_len: number of tokens to predict in a row.
+    facts: further facts about the data.
+    lengths: the lengths of the sequences in each split, for padded rows of one sequence each; `None` for rows
+      across sequences.
 
   Raises:
-    DataError: if a split is empty or, being a stream, shorter than a window.
+    DataError: if a split is empty, or a stream is shorter than a window.
   """
   for name, tokens in zip(("training", "evaluation"), streams, strict=True):
     if len(tokens) <= (seq_len if lengths is None else 1):
@@ -210,7 +212,7 @@ def _joined(documents: list[Document], separator: bytes, title: str) -> Document
 def split_by_name(
   documents: Mapping[str, Document], fraction: float
 ) -> tuple[dict[str, Document], dict[str, Document]]:
-  """Returns (train, held out): about `fraction` held out, chosen by a hash of the name, at least one each."""
+  """Returns (train, held out), at least one document each; a hash of the name chooses about `fraction`."""
   order = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
   count = min(max(1, round(len(order) * fraction)), len(order) - 1)
   held_out = set(order[:count])
@@ -230,17 +232,17 @@ def _find(path: str) -> list[tuple[str, pathlib.Path]]:
     files = [pathlib.Path(name) for name in glob.glob(path, recursive=True)]
     if not files:
       raise DataError(f"data.path={path!r}: no such file, folder or match")
-    # Names relative to the part of the pattern before its first wildcard: not to where the data lies.
+    # Names are relative to the part of the pattern before its first wildcard, not to the location.
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts)
     base = pathlib.Path(*fixed)
   return sorted((file.relative_to(base).as_posix(), file) for file in files if _is_file(file))
 
 
 def _walk(root: pathlib.Path, skip: Callable[[str], bool]) -> list[pathlib.Path]:
-  """Returns the files below a folder; `skip` is asked for the names of files and of whole folders."""
+  """Returns the files below a folder, without files and whole folders for whose name `skip` is true."""
   found = []
 
-  def refuse(error: OSError) -> None:  # os.walk would leave the folder out
+  def refuse(error: OSError) -> None:  # os.walk would silently leave the folder out
     raise DataError(f"data.path: cannot list {error.filename}: {error.strerror}") from error
 
   for folder, folders, files in os.walk(root, onerror=refuse):
@@ -253,7 +255,7 @@ def _is_file(path: pathlib.Path) -> bool:
   """Returns whether a path is a file.
 
   Raises:
-    DataError: if that cannot be told, as in a folder that cannot be entered.
+    DataError: if the path cannot be examined, for example in a folder that cannot be entered.
   """
   try:
     return path.is_file()
@@ -262,7 +264,7 @@ def _is_file(path: pathlib.Path) -> bool:
 
 
 def _read(file: pathlib.Path, only_text: bool = False) -> Document:
-  """Returns the content; with `only_text`, nothing if it is not text, and does not read to its end then."""
+  """Returns the content of a file. With `only_text`, returns nothing for a file that is not text."""
   try:
     with file.open("rb") as stream:
       head = stream.read(1024)

@@ -1,4 +1,4 @@
-"""Memory-mapped files of token numbers, which another program made of text: rows are read where they lie."""
+"""Memory-mapped files of token numbers that another program made from text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.train._registry import register_data
 from mpjax.train._sections import Natural, Positive
 from mpjax.train.data._text import Loaded, Share
 
-# Rows that are read to tell one dataset from another, and to find token numbers that are none.
+# Rows that are read before a run, for the fingerprint and to find numbers outside the vocabulary.
 _SAMPLED = 256
 _NUMPY_FILE = b"\x93NUMPY"
 
@@ -31,19 +31,19 @@ def load_tokens(
   seq_len: Positive = 128,
   valid_fraction: Share = 0.05,
 ) -> Loaded:
-  """Maps files of raw token numbers, one after the other and nothing else, little-endian.
+  """Maps files that contain only token numbers, little-endian.
 
   Args:
-    path: a file, a glob or a list of these; rows do not reach from one file into the next.
-    vocab_size: how many tokens there are; a number that is not below it is an error.
-    eval_path: what is held out; by default `valid_fraction` of the rows at the end of the last files.
-    dtype: of the numbers; 16 bits where they are enough for the vocabulary.
-    skip_bytes: a header at the beginning of each file.
-    seq_len: tokens of a row, beside the one to predict last.
-    valid_fraction: the share of rows that is held out where `eval_path` names none.
+    path: a file, a glob or a list of these; no row crosses from one file into the next.
+    vocab_size: size of the vocabulary; every number must be below it.
+    eval_path: files to hold out; by default the last rows, a share of `valid_fraction`, are held out.
+    dtype: the numbers' dtype; by default uint16 if it suffices for the vocabulary, else uint32.
+    skip_bytes: length of a header at the beginning of each file.
+    seq_len: number of tokens to predict in a row; a row has one more.
+    valid_fraction: the share of rows to hold out if `eval_path` is not given.
 
   Raises:
-    DataError: for files that are missing, empty, cut off, or of other numbers.
+    DataError: for files that are missing, empty or cut off, or numbers outside the vocabulary.
   """
   numbers = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
   if numbers.itemsize == 2 and vocab_size > 1 << 16:
@@ -73,7 +73,7 @@ def load_tokens(
 
 
 class TokenRows:
-  """Rows of `seq_len + 1` tokens from mapped files; the last token of a row is the first of the next."""
+  """Rows of `seq_len + 1` tokens from mapped files; the last token of a row is the first of the next row."""
 
   def __init__(
     self, files: Sequence[pathlib.Path], dtype: np.dtype, vocab_size: int, seq_len: int, skip_bytes: int
@@ -90,7 +90,7 @@ class TokenRows:
     self._first, self._last = 0, int(self._ends[-1])
 
   def part(self, first: int, last: int) -> TokenRows:
-    """Returns some of the rows, from the same maps."""
+    """Returns the rows from `first` up to, not including, `last`, from the same maps."""
     some = object.__new__(TokenRows)
     some.__dict__.update(self.__dict__ | {"_first": self._first + first, "_last": self._first + last})
     return some
@@ -112,7 +112,7 @@ class TokenRows:
     return {"tokens": tokens.astype(np.int32)}
 
   def sample(self) -> bytes:
-    """Returns the number of rows and a digest of some; reads, of large files, a small part."""
+    """Returns a digest of the number of rows and of some rows; reads only a small part of large files."""
     digest = hashlib.blake2b(repr(len(self)).encode(), digest_size=16)
     for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)):
       digest.update(self[int(index)]["tokens"].tobytes())
@@ -130,7 +130,7 @@ def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
       raise DataError(f"{file} has no tokens: {size + skip_bytes} bytes, data.skip_bytes={skip_bytes}")
     if size % dtype.itemsize:
       raise DataError(
-        f"{file}: {size} bytes are no whole number of {dtype.name}: it is cut off, or data.dtype is another"
+        f"{file}: {size} bytes are not a whole number of {dtype.name}: it is cut off, or data.dtype is wrong"
       )
     return np.memmap(file, dtype, mode="r", offset=skip_bytes)
   except OSError as error:
@@ -138,7 +138,7 @@ def _map(file: pathlib.Path, dtype: np.dtype, skip_bytes: int) -> np.ndarray:
 
 
 def _files(path: str | list[str], key: str) -> list[pathlib.Path]:
-  """Returns the files that a key names, each once, those of a glob in the order of their names."""
+  """Returns the files that a key names, each once; those of a glob in the order of their names."""
   found: list[pathlib.Path] = []
   for each in [path] if isinstance(path, str) else path:
     names = [each] if pathlib.Path(each).is_file() else sorted(glob.glob(each, recursive=True))

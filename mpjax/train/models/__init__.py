@@ -1,4 +1,4 @@
-"""Models that follow the dtype of their parameters and inputs: no dtype arguments anywhere."""
+"""Models that follow the dtype of their parameters and inputs, without dtype arguments."""
 
 from mpjax.train.models._gpt import GPT
 from mpjax.train.models._model_sharding import gpt_sharding, resnet_sharding, vit_sharding

@@ -1,4 +1,4 @@
-"""Attention whose every matrix product, backward ones too, has operands in the dtype of its inputs."""
+"""Attention whose matrix products, forward and backward, take operands in the dtype of its inputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpjax.train.models._fused_attention import IMPLEMENTATIONS, on_parts, takes
 def split_heads(qkv: jax.Array, heads: int) -> list[jax.Array]:
   """Returns queries, keys and values: [B, T, 3 D] with columns by head -> three of [B, T, N, H].
 
-  By head are the columns of q, k and v of one head, then those of the next. A device that has a part of the
-  columns has q, k and v of its heads, and nothing moves.
+  The columns are q, k and v of the first head, then of the second, and so on. A device that holds a part of
+  the columns has q, k and v of the same heads, and no data moves.
   """
   each = qkv.reshape(*qkv.shape[:-1], heads, 3, -1)
   return [each[..., i, :] for i in range(3)]
@@ -26,19 +26,20 @@ def attention(
 ) -> jax.Array:
   """Returns `softmax(q k^T / sqrt(H)) v` for each head.
 
-  On the XLA path softmax and its gradient are float32, matrix products take operands in the inputs' dtype
-  and accumulate in float32, and only `q`, `k` and `v` are kept for the backward pass, which computes the
-  probabilities again. It has a reverse-mode rule only (no `jax.jvp`).
+  On the XLA path softmax and its gradient are float32. Matrix products take operands in the inputs' dtype
+  and accumulate in float32. Only `q`, `k` and `v` are kept for the backward pass, which computes the
+  probabilities again. There is only a reverse-mode rule (no `jax.jvp`).
 
   Args:
     q: [B, T, N, H], floating.
     k: [B, S, N, H], of q's dtype.
     v: [B, S, N, H], of q's dtype.
     causal: position t sees positions 0 to t only.
-    implementation: `auto` and `xla`: matrix products and a softmax, compiled by XLA; `cudnn`: the fused
-      kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only; `splash`: the one for
-      TPUs, bfloat16 only. Under autocast that is the dtype of the module. In another dtype, for lengths
-      that splash has not, and where a mesh divides rows or heads unevenly, both take the XLA path.
+    implementation: `auto` and `xla`: matrix products and a softmax, compiled by XLA. `cudnn`: the fused
+      kernel of `jax.nn.dot_product_attention`, half precision on NVIDIA GPUs only. `splash`: JAX's kernel
+      for TPUs, bfloat16 only. Under autocast the module's dtype counts. Both kernels fall back to the XLA
+      path in another dtype, if a mesh divides rows or heads unevenly, and `splash` for lengths that it does
+      not support.
 
   Returns:
     [B, T, N, H], of q's dtype.
@@ -62,14 +63,14 @@ def attention(
 
 
 def require_implementation(implementation: str) -> None:
-  """Raises ValueError unless `implementation` is one that `attention` takes."""
+  """Raises ValueError if `attention` does not take `implementation`."""
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"attention={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
 
 
 @half_precision
 def _in_its_dtype(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implementation: str) -> jax.Array:
-  """Applies a kernel where the module computes in its dtype: not in an override, nor in `flax`'s `init`."""
+  """Applies a kernel if the module computes in its dtype; an override or `flax`'s `init` may not."""
   if takes_dtype(implementation, q.dtype):
     return on_parts(implementation, q, k, v, causal)
   return _attention(q, k, v, causal)
@@ -77,7 +78,7 @@ def _in_its_dtype(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implem
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-  # Not by jax.nn.dot_product_attention: in float16 its products ask for an algorithm that CPUs refuse.
+  # jax.nn.dot_product_attention asks for an algorithm in float16 that CPUs refuse.
   probs = _probabilities(q, k, causal)
   return _dot("BNTS,BSNH->BTNH", probs.astype(q.dtype), v).astype(q.dtype)
 
@@ -91,13 +92,13 @@ def _forward(
 def _backward(
   causal: bool, residuals: tuple[jax.Array, ...], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  # Without the barrier XLA may find the forward's probabilities equal to these and keep them in memory.
+  # Without the barrier XLA may merge these probabilities with the forward's, and keep them in memory.
   q, k, v, d_out = jax.lax.optimization_barrier((*residuals, d_out))
   probs = _probabilities(q, k, causal)
   d_probs = _dot("BTNH,BSNH->BNTS", d_out, v)
   d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdims=True))
 
-  # The scale comes after the products: applied before the cast it would make float16 underflow sooner.
+  # The scale comes after the products: before the cast it would make float16 underflow to zero sooner.
   scale = q.shape[-1] ** -0.5
   d_scores = d_scores.astype(q.dtype)
   d_q = scale * _dot("BNTS,BSNH->BTNH", d_scores, k)
@@ -119,5 +120,5 @@ def _probabilities(q: jax.Array, k: jax.Array, causal: bool) -> jax.Array:
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns a product with operands as they are and a result of at least float32."""
+  """Returns the product of operands in their own dtype, in at least float32."""
   return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

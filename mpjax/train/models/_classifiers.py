@@ -1,4 +1,4 @@
-"""`model.kind: vit` and `resnet`: images to classes, with modules of linen."""
+"""`model.kind: vit` and `resnet`: image classifiers (linen)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout with one key, or with a key for each row, whose results do not depend on how rows are divided."""
+"""Dropout with one key, or with a key for each row; then results do not depend on how rows are divided."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-  """Zeroes a share of `x` and scales up the rest; as it was without a key.
+  """Sets a share of `x` to zero and scales up the rest.
 
   Args:
     x: [B, ...].
     rate: the share.
-    key: one key, or keys [B].
+    key: one key, or keys [B]; `None` returns `x` unchanged.
   """
   if key is None or rate == 0:
     return x
@@ -24,7 +24,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def split(key: jax.Array, n: int) -> list[jax.Array]:
-  """Returns `n` keys for one, or `n` arrays of keys [B] for such an array."""
+  """Splits a key into `n` keys, or an array of keys [B] into `n` such arrays."""
   if not _by_row(key):
     return list(jax.random.split(key, n))
   return list(jax.vmap(lambda key: jax.random.split(key, n), out_axes=1)(key))

@@ -1,4 +1,4 @@
-"""Fused attention kernels that JAX ships: cuDNN's on a GPU, splash on a TPU; which of them a run takes."""
+"""JAX's fused attention kernels, cuDNN's on a GPU and splash on a TPU, and the choice among them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from jax.sharding import AxisType, PartitionSpec
 from mpjax._types import Array
 from mpjax.train._errors import ConfigError
 
-if TYPE_CHECKING:  # the models need none of what reads data
+if TYPE_CHECKING:  # models do not need the packages that read data
   from mpjax.train.data import ModelInfo
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
-_SHORTEST = 1024  # on a v5e, below this it holds more memory than the scores do
+_SHORTEST = 1024  # below this, splash needs more memory than the scores (TPU v5e)
 _LANES = 128
 
 
 def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, length: int) -> str:
-  """Returns the implementation of attention that a run takes: `xla`, `cudnn` or `splash`.
+  """Chooses the implementation of attention for a run: `xla`, `cudnn` or `splash`.
 
-  `auto` takes the fused kernel where there is one for the platform, the policy's compute dtype and these
-  shapes, and matrix products and a softmax elsewhere.
+  `auto` chooses a fused kernel if one supports the platform, the policy's compute dtype and these shapes,
+  and `xla` otherwise.
 
   Args:
     asked: the config's `model.attention`.
     info: the policy and the platform.
-    heads: of a layer.
+    heads: number of heads of a layer.
     head_dim: columns of a head.
     length: positions in a row.
 
   Raises:
-    ConfigError: for a kernel that is asked for by name, where it does not run.
+    ConfigError: if the config names a kernel that cannot run.
   """
   obstacles = {"cudnn": _no_cudnn, "splash": _no_splash}
   if asked in obstacles:
@@ -55,10 +55,10 @@ def chosen_attention(asked: str, info: ModelInfo, *, heads: int, head_dim: int, 
 
 
 def takes(implementation: str, q: Array, k: Array) -> bool:
-  """Returns whether `on_parts` can apply a kernel, `cudnn` or `splash`, to such arrays of the right dtype.
+  """Returns whether `on_parts` can apply a kernel, `cudnn` or `splash`, to arrays of these shapes.
 
-  A model is also called with other lengths than those of its training, and rows and heads may be fewer than
-  a mesh divides.
+  A model may be called with other lengths than in training, and with rows or heads that the mesh does not
+  divide. `takes_dtype` checks the dtype.
   """
   free = _free_axes()
   rows = math.prod(size for name, size in free.items() if name != "tensor")
@@ -68,15 +68,15 @@ def takes(implementation: str, q: Array, k: Array) -> bool:
 
 
 def takes_dtype(implementation: str, dtype: np.dtype) -> bool:
-  """Returns whether a kernel, `cudnn` or `splash`, is for arrays of a dtype."""
+  """Returns whether a kernel, `cudnn` or `splash`, supports a dtype."""
   return dtype == jnp.bfloat16 or (implementation == "cudnn" and dtype == jnp.float16)
 
 
 def on_parts(implementation: str, q: Array, k: Array, v: Array, causal: bool) -> Array:
-  """Applies a kernel to each device's rows and heads, where the mesh in use divides arrays by itself.
+  """Applies a kernel to each device's rows and heads, over the mesh axes that the compiler divides.
 
-  Compilers divide no kernel, not even over an axis of one device. Rows lie over the axes `data` and `fsdp`,
-  heads over `tensor`.
+  Compilers do not divide kernels, not even over an axis of one device. Rows are divided over `data` and
+  `fsdp`, heads over `tensor`.
 
   Args:
     implementation: `cudnn` or `splash`.
@@ -105,24 +105,24 @@ def on_parts(implementation: str, q: Array, k: Array, v: Array, causal: bool) ->
 
 
 def _free_axes() -> dict[str, int]:
-  """Returns the sizes of those axes of the mesh in use over which the compiler divides arrays."""
+  """Returns the sizes of the axes of the current mesh over which the compiler divides arrays."""
   mesh = jax.sharding.get_abstract_mesh()
   axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
   return {name: mesh.shape[name] for name, kind in axes if kind is not AxisType.Manual}
 
 
 def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
-  """Returns why cuDNN's attention is none for a model; `None` where it is."""
+  """Returns why this model cannot use cuDNN attention, or `None` if it can."""
   half = info.policy.compute_dtype
   if info.backend != "gpu" or half.itemsize != 2:
     return "the fused kernel needs an NVIDIA GPU and a half-precision policy"
   if jax.default_backend() != "gpu":
-    return "it is compiled on a machine that has the GPU"
+    return "only a machine with the GPU can compile it"
   capability = str(getattr(jax.local_devices()[0], "compute_capability", "none"))
-  if not capability[:1].isdigit() or float(capability) < 8:  # AMD's is a name
-    return f"it needs compute capability 8.0 of NVIDIA's, and this GPU has {capability}"
+  if not capability[:1].isdigit() or float(capability) < 8:  # a name on AMD's GPUs
+    return f"it needs an NVIDIA GPU of compute capability 8.0, and this GPU has {capability}"
   x = jax.ShapeDtypeStruct((1, length, heads, head_dim), half)
-  try:  # JAX knows what its cuDNN takes
+  try:  # JAX checks what its cuDNN supports
     jax.eval_shape(jax.grad(lambda q, k, v: _cudnn(q, k, v, True).astype(jnp.float32).sum()), x, x, x)
   except (NotImplementedError, RuntimeError, ValueError) as error:
     return " ".join(str(error).split())
@@ -130,7 +130,7 @@ def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | 
 
 
 def _no_splash(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | None:
-  """Returns why splash attention is none for a model; `None` where it is."""
+  """Returns why this model cannot use splash attention, or `None` if it can."""
   del heads
   if info.backend != "tpu" or info.policy.compute_dtype != jnp.bfloat16:
     return "the fused kernel needs a TPU and a bfloat16 policy"
@@ -145,7 +145,7 @@ def _cudnn(q: Array, k: Array, v: Array, causal: bool) -> Array:
 
 def _splash(q: Array, k: Array, v: Array, causal: bool) -> Array:
   kernel = _splash_kernel(q.shape[1], k.shape[1], q.shape[2], causal)
-  q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)  # the kernel has no scale
+  q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)  # the kernel does not scale
   by_head = lambda x: x.swapaxes(1, 2)
   return by_head(jax.vmap(kernel)(by_head(q), by_head(k), by_head(v)))
 

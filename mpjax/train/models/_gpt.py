@@ -1,7 +1,7 @@
 """`GPT`: a decoder-only transformer (nnx) that follows the dtype of its parameters.
 
-Nothing here names a compute dtype: cast the parameters to half precision and every matrix product runs in
-it. The float32 islands (norm statistics, rotations, softmax) give back the dtype that they were given.
+The model names no compute dtype: cast the parameters to half precision, and every matrix product runs in
+half precision. The float32 islands (norm statistics, rotations, softmax) return the dtype of their inputs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _POSITIONS = ("rope", "learned")
 
 
 class GPT(nnx.Module):
-  """Pre-norm transformer with a GELU MLP, without biases but for those of layer norms.
+  """Pre-norm transformer with a GELU MLP. Only layer norms have biases.
 
-  Its parameters are its whole state: `nnx.split(model, nnx.Param, ...)` leaves nothing over.
+  Its parameters are its whole state: in `nnx.split(model, nnx.Param, ...)` the rest is empty.
 
   Args:
     vocab_size: number of tokens.
@@ -28,14 +28,14 @@ class GPT(nnx.Module):
     dim: width of the residual stream.
     layers: number of blocks.
     heads: attention heads; they divide `dim`.
-    mlp_ratio: width of the MLP over `dim`.
+    mlp_ratio: width of the MLP divided by `dim`.
     norm: `rms` or `layer`.
     positions: `rope` rotates queries and keys; `learned` adds a table to the embedding.
-    dropout: rate, on the embedding and on what each branch adds; only for calls that are given a key.
-    tie_head: take the embedding for the output matrix too.
+    dropout: rate, on the embedding and on what each branch adds; used only if a call has a key.
+    tie_head: use the embedding as the output matrix, too.
     attention: as for `mpjax.train.models._attention.attention`.
     remat: keep only each block's input for the backward pass, which computes the block again.
-    rngs: makes the parameters; not kept.
+    rngs: keys for the parameters; not kept.
 
   Raises:
     ValueError: for an argument out of range, or sizes that do not fit together.
@@ -79,7 +79,7 @@ class GPT(nnx.Module):
     table = _normal()
     self.embed = nnx.Param(table(rngs.params(), (vocab_size, dim)))
     self.positions = nnx.Param(table(rngs.params(), (max_len, dim))) if positions == "learned" else None
-    # Each block adds to the residual stream twice; this keeps its variance from growing with depth.
+    # Each block adds to the residual stream twice; the scale keeps the variance independent of depth.
     residual_scale = (2 * layers) ** -0.5
     self.blocks = nnx.List(
       GPTBlock(
@@ -106,7 +106,7 @@ class GPT(nnx.Module):
 
     Args:
       tokens: integer [B, T], T at most `max_len`.
-      rng: key for dropout, or keys [B], one a row; without there is none.
+      rng: a key for dropout, or keys [B], one for each row; `None`: no dropout.
 
     Returns:
       [B, T, vocab_size] in the parameters' dtype.
@@ -126,7 +126,7 @@ class GPT(nnx.Module):
     return self.embed[...].T if self.head is None else self.head.kernel[...]
 
   def hidden(self, tokens: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
-    """Returns what the output matrix reads, [B, T, D]; arguments and errors are those of a call."""
+    """Returns the input of the output matrix, [B, T, D]. Takes and raises what `__call__` does."""
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
       raise ValueError(f"tokens {tokens.dtype}{list(tokens.shape)}: expected integers [batch, length]")
     length = tokens.shape[1]
@@ -136,19 +136,19 @@ class GPT(nnx.Module):
     if rng is not None and self.dropout:
       keys[:] = split(rng, len(self.blocks) + 1)
 
-    # The tables are read in float32 for their gradients, which sum over every use of a row.
+    # The tables are read in float32 because their gradients sum over every use of a row.
     x = _float32(self.embed[...])[tokens]
     if self.positions is not None:
       x += _float32(self.positions[:length])
     x = dropout(x.astype(self.embed.dtype), self.dropout, keys[0])  # [B, T, D]
     for block, key in zip(self.blocks, keys[1:], strict=True):
-      # By its class, which is where a profile's and a plan's names of modules are.
+      # Called through the class, so that profiles and plans see the module's name.
       x = (nnx.remat(type(block).__call__) if self.remat else type(block).__call__)(block, x, key)
     return self.norm(x)
 
 
 class GPTBlock(nnx.Module):
-  """Attention and an MLP, each on a normed copy of the stream that it adds to."""
+  """Adds attention and an MLP to the stream, each computed from a normed copy."""
 
   def __init__(
     self,
@@ -191,14 +191,14 @@ class GPTBlock(nnx.Module):
 
 
 class Norm(nnx.Module):
-  """RMS norm or layer norm over the last axis, in float32, returned in the input's dtype."""
+  """RMS norm or layer norm over the last axis, in float32; the result is in the input's dtype."""
 
   def __init__(self, dim: int, kind: str):
     self.scale = nnx.Param(jnp.ones(dim))
     self.bias = nnx.Param(jnp.zeros(dim)) if kind == "layer" else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns the normed input: [..., D] -> [..., D]."""
+    """Normalises the input: [..., D] -> [..., D]."""
     y = _float32(x)
     if self.bias is not None:
       y -= y.mean(-1, keepdims=True)
@@ -210,11 +210,11 @@ class Norm(nnx.Module):
 
 
 def rotate(x: jax.Array, base: float = 10000.0) -> jax.Array:
-  """Rotates by position (arXiv 2104.09864): the product of two rotated vectors knows only their distance.
+  """Rotates by position (arXiv 2104.09864): products of rotated vectors depend on their distance only.
 
   Args:
     x: [B, T, N, H], H even; entry i makes a pair with entry i + H/2.
-    base: the wavelengths run from 2 pi to 2 pi `base`.
+    base: the wavelengths range from 2 pi to 2 pi `base`.
 
   Returns:
     Shape and dtype of x; the angles and the rotation are float32.

@@ -42,13 +42,14 @@ def gpt(
   attention: Literal["auto", "xla", "cudnn", "splash"] = "auto",
   loss_rows: Natural | None = None,
 ) -> Task:
-  """Makes a decoder-only transformer for rows of `tokens`, and of `mask` where some of them do not count.
+  """Makes a decoder-only transformer for rows of `tokens` and, optionally, `mask`.
 
-  `mask` is bool, of the shape of `tokens`. The loss is then the mean over the tokens of a batch that count,
-  however it is divided. Attention is causal: padding at the end of a row changes nothing before it.
+  `mask` is bool and has the shape of `tokens`. The loss is then the mean over the tokens of a batch whose
+  mask is true, however the batch is divided. Attention is causal: padding at the end of a row does not change
+  the tokens before it.
 
-  `loss_rows` tokens at a time go through the output matrix and the loss; all for 0. By default it depends on
-  the vocabulary.
+  `loss_rows` tokens at a time go through the output matrix and the loss; all of them for 0. The default is
+  1024 if the vocabulary is above 16,384, else 0.
   """
   vocab_size, seq_len = info.vocab_size, info.seq_len
   masked = _is_masked(info)
@@ -76,14 +77,14 @@ def gpt(
   def loss_fn(
     model: GPT, batch: _Batch, row_rngs: Key[Array, " rows"] | None = None
   ) -> Float[Array, ""] | Average:
-    """Computes the mean cross entropy in nats a token."""
+    """Returns the mean cross entropy in nats per token."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     where = batch["mask"][:, 1:] if masked else None
     if not loss_rows:
       logits = model(tokens, rng=row_rngs)
       return cross_entropy(logits, labels) if where is None else masked_cross_entropy(logits, labels, where)
     x = model.hidden(tokens, rng=row_rngs)
-    with jax.named_scope("head"):  # as in the model
+    with jax.named_scope("head"):  # the same name as in the model
       loss = functools.partial(linear_cross_entropy, x, model.head_kernel, labels, rows=loss_rows)
       return loss() if where is None else loss(where=where, as_average=True)
 
@@ -103,7 +104,7 @@ def gpt(
 
 
 def _is_masked(info: ModelInfo) -> bool:
-  """Returns whether rows say which of their tokens count."""
+  """Returns whether rows have a mask of the tokens that count."""
   row = getattr(info, "row", {})
   if "mask" not in row:
     return False

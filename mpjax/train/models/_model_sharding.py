@@ -1,4 +1,4 @@
-"""Rules that divide the parameters of the built-in models over a mesh, by what their dimensions are."""
+"""Rules that divide the parameters of the built-in models over a mesh, by the kind of each dimension."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mpjax.patterns import component_regex
 from mpjax.sharding import RuleDims, ShardingRule
 
-# The kinds of a dimension: its mesh axis.
+# The mesh axis of each kind of dimension.
 AXIS_OF_KIND = {"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "mlp": "tensor", "features": "tensor"}
 
 _BLOCK = {
@@ -30,9 +30,9 @@ RESNET = {"(stem|conv_.|shortcut)/kernel": (None, None, "embed", "features"), "h
 def _axes(
   kinds: Mapping[str, tuple[str | None, ...]], path: str, shape: tuple[int, ...], heads: int | None = None
 ) -> RuleDims | None:
-  """Returns a mesh axis for each dimension of a parameter, by its path in a model; `None`: no opinion.
+  """Returns a mesh axis for each dimension of a parameter, by its path; `None` if no rule matches.
 
-  A dimension of heads is divided where the axis divides their number, if it is given.
+  If `heads` is given, a dimension of heads is divided only if the axis divides the number of heads.
   """
   for pattern, names in kinds.items():
     if component_regex(pattern).search(path) and len(names) == len(shape):
@@ -43,12 +43,12 @@ def _axes(
 
 
 def gpt_sharding(path: str, shape: tuple[int, ...], heads: int | None = None) -> RuleDims | None:
-  """Returns where a parameter of a `GPT` lies; of one whose `heads` are given, each head is on one device."""
+  """Returns the mesh axes of a parameter of a `GPT`; if `heads` is given, no head is split."""
   return _axes(GPT, path, shape, heads)
 
 
 def vit_sharding(path: str, shape: tuple[int, ...], heads: int | None = None) -> RuleDims | None:
-  """Returns where a parameter of a `ViT` lies; of one whose `heads` are given, each head is on one device."""
+  """Returns the mesh axes of a parameter of a `ViT`; if `heads` is given, no head is split."""
   return _axes(VIT, path, shape, heads)
 
 

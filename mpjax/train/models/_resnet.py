@@ -11,14 +11,14 @@ from mpjax.sharding import batch_axes
 
 
 class ResNet(nn.Module):
-  """Basic blocks of two 3x3 convolutions, with a 3x3 stem and no pooling before the end: for small images.
+  """Basic blocks of two 3x3 convolutions after a 3x3 stem, with pooling only at the end: for small images.
 
-  The statistics of BatchNorm (collection `batch_stats`) are float32 whatever the dtype of the rest.
+  The statistics of BatchNorm (collection `batch_stats`) are always float32.
 
   Attributes:
     num_classes: number of classes.
     stages: number of blocks of each stage; every stage but the first halves height and width.
-    width: channels of the first stage; they double with each.
+    width: channels of the first stage; each later stage has twice as many.
     remat: keep only each block's input for the backward pass, which computes the block again.
   """
 
@@ -33,8 +33,8 @@ class ResNet(nn.Module):
 
     Args:
       images: floating [B, H, W, C].
-      train: normalise by the statistics of the batch and, where `batch_stats` is mutable, update the
-        running ones; without it, normalise by the running ones.
+      train: True: normalise by the statistics of the batch and, if `batch_stats` is mutable, update the
+        running statistics. False: normalise by the running statistics.
 
     Returns:
       [B, num_classes], in the dtype that parameters and images promote to.
@@ -55,19 +55,19 @@ class ResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-  """Two convolutions beside a shortcut, projected where the shape changes."""
+  """Two convolutions and a shortcut, which is a projection if the shape changes."""
 
   channels: int
   stride: int
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    """Returns [B, H, W, C] -> [B, H / stride, W / stride, channels]."""
+    """Applies the block: [B, H, W, C] -> [B, H / stride, W / stride, channels]."""
     conv = functools.partial(nn.Conv, self.channels, use_bias=False)
     norm = _batch_norm(train)
     y = nn.relu(norm(name="norm_0")(conv((3, 3), self.stride, name="conv_0")(x)))
     y = conv((3, 3), name="conv_1")(y)
-    # Scale zero: each block starts as its shortcut.
+    # With scale zero, each block starts as its shortcut.
     y = norm(name="norm_1", scale_init=nn.initializers.zeros)(y)
     if x.shape != y.shape:
       x = norm(name="shortcut_norm")(conv((1, 1), self.stride, name="shortcut")(x))
@@ -75,6 +75,6 @@ class ResidualBlock(nn.Module):
 
 
 def _batch_norm(train: bool) -> functools.partial[nn.BatchNorm]:
-  # Statistics of the whole batch, also where a step has divided it over devices.
+  # Statistics are over the whole batch, also if a step divides it over devices.
   axes = batch_axes() or None
   return functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name=axes)

@@ -15,12 +15,12 @@ class ViT(nn.Module):
 
   Attributes:
     num_classes: number of classes.
-    patch: side of the square patches; it divides height and width of the images.
+    patch: side of the square patches; it divides the height and width of images.
     dim: width of the residual stream.
     layers: number of blocks.
     heads: attention heads; they divide `dim`.
-    mlp_ratio: width of the MLP over `dim`.
-    dropout: rate, on the embedding and on what each branch adds, while training.
+    mlp_ratio: width of the MLP divided by `dim`.
+    dropout: rate during training, on the embedding and on what each branch adds.
     attention: as for `mpjax.train.models._attention.attention`.
     remat: keep only each block's input for the backward pass, which computes the block again.
   """
@@ -42,7 +42,7 @@ class ViT(nn.Module):
     Args:
       images: floating [B, H, W, C]; H and W as at initialisation.
       train: apply dropout, with the key of the stream `dropout`.
-      row_rngs: keys for it, one a row, in place of that.
+      row_rngs: keys [B] for dropout, used in place of the stream.
 
     Returns:
       [B, num_classes], in the dtype that parameters and images promote to.
@@ -55,7 +55,7 @@ class ViT(nn.Module):
     require_implementation(self.attention)
     x = nn.Dense(self.dim, name="embed")(patches(images, self.patch))  # [B, T, D]
     positions = self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
-    # Added in float32 for the gradient of the positions, which is a sum over the batch.
+    # Added in float32 because the gradient of the positions is a sum over the batch.
     x = (x + positions.astype(jnp.float32)).astype(x.dtype)
     keys: list[jax.Array | None] = [None] * (self.layers + 1)
     if train and self.dropout:
@@ -69,7 +69,7 @@ class ViT(nn.Module):
 
 
 class ViTBlock(nn.Module):
-  """Attention and an MLP, each on a normed copy of the stream that it adds to."""
+  """Adds attention and an MLP to the stream, each computed from a normed copy."""
 
   heads: int
   mlp_ratio: int
@@ -90,7 +90,7 @@ class ViTBlock(nn.Module):
 
 
 def patches(images: jax.Array, patch: int) -> jax.Array:
-  """Returns square patches as rows: [B, H, W, C] -> [B, H W / patch^2, patch^2 C]."""
+  """Cuts images into square patches: [B, H, W, C] -> [B, H W / patch^2, patch^2 C]."""
   if images.ndim != 4 or images.shape[1] % patch or images.shape[2] % patch:
     raise ValueError(
       f"images {list(images.shape)}: expected [B, H, W, C] with H and W divisible by patch={patch}"
