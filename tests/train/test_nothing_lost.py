@@ -36,17 +36,17 @@ def line(step):
 
 METRICS = [  # content, the steps up to 4 that are kept, what is said
   (b"".join(map(line, range(1, 7))), [1, 2, 3, 4], []),
-  (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
+  (line(1) + b"\n" + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
   (
     line(1) + b"a note\n" + line(2) + b"[1]\n" + line(3) + line(4),
     [1, 2, 3, 4],
-    ["lines 2, 4 are no records"],
+    ["lines 2, 4 are not records"],
   ),
   (line(1) + line(2) + b"\xff" + line(3) + line(4), [1, 2, 4], ["line 3 is no", "1 of 4 records"]),
-  (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
-  (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is no record"]),
+  (line(1) + b'{"step": true}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
+  (line(1) + b'{"step": {}}\n' + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 2 is not a record"]),
   (line(1) + line(2) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 3 repeats a step"]),
-  (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is no record"]),
+  (b"[" * 100_000 + b"\n" + line(1) + line(2) + line(3) + line(4), [1, 2, 3, 4], ["line 1 is not a record"]),
   (line(1) + line(2) + line(3) + line(4)[:-1], [1, 2, 3, 4], []),
   (line(1) + line(2) + line(3) + line(4) + line(5)[:9], [1, 2, 3, 4], []),
   (line(1) + line(2), [1, 2], ["2 of 4 records up to step 4 are missing", "step 2 is the last"]),

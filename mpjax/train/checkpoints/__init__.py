@@ -1,4 +1,4 @@
-"""Checkpoints with checksums: asynchronous, atomic, finite, the last ones and the best kept."""
+"""Checkpoints with checksums: asynchronous, atomic and finite; the newest and the best are kept."""
 
 from mpjax.train._errors import CheckpointError
 from mpjax.train.checkpoints._checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: asynchronous, atomic (orbax), checked, finite; the last k kept and the best."""
+"""Checkpoints of a run: asynchronous, atomic (orbax), checked, finite; the newest k and the best are kept."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.checkpoints._preservation import SKIPS, preservation
 from mpjax.train.multiprocess import everyone
 
-# What must be writable before orbax begins: more than all that it writes besides the arrays.
+# Bytes written as a test before orbax begins: more than it writes in addition to the arrays.
 _A_LITTLE = 2**20
-# How often several processes look whether a write has failed, in seconds.
+# How often a process of several checks whether a write has failed, in seconds.
 _TICK_S = 0.02
 
 
 class Restored(NamedTuple):
-  """The contents of a checkpoint: the state, the data iterator's state, and the loop's own numbers."""
+  """The contents of a checkpoint: the training state, the data iterator's state and the loop's numbers."""
 
   state: TrainState
   data: Any
@@ -41,7 +41,7 @@ class Restored(NamedTuple):
 
 
 class Resumed(NamedTuple):
-  """The newest good checkpoint, and what was wrong with newer ones, a line each."""
+  """The newest good checkpoint, and a line about each damaged checkpoint after it."""
 
   step: int
   restored: Restored
@@ -51,24 +51,24 @@ class Resumed(NamedTuple):
 class Checkpoints:
   """The `checkpoints/` folder of a run directory.
 
-  A checkpoint is written beside its final place and renamed when complete, so a kill at any moment
-  leaves the last good one. Each holds checksums of its arrays, taken where they are before anything is
-  copied, and of its other parts; `restore` compares them with what it has read. A state that holds NaN or
-  infinity is not saved, and one that is there counts as damaged. In a run of several processes each of them
-  calls every method, at the same steps.
+  A checkpoint is written under a temporary name and renamed when complete, so a kill at any moment leaves
+  the last good one. Each holds checksums of its arrays, computed on the devices before any copy, and of its
+  other parts; `restore` compares them with what it reads. A state with NaN or infinity is not saved; a saved
+  one counts as damaged. In a run of several processes, each process calls every method, at the same steps.
 
   Attributes:
-    begun_with: what leaves of the run's first state held that is not finite, and may hold for ever.
+    begun_with: the NaN and infinity of the run's first state, which later states may hold, too.
 
   Args:
     directory: the folder; made if missing.
-    keep: how many of the newest to keep, besides the best, and the newest of a step that was not skipped.
-    timeout_s: how long a write, and one process's wait for the others, may take, in seconds.
-    read_only: whether to leave the folder as it is: for looking at a run that may be in progress.
-    run: what tells this run from others, in plain data; saved with each checkpoint.
-    mismatch: of another run's `run` and this one's, how they differ, or `None`; a checkpoint of another run
-      counts as damaged.
-    write_timeout_s: how long a write may take, in seconds, where that is not `timeout_s`.
+    keep: how many of the newest checkpoints to keep, in addition to the best one and the newest whose step
+      was not skipped.
+    timeout_s: limit for a write, and for one process's wait for the others, in seconds.
+    read_only: change nothing in the folder: for a run that may be in progress.
+    run: what identifies this run, in plain data; saved with each checkpoint.
+    mismatch: takes `run` of another run and of this one; says how they differ, or returns `None`. A
+      checkpoint of another run counts as damaged.
+    write_timeout_s: limit for a write, in seconds, if it differs from `timeout_s`.
 
   Raises:
     CheckpointError: if the folder cannot be made or read.
@@ -91,7 +91,7 @@ class Checkpoints:
     self._writing: int | None = None
     self._has_failed = False
     processes = set(range(jax.process_count()))
-    # Barriers of named processes go through the coordinator, which has time-outs; others are collectives.
+    # Barriers of named processes go through the coordinator and have time-outs; others are collectives.
     self._multiprocessing = ocp.options.MultiprocessingOptions(
       primary_host=0, active_processes=processes if len(processes) > 1 else None
     )
@@ -108,15 +108,15 @@ class Checkpoints:
     self._prepare()
     try:
       self._manager = _Manager(self._directory, options=options, handler_registry=self._handlers())
-    except Exception as error:  # of any kind: orbax says nothing of it
+    except Exception as error:  # orbax documents no errors
       raise CheckpointError(_not_opened(self._directory, reason(error))) from error
 
   def begin(self, state: TrainState) -> None:
-    """Notes what is not finite in the state that a run begins with."""
+    """Records what is not finite in the first state of a run."""
     self.begun_with = reading.nonfinite(examine(_to_tree(state)), {})
 
   def nonfinite(self, state: TrainState) -> NonFiniteLeaves:
-    """Returns the leaves of a state that hold NaN or infinity, and did not when the run began."""
+    """Returns the leaves of a state that hold NaN or infinity and did not when the run began."""
     return reading.nonfinite(examine(_to_tree(state)), self.begun_with)
 
   def save(
@@ -131,18 +131,18 @@ class Checkpoints:
     """Starts writing a checkpoint of a finite state; the arrays are copied before this returns.
 
     Args:
-      step: the number of the step that gave the state.
-      state: to save.
+      step: the number of the step that made the state.
+      state: the state to save.
       data: the data iterator's state, a JSON value.
       loop: the loop's own numbers, a JSON value.
-      eval_loss: of the state, if it was evaluated.
-      skips: how many steps up to this one were skipped in a row.
+      eval_loss: the state's evaluation loss, if it was evaluated.
+      skips: how many steps in a row, up to this one, were skipped.
 
     Returns:
-      The leaves that hold NaN or infinity; nothing is written then.
+      The leaves that hold NaN or infinity. If there are any, nothing is written.
 
     Raises:
-      CheckpointError: if this one cannot be written, or the one before could not.
+      CheckpointError: if this checkpoint, or the one before, cannot be written.
     """
     self.wait()
     if step in self.steps():
@@ -151,7 +151,7 @@ class Checkpoints:
     examined = examine(tree)
     if held := reading.nonfinite(examined, self.begun_with):
       return held
-    # One that was not evaluated, or is not finite, is never the best.
+    # Without a finite evaluation loss, a checkpoint is never the best.
     ranked = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else math.inf
     metrics: dict[str, Any] = {"eval_loss": ranked, SKIPS: skips}
     origin = {"step": step} | ({} if self._run is None else {"run": self._run})
@@ -181,17 +181,17 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def best(self) -> int | None:
-    """Returns the step of the checkpoint with the lowest eval loss, or of the newest where none has one."""
+    """Returns the step with the lowest evaluation loss, or the newest step if none was evaluated."""
     best = self._manager.best_step()
     return self.latest() if best is None else best
 
   def restore(self, step: int, like: TrainState) -> Restored:
     """Returns the checkpoint of a step, with the structure, dtypes and shardings of `like` (abstract arrays).
 
-    The shardings, the mesh and the number of processes need not be those of the run that saved it.
+    The shardings, the mesh and the number of processes may differ from those of the run that saved it.
 
     Raises:
-      CheckpointError: if it is damaged, not finite, or of another state than `like`.
+      CheckpointError: if it is damaged or not finite, or its state does not match `like`.
     """
     self.wait()
     try:
@@ -202,14 +202,14 @@ class Checkpoints:
       ) from None
 
   def restore_latest(self, like: TrainState) -> Resumed | None:
-    """Returns the newest good checkpoint, as `restore` gives it; `None` where there are none at all.
+    """Returns the newest good checkpoint, as `restore` does; `None` if there are no checkpoints.
 
-    Damaged ones that are newer, and those that are not finite, are moved to `damaged/` beside the folder,
-    unless it is only read.
+    Newer checkpoints that are damaged or not finite are moved to `damaged/` next to the folder, unless
+    `read_only` is set.
 
     Raises:
-      CheckpointError: if every checkpoint is so, or the newest is of another state than `like`.
-        Nothing was changed then.
+      CheckpointError: if every checkpoint is damaged or not finite, or the newest does not match `like`.
+        Nothing was changed.
     """
     self.wait()
     damaged: dict[int, str] = {}
@@ -230,7 +230,7 @@ class Checkpoints:
     )
 
   def wait(self) -> None:
-    """Blocks until what was saved is on disk.
+    """Blocks until the saved checkpoint is on disk.
 
     Raises:
       CheckpointError: if it could not be written; raised once.
@@ -251,18 +251,18 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      with contextlib.suppress(Exception):  # of any kind: what is left to raise has been told
+      with contextlib.suppress(Exception):  # every error was reported already
         self._manager.close()
-      # Others of several processes may still be writing; a later start makes room then.
+      # Other processes may still be writing; a later start makes room.
       if self._has_failed and jax.process_count() == 1:
         self._remove_unfinished(ignore_errors=True)
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
-    """Turns what orbax raises while a step is written into a `CheckpointError`."""
+    """Turns what orbax raises while it writes a step into a `CheckpointError`."""
     try:
       yield
-    except Exception as error:  # of any kind: the file system's, tensorstore's, orbax's
+    except Exception as error:  # from the file system, tensorstore or orbax
       self._has_failed = True
       whole = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
       left = f"that of step {max(whole)} is whole" if whole else "there is no earlier one"
@@ -273,7 +273,7 @@ class Checkpoints:
       ) from error
 
   def _read(self, step: int, like: TrainState) -> Restored:
-    """Returns the checkpoint of a step, in every process or in none; raises `Damaged` if it is damaged."""
+    """Returns the checkpoint of a step in every process, or raises in every process (`Damaged`)."""
     metrics = self._manager.metrics(step)
     try:
       foreign = functools.partial(self._foreign, step)
@@ -289,7 +289,7 @@ class Checkpoints:
     return Restored(like.replace(**parts.state), parts.data, parts.loop)
 
   def _foreign(self, step: int, origin: dict[str, Any]) -> str | None:
-    """Returns why a checkpoint is not this run's of `step`."""
+    """Returns why a checkpoint is not the one of `step` of this run, or `None` if it is."""
     if origin["step"] != step:
       return f"it is of step {origin['step']}"
     theirs = origin.get("run")
@@ -297,7 +297,7 @@ class Checkpoints:
     return None if differ is None else f"it is of another run ({differ}), for which there is train.init_from"
 
   def _handlers(self) -> ocp.handlers.CheckpointHandlerRegistry:
-    """Returns how arrays are written: in one transaction, so that a full disk meets one write, not many."""
+    """Returns handlers that write arrays in one transaction, so that a full disk fails only one write."""
     state = ocp.StandardCheckpointHandler(
       save_concurrent_gb=None, multiprocessing_options=self._multiprocessing
     )
@@ -310,7 +310,7 @@ class Checkpoints:
     return self._directory / str(step)
 
   def _prepare(self) -> None:
-    """Makes the folder, and removes what writes that did not complete have left in it."""
+    """Makes the folder, and removes what incomplete writes have left in it."""
     problem = ""
     if jax.process_index() == 0 and not self._read_only:
       try:
@@ -327,7 +327,7 @@ class Checkpoints:
       shutil.rmtree(path, ignore_errors)
 
   def _move_aside(self, steps: list[int]) -> list[str]:
-    """Moves checkpoints to `damaged/`, since their steps are saved again, and returns where they are."""
+    """Moves checkpoints to `damaged/`, because their steps will be saved again; returns their new paths."""
     if not steps:
       return []
     folder, targets, problem = self._directory.parent / "damaged", [], ""
@@ -349,7 +349,7 @@ class Checkpoints:
     return targets
 
   def _told_by_first(self, value: object) -> Any:
-    """Returns a JSON value as the first process has it."""
+    """Returns the first process's JSON value."""
     try:
       return json.loads(everyone(json.dumps(value), self._timeout_s)[0])
     except TimeoutError as error:
@@ -357,21 +357,21 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-  """Opens a folder whose metrics are damaged, too, and tells of a failed write before the others have met."""
+  """Opens folders with damaged metrics, too; reports a failed write without waiting for other processes."""
 
   _failure: Exception | None = None
 
   def wait_unless_failed(self) -> None:
-    """Blocks until what was saved is on disk; raises as soon as this process could not write its part.
+    """Blocks until the checkpoint is on disk; raises as soon as this process cannot write its part.
 
-    orbax's own wait would go on: its thread waits for the others to finish, and they for that part.
+    orbax's own wait would not end: its thread waits for the other processes, and they wait for this part.
     """
     while self.is_saving_in_progress():
       if self._failure is not None:
         raise self._failure
       time.sleep(_TICK_S)
 
-  def _wait_for_checkpointers(self) -> None:  # of orbax; without it, the run's own time-out ends the wait
+  def _wait_for_checkpointers(self) -> None:  # orbax's; without it, the run's own time-out ends the wait
     try:
       super()._wait_for_checkpointers()
     except Exception as error:
@@ -379,11 +379,11 @@ class _Manager(ocp.CheckpointManager):
       raise
 
   def metrics(self, step: int) -> dict[str, float] | None:
-    """Returns the metrics of a step; `None` where there are none that can be ranked."""
+    """Returns the metrics of a step; `None` if they cannot be ranked."""
     try:
       metrics = super().metrics(step)
       return metrics if isinstance(metrics["eval_loss"], float) else None
-    except (OSError, ValueError, LookupError, TypeError):  # not there, no JSON, or other keys and values
+    except (OSError, ValueError, LookupError, TypeError):  # missing, not JSON, or other keys and values
       return None
 
 
@@ -392,7 +392,7 @@ def _not_opened(directory: pathlib.Path, problem: str) -> str:
 
 
 def _write_a_little(directory: pathlib.Path) -> None:
-  """Raises the `OSError` of a directory that cannot be written: orbax would drop writes that it has begun."""
+  """Raises `OSError` if a directory cannot be written; orbax would drop a write that it has begun."""
   with tempfile.TemporaryFile(dir=directory) as file:
     file.write(bytes(_A_LITTLE))
     file.flush()
@@ -400,7 +400,7 @@ def _write_a_little(directory: pathlib.Path) -> None:
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-  """Returns the arrays of a state by field; without a state of FP8 scaling where there is none."""
+  """Returns the arrays of a state by field, without `fp8_state` if it is empty."""
   fields = ("step", "params", "model_state", "opt_state", "rng", "fp8_state")
   tree = {name: getattr(state, name) for name in fields} | {"params": state.arrays}
   return tree if tree["fp8_state"] else {name: tree[name] for name in fields[:-1]}

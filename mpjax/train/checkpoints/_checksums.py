@@ -1,6 +1,6 @@
 """Checksums of arrays and JSON values, the same under every sharding, mesh and number of processes.
 
-With an array's checksum comes whether it holds NaN or infinity, in the same look at it.
+The pass that computes the checksum of an array also finds whether it holds NaN or infinity.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from mpjax._types import ArrayLike, PyTree
 from mpjax.patterns import named_leaves
 
-# By path, what a leaf holds that is not finite: "NaN", "inf" or both.
+# "NaN", "inf" or both, for each leaf that holds them, by path.
 NonFiniteLeaves = dict[str, list[str]]
 
 _KINDS = ("NaN", "inf")
 
 
 class Examined(NamedTuple):
-  """The checksum of each leaf of a tree by its path, and of those with NaN or infinity which they hold."""
+  """The checksum of each leaf of a tree, and which leaves hold NaN or infinity, by path."""
 
   checksums: dict[str, str]
   nonfinite: NonFiniteLeaves
@@ -43,12 +43,12 @@ def tree_kinds(tree: PyTree) -> dict[str, str]:
 def tree_checksums(tree: PyTree) -> dict[str, str]:
   """Returns the checksum of each leaf, by path: `{"params/w": "9a3c01ff"}`.
 
-  Computed where the leaves are, in one pass over them; eight hexadecimal digits a leaf come to the host.
-  A change within one element of up to 32 bits always shows, any other with a chance of 1 - 2^-32.
+  Computed on the leaves' devices in one pass; eight hexadecimal digits per leaf come to the host. A change
+  within one element of up to 32 bits always changes the checksum, any other with a probability of 1 - 2^-32.
 
   Args:
-    tree: leaves of any dtype (PRNG keys too), shape and sharding. Global arrays of a run of several
-      processes are a collective: every process has to call this.
+    tree: leaves of any dtype (PRNG keys, too), shape and sharding. For global arrays of several processes
+      this is a collective: every process has to call it.
   """
   return examine(tree).checksums
 
@@ -68,14 +68,14 @@ def examine(tree: PyTree) -> Examined:
 
 
 def beyond(found: NonFiniteLeaves, known: Mapping[str, list[str]]) -> NonFiniteLeaves:
-  """Returns what leaves hold that is not finite, without what they are known to hold."""
+  """Returns the NaN and infinity of leaves, without those that they are known to hold."""
   new = {path: [kind for kind in kinds if kind not in known.get(path, ())] for path, kinds in found.items()}
   return {path: kinds for path, kinds in new.items() if kinds}
 
 
 def json_checksum(value: object) -> str:
-  """Returns the SHA-256 of a JSON value's canonical text: of what it says, however it is written."""
-  # Through JSON once: its keys are strings, and its tuples lists.
+  """Returns the SHA-256 of a JSON value's canonical text, which does not depend on formatting."""
+  # One round trip through JSON turns keys into strings and tuples into lists.
   text = json.dumps(json.loads(json.dumps(value)), sort_keys=True, separators=(",", ":"))
   return hashlib.sha256(text.encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def _look(leaf: ArrayLike) -> tuple[jax.Array, jax.Array | np.ndarray]:
 def _compiled(
   result: jax.sharding.NamedSharding | None,
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-  """Returns a program that looks at one array, whose results every process has."""
+  """Returns a program that examines one array; every process has its results."""
   return jax.jit(lambda x: (_checksum(x), _held(x)), out_shardings=result)
 
 
@@ -119,12 +119,12 @@ def _held(x: jax.Array) -> jax.Array:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """Returns the sum, modulo 2^32, of every word scrambled with its place; u32[]."""
+  """Returns the sum, modulo 2^32, of all words, each hashed with its position; u32[]."""
   words = _words(x)
   place = jnp.zeros(words.shape, jnp.uint32)
   for axis, size in enumerate(words.shape):
     place = place * np.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-  # MurmurHash3's finaliser: one to one, so that no change of a single word is lost.
+  # MurmurHash3's finaliser is one to one, so every change of a single word changes the sum.
   mixed = words.astype(jnp.uint32) ^ (place * np.uint32(0x9E3779B9))
   mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
@@ -132,7 +132,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """Returns the bits of an array as unsigned words; 64-bit elements are two."""
+  """Returns the bits of an array as unsigned words; a 64-bit element makes two words."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):

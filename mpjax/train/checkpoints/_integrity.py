@@ -1,4 +1,4 @@
-"""The parts of a checkpoint with their checksums: made at a save, compared at a restore."""
+"""The parts of a checkpoint and their checksums, which a save makes and a restore compares."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from mpjax.train.checkpoints._checksums import (
 from mpjax.train.checkpoints._orbax_errors import reason
 from mpjax.train.multiprocess import everyone
 
-# Where the loop's part holds the checksum of the checksums.
+# The key in the loop's part for the checksum of the checksums.
 _SEAL = "integrity"
-# Where integrity has which leaves held NaN or infinity in the state that the run began with.
+# The key in `integrity` for the leaves that held NaN or infinity in the run's first state.
 _BEGUN = "begun_with"
-# What has to be finite: all of a state but its counters and keys, and FP8 histories, which forget.
+# Fields that must be finite. Counters and keys are integers, and FP8 histories forget NaN.
 _FINITE_FIELDS = ("params", "model_state", "opt_state")
 
 
 class Damaged(Exception):
-  """A checkpoint is not what was saved; the message says which part."""
+  """A checkpoint differs from what was saved; the message names the part."""
 
   what = "is damaged"
 
 
 class NotFinite(Damaged):
-  """A checkpoint is of a state with NaN or infinity, from which no run can go on; the message says where."""
+  """A checkpoint holds NaN or infinity, so no run can resume from it; the message says where."""
 
   what = "is not finite"
 
 
 class OtherState(Exception):
-  """A checkpoint is whole, and of another state than was asked for."""
+  """A checkpoint is good, but its state has another structure than the one requested."""
 
 
 class Parts(NamedTuple):
-  """The parts of a checkpoint, `integrity` with the checksums of the others.
+  """The parts of a checkpoint; `integrity` has the checksums of the others.
 
-  `begun_with` is what leaves of the run's first state held that is not finite, such as the best loss so far.
+  `begun_with` has the NaN and infinity of the run's first state, such as an infinite "best loss so far".
   """
 
   state: dict[str, Any]
@@ -70,15 +70,15 @@ def sealed(
   examined: Examined,
   begun_with: NonFiniteLeaves,
 ) -> Parts:
-  """Returns the parts of a checkpoint with their checksums, to be saved; a copy of what is not arrays.
+  """Returns the parts of a checkpoint to save, with their checksums. Copies everything but arrays.
 
   Args:
     state, data, loop, metrics: what to save.
-    origin: what the checkpoint is of: its step, and the run.
-    examined: of the state.
-    begun_with: what leaves of the run's first state held that is not finite.
+    origin: the step and the run of the checkpoint.
+    examined: what `examine` returns for the state.
+    begun_with: the NaN and infinity of the run's first state.
   """
-  # Written by a thread, while the caller may go on to change its own.
+  # A thread writes them, and the caller may change its own meanwhile.
   data, loop = copy.deepcopy((data, loop))
   integrity: dict[str, Any] = {"kinds": tree_kinds(state), "state": examined.checksums} | {
     name: json_checksum(part) for name, part in {"data": data, "loop": loop, "metrics": metrics}.items()
@@ -92,14 +92,14 @@ def sealed(
 def nonfinite(examined: Examined, begun_with: NonFiniteLeaves) -> NonFiniteLeaves:
   """Returns the leaves of an examined state that hold NaN or infinity and did not when the run began.
 
-  Some begin with infinity and may keep it: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
+  Some leaves may start with infinity: the best loss so far (`optax.contrib.reduce_on_plateau`), a mask.
   """
   held = {path: kinds for path, kinds in examined.nonfinite.items() if path.split("/")[0] in _FINITE_FIELDS}
   return beyond(held, begun_with)
 
 
 def nonfinite_text(nonfinite: NonFiniteLeaves) -> str:
-  """Returns the first leaves that are not finite, and how many there are, for a person."""
+  """Describes the first three leaves that are not finite, and says how many more there are."""
   shown = [f"{path} holds {' and '.join(kinds)}" for path, kinds in list(nonfinite.items())[:3]]
   return ", ".join(shown) + (f", and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
 
@@ -111,20 +111,20 @@ def read(
   timeout_s: int,
   foreign: Callable[[dict[str, Any]], str | None],
 ) -> Parts:
-  """Reads the parts of a checkpoint, as they were given to `sealed`; in every process, or in none.
+  """Reads the parts of a checkpoint, as `sealed` got them. Either all processes succeed or all raise.
 
   Args:
     folder: the checkpoint.
     like: abstract arrays with the structure, dtypes and shardings to restore the state with.
-    metrics: what has been read as its metrics.
+    metrics: the checkpoint's metrics, which were read already.
     timeout_s: how long one process waits for the others, in seconds.
-    foreign: of what a checkpoint is of, why it does not belong here; `None` if it does.
+    foreign: takes the checkpoint's origin; returns why it does not belong here, or `None` if it does.
 
   Raises:
-    Damaged: if a part cannot be read in some process, is not what was saved, or belongs elsewhere.
+    Damaged: if a process cannot read a part, or a part is not what was saved or belongs elsewhere.
     NotFinite: if the state holds NaN or infinity.
     OtherState: if the state has other leaves, dtypes or shapes than `like`.
-    TimeoutError: if another process did not come.
+    TimeoutError: if another process did not answer.
   """
   parts, outcome = None, ("", "")
   try:
@@ -133,14 +133,14 @@ def read(
     outcome = ("other", str(error))
   except Damaged as error:
     outcome = ("damaged", str(error))
-  except Exception as error:  # whatever it is, the others have to hear of it
+  except Exception as error:  # the other processes must know of every error
     outcome = ("damaged", reason(error))
   outcomes = [json.loads(text) for text in everyone(json.dumps(outcome), timeout_s)]
   kind, text = next((outcome for outcome in outcomes if outcome[0]), ("", ""))
   if parts is None or kind:
     raise (OtherState if kind == "other" else Damaged)(text)
   examined = examine(parts.state)
-  # A key of which the description is lost comes back as numbers, with the same bits.
+  # A PRNG key whose description is lost comes back as numbers with the same bits.
   _compare(parts.integrity["kinds"], tree_kinds(parts.state))
   _compare(parts.integrity["state"], examined.checksums)
   if held := nonfinite(examined, parts.begun_with):
@@ -154,7 +154,7 @@ def _read(
   metrics: object,
   foreign: Callable[[dict[str, Any]], str | None],
 ) -> Parts:
-  """Reads in this process, without comparing checksums of arrays, for which it needs the others."""
+  """Reads the parts in this process. Does not compare checksums of arrays, which needs all processes."""
   data, loop = _read_json(folder, "data"), _read_json(folder, "loop")
   seal, integrity = loop.pop(_SEAL, None), _read_json(folder, "integrity")
   if json_checksum(integrity) != seal:
@@ -170,9 +170,9 @@ def _read(
     there, here = (found.get(differ[0], "not there") for found in (saved, kinds))
     raise OtherState(f"{differ[0]} is {there} in the checkpoint and {here} in this run")
   try:
-    # Not through the manager, whose barriers would wait for a process that met the damage and left.
+    # The manager's barriers would wait for a process that found damage and left.
     state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(like))
-  except Exception as error:  # of any kind: damage can show in every layer that reads
+  except Exception as error:  # every layer that reads may fail on damage
     raise Damaged(f"state: {reason(error)}") from error
   return Parts(state, data, loop, integrity)
 

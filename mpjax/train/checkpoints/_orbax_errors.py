@@ -1,17 +1,17 @@
-"""Errors of orbax, in a few words."""
+"""Explains orbax's errors in a few words."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-# What the operating system says of files that cannot be written or read.
+# The operating system's errors for files that cannot be written or read.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _LONGEST = 300
 
 
 def reason(error: BaseException) -> str:
-  """Returns one line on what went wrong: the operating system's words if the error came from them."""
+  """Returns one line on what went wrong: the operating system's words if it caused the error."""
   chain: list[BaseException] = []
   link: BaseException | None = error
   while link is not None and link not in chain:

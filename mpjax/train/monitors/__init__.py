@@ -1,4 +1,4 @@
-"""Monitors of a run: files, TensorBoard, histograms, diagnosis."""
+"""Monitors a run: its files, TensorBoard, histograms and diagnosis."""
 
 from mpjax.train.monitors._diagnose import first_nonfinite, nonfinite_report, state_report
 from mpjax.train.monitors._events import Events

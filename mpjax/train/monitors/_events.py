@@ -1,4 +1,4 @@
-"""TensorBoard's file of a run, written where it is told to write: no thread, no queue."""
+"""Writes TensorBoard's file of a run, without a thread or a queue."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Events:
-  """Scalars and histograms of a run; a disk that cannot be written raises an `OSError` where it is written.
+  """Writes scalars and histograms of a run. Raises `OSError` if the disk cannot be written.
 
-  Anything else that goes wrong ends them, and not the run.
+  Any other error ends the writing, and not the run.
 
   Attributes:
-    problem: what ended them; `None` while they are written.
+    problem: the error that ended the writing; `None` before one.
 
   Args:
-    folder: of the event files; made if missing.
-    start: step of the checkpoint that the run resumes from; what was written of later ones is dropped.
-    owner: whether this process writes; otherwise nothing happens here.
+    folder: the folder of event files; made if missing.
+    start: the step of the checkpoint that the run resumes from; events of later steps are dropped.
+    owner: whether this process writes; if not, all methods do nothing.
   """
 
   def __init__(self, folder: pathlib.Path, start: int, owner: bool = True):
@@ -37,7 +37,7 @@ class Events:
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.time_ns()}"
     self._writer = RecordWriter((folder / name).open("xb"))
     self._write(Event(file_version="brain.Event:2"))
-    # TensorBoard drops what earlier files have of this step and of later ones.
+    # TensorBoard drops earlier files' events of this step and later ones.
     self._write(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
     self.flush()
 
@@ -56,7 +56,7 @@ class Events:
       counts: values in each bucket.
       total: the sum of the values.
       squares: the sum of their squares.
-      step: of the run.
+      step: the run's step.
     """
     histogram = HistogramProto(
       min=limits[0],
@@ -70,11 +70,11 @@ class Events:
     self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
 
   def flush(self) -> None:
-    """Hands what was written to the operating system."""
+    """Passes the written events to the operating system."""
     self._guarded(lambda writer: writer.flush())
 
   def close(self) -> None:
-    """Flushes and closes the file; closed it is even where that raises."""
+    """Flushes and closes the file; closes it also if flushing raises."""
     self._guarded(lambda writer: writer.close())
 
   def _write(self, event: Event) -> None:
@@ -88,7 +88,7 @@ class Events:
       action(self._writer)
     except OSError:
       raise
-    except Exception as error:  # of any kind, from TensorBoard's own code: a run is more than its pictures
+    except Exception as error:  # TensorBoard's code can raise anything, and the run must go on
       self.problem = " ".join(f"{type(error).__name__}: {error}".split())
       with contextlib.suppress(Exception):  # as above
         self._writer.close()

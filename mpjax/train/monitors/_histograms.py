@@ -1,4 +1,4 @@
-"""Histograms of a run's numbers for TensorBoard, every so many steps: `numerics.every`."""
+"""Histograms of a run's numbers for TensorBoard, every `numerics.every` steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpjax.train.monitors._events import Events
 
 
 class Watcher:
-  """Looks at steps of a run without changing them: one more forward and backward pass each time."""
+  """Inspects steps of a run with one more forward and backward pass. Does not change them."""
 
   def __init__(self, step: TrainStep, every: int):
     self._step, self._every = step, every
@@ -31,12 +31,12 @@ class Watcher:
     self._points: list[Any] = []
 
   def due(self, step: int) -> bool:
-    """Returns whether a step is looked at."""
+    """Returns whether to inspect a step."""
     return bool(self._every) and step % self._every == 0
 
   def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
-    """Returns what is seen of a step, still on the devices; to be called before the step takes the state."""
-    if self._step.accumulate > 1:  # the first micro-batch: a backward pass is over one
+    """Inspects a step; the result stays on the devices. Call this before the step, which donates the state."""
+    if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
       batch = first_of_batch(self._step.accumulate, batch)
     if self._pass is None:
       self._points = loss_points(self._step, state, batch)
@@ -45,7 +45,7 @@ class Watcher:
     return self._pass(state, batch), 1.0 if scaler is None else jnp.copy(scaler.scale)
 
   def write(self, events: Events, step: int, looked: tuple[Seen, jax.Array | float]) -> None:
-    """Writes what was seen: a histogram of log2 of the magnitudes a tensor, and shares by kind."""
+    """Writes the result: for each tensor a histogram of log2 of the magnitudes, and shares by kind."""
     seen, scale = jax.device_get(looked)
     name = self._step.policy.compute_dtype.name
     half = name if self._step.policy.compute_dtype.itemsize < 4 else "float16"
@@ -57,7 +57,7 @@ class Watcher:
     for kind, total in totals.items():
       if kind == "update":
         continue
-      # Activations' gradients are seen as they are, times the loss scale; those of weights unscaled.
+      # Gradients of activations include the loss scale; gradients of weights do not.
       factor = float(scale) if kind == "weight gradient" else 1.0
       there = total.above[0] or 1.0
       shares = total.shares(half, factor)
@@ -88,7 +88,7 @@ class Watcher:
 
 
 def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> None:
-  """Writes one histogram, over log2 of the magnitudes that are finite and not zero."""
+  """Writes one histogram over log2 of the finite, nonzero magnitudes."""
   _, counts = magnitudes.histogram
   there = [i for i, count in enumerate(counts) if count]
   if not there:
@@ -98,7 +98,7 @@ def _histogram(events: Events, tag: str, magnitudes: Magnitudes, step: int) -> N
   centres = np.asarray(BINS[first : last + 1]) + 0.5
   events.add_histogram(
     tag,
-    # An empty bucket on either side, between which TensorBoard draws.
+    # With an empty bucket on each side; TensorBoard draws what is between them.
     limits=[float(b) for b in range(BINS[first], BINS[last] + 2)] + [math.inf],
     counts=[0.0, *values.tolist(), 0.0],
     total=float(values @ centres),

@@ -11,21 +11,21 @@ from mpjax.train._files import set_aside, write_atomically
 
 
 class MetricsFile:
-  """`metrics.jsonl`: one JSON object a line, in step order.
+  """`metrics.jsonl`: one JSON object per line, in the order of steps.
 
-  Records of steps after `resume_step`, and a line that a kill cut short, are dropped, since the resumed run
-  writes them again. Every other record is kept, the first of each step. Where there are other lines, the file
-  as it was is kept in `damaged/` beside it.
+  Records of steps after `resume_step`, and a line that a kill cut off, are dropped, because the resumed run
+  writes them again. The first record of every other step is kept. If the file has other lines, a copy of it
+  is kept in `damaged/` in the same folder.
 
   Attributes:
-    said: what a person has to know of the file as it was found, a line each.
-    count: records in it.
+    said: lines for the user about the file as it was found.
+    count: number of records in it.
 
   Args:
     path: the file.
-    resume_step: step of the checkpoint that the run resumes from.
-    expected: how many records the file had when that checkpoint was saved; `None` if that is not known.
-    owner: whether this process writes it; otherwise nothing happens here.
+    resume_step: the step of the checkpoint that the run resumes from.
+    expected: number of records when that checkpoint was saved; `None` if unknown.
+    owner: whether this process writes; if not, all methods do nothing.
   """
 
   def __init__(self, path: pathlib.Path, resume_step: int, expected: int | None = None, owner: bool = True):
@@ -35,7 +35,7 @@ class MetricsFile:
     if not owner:
       return
     found = _read(path.read_bytes() if path.exists() else b"", resume_step)
-    wrong = [*_lines(found.bad, "is no record", "are no records")]
+    wrong = [*_lines(found.bad, "is not a record", "are not records")]
     wrong += _lines(found.repeated, "repeats a step", "repeat a step")
     if wrong:
       copy = set_aside(path, keep=True)
@@ -52,13 +52,13 @@ class MetricsFile:
     self._file = path.open("a", buffering=1, encoding="utf-8")
 
   def write(self, record: dict[str, Any]) -> None:
-    """Appends a record; the line is handed to the operating system before this returns."""
+    """Appends a record, and passes the line to the operating system before it returns."""
     if self._file is not None:
       self._file.write(json.dumps(record) + "\n")
       self.count += 1
 
   def sync(self) -> None:
-    """Waits until every record is on the disk."""
+    """Waits until all records are on the disk."""
     if self._file is not None:
       os.fsync(self._file.fileno())
 
@@ -69,7 +69,7 @@ class MetricsFile:
 
 
 class _Found(NamedTuple):
-  """Lines of a file: records to keep, the last step, and numbers of lines that are none or repeat one."""
+  """The records to keep, the last step, and the numbers of lines that are not records or repeat a step."""
 
   records: list[bytes]
   last: int | None
@@ -96,13 +96,13 @@ def _read(content: bytes, resume_step: int) -> _Found:
 
 
 def _lines(numbers: list[int], one: str, several: str) -> list[str]:
-  """Returns what is wrong with lines, as one text or none."""
+  """Describes wrong lines in one text; returns an empty list without wrong lines."""
   shown = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
   return [f"line {shown} {one}" if len(numbers) == 1 else f"lines {shown} {several}"] if numbers else []
 
 
 def _step(line: bytes) -> int | None:
-  """Returns the step of a record; `None` for a line that is none."""
+  """Returns the step of a record; `None` for a line that is not a record."""
   try:
     step = json.loads(line)["step"]
   except (ValueError, KeyError, TypeError, IndexError, RecursionError):

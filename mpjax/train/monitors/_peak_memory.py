@@ -1,4 +1,4 @@
-"""The most memory that a run has had in use."""
+"""The peak memory of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 def peak_memory() -> int | None:
-  """Returns the peak bytes in use on the first device; on CPU, of this process."""
+  """Returns the peak bytes in use on the first device, or on a CPU by this process."""
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return stats["peak_bytes_in_use"]

@@ -1,4 +1,4 @@
-"""A run's directory: one owner at a time, one config for ever, one place."""
+"""The directory of a run: one owner at a time, and the same config for ever."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpjax.train._files import GONE, set_aside, unfinished, unused, write_atomic
 
 
 class RunDirectory:
-  """Opens, or makes, the directory of a run and holds its lock.
+  """Opens or makes the directory of a run, and holds its lock.
 
   Attributes:
-    path: where it is.
-    before: the config that the run had, as plain data, if it had fewer steps; else `None`.
-    said: what a person has to know of the directory as it was found, a line each.
+    path: its path.
+    before: the run's earlier config, as plain data, if it had fewer steps; else `None`.
+    said: lines for the user about the directory as it was found.
 
   Args:
-    config: of the run.
-    owner: whether this process writes in it; the others of a run of several only know where it is.
+    config: the config of the run.
+    owner: whether this process writes in it; other processes of the run only use the path.
 
   Raises:
-    ConfigError: if the directory holds another config or something else altogether, or another process
-      is running in it. Nothing in it was changed.
+    ConfigError: if the directory holds a run of another config or is not a run's, or another process is
+      running in it. Nothing in it was changed.
   """
 
   def __init__(self, config: Config, owner: bool = True):
@@ -60,13 +60,13 @@ class RunDirectory:
 
   @property
   def checkpoints(self) -> pathlib.Path:
-    """Returns the folder where orbax writes."""
+    """Returns the folder of the checkpoints."""
     return self.path / "checkpoints"
 
   def summary(self) -> dict[str, Any] | None:
-    """Returns the `summary.json` of a finished run; `None` in a process that does not write there.
+    """Returns the `summary.json` of a finished run.
 
-    It is `None`, too, where the run has more steps now than it had when it finished.
+    `None` if the run has not finished, if its steps have grown since, and in a process that does not write.
     """
     file = self.path / "summary.json"
     if self._lock is None or self.before is not None or not file.exists():
@@ -78,14 +78,12 @@ class RunDirectory:
       moved = set_aside(file)
     except OSError as error:
       raise ConfigError(f"{file}: cannot be read or moved ({error.strerror})") from error
-    self.said.append(
-      f"{file.name} is not the summary of a run, which therefore goes on; it was moved to {moved}"
-    )
+    self.said.append(f"{file.name} is not the summary of a run; it was moved to {moved}, and the run goes on")
     return None
 
   @property
   def is_there(self) -> bool:
-    """Returns whether the path still leads to this directory, which nobody moved, deleted or replaced."""
+    """Returns whether the path still leads to this directory; False if it was moved, deleted or replaced."""
     if self._held is None:
       return True
     try:
@@ -96,10 +94,10 @@ class RunDirectory:
       raise
 
   def refuge(self) -> pathlib.Path:
-    """Returns where a checkpoint can be saved once the directory is no longer there.
+    """Returns a directory for a checkpoint after the run's directory was moved, deleted or replaced.
 
-    It is the directory at its new path; if it was deleted, one of the run's own with its config alone, at the
-    old path or, where that is taken, beside it.
+    Returns the directory's new path if it was moved. Otherwise makes a directory that holds only the config,
+    at the old path or, if that is taken, next to it.
     """
     now = self._moved_to()
     if now is not None:
@@ -111,14 +109,14 @@ class RunDirectory:
 
   def _moved_to(self) -> pathlib.Path | None:
     assert self._held is not None
-    try:  # Linux says where an open directory is; elsewhere, nobody does
+    try:  # only Linux knows the path of an open directory
       now = pathlib.Path(os.readlink(f"/proc/self/fd/{self._held}"))
       return now if os.path.samestat(os.stat(now), os.fstat(self._held)) else None
     except OSError:
       return None
 
   def grow(self, config: Config) -> None:
-    """Writes the config with more steps; the run is no longer a finished one."""
+    """Writes the config with more steps; the run no longer counts as finished."""
     (self.path / "summary.json").unlink(missing_ok=True)
     write_atomically(self.path / "config.yaml", config.to_yaml().encode())
     self.before = None
@@ -128,7 +126,7 @@ class RunDirectory:
     write_atomically(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
   def close(self) -> None:
-    """Lets another process have the directory."""
+    """Releases the lock of the directory."""
     if self._lock is not None:
       self._lock.close()
     if self._held is not None:
@@ -137,7 +135,7 @@ class RunDirectory:
 
 
 def _json(content: bytes) -> Any:
-  """Returns the value of JSON text; `None` for text that is none."""
+  """Returns the value of a JSON text; `None` for text that is not JSON."""
   try:
     return json.loads(content)
   except (ValueError, RecursionError):
@@ -152,9 +150,9 @@ def plain(value: ArrayLike) -> Any:
   return item
 
 
-# What no process needs to have as the others do.
+# Keys that may differ between processes.
 _OWN = frozenset({"distributed", "train.checkpoint_wait"})
-# What a run may have otherwise when it goes on. None changes what a step computes, but a mesh its rounding.
+# Keys that may change when a run resumes. Only a mesh changes what a step computes: its rounding.
 _FREE = _OWN | {
   "out",
   "numerics",
@@ -171,15 +169,15 @@ _FREE = _OWN | {
 def differences(
   theirs: object, ours: object, there: str, here: str, free: frozenset[str], key: str = ""
 ) -> list[str]:
-  """Returns where two configs, as plain data, differ.
+  """Returns a line for each difference between two configs.
 
   Args:
-    theirs: a config, or a part of one.
-    ours: another.
-    there: where the first one is, for a person.
-    here: where the other one is.
+    theirs: a config, or a part of one, as plain data.
+    ours: another config.
+    there: says where the first one is, for a person.
+    here: says where the other one is.
     free: keys that may differ.
-    key: of both, where they are parts.
+    key: the key of both parts; empty for whole configs.
   """
   if not (isinstance(theirs, dict) and isinstance(ours, dict)):
     return [] if theirs == ours else [f"{key}: {_short(theirs)} {there}, {_short(ours)} {here}"]
@@ -192,7 +190,7 @@ def differences(
 
 
 def _short(value: object) -> str:
-  """Returns a value as text; of a long mapping its beginning."""
+  """Returns a value as text; only the beginning of a long mapping."""
   if not isinstance(value, dict) or len(value) < 3:
     return repr(value)
   first = next(iter(value))
@@ -200,7 +198,7 @@ def _short(value: object) -> str:
 
 
 def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns what is wrong between the configs of process 0 and of another one; `None` for nothing."""
+  """Returns an error text if the configs of process 0 and another one differ; `None` if they match."""
   there, here = "in process 0", f"in process {process}"
   found = differences(first, other, there, here, _OWN)
   if not found:
@@ -209,26 +207,26 @@ def config_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) 
 
 
 def run_mismatch(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-  """Returns how the config of one run differs from another's in what a run keeps; `None` for not at all."""
+  """Says how the configs of two runs differ in the keys that a run keeps; `None` if they do not."""
   found = differences(theirs, ours, "there", "here", _FREE)
   found = [line for line in found if not line.startswith(_GROWING)]
   return "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "") if found else None
 
 
 def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
-  """Returns the config in a run directory, if it differs by fewer steps alone; `None` for the same.
+  """Returns the config in a run directory if only its number of steps is smaller; `None` if it is the same.
 
   Raises:
-    ConfigError: for another config, or a directory that is not of a run.
+    ConfigError: for another config, or a directory that is not a run's.
   """
   file = path / "config.yaml"
-  begun = {path / ".lock", unfinished(file)}  # all that a start leaves that was over before it had a config
+  begun = {path / ".lock", unfinished(file)}  # what a start leaves that ended before it wrote the config
   if not path.is_dir() or (not file.exists() and set(path.iterdir()) - begun):
     raise ConfigError(
       f"out={path}: exists and is not a run directory; nothing was changed, choose another out="
     )
   for entry in itertools.chain(path.iterdir(), path.glob("checkpoints/*"), path.glob("tensorboard/*")):
-    if entry.is_symlink():  # a directory from elsewhere could have a run write over any file of the user's
+    if entry.is_symlink():  # a run could be made to overwrite any file of the user
       raise ConfigError(
         f"out={path}: {entry.relative_to(path)} in it is a link, and a run writes in its own directory "
         "alone: nothing was changed; remove the link, or make out= the directory that it leads to"
@@ -236,7 +234,7 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
   for name, is_right in _KINDS.items():
     entry = path / name
     if entry.exists() and not is_right(entry):
-      kind = "a folder" if entry.is_dir() else "no folder"
+      kind = "a folder" if entry.is_dir() else "not a folder"
       raise ConfigError(f"out={path}: {name} in it is {kind}, and nothing was changed; choose another out=")
   if not file.exists():
     return None
@@ -261,18 +259,18 @@ def _require_same(path: pathlib.Path, text: str) -> dict[str, Any] | None:
 
 
 def _never_began(path: pathlib.Path) -> bool:
-  """Returns whether a run directory has nothing of a run but its config, as one whose start was wrong."""
+  """Returns whether a run directory has only a config, as after a start that failed."""
   metrics = path / "metrics.jsonl"
   kept = next(path.glob("checkpoints/*"), None) or (path / "summary.json").exists()
   return not (kept or (metrics.exists() and metrics.stat().st_size))
 
 
-# What the entries of a run directory are.
+# The type of each entry of a run directory.
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _KINDS = dict.fromkeys(_FILES, pathlib.Path.is_file) | dict.fromkeys(
   ("checkpoints", "tensorboard", "damaged"), pathlib.Path.is_dir
 )
-# What a run may have otherwise when it is resumed with more steps.
+# Keys that may change when a run resumes with more steps.
 _GROWING = ("train.steps: ", "optimizer.schedule_steps: ")
 
 
@@ -286,7 +284,7 @@ def _lock(path: pathlib.Path) -> IO[str]:
   file = path.open("w")
   try:
     import fcntl
-  except ImportError:  # Windows has no flock: two runs in one directory are then the user's to avoid
+  except ImportError:  # Windows has no flock: the user must not start two runs in one directory
     return file
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

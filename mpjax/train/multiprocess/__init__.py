@@ -1,4 +1,4 @@
-"""Several processes of one run: start, agreement, signals, and what happens when one is lost."""
+"""Several processes of one run: their start, agreement and signals, and the loss of a process."""
 
 from mpjax.train.multiprocess._agreement import code_mismatch, digest, everyone, versions
 from mpjax.train.multiprocess._interrupt import Interrupt, Poll

@@ -1,4 +1,4 @@
-"""Agreement among the processes of a run: that all say the same, and run the same code."""
+"""Agreement among the processes of a run: exchanged texts, and a check that all run the same code."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _meetings = itertools.count()
 
 
 def everyone(text: str, timeout_s: float) -> list[str]:
-  """Returns the texts of all processes, in their order: each process calls this, and gets the same.
+  """Returns the texts of all processes, in their order. Every process calls this and gets the same list.
 
-  They go through the coordination service: no device takes part, and there is a time-out.
+  The texts go through the coordination service: no device takes part, and there is a time-out.
 
   Args:
-    text: what this process says.
+    text: this process's text.
     timeout_s: how long to wait for the others, in seconds.
 
   Raises:
-    TimeoutError: if another process did not come.
+    TimeoutError: if another process did not call this in time.
   """
   client, process, count, _ = _compat.coordination()
   if client is None:
@@ -34,7 +34,7 @@ def everyone(text: str, timeout_s: float) -> list[str]:
   key, milliseconds = f"mpjax/everyone/{next(_meetings)}", max(1, round(timeout_s * 1000))
   try:
     client.key_value_set(f"{key}/{process}", text)
-    if process == 0:  # for thousands of processes: each asks once
+    if process == 0:  # so that each of thousands of processes asks only once
       texts = [client.blocking_key_value_get(f"{key}/{i}", milliseconds) for i in range(count)]
       client.key_value_set(f"{key}/all", json.dumps(texts))
     found: list[str] = json.loads(client.blocking_key_value_get(f"{key}/all", milliseconds))
@@ -53,17 +53,17 @@ def versions() -> dict[str, str]:
 
 
 def digest(text: str) -> str:
-  """Returns what tells a program from others."""
+  """Returns a digest of a program's text."""
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def code_mismatch(first: dict[str, Any], other: dict[str, Any], process: int) -> str | None:
-  """Returns what is wrong if process 0 runs this code and another one that; `None` for nothing.
+  """Returns an error text if process 0 and another one run different code; `None` if they do not.
 
   Args:
-    first: names of parts and their versions or digests.
-    other: the same of another process.
-    process: its number.
+    first: versions or digests by name, in process 0.
+    other: the same in another process.
+    process: the other process's number.
   """
   differ = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
   if not differ:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C as a flag between steps; in several processes, after the same step."""
+"""Turns SIGTERM, SIGHUP and Ctrl-C into a flag between steps; several processes stop after the same step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 class Interrupt:
-  """While entered, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second one acts as it always does.
+  """Within its `with` block, the first SIGTERM, SIGHUP or SIGINT sets `signum`; a second acts as usual.
 
   A SIGHUP that the process ignores (`nohup`) stays ignored.
 
   Attributes:
-    signum: the signal that came, or `None`.
+    signum: the signal that was received, or `None`.
   """
 
   def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Interrupt:
 
 
 class Poll:
-  """Tells all processes of a signal that one of them got, so that they stop after the same step.
+  """Tells all processes that one of them got a signal, so that they stop after the same step.
 
-  Every process asks before each step, and reads the answer to the question before: that one has been
-  given by the time a step is over, so nothing waits for it. One number crosses the devices.
+  Every process asks before each step, and after it reads the answer to the question of the step before. That
+  answer is there by then, so nothing waits. One number crosses the devices.
 
   Args:
     several: whether there are other processes.
@@ -71,7 +71,7 @@ class Poll:
       self._answers.append(self._latest(word))
 
   def answer(self, signum: int | None) -> int | None:
-    """Returns, after a step, the signal that any process told of one step ago; alone, its own, at once."""
+    """Returns, after a step, the signal that any process reported one step ago; in a single process, at once."""
     if not self._several:
       return signum
     if len(self._answers) < 2:

@@ -1,4 +1,4 @@
-"""The processes of a run: they agree before they go on, and end together, whatever ends one of them."""
+"""The processes of a run: they agree before they go on, and end together whatever ends one of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 LOST = 5
 
-# Where the processes leave word for each other, in the key-value store of the coordination service.
+# Keys of the processes' messages in the key-value store of the coordination service.
 _NEWS, _HERE = "mpjax/news", "mpjax/here"
 _GONE = "{} gone without a word (killed, or the machine lost)"
-# What the runtimes of CPUs, GPUs and the coordination service say when there is no other end any more.
+# Words in the errors of runtimes and of the coordination service after a lost connection.
 _BROKEN = re.compile(
   r"gloo|nccl|connection (closed|reset|refused)|socket closed|unavailable|deadline_exceeded|deadline exceeded"
   r"|heartbeat|coordination|barrier|did not come",
@@ -41,16 +41,16 @@ _BROKEN = re.compile(
 
 
 class Processes:
-  """The processes of a run, of which this is one; without `jax.distributed`, the only one.
+  """The processes of a run. Without `jax.distributed`, this process is the only one.
 
   Attributes:
-    process: the number of this one.
-    count: how many there are.
-    directory: the run's, once it is known: where messages look for the last checkpoint.
+    process: the number of this process.
+    count: the number of processes.
+    directory: the run directory once it is known; messages name its last checkpoint.
 
   Args:
-    settings: how long to wait.
-    may_exit: whether a hang may end this process, if it is alone; one of several has to end.
+    settings: the time-outs.
+    may_exit: whether a hang may end this process if it is the only one; one of several always ends.
     started: whether `jax.distributed` was started for this run, and ends with it.
   """
 
@@ -69,12 +69,12 @@ class Processes:
 
   @property
   def first(self) -> bool:
-    """True if this process writes files and speaks for all."""
+    """Returns whether this process writes files and prints for all."""
     return self.process == 0
 
   @property
   def are_watched(self) -> bool:
-    """True if what hangs ends this process, whoever waits for it."""
+    """Returns whether a hang ends this process."""
     return self.count > 1 or self._may_exit
 
   def __enter__(self) -> Processes:
@@ -83,7 +83,7 @@ class Processes:
       return self
     self._watch = threading.Thread(target=self._watch_over, daemon=True, name="watch over the run")
     self._watch.start()
-    # Only a run that ends with the processes: in others process 0 may be done before the rest.
+    # Only if `jax.distributed` ends with the run: otherwise process 0 may be done before the rest.
     if self._started and self.first:
       self._held = hold_open()
     elif self._started:
@@ -96,7 +96,7 @@ class Processes:
       self._watch.join()
 
   def doing(self, what: str) -> None:
-    """Notes that the run has moved on, and what it waits for now."""
+    """Records that the run has made progress, and what it waits for now."""
     self._doing, self._since = what, time.monotonic()
 
   def agree(
@@ -105,18 +105,19 @@ class Processes:
     tell: Callable[[T], Any] = lambda _: None,
     check: Callable[[Any, Any, int], str | None] = lambda first, other, process: None,
   ) -> tuple[T, Any]:
-    """Does some work in every process; goes on only if it went well in all of them.
+    """Does some work in every process; returns only if it succeeded in all of them.
 
     Args:
-      work: may raise what is a user's to mend.
-      tell: of the work's result, what others have to know; a JSON value.
-      check: (what process 0 tells, what another tells, its number) to what is wrong between them, or `None`.
+      work: the work; it may raise errors that the user can fix.
+      tell: takes the work's result; returns what others must know, a JSON value.
+      check: takes what process 0 tells, what another process tells and the other's number; returns an error
+        text, or `None`.
 
     Returns:
       The work's result, and what process 0 tells.
 
     Raises:
-      Agreed: in every process, if the work raised in one; in a run of one process, what it raised.
+      Agreed: in every process, if the work raised in one. In a run of one process, raises the work's error.
     """
     if self._client is None:
       result = work()
@@ -134,7 +135,7 @@ class Processes:
     return done[0], verdict["told"]
 
   def fetch(self, tree: PyTree) -> PyTree:
-    """Returns global arrays as NumPy arrays, whole, in every process."""
+    """Returns global arrays as complete NumPy arrays in every process."""
 
     def gather(x: Array | np.ndarray) -> np.ndarray:
       whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
@@ -147,11 +148,11 @@ class Processes:
 
     Args:
       run: the command.
-      outcome: of an error, the exit status and the line for stderr; `None` for one that is not expected.
+      outcome: takes an error; returns the exit status and the line for stderr, or `None` if the error is not
+        expected.
 
     Returns:
-      The exit status. A process that ends on its own account, others being in the middle of something, does
-      not return from here.
+      The exit status. If this process ends while others still run, this does not return.
     """
     status, line, alone = 0, "", False
     try:
@@ -179,11 +180,11 @@ class Processes:
     return status
 
   def are_together(self, error: BaseException) -> bool:
-    """Returns whether an error comes to all processes alike; else the others still run."""
+    """Returns whether all processes raise this error; if not, the others still run."""
     return self.count == 1 or isinstance(error, TOGETHER)
 
   def _lost(self, reason: str) -> NoReturn:
-    """Exits because another process died; `reason` is how that showed, where nobody knows which one did."""
+    """Exits because another process died; `reason` is used if nobody knows which one."""
     self._lost_to(self._who_is_gone() or reason)
 
   def _lost_to(self, reason: str) -> NoReturn:
@@ -199,14 +200,14 @@ class Processes:
     return f"there is no checkpoint yet; {again}"
 
   def _watch_over(self) -> None:
-    """Ends the process when another has left word that it ended, or nothing moves any more."""
+    """Ends this process when another one has reported its end, or when there is no progress."""
     limit, answered = self.settings.hang_timeout_s, False
     tick = min(1.0, limit / 4)
     while True:
       before = time.monotonic()
       if self._closed.wait(tick):
         return
-      # Stopped (Ctrl-Z, a suspended machine): that time counts for nobody.
+      # The time in which this process was stopped (Ctrl-Z, a suspended machine) does not count.
       asleep = time.monotonic() - before - tick
       if asleep > 2 * tick:
         self._since += asleep
@@ -224,17 +225,17 @@ class Processes:
         self._tell_and_exit(LOST, line)
 
   def _watch_first(self) -> None:
-    """Ends the process when process 0 has ended without a word."""
+    """Ends this process when process 0 has ended without a message."""
     if wait_for_its_end() and not self._closed.is_set():
       self._lost_to(_GONE.format("process 0 is"))
 
   def _news(self) -> dict[str, Any]:
-    """Returns `ended`: what a process that ended by itself said; `asked`: one wants to know who is there."""
+    """Returns the messages: `ended` from a process that has ended, `asked` from one that looks for others."""
     if self._client is None:
       return {}
     try:
       news = self._client.key_value_dir_get(_NEWS)
-    except jax.errors.JaxRuntimeError:  # the service is gone, which the runtime notices, too
+    except jax.errors.JaxRuntimeError:  # the service is gone; the runtime notices, too
       return {}
     return {key.rpartition("/")[2]: json.loads(value) for key, value in news}
 
@@ -246,12 +247,12 @@ class Processes:
     return f"stopped while waiting for {self._doing}, since process {word['process']} ended: {word['line']}"
 
   def _who_is_gone(self) -> str | None:
-    """Asks round, and whoever does not answer is gone."""
+    """Asks all processes to answer, and names those that do not."""
     self._say_here()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has asked
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has asked already
       self._client.key_value_set(f"{_NEWS}/asked", "true")
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      # The coordinator is the last to leave: the others ask it.
+      # The coordinator leaves last, because the others ask it.
       time.sleep(3.0 if self.first else 2.5)
       if word := self._news().get("ended"):
         self._exit(word["status"], self._since_word(word))
@@ -263,10 +264,10 @@ class Processes:
     return None
 
   def _tell_and_exit(self, status: int, line: str) -> NoReturn:
-    """Leaves word for the others, waits until they can have read it, and exits."""
+    """Leaves a message for the others, waits until they can have read it, and exits."""
     if self._client is not None:
       word = {"process": self.process, "status": status, "line": line.removeprefix("error: ")}
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
         self._client.key_value_set(f"{_NEWS}/ended", json.dumps(word))
       if self.first:
         self._say(line)
@@ -275,9 +276,9 @@ class Processes:
     self._exit(status, line)
 
   def _exit(self, status: int, line: str) -> NoReturn:
-    """Exits at once: what usually runs at the end would wait for processes that are gone."""
+    """Exits at once: Python's usual end would wait for processes that are gone."""
     if not self._ending.acquire(blocking=False):
-      while True:  # another thread is at it
+      while True:  # another thread is exiting
         time.sleep(60)
     if line:
       self._say(line)
@@ -292,8 +293,8 @@ class Processes:
       print(shown, file=sys.stderr, flush=True)
 
   def _leave(self) -> None:
-    """Leaves the service when all are there: none is to see another one go and take it for lost."""
-    if self._started:  # else whoever has started it ends it
+    """Leaves the service together with all others, so that no process takes another for lost."""
+    if self._started:  # otherwise the caller ends it
       jax.distributed.shutdown()
     if self._held is not None:
       self._held.close()
@@ -322,21 +323,21 @@ def _is_broken(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-  """Returns what an error says, on one line."""
+  """Returns the text of an error on one line."""
   text = " ".join(str(error).split()) or type(error).__name__
   return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-# Where process 0 says which port it holds open.
+# The key under which process 0 publishes its open port.
 _PORT = "mpjax/first"
 _TIMEOUT_S = 60
 
 
 def hold_open() -> socket.socket | None:
-  """Opens, in process 0, a port that closes when the process ends; nothing is read or written there.
+  """Opens, in process 0, a port that closes when the process ends. It carries no data.
 
   Returns:
-    What has to be kept; `None` where no port can be opened.
+    The socket, which the caller keeps; `None` if no port can be opened.
   """
   client, _, count, address = _compat.coordination()
   try:
@@ -348,14 +349,14 @@ def hold_open() -> socket.socket | None:
 
 
 def wait_for_its_end() -> bool:
-  """Blocks, in another process, until process 0 has ended; returns False where that cannot be seen."""
+  """Blocks, in another process, until process 0 has ended; returns False if that cannot be observed."""
   client, _, _, address = _compat.coordination()
   connected = False
   try:
     port = int(client.blocking_key_value_get(_PORT, _TIMEOUT_S * 1000))
     while True:
       with socket.create_connection((_host(address), port), timeout=_TIMEOUT_S) as connection:
-        if connected:  # it is there, and only the connection has ended
+        if connected:  # process 0 is still there; only the connection ended
           time.sleep(1)
         connected = True
         connection.settimeout(None)
@@ -367,7 +368,7 @@ def wait_for_its_end() -> bool:
     return False
 
 
-# A run on one machine is nobody else's to see.
+# The port of a run on one machine is open to that machine only.
 _LOCAL = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
 
 

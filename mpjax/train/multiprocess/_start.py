@@ -1,4 +1,4 @@
-"""Starting `jax.distributed`: which process of how many this is, from flags or from the environment."""
+"""Starts `jax.distributed` from flags or from the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpjax.train.multiprocess._processes import LOST, Processes, one_line
 
 
 class Flags(NamedTuple):
-  """Options of a command line that say which process of which run this is; `None` for the environment's."""
+  """Command-line options that say which process of which run this is; `None`: from the environment."""
 
   coordinator: str | None = None
   processes: int | None = None
@@ -27,17 +27,17 @@ class Flags(NamedTuple):
 
 
 def start(flags: Flags, settings: DistributedConfig) -> Processes:
-  """Starts `jax.distributed`, if there are several processes, before anything touches a device.
+  """Starts `jax.distributed` if there are several processes. Call it before anything uses a device.
 
   Raises:
-    ConfigError: for flags that do not say it all, or an environment that cannot be made out.
+    ConfigError: if flags are missing or wrong, or the environment is not clear.
   """
   if not _are_several(flags):
     return Processes(settings)
-  # Its handler would take SIGTERM from the loop, which has all processes agree on it by itself.
+  # Its handler would take SIGTERM away from the loop, which lets all processes agree on it.
   jax.config.update("jax_enable_preemption_service", False)
   options: dict[str, Any] = {
-    # Longer than ours: the runtime would abort the process, which ends with a line of its own here.
+    # Longer than ours, so that this process ends with its own message before the runtime aborts it.
     "initialization_timeout": round(settings.start_timeout_s) + 60,
     "heartbeat_timeout_seconds": max(1, round(settings.heartbeat_timeout_s)),
     "shutdown_timeout_seconds": max(1, round(settings.hang_timeout_s)),
@@ -48,7 +48,7 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
       "coordinator_address": flags.coordinator,
       "num_processes": flags.processes,
       "process_id": flags.process,
-      # A process started by hand has all devices of its machine, whatever allocation it runs in.
+      # A process started by hand uses all devices of its machine, in every allocation.
       "cluster_detection_method": "deactivate",
     }
     if host in ("localhost", "127.0.0.1"):
@@ -59,17 +59,17 @@ def start(flags: Flags, settings: DistributedConfig) -> Processes:
   except (RuntimeError, ValueError, OSError) as error:  # JAX's own are RuntimeErrors
     where = f" ({flags.coordinator} may be taken, or be another machine's)" if flags.process == 0 else ""
     raise ConfigError(f"the processes cannot be started together: {one_line(error)}{where}") from error
-  # Devices of several processes come up together: one whose config is wrong would keep the others waiting.
+  # Devices of several processes start together: a process with a wrong config would make the others wait.
   jax.devices()
   return Processes(settings, started=True)
 
 
 def processes_around() -> int:
-  """Returns how many processes the environment (Slurm, Kubernetes, Cloud TPU, Open MPI) speaks of."""
+  """Returns the number of processes by the environment (Slurm, Kubernetes, Cloud TPU, Open MPI)."""
   if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
-    return 1  # a step of one task, such as an interactive shell, in a job of more
+    return 1  # a step of one task, such as an interactive shell, in a job of several
   for kind in _compat.cluster_kinds():
-    # Kubernetes without a place in an indexed job is a machine like any other.
+    # Without an index in a job, a machine in Kubernetes is alone.
     lone = kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
     if not lone and kind.is_env_present():
       return kind.get_process_count()
@@ -133,7 +133,7 @@ def _bounded(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ctrl_c_at_once() -> Iterator[None]:
-  """Lets Ctrl-C end the process at once: Python's own handler would wait until native code returns."""
+  """Lets Ctrl-C end the process at once; Python's own handler would wait until native code returns."""
   if threading.current_thread() is not threading.main_thread():
     yield
     return
