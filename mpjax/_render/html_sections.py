@@ -1,6 +1,6 @@
-"""What a report shows: an answer in twelve lines, tables by name, and all of it as HTML in a notebook.
+"""Shows a report: an answer of twelve lines, tables by name, and everything as HTML in a notebook.
 
-The HTML is tables and sentences, without scripts, with every text escaped.
+The HTML has tables and sentences, and no scripts; every text is escaped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mpjax.dtypes import did_you_mean
 if TYPE_CHECKING:
   import rich.console
 
-MOST_HTML = 16_000  # bytes of tables and sentences: a notebook keeps what it shows
+MOST_HTML = 16_000  # bytes of tables and sentences, since a notebook's file keeps them
 
 _MOST_CELL, _MOST_TITLE, _MOST_LINE = 240, 240, 2_000  # characters
-# Colours are the notebook's own, so that light and dark ones both fit.
+# The notebook sets the colours, so that this fits light and dark ones.
 _STYLE = (
   ".mpjax{font-size:13px;line-height:1.4;overflow-x:auto}"
   ".mpjax p{margin:2px 0;white-space:pre-wrap}"
@@ -33,11 +33,11 @@ _STYLE = (
 
 
 def sections_html(sections: Iterable[TextSection], rest: str = "print() shows all.") -> str:
-  """Returns sections as one HTML element below 20 kB, which says how much of longer ones is left out.
+  """Returns sections as one HTML element below 20 kB, which says how many rows are left out.
 
   Args:
     sections: what to show.
-    rest: the sentence that says where the rows are that are left out.
+    rest: a sentence that says how to see the rows that are left out.
   """
   room = _Budget(MOST_HTML)
   body = "".join(_section(section, room) for section in sections)
@@ -47,18 +47,18 @@ def sections_html(sections: Iterable[TextSection], rest: str = "print() shows al
 
 
 class Shown:
-  """A result whose `str` is a short answer, and whose tables are there on request.
+  """A result with a short answer as its `str`, and with tables on request.
 
-  At a prompt it shows its `str`, in a notebook the answer and every table. A subclass has `_answer` and
-  `_sections`. A dataclass that is one needs `repr=False`, or its fields would be shown.
+  Shows its `str` at a prompt, and the answer and every table in a notebook. A subclass defines `_answer` and
+  `_sections`. If it is a dataclass it needs `repr=False`; otherwise its fields would be shown.
   """
 
   def _answer(self) -> Sequence[str]:
-    """Returns the answer, what matters most first: at most eleven lines of 116 columns."""
-    return ()  # of a result whose `str` is its own
+    """Returns the answer, most important line first: at most eleven lines of 116 columns."""
+    return ()  # for a result that defines its own `str`
 
   def _sections(self) -> Iterable[TextSection]:
-    """Returns the tables, each with its name."""
+    """Returns the named tables."""
     raise NotImplementedError
 
   @property
@@ -67,10 +67,10 @@ class Shown:
     return tuple(dict.fromkeys(section.name for section in self._sections() if section.name))
 
   def table(self, name: str) -> str:
-    """Returns one of the `tables` as text; `"all"` is the answer and every table.
+    """Returns one of the `tables` as text; `"all"` returns the answer and every table.
 
     Raises:
-      ValueError: for a name that is not in `tables`.
+      ValueError: if `name` is not in `tables`.
     """
     return sections_text(_part(self, name))
 
@@ -86,7 +86,7 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Shown):
-  """An answer and tables that were made elsewhere, such as those of several results side by side."""
+  """An answer and tables that were made elsewhere, for example several results side by side."""
 
   answer: Sequence[str]
   sections: Sequence[TextSection]
@@ -99,16 +99,16 @@ class Report(Shown):
 
 
 def print_shown(shown: Shown, console: rich.console.Console, name: str | None, alarm: str = "") -> None:
-  """Prints what a command was asked for, in the width and the colours of a console.
+  """Prints a result or one of its tables, in the width and the colours of a console.
 
   Args:
     shown: the result.
-    console: to print to.
-    name: of a table; `"all"` for the answer and every table, `None` for the answer.
-    alarm: a pattern that is printed in red.
+    console: where to print.
+    name: the name of a table; `"all"`: the answer and every table; `None`: the answer.
+    alarm: a pattern; matches are printed in red.
 
   Raises:
-    ValueError: for a name that no table has.
+    ValueError: if no table has that name.
   """
   sections = _part(shown, name) if name else _answer_of(shown, _asked_in_a_shell)
   print_sections(sections, console, alarm)
@@ -126,7 +126,7 @@ def _part(shown: Shown, name: str) -> list[TextSection]:
 
 
 def _answer_of(shown: Shown, asked: Callable[[Sequence[str]], str] | None = None) -> list[TextSection]:
-  """Returns the answer, with a last line that says how the tables are asked for."""
+  """Returns the answer, with a last line that says how to ask for tables."""
   lines = list(shown._answer())
   names = shown.tables
   if lines and names and asked:
@@ -145,13 +145,13 @@ def _asked_in_a_shell(names: Sequence[str]) -> str:
 
 @dataclasses.dataclass
 class _Budget:
-  """What may still be written; nothing after the first piece that was too long."""
+  """The bytes that may still be written; none after the first piece that did not fit."""
 
   size: int
   left_out: int = 0
 
   def takes(self, piece: str) -> bool:
-    """Returns whether a piece may be written."""
+    """Returns whether a piece fits, and counts it."""
     size = len(piece.encode())
     if self.left_out or size > self.size:
       self.left_out += 1

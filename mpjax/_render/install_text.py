@@ -1,4 +1,4 @@
-"""How an extra of mpjax is installed from where mpjax came: a checkout, a wheel, a repository, an index."""
+"""Says how to install an extra from the source of this mpjax: a checkout, a wheel, a repository, an index."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def pip_install(extras: str) -> str:
 
 
 def _source() -> str | None:
-  """Returns the URL that mpjax was installed from; `None` for an index, and for a file that is gone.
+  """Returns the URL that mpjax was installed from; `None` for an index or a file that no longer exists.
 
-  pip writes it down (PEP 610) where the package did not come from an index.
+  pip records it (PEP 610) if the package did not come from an index.
   """
-  import importlib.metadata  # these are long to import, and needed only where a package is missing
+  import importlib.metadata  # these imports are slow, and needed only if a package is missing
   import json
   import urllib.parse
   import urllib.request

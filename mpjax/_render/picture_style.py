@@ -1,4 +1,4 @@
-"""How the pictures look: colours, fonts and sizes, of all alike, whatever a matplotlibrc says."""
+"""The style of all pictures: colours, fonts and sizes, independent of any matplotlibrc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT, PALE = "#A0A0A0", "#C8C8C8", "#E4E4E4"
-ALARM = "#B00020"  # of words alone
+ALARM = "#B00020"  # for words only
 
 _POLICIES = {
   "fp32": "#3A3A3A",
@@ -31,16 +31,16 @@ _POLICIES = {
   "fp8": VERMILLION,
 }
 
-# From dark to light, so that neighbours differ in print, too.
+# From dark to light, so that neighbours also differ in print.
 BLUES = ("#003553", BLUE, "#3E95C9", "#7AB6D9", "#ABD0E6", "#D6E6F4")
 VERMILLIONS = ("#632C00", "#9C4500", VERMILLION, "#F18A3E", "#FAB57C", "#FDDDC1")
 
-WIDTH = 9.0  # inches of every picture, so that letters are of one size on a page
+WIDTH = 9.0  # inches, the same for every picture, so that text has one size on a page
 _DPI = 200
 HEADING, TEXT, SMALL = 12, 10, 9  # points
 
 _STYLE = {
-  "font.family": "DejaVu Sans",  # which comes with matplotlib
+  "font.family": "DejaVu Sans",  # comes with matplotlib
   "font.size": TEXT,
   "figure.titlesize": HEADING,
   "figure.titleweight": "bold",
@@ -59,20 +59,20 @@ _STYLE = {
   "legend.frameon": False,
   "lines.linewidth": 1.3,
   "lines.markersize": 6,
-  # Text stays text in an SVG, and the same picture is the same file.
+  # Keeps text as text in an SVG, and gives the same picture the same bytes.
   "svg.fonttype": "none",
   "svg.hashsalt": "mpjax",
 }
 
 
 def policy_colour(name: str) -> str:
-  """Returns the colour of a policy, or of the one that a variant, such as `fp8, current`, begins with."""
+  """Returns the colour of a policy, or of the policy that a name such as `fp8, current` begins with."""
   known = [policy for policy in _POLICIES if name.startswith(policy)]
   return _POLICIES[max(known, key=len)] if known else GREY
 
 
 def shades(count: int) -> list[str]:
-  """Returns so many blues from dark to light, for what has an order."""
+  """Returns `count` blues from dark to light, for ordered series."""
   from matplotlib.colors import LinearSegmentedColormap, to_hex
 
   scale = LinearSegmentedColormap.from_list("blues", BLUES[:-2])
@@ -81,13 +81,13 @@ def shades(count: int) -> list[str]:
 
 @contextlib.contextmanager
 def picture_style(extra: str = "plan") -> Iterator[None]:
-  """Has what is drawn inside look as all pictures do; as a decorator, what a function draws.
+  """Applies the style inside its `with` block, or to a function that it decorates.
 
   Args:
-    extra: of mpjax, which brings matplotlib.
+    extra: the extra of mpjax that installs matplotlib, for the error.
 
   Raises:
-    ImportError: without matplotlib.
+    ImportError: if matplotlib is not installed.
   """
   try:
     from matplotlib import style
@@ -98,7 +98,7 @@ def picture_style(extra: str = "plan") -> Iterator[None]:
 
 
 def new_figure(height: float, heading: str = "") -> Figure:
-  """Returns an empty figure, so many inches high, that no backend of pyplot knows of."""
+  """Returns an empty figure that does not belong to pyplot; `height` is in inches."""
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -108,16 +108,16 @@ def new_figure(height: float, heading: str = "") -> Figure:
 
 
 def draw_limit(axes: Axes, at: float, axis: str = "x", **style: Any) -> None:
-  """Draws a line for what must not be passed, or for what all is compared with."""
+  """Draws a line for a limit or a reference value."""
   line: Any = axes.axvline if axis == "x" else axes.axhline
   line(at, **({"color": BLACK, "linestyle": "--", "linewidth": 1.1} | style))
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-  """Writes a figure; the same one is the same file.
+  """Writes a figure; equal figures give equal files.
 
   Raises:
-    ValueError: if the file's name ends in neither `.png` nor `.svg`.
+    ValueError: if the name does not end in `.png` or `.svg`.
   """
   suffix = pathlib.Path(path).suffix.lower()
   if suffix not in (".png", ".svg"):

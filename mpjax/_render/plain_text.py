@@ -1,4 +1,4 @@
-"""Figures and tables as plain text: units with decimal prefixes, shares, aligned columns, folded lines."""
+"""Numbers and tables as plain text: units with decimal prefixes, shares, aligned columns, folded lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _GAP = 2
 
 
 def bytes_text(count: float) -> str:
-  """Returns bytes in decimal units: `1.23 GB` are 1.23e9."""
+  """Returns bytes in decimal units: `1.23 GB` is 1.23e9 bytes."""
   return f"{count:.0f} B" if abs(count) < 1000 else with_prefix(count, "B")
 
 
 def with_prefix(value: float, unit: str) -> str:
-  """Returns a figure with two decimals and the decimal prefix that leaves it below 1000."""
+  """Returns a number with two decimals and the decimal prefix that makes it less than 1000."""
   if not value:
     return f"0 {unit}"
   size, name = prefixed_unit(value, unit)
@@ -23,8 +23,8 @@ def with_prefix(value: float, unit: str) -> str:
 
 
 def prefixed_unit(value: float, unit: str) -> tuple[float, str]:
-  """Returns the size and the name of the prefixed unit that `with_prefix` shows a figure in: 1e-6, `us`."""
-  # From 999.995 on, two decimals would make it 1000.00.
+  """Returns the size and the name of the unit that `with_prefix` uses for a number, such as 1e-6 and `us`."""
+  # From 999.995 on, two decimals would give 1000.00.
   power = math.floor(math.log10(abs(value) / 0.999995) / 3) if value else 0
   power = min(max(power, -3), 6)
   return 1000.0**power, f"{'num kMGTPE'[power + 3].strip()}{unit}"
@@ -49,23 +49,23 @@ def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> lis
   """Returns the lines of each row, with every cell padded to the width of its column.
 
   Args:
-    rows: cells; the heading is a row like the others. A cell with line breaks takes several lines.
-    left: numbers of the columns that are flush left. The others are flush right.
+    rows: cells, the heading included. A cell with line breaks takes several lines.
+    left: indices of the columns that are aligned left. The others are aligned right.
   """
   widths = _widths(rows)
   return [_row_lines(row, widths, left) for row in rows]
 
 
 def table_width(rows: Sequence[Sequence[str]]) -> int:
-  """Returns how many columns of a terminal `table` takes at most."""
+  """Returns the width of `table` in characters."""
   widths = _widths(rows)
   return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def fold(text: str, width: int) -> str:
-  """Breaks text into lines of at most `width`, after a space, comma or slash where there is one.
+  """Breaks text into lines of at most `width` characters, if possible after a space, comma or slash.
 
-  Every line has the indentation of the first.
+  Every line is indented like the first.
   """
   if len(text) <= width:
     return text

@@ -1,4 +1,4 @@
-"""Sections of a report for a terminal: a title, a table that is folded to a width, and sentences."""
+"""Sections of a report for a terminal: a title, a table folded to a width, and sentences."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mpjax._render.plain_text import fold, table, table_width
 if TYPE_CHECKING:
   import rich.console
 
-TEXT_WIDTH = 116  # of a report that is written to no terminal
-ANSWER_LINES = 11  # of an answer, before the line that says how to ask for more
+TEXT_WIDTH = 116  # of a report that is not on a terminal
+ANSWER_LINES = 11  # of an answer, without the line that says how to ask for more
 
 _TITLE, _STRONG, _RULE = "bold cyan", "bold", "dim"
 _GAP = 2  # between columns
-_LEAST_WIDTH = 10  # to which a column of prose shrinks
-_HEADING_WIDTH = 21  # that a column of figures has for its heading
+_LEAST_WIDTH = 10  # of a column of prose
+_HEADING_WIDTH = 21  # largest width that a heading gives a column of numbers
 
 
 class TextColumn(NamedTuple):
-  """A column of a table; the cells of one that `folds` may run over several lines."""
+  """A column of a table; if it `folds`, its cells may take several lines."""
 
   heading: str
   right: bool = False
@@ -40,9 +40,9 @@ RowGroups = Sequence[Sequence[TextRow]]
 
 @dataclasses.dataclass(frozen=True)
 class TextSection:
-  """A title, a table whose groups of rows are ruled off, and sentences under it.
+  """A title, a table with a rule above each group of rows, and sentences under it.
 
-  Its `name`, a short word, is what a reader asks for; several sections may have one name.
+  A reader asks for it by its `name`, a short word; several sections may share a name.
   """
 
   title: str
@@ -55,7 +55,7 @@ class TextSection:
 def beside(
   title: str, labels: Iterable[str], groups: RowGroups, lines: Sequence[str] = (), *, name: str = ""
 ) -> TextSection:
-  """Returns a section with a column for the names of rows, and one for each of the things compared."""
+  """Returns a section with a column for the names of rows, and a column for each thing compared."""
   columns = [TextColumn("", folds=True), *(TextColumn(label, right=True) for label in labels)]
   return TextSection(title, columns, groups, lines, name)
 
@@ -68,14 +68,14 @@ def of_rows(
   lines: Sequence[str] = (),
   name: str = "",
 ) -> TextSection:
-  """Returns a section of cells, whose first row is the heading.
+  """Returns a section from rows of cells; the first row is the heading.
 
   Args:
-    title: of the section.
+    title: the section's title.
     rows: cells.
-    left: numbers of the columns that are flush left, as for `mpjax._render.plain_text.table`.
+    left: indices of the columns that are aligned left, as for `mpjax._render.plain_text.table`.
     lines: sentences under the table.
-    name: of the section.
+    name: the section's name.
   """
   heading, *body = rows
   columns = [TextColumn(name, right=i not in left, folds=i in left) for i, name in enumerate(heading)]
@@ -83,7 +83,7 @@ def of_rows(
 
 
 def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> Iterator[TextSection]:
-  """Yields the section of each of the things compared, with its label; alike ones once, with all labels."""
+  """Yields the section of each thing compared, with its label; equal sections once, with all labels."""
   found: list[tuple[TextSection, list[str]]] = []
   for label, section in zip(labels, sections, strict=True):
     names = next((names for other, names in found if other == section), None)
@@ -99,13 +99,13 @@ def of_each(labels: Sequence[str], sections: Iterable[TextSection | None]) -> It
 def answer_lines(
   first: Sequence[str], more: Sequence[str] = (), last: Sequence[str] = (), *, rest: str = "{} more"
 ) -> list[str]:
-  """Returns the lines of an answer, with as many of `more` as it has room for.
+  """Returns the lines of an answer, with as many lines of `more` as fit.
 
   Args:
-    first: lines that are always there.
-    more: lines after them, what matters most first.
-    last: lines at the end that are always there.
-    rest: the line for those of `more` that are left out, with `{}` for how many.
+    first: lines that are always shown.
+    more: lines after them, most important first.
+    last: lines at the end that are always shown.
+    rest: a line for the lines of `more` that are left out, with `{}` for their number.
   """
   room = ANSWER_LINES - sum(map(_height, (*first, *last)))
   for i, line in enumerate(more):
@@ -117,17 +117,17 @@ def answer_lines(
 
 
 def _height(line: str) -> int:
-  """Returns how many lines a line takes in a report that is written to no terminal."""
+  """Returns how many lines a text takes in a report that is not on a terminal."""
   return len(fold(line, TEXT_WIDTH).split("\n"))
 
 
 def sections_text(sections: Iterable[TextSection], width: int = TEXT_WIDTH) -> str:
-  """Returns sections as plain text, at most so wide but for words that cannot be broken."""
+  """Returns sections as plain text, at most `width` columns wide if their cells can be broken."""
   return "\n\n".join("\n".join(line for line, _ in _lines(_folded(one, width))) for one in sections)
 
 
 def print_sections(sections: Iterable[TextSection], console: rich.console.Console, alarm: str = "") -> None:
-  """Prints sections in the width and the colours of a console; a pattern that alarms is red."""
+  """Prints sections in the width and the colours of a console; matches of `alarm` are red."""
   import rich.text
 
   for i, section in enumerate(sections):
@@ -139,12 +139,12 @@ def print_sections(sections: Iterable[TextSection], console: rich.console.Consol
       text = rich.text.Text(line, style)
       if alarm:
         text.highlight_regex(alarm, "bold red")
-      # A number that the terminal wraps can still be read, one that is cut cannot.
+      # A number that the terminal wraps can still be read; a number that is cut cannot.
       console.print(text, soft_wrap=True)
 
 
 def _folded(section: TextSection, width: int) -> TextSection:
-  """Breaks the lines of a section's headings, sentences and cells of prose, so that it is narrow enough."""
+  """Breaks lines of a section's title, headings, sentences and cells, so that it fits the width."""
   section = dataclasses.replace(
     section, title=fold(section.title, width), lines=[fold(line, width) for line in section.lines]
   )
@@ -163,7 +163,7 @@ def _folded(section: TextSection, width: int) -> TextSection:
 
 
 def _column_widths(columns: Sequence[TextColumn], rows: Sequence[TextRow], width: int) -> list[int]:
-  """Returns how wide columns are: as wide as they like, or as narrow as they can be for all to fit."""
+  """Returns the widths of columns: their full widths, shrunk where necessary to fit `width`."""
   widths, least = [], []
   for i, column in enumerate(columns):
     cells = max((len(row.cells[i]) for row in rows), default=0)
@@ -184,7 +184,7 @@ def _folded_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _lines(section: TextSection) -> Iterator[tuple[str, str]]:
-  """Yields the lines of a section, with the style of each for terminals that have any."""
+  """Yields the lines of a section, each with its style on a terminal."""
   yield from ((line, _TITLE) for line in section.title.split("\n"))
   if section.columns:
     headings = [column.heading for column in section.columns]

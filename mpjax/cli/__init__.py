@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """The commands of mpjax: `mpjax train`, `mpjax plan` and so on, also as `python -m mpjax`.
 
-Help, the version, completion and wrong flags are answered without JAX, whose import takes most of a second.
+Help, the version, completion and errors about flags do not import JAX, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mpjax.train._keys import nearest
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
-# What each command does, and the extras of the package that it needs.
+# What each command does, and which extras it needs.
 COMMANDS = {
-  "train": ("train what a config says, or resume an unfinished run", "train"),
+  "train": ("train a config's model, or resume an unfinished run", "train"),
   "explain": ("say what runs in which dtype under a policy, and why", "train"),
-  "plan": ("say what a training step costs on a device that need not be there", "train,plan"),
+  "plan": ("say what a training step costs on a device that you need not have", "train,plan"),
   "numerics": ("show what a policy does to the numbers of a run, and what to change", "train,numerics"),
   "tune": ("find the cheapest policy that is good enough, and prove it", "train"),
   "export": ("write the parameters of a run as safetensors", "train"),
-  "env": ("say which versions, devices and flags are here", ""),
-  "bench": ("measure mpjax beside what one would use instead (in a checkout)", "bench"),
+  "env": ("show versions, devices and flags, for a bug report", ""),
+  "bench": ("measure mpjax against its alternatives (in a checkout)", "bench"),
 }
 _HELP = """\
 usage: mpjax COMMAND ...
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   Args:
     arguments: the command and its arguments; those of this process by default.
   """
-  if "_ARGCOMPLETE" in os.environ:  # a shell asks what the word at its cursor may become
+  if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
     importlib.import_module("mpjax.cli._completion").complete()
   arguments = sys.argv[1:] if arguments is None else arguments
   if not arguments or arguments[0] in ("-h", "--help"):
@@ -76,11 +76,11 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
 
   Args:
     name: one of `COMMANDS`.
-    arguments: those of the command.
-    prog: how the command was called, as its help shows it.
+    arguments: the arguments of the command.
+    prog: the command as the user called it; its help shows this.
   """
   try:
-    if name == "bench":  # its suites say what they take
+    if name == "bench":  # it parses its own arguments
       status: int = importlib.import_module("mpjax.cli._bench_command").run(arguments, prog)
       return status
     options = parse(name, arguments, prog)
@@ -94,17 +94,17 @@ def run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     extras = COMMANDS[name][1]
     print(f"error: {prog} needs {package}: {pip_install(extras)}", file=sys.stderr)
     return 2
-  except KeyboardInterrupt:  # while packages are imported; a command has a line of its own for it
+  except KeyboardInterrupt:  # while packages are imported; commands handle it themselves
     print("interrupted", file=sys.stderr)
     return 130
   return status
 
 
 def _silence() -> None:
-  """Keeps libraries from logging what they raise: a command tells that in one line."""
+  """Keeps libraries from logging errors that they also raise, since a command reports these in one line."""
   import logging
 
-  for library in ("absl", "asyncio"):  # orbax's
+  for library in ("absl", "asyncio"):  # used by orbax
     logging.getLogger(library).setLevel(logging.CRITICAL)
 
 

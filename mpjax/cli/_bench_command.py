@@ -1,4 +1,4 @@
-"""`mpjax bench`: the benchmarks of a checkout; the wheel does not carry them."""
+"""`mpjax bench`: the benchmarks of a checkout; the wheel does not contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion of a command line in a shell, by argcomplete: commands, flags, configs, keys and policies."""
+"""Shell completion by argcomplete: commands, flags, configs, keys and policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.train._keys import config_keys
 
 
 def complete() -> None:
-  """Answers the shell and ends the process; fails without argcomplete, which comes with the extra `train`."""
+  """Answers the shell and ends the process; fails without argcomplete (extra `train`)."""
   try:
     import argcomplete
   except ModuleNotFoundError:
@@ -26,7 +26,7 @@ def complete() -> None:
 
 
 def make_parser(files: Callable[..., Iterable[str]]) -> argparse.ArgumentParser:
-  """Returns a parser of all commands, whose arguments know what they may be.
+  """Returns a parser of all commands, with completers on its arguments.
 
   Args:
     files: completes the name of a file.
@@ -48,12 +48,12 @@ def make_parser(files: Callable[..., Iterable[str]]) -> argparse.ArgumentParser:
 
 
 def _set_completer(action: argparse.Action, completer: Callable[..., list[str]]) -> None:
-  """Gives an argument the function that completes it, where argcomplete looks for it."""
+  """Sets the completer of an argument, as argcomplete expects it."""
   action.completer = completer  # type: ignore[attr-defined]
 
 
 def _pairs(command: str, prefix: str, **_unused: object) -> list[str]:
-  """Returns the `key=` and `key=value` that a word may become."""
+  """Returns the completions `key=` and `key=value` of a word."""
   keys = [*KEYS.get(command, ()), *(config_keys() if takes_config(command) else ())]
   key, equals, value = prefix.partition("=")
   if not equals:
@@ -63,7 +63,7 @@ def _pairs(command: str, prefix: str, **_unused: object) -> list[str]:
 
 
 def _values(command: str, key: str) -> list[str]:
-  """Returns the values of a key that have names."""
+  """Returns the values of a key that can be completed."""
   if key == "policy":
     return list(presets())
   if key == "target" and key in KEYS.get(command, ()):

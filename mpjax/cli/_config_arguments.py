@@ -1,4 +1,4 @@
-"""The arguments that name a config: `[CONFIG] [key=value ...]`, the same for every command. Without JAX."""
+"""The arguments `[CONFIG] [key=value ...]`, the same for every command. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OVERRIDES = "dotted keys that override the file"
 
 
 def require_file(flag: str, name: str, *, is_new: bool = False) -> None:
-  """Raises `ConfigError` for a file that could not be written, before anything is computed.
+  """Raises `ConfigError` if a file cannot be written. Called before anything is computed.
 
   Args:
-    flag: what names it.
-    name: its path.
-    is_new: whether it must not be there yet.
+    flag: the flag that names the file.
+    name: the path of the file.
+    is_new: whether the file must not exist.
   """
   file = pathlib.Path(name)
   if file.is_dir() or not file.parent.is_dir():
@@ -39,9 +39,9 @@ def add_config(parser: argparse.ArgumentParser, *, also: str = "", overrides: st
   """Adds the arguments to a parser.
 
   Args:
-    parser: the command's.
-    also: what the config may be besides a file, for its help.
-    overrides: what the `key=value` arguments are, for their help.
+    parser: the command's parser.
+    also: what else the config may be, for its help.
+    overrides: the help of the `key=value` arguments.
   """
   text = f"a YAML file{also}, or the name of an example that comes with mpjax (default: {DEFAULT})"
   parser.add_argument("config", nargs="?", default=DEFAULT, help=text)
@@ -50,35 +50,35 @@ def add_config(parser: argparse.ArgumentParser, *, also: str = "", overrides: st
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
-  """Adds `--plugin`, whose values `mpjax.train.load_plugins` takes, to a parser."""
+  """Adds `--plugin` to a parser, for `mpjax.train.load_plugins`."""
   parser.add_argument(
     "--plugin",
     action="append",
     default=[],
     metavar="FILE.py|package.module",
-    help="run this code first, which registers models and data of your own; may be given several times",
+    help="first run this code, which registers models, data and optimisers of your own; may be repeated",
   )
 
 
 def add_tables(parser: argparse.ArgumentParser) -> None:
-  """Adds `--table NAME` and `--all`, whose value `mpjax.cli._show.show` takes, to a parser."""
+  """Adds `--table NAME` and `--all` to a parser, for `mpjax.cli._show.show`."""
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--table", metavar="NAME", help="print one of the tables that the answer names")
   which.add_argument("--all", action="store_const", const="all", dest="table", help="print every table")
 
 
 def with_default(options: argparse.Namespace) -> argparse.Namespace:
-  """Returns parsed arguments whose config is the default where the first one is a `key=value`."""
+  """Returns parsed arguments with the default config if the first argument is a `key=value`."""
   if "=" in options.config and not pathlib.Path(options.config).exists():
     options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
   return options
 
 
 def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, str | None]:
-  """Returns the config file and the checkpoint: for a run directory in place of a config, those of the run.
+  """Returns the config file and the checkpoint. If `config` is a run directory, both are the run's.
 
   Raises:
-    ConfigError: for a checkpoint and a run directory.
+    ConfigError: if both a checkpoint and a run directory are given.
   """
   path = pathlib.Path(config)
   if not path.is_dir():
@@ -89,7 +89,7 @@ def run_or_config(config: str, checkpoint: str | None) -> tuple[pathlib.Path, st
 
 
 def command_options(overrides: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-  """Returns the options of a command by key, and the config's own overrides."""
+  """Returns the command's options by key, and the config's overrides."""
   own: dict[str, str] = {}
   rest = []
   for override in overrides:
@@ -105,7 +105,7 @@ def whole_number(own: Mapping[str, str], key: str, default: int, least: int) -> 
   """Returns a command's option as a number.
 
   Raises:
-    ConfigError: if it is none, or below the least.
+    ConfigError: if it is not a whole number, or below `least`.
   """
   text = own.get(key, str(default))
   if not text.isdecimal() or int(text) < least:

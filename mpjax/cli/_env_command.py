@@ -1,4 +1,4 @@
-"""`mpjax env`: versions, devices and flags, for a report of a fault. Needs no extra and no device."""
+"""`mpjax env`: versions, devices and flags, for a bug report. Needs no extra and no device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax._render.plain_text import bytes_text, table
 from mpjax.planner import device_memory
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxtyping", "numpy")
-# What a user installs; the others are for those who work on mpjax.
+# The extras for users; others are for developers of mpjax.
 _EXTRAS = ("train", "plan", "numerics", "plan-cuda", "plan-tpu", "cuda13", "tpu")
 _FLAGS = re.compile(r"(JAX|XLA|MPJAX)_\w+|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|NVIDIA_TF32_OVERRIDE")
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?")
@@ -48,7 +48,7 @@ def environment() -> dict[str, Any]:
 
 
 def _versions(names: Sequence[str]) -> dict[str, str | None]:
-  """Returns the versions of packages; `None` for one that is not here."""
+  """Returns the versions of packages; `None` for a package that is not installed."""
   found: dict[str, str | None] = {}
   for name in names:
     try:
@@ -59,17 +59,17 @@ def _versions(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
-  """Returns the packages of each extra with their versions, as the installed package names them."""
+  """Returns the packages of each extra, by mpjax's metadata, with their versions."""
   found = {extra: list(_packages_of("mpjax", extra)) for extra in _EXTRAS}
   return {extra: _versions(names) for extra, names in found.items() if names}
 
 
 def _packages_of(name: str, extra: str) -> Iterator[str]:
-  """Yields what an extra of a package requires, and what the extras that it names require in turn."""
+  """Yields the packages that an extra requires, directly and through other extras."""
   try:
     requirements = importlib.metadata.requires(name) or []
   except importlib.metadata.PackageNotFoundError:
-    return  # not here, or a checkout on the path that nothing has installed
+    return  # not installed, or a checkout on the path without metadata
   for requirement in requirements:
     found, condition = _REQUIREMENT.match(requirement), _EXTRA.search(requirement)
     if found is None or condition is None or condition[1] != extra:
@@ -81,7 +81,7 @@ def _packages_of(name: str, extra: str) -> Iterator[str]:
 
 
 def _devices() -> dict[str, Any]:
-  """Returns the backend and its devices, those that are alike once; what JAX says where it finds none."""
+  """Returns the backend and its devices, equal ones once; if there are none, JAX's error."""
   try:
     devices = jax.devices()
   except RuntimeError as error:
@@ -98,7 +98,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _text(found: Mapping[str, Any]) -> str:
-  """Returns the same for a person, a fact a line."""
+  """Returns the environment as text, one fact per line."""
   rows = [[name, version or "not installed"] for name, version in found["versions"].items()]
   rows.append(["platform", f"{found['platform']}, {_size(found['memory'])}"])
   for name, packages in found["extras"].items():
@@ -112,4 +112,4 @@ def _text(found: Mapping[str, Any]) -> str:
 
 
 def _size(memory: int) -> str:
-  return f"{bytes_text(memory)} of memory" if memory else "memory not known"
+  return f"{bytes_text(memory)} of memory" if memory else "memory unknown"

@@ -1,11 +1,14 @@
 """Exit statuses of the commands.
 
-0 the command finished; 2 a config, data or usage error (one line on stderr); 3 stopped because every step was
-skipped, or the state or the last loss is not finite; 4 a checkpoint or another file of the run could not be
-written, or no checkpoint can be read; 5 another process of the run was lost, or nothing moved for
-`distributed.hang_timeout_s`; 130 Ctrl-C, 143 SIGTERM and 129 SIGHUP, after a checkpoint was saved. Of several
-processes each ends with the status of the one that ended the run; one that cannot watch the coordinator is
-aborted by JAX's runtime when it is lost (134 in a shell).
+- 0: the command finished.
+- 2: the config, the data or the usage is wrong (one line on stderr).
+- 3: every step was skipped, or the state or the last loss is not finite.
+- 4: a checkpoint or another file of the run cannot be written, or no checkpoint can be read.
+- 5: another process of the run was lost, or there was no progress for `distributed.hang_timeout_s`.
+- 130, 143, 129: Ctrl-C, SIGTERM or SIGHUP stopped the run after a checkpoint was saved.
+
+Each process of several ends with the status of the one that ended the run. JAX's runtime aborts a process
+that cannot watch the coordinator when the coordinator is lost (134 in a shell).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def guarded(run: Callable[[], object]) -> int:
 
 
 def outcome_of(error: BaseException) -> tuple[int, str] | None:
-  """Returns the exit status and the line of an error; `None` for one that is not expected."""
+  """Returns the exit status and the line for an error; `None` if the error is not expected."""
   if isinstance(error, KeyboardInterrupt):
     return 130, "interrupted"
   status = exit_status(error)

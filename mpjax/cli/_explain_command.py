@@ -1,4 +1,4 @@
-"""`mpjax explain`: what runs in which dtype under a config's policy, and why."""
+"""`mpjax explain`: says what runs in which dtype under a config's policy, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpjax export`: the parameters of a run's checkpoint as safetensors."""
+"""`mpjax export`: writes the parameters of a run's checkpoint as safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpjax numerics`: what a policy does to the numbers of a config's training step, and what to change."""
+"""`mpjax numerics`: shows what a policy does to the numbers of a training step, and what to change."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _inspect(
   advise: bool,
   console: rich.console.Console,
 ) -> NumericsReport:
-  """Trains so many steps, then looks at so many batches, and says so: by a bar, or in lines of a file."""
+  """Trains `steps` steps, then inspects `batches` batches; shows a progress bar, or lines in a file."""
   columns = (
     rich.progress.TextColumn("{task.description}"),
     rich.progress.BarColumn(),
@@ -108,7 +108,7 @@ def _inspect(
     def say(line: str) -> None:
       batch = line.startswith("batch ")
       if lines:
-        _say(console, f"looked at {line} of {total}" if batch else said.get(line, line))
+        _say(console, f"inspected {line} of {total}" if batch else said.get(line, line))
       progress.update(task, advance=batch, description="inspecting" if batch else line)
 
     try:
@@ -127,7 +127,7 @@ def _inspect(
 
 
 def _page(path: pathlib.Path, config: Config, checkpoint: str | None) -> pathlib.Path:
-  """Returns where the page goes: for the parameters of a run, into its directory."""
+  """Returns the file of the page; it is in the run directory if the parameters are a run's."""
   policy = config.resolve_policy()
   label = policy.label if policy.label.isidentifier() else "custom"
   if checkpoint is None:
@@ -160,7 +160,7 @@ def _hunt(
   config: Config, checkpoint: str | None, file: str, console: rich.console.Console, table: str | None
 ) -> None:
   if checkpoint is None:
-    raise ConfigError("--hunt: expected a checkpoint beside it, as in checkpoint=runs/x")
+    raise ConfigError("--hunt: expected a checkpoint, too, as in checkpoint=runs/x")
   found = pathlib.Path(file) if file else find_batch(checkpoint)
   subject = open_subject(config, checkpoint)
   batch = load_batch(found, subject.next_batch())
@@ -177,7 +177,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
   """Writes the config with the advised policy as a new file."""
   assert report.advice is not None
   policy = dict(report.advice.policy)
-  if get_policy(policy).fp8 is not None:  # delayed scaling is looked at without its histories
+  if get_policy(policy).fp8 is not None:  # delayed scaling was inspected without its histories
     asked = get_policy(load_config(path, overrides).policy)
     policy |= {"fp8": asked.to_dict()["fp8"]} if asked.fp8 else {}
   tree = read_tree(path, overrides) | {"policy": policy}
@@ -191,7 +191,7 @@ def _apply(path: pathlib.Path, overrides: Sequence[str], report: NumericsReport,
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-  """Raises before anything is computed for a file that cannot be written afterwards."""
+  """Raises for files that cannot be written, before anything is computed."""
   for flag in ("html", "json", "apply"):
     name = getattr(options, flag)
     if name is None:

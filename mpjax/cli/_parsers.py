@@ -1,6 +1,6 @@
-"""What each command takes: arguments, flags, and keys of its own. Nothing here imports JAX.
+"""The arguments, flags and own keys of each command.
 
-So help, completion and a wrong flag are answered at once, without the packages that a command needs.
+Does not import JAX, so that help, completion and errors about flags are fast and need no extra.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mpjax.cli._config_arguments import add_config, add_plugin, add_tables, with_default
 from mpjax.train._keys import keys_meant, nearest
 
-# The `key=value` arguments that a command takes beside those of the config.
+# The keys of `key=value` arguments that belong to a command, not to its config.
 KEYS: dict[str, tuple[str, ...]] = {
   "plan": ("target",),
   "numerics": ("checkpoint", "steps", "batches", "keep"),
@@ -23,10 +23,10 @@ _SEVERAL = "policy=a,b,c for several policies"
 
 
 def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespace:
-  """Returns the parsed arguments of a command, options anywhere among them; without a config, the default.
+  """Returns the parsed arguments of a command. Options may be anywhere; the config has a default.
 
   Raises:
-    SystemExit: after the help (0), or one line about what the command does not take (2).
+    SystemExit: after the help (status 0), or one line about a wrong argument (status 2).
   """
   parser = make_parser(command, prog)
   options, unknown = parser.parse_known_intermixed_args(arguments)
@@ -39,7 +39,7 @@ def parse(command: str, arguments: Sequence[str], prog: str) -> argparse.Namespa
 
 
 def make_parser(command: str, prog: str) -> argparse.ArgumentParser:
-  """Returns the parser of a command, called as `prog` says."""
+  """Returns the parser of a command; its help shows `prog`."""
   parser = argparse.ArgumentParser(prog=prog)
   add_arguments(command, parser)
   parser.epilog = f"example: {prog} {_EXAMPLES[command]}"
@@ -57,7 +57,7 @@ def takes_config(command: str) -> bool:
 
 
 def _advice(command: str, parser: argparse.ArgumentParser, flag: str, arguments: Sequence[str]) -> str:
-  """Returns a flag that a command does not have, and what to write in its place."""
+  """Returns an unknown flag, and what to write in its place."""
   flag, equals, value = flag.partition("=")
   if not equals:
     after = arguments[arguments.index(flag) + 1 :]
@@ -73,35 +73,39 @@ def _advice(command: str, parser: argparse.ArgumentParser, flag: str, arguments:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-  parser.description = "Train what a YAML config says. The same command again resumes an unfinished run."
+  parser.description = "Train the model of a YAML config. The same command again resumes an unfinished run."
   add_config(parser)
   group = parser.add_argument_group(
-    "several processes", "one command each; without these, as Slurm, Kubernetes, Cloud TPU or Open MPI say"
+    "several processes",
+    "run the command once for each process; Slurm, Kubernetes, Cloud TPU and Open MPI need no flags",
   )
-  group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0; the port is free there")
-  group.add_argument("--num-processes", metavar="N", type=int, help="how many there are")
-  group.add_argument("--process-id", metavar="I", type=int, help="which one this is, from 0")
+  group.add_argument(
+    "--coordinator", metavar="HOST:PORT", help="address of process 0, with a port that is free there"
+  )
+  group.add_argument("--num-processes", metavar="N", type=int, help="number of processes")
+  group.add_argument("--process-id", metavar="I", type=int, help="number of this process, from 0")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Say what a config's training step costs on a device that need not be there: memory by part, matrix "
-    "units, collectives, a floor for the time."
+    "Say what a config's training step costs on a device that you need not have: memory by part, matrix "
+    "units, collectives, a lower bound of the time."
   )
   add_config(
-    parser, overrides=f"dotted keys that override the file; {_SEVERAL}; target=h200, v5e:2x4 for a device"
+    parser,
+    overrides=f"dotted keys that override the file; {_SEVERAL}; target=h200 or target=v5e:2x4 for a device",
   )
   parser.add_argument("--fit", action="store_true", help="find the largest batch that fits, for each policy")
   parser.add_argument(
     "--cheapest",
     action="store_true",
-    help="find the policy, recomputation and way to gather with the shortest time floor that fits",
+    help="find the policy, recompute and gather with the shortest time floor that fit into memory",
   )
-  parser.add_argument("--memory", help="memory to fit, as 80GB or 16GiB; the target's by default")
+  parser.add_argument("--memory", help="memory to fit, such as 80GB or 16GiB; the target's by default")
   parser.add_argument(
-    "--multiple", type=int, help="batch sizes that --fit tries are multiples of this (64 saves compilations)"
+    "--multiple", type=int, help="try only batch sizes that are multiples of this with --fit (64 is faster)"
   )
-  parser.add_argument("--analytic", action="store_true", help="do not compile: seconds, and close")
+  parser.add_argument("--analytic", action="store_true", help="do not compile: faster, less exact")
   add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write the plans as JSON")
   parser.add_argument("--picture", metavar="FILE", help="write stacked bars of the memory, .png or .svg")
@@ -109,7 +113,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Say what runs in which dtype under a config's policy, and why: the answer, or tables on request. "
+    "Say what runs in which dtype under a config's policy, and why. Tables have the details. "
     "Computes nothing."
   )
   add_config(parser, overrides=f"dotted keys that override the file; {_SEVERAL}")
@@ -121,28 +125,28 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 
 def _numerics(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Show what a policy does to the numbers of a config's training step: magnitudes, what each format loses "
-    "of them, errors against float32 by module, and the policy to use instead."
+    "Show what a policy does to the numbers of a config's training step: magnitudes, losses in each format, "
+    "errors against float32 by module, and a better policy."
   )
   add_config(
     parser,
     also=", a run directory",
     overrides="dotted keys that override the file; checkpoint=RUN or RUN/checkpoints/STEP for trained "
-    "parameters; steps=N to train so many first (10 without a checkpoint); batches=N to look at (2); "
-    "keep=0.999, the share of gradients that a loss scale should keep",
+    "parameters; steps=N: first train N steps (10 without a checkpoint); batches=N: inspect N batches (2); "
+    "keep=0.999: the share of gradients that a loss scale should keep",
   )
-  parser.add_argument("--html", metavar="FILE", help="where the page goes; by default in the run directory")
-  parser.add_argument("--pictures", metavar="DIR", help="write PNG pictures, too")
+  parser.add_argument("--html", metavar="FILE", help="file of the page; by default in the run directory")
+  parser.add_argument("--pictures", metavar="DIR", help="also write PNG pictures")
   parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
   parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
-  parser.add_argument("--no-advice", action="store_true", help="do not try the advice out: quicker")
+  parser.add_argument("--no-advice", action="store_true", help="do not test the advice: faster")
   parser.add_argument(
     "--hunt",
     nargs="?",
     const="",
     metavar="BATCH.npz",
-    help="name the first operation that gives NaN or infinity, on a saved batch; by default the one in the "
-    "checkpoint's run directory",
+    help="find the first operation that gives NaN or infinity on a saved batch; by default the newest batch "
+    "in the checkpoint's run directory",
   )
   add_tables(parser)
   parser.add_argument("--by", choices=("module",), help="the same as --table modules")
@@ -151,27 +155,28 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
 
 def _tune(parser: argparse.ArgumentParser) -> None:
   parser.description = (
-    "Find the cheapest policy whose gradients are as good as float32's: what each costs on the target, and "
-    "what it does to the gradients, by module where the presets are not the answer."
+    "Find the cheapest policy whose gradients are as good as float32's. Compares the cost on the target and "
+    "the error of the gradients; tries policies by module if no preset is good enough."
   )
   add_config(
     parser,
     also=", a run directory",
-    overrides="dotted keys that override the file; target=h200, v5e and so on; policy=a,b,c to choose among "
-    "these alone; checkpoint=RUN or RUN/checkpoints/STEP for trained parameters; steps=N to train so many "
-    "first (10 without a checkpoint); batches=N to measure on (2)",
+    overrides="dotted keys that override the file; target=h200, v5e and so on; policy=a,b,c: choose only "
+    "among these; checkpoint=RUN or RUN/checkpoints/STEP for trained parameters; steps=N: first train N "
+    "steps (10 without a checkpoint); batches=N: measure on N batches (2)",
   )
   parser.add_argument(
-    "--for", dest="objective", choices=("time", "memory"), default="time", help="what is to be small"
+    "--for", dest="objective", choices=("time", "memory"), default="time", help="the cost to minimise"
   )
   parser.add_argument(
-    "--tolerance", help="largest error of the gradient: 0.01 of its norm, or '0.2 noise' ('0.1 noise')"
+    "--tolerance",
+    help="largest error of the gradient: 0.01 (of its norm) or '0.2 noise'; default '0.1 noise'",
   )
-  parser.add_argument("--minutes", type=float, help="try nothing more after so long")
+  parser.add_argument("--minutes", type=float, help="start no further trial after this time")
   parser.add_argument(
-    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 so many steps each"
+    "--prove", type=int, metavar="STEPS", help="train the policy and fp32 for STEPS steps each"
   )
-  parser.add_argument("--seeds", type=int, default=3, help="how often --prove trains each (3)")
+  parser.add_argument("--seeds", type=int, default=3, help="number of seeds that --prove trains (3)")
   parser.add_argument("--out", metavar="FILE", help="write the config with the policy")
   add_tables(parser)
   parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
@@ -185,14 +190,14 @@ def _export(parser: argparse.ArgumentParser) -> None:
     "overrides",
     nargs="*",
     metavar="key=value",
-    help="dtype=bf16, step=best|latest|N, out=FILE; without dtype= it is the policy's compute dtype",
+    help="dtype=bf16, step=best|latest|N, out=FILE; the default dtype is the policy's compute dtype",
   )
   add_plugin(parser)
 
 
 def _env(parser: argparse.ArgumentParser) -> None:
-  parser.description = "Say which versions, devices and flags are here: what a report of a fault needs."
-  parser.add_argument("--json", action="store_true", help="as JSON")
+  parser.description = "Show versions, devices and flags, for a bug report."
+  parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {

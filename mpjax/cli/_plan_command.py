@@ -1,4 +1,4 @@
-"""`mpjax plan`: what a config's training step costs on a device that need not be there."""
+"""`mpjax plan`: says what a config's training step costs on a device that need not be present."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _plan(options: argparse.Namespace) -> None:
   policies, target_name, overrides = _split(options.overrides)
   target = _target(target_name)
   if not target.is_here:
-    # This process traces, and the target's compiler has one of its own: no device is looked for here.
+    # This process only traces, and the target's compiler has its own process: no device is needed here.
     jax.config.update("jax_platforms", "cpu")
   load_plugins(options.plugin)
   config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
   console = report_console()
   if options.memory and not (options.fit or options.cheapest):
-    raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest beside it")
+    raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
   _check_files(options)
@@ -109,7 +109,7 @@ def _memory(text: str | None, target: Target) -> int:
   if text is None:
     if not target.usable:
       raise ConfigError(
-        f"target {target.name} does not say how much memory it has: give it, as --memory 16GB"
+        f"target {target.name} does not say how much memory it has: give --memory, as in --memory 16GB"
       )
     return target.usable
   found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*((?:[kmgt]i?)?)b?\s*", text.lower())
@@ -167,7 +167,7 @@ def _fit(
 
 @contextmanager
 def _progress(console: rich.console.Console, total: int | None) -> Iterator[Callable[[str], None]]:
-  """Shows a progress bar on a terminal; elsewhere nothing."""
+  """Shows a progress bar on a terminal, and nothing elsewhere."""
   bar = rich.progress.Progress(
     rich.progress.TextColumn("{task.description}", markup=False),
     rich.progress.BarColumn(),
@@ -189,7 +189,7 @@ def _progress(console: rich.console.Console, total: int | None) -> Iterator[Call
 
 
 def _check_files(options: argparse.Namespace) -> None:
-  """Raises for files that could not be written, before anything is computed."""
+  """Raises for files that cannot be written, before anything is computed."""
   if options.picture:
     if pathlib.Path(options.picture).suffix.lower() not in (".png", ".svg"):
       raise ConfigError(f"--picture {options.picture}: expected a file that ends in .png or .svg")

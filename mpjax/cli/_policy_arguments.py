@@ -1,4 +1,4 @@
-"""The policies among the arguments of a command: `policy=a,b,c`."""
+"""The argument `policy=a,b,c` of commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
   A policy that is a mapping or a string of fields stays among the overrides.
 
   Raises:
-    ConfigError: for one that is no policy.
+    ConfigError: if a name is not a policy.
   """
   policies: list[str] = []
   rest = []
@@ -36,7 +36,7 @@ def split_policies(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def warn_of_policy(policy: PolicyLike, backend: str | None = None) -> None:
-  """Prints a line on stderr for a policy that is probably not the one that was meant: a bare dtype."""
+  """Warns on stderr about a bare dtype, which is probably not the policy that the user meant."""
   advice = bare_dtype_advice(policy, backend)
   if advice is not None:
     print(f"warning: {advice}", file=sys.stderr)

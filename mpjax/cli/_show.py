@@ -1,4 +1,4 @@
-"""What a command prints of a result: the answer, the table of `--table NAME`, or everything with `--all`."""
+"""Prints a result: the answer, one table with `--table NAME`, or everything with `--all`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.train import ConfigError
 
 
 def report_console() -> rich.console.Console:
-  """Returns a console on standard output, which in a file or a pipe has the width of a report."""
+  """Returns a console on standard output; in a file or a pipe it has the width of a report."""
   console = rich.console.Console()
   if console.is_terminal or "COLUMNS" in os.environ:
     return console
@@ -23,7 +23,7 @@ def show(shown: Shown, console: rich.console.Console, name: str | None, alarm: s
   """Prints a result as `mpjax._render.html_sections.print_shown` does.
 
   Raises:
-    ConfigError: for a name that no table has.
+    ConfigError: if no table has that name.
   """
   try:
     print_shown(shown, console, name, alarm)

@@ -1,4 +1,4 @@
-"""`mpjax train`: a config to a trained model, in one process or several."""
+"""`mpjax train`: trains a config's model, in one process or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpjax tune`: the cheapest policy that is good enough for a config, found, and proved by training."""
+"""`mpjax tune`: finds the cheapest policy that is good enough for a config, and proves it by training."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _tune(options: argparse.Namespace) -> None:
     config = on_devices_here(config)
     if result.policy.across_devices and math.prod(mesh_sizes(config.mesh, len(jax.devices())).values()) == 1:
       crossing = " and ".join(result.policy.across_devices)
-      _print(console, f"the proof is on one device, where nothing crosses: it says nothing of {crossing}")
+      _print(console, f"the proof runs on one device, without transfers: it does not test {crossing}")
     with _progress(console) as say:
       proof = prove(
         config if result.recompute is None else _recomputing(config, result.recompute),
@@ -124,7 +124,7 @@ def _recomputing(config: Config, recompute: str) -> Config:
 
 
 def _subject(config: Any, checkpoint: str | None, steps: int, say: Any) -> Subject:
-  """Opens the config's step, and trains it a little in float32."""
+  """Opens the config's step, and trains `steps` steps in float32."""
   say("loading the data and the model")
   subject = open_subject(config, checkpoint)
   if steps:
@@ -135,7 +135,7 @@ def _subject(config: Any, checkpoint: str | None, steps: int, say: Any) -> Subje
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Raises for arguments that are none and files that could not be written, before anything is computed."""
+  """Raises for wrong arguments and for files that cannot be written, before anything is computed."""
   try:
     parse_tolerance(options.tolerance)
   except ValueError as error:
@@ -161,7 +161,7 @@ def _check(options: argparse.Namespace) -> None:
 def _write_config(
   path: pathlib.Path, overrides: Sequence[str], result: TuneResult, out: pathlib.Path
 ) -> None:
-  """Writes the config with the policy found as a new file, the policy first, with its comments."""
+  """Writes the config as a new file: first the policy that was found, with its comments."""
   tree = read_tree(path, overrides)
   for key in ("policy", "out"):  # a run of another policy is another run
     tree.pop(key, None)
@@ -176,7 +176,7 @@ def _write_config(
 
 @contextmanager
 def _progress(console: rich.console.Console) -> Iterator[Any]:
-  """Shows what is being tried: a line that moves on a terminal, a line for each elsewhere."""
+  """Shows what is being tried: one changing line on a terminal, a line for each trial elsewhere."""
   bar = rich.progress.Progress(
     rich.progress.SpinnerColumn(),
     rich.progress.TextColumn("{task.description}", markup=False),

@@ -67,11 +67,11 @@ def test_a_config_is_inspected_after_some_steps(run, tmp_path):
   assert all(t["error"] < 0.05 for t in report["tensors"] if t["error"] is not None)
   assert report["advice"]["unchanged"]
   lines = out.splitlines()
-  answer = lines[lines.index("looked at batch 2 of 2") + 1 : -2]  # then where the page and the data are
+  answer = lines[lines.index("inspected batch 2 of 2") + 1 : -2]  # then where the page and the data are
   assert len(answer) <= 12
   assert answer[0] == "numerics of tiny (gpt of 20,576 parameters), policy fp16: the policy is good as it is"
   assert lines[0] == "compiling the training step, and training 3 steps"
-  assert "looked at batch 2 of 2" in lines
+  assert "inspected batch 2 of 2" in lines
   page = tmp_path / "runs" / "numerics" / "tiny-fp16.html"
   assert "GPT/blocks/0/qkv" in page.read_text()
 

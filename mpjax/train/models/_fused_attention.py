@@ -117,7 +117,7 @@ def _no_cudnn(info: ModelInfo, heads: int, head_dim: int, length: int) -> str | 
   if info.backend != "gpu" or half.itemsize != 2:
     return "the fused kernel needs an NVIDIA GPU and a half-precision policy"
   if jax.default_backend() != "gpu":
-    return "only a machine with the GPU can compile it"
+    return "it can be compiled only on a machine that has the GPU"
   capability = str(getattr(jax.local_devices()[0], "compute_capability", "none"))
   if not capability[:1].isdigit() or float(capability) < 8:  # a name on AMD's GPUs
     return f"it needs an NVIDIA GPU of compute capability 8.0, and this GPU has {capability}"

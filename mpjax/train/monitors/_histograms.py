@@ -35,7 +35,7 @@ class Watcher:
     return bool(self._every) and step % self._every == 0
 
   def look(self, state: TrainState, batch: PyTree) -> tuple[Seen, jax.Array | float]:
-    """Inspects a step; the result stays on the devices. Call this before the step, which donates the state."""
+    """Inspects a step; the result stays on the devices. Call this before the step: it donates the state."""
     if self._step.accumulate > 1:  # the first micro-batch, since a backward pass takes one
       batch = first_of_batch(self._step.accumulate, batch)
     if self._pass is None:

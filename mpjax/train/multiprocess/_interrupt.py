@@ -71,7 +71,7 @@ class Poll:
       self._answers.append(self._latest(word))
 
   def answer(self, signum: int | None) -> int | None:
-    """Returns, after a step, the signal that any process reported one step ago; in a single process, at once."""
+    """Returns the signal that any process reported one step ago; in a single process, its own at once."""
     if not self._several:
       return signum
     if len(self._answers) < 2:
