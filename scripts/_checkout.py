@@ -1,4 +1,4 @@
-"""Runs a command of the checkout that this file is in, installed or not."""
+"""Runs a command of this checkout, also if mpjax is not installed."""
 
 import pathlib
 import sys

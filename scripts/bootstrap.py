@@ -1,13 +1,13 @@
 """Sets up a virtual environment, then trains or tests: python3 scripts/bootstrap.py train|test [arguments].
 
-The environment is `.venv` next to this folder, or `MPJAX_VENV`. It is made once, and brought up to date when
-pyproject.toml changes. `MPJAX_EXTRAS` names further extras of the package, such as plan-tpu. Needs Python
-3.11 or later with pip, and nothing else.
+The environment is `.venv` next to this folder, or `MPJAX_VENV`. It is made once, and updated when
+pyproject.toml changes. `MPJAX_EXTRAS` names more extras of the package, such as plan-tpu. Needs only Python
+3.11 or later with pip.
 
-`test` takes the newest Python on this machine, which has the newest JAX. It runs the checks and the suite.
-`test --all` runs also what compiles for other devices, trains, kills and joins processes, and then what
-touches JAX's internals on the oldest supported versions, which scripts/oldest.txt names. Other arguments are
-pytest's.
+`test` uses the newest Python on this machine, and with it the newest JAX. It runs the checks and the tests.
+`test --all` also runs slow tests (compiling for other devices, training, killing and joining processes), and
+then the tests that depend on JAX's internals with the oldest supported versions (scripts/oldest.txt). Other
+arguments go to pytest.
 """
 
 import collections
@@ -21,17 +21,17 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-NEWER = (13, 12)  # the minor versions of Python 3 to look for, newest first
+NEWER = (13, 12)  # minor versions of Python 3 to look for, newest first
 OLDEST = ROOT / "scripts" / "oldest.txt"
-# A line of pip.
+# A line of pip's output.
 DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (\S+?)-\d\S* \((\d+(?:\.\d+)? [MG]B)\)")
-# Printed in an environment before it is used.
+# Code that prints the versions in an environment before it is used.
 VERSIONS = """
 import importlib.metadata, sys
 found = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
 print(f"on Python {sys.version.split()[0]}, {', '.join(found)}, in {sys.argv[1]}", flush=True)
 """
-# Folders of tests/ whose subjects touch JAX's internals.
+# Folders of tests/ that depend on JAX's internals.
 INTERNALS = ("jaxpr", "casting", "loss_scale", "step", "planner")
 
 
@@ -57,10 +57,10 @@ def main() -> int:
 
 
 def test(newest: str, *everything: str) -> int:
-  """Runs the checks and the suite on a Python's JAX and, with `--all`, JAX's internals on the oldest one.
+  """Runs the checks and tests with one Python; with `--all`, also some tests with the oldest versions.
 
   Returns:
-    The exit status of the first that fails, or 0.
+    The exit status of the first command that fails, or 0.
   """
   python = environment(newest, "test")
   minutes = "up to 90" if everything else "about 4"
@@ -72,13 +72,13 @@ def test(newest: str, *everything: str) -> int:
   if not everything:
     return 0
   if newest == sys.executable:
-    print("no newer Python is here: the newest JAX that this one has is what was tested", flush=True)
+    print("no newer Python is installed: tested with the newest JAX for this one", flush=True)
   oldest = environment(sys.executable, "test-core", OLDEST)
   return run(oldest, "pytest", "-n", "2", "-m", "not slow", *(f"tests/{name}" for name in INTERNALS))
 
 
 def run(python: str, *arguments: str) -> int:
-  """Runs a module in the project's root and says how long it took; returns its exit status."""
+  """Runs a module in the project's root and prints the time that it took; returns its exit status."""
   start = time.monotonic()
   status = subprocess.call([python, "-m", *arguments], cwd=ROOT, env=variables(python))
   print(f"{arguments[0]}: {time.monotonic() - start:.0f} s", flush=True)
@@ -86,16 +86,16 @@ def run(python: str, *arguments: str) -> int:
 
 
 def variables(python: str) -> dict[str, str]:
-  """Returns the variables for an environment's Python: it keeps what it compiles there, for the next process.
+  """Returns variables that make an environment's Python keep its bytecode there for the next process.
 
-  One that keeps nothing (`PYTHONDONTWRITEBYTECODE`) compiles JAX's 2,000 modules whenever a process starts.
+  With `PYTHONDONTWRITEBYTECODE`, every process would compile JAX's 2,000 modules.
   """
   kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
   return {**kept, "PYTHONPYCACHEPREFIX": str(pathlib.Path(python).absolute().parents[1] / "bytecode")}
 
 
 def newer_python() -> str | None:
-  """Returns the newest Python on the path or of pyenv that is newer than this one and starts."""
+  """Returns the newest working Python on the path or in pyenv, if it is newer than this one."""
   pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
   for minor in NEWER:
     if (3, minor) <= sys.version_info[:2]:
@@ -103,7 +103,7 @@ def newer_python() -> str | None:
     name = f"python3.{minor}"
     on_path = shutil.which(name)
     of_pyenv = sorted(pyenv.glob(f"versions/3.{minor}.*/bin/{name}"))
-    # A shim of pyenv is on the path also where no such version is chosen; it does not start then.
+    # A shim of pyenv may be on the path and not start, if pyenv does not select that version.
     for found in filter(None, (on_path, *map(str, reversed(of_pyenv)))):
       if subprocess.call([found, "-c", "import venv"], stderr=subprocess.DEVNULL) == 0:
         return found
@@ -111,12 +111,12 @@ def newer_python() -> str | None:
 
 
 def install(python: pathlib.Path, *arguments: str) -> None:
-  """Runs pip, and shows of what it says which packages it downloads and how large they are.
+  """Runs pip, and prints the name and size of each package that it downloads.
 
   Raises:
-    CalledProcessError: if it fails; what it said last is printed before.
+    CalledProcessError: if pip fails; its last lines are printed first.
   """
-  # Modules are compiled when they are first imported: those that never are would take half of the time.
+  # Modules are compiled when first imported; compiling them all would take half of the time.
   command = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
   command += ["--progress-bar", "off", *arguments]
   start = time.monotonic()
@@ -140,9 +140,9 @@ def environment(base: str, extra: str, constraints: pathlib.Path | None = None) 
   """Makes or updates a virtual environment with an extra of the package.
 
   Args:
-    base: the Python to make it from; one that does not run this script gets its own environment.
-    extra: an extra of the package; those in `MPJAX_EXTRAS` are added.
-    constraints: a file of versions, which also gets its own environment.
+    base: the Python to make it from; a Python other than this one gets its own environment.
+    extra: an extra of the package; the extras in `MPJAX_EXTRAS` are added.
+    constraints: a file of versions; it gets its own environment, too.
 
   Returns:
     The environment's Python.

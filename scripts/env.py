@@ -1,4 +1,4 @@
-"""Says which versions, devices and flags are here: python scripts/env.py [--json]."""
+"""Shows versions, devices and flags: python scripts/env.py [--json]."""
 
 from _checkout import run
 

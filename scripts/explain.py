@@ -1,4 +1,4 @@
-"""Explains what runs in which dtype, and why: python scripts/explain.py CONFIG.yaml [key=value ...]."""
+"""Says what runs in which dtype, and why: python scripts/explain.py CONFIG.yaml [key=value ...]."""
 
 from _checkout import run
 

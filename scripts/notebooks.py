@@ -1,7 +1,7 @@
-"""Runs the notebooks of docs/ and stores what they show: python scripts/notebooks.py [NAME.ipynb ...].
+"""Runs the notebooks of docs/ and stores their outputs: python scripts/notebooks.py [NAME.ipynb ...].
 
-Cells run in this process, one after the other, by Python alone, here and in the tests. A kernel would import
-JAX and compile anew for each notebook, and would hide warnings, which are errors here.
+Cells run in this process, one after the other, without Jupyter. A kernel would import JAX and compile again
+for each notebook, and would hide warnings, which are errors here.
 """
 
 import ast
@@ -25,7 +25,7 @@ Output = dict[str, Any]
 
 
 def main() -> None:
-  """Runs the notebooks that are named, or all, and stores their outputs."""
+  """Runs the named notebooks, or all, and stores their outputs."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   sys.path.insert(0, str(FOLDER.parents[1]))  # the checkout's own mpjax
   warnings.simplefilter("error")
@@ -38,10 +38,10 @@ def main() -> None:
 
 
 def execute(notebook: Notebook) -> Notebook:
-  """Runs the code of a notebook in a namespace of its own, and returns the notebook with its outputs.
+  """Runs the code of a notebook in a new namespace, and returns the notebook with its outputs.
 
   Raises:
-    Exception: what a cell raises.
+    Exception: whatever a cell raises.
   """
   import matplotlib
 
@@ -58,7 +58,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
-  """Runs a cell and yields what it shows: its prints, its figures, and the value of its last expression."""
+  """Runs a cell and yields its outputs: printed text, figures, and the value of the last expression."""
   tree = ast.parse(source)
   file, last, value = f"cell_{number}", None, None
   if tree.body and isinstance(end := tree.body[-1], ast.Expr):
@@ -72,7 +72,7 @@ def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
     yield {"output_type": "stream", "name": "stdout", "text": printed.getvalue().splitlines(keepends=True)}
   for png in _figures():
     yield {"output_type": "display_data", "metadata": {}, "data": {"image/png": png}}
-  # A semicolon at the end keeps a value from being shown, as in Jupyter.
+  # A semicolon at the end hides the value, as in Jupyter.
   if value is not None and not source.rstrip().endswith(";"):
     data = {"text/plain": repr(value).splitlines(keepends=True)}
     if hasattr(value, "_repr_html_"):
@@ -81,7 +81,7 @@ def _run(source: str, names: dict[str, Any], number: int) -> Iterator[Output]:
 
 
 def _figures() -> Iterator[str]:
-  """Yields the figures that are open, as PNG in base64, and closes them."""
+  """Yields the open figures as PNG in base64, and closes them."""
   from matplotlib import pyplot as plt
 
   for figure in map(plt.figure, plt.get_fignums()):

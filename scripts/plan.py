@@ -1,4 +1,4 @@
-"""Plans what a config costs on a device: python scripts/plan.py CONFIG.yaml [policy=a,b] [target=h200]."""
+"""Says what a config costs on a device: python scripts/plan.py CONFIG.yaml [policy=a,b] [target=h200]."""
 
 from _checkout import run
 

@@ -1,7 +1,7 @@
-"""Records a run as a terminal shows it, as docs/run.svg: python scripts/record_run.py [key=value ...].
+"""Records a run as a terminal shows it in docs/run.svg: python scripts/record_run.py [key=value ...].
 
-The run is a real one, of `mpjax train gpt_stdlib policy=fp16`, in a terminal of its own and a folder that is
-removed. Needs the extra `train`, and a system with pseudo-terminals.
+Runs `mpjax train gpt_stdlib policy=fp16` in a pseudo-terminal and a temporary folder. Needs the extra
+`train`, and a system with pseudo-terminals.
 """
 
 import fcntl
@@ -32,10 +32,10 @@ def main() -> None:
 
 
 def run(command: list[str]) -> str:
-  """Runs a command of mpjax in a pseudo-terminal, and returns all that it wrote there.
+  """Runs a command of mpjax in a pseudo-terminal, and returns its output.
 
   Raises:
-    RuntimeError: if it fails.
+    RuntimeError: if the command fails.
   """
   with tempfile.TemporaryDirectory() as folder:
     child, terminal = pty.fork()
@@ -59,18 +59,18 @@ def run(command: list[str]) -> str:
 def _read(terminal: int) -> bytes:
   try:
     return os.read(terminal, 65536)
-  except OSError:  # how Linux says that the other end is closed
+  except OSError:  # on Linux, the other end is closed
     return b""
 
 
 def screen(written: str) -> str:
-  """Returns what a terminal shows at the end: each line as written since it was last erased."""
+  """Returns the terminal's final contents: each line as written since it was last erased."""
   lines = [line.rpartition("\x1b[2K")[2].replace("\r", "") for line in written.split("\n")]
   return re.sub(r"\x1b\[\?25[hl]", "", "\n".join(lines)).strip("\n")
 
 
 def picture(command: list[str], text: str) -> str:
-  """Returns an SVG of a terminal with a command and its output; it asks for no font from anywhere."""
+  """Returns an SVG of a terminal with a command and its output. The SVG downloads no fonts."""
   with open(os.devnull, "w") as nowhere:
     console = rich.console.Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
     console.print(rich.text.Text(f"$ {' '.join(command)}", style="bold"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Trains what a YAML config says: python scripts/train.py CONFIG.yaml [key=value ...]."""
+"""Trains the model of a YAML config: python scripts/train.py CONFIG.yaml [key=value ...]."""
 
 from _checkout import run
 

@@ -44,8 +44,8 @@ examples:
 commands:
 {commands}
 
-mpjax COMMAND --help says more about one; mpjax --version prints the version.
-To complete words with Tab: eval "$(register-python-argcomplete mpjax)\""""
+mpjax COMMAND --help describes a command; mpjax --version prints the version.
+For completion with Tab: eval "$(register-python-argcomplete mpjax)\""""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -99,7 +99,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--cheapest",
     action="store_true",
-    help="find the policy, recompute and gather with the shortest time floor that fit into memory",
+    help="find the policy, recompute and gather that fit into memory with the lowest time floor",
   )
   parser.add_argument("--memory", help="memory to fit, such as 80GB or 16GiB; the target's by default")
   parser.add_argument(
@@ -135,7 +135,9 @@ def _numerics(parser: argparse.ArgumentParser) -> None:
     "parameters; steps=N: first train N steps (10 without a checkpoint); batches=N: inspect N batches (2); "
     "keep=0.999: the share of gradients that a loss scale should keep",
   )
-  parser.add_argument("--html", metavar="FILE", help="file of the page; by default in the run directory")
+  parser.add_argument(
+    "--html", metavar="FILE", help="file of the page; by default in the run directory, or in runs/numerics"
+  )
   parser.add_argument("--pictures", metavar="DIR", help="also write PNG pictures")
   parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
   parser.add_argument("--apply", metavar="FILE", help="write the config with the advised policy")
@@ -166,7 +168,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     "steps (10 without a checkpoint); batches=N: measure on N batches (2)",
   )
   parser.add_argument(
-    "--for", dest="objective", choices=("time", "memory"), default="time", help="the cost to minimise"
+    "--for", dest="objective", choices=("time", "memory"), default="time", help="cost to minimise (time)"
   )
   parser.add_argument(
     "--tolerance",
