@@ -1,4 +1,4 @@
-"""The config of a training run: its keys, defaults and checks; a mistake is one line that names the key."""
+"""The config of a training run: keys, defaults and checks. Every mistake is one line that names the key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpjax.train.models import _classifiers, _language_model  # noqa: F401 (they
 
 
 class ModelConfig(KindSection):
-  """The model: `kind`, and the options of the kind's function."""
+  """The model: `kind`, and the keyword arguments of the kind's function."""
 
   kinds = MODELS
 
@@ -29,9 +29,9 @@ class ModelConfig(KindSection):
 class OptimizerConfig(Section):
   """An optax optimiser, its learning-rate schedule and gradient clipping.
 
-  `target`: in place of `name`, which is `null` then, an optimiser that a plug-in registers.
+  `name`: an optimiser of optax. `target`: a plug-in's optimiser, in place of `name`.
   `schedule_steps`: the step at which the schedule ends; `null`: `train.steps`. `decay_fraction`: the share of
-  them in which the schedule `wsd` (warm-up, stable, decay) falls.
+  these steps in which the schedule `wsd` (warm-up, stable, decay) falls.
   """
 
   name: str | None = "adamw"
@@ -54,23 +54,24 @@ class OptimizerConfig(Section):
     for key in ("name", "weight_decay"):
       if value.get(key):
         raise ValueError(
-          f"{key}={value[key]!r} beside target={value['target']!r}: give one of the two; "
-          f"{'null' if key == 'name' else 0} takes back the {key} of a file"
+          f"{key}={value[key]!r} and target={value['target']!r}: give only one of them; "
+          f"{key}={'null' if key == 'name' else 0} removes the {key} of a file"
         )
     options = value.get("options")
     if not isinstance(options, Mapping) and options is not None:
-      return value  # told by the annotation
+      return value  # the annotation's check reports it
     return {**value, "name": None, "options": TARGETS.check({**(options or {}), "target": value["target"]})}
 
 
 class MeshConfig(Section):
-  """Devices along each axis, -1 on one of them for all that are left, and where parameters lie on them.
+  """The number of devices along each axis, and how parameters are divided over them.
 
-  Rows of a batch are divided over `data` and `fsdp`; parameters and optimiser state over `fsdp`; the parts of
-  one matrix product over `tensor`. `rules` are tried before the model's own: for regular expressions on
-  parameter paths, an axis or null for each dimension. `gather` says when parameters that are divided over
-  `fsdp` are gathered: once a `step`, or by `block`, where they are read. `gather_prefetch: 0` has each wait
-  for what else its reader needs; with 1 the compiler may gather it while the block before runs.
+  -1 on one axis means all devices that are left. Rows of a batch are divided over `data` and `fsdp`;
+  parameters and optimiser state over `fsdp`; the parts of one matrix product over `tensor`.
+  `rules` map regular expressions on parameter paths to an axis or null for each dimension. They are tried
+  before the model's own rules. `gather` says when parameters that are divided over `fsdp` are gathered: once
+  per `step`, or by `block`, where they are read. With `gather_prefetch: 1` the compiler may gather a block's
+  parameters while the block before runs; with 0 it waits until the block's other inputs are ready.
   """
 
   data: Int = -1
@@ -91,14 +92,14 @@ class MeshConfig(Section):
       raise ValueError(f"{rest[0]}=-1 and {rest[1]}=-1: expected -1, all that are left, on one axis at most")
     if self.gather == "block" and self.fsdp == 1:
       raise ValueError(
-        "gather=block is for parameters that are divided over fsdp: expected fsdp of 2 or more, or -1"
+        "gather=block gathers parameters that are divided over fsdp: expected fsdp of 2 or more, or -1"
       )
     ShardingRules(self.rules)
     return self
 
 
 def step_recompute(recompute: str) -> str:
-  """Returns `make_train_step`'s `recompute` for `train.recompute`; the model recomputes blocks itself."""
+  """Returns `make_train_step`'s `recompute` for `train.recompute`. For `blocks`, the model recomputes."""
   return DEFAULT_RECOMPUTE if recompute == "blocks" else recompute
 
 
@@ -128,13 +129,14 @@ def export_dtype(name: str | None) -> ExportDtype | None:
 
 
 class TrainConfig(Section):
-  """The loop: how long, how often, and when to give up.
+  """The training loop.
 
-  `steps`: may grow when a run is resumed.
-  `init_from`: a run directory, from whose newest checkpoint the parameters and the model's state come, or a
-  file that `mpjax export` wrote. `init_optimizer`: the optimiser's state of that run, too.
-  `checkpoint_wait`: train on only when a checkpoint is on the disk, so that a crash never costs more than
-  `checkpoint_every` steps; without it, checkpoints are written while the training goes on.
+  `steps`: the number of steps; may grow when a run is resumed.
+  `init_from`: start with the parameters and model state of a run directory's newest checkpoint, or of a file
+  that `mpjax export` wrote. `init_optimizer`: also take that run's optimiser state.
+  `checkpoint_wait`: wait until a checkpoint is on the disk, so that a crash never costs more than
+  `checkpoint_every` steps; by default, training goes on while checkpoints are written.
+  `max_skips`: stop after this many skipped steps in a row at the lowest loss scale.
   """
 
   steps: Positive = 1000
@@ -160,7 +162,7 @@ class TrainConfig(Section):
 
 
 class NumericsConfig(Section):
-  """Steps between two summaries of a run's numbers in TensorBoard; 0 for none."""
+  """`every`: steps between two summaries of a run's numbers in TensorBoard; 0: no summaries."""
 
   every: Natural = 0
 
@@ -169,10 +171,10 @@ Seconds = Annotated[Float, pydantic.Field(gt=0, le=1e6)]
 
 
 class DistributedConfig(Section):
-  """Seconds to wait before a run is ended; they do not change what it computes.
+  """Time limits of a run, in seconds. They do not change what it computes.
 
-  `start_timeout_s`: for all processes to come. `heartbeat_timeout_s`: for a sign of life of each.
-  `hang_timeout_s`: for the end of a step (compiling is part of the first), an evaluation or a checkpoint.
+  `start_timeout_s`: until all processes are connected. `heartbeat_timeout_s`: between signs of life of a
+  process. `hang_timeout_s`: for a step (the first one includes compilation), an evaluation or a checkpoint.
   """
 
   start_timeout_s: Seconds = 300
@@ -181,7 +183,15 @@ class DistributedConfig(Section):
 
 
 class Config(Section):
-  """A whole training run."""
+  """The config of a training run, with a section for each part; `load_config` makes one.
+
+  ```python
+  config = mpjax.train.load_config("gpt_stdlib", ["policy=fp16"])
+  print(config.train.steps, config.resolve_policy(), config.to_yaml())
+  ```
+
+  `policy`: anything that `mpjax.get_policy` takes. `out`: the run directory.
+  """
 
   policy: Any = "auto"
   seed: Seed = 0
@@ -203,7 +213,7 @@ class Config(Section):
     return self
 
   def with_any_attention(self) -> Config:
-    """Returns the config with no attention kernel asked for by name: for its model anywhere, in any dtype."""
+    """Returns the config with `attention: auto` in place of a named kernel, for any device and dtype."""
     options = self.model.options
     if options.get("attention", "xla") in ("auto", "xla") or not MODELS.find(self.model.kind).is_own:
       return self
@@ -211,25 +221,32 @@ class Config(Section):
     return self.model_copy(update={"model": model})
 
   def resolve_policy(self) -> Policy:
-    """Returns the policy on this backend; its `reason` says why `auto` chose it."""
+    """Returns the policy for this backend. Its `reason` says why `auto` chose it."""
     return get_policy(self.policy)
 
   def to_yaml(self) -> str:
-    """Returns the config as YAML, with every default and the whole policy written out."""
+    """Returns the config as YAML, with all defaults and the whole policy."""
     data = self.model_dump(mode="json") | {"policy": self.resolve_policy().to_dict()}
     return yaml.safe_dump(data, sort_keys=False)
 
 
 def parse_config(data: object) -> Config:
-  """Returns a `Config` from plain data, checked but for what needs the devices or the data.
+  """Makes a `Config` from plain data. `make_setup` makes the checks that need the devices or the data.
+
+  ```python
+  config = mpjax.train.parse_config({"policy": "bf16", "model": {"kind": "vit"}, "data": {"kind": "digits"}})
+  ```
+
+  Args:
+    data: a mapping with the keys of a config file.
 
   Raises:
-    ConfigError: as `load_config`.
+    ConfigError: as for `load_config`.
   """
   try:
     config = Config.model_validate(data)
   except pydantic.ValidationError as error:
-    # A key that is unknown may be the one that is missing, misspelt.
+    # An unknown key may be a misspelt form of a missing one, so report it first.
     errors = sorted(error.errors(), key=lambda each: each["type"] == "missing")
     raise ConfigError(_describe(errors[0])) from error
   try:
@@ -240,16 +257,16 @@ def parse_config(data: object) -> Config:
 
 
 def _describe(error: Mapping[str, Any]) -> str:
-  """Returns one line for an error of pydantic."""
+  """Describes pydantic's error in one line."""
   raised = error.get("ctx", {}).get("error")
-  if isinstance(raised, ConfigError):  # of a kind's options, which names the key itself
+  if isinstance(raised, ConfigError):  # from a kind's options; it names the key
     return str(raised)
   loc = [str(part) for part in error["loc"]]
   if error["type"] == "extra_forbidden":
     section = _SECTIONS[loc[0]] if len(loc) > 1 else Config
     known = list(section.model_fields)
     key = ".".join(loc)
-    meant = keys_meant(key, [*known, *config_keys()])  # of this section, or of another one
+    meant = keys_meant(key, [*known, *config_keys()])  # in this section or another
     near = f"; did you mean {meant[0]!r}?" if meant else ""
     return f"unknown key {key!r}: expected one of {', '.join(known)}{near}"
   if error["type"] == "value_error" and loc and loc[-1] in _SECTIONS:

@@ -1,4 +1,4 @@
-"""The dotted keys of a config, known without JAX: for completion, and for what a wrong key may mean."""
+"""Lists the dotted keys of a config without importing JAX, for completion and for hints on wrong keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable
 
 _FOLDER = pathlib.Path(__file__).parent
-# What other trainers call a key of ours.
+# Other trainers' names of our keys.
 _ALIASES = {
   "lr": "learning_rate",
   "bs": "batch_size",
@@ -31,10 +31,10 @@ _ALIASES = {
 
 @functools.cache
 def config_keys() -> tuple[str, ...]:
-  """Returns the dotted keys of a config, with those of every model and dataset of mpjax's own.
+  """Returns the dotted keys of a config, including those of mpjax's own models and datasets.
 
-  They are read from the source of the classes and functions that define them, whose import takes as long as
-  JAX's.
+  Reads them from the source of the classes and functions that define them, because importing these would
+  import JAX.
   """
   fields: dict[str, list[ast.AnnAssign]] = {}
   own: list[str] = []
@@ -52,7 +52,7 @@ def config_keys() -> tuple[str, ...]:
   for field in fields["Config"]:
     name, section = ast.unparse(field.target), fields.get(ast.unparse(field.annotation))
     keys += [name] if section is None else [f"{name}.{ast.unparse(inner.target)}" for inner in section]
-  said = {"_", "name", "reason"}  # what a policy says of itself
+  said = {"_", "name", "reason"}  # fields of a policy that are not keys
   policy = [
     name for name in map(ast.unparse, (field.target for field in fields["Policy"])) if name not in said
   ]
@@ -61,17 +61,17 @@ def config_keys() -> tuple[str, ...]:
 
 
 def _section(function: ast.FunctionDef) -> str | None:
-  """Returns the section whose keys a function's keywords are, where it is registered for one."""
+  """Returns the section that a function is registered for; its keywords are the section's keys."""
   calls = (ast.unparse(call.func) for call in function.decorator_list if isinstance(call, ast.Call))
   return next((name.removeprefix("register_") for name in calls if name.startswith("register_")), None)
 
 
 def keys_meant(word: str, keys: Iterable[str] | None = None) -> list[str]:
-  """Returns the keys that a word may mean: those that end in it, or else in a word that is near.
+  """Returns the keys that a word may mean: keys that end in the word, or else in a similar word.
 
   Args:
-    word: a key as somebody guessed it: `learning_rate`, `lr`, `batch-size`, `train.stepz`.
-    keys: to choose from; those of a config by default.
+    word: a key as a user guessed it: `learning_rate`, `lr`, `batch-size`, `train.stepz`.
+    keys: the keys to choose from; by default the keys of a config.
   """
   keys = config_keys() if keys is None else tuple(keys)
   word = word.replace("-", "_").lower()
@@ -88,5 +88,5 @@ def keys_meant(word: str, keys: Iterable[str] | None = None) -> list[str]:
 
 
 def nearest(word: str, choices: Iterable[str]) -> list[str]:
-  """Returns the choice that is nearest to a word, in a list; an empty one where none is near."""
+  """Returns a list with the choice most similar to a word; an empty list if none is similar."""
   return difflib.get_close_matches(word, list(choices), n=1, cutoff=0.7)

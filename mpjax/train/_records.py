@@ -1,4 +1,4 @@
-"""What is logged of each step: its metrics, its learning rate, and how fast it was."""
+"""Makes the records of steps: metrics, learning rate and speed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpjax.train._setup import Setup
 from mpjax.train.monitors import plain
 
 _SHOWN = 20  # steps over which time and speed are averaged
-_RATES = 2**16  # learning rates that are computed at once
+_RATES = 2**16  # learning rates computed at once
 
 
 class Records:
   """The records of one run's steps, in order.
 
   Attributes:
-    last: what was last recorded under each name; a checkpoint carries it.
+    last: the last recorded value of each name; saved in checkpoints.
     next_update: the number of the next update, as the schedule counts.
   """
 
@@ -33,15 +33,15 @@ class Records:
     self._has_scale = setup.policy.loss_scaling is not None
     unit, per_row = setup.task.units
     self._speed, self._per_step = f"{unit}_per_s", setup.config.data.batch_size * per_row
-    self._times: list[float] = []  # of every step but the first of this process, which is compiled
+    self._times: list[float] = []  # of every step but the first of this process, which compiles
     self._clock = time.perf_counter()
     self.last: dict[str, Any] = {}
     self.next_update = 0
 
   def begin(self, state: TrainState, start: int) -> None:
-    """Tells from which state, after which step, the steps to come are taken.
+    """Sets the state and step that the next steps start from.
 
-    Learning rates are computed many at once, the first here: each by itself would wait for the device.
+    Computes many learning rates at once, because each alone would wait for the device.
     """
     scaler = find_scaler(state.opt_state)
     skipped = 0 if scaler is None else int(np.asarray(scaler.skipped_steps))
@@ -53,13 +53,13 @@ class Records:
     self._rate(self._first_update)
 
   def wait_for_compilation(self, step: int, metrics: Metrics) -> None:
-    """Waits for the first step of this process, so that no later step's time has the compiler's in it."""
+    """Waits for the first step of this process, so that no later step's time includes compilation."""
     if step == self._steps_before + 1:
       jax.block_until_ready(metrics)
       self.restart_clock()
 
   def restart_clock(self) -> None:
-    """Leaves out of the next step's time what has gone by since the last step."""
+    """Leaves the time since the last step out of the next step's time."""
     self._clock = time.perf_counter()
 
   def of(self, step: int, metrics: Metrics) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Records:
     record = {
       "step": step,
       "loss": values.pop("loss"),
-      # Without a loss scale the loss is what it is.
+      # Without a loss scale the loss is not scaled.
       "loss_scale": values.pop("loss_scale", 1.0),
       "skipped_steps": values.pop("skipped_steps", 0),
       "grads_finite": values.pop("grads_finite", None),
@@ -81,18 +81,18 @@ class Records:
       self._speed: None if step_time is None else self._per_step / step_time,
       **values,
     }
-    # An optimiser of a plug-in may have a rate of its own, which its state says.
+    # A plug-in's optimiser may report its own rate in its state.
     return record if "learning_rate" in record else record | {"learning_rate": self._learning_rate(record)}
 
   def scalars(self, record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record that are drawn: without a loss scale where the policy has none."""
+    """Returns the numbers of a record for TensorBoard, without the loss scale if the policy has none."""
     hidden = {"step"} if self._has_scale else {"step", "loss_scale"}
     return {
       name: value for name, value in record.items() if name not in hidden and isinstance(value, (int, float))
     }
 
   def summary(self) -> dict[str, Any]:
-    """Returns the part of a run's summary that its records give."""
+    """Returns the records' part of a run's summary."""
     step_time = self._step_time(len(self._times))
     return {
       "skipped_steps": self.last["skipped_steps"],
@@ -106,14 +106,14 @@ class Records:
     }
 
   def _step_time(self, steps: int) -> float | None:
-    """Returns the mean time of the last `steps` steps, in seconds; `None` before the second of this process.
+    """Returns the mean time of the last `steps` steps, in seconds; `None` before this process's second step.
 
-    The mean of several: the host learns of a step's end two steps late, and of some at once.
+    A single step's time would be wrong: the host sees the end of a step two steps late, and of some at once.
     """
     return float(np.mean(self._times[-steps:])) if self._times else None
 
   def _learning_rate(self, record: dict[str, Any]) -> float:
-    """Returns the rate that a step was taken with, or, if it was skipped, would have been."""
+    """Returns the learning rate of a step, or the rate that a skipped step would have had."""
     was_skipped = record["grads_finite"] is False or record.get("updates_finite") is False
     skipped = record["skipped_steps"] - self._skipped_before - was_skipped
     return self._rate(self._first_update + record["step"] - 1 - self._steps_before - skipped)
@@ -127,12 +127,12 @@ class Records:
 
 
 def updates_taken(state: TrainState) -> int | None:
-  """Returns how many updates the schedule of an optimiser has counted; `None` if none of optax's is there."""
+  """Returns the number of updates that an optax schedule has counted; `None` without such a schedule."""
   counts = find_states(state.opt_state, optax.ScaleByScheduleState).values()
   return next((int(np.asarray(found.count)) for found in counts), None)
 
 
 def learning_rates(schedule: optax.Schedule, first: int, count: int) -> np.ndarray:
-  """Returns the learning rates of `count` updates, from number `first` on: float32[count]."""
+  """Returns the learning rates of `count` updates from number `first` on: float32[count]."""
   rate = lambda update: jnp.asarray(schedule(update), jnp.float32)
   return np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(first, first + max(count, 1))))

@@ -66,8 +66,8 @@ WRONG = [
   (["target=signed", "options.decay=much"], ["optimizer.options.decay='much'"]),
   (["target=nothing"], ["returned a int", "optax transform"]),
   (["target=nothing", "options.x=1"], ["optimizer.options.x", "it has none"]),
-  (["target=nothing", "name=lion"], ["name='lion' beside target='nothing'"]),
-  (["target=nothing", "name=adamw"], ["'adamw' beside target", "null takes back the name"]),
+  (["target=nothing", "name=lion"], ["name='lion' and target='nothing'"]),
+  (["target=nothing", "name=adamw"], ["'adamw' and target", "name=null removes the name"]),
   (["name=null"], ["unknown optimizer.name None", "adamw"]),
   (["name=signed"], ["optimizer.name 'signed'", "optimizer.target"]),
 ]
