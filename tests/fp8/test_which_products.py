@@ -91,7 +91,7 @@ def test_reasons():
     row.why for row in mpjax.explain(fun, w, x, policy=fp8(**options)).rows if row.flops
   ]
   assert sum("two activations" in why for why in reason(attention, SIX)) == 2
-  assert any("M=32 x K=32 x N=40: N is no mul" in why for why in reason(mlp, weights(D, D, 40, D, D)))
+  assert any("M=32 x K=32 x N=40: N is not a mul" in why for why in reason(mlp, weights(D, D, 40, D, D)))
   assert any("M=8 x K=32 x N=32: M is not a multiple of 16" in why for why in reason(mlp, W, X[:8]))
   assert any("smaller than fp8.min_dim=64" in why for why in reason(mlp, W, min_dim=64))
   assert any("custom derivative rule" in why for why in reason(*[FUNCTIONS["custom_vjp"][0], W]))
