@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     policies, overrides = split_policies(options.overrides)
     setups = []
     for override in [[f"policy={name}"] for name in policies] or [[]]:
-      config = load_config(options.config, [*overrides, *override])
+      config = load_config(options.config, [*override, *overrides])
       warn_of_policy(config.policy)
       setups.append(make_setup(on_devices_here(config)))
     console = rich.console.Console()

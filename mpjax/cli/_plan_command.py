@@ -18,6 +18,7 @@ import rich.progress
 from mpjax._render.html_sections import Report
 from mpjax._render.install_text import pip_install
 from mpjax._render.plain_text import bytes_text
+from mpjax._types import PolicyLike
 from mpjax.cli._config_arguments import require_file
 from mpjax.cli._exit_status import guarded
 from mpjax.cli._policy_arguments import split_policies, warn_of_policy
@@ -44,19 +45,20 @@ def _plan(options: argparse.Namespace) -> None:
     # This process only traces, and the target's compiler has its own process: no device is needed here.
     jax.config.update("jax_platforms", "cpu")
   load_plugins(options.plugin)
-  config = load_config(options.config, [*overrides, *([f"policy={policies[0]}"] if policies else [])])
+  configs = [load_config(options.config, [f"policy={name}", *overrides]) for name in policies]
+  config = configs[0] if configs else load_config(options.config, overrides)
   console = report_console()
   if options.memory and not (options.fit or options.cheapest):
     raise ConfigError(f"--memory {options.memory}: expected --fit or --cheapest, too")
   if options.multiple is not None and options.multiple < 1:
     raise ConfigError(f"--multiple {options.multiple}: expected a positive number")
   _check_files(options)
-  for policy in policies or [config.policy]:
-    warn_of_policy(policy, target.kind)
+  for each in configs or [config]:
+    warn_of_policy(each.policy, target.kind)
   planner = Planner(config, target)
   compile: bool | str = False if options.analytic else "auto"
   memory = _memory(options.memory, target) if options.fit or options.cheapest else 0
-  chosen: list[str | None] = [*policies] or [None]
+  chosen: list[PolicyLike | None] = [each.policy for each in configs] or [None]
   fits: list[Fit] = []
   if options.cheapest:
     named = chosen if policies else presets_of(target)
@@ -120,7 +122,7 @@ def _memory(text: str | None, target: Target) -> int:
 
 def _compare(
   planner: Planner,
-  policies: Sequence[str | None],
+  policies: Sequence[PolicyLike | None],
   compile: bool | str,
   console: rich.console.Console,
   recompute: Sequence[str | None],
@@ -143,7 +145,7 @@ def _compare(
 
 def _fit(
   planner: Planner,
-  policy: str | None,
+  policy: PolicyLike | None,
   memory: int,
   compile: bool | str,
   console: rich.console.Console,

@@ -46,3 +46,7 @@ def test_a_wrong_table_is_answered_with_those_there_are(tmp_path, capsys):
     "error: --table: no table 'island': expected one of all, totals, float32, follows, islands, modules; "
     "did you mean 'islands'?\n"
   )
+
+
+def test_keys_below_the_policy_hold_for_the_one_that_is_named(printed):
+  assert "matrix FLOPs in float16" in printed("policy=bf16", "policy.compute_dtype=float16")[0]
