@@ -111,7 +111,7 @@ function showFindings() {
   const all = REPORT.findings || [], problems = all.filter((finding) => finding.severity === "problem");
   const notes = all.filter((finding) => finding.severity !== "problem"), few = 12;
   byId("findings").hidden = byId("to-findings").hidden = !all.length;
-  byId("findings-title").textContent = problems.length ? "Findings" : "Notes";
+  byId("findings-title").textContent = byId("to-findings").textContent = problems.length ? "Findings" : "Notes";
   byId("problems").replaceChildren(...problems.slice(0, few).map(card));
   byId("notes").replaceChildren(...notes.slice(0, few).map(note));
   const more = byId("more-findings"), rest = [...problems.slice(few), ...notes.slice(few)];

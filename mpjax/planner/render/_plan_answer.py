@@ -75,10 +75,14 @@ def _title(plans: Sequence[PlanFigures], label: str = "") -> str:
   """Returns the step that is planned, and the device."""
   subjects = "; ".join(dict.fromkeys(plan.subject for plan in plans if plan.subject))
   counts = dict.fromkeys((plan.target, plan.devices) for plan in plans)
-  where = ", ".join(target if count == 1 else f"{target}, {count} devices" for target, count in counts)
+  where = ", ".join(_name_of(name) + (f", {n} devices" if n > 1 else "") for name, n in counts)
   count = plans[0].parameters
   subject = subjects or ("a step" if not count else f"a step of {count:,} parameters")
   return f"{f'plan of {label}' if label else 'plans'} on {where}: {subject}"
+
+
+def _name_of(target: str) -> str:
+  return "this machine" if target == "here" else target
 
 
 def _memory(plan: PlanFigures) -> Iterator[str]:
@@ -149,7 +153,7 @@ def _collectives(plan: PlanFigures) -> Iterator[str]:
 def _time(plan: PlanFigures) -> Iterator[str]:
   floor = plan.floor
   if floor is None:
-    yield f"time: not known, because {plan.target} has no published peak rates"
+    yield f"time: not known, because {_name_of(plan.target)} has no published peak rates"
     return
   others = [f"{name} {with_prefix(s, 's')}" for name, s in floor.parts.items() if name != floor.bound]
   if floor.moved_bytes < floor.touched_bytes:

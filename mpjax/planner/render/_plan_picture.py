@@ -31,6 +31,7 @@ COLORS = dict(zip((*ARGUMENT_PARTS, *TRANSIENT_PARTS), (*BLUES, *VERMILLIONS, LI
 _BAR, _PLAN = 0.3, 1.0  # heights of a bar and of a plan, in units of the vertical axis
 _SLIVER = 0.01  # parts below this share of the longest bar are drawn as one
 _REST = "smaller parts"
+_TITLE_WIDTH = 72  # letters, beside the legend
 _FAR = 2  # a line at more than this many times the longest bar is left out: bars would be too short
 
 
@@ -171,4 +172,4 @@ def _title(plans: Sequence[PlanFigures]) -> str:
     name = re.sub(r" \d+ GB$", "", device)
     where = target if name == target else f"{target}, {name}"
     where += f", each of {count} devices" if count > 1 else ""
-  return textwrap.fill(f"Memory of {subjects}", 90) + "\n" + textwrap.fill(where, 90)
+  return textwrap.fill(f"Memory of {subjects}", _TITLE_WIDTH) + "\n" + textwrap.fill(where, _TITLE_WIDTH)
