@@ -1,4 +1,4 @@
-"""Operations that precision shapes."""
+"""Operations whose form depends on precision."""
 
 from mpjax.ops._linear_cross_entropy import linear_cross_entropy
 

@@ -21,7 +21,7 @@ def check_arguments(
   z_loss: Any,
   as_average: Any = False,
 ) -> None:
-  """Raises the errors of `linear_cross_entropy`, where shapes, dtypes and known values tell."""
+  """Raises the errors of `linear_cross_entropy` that shapes, dtypes and known values show."""
   of_dtype = {"x": jnp.floating, "kernel": jnp.floating, "labels": jnp.integer, "bias": jnp.floating}
   arrays = {"x": x, "kernel": kernel, "labels": labels, "bias": bias, "where": where}
   for name, array in arrays.items():
@@ -49,7 +49,7 @@ def check_arguments(
   if not isinstance(as_average, (bool, np.bool_)):
     raise TypeError(f"as_average={as_average!r}: expected True or False")
   if not 0 <= label_smoothing < 1:
-    raise ValueError(f"label_smoothing={label_smoothing}: expected a number from 0 up to, not including, 1")
+    raise ValueError(f"label_smoothing={label_smoothing}: expected a number of at least 0 and below 1")
   if not 0 <= z_loss < float("inf"):
     raise ValueError(f"z_loss={z_loss}: expected a finite number that is not negative")
   _check_range(labels, where, kernel.shape[1])
@@ -68,7 +68,7 @@ def _check_range(labels: Any, where: Any, classes: int) -> None:
     value, place = np.asarray(labels)[wrong][0], np.argwhere(wrong)[0].tolist()
     raise ValueError(
       f"labels{place}={value}: expected 0 to {classes - 1}, one of the {classes} classes of the kernel; "
-      "leave rows that do not count out by where="
+      "exclude rows with where="
     )
 
 

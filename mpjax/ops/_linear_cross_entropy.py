@@ -1,8 +1,8 @@
-"""`linear_cross_entropy`: the loss behind the last layer of a large vocabulary, without whole logits.
+"""`linear_cross_entropy`: the loss after the last layer of a large vocabulary, without whole logits.
 
-Rows go through the layer, the softmax and, where gradients are asked for, through both products of the
-backward pass in one go, some of them at a time (as in Liger-Kernel, arXiv 2410.10989). What is kept is the
-gradients: nothing is computed twice, and of the logits only those of one chunk exist at a time.
+A chunk of rows at a time goes through the layer, the softmax and, for gradients, both products of the
+backward pass (as in Liger-Kernel, arXiv 2410.10989). Only the gradients are kept: nothing is computed twice,
+and the logits of only one chunk exist at a time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from mpjax.fp8 import Recipe
 from mpjax.ops._check_arguments import check_arguments
 from mpjax.products import InFp8, Sizes, half_dot_general_p, in_fp8, product, unfit
 
-# Where the gradient is formed before the loss scale is known: float16 holds softmax less one-hot down to
-# 2^-24 times this. A z-loss may make it 63 times as large as without one.
+# The gradient's scale until the loss scale is known: float16 holds softmax less one-hot down to
+# 2^-24 times this. A z-loss may make the gradient 63 times as large.
 _FLOAT16_SCALE = 1024.0
-# That of x is kept in float16, too: at most 2 times the largest weight, and normal from 2^-14 of this on.
+# The gradient of x is also kept in float16: at most 2 times the largest weight, and normal from 2^-14 of
+# this.
 _FLOAT16_SCALE_OF_X = 16.0
-_TILE = 16  # rows that a TPU keeps together in half precision
+_TILE = 16  # rows of a TPU's tile in half precision
 
 
 @overload
@@ -77,40 +78,42 @@ def linear_cross_entropy(
   z_loss: float = 0.0,
   as_average: bool = False,
 ) -> Array | Average:
-  """Computes the mean cross entropy of `x @ kernel + bias`, some rows at a time: no logits exist whole.
+  """Computes the mean cross entropy of `x @ kernel + bias`, a chunk of rows at a time, without whole logits.
 
   ```python
-  loss = mpjax.linear_cross_entropy(hidden, params["head"], tokens, where=tokens != PAD)
+  hidden, tokens = jax.random.normal(jax.random.key(0), [8, 16]), jnp.arange(8)
+  head = jnp.ones([16, 100])
+  loss = mpjax.linear_cross_entropy(hidden, head, tokens, where=tokens != 0)
   ```
 
-  Products and logits are in the compute dtype of the policy under `autocast`, else in the dtype of `x` and
-  `kernel`. The softmax and all sums are float32, that of the kernel's gradient too. Under `grad`, loss and
-  gradients come from one pass over the rows, which computes nothing twice: beside the gradients it needs the
-  logits of one chunk, and the kernel in the compute dtype. There is no forward mode. Under an FP8 policy the
-  products are FP8 as those of any last layer are, where `fp8.last_layer` is true, their sizes allow it, and
-  `x` is float32 outside. Scales are those of a chunk, also under a delayed recipe.
+  Products and logits are in the policy's compute dtype under `autocast`, else in the dtype of `x` and
+  `kernel`. The softmax and all sums are in float32, also the gradient of the kernel. Under `grad`, loss and
+  gradients come from one pass over the rows, which computes nothing twice. Next to the gradients, it needs
+  memory for the logits of one chunk, and the kernel in the compute dtype. It has no forward-mode derivative.
+  Under an FP8 policy the products are FP8 like those of any last layer: if `fp8.last_layer` is true, their
+  sizes allow it, and `x` is float32 outside. Each chunk has its own scales, also under a delayed recipe.
 
   Args:
-    x: what the last layer reads, floating [..., D].
-    kernel: of that layer, floating [D, V]. `V` may be divided over a mesh.
-    labels: the right class of each row, integer [...]. In a row that counts, one that is not in 0 to V - 1
-      is an error where its value is known, and makes loss and gradients NaN under `jit`.
-    bias: of the layer, floating [V].
-    where: which rows count, bool [...]; all, if not given. The loss of no rows is 0.
-    rows: how many go through the layer together, at the most; of all devices, where a mesh divides them
-      outside of `shard_map`.
-    label_smoothing: what is taken from the label, and given to all classes alike.
-    z_loss: weight of the square of the logarithm of the softmax's sum.
-    as_average: whether to return an `Average`, which a step adds up exactly over micro-batches and devices
-      that have unequally many rows that count.
+    x: input of the last layer, floating [..., D].
+    kernel: kernel of that layer, floating [D, V]. `V` may be divided over a mesh.
+    labels: the right class of each row, integer [...]. In a row that counts, a label outside 0 to V - 1
+      is an error if its value is known, and makes loss and gradients NaN under `jit`.
+    bias: bias of the layer, floating [V].
+    where: which rows count, bool [...]; by default all. The loss of no rows is 0.
+    rows: the largest number of rows in a chunk; summed over devices, if a mesh divides them outside
+      `shard_map`.
+    label_smoothing: the probability to move from the label to all classes alike.
+    z_loss: weight of the squared logarithm of the softmax's sum.
+    as_average: return an `Average`, which a step adds up exactly over micro-batches and devices
+      with different numbers of rows that count.
 
   Returns:
-    float32 [] (float64 of float64): the mean. With `as_average` an `Average` of the sum, which is the mean
-    times the count, and the count, int32 []; of no rows both are 0.
+    float32 [] (float64 for float64): the mean. With `as_average`, an `Average` of the sum, which is the mean
+    times the count, and the count, int32 []; for no rows both are 0.
 
   Raises:
-    TypeError: for an array of another kind, or a number that is none.
-    ValueError: for shapes that do not fit together, and numbers and labels out of range.
+    TypeError: for an array of another kind, or an option that is not a number.
+    ValueError: for shapes that do not match, and numbers and labels out of range.
   """
   check_arguments(x, kernel, labels, bias, where, rows, label_smoothing, z_loss, as_average)
   own = x.dtype
@@ -118,7 +121,7 @@ def linear_cross_entropy(
   arrays = (kernel, bias, labels, where)
 
   def loss(x: Array) -> Array:
-    # Where autocast has cast it, that is the compute dtype; the kernel is cast behind the derivative rule.
+    # If autocast has cast it, that is the compute dtype; the kernel is cast inside the derivative rule.
     half = own == kernel.dtype or x.dtype != own
     dtype, recipe = np.dtype(x.dtype if half else wide), last_layer.value
     layer = _Layer(dtype, wide, rows, float(label_smoothing), float(z_loss), recipe)
@@ -134,7 +137,7 @@ def linear_cross_entropy(
 
 
 class _Layer(NamedTuple):
-  """What is static: the dtypes of products and of sums, the numbers that are given, and the recipe of FP8."""
+  """The static part: dtypes of products and sums, the number options, and the FP8 recipe."""
 
   dtype: np.dtype
   wide: np.dtype
@@ -144,7 +147,7 @@ class _Layer(NamedTuple):
   fp8: Recipe | None
 
   def for_sizes(self, *sizes: int) -> _Layer:
-    """Returns the layer with FP8 products only where this machine and [m, k] x [k, n] have them."""
+    """Returns the layer with FP8 products only if this machine and [m, k] x [k, n] support them."""
     recipe = self.fp8
     if recipe is None or support(recipe).why_not or unfit(Sizes(*sizes), recipe):
       return self._replace(fp8=None)
@@ -152,7 +155,7 @@ class _Layer(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-  """Gradients of the loss, but for a factor that is not in them where float16 could not hold them."""
+  """Gradients of the loss, without a factor that float16 could not hold."""
 
   x: Float[Array, "N D"]
   kernel: Float[Array, "D V"]
@@ -160,7 +163,7 @@ class _Gradients(NamedTuple):
 
 
 class _Rows(NamedTuple):
-  """Rows, or a chunk of them."""
+  """Rows, or a chunk of rows."""
 
   x: Float[Array, "... D"]
   labels: Int[Array, "..."]
@@ -176,7 +179,7 @@ def _of_arrays(
   labels: Array,
   where: Array | None,
 ) -> Float[Array, ""]:
-  """Returns the loss of arrays as the user has them: the mean, or the sum."""
+  """Returns the loss of the user's arrays: the mean, or the sum."""
   operands = (
     jnp.reshape(x, (labels.size, x.shape[-1])).astype(layer.wide),
     jnp.asarray(kernel, layer.wide),
@@ -186,8 +189,8 @@ def _of_arrays(
   )
   operands = _compat.vary_like(operands, operands)
   loss = _mean_loss(layer, *operands)
-  # The rule's half-precision gradients are those of a mean, whose size does not depend on the number of rows:
-  # the count comes to them in float32. In here autocast rounds neither it nor the product.
+  # The rule's half-precision gradients are those of a mean, whose size does not depend on the number of rows.
+  # They are multiplied by the count in float32. In here autocast rounds neither the count nor the product.
   return loss * _size(operands[-1], loss.dtype) if is_sum else loss
 
 
@@ -239,7 +242,7 @@ def _pass(
   *,
   with_gradients: bool,
 ) -> tuple[Float[Array, ""], _Gradients | None]:
-  """Returns the mean loss, and its gradients if asked for."""
+  """Returns the mean loss, and its gradients if `with_gradients`."""
   wide, classes, smoothing = kernel.dtype, kernel.shape[1], layer.label_smoothing
   size = _size(all_rows.counted, wide)
   chunks = _divided(all_rows._replace(x=all_rows.x.astype(layer.dtype)), layer.rows)
@@ -252,10 +255,10 @@ def _pass(
     total, sums = carry
     taken = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False), chunks)
     x, labels, counted = (a.reshape(-1, *a.shape[2:]) for a in taken)
-    x = jnp.where(counted[:, None], x, 0)  # or its largest entry may be one that does not count
+    x = jnp.where(counted[:, None], x, 0)  # otherwise its largest entry may be in a row that does not count
     logits = _product(layer, x, weight, (1, 0), layer.dtype).astype(wide)  # [R, V]
     logits = logits if bias is None else logits + bias
-    # By comparison: to gather would gather a divided vocabulary.
+    # Selects by comparison: a gather would gather a divided vocabulary.
     hit = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
     top = logits.max(-1, keepdims=True)
     powers = jnp.exp(logits - top)
@@ -298,7 +301,7 @@ def _pass(
 def _divided(rows: _Rows, most: int) -> _Rows:
   """Divides rows [N, ...] into chunks of `most`: [groups, chunks, rows of a group in a chunk, ...].
 
-  Rows of zeros, which do not count, may be added. Each chunk has rows from everywhere: where a mesh divides
+  Rows of zeros, which do not count, may be added. Each chunk has rows from everywhere: if a mesh divides
   them, all devices have some of each.
   """
   count = len(rows.labels)
@@ -321,7 +324,7 @@ def _product(
   dtype: np.dtype,
   gradients: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "..."]:
-  """Returns a product of two matrices in `dtype`, which is not rounded before where theirs is half."""
+  """Returns a product of two matrices in `dtype`, without an earlier rounding if the operands are half."""
   dims = (((contracted[0],), (contracted[1],)), ((), ()))
   if layer.fp8:
     native, out = support(layer.fp8).native, np.dtype(dtype)

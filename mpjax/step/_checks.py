@@ -1,4 +1,4 @@
-"""Refusals of a training step: policies, parameters, states, batches and loss functions that do not fit."""
+"""Errors of a training step: policies, parameters, states, batches and loss functions that do not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEEDS_AUTOCAST = (
 
 
 def require_honoured(policy: Policy, over_devices: bool = True) -> None:
-  """Raises for what the policy asks and `make_train_step` does not do: nothing is silently ignored.
+  """Raises if the policy asks for something that `make_train_step` does not do: nothing is ignored silently.
 
   Args:
     policy: the policy.
@@ -51,7 +51,7 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
     dtype = getattr(policy, key)
     if dtype is not None and not over_devices:
       raise ValueError(
-        f"policy key {key}={dtype.name!r} says in which dtype {what} cross devices, "
+        f"policy key {key}={dtype.name!r} sets the dtype in which {what} cross devices, "
         "which needs a mesh: make_train_step(..., mesh=jax.make_mesh(...))"
       )
   if policy.autocast:
@@ -64,7 +64,7 @@ def require_honoured(policy: Policy, over_devices: bool = True) -> None:
 
 
 def require_arrays(params: PyTree) -> None:
-  """Raises `ValueError` for a number in place of an array, and for what is no tree of parameters."""
+  """Raises `ValueError` for a number instead of an array, and for an object that is not a parameter tree."""
   is_array = hasattr(params, "dtype") and not is_linen_module(params)
   if jax.tree_util.all_leaves([params]) and not is_array:
     way = ": call step.init(model.init(key, x)['params'])" if is_linen_module(params) else ""
@@ -89,7 +89,7 @@ def require_differentiable(params: PyTree) -> None:
 
 
 def require_makings(loss_fn: object, tx: object) -> None:
-  """Raises `TypeError` for what is no loss function, or no optax transform."""
+  """Raises `TypeError` for an object that is not a loss function, or not an optax transform."""
   is_transform = hasattr(tx, "init") and hasattr(tx, "update")
   if hasattr(loss_fn, "update") and hasattr(loss_fn, "init") and callable(tx):
     raise TypeError("the arguments are swapped: call make_train_step(loss_fn, tx, policy)")
@@ -109,37 +109,37 @@ def require_makings(loss_fn: object, tx: object) -> None:
 
 
 def require_state(state: object, batch: PyTree) -> None:
-  """Raises `TypeError` for the first argument of a step that is no `TrainState`, or a second that is one."""
+  """Raises `TypeError` if a step's first argument is not a `TrainState`, or its second one is."""
   if isinstance(state, TrainState) and not isinstance(batch, TrainState):
     return
   if isinstance(state, TrainState):
-    raise TypeError("a TrainState in place of a batch: call step(state, batch)")
+    raise TypeError("a TrainState instead of a batch: call step(state, batch)")
   if isinstance(batch, TrainState):
     raise TypeError("the arguments of the step are swapped: call step(state, batch)")
   if isinstance(state, nnx.Module):
     raise TypeError(
-      "expected a TrainState, not an nnx.Module: make one by state = step.init(model), or call "
+      "expected a TrainState, not an nnx.Module: make one with state = step.init(model), or call "
       "step(model, optimizer, batch) with optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)"
     )
   raise TypeError(
-    f"expected a TrainState, not a {type(state).__name__}: make one of the parameters by "
+    f"expected a TrainState, not a {type(state).__name__}: make one from the parameters with "
     "state = step.init(params), then call step(state, batch)"
   )
 
 
 def require_state_and_batch(tool: str, args: tuple[Any, ...]) -> tuple[TrainState, PyTree]:
-  """Returns the arguments of a tool that looks at a step; `TypeError` for others."""
+  """Returns the arguments of a tool for a step; `TypeError` for others."""
   if len(args) != 2:
-    raise TypeError(f"mpjax.{tool} of a TrainStep: call mpjax.{tool}(step, state, batch)")
+    raise TypeError(f"mpjax.{tool} got a TrainStep: call mpjax.{tool}(step, state, batch)")
   require_state(*args)
   return args
 
 
 def require_in_place(model: object, optimizer: object, tx: optax.GradientTransformation) -> None:
-  """Raises for what is no module with an optimizer of a step's `tx`: `TypeError` or `ValueError`."""
+  """Raises `TypeError` or `ValueError` unless there is a module and an optimizer with a step's `tx`."""
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
-      f"a {type(model).__name__} and a {type(optimizer).__name__} in place of an nnx.Module and an "
+      f"a {type(model).__name__} and a {type(optimizer).__name__} instead of an nnx.Module and an "
       "nnx.Optimizer: make state = step.init(params), which holds the optimiser's state, and call "
       "step(state, batch); or step(model, optimizer, batch) for an nnx.Module"
     )
@@ -153,39 +153,39 @@ def require_param_dtype(params: PyTree, policy: Policy) -> None:
   for (name, p), q in zip(named_leaves(params), jax.tree.leaves(expected), strict=True):
     if p.dtype != q.dtype:
       raise ValueError(
-        f"parameter {name!r} of the model is {p.dtype.name} where the policy has param_dtype={q.dtype.name}: "
+        f"parameter {name!r} of the model is {p.dtype.name}, but the policy has param_dtype={q.dtype.name}: "
         "cast the parameters before the optimizer is made, as in "
         "nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))"
       )
 
 
 def require_kept(state: TrainState) -> None:
-  """Raises `ValueError` for a state whose buffers an earlier step has taken.
+  """Raises `ValueError` for a state whose buffers an earlier step has reused.
 
-  One leaf is asked, before JAX is: it would say so too, but end the process on a mesh of CPU devices.
+  Checks one leaf, before JAX does: JAX would also raise, but end the process on a mesh of CPU devices.
   """
   leaf = state.step
   if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
     raise ValueError(
-      "this TrainState is deleted: a step gives the buffers of the state it takes to the one it returns, so "
-      "go on with that one, or keep the old ones by make_train_step(..., donate=False)"
+      "this TrainState is deleted: a step reuses the buffers of its state for the new state, so "
+      "use the new one, or keep the old one with make_train_step(..., donate=False)"
     )
 
 
 def require_given(keywords: tuple[str, ...], name: str, value: object, call: str) -> None:
-  """Raises `ValueError` for an argument that `loss_fn` takes and is `None`, or is given and it does not take.
+  """Raises `ValueError` if `loss_fn` takes an argument that is `None`, or does not take one that is given.
 
   Args:
     keywords: the arguments that `loss_fn` takes.
-    name: of the argument.
-    value: what was given; `None` for nothing.
-    call: how it is given, as `step.init(..., rng=...)`.
+    name: name of the argument.
+    value: its value; `None` if not given.
+    call: the call that gives it, such as `step.init(..., rng=...)`.
   """
   if name in keywords and value is None:
-    raise ValueError(f"loss_fn takes {name!r} and was given none: pass it by {call}")
+    raise ValueError(f"loss_fn takes {name!r}, which was not given: pass it with {call}")
   if name not in keywords and value is not None:
     raise ValueError(
-      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or name {name!r} in the signature "
+      f"loss_fn does not take {name!r}, which {call} gives: leave it out, or add {name!r} to the signature "
       "of loss_fn"
     )
 
@@ -193,15 +193,15 @@ def require_given(keywords: tuple[str, ...], name: str, value: object, call: str
 def unpack(
   out: PyTree, takes_state: bool, grad_norm: bool = False
 ) -> tuple[Float[Array, ""] | Average, Metrics, PyTree | None]:
-  """Returns loss, metrics and model state (or `None`) from what a loss function returned.
+  """Returns loss, metrics and model state (or `None`) from the output of a loss function.
 
   Args:
-    out: what it returned.
+    out: the output.
     takes_state: whether it takes, and so returns, model state.
     grad_norm: whether the step reports `grad_norm`, so that no metric can have the name.
 
   Raises:
-    ValueError: says what was returned and what is expected.
+    ValueError: shows the output and the expected form.
   """
   parts = out if isinstance(out, tuple) else (out,)
   expected = "(loss, metrics, model_state)" if takes_state else "loss or (loss, metrics)"
@@ -238,7 +238,7 @@ def _floating(what: str, value: ArrayLike) -> Float[Array, ""]:
 
 
 def _checked(name: str, average: Average) -> Average:
-  """Returns an average as arrays; `ValueError` for one that is not of two scalars."""
+  """Returns an average as arrays; `ValueError` if it does not consist of two scalars."""
   parts = {"total": jnp.asarray(average.total), "count": jnp.asarray(average.count)}
   for part, value in parts.items():
     if value.shape != ():

@@ -1,8 +1,8 @@
 """Collectives of a training step on a mesh: parameters gathered, gradients reduced.
 
-Each is one program over all axes of the mesh with explicit collectives, so that their dtypes are what the
-policy says: left to itself, the compiler reduces a gradient in the dtype of the product that it comes from,
-before it is cast (jax-ml/jax#27496), and once for each micro-batch.
+Each is one program over all axes of the mesh with explicit collectives, so that their dtypes follow the
+policy. Without them, the compiler would reduce a gradient in the dtype of its product, before the cast
+(jax-ml/jax#27496), and once for each micro-batch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SPEC = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The part of a parameter that a device has of those along `fsdp`.
+  """A device's part of a parameter along `fsdp`.
 
   Attributes:
-    dimension: that is divided.
-    devices: that it is divided over.
-    dtype: of the parameter in the program that reads it.
-    gather_dtype: in which it is gathered.
-    reduce_dtype: in which its gradient is reduced; `None` for float32, or its own where that is wider.
-    early: whether it may be gathered before what else its reader needs is there.
-    over_tensor: the spec of what `tensor` divides.
+    dimension: the divided dimension.
+    devices: the number of devices that it is divided over.
+    dtype: dtype of the parameter in the program that reads it.
+    gather_dtype: dtype in which it is gathered.
+    reduce_dtype: dtype in which its gradient is reduced; `None` for float32, or its own if that is wider.
+    early: whether it may be gathered before its reader's other operands exist.
+    over_tensor: the spec of the division over `tensor`.
   """
 
   dimension: int
@@ -50,14 +50,14 @@ class Part:
   over_tensor: PartitionSpec = _SPEC
 
   def without(self, dimensions: Sequence[int]) -> Part:
-    """Returns how the parameter is divided without some other dimensions, as one of several in a stack."""
+    """Returns the division of the parameter without some other dimensions, as one of several in a stack."""
     spec = PartitionSpec(*(axis for i, axis in enumerate(self.over_tensor) if i not in dimensions))
     left = self.dimension - sum(d < self.dimension for d in dimensions)
     return dataclasses.replace(self, dimension=left, over_tensor=spec)
 
   def _on_each(self, collective: Callable[[Array], Array], x: Array) -> Array:
-    """Applies a collective over `fsdp` to what each device of `tensor` has: no compiler divides one."""
-    # Over a `tensor` of one, too: XLA for CPUs dies of a half-precision sum where an axis is left to it.
+    """Applies a collective over `fsdp` to the array of each device of `tensor`: no compiler divides one."""
+    # Also over a `tensor` of one: XLA for CPUs crashes on a half-precision sum with an axis left to it.
     if not self.over_tensor and jax.sharding.get_abstract_mesh().shape.get("tensor") != 1:
       return collective(x)
     spec = self.over_tensor
@@ -66,7 +66,7 @@ class Part:
     )(x)
 
   def whole_type(self, shard: Array) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the parameter that a device has this part of."""
+    """Returns shape and dtype of the parameter that this is a part of."""
     shape = list(shard.shape)
     shape[self.dimension] *= self.devices
     return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
@@ -76,7 +76,7 @@ class Part:
 
     Args:
       shard: this device's part.
-      scale: f32[], of FP8.
+      scale: f32[], for FP8.
 
     Returns:
       The parameter in the program's dtype, and as it crossed.
@@ -88,11 +88,11 @@ class Part:
     return whole.astype(self.dtype), crossed
 
   def reduce(self, gradient: Array, dtype: np.dtype) -> Array:
-    """Sums a gradient of the parameter over `fsdp`, of which the device gets its part. Inside `on_each`.
+    """Sums a gradient of the parameter over `fsdp`; each device gets its part. Inside `on_each`.
 
     Args:
-      gradient: of the whole parameter.
-      dtype: of the result.
+      gradient: gradient of the whole parameter.
+      dtype: dtype of the result.
     """
     scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=self.dimension, tiled=True)
     return self._on_each(scatter, to_reduce(gradient, self.reduce_dtype)).astype(dtype)
@@ -106,8 +106,8 @@ def scales_of(
   The largest magnitudes of all of them cross together.
 
   Args:
-    mesh: of the step.
-    params: tree of arrays that lie as `specs` says.
+    mesh: the step's mesh.
+    params: tree of arrays, divided by `specs`.
     specs: tree of `PartitionSpec`.
     dtypes: tree of the dtypes to gather in.
   """
@@ -140,15 +140,15 @@ def gather(
   """Gathers parameters that are divided over `fsdp`: cast first, then gathered.
 
   Args:
-    mesh: of the step.
-    params: tree of arrays that lie as `specs` says.
+    mesh: the step's mesh.
+    params: tree of arrays, divided by `specs`.
     specs: tree of `PartitionSpec`.
     dtypes: tree of the dtypes of the results.
     crossing: tree of the dtypes to gather in.
-    scales: of those that are gathered in FP8.
+    scales: scales of the parameters that are gathered in FP8.
 
   Returns:
-    The tree; what was gathered is in its dtype of `dtypes`, the rest as it was.
+    The tree; gathered leaves are in their dtype of `dtypes`, the rest is unchanged.
   """
   leaves, structure = jax.tree.flatten(params)
   flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
@@ -185,14 +185,14 @@ def on_each(
   batch: PyTree,
   specs: PyTree[PartitionSpec] = _SPEC,
 ) -> PyTree:
-  """Runs a function of a device's rows on each device, and stacks the results: one entry a device in front.
+  """Runs a function of a device's rows on each device, and stacks the results: one leading entry per device.
 
   Args:
-    mesh: of the step; `tensor` is left to the compiler.
+    mesh: the step's mesh; the compiler handles `tensor`.
     fun: takes the replicated trees, and a device's rows of the batch.
     replicated: trees that are the same for all rows.
-    batch: tree whose leaves have the rows in front; a scalar is the same for all.
-    specs: how the first of the replicated trees is divided nevertheless.
+    batch: tree whose leaves have the rows as first dimension; a scalar is the same for all.
+    specs: the division of the first of the replicated trees, if it is divided.
   """
   axes = axes_of_batch(mesh)
 
@@ -214,12 +214,12 @@ def on_each(
 
 
 def shard_index(mesh: Mesh) -> Int32[Array, ""]:
-  """Returns which of the batch's parts this device has; inside `on_each`."""
+  """Returns the index of this device's part of the batch; inside `on_each`."""
   return jax.lax.axis_index(axes_of_batch(mesh))
 
 
 def to_reduce(gradient: Array, dtype: np.dtype | None) -> Array:
-  """Casts a gradient to the dtype in which it crosses."""
+  """Casts a gradient to the dtype in which it crosses devices."""
   asked = dtype is not None and jnp.issubdtype(gradient.dtype, jnp.floating)
   return gradient.astype(dtype if asked else at_least_float32(gradient.dtype))
 
@@ -234,16 +234,16 @@ def reduce(
 ) -> PyTree:
   """Averages gradients over the devices that share a batch: one sum for each array, in one dtype.
 
-  They are cast, summed as they are (an overflow of the sum is infinite, and the step then skipped), cast to
-  float32 or wider, and divided by the number of devices. Over `fsdp` each device gets its own part alone.
-  What is overwritten rather than differentiated becomes the maximum.
+  They are cast, summed (an overflow of the sum is infinite, and the step is then skipped), cast to
+  float32 or wider, and divided by the number of devices. Over `fsdp` each device gets only its own part.
+  A leaf that is overwritten instead of differentiated becomes the maximum.
 
   Args:
-    mesh: of the step.
+    mesh: the step's mesh.
     stacked: tree of local gradients, as `on_each` returns them.
     specs: tree of `PartitionSpec` of the results.
-    dtype: in which they cross; `None` for float32, or their own where that is wider.
-    over_fsdp: `False` where those of divided parameters have been summed over `fsdp` (`Part.reduce`).
+    dtype: the dtype in which they cross; `None` for float32, or their own if that is wider.
+    over_fsdp: `False` if gradients of divided parameters are already summed over `fsdp` (`Part.reduce`).
   """
   axes, shards = axes_of_batch(mesh), batch_shards(mesh)
   pairs, structure = jax.tree_util.tree_flatten_with_path(stacked)
@@ -258,7 +258,7 @@ def reduce(
     if axis is None:
       x = jax.lax.psum(x, axes)
     else:
-      # For TPUs, XLA makes an all-reduce of this where it expects that to be faster, and of all in float16.
+      # XLA for TPUs turns this into an all-reduce where it expects that to be faster, and always in float16.
       if over_fsdp:
         x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=axis, tiled=True)
       if "data" in axes and mesh.shape["data"] > 1:
@@ -282,7 +282,8 @@ def reduce(
 def over_shards(stacked: PyTree, of_integers: Callable[..., Array] = jnp.max) -> PyTree:
   """Merges values that are stacked by device, or by micro-batch.
 
-  It averages floats, takes the first key, merges integers as asked, and adds up the parts of an `Average`.
+  It averages floats, takes the first key, merges integers by `of_integers`, and sums the parts of an
+  `Average`.
   """
 
   def one(x: Array | Average) -> Array | Average:

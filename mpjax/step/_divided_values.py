@@ -1,7 +1,7 @@
-"""Values of a program that are made of divided parameters, and functions that read them.
+"""Values of a program that are computed from divided parameters, and functions that read them.
 
-A function that reads one gathers the parameters, and forgets them: what the backward pass needs of them it
-makes of a device's parts again. Gradients are cut into parts where they are made.
+A function that reads one gathers the parameters, and frees them: the backward pass recomputes what it needs
+from a device's parts. Gradients are divided into parts where they are computed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Divided:
   It holds no array: a function that is traced later may hold it.
 
   Attributes:
-    number: of the part in the `Scope`.
-    part: how it is a part, and how it crosses.
-    casts: the equations that cast the whole parameter to what is meant.
+    number: the number of the part in the `Scope`.
+    part: its division, and the dtypes in which it crosses.
+    casts: the equations that cast the whole parameter to this value.
   """
 
   number: int
@@ -39,13 +39,13 @@ class Divided:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-  """A value that is made of divided parameters alone: a transpose, a norm, a weight that is normalised.
+  """A value that is computed only from divided parameters: a transpose, a norm, a normalised weight.
 
   Attributes:
-    equation: makes it.
-    operands: of the equation; one tuple for all its results.
-    index: of the result that is meant.
-    roots: the parameters that it is made of, by their numbers.
+    equation: computes it.
+    operands: the operands of the equation; one tuple for all its results.
+    index: the index of the result.
+    roots: the parameters that it is computed from, by their numbers.
   """
 
   equation: JaxprEqn
@@ -61,40 +61,40 @@ Shard = tuple[Array, Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Where a part of a program is evaluated.
+  """The place in a program where values are evaluated.
 
   Attributes:
-    shards: the parts that a device has of the parameters in its values, by their numbers.
-    fenced: whether the backward pass must be kept from using what the forward pass gathered.
+    shards: the device's parts of the parameters in its values, by their numbers.
+    fenced: whether a barrier must keep the backward pass from using what the forward pass gathered.
   """
 
   shards: dict[int, Shard]
   fenced: bool
 
   def add(self, part: Part, shard: Array, scale: Array | None = None) -> Divided:
-    """Returns a parameter of this part."""
+    """Returns a parameter with this part."""
     number = max(self.shards, default=-1) + 1
     self.shards[number] = shard, scale
     return Divided(number, part)
 
   def narrow(self, x: Divided, part: Part, shard: Array) -> Divided:
-    """Returns a slice of a parameter, from that of the part."""
+    """Returns a slice of a parameter, from a slice of its part."""
     return dataclasses.replace(self.add(part, shard, self.shards[x.number][1]), casts=x.casts)
 
 
 def is_put_off(x: Value) -> bool:
-  """True for a value that is made of divided parameters, which is there only where it is read."""
+  """Returns whether a value is computed only from divided parameters, and so delayed until it is read."""
   return isinstance(x, (Divided, Made))
 
 
 def results_of(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-  """Returns the results of an equation on divided parameters alone, put off."""
+  """Returns the delayed results of an equation on divided parameters only."""
   own, roots = tuple(operands), roots_of(operands)
   return [Made(equation, own, i, roots) for i in range(len(equation.outvars))]
 
 
 def roots_of(values: Sequence[Value]) -> dict[int, Divided]:
-  """Returns the parameters that values are made of, by their numbers."""
+  """Returns the parameters that values are computed from, by their numbers."""
   found: dict[int, Divided] = {}
   for x in values:
     if isinstance(x, Made):
@@ -109,7 +109,7 @@ _Crossed = Sequence[tuple[Array, Array | None]]
 
 
 class _Whole:
-  """The values that are made of parameters, once those are gathered.
+  """The values that are computed from parameters, once those are gathered.
 
   Args:
     gathered: whole parameters, by their numbers.
@@ -134,20 +134,20 @@ class _Whole:
 def read(
   fun: Callable[..., list[Array]], operands: Sequence[Value], scope: Scope, in_fp8: Collection[int] = ()
 ) -> list[Array]:
-  """Returns what a function gives for values of which some are put off.
+  """Returns the results of a function for values of which some are delayed.
 
-  Residuals of its derivative that are made of gathered parameters alone are made again of the parts.
+  Residuals of its derivative that depend only on gathered parameters are recomputed from the parts.
 
   Args:
-    fun: of as many arrays.
+    fun: takes as many arrays.
     operands: the values.
-    scope: of the values.
+    scope: the scope of the values.
     in_fp8: positions of operands that are parameters which cross in FP8, for which `fun` takes an `InFp8`.
   """
   roots = roots_of(operands)
   if not roots:
     return fun(*operands)
-  # Several values may be made of one parameter, which is gathered once.
+  # Several values may come from one parameter, which is gathered once.
   order, parts = list(roots), [x.part for x in roots.values()]
   templates = [x if isinstance(x, (Divided, Made)) else None for x in operands]
   fenced = scope.fenced
@@ -201,11 +201,11 @@ def read(
 
 @jax.tree_util.register_static
 class _Residuals:
-  """A function of gathered parameters and other arrays, and what its derivative keeps.
+  """A function of gathered parameters and other arrays, and the residuals of its derivative.
 
   Args:
-    fun: of three trees of arrays.
-    gathered: the first, of arrays of these types.
+    fun: takes three trees of arrays.
+    gathered: the first, with arrays of these types.
     crossed: the second, which is not differentiated.
     others: the third.
   """
@@ -246,7 +246,7 @@ class _Residuals:
   def forward(
     self, gathered: Sequence[Array], crossed: _Crossed, others: Sequence[Array]
   ) -> tuple[list[Array], list[Array]]:
-    """Returns the results, and those residuals that other arrays than gathered ones have a part in."""
+    """Returns the results, and the residuals that depend on other arrays than gathered ones."""
     arguments = [*gathered, *jax.tree.leaves(crossed), *others]
     out = _outputs(self._closed, arguments, [True] * self._results + self._is_kept, effects=True)
     return out[: self._results], out[self._results :]
@@ -257,7 +257,7 @@ class _Residuals:
     saved: Sequence[Array],
     cotangents: Sequence[Array],
   ) -> tuple[list[Array], list[Array | None]]:
-    """Returns cotangents of the gathered parameters and of the others; `gather` gives the first again."""
+    """Returns cotangents of the gathered parameters and of the others; `gather` gathers the first again."""
     known: list[Array] = []
     if self._gathers_again:
       gathered, crossed = gather()
@@ -274,7 +274,7 @@ class _Residuals:
 def _outputs(
   closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool], *, effects: bool = False
 ) -> list[Array]:
-  """Returns some outputs of a program, from what they need of its arguments; with its effects if asked."""
+  """Returns some outputs of a program, from the arguments that they need; with its effects if asked."""
   body = closed.jaxpr
   values: dict[Var, Any] = dict(zip(body.constvars, closed.consts, strict=True))
   values |= zip(body.invars, arguments, strict=True)

@@ -1,4 +1,4 @@
-"""Parameters that a program reads in a narrower dtype alone: they can cross devices in it."""
+"""Parameters that a program reads only in a narrower dtype: they can cross devices in it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_in(closed: AnyJaxpr, inputs: Sequence[int]) -> list[np.dtype | None]:
 
 
 def only_multiplied(closed: AnyJaxpr, inputs: Sequence[int]) -> list[bool]:
-  """Returns of each input of a program whether matrix products alone read it, in whatever dtype.
+  """Returns, for each input of a program, whether only matrix products read it, in any dtype.
 
   Args:
     closed: a jaxpr.
@@ -60,7 +60,7 @@ class _Use(enum.Flag):
 
 
 class _Uses(Backward[_Use]):
-  """What reads a value, or a view of it."""
+  """The readers of a value, or of a view of it."""
 
   nothing = _Use.NONE
 
@@ -89,7 +89,7 @@ class _Reads(Backward[Dtypes]):
     kind = call_kind(equation)
     if kind is CallKind.CUSTOM_VJP and not self._in_rule:
       return False  # the backward rule reads what the forward one returns
-    return kind is not None and kind.is_plain  # of other rules the body is not the whole truth
+    return kind is not None and kind.is_plain  # other rules do more than the body shows
 
   def transfer(self, equation: JaxprEqn, results: list[Dtypes], calls: Calls) -> list[Dtypes]:
     given = values_read(equation)
@@ -122,6 +122,6 @@ def _in_forward_rule(equation: JaxprEqn) -> list[Dtypes]:
   shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in equation.invars]
   try:
     rule = jax.make_jaxpr(flat)(*shapes)
-  except NameError:  # of an axis, which a collective in the rule names
+  except NameError:  # an axis that a collective in the rule names is missing
     return [frozenset([dtype_of(a)]) for a in equation.invars]
-  return _reads(rule, in_rule=True)  # one that calls its own function again would have no end
+  return _reads(rule, in_rule=True)  # a rule that calls its own function again would not end

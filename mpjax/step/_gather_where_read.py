@@ -1,10 +1,10 @@
 """Parameters gathered where a program reads them, and again in its backward pass.
 
-The program of a loss function is evaluated once more with a device's parts in place of whole parameters. What
-is made of parameters alone is put off; an equation that reads it with other values gathers it (`read`), but
-for rows of a table (`look_up`).
+The program of a loss function is evaluated again with a device's parts instead of whole parameters. Values
+computed only from parameters are delayed; an equation that reads one with other values gathers it (`read`),
+except for rows of a table (`look_up`).
 
-Loops gather in their bodies what they go through, and once before them what is the same in each step. In a
+Loops gather slices in their bodies, and loop invariants once before them. In a
 conditional no device may wait for another, so what its branches read is gathered before it.
 """
 
@@ -55,12 +55,12 @@ _SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
 def gather_where_read(
   fun: Callable[..., PyTree], parts: Sequence[Part | None], scales: Sequence[Array | None] | None = None
 ) -> Callable[..., PyTree]:
-  """Returns a function of a device's parts of parameters that computes what `fun` does of whole ones.
+  """Returns a function of a device's parts of parameters that computes `fun` of the whole ones.
 
   Args:
-    fun: takes a tree of parameters first, and trees of arrays.
-    parts: for each leaf of the first how it is divided; `None` for one that is whole.
-    scales: for each leaf the scale, f32[], of one that crosses in FP8; `None` for the others, or for all.
+    fun: takes a tree of parameters first, and then trees of arrays.
+    parts: the division of each leaf of the first; `None` for a whole one.
+    scales: the scale, f32[], of each leaf that crosses in FP8; `None` for the others, or for all.
   """
   scales = [None] * len(parts) if scales is None else scales
 
@@ -80,7 +80,7 @@ def gather_where_read(
 
 
 def _evaluate(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Array]:
-  """Returns the outputs of a program, none of them put off; see `_values`."""
+  """Returns the outputs of a program, none delayed; see `_values`."""
   return [read(lambda x: [x], [x], scope)[0] for x in _values(jaxpr, inputs, scope)]
 
 
@@ -90,7 +90,7 @@ def _values(jaxpr: AnyJaxpr, inputs: Sequence[Value], scope: Scope) -> list[Valu
   Args:
     jaxpr: the program.
     inputs: its arguments.
-    scope: of the arguments.
+    scope: the scope of the arguments.
   """
   body = open_jaxpr(jaxpr)
   values: dict[Var, Value] = dict(zip(body.constvars, constants_of(jaxpr), strict=True))
@@ -115,7 +115,7 @@ def _apply(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> Seque
     return _scan(equation, operands, scope)
   is_each = has(equation, Trait.EACH) and has(equation, Trait.ALIAS)
   if kind is None and is_each and len(operands) == len(equation.outvars):
-    return operands  # a barrier or the like: for the compiler alone
+    return operands  # a barrier or a similar equation, which only concerns the compiler
   first = operands[0]
   if isinstance(first, Divided):
     if equation.primitive is jax.lax.convert_element_type_p:
@@ -152,9 +152,9 @@ def _is_scaled(x: Divided, scope: Scope) -> bool:
 
 
 def _joins_small(equation: JaxprEqn, result: Value, scope: Scope) -> bool:
-  """Returns whether results are made of several parameters and smaller than each, as a sum of their squares.
+  """Returns whether results combine several parameters and are smaller than each, as a sum of squares.
 
-  Put off, they would have all those parameters gathered at once.
+  If such results were delayed, all those parameters would be gathered at once.
   """
   roots = roots_of([result])
   size = sum(math.prod(shape_of(v)) for v in equation.outvars)
@@ -167,7 +167,7 @@ def _multiply_codes(equation: JaxprEqn, *operands: Array | InFp8) -> list[Array]
 
 
 def _slice(equation: JaxprEqn, x: Divided, indices: Sequence[Array], scope: Scope) -> Divided | None:
-  """Returns a slice of a parameter that leaves the divided dimension whole, as a slice of the part."""
+  """Returns a slice of a parameter that keeps the divided dimension whole, as a slice of the part."""
   p, dim, shard = equation.params, x.part.dimension, scope.shards[x.number][0]
   if equation.primitive is jax.lax.squeeze_p:
     part = x.part.without(p["dimensions"])
@@ -189,7 +189,7 @@ def _remat(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[
   body, p = bodies_of(equation)[0], equation.params
   roots = roots_of(operands)
   fences = p["prevent_cse"]
-  # What is wholly computed again may share what it gathers between that and the backward pass behind it.
+  # A region that is recomputed as a whole may share gathered parameters with the backward pass behind it.
   apart = p["policy"] is None and (fences if isinstance(fences, bool) else any(fences))
   templates, fenced = [x if is_put_off(x) else None for x in operands], scope.fenced and not apart
 
@@ -210,7 +210,7 @@ def _remat(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[
 def _scan(equation: JaxprEqn, operands: Sequence[Value], scope: Scope) -> list[Array]:
   consts, carry, options = scan_parts(equation)
   first = consts + carry
-  # What is divided over the layers themselves is gathered whole.
+  # A parameter that is divided over the layers themselves is gathered whole.
   inside = {
     i: x for i, x in enumerate(operands) if i >= first and isinstance(x, Divided) and x.part.dimension > 0
   }

@@ -1,4 +1,4 @@
-"""`Layout`: where the state and the batches of a training step lie on a mesh."""
+"""`Layout`: the shardings of a training step's state and batches on a mesh."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from mpjax.step._micro_batches import require_same_rows
 from mpjax.step._train_state import TrainState
 from mpjax.step._trained import with_frozen, without_frozen
 
-GATHERS = ("step", "block")  # once a step, or where they are read
+GATHERS = ("step", "block")  # once per step, or where they are read
 
 _Out = TypeVar("_Out")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The places of a training step's state and batches on a mesh.
+  """The shardings of a training step's state and batches on a mesh.
 
   Attributes:
     mesh: with axes among `data`, `fsdp` and `tensor`; concrete or abstract.
-    rules: where parameters lie.
-    gather: when divided parameters are gathered, one of `GATHERS`.
-    gather_prefetch: how many blocks ahead of its reader a parameter may be gathered by block: 0 or 1.
+    rules: the sharding rules of parameters.
+    gather: when to gather divided parameters, one of `GATHERS`.
+    gather_prefetch: how many blocks before its reader a parameter may be gathered with `"block"`: 0 or 1.
   """
 
   mesh: Mesh
@@ -57,7 +57,7 @@ class Layout:
 
   @property
   def batch_sharding(self) -> NamedSharding:
-    """Returns where a batch lies: its rows over the devices."""
+    """Returns the sharding of a batch: its rows over the devices."""
     return NamedSharding(self._typed_mesh(), batch_spec(self.mesh))
 
   def specs(self, params: PyTree) -> PyTree[PartitionSpec]:
@@ -76,7 +76,7 @@ class Layout:
     return placed
 
   def shapes(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-    """Returns a state and a batch (arrays or shapes) as shapes that lie where a step has them, to plan it."""
+    """Returns a state and a batch (arrays or shapes) as shapes with the shardings of a step, for a plan."""
     put = lambda x, at: x.update(sharding=at)
     state, batch = as_shapes((state, batch))
     rows = self.batch_sharding
@@ -87,26 +87,26 @@ class Layout:
     )
 
   def place(self, state: TrainState) -> TrainState:
-    """Lays a state out on the mesh, from wherever it is."""
+    """Moves a state to its shardings on the mesh, from any others."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
       return self.keep(state)
     return jax.device_put(state, self.shardings(state))
 
   def keep(self, state: TrainState) -> TrainState:
-    """Holds a state to where it lies; inside `jit`."""
+    """Constrains a state to its shardings; inside `jit`."""
     if has_explicit_axes(self._typed_mesh()):
       kept: TrainState = jax.sharding.reshard(state, self.shardings(state))
       return kept
     return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
   def run(self, fun: Callable[..., _Out], state: TrainState, batch: PyTree, out: PyTree) -> _Out:
-    """Calls `fun(state, batch)` on axes that the compiler divides, also where those round it are explicit.
+    """Calls `fun(state, batch)` on axes that the compiler divides, also if the surrounding mesh is explicit.
 
     Args:
-      fun: what a step computes.
+      fun: the computation of a step.
       state: a state.
       batch: a batch.
-      out: where the results lie; a prefix of their tree, of specs or shardings.
+      out: the shardings of the results; a prefix of their tree, with specs or shardings.
     """
     if has_explicit_axes(self._typed_mesh()):
       fun = jax.sharding.auto_axes(fun, out_sharding=out)
@@ -119,7 +119,7 @@ class Layout:
     return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
   def _typed_mesh(self) -> Mesh:
-    """Returns the mesh, with the explicit axes that it has where `jax.set_mesh` has set it."""
+    """Returns the mesh, with the explicit axes that `jax.set_mesh` gave it."""
     around = jax.sharding.get_abstract_mesh()
     if around.shape != self.mesh.shape or not has_explicit_axes(around):
       return self.mesh
@@ -143,10 +143,10 @@ def make_layout(
   gather: str = "step",
   gather_prefetch: int = 1,
 ) -> Layout | None:
-  """Makes a layout of these arguments of `make_train_step`; `None` without a mesh.
+  """Makes a layout from these arguments of `make_train_step`; `None` without a mesh.
 
   Raises:
-    ValueError: for a mesh or rules that do not fit.
+    ValueError: for a mesh or rules that do not match.
   """
   if gather not in GATHERS:
     raise ValueError(
@@ -156,14 +156,14 @@ def make_layout(
     raise ValueError(f"gather_prefetch={gather_prefetch!r}: expected 0 or 1")
   if mesh is None:
     if sharding is not None:
-      raise ValueError("sharding says where parameters lie on a mesh: pass mesh=, too")
+      raise ValueError("sharding divides parameters over a mesh: pass mesh=, too")
     if gather != "step":
-      raise ValueError(f"gather={gather!r} says when parameters on a mesh are gathered: pass mesh=, too")
+      raise ValueError(f"gather={gather!r} says when to gather parameters on a mesh: pass mesh=, too")
     return None
   mesh = check_mesh(mesh)
   if gather == "block" and "fsdp" not in mesh.shape:
     raise ValueError(
-      f"gather='block' is for parameters that are divided over an axis fsdp: the mesh has {dict(mesh.shape)}"
+      f"gather='block' needs parameters that are divided over an axis fsdp: the mesh has {dict(mesh.shape)}"
     )
   if isinstance(sharding, ShardingRules):
     return Layout(mesh, sharding, gather, gather_prefetch)

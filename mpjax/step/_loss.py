@@ -1,4 +1,4 @@
-"""The loss of a training step under its policy, and its gradients over the micro-batches at hand."""
+"""The loss of a training step under its policy, and its gradients over micro-batches."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from mpjax.step._trained import merged, only
 
 
 class Unchanged(NamedTuple):
-  """What stands in a model's new state for a leaf that the loss function left as it was."""
+  """Marks, in a model's new state, a leaf that the loss function did not change."""
 
 
 UNCHANGED = Unchanged()
 
 
 class _Kept(NamedTuple):
-  """What each micro-batch gives: [micro-batches, ...] after all of them."""
+  """The results of each micro-batch: [micro-batches, ...] after all of them."""
 
   loss: PyTree
   metrics: PyTree
@@ -53,15 +53,15 @@ KEYWORDS = ("rng", "row_rngs", "model_state")
 
 
 class LossOutput(NamedTuple):
-  """The outputs of a loss function beside the scaled loss that is differentiated.
+  """The outputs of a loss function other than the scaled loss that is differentiated.
 
   Attributes:
-    loss: f32[], unscaled; rounded to the policy's output dtype. An `Average` where the loss function returns
-      one: of these rows.
+    loss: f32[], unscaled; rounded to the policy's output dtype. If the loss function returns an `Average`,
+      the `Average` over these rows.
     metrics: arrays by name, in the policy's output dtype, and averages.
-    model_state: the new one, in the dtypes of the old; `UNCHANGED` in place of what the loss function left.
-    weight: what these rows count among all micro-batches: an average's count, of all devices; `None`: as
-      much as others.
+    model_state: the new state, in the dtypes of the old; `UNCHANGED` for each leaf that did not change.
+    weight: the weight of these rows among all micro-batches: an average's count, over all devices; `None`:
+      the same as the others'.
   """
 
   loss: Float32[Array, ""] | Average
@@ -74,11 +74,11 @@ class GradientPass(NamedTuple):
   """The outputs of a pass forward and backward over rows of a batch.
 
   Attributes:
-    loss: f32[], unscaled; the mean over the rows, or the `Average` of a device's.
+    loss: f32[], unscaled; the mean over the rows, or a device's `Average`.
     metrics: arrays by name; floating ones averaged, integers summed over micro-batches and devices; averages
-      of a device's rows.
-    grads: tree like the parameters, of the scaled loss; what is overwritten is its next value.
-    model_state: the new one; `UNCHANGED` in place of what the loss function left as it was.
+      over a device's rows.
+    grads: tree like the parameters, for the scaled loss; a leaf that is overwritten is its next value.
+    model_state: the new state; `UNCHANGED` for each leaf that did not change.
     fp8_state: the new amax histories; `{}` for none.
   """
 
@@ -90,12 +90,12 @@ class GradientPass(NamedTuple):
 
 
 class Transform(Protocol):
-  """Makes of a loss function the one that a step runs, with the same signature."""
+  """Turns a loss function into the one that a step runs, with the same signature."""
 
   def __call__(
     self, fun: LossFunction, policy: Policy | None, *, recompute: str, fp8_state: PyTree | None
   ) -> LossFunction:
-    """Transforms `fun`; `policy` is that of autocast, `None` where the step casts the arguments itself."""
+    """Transforms `fun`; `policy` is autocast's, `None` if the step casts the arguments itself."""
 
 
 def _under_autocast(
@@ -110,8 +110,8 @@ class StepLoss:
 
   Attributes:
     fun: the loss function.
-    options: those of the step, under whose policy it runs.
-    transform: what runs it under the policy: autocast, or for a look inside something in its place
+    options: the options of the step, with its policy.
+    transform: applies the policy to the loss function: autocast, or a replacement that inspects values
       (`dataclasses.replace(loss, transform=...)`).
   """
 
@@ -125,8 +125,8 @@ class StepLoss:
     if why := misfit(self.fun, (None, None), dict.fromkeys(self.keywords)):
       raise TypeError(
         f"loss_fn cannot be called as loss_fn(params, batch): {why}. A batch is one tree: pass step(state, "
-        "(x, y)) and take it apart in loss_fn. A key is named 'rng' (a fresh one each step), what the model "
-        "carries 'model_state'; bind everything else by functools.partial"
+        "(x, y)) and unpack it in loss_fn. Name a key 'rng' (a fresh one each step) and the model's state "
+        "'model_state'; bind everything else with functools.partial"
       )
 
   @functools.cached_property
@@ -137,7 +137,7 @@ class StepLoss:
 
   @property
   def by_row(self) -> bool:
-    """True if it takes a key for each row, rather than one."""
+    """Whether it takes a key for each row, not one for all."""
     return "row_rngs" in self.keywords
 
   @property
@@ -151,7 +151,7 @@ class StepLoss:
     return self.options.policy.with_output_dtype(jnp.float32)
 
   def keys(self, state: TrainState, batch: PyTree) -> Array | None:
-    """Returns what the loss function takes as `rng` or `row_rngs` in the next step; `None` for neither."""
+    """Returns the loss function's `rng` or `row_rngs` in the next step; `None` for neither."""
     key = state.step_key
     if key is None or not self.by_row:
       return key
@@ -168,24 +168,24 @@ class StepLoss:
     return {name: values[name] for name in self.keywords}
 
   def compute_params(self, state: TrainState) -> PyTree:
-    """Returns the parameters that the loss function takes: as they are, or in the compute dtype."""
+    """Returns the parameters for the loss function: unchanged, or in the compute dtype."""
     policy = self.options.policy
     if policy.autocast:
       return state.arrays
-    # FP8 scales and amax histories are state in a dtype of their own.
+    # FP8 scales and amax histories are state, in their own dtype.
     return map_parts(policy.cast_to_compute, lambda leaf: leaf, state.arrays)
 
   def scaled(
     self, params: PyTree, fp8_state: PyTree, batch: PyTree, keys: Array | None, state: TrainState
   ) -> tuple[Float32[Array, ""], LossOutput]:
-    """Computes the loss times the loss scale, of one micro-batch.
+    """Computes the loss times the loss scale, for one micro-batch.
 
-    The part of an average that a device has is divided by what all devices count, a device's share of it, so
+    A device's part of an average is divided by the device's share of the count over all devices, so
     that the mean over devices is the average.
 
     Args:
       params: as `compute_params` gives them.
-      fp8_state: amax histories; what is differentiated with respect to them gives the next ones.
+      fp8_state: amax histories; the derivative with respect to them gives the next ones.
       batch: rows of one micro-batch.
       keys: for `rng` or `row_rngs`.
       state: for the loss scale and the model's state and structure.
@@ -206,7 +206,7 @@ class StepLoss:
         out = loss_fn(whole_of(params), batch, **keywords)
     else:
       model = nnx.merge(state.graphdef, params, model_state)
-      if not policy.autocast:  # which names modules itself
+      if not policy.autocast:  # autocast names modules itself
         give_scopes((model,))
       with divided(parts):
         out = loss_fn(model, batch, **keywords)
@@ -226,13 +226,13 @@ class StepLoss:
     scaled = share.astype(jnp.float32)
     if find_scaler(state.opt_state) is not None:
       scaled = scale_loss(share, state.opt_state)
-    # What is reported is in the output dtype; what is differentiated has not gone through it, since the
+    # Reported values are in the output dtype. The differentiated loss does not pass through it, since the
     # scale itself may not fit there (2**16 in float16).
     cast = lambda x: x if is_average(x) else policy.cast_to_output(x)
     loss, metrics = jax.tree.map(cast, (loss, metrics), is_leaf=is_average)
     if not is_average(loss):
       loss = loss.astype(jnp.float32)
-    # In a trace a leaf that nobody changed is the very same object.
+    # In a trace an unchanged leaf is the same object.
     unchanged = lambda new, old: UNCHANGED if new is old else cast_like(new, old)
     model_state = jax.tree.map(unchanged, model_state, state.model_state)
     return scaled, LossOutput(loss, metrics, model_state, weight)
@@ -268,19 +268,19 @@ class StepLoss:
     of_parts: Callable[[LossFunction], LossFunction] | None = None,
     trained: PyTree[bool] | None = None,
   ) -> GradientPass:
-    """Computes loss and gradients of the rows at hand, micro-batch by micro-batch.
+    """Computes loss and gradients of the given rows, micro-batch by micro-batch.
 
     Args:
       params: as `compute_params` gives them.
       state: the state.
       batch: rows, a whole number of micro-batches.
       keys: as `keys` gives them for these rows.
-      like: a tree in whose dtypes the gradients of a step without accumulation are; with accumulation they
+      like: a tree whose dtypes the gradients of a step without accumulation have; with accumulation they
         are in float32 or wider.
-      of_parts: makes the loss one of a device's parts of parameters, which `params` and the gradients then
-        are. `None`: all are whole.
-      trained: for each of `params` whether it has a gradient; `None`: all have one. The others have an
-        `optax.MaskedNode` in its place.
+      of_parts: turns the loss into a function of a device's parts of parameters; `params` and the gradients
+        are then parts. `None`: all are whole.
+      trained: for each of `params` whether it has a gradient; `None`: all do. The others have an
+        `optax.MaskedNode` instead.
     """
     options, n = self.options, self.options.accumulate
     scaled = self.scaled
@@ -314,10 +314,10 @@ class StepLoss:
     ) -> tuple[tuple[PyTree, PyTree, PyTree], _Kept]:
       grads, model_state, fp8_state = carry
       given = params
-      if of_parts is not None:  # or a compiler would gather what is the same in each round before the loop
+      if of_parts is not None:  # otherwise a compiler would gather loop invariants before the loop
         given, xs = jax.lax.optimization_barrier((params, xs))
       out, weight = micro_step(given, model_state, *xs)
-      if of_parts is not None:  # or it would add up whole gradients, and cut them into parts after the loop
+      if of_parts is not None:  # otherwise it would add up whole gradients, and cut them after the loop
         out = out._replace(grads=jax.lax.optimization_barrier(out.grads))
       weighed = lambda g, dtype: g.astype(dtype) if weight is None else g.astype(dtype) * weight.astype(dtype)
       grads = map_parts(lambda total, g: total + weighed(g, total.dtype), jnp.maximum, grads, out.grads)
@@ -328,7 +328,7 @@ class StepLoss:
       marks.append(jax.tree.map(lambda _: 0, out.model_state))
       return (grads, model_state, fp8_state), kept
 
-    marks: list[PyTree] = []  # where the model's state is changed, which only a trace tells
+    marks: list[PyTree] = []  # where the model's state changes, which only a trace shows
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(p.dtype)), only(trained, params))
     first = (zeros, state.model_state, jax.tree.map(jnp.zeros_like, state.fp8_state))
     (grads, model_state, fp8_state), kept = jax.lax.scan(body, first, rows)
@@ -349,17 +349,17 @@ class StepLoss:
 
 
 def is_unchanged(x: object) -> bool:
-  """Returns whether `x` stands for what a loss function left as it was, for `is_leaf`."""
+  """Returns whether `x` marks a leaf that a loss function did not change; use it as `is_leaf`."""
   return isinstance(x, Unchanged)
 
 
 def put_back(new: PyTree, old: PyTree) -> PyTree:
-  """Returns a model's new state, with what the loss function left as it was in its place."""
+  """Returns a model's new state, with the old leaves where the loss function changed nothing."""
   return jax.tree.map(lambda x, y: y if is_unchanged(x) else x, new, old, is_leaf=is_unchanged)
 
 
 def row_count(batch: PyTree) -> int:
-  """Returns how many rows a batch has; its scalars have none."""
+  """Returns the number of rows of a batch; its scalars have none."""
   rows: int = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
   return rows
 

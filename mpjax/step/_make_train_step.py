@@ -1,4 +1,4 @@
-"""`make_train_step`: a `TrainStep` of a loss function, an optimiser and a policy."""
+"""`make_train_step`: a `TrainStep` from a loss function, an optimiser and a policy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpjax.step._train_step import TrainStep
 from mpjax.step._trained import Chosen
 
 _POLICY, _SCALING = "policy='bf16'", "policy={'base': 'fp16', 'loss_scaling': 1024}"
-# What other libraries call an argument, and what to write.
+# From other libraries' names of arguments to what to write here.
 _ELSEWHERE = {
   **dict.fromkeys(("dtype", "compute_dtype", "precision", "mixed_precision"), f"pass {_POLICY}"),
-  **dict.fromkeys(("loss_scale", "loss_scaling", "scaler"), f"it is part of a policy: pass {_SCALING}"),
+  **dict.fromkeys(("loss_scale", "loss_scaling", "scaler"), f"it is part of the policy: pass {_SCALING}"),
   **dict.fromkeys(
     ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
     "pass accumulate=4",
@@ -60,78 +60,78 @@ def make_train_step(
   ```
 
   `loss_fn(params, batch)` returns the loss (floating []), or `(loss, metrics)` with a dict of arrays, or
-  `(loss, metrics, model_state)` when it takes `model_state`. A plain scalar is averaged over micro-batches
-  and devices as if each counted the same; return `mpjax.Average` where they do not. Metrics may be averages,
-  too.
+  `(loss, metrics, model_state)` if it takes `model_state`. A plain scalar is averaged over micro-batches
+  and devices as if each counted the same; if they do not, return `mpjax.Average`. Metrics may also be
+  averages.
 
-  It takes more arguments by keyword if its
-  signature names them: `model_state`; and either `rng`, a fresh key for each step, micro-batch and part of a
-  batch, or `row_rngs`, a fresh key for each row of the batch, with which results do not depend on how rows
-  are divided. For an `nnx.Module`, `params` is the module itself, and what it mutates (BatchNorm statistics)
-  is kept. Of an Equinox module, or any other tree with leaves that are no floating arrays, those alone are
-  trained that are; `loss_fn` takes it whole, and the state gives it back.
+  `loss_fn` gets more arguments by keyword if its signature names them. `model_state` is the model's state.
+  `rng` is a fresh key for each step, micro-batch and part of a batch. `row_rngs`, an alternative, is a fresh
+  key for each row of the batch; with it, results do not depend on the division of rows. For an `nnx.Module`,
+  `params` is the module itself, and its changes (BatchNorm statistics) are kept. In an Equinox module, or any
+  other tree, only floating arrays are trained; `loss_fn` gets the whole tree, and the state returns it.
 
-  A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`; otherwise it casts parameters
+  A step runs `loss_fn` under `mpjax.autocast` if the policy says `autocast`. Otherwise it casts parameters
   and the floating leaves of the batch to `compute_dtype` (once, also under accumulation), never
-  `model_state`. It casts what `loss_fn` returns to `output_dtype`; scales the loss if the policy says so;
-  and hands gradients in the master dtype to the optimiser. Under a loss scale, or `skip_nonfinite`, a step
-  with non-finite gradients leaves parameters, optimiser and model state as they were. So does a step whose
-  gradients are finite and which would make parameters or model state non-finite; the loss scale stays then,
+  `model_state`. It casts the results of `loss_fn` to `output_dtype`, scales the loss if the policy says so,
+  and gives the optimiser gradients in the master dtype. Under a loss scale, or `skip_nonfinite`, a step
+  with non-finite gradients leaves parameters, optimiser and model state as they were. A step with finite
+  gradients also does, if it would make parameters or model state non-finite; then the loss scale stays,
   and `metrics["updates_finite"]` is false.
 
   Args:
-    loss_fn: see above.
-    tx: any optax transform; the loss scaling that the policy asks for is put around it. If it has a loss
-      scale of its own, the policy must have none. Its update is given the unscaled loss as `value`, and the
-      unscaled gradients as `grad`, where it takes them; `init` refuses one that needs more.
-    policy: whatever `mpjax.get_policy` takes.
-    accumulate: number of micro-batches that a batch is split into; gradients and floating metrics are
-      averaged over them in float32, an `Average` by what each counts, and integer metrics are summed.
+    loss_fn: the loss function, as described above.
+    tx: any optax transform; the policy's loss scaling is put around it. If it has its own loss
+      scale, the policy must have none. Its update gets the unscaled loss as `value` and the
+      unscaled gradients as `grad`, if it takes them; `init` refuses a transform that needs more.
+    policy: what `mpjax.get_policy` takes.
+    accumulate: number of micro-batches that a batch is split into. Gradients and floating metrics are
+      averaged over them in float32, an `Average` by its counts, and integer metrics are summed.
       Micro-batch `i` is rows `i::accumulate`.
-    skip_nonfinite: guard a policy without loss scaling too, by `static_loss_scale(tx, 1)`.
-    cast_batch: cast the floating leaves of the batch to the compute dtype; without it `loss_fn` casts
+    skip_nonfinite: also guard a policy without loss scaling, by `static_loss_scale(tx, 1)`.
+    cast_batch: cast the floating leaves of the batch to the compute dtype; if false, `loss_fn` casts
       the inputs itself (and may keep targets in float32).
-    donate: give the state's buffers to the new state: the old one cannot be used again.
-    wrt: what is trained; all parameters, if not given. For a tree of parameters it is a regular expression
-      on their paths (`".*/lora_[ab]"`) or a list of them, a tree of booleans, or a function of path and leaf;
-      for an `nnx.Module` a filter for its variables, such as `nnx.LoRAParam`. What is not trained has no
-      gradient, no optimiser's state and no check, keeps its dtype and every bit, and is divided on a mesh as
-      parameters are. A parameter whose updates are zeros, by `optax.set_to_zero`, costs no gradient either.
-    recompute: what the backward pass computes again instead of keeping it: as `mpjax.autocast` takes it;
-      without autocast `"dots"` keeps the results of matrix products alone, and the others change nothing.
+    donate: reuse the state's buffers for the new state: the old one cannot be used again.
+    wrt: the parameters to train; by default all. For a tree of parameters it is a regular expression
+      on their paths (`".*/lora_[ab]"`) or a list of them, a tree of booleans, or a function of path and leaf.
+      For an `nnx.Module` it is a filter for its variables, such as `nnx.LoRAParam`. Other parameters have no
+      gradient, no optimiser state and no check, keep their dtype and every bit, and are divided on a mesh
+      as usual. A parameter whose updates are zeros, by `optax.set_to_zero`, also has no gradient.
+    recompute: what the backward pass recomputes instead of keeping it, as in `mpjax.autocast`. Without
+      autocast `"dots"` keeps only the results of matrix products, and other values change nothing.
     mesh: devices with axes among `data`, `fsdp` and `tensor`. Each device runs `loss_fn` on its rows of the
-      batch, which are divided over `data` and `fsdp`, as micro-batches are: losses, floating metrics and
+      batch, which are divided over `data` and `fsdp`, as micro-batches are. Losses, floating metrics and
       model state are averaged, integer metrics summed (`mpjax.batch_axes` is for statistics over all rows).
-      Gradients are reduced once a step, in the policy's `reduce_dtype`; parameters and the optimiser's state
-      are divided over `fsdp`, and gathered in the compute dtype where nothing reads them in a wider one.
-      Without a mesh, arrays that are sharded are left to the compiler.
-    sharding: where parameters lie on the mesh: axes by regular expression on the parameter's path, as in
-      `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape; what they say nothing of has its
-      largest dimension over `fsdp`.
-    gather: when parameters that are divided over `fsdp` are gathered: once a `"step"`, and kept until the
-      backward pass has read them; or `"block"`: each right before it is read, and again in the backward
-      pass, so that the model need not fit on a device. Gradients are then divided as soon as they are made,
-      for each micro-batch.
-    gather_prefetch: with `"block"`, 1 leaves it to the compiler to gather a parameter while the block before
-      its reader runs, 0 has it wait for what else the reader needs.
+      Gradients are reduced once per step, in the policy's `reduce_dtype`. Parameters and the optimiser's
+      state are divided over `fsdp`, and gathered in the compute dtype if nothing reads them in a wider one.
+      Without a mesh, the compiler handles arrays that are sharded.
+    sharding: the sharding of parameters: axes by regular expression on the parameter's path, as in
+      `{".*/kernel": ("fsdp", "tensor")}`, or a function of path and shape. A parameter without a rule has its
+      largest dimension divided over `fsdp`.
+    gather: when to gather parameters that are divided over `fsdp`. `"step"`: once per step; they are kept
+      until the backward pass has read them. `"block"`: each right before its use, and again in the backward
+      pass, so that the model need not fit on a device; gradients are then divided as soon as they are
+      computed, for each micro-batch.
+    gather_prefetch: with `"block"`, 1 lets the compiler gather a parameter during the block before
+      its reader; 0 makes the gather wait for the reader's other operands.
     grad_norm: report `grad_norm` among the metrics, f32[]: the global norm of the unscaled gradients, before
-      any clipping. It reads each gradient once more.
-    model_state: which state of the model a micro-batch goes on from: that of the `"last"` one, BatchNorm's
-      way; or that before the `"step"`, and what micro-batches give is averaged as over devices. The second is
-      for state that moves once a step, such as a teacher's average or a codebook.
+      any clipping. This reads each gradient once more.
+    model_state: the model state that a micro-batch starts from: the state after the `"last"` one, as
+      BatchNorm needs; or the state before the `"step"`, with an average over micro-batches as over devices.
+      The second is for state that moves once a step, such as a teacher's average or a codebook.
 
   Returns:
     A `TrainStep`. First `state = step.init(params)`, then `state, metrics = step(state, batch)`; or, with an
     `nnx.Optimizer(model, step.tx, wrt=...)`, `metrics = step(model, optimizer, batch)` in place.
-    `learning_rate` is among the metrics where `optax.inject_hyperparams` keeps it.
+    The metrics include `learning_rate` if `optax.inject_hyperparams` keeps it.
 
   Raises:
-    ValueError: if the policy is not understood, asks for something that this step does not do, or
+    TypeError: for arguments that are swapped, unknown, or of another kind.
+    ValueError: if the policy is invalid or asks for something that this step does not do, or
       `accumulate` is not a positive integer.
 
   Warns:
-    PrecisionWarning: for a bare half-precision dtype as a policy, which has also parameters, gradients and
-      optimiser state in that dtype, and no loss scaling.
+    PrecisionWarning: for a bare half-precision dtype as a policy, which puts parameters, gradients and
+      optimiser state in that dtype too, without loss scaling.
   """
   refuse_keywords(make_train_step, unknown, _ELSEWHERE)
   warn_of_bare_dtype(policy)

@@ -27,7 +27,7 @@ from mpjax.step._trained import only
 
 _WHOLE = PartitionSpec()
 
-# Of parameters that cross in FP8.
+# The scales of parameters that cross in FP8.
 _Scales = Sequence[Array | None]
 # (parameters, state, rows, keys, scales) to a tree of arrays.
 _OfRows = Callable[[PyTree, TrainState, PyTree, Array | None, _Scales], PyTree]
@@ -41,15 +41,15 @@ def value_and_grad_on_mesh(
   batch: PyTree,
   trained: PyTree[bool] | None = None,
 ) -> GradientPass:
-  """Computes what `loss.value_and_grad` does, of a whole batch: each device runs it on its rows.
+  """Computes what `loss.value_and_grad` does, for a whole batch: each device runs it on its rows.
 
   Args:
-    loss: of the step; its policy says in which dtypes gradients and parameters cross devices.
-    layout: of the step.
-    params: parameters as it takes them, where they lie.
+    loss: the step's loss; its policy sets the dtypes in which gradients and parameters cross devices.
+    layout: the step's layout.
+    params: parameters as the loss takes them, with their shardings.
     state: the state.
     batch: rows of all devices.
-    trained: as `loss.value_and_grad` takes it.
+    trained: see `loss.value_and_grad`.
   """
   mesh, specs, policy = layout.mesh, layout.specs(state.arrays), loss.options.policy
   devices = _Devices(loss, layout, state, batch)
@@ -69,7 +69,7 @@ def value_and_grad_on_mesh(
       transform = lambda fun: gather_where_read(fun, parts, scales)
       return loss.value_and_grad(params, rest, batch, keys, of_parts=transform, trained=trained)
 
-    # In float32, so that gradients of parameters in half precision are not rounded before they are summed.
+    # In float32, so that gradients of half-precision parameters are not rounded before the sum.
     flat = zip(jax.tree.leaves(own), parts, strict=True)
     wide = [dtype if part is None else at_least_float32(dtype) for dtype, part in flat]
     own = jax.tree.unflatten(jax.tree.structure(params), wide)
@@ -92,9 +92,9 @@ def gathers(
   """Returns path, shape, dtype and gathered dtype of each parameter that is divided over `fsdp`.
 
   Args:
-    loss: of the step.
-    layout: of the step.
-    params: parameters as it takes them, or their shapes.
+    loss: the step's loss.
+    layout: the step's layout.
+    params: parameters as the loss takes them, or their shapes.
     state: the state, or its shapes.
     batch: rows of all devices, or their shapes.
   """
@@ -118,8 +118,8 @@ class _Devices:
   """The devices of a step, each with its rows of a batch.
 
   Attributes:
-    loss: of the step.
-    layout: of the step.
+    loss: the step's loss.
+    layout: the step's layout.
     state: the state.
     batch: rows of all devices.
   """
@@ -142,9 +142,9 @@ class _Devices:
     Args:
       fun: the function.
       params: parameters.
-      dtypes: that it takes them in.
-      scales: of those that cross in FP8.
-      specs: how parameters are divided over `fsdp`.
+      dtypes: the dtypes in which it takes them.
+      scales: scales of the parameters that cross in FP8.
+      specs: the division of parameters over `fsdp`.
     """
     mesh, state = self.layout.mesh, self.state
     rest = state.replace(arrays={}, opt_state=_scalars(state.opt_state), rng=None)
@@ -153,7 +153,7 @@ class _Devices:
       params: PyTree, scales: _Scales, rest: TrainState, key: Array | None, batch: PyTree
     ) -> tuple[PyTree, PyTree]:
       index = _collectives.shard_index(mesh)
-      as_read = lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys have no casts
+      as_read = lambda leaf, dtype: leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot be cast
       params = jax.tree.map(as_read, params, dtypes)
       mine = jax.tree.map(lambda x: _fold(x, index), rest.model_state)
       keys = _keys(self.loss, key, batch, index)
@@ -163,9 +163,10 @@ class _Devices:
     return _collectives.on_each(mesh, each, replicated, self.batch, specs)
 
   def gather_dtypes(self, params: PyTree) -> tuple[PyTree[np.dtype], PyTree[np.dtype]]:
-    """Returns the dtype in which the program reads each parameter everywhere, and the one to gather it in.
+    """Returns the dtype in which the program reads each parameter, and the dtype to gather it in.
 
-    Those are the same, but for what products alone read: that crosses in the dtype that the policy asks for.
+    The two are equal, except for parameters that only products read: these cross in the policy's gather
+    dtype.
     """
     asked = self.loss.options.policy.gather_dtype
     own = jax.tree.map(lambda leaf: leaf.dtype, params)
@@ -197,7 +198,7 @@ def _parts(
   dtypes: PyTree[np.dtype],
   reduce_dtype: np.dtype | None,
 ) -> list[Part | None]:
-  """Returns for each parameter how it is divided over `fsdp`; `None` for a whole one."""
+  """Returns, for each parameter, its division over `fsdp`; `None` for a whole one."""
 
   def part(leaf: Array, spec: PartitionSpec, dtype: np.dtype) -> Part | None:
     dimension = dimension_over(spec, "fsdp")
@@ -223,13 +224,13 @@ def _keys(loss: StepLoss, key: Array | None, batch: PyTree, index: Int32[Array, 
 
 
 def _scalars(tree: PyTree) -> PyTree:
-  """Replaces all arrays but scalars by zeros []: a loss scale needs no more of an optimiser's state."""
+  """Replaces arrays that are not scalars by zeros []: a loss scale reads only scalars of a state."""
   is_kept = lambda leaf: leaf.ndim == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
   return jax.tree.map(lambda leaf: leaf if is_kept(leaf) else jnp.zeros([], leaf.dtype), tree)
 
 
 def _fold(x: Shaped[Array, "*shape"], index: Int32[Array, ""]) -> Shaped[Array, "*shape"]:
-  """Makes of keys in the model's state ones of this device; other arrays stay as they are."""
+  """Folds the device's index into keys in the model's state; other arrays stay unchanged."""
   if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return x
   fold = lambda key: jax.random.fold_in(key, index)
@@ -239,5 +240,5 @@ def _fold(x: Shaped[Array, "*shape"], index: Int32[Array, ""]) -> Shaped[Array, 
 
 
 def _unfold(new: Array, folded: Array, old: Array) -> Array:
-  """Returns the key for all devices in place of one that was folded for each and came back unchanged."""
+  """Returns the key for all devices instead of one that was folded for each and came back unchanged."""
   return jnp.where(new == folded, old, new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new

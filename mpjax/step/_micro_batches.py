@@ -1,4 +1,4 @@
-"""A batch in micro-batches: how rows are divided, and what becomes of metrics."""
+"""A batch in micro-batches: the division of rows, and the merging of metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpjax.patterns import named_leaves
 
 
 def split_batch(n: int, batch: PyTree) -> PyTree:
-  """Splits leaves [batch, ...] into [n, batch / n, ...]; strided, so that rows stay where they are on a mesh.
+  """Splits leaves [batch, ...] into [n, batch / n, ...]; strided, so that rows stay on their device.
 
   A scalar is the same in each of the `n`.
 
   Raises:
-    ValueError: for rows that cannot be divided by `n`, or leaves of different numbers of rows.
+    ValueError: if `n` does not divide the rows, or leaves have different numbers of rows.
   """
   if n > 1:
     require_same_rows(batch, f"accumulate={n}")
@@ -36,8 +36,8 @@ def split_batch(n: int, batch: PyTree) -> PyTree:
 def require_same_rows(batch: PyTree, divided: str) -> None:
   """Raises `ValueError` for a batch whose leaves have different numbers of rows; scalars have none.
 
-  Divided, each device or micro-batch could be left with rows that broadcast, and the loss would be wrong
-  without a word.
+  After the division a device or micro-batch could have rows that broadcast, and the loss would be wrong
+  without an error.
 
   Args:
     batch: tree of arrays, or shapes.
@@ -49,7 +49,7 @@ def require_same_rows(batch: PyTree, divided: str) -> None:
     if leaf.shape[0] != first.shape[0]:
       raise ValueError(
         f"batch[{first_name!r}] has {first.shape[0]} rows and batch[{name!r}] {leaf.shape[0]}: {divided} "
-        "divides a batch by its rows, so all its arrays need as many; close over what is no row"
+        "divides a batch by its rows, so all its arrays need as many; close over arrays without rows"
       )
 
 

@@ -1,4 +1,4 @@
-"""The optimiser of a training step under its policy, and its state when the policy changes."""
+"""The optimiser of a training step under its policy, and its state after a change of policy."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def with_policy(
   branch_on_cpu: bool = False,
   give_new: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` with what the policy says of it: how its state is kept, master weights, the loss scale.
+  """Returns `tx` with the policy's settings: state format, master weights, loss scale.
 
   Args:
     tx: any optax transform.
-    policy: of the step.
-    skip_nonfinite: puts a guard around it where the policy does not scale the loss.
-    branch_on_cpu: as `with_loss_scaling` takes it, for policies that compute in half precision.
+    policy: the step's policy.
+    skip_nonfinite: puts a guard around it if the policy does not scale the loss.
+    branch_on_cpu: see `with_loss_scaling`; for policies that compute in half precision.
     give_new: makes updates for `apply_step`, which needs no exception for master weights.
 
   Raises:
@@ -78,7 +78,7 @@ def with_policy(
       raise ValueError(
         f"{len(scales)} loss scales, at {', '.join(scales)}: a training step scales one loss by one scale, "
         f"around the whole of tx or from the policy (loss_scaling={policy.loss_scaling}, "
-        f"skip_nonfinite={skip_nonfinite}); take the others away"
+        f"skip_nonfinite={skip_nonfinite}); remove the others"
       )
     return state
 
@@ -100,7 +100,7 @@ def _in_dtype(
 
 
 def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-  """Keeps `tx` from leaves that are overwritten, unless a loss scale of its own does that."""
+  """Hides leaves that are overwritten from `tx`, unless it has a loss scale, which does that."""
   kept = keep_from(tx)
 
   def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
@@ -110,10 +110,10 @@ def _without_scale(tx: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 
 def stated_rate(opt_state: PyTree) -> Metrics:
-  """Returns the `learning_rate` that a state says, f32[], as `optax.inject_hyperparams` keeps it; else `{}`.
+  """Returns the `learning_rate` in a state, f32[], as `optax.inject_hyperparams` keeps it; else `{}`.
 
-  Also `{}` where several states say one. After a step it is the rate that the update was made with; after a
-  skipped one, that of the update before.
+  Also `{}` if several states have one. After a step it is the rate of its update; after a skipped step,
+  the rate of the update before.
   """
   stated = [
     state.hyperparams["learning_rate"]
@@ -134,13 +134,13 @@ def apply_step(policy: Policy, params: PyTree, updates: PyTree) -> PyTree:
 
 
 def masters_of(params: PyTree, opt_state: PyTree) -> PyTree:
-  """Returns what a step's master weights are: the parameters, in float32 where they have a correction."""
+  """Returns a step's master weights: the parameters, in float32 if they have a correction."""
   corrections = corrections_of(opt_state)
   return params if corrections is None else join(params, corrections)
 
 
 def corrections_of(opt_state: PyTree) -> PyTree | None:
-  """Returns the corrections of a step's parameters (`MasterWeightsState.correction`); `None` for none."""
+  """Returns the corrections of a step's parameters (`MasterWeightsState.correction`), or `None`."""
   inner = _inner(opt_state)
   return inner.correction if isinstance(inner, MasterWeightsState) else None
 
@@ -152,13 +152,13 @@ def user_state(
 
   Args:
     tx: the user's optimiser.
-    policy: that `opt_state` is of.
-    has_scale: whether the policy, or a guard against what is not finite, puts a loss scale around `tx`.
+    policy: the policy of `opt_state`.
+    has_scale: whether the policy, or a guard against non-finite values, puts a loss scale around `tx`.
     params: the parameters.
     opt_state: a state of `with_policy(tx, policy, ...)`.
   """
   masters = map_parts(widen_floating, lambda leaf: leaf, masters_of(params, opt_state))
-  # By what the policy says, and not by what the state is: a loss scale may be the user's own.
+  # Follows the policy, not the state: a loss scale in the state may be the user's own.
   inner = opt_state.inner_state if has_scale else opt_state
   inner = inner.inner_state if policy.master_weights is not None else inner
   if isinstance(inner, QuantizedState) and policy.optimizer_dtype is not None:
@@ -169,7 +169,7 @@ def user_state(
 
 
 def on_masters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-  """Returns master weights, and the state with which the optimiser's updates are those of them, unrounded."""
+  """Returns master weights, and the state with which the optimiser's updates change them unrounded."""
   inner = _inner(opt_state)
   if not isinstance(inner, MasterWeightsState):
     return params, opt_state
@@ -178,18 +178,18 @@ def on_masters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-  """Returns parameters under a policy, and an optimiser's state that has the rest of the master weights.
+  """Returns parameters under a policy, and an optimiser's state with the rest of the master weights.
 
   Args:
-    policy: the policy that `opt_state` is of.
-    masters: of any floating dtype.
+    policy: the policy of `opt_state`.
+    masters: master weights of any floating dtype.
     opt_state: a state.
   """
   params = policy.cast_to_param(masters)
   inner = _inner(opt_state)
   if not isinstance(inner, MasterWeightsState):
     return params, opt_state
-  # Of the state, not of the policy: the transform may be the user's own.
+  # Follows the state, not the policy: the transform may be the user's own.
   kind = next((c.dtype.name for c in jax.tree.leaves(inner.correction)), "stochastic")
   split, correction = split_like(hide(masters), hide(params), kind)
   return show(params, split, params), _with_inner(opt_state, inner._replace(correction=correction))
@@ -198,16 +198,16 @@ def set_masters(policy: Policy, masters: PyTree, opt_state: PyTree) -> tuple[PyT
 def adopt_opt_state(
   tx: optax.GradientTransformation, params: PyTree, old: PyTree, same_scaling: bool
 ) -> tuple[PyTree, list[str]]:
-  """Makes an optimiser's state of one of another policy: what fits stays, the rest begins anew.
+  """Converts an optimiser's state under another policy: parts that fit stay, the others are new.
 
   Args:
-    tx: the optimiser, with what the new policy puts around it.
+    tx: the optimiser, with the new policy's transforms around it.
     params: the parameters under the new policy.
     old: the state under the old policy.
-    same_scaling: keeps the loss scale, too.
+    same_scaling: also keeps the loss scale.
 
   Returns:
-    The state, and what of it begins anew, for a person.
+    The state, and the names of its new parts, for a person.
   """
   new = tx.init(params)
   if same_scaling and _described(new) == _described(old):
@@ -227,25 +227,25 @@ def adopt_opt_state(
 
 
 def warn_of_what_begins_anew(anew: list[str], step: Array) -> None:
-  """Warns the caller of `TrainStep.adopt` of what `adopt_opt_state` did not take over; not at step 0."""
+  """Warns the caller of `TrainStep.adopt` of the parts that `adopt_opt_state` did not keep; not at step 0."""
   known = not isinstance(step, jax.core.Tracer)
   if anew and not (known and int(step) == 0):
     at = f" while step is {int(step)}" if known else ""
     warnings.warn(
-      f"adopt begins anew{at}: {'; '.join(anew)}. Where that is meant, pass warn=False; step.init(params) "
-      "begins all of it anew, the step too",
+      f"adopt starts anew{at}: {'; '.join(anew)}. If you want that, pass warn=False; step.init(params) "
+      "starts everything anew, including the step",
       UserWarning,
       stacklevel=3,
     )
 
 
 def can_adopt(new: PyTree, old: PyTree) -> bool:
-  """Returns whether an optimiser's state fits another, whatever is round them and however they are kept."""
+  """Returns whether an optimiser's state fits another, whatever surrounds them and in any format."""
   return _kinds(_moments(new)) == _kinds(_moments(old))
 
 
 def _difference(new: PyTree, old: PyTree) -> str:
-  """Returns the first leaf by which one state does not fit another."""
+  """Returns the first leaf in which one state does not fit another."""
   mine, theirs = ({kind[0]: kind for kind in _kinds(_moments(state))} for state in (new, old))
   told = [
     {path: f"{dtype}{list(shape)}" for path, shape, dtype in _described(_moments(s))} for s in (new, old)
@@ -258,7 +258,7 @@ def _difference(new: PyTree, old: PyTree) -> str:
 
 
 def _kinds(tree: PyTree) -> list[tuple[Any, ...]]:
-  """Returns what `_described` does, with floating dtypes as one but float16, whose range moments leave."""
+  """Returns `_described` with one floating dtype, except float16, whose range moments can leave."""
   floating = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16
   return [(path, shape, floating(dtype) or dtype) for path, shape, dtype in _described(tree)]
 
@@ -272,7 +272,7 @@ def _with_inner(state: PyTree, inner: PyTree) -> PyTree:
 
 
 def _moments(state: PyTree) -> PyTree:
-  """Returns the state of the user's optimiser in what a policy puts around it."""
+  """Returns the state of the user's optimiser inside the policy's transforms."""
   inner = _inner(state)
   if isinstance(inner, MasterWeightsState):
     inner = inner.inner_state

@@ -1,4 +1,4 @@
-"""What a step gives an optimiser beside gradients, state and parameters: what its `update` takes."""
+"""The arguments that a step gives an optimiser's `update` in addition to gradients, state and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOP = (
   "params = mpjax.apply_updates(params, updates)"
 )
 _LOSS = "lambda p: loss_fn(p, batch)"
-# What an error of `update` names, and the arguments that give it in a loop.
+# From the name in an error of `update` to the arguments that give it in a loop.
 _MISSING = {
   "value_fn": f", value=loss, grad=grads, value_fn={_LOSS}",
   "grad_fn": ", grad_fn=jax.grad(lambda p, i: loss_fn(p, batch))",
@@ -35,18 +35,18 @@ _MISSING = {
 
 
 def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Wraps `tx` so that its update is given the loss and the gradients if it takes them, and only then.
+  """Wraps `tx` so that its update gets the loss and the gradients if it takes them, and only then.
 
-  An update that names its keyword arguments takes those. One with `**extra_args` may hand them on to another
+  An update that names its keyword arguments takes those. One with `**extra_args` may pass them on to another
   that does not (`optax.chain(optax.contrib.sam(...))`), so an update of shapes is tried once: by `init`, or
-  where none came before, by `update`.
+  if there was none, by `update`.
 
   Args:
     tx: any optax transform.
 
   Returns:
-    A transform with the state of `tx`. Its `update` takes `value`, the unscaled loss; `grad` of `tx` are the
-    gradients that it is given.
+    A transform with the state of `tx`. Its `update` takes `value`, the unscaled loss; the `grad` of `tx` is
+    the gradients given to `update`.
 
   Raises:
     ValueError: by `init`, if `tx` cannot run in a step: its update needs more than a step has, or has another
@@ -59,9 +59,9 @@ def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTrans
   def init(params: PyTree) -> PyTree:
     leaves = jax.tree.leaves(params)
     given = set(map(id, leaves))
-    # Arrays of its own, also where it keeps the first parameters: a step is given the buffers of both.
+    # Copies, also for an optimiser that keeps the first parameters: a step reuses the buffers of both.
     state = jax.tree.map(lambda x: jnp.copy(x) if id(x) in given else x, tx.init(params))
-    if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):  # not those of optax.tree_map_params
+    if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):  # not from optax.tree_map_params
       found[:] = [_tried(tx, names, (params, widen_floating(params)), state, params)]
     return state
 
@@ -76,10 +76,10 @@ def with_step_arguments(tx: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def _keywords(update: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-  """Returns which keyword arguments of a step an update may take, and whether only a trial can tell."""
+  """Returns which keyword arguments of a step an update may take, and whether only a trial can show it."""
   try:
     parameters = inspect.signature(update).parameters
-  except (TypeError, ValueError):  # of a compiled function, say
+  except (TypeError, ValueError):  # from a compiled function, for example
     return _GIVEN, True
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return _GIVEN, True
@@ -93,13 +93,13 @@ def _tried(
   state: PyTree,
   params: PyTree,
 ) -> tuple[str, ...]:
-  """Returns which of `names` an update takes; nothing is computed.
+  """Returns which of `names` an update takes; computes nothing.
 
   Args:
     tx: the transform.
-    names: of keyword arguments.
-    grads: gradients in each of the dtypes in which a step may have them; one of them has to do.
-    state: of `tx`.
+    names: names of keyword arguments.
+    grads: gradients in each of the dtypes in which a step may have them; one of them must work.
+    state: a state of `tx`.
     params: tree of parameters.
 
   Raises:
@@ -109,7 +109,7 @@ def _tried(
     try:
       taken, new = _shapes_of_update(tx, names, updates, state, params)
     except Exception as error:
-      if isinstance(error, NameError) and "axis name" in str(error):  # a mapped axis that is not there yet
+      if isinstance(error, NameError) and "axis name" in str(error):  # a mapped axis that is missing here
         return names
       if i < len(grads) - 1:
         continue
@@ -123,7 +123,7 @@ def _shapes_of_update(
   tx: optax.GradientTransformation, names: tuple[str, ...], grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[tuple[str, ...], PyTree]:
   """Returns which of `names` an update takes, and the shapes of its updates."""
-  # Not where they lie: a step runs on axes that the compiler divides.
+  # Without shardings: a step runs on axes that the compiler divides.
   grads, state, params = as_shapes((grads, state, params))
   given = {"value": jax.ShapeDtypeStruct((), jnp.float32), "grad": grads}
   while True:
@@ -157,7 +157,7 @@ def _refusal(error: Exception, state: PyTree) -> str:
 
 
 def _way_out(reason: str, state: PyTree) -> str:
-  """Returns the end of a refusal: what a transform needs, where that is known, and how a loop gives it."""
+  """Returns the end of a refusal: what a transform needs, if known, and how a loop gives it."""
   if _holds(state, optax.contrib.DifferentiallyPrivateAggregateState):
     return (
       "It needs the gradients of each example: write the loop yourself: grads = jax.vmap(jax.grad(loss_fn), "

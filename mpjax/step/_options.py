@@ -1,4 +1,4 @@
-"""`StepOptions`: how a training step runs, beside its loss function and its optimiser."""
+"""`StepOptions`: the options of a training step other than its loss function and optimiser."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MODEL_STATES = ("last", "step")
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-  """The options of a training step; `make_train_step` says what each means.
+  """The options of a training step; `make_train_step` explains each.
 
   Attributes:
     policy: the policy in force.
-    wrt: what is trained: a choice among the leaves of a tree, or a filter for the variables of an
-      `nnx.Module`; `None` for all parameters.
+    wrt: the parameters to train: a choice among the leaves of a tree, or a filter for the variables of an
+      `nnx.Module`; `None` for all.
     accumulate: number of micro-batches.
-    skip_nonfinite: guards a policy without loss scaling, too.
-    cast_batch: casts the batch where autocast does not run.
-    donate: gives the state's buffers to the new state.
-    recompute: what the backward pass computes again.
-    layout: where state and batches lie on a mesh; `None` without one.
+    skip_nonfinite: also guards a policy without loss scaling.
+    cast_batch: casts the batch if autocast does not run.
+    donate: reuses the state's buffers for the new state.
+    recompute: what the backward pass recomputes.
+    layout: the sharding of state and batches on a mesh; `None` without one.
     grad_norm: reports the norm of the gradients among the metrics.
-    model_state: what each micro-batch goes on from: the `"last"` one's state, or that before the `"step"`.
+    model_state: the state that a micro-batch starts from: after the `"last"` one, or before the `"step"`.
 
   Raises:
     ValueError: for a policy that asks for something that this step does not do, a number of micro-batches
@@ -62,7 +62,7 @@ class StepOptions:
 
   @property
   def filter(self) -> nnx.filterlib.Filter:
-    """The filter for the variables of an `nnx.Module` that are trained."""
+    """The filter for the variables of an `nnx.Module` to train."""
     return nnx.Param if self.wrt is None else self.wrt
 
   def __repr__(self) -> str:

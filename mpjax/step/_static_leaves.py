@@ -1,7 +1,7 @@
-"""Leaves of parameters that are no arrays, such as the functions and numbers of an Equinox module.
+"""Leaves of parameters that are not arrays, such as the functions and numbers of an Equinox module.
 
-Inside a step they are part of the structure of its state, so that `jit`, optimisers, meshes and checkpoints
-see arrays alone.
+In a step they are part of the structure of its state, so that `jit`, optimisers, meshes and checkpoints
+see only arrays.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mpjax._types import PyTree
 
 @jax.tree_util.register_static
 class Static:
-  """A leaf that is no array, as a tree without leaves.
+  """A leaf that is not an array, as a tree without leaves.
 
-  Two are equal if their values are equal and of one type, so that a step is compiled once for both.
+  Two are equal if their values are equal and have one type, so that a step is compiled once for both.
 
   Attributes:
     value: the leaf.
@@ -43,33 +43,33 @@ class Static:
       return True
     try:
       return bool(self.value == other.value)
-    except Exception:  # of an object that does not compare
+    except Exception:  # from an object that does not compare
       return False
 
 
 def arrays_of(tree: PyTree) -> PyTree:
-  """Returns a tree with `Static` in place of each leaf that is no array."""
+  """Returns a tree with `Static` for each leaf that is not an array."""
   return jax.tree.map(lambda x: x if _is_array(x) or is_static(x) else Static(x), tree, is_leaf=is_static)
 
 
 def whole_of(tree: PyTree) -> PyTree:
-  """Returns the tree that `arrays_of` was given, with the arrays that it has now."""
+  """Returns the original tree from the tree of `arrays_of`, with its present arrays."""
   if not has_static(tree):
     return tree
   return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
 
 
 def has_static(tree: PyTree) -> bool:
-  """Returns whether any leaf of a tree is no array."""
+  """Returns whether a tree has a leaf that is not an array."""
   return any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 
 
 def is_static(x: object) -> bool:
-  """Returns whether `x` stands for a leaf that is no array, for `is_leaf`."""
+  """Returns whether `x` is a `Static`; use it as `is_leaf`."""
   return isinstance(x, Static)
 
 
 def _is_array(x: object) -> bool:
   if not isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
     return False
-  return getattr(x.dtype, "kind", "V") not in "OSU"  # NumPy's of objects and text are no arrays to JAX
+  return getattr(x.dtype, "kind", "V") not in "OSU"  # NumPy's arrays of objects and text are not JAX's

@@ -1,4 +1,4 @@
-"""Rows of a divided table: looked up where the parts are, so that rows cross devices and not the table."""
+"""Rows of a divided table: looked up in the parts, so that rows cross devices and not the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0
 
 
 def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
-  """Returns whether an equation reads fewer rows of a table than it has, which is divided along its rows."""
+  """Returns whether an equation reads rows of a table divided along its rows, and fewer than it has."""
   if equation.primitive is not jax.lax.gather_p or x.part.dimension != 1 or any(x.part.over_tensor):
     return False
   table, indices = map(shape_of, equation.invars[:2])
@@ -30,13 +30,14 @@ def looks_up_rows(equation: JaxprEqn, x: Divided) -> bool:
 def look_up(equation: JaxprEqn, x: Divided, shard: Array, indices: Array) -> list[Array]:
   """Returns rows of a table of which each device has some columns. Inside `on_each`.
 
-  Each device looks up the rows of all devices in its columns, and hands each its own: what one device finds
-  in the whole table. The gradient goes the same way back, and is added up in float32 where the columns are.
+  Each device looks up the rows of all devices in its columns, and sends each device its own: the result of
+  one device with the whole table. The gradient goes the same way back, and is summed in float32 at the
+  columns.
 
   Args:
-    equation: for which `looks_up_rows` holds.
+    equation: an equation for which `looks_up_rows` holds.
     x: the table.
-    shard: the columns of it that this device has.
+    shard: this device's columns.
     indices: i32[..., 1].
   """
   part, lead = x.part, shape_of(equation.outvars[0])[:-1]

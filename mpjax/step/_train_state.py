@@ -21,12 +21,18 @@ from mpjax.step._static_leaves import arrays_of, has_static, whole_of
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
-  """Everything a step reads and writes, as one pytree.
+  """Everything a step reads and writes, as one pytree; `TrainStep.init` makes it.
+
+  ```python
+  state = step.init(params)
+  state, metrics = step(state, batch)
+  print(state.step, state.params["head"]["kernel"].dtype)  # master weights
+  ```
 
   Attributes:
-    step: i32[]; steps taken, skipped ones too.
-    arrays: `params`, with what is no array taken out of the leaves.
-    model_state: what the model carries besides parameters (BatchNorm statistics, counters), in its own
+    step: i32[]; steps taken, including skipped ones.
+    arrays: `params` without the leaves that are not arrays.
+    model_state: the model's state other than parameters (BatchNorm statistics, counters), in its own
       dtypes; `{}` for none.
     opt_state: state of `TrainStep.tx`.
     rng: key from which each step's key is folded, or `None`.
@@ -44,7 +50,7 @@ class TrainState:
 
   @classmethod
   def create(cls, **unknown: Never) -> NoReturn:
-    """Refuses the call that makes a state of `flax.training`; `TrainStep.init` makes one."""
+    """Refuses the call that makes a `flax.training` state; `TrainStep.init` makes this one."""
     raise TypeError(
       "mpjax.TrainState has no create: step = mpjax.make_train_step(loss_fn, tx, policy), then "
       "state = step.init(params)"
@@ -52,9 +58,9 @@ class TrainState:
 
   @property
   def params(self) -> PyTree:
-    """The master weights in the policy's `param_dtype`, as the tree that `init` was given.
+    """The master weights in the policy's `param_dtype`, as the tree given to `init`.
 
-    What is no array in it, such as a function of an Equinox module, is what it was.
+    Leaves that are not arrays, such as functions of an Equinox module, are unchanged.
     """
     return whole_of(self.arrays)
 
@@ -66,12 +72,12 @@ class TrainState:
       ValueError: for a state of a parameter tree.
     """
     if self.graphdef is None:
-      raise ValueError("this TrainState was not made from an nnx.Module: use .params and .model_state")
+      raise ValueError("this TrainState does not come from an nnx.Module: use .params and .model_state")
     return nnx.merge(self.graphdef, self.arrays, self.model_state)
 
   @property
   def step_key(self) -> Array | None:
-    """The key of the step that comes next; `None` without `rng`."""
+    """The key of the next step; `None` without `rng`."""
     return None if self.rng is None else jax.random.fold_in(self.rng, self.step)
 
   def replace(self, **changes: Any) -> TrainState:
@@ -90,7 +96,7 @@ class TrainState:
 
   def _repr_html_(self) -> str:
     rows = [["part", "holds", "bytes", "dtypes"], *([name, *of] for name, of in self._facts().items())]
-    lines = [] if self.graphdef is None else ["of an nnx.Module"]
+    lines = [] if self.graphdef is None else ["from an nnx.Module"]
     for path, scale in find_loss_scales(self.opt_state).items():
       figures = [f"{name} {_number_text(getattr(scale, name))}" for name in ("scale", "skipped_steps")]
       lines.append(f"loss scale at opt_state{path}: {', '.join(figures)}")
@@ -125,7 +131,7 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatt
 
 
 def _number_text(x: object) -> str:
-  """A number on the host or a device; of anything else its type."""
+  """Returns a number on the host or a device as text; for other objects their type."""
   if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
     return type(x).__name__
   if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
@@ -134,7 +140,7 @@ def _number_text(x: object) -> str:
 
 
 def _tree_facts(tree: PyTree) -> list[str]:
-  """Number of arrays, their bytes and dtypes: `12 arrays`, `1.20 MB`, `float32`."""
+  """Returns the number of arrays, their bytes and dtypes: `12 arrays`, `1.20 MB`, `float32`."""
   leaves = jax.tree.leaves(tree)
   arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
   if len(arrays) < len(leaves):  # such as shardings

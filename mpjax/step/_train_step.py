@@ -1,7 +1,7 @@
-"""`TrainStep`: one jitted, donated training step with a policy applied, as `make_train_step` makes it.
+"""`TrainStep`: one jitted, donated training step with a policy applied; `make_train_step` makes it.
 
-The state is one pytree (`TrainState`), so it is checkpointed, sharded and donated as a whole; the loss
-function is the user's, and so is the model: a parameter tree, linen variables or an `nnx.Module`.
+The state is one pytree (`TrainState`), so it is checkpointed, sharded and donated as a whole. The loss
+function and the model are the user's: a parameter tree, linen variables or an `nnx.Module`.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class TrainStep:
 
   Attributes:
     fun: the loss function.
-    inner_tx: the optimiser that it was made with.
-    options: how it runs.
+    inner_tx: the user's optimiser.
+    options: the options of the step.
     policy: the `Policy` in force.
-    tx: `inner_tx` with what the policy puts around it: how its state is kept, master weights, loss scaling.
+    tx: `inner_tx` with the policy's state formats, master weights and loss scaling around it.
     loss: the loss function under the policy.
-    trained: what of the parameters it trains.
-    layout: where state and batches lie on the mesh; `None` without one.
+    trained: the parameters that it trains.
+    layout: the sharding of state and batches on the mesh; `None` without one.
     needs_batch: whether `init` takes a batch: under delayed FP8 scaling.
     jitted: the jitted `(TrainState, batch) -> (TrainState, metrics)`, for `lower`, `eval_shape` and
       `jax.export`.
@@ -100,7 +100,7 @@ class TrainStep:
     wrap = functools.partial(
       with_policy, given, self.policy, options.skip_nonfinite, branch_on_cpu=self.layout is None
     )
-    # What it does with gradients is asked of it without the policy, which changes none of that.
+    # Traces the optimiser without the policy, which does not change its use of gradients.
     self.trained = Trained(options.wrt, optax.GradientTransformationExtraArgs(tx.init, given.update))
     self.tx, self._exact_tx = wrap(), wrap(give_new=True)
     self.loss = StepLoss(loss_fn, options)
@@ -128,11 +128,11 @@ class TrainStep:
     """Makes the first state; `params` (a tree or an `nnx.Module`) is cast to `param_dtype`.
 
     Args:
-      params: tree of parameters, an Equinox module, or an `nnx.Module`. What is no array in it is part of the
-        state's structure, and `state.params` has it again.
-      model_state: what the model carries besides, for a parameter tree.
+      params: tree of parameters, an Equinox module, or an `nnx.Module`. Leaves that are not arrays become
+        part of the state's structure, and `state.params` has them again.
+      model_state: the model's state other than parameters, for a parameter tree.
       rng: key for `loss_fn`'s `rng` or `row_rngs`.
-      batch: a batch, or its shapes; needed for delayed FP8 scaling alone, which has a history a product.
+      batch: a batch, or its shapes; needed only for delayed FP8 scaling, with a history for each product.
 
     Raises:
       ValueError: if an argument is missing that `loss_fn` or the policy takes, or one is given that
@@ -148,7 +148,7 @@ class TrainStep:
     graphdef = None
     if isinstance(params, nnx.Module):
       if model_state is not None or "model_state" in keywords:
-        raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state beside it")
+        raise ValueError("an nnx.Module carries its own state: loss_fn takes no model_state with it")
       graphdef, params, model_state = nnx.split(params, self.options.filter, ...)
       params, model_state = nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
       if self.options.wrt is not None and not jax.tree.leaves(params):
@@ -164,7 +164,7 @@ class TrainStep:
       require_chosen(self.options.wrt, params)
       chosen = chosen_of(self.options.wrt, params)
     require_differentiable(only(chosen, params))
-    # Owned first: of weakly typed arrays an optimiser's zeros would not be divided as they are.
+    # Owned first: an optimiser's zeros would not be divided like weakly typed arrays.
     params = _owned(merged(self.policy.cast_to_param(only(chosen, params)), params))
     state = TrainState(
       step=jnp.zeros([], jnp.int32),
@@ -197,12 +197,12 @@ class TrainStep:
     """Takes a training step: `(state, batch) -> (state, metrics)`; three arguments: `update_in_place`.
 
     Raises:
-      TypeError: for other arguments; says which.
-      ValueError: for a state that an earlier step was given.
+      TypeError: for other arguments; names them.
+      ValueError: for a state whose buffers an earlier step has reused.
     """
     if len(args) >= 3 and isinstance(args[0], TrainState):
       raise TypeError(
-        f"{len(args)} arguments: a batch is one tree, which loss_fn(params, batch) takes apart; call "
+        f"{len(args)} arguments: a batch is one tree, which loss_fn(params, batch) unpacks; call "
         "step(state, (x, y))"
       )
     if len(args) == 3:
@@ -213,7 +213,7 @@ class TrainStep:
         "nnx.Module and an nnx.Optimizer"
       )
     if rng is not None:
-      raise TypeError("a TrainState carries its own key: give rng to step.init(..., rng=...) instead")
+      raise TypeError("a TrainState carries its own key: pass rng to step.init(..., rng=...) instead")
     require_state(*args)
     return self._run(self.jitted, *args)
 
@@ -222,7 +222,7 @@ class TrainStep:
     return jitted(state, batch)
 
   def with_policy(self, policy: PolicyLike) -> TrainStep:
-    """Returns the same step under another policy; states of both are alike if optimisers and scales are."""
+    """Returns the same step under another policy; states are alike if optimisers and scales are."""
     return TrainStep(self.fun, self.inner_tx, dataclasses.replace(self.options, policy=get_policy(policy)))
 
   def with_layout(self, layout: Layout | None) -> TrainStep:
@@ -237,17 +237,16 @@ class TrainStep:
     return self.with_layout(None)
 
   def adopt(self, state: TrainState, before: TrainStep, *, warn: bool = True) -> TrainState:
-    """Makes a state of this step of one of a step under another policy or optimiser.
+    """Converts a state of a step under another policy or optimiser to a state of this step.
 
-    Master weights become those of this policy: parameters in its `param_dtype`, with the corrections that it
-    keeps. The optimiser's state stays if it has the structure of this step's, in the dtypes in which this
-    policy keeps it, and is a new one otherwise; so does the loss scale if both policies scale the loss in the
-    same way. `step` stays in every case.
+    Master weights follow this policy: parameters in its `param_dtype`, with its corrections. The optimiser's
+    state stays if it has the structure of this step's, in the dtypes of this policy; otherwise it is new. The
+    loss scale stays if both policies scale the loss in the same way. `step` always stays.
 
     Args:
       state: a state of `before`.
       before: the other step.
-      warn: warns of what is a new one, by a `UserWarning` that names it.
+      warn: emit a `UserWarning` that names the parts that are new.
     """
     masters = masters_of(self.trained.parameters(state), state.opt_state)
     same_scaling = self.policy.loss_scaling == before.policy.loss_scaling
@@ -267,19 +266,19 @@ class TrainStep:
 
     ```python
     params, opt_state = step.user_state(state)
-    average = optax.incremental_update(params, average, 1e-3)  # in float32 under every policy
+    eval_loss = loss_fn(params, batch)  # in float32 under every policy
     ```
 
-    The state is as that optimiser makes it, in structure and dtypes, without the loss scale, the master
-    weights and the codes of few bytes that the policy puts round it. Functions for such a state take it:
+    The state has the structure and dtypes of that optimiser, without the policy's loss scale, master weights
+    and codes of few bytes. Functions for such a state accept it:
     `optax.contrib.schedule_free_eval_params(opt_state, params)` and `optax.tree_utils.tree_get`.
 
     Args:
       state: a state of this step, on one device or a mesh; also inside `jit`.
 
     Returns:
-      Arrays of their own, which a later step does not take, that lie as those of `state` do. What `wrt`
-      leaves out is among the parameters as it is, and has no state.
+      New arrays, which later steps do not reuse, with the shardings of `state`'s. Parameters that `wrt`
+      leaves out are unchanged, and have no state.
     """
     require_kept(state)
     params, opt_state = self._jitted_user_state(state)
@@ -289,7 +288,7 @@ class TrainStep:
     has_scale = self.policy.loss_scaling is not None or self.options.skip_nonfinite
     trained = self.trained.parameters(state)
     params, opt_state = user_state(self.inner_tx, self.policy, has_scale, trained, state.opt_state)
-    # Copies, or `jit` would hand on buffers that the next step takes.
+    # Copies, otherwise `jit` would return buffers that the next step reuses.
     params, opt_state = jax.tree.map(jnp.copy, (merged(params, state.arrays), opt_state))
     if self.layout is not None:
       state = self.layout.keep(state.replace(arrays=params, opt_state=opt_state))
@@ -299,13 +298,13 @@ class TrainStep:
   def gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
     """Computes the unscaled loss and the gradients (unscaled, in float32 or wider) that a step would use.
 
-    For looking at: nothing is updated or donated.
+    For inspection: nothing is updated or donated.
     """
     require_state(state, batch)
     return self._run(self._jitted_gradients, state, batch)
 
   def loss_and_gradients(self, state: TrainState, batch: PyTree) -> tuple[Float32[Array, ""], PyTree]:
-    """Computes what `gradients` returns; not jitted, to be traced."""
+    """Computes what `gradients` returns, without `jit`, for tracing."""
     if self.layout is None:
       return self._gradients(state, batch)
     shardings = self.layout.shardings(state).arrays
@@ -320,7 +319,7 @@ class TrainStep:
     return worth(out.loss), show(out.grads, unscale(hide(out.grads), scaler.scale), out.grads)
 
   def carried(self, state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Computes the new `model_state` and `fp8_state`, also of a step that is skipped; not jitted."""
+    """Computes the new `model_state` and `fp8_state`, also for a skipped step; not jitted."""
 
     def last(state: TrainState, batch: PyTree) -> tuple[PyTree, PyTree]:
       out = self._gradient_pass(state, batch)
@@ -348,7 +347,7 @@ class TrainStep:
     return dataclasses.replace(explanation, gathers=tuple(ExplainedGather(*row) for row in found))
 
   def _explain_(self, *args: Any, policy: PolicyLike | None) -> Explanation:
-    """Is what `mpjax.explain(step, state, batch)` calls."""
+    """Implements `mpjax.explain(step, state, batch)`."""
     state, batch = require_state_and_batch("explain", args)
     if policy is None:
       return self.explain(state, batch)
@@ -368,8 +367,8 @@ class TrainStep:
 
     Raises:
       TypeError: for other arguments.
-      ValueError: if the optimizer is not of this step's `tx`, the parameters have another dtype, `rng` is
-        missing or not taken, or the policy keeps a state that a module has no place for.
+      ValueError: if the optimizer does not have this step's `tx`, the parameters have another dtype, `rng` is
+        missing or not taken, or the policy needs state that a module cannot hold.
     """
     require_in_place(model, optimizer, self.tx)
     if self.needs_batch:
@@ -385,7 +384,7 @@ class TrainStep:
       arrays=nnx.as_pure(params),
       model_state=nnx.as_pure(model_state),
       opt_state=rebuild(nnx.as_pure(optimizer.opt_state)),
-      rng=None if rng is None else jnp.copy(rng),  # the state's buffers are given away
+      rng=None if rng is None else jnp.copy(rng),  # the step reuses the state's buffers
       graphdef=graphdef,
     )
     if self.layout is not None:
@@ -397,7 +396,7 @@ class TrainStep:
     return metrics
 
   def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    """Takes a training step; this is what is jitted."""
+    """Takes a training step; this function is jitted."""
     if self.layout is None:
       return self._update(state, batch)
     return self.layout.run(self._update, state, batch, (self.layout.shardings(state), PartitionSpec()))
@@ -410,7 +409,7 @@ class TrainStep:
     pairs = zip(*map(jax.tree.leaves, (model_state, state.model_state)), strict=True)
     changed = [(new, old) for new, old in pairs if new is not old and is_inexact(new)]
     if changed and find_scaler(state.opt_state) is not None:
-      # An infinity that was there before, as in a mask, may stay one.
+      # An infinity from before the step, as in a mask, may stay.
       extra["state_finite"] = all_finite([jnp.where(jnp.isfinite(old), new, 0) for new, old in changed])
     updates, opt_state = self._exact_tx.update(grads, state.opt_state, params, **extra)
     if self.options.grad_norm:
@@ -421,11 +420,11 @@ class TrainStep:
       keep = functools.partial(keep_if, scaler.taken)
       model_state = jax.tree.map(keep, model_state, state.model_state)
       fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
-      # The next step's gradients are those of a loss that is scaled by more: their amaxes will be, too.
+      # The next step's gradients belong to a loss with a larger scale: their amaxes will be larger, too.
       growth = scaler.scale / get_loss_scale(state.opt_state).scale
       fp8_state = grow_gradients(fp8_state, jnp.maximum(growth, 1))
       metrics |= {
-        # The scale that this loss was multiplied by, not the next one.
+        # The scale of this loss, not of the next one.
         "loss_scale": get_loss_scale(state.opt_state).scale,
         "grads_finite": scaler.grads_finite,
         "updates_finite": scaler.updates_finite,
@@ -444,7 +443,7 @@ class TrainStep:
   def _gradient_pass(self, state: TrainState, batch: PyTree) -> GradientPass:
     """Runs the loss forward and backward over a batch, on one device or the mesh.
 
-    Gradients that are not there have an `optax.MaskedNode` in their place.
+    Missing gradients are `optax.MaskedNode`s.
     """
     weights, trained = self.trained.with_frozen(state)
     with matmul_precision(self.policy):
@@ -467,7 +466,7 @@ class TrainStep:
 
 
 def _owned(tree: PyTree) -> PyTree:
-  """Copies a tree, since donation needs buffers that nobody else holds; without weak types, as steps do."""
+  """Copies a tree, since donation needs buffers without other owners; removes weak types, as steps do."""
 
   def copy(x: Array) -> Array:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -1,4 +1,4 @@
-"""What is trained: the choice that `wrt` makes among parameters, and trees without the others."""
+"""The trained parameters: the choice that `wrt` makes, and trees without the other parameters."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _EXPECTED = (
 
 
 def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
-  """Returns for each leaf of a tree of parameters whether it is trained.
+  """Returns, for each leaf of a tree of parameters, whether it is trained.
 
-  What an object with attributes holds beside floating arrays (counts, keys) is not, whatever the choice.
+  An object's attributes that are not floating arrays (counts, keys) are never trained.
 
   Args:
     wrt: the choice; `None` for all.
     params: the parameters, or some of them; arrays or shapes.
 
   Raises:
-    ValueError: for a tree of booleans that has no leaf for a parameter.
-    TypeError: for what is no choice.
+    ValueError: for a tree of booleans without a leaf for a parameter.
+    TypeError: for an invalid choice.
   """
   flags = dict(named_leaves(wrt)) if wrt is not None else {}
   is_chosen: Callable[[str, Any], bool]
@@ -63,7 +63,7 @@ def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
     raise TypeError(f"wrt={wrt!r} for a tree of parameters: {_EXPECTED}")
 
   def is_trained(path: KeyPath, leaf: Any) -> bool:
-    # What is overwritten is no parameter: it is given its next value in each step.
+    # A leaf that is overwritten is not a parameter: each step gives it its next value.
     if is_overwritten(path):
       return True
     return (is_inexact(leaf) or in_containers(path)) and is_chosen(path_text(path), leaf)
@@ -72,46 +72,46 @@ def chosen_of(wrt: Chosen | None, params: PyTree) -> PyTree[bool]:
 
 
 def in_containers(path: KeyPath) -> bool:
-  """Returns whether a leaf is in dicts and lists alone, where all are meant as parameters."""
+  """Returns whether a leaf is only inside dicts and lists, where every leaf is meant as a parameter."""
   return all(isinstance(key, (DictKey, SequenceKey)) for key in path)
 
 
 def require_chosen(wrt: Chosen | None, params: PyTree) -> None:
-  """Raises `ValueError` for a choice with a pattern that matches no parameter, or of none at all."""
+  """Raises `ValueError` for a choice with a pattern that matches no parameter, or an empty choice."""
   names = [name for name, _ in named_leaves(params)]
   shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
   for pattern in [wrt] if isinstance(wrt, str) else wrt if isinstance(wrt, (list, tuple)) else ():
     if isinstance(pattern, str) and not any(component_regex(pattern).search(name) for name in names):
-      raise ValueError(f"wrt pattern {pattern!r} matches no parameter: there are {shown}")
+      raise ValueError(f"wrt pattern {pattern!r} matches no parameter; parameters: {shown}")
   if wrt is not None and names and not any(jax.tree.leaves(chosen_of(wrt, params))):
     raise ValueError(f"wrt={wrt!r} leaves nothing to train of {shown}")
 
 
 def only(chosen: PyTree[bool] | None, tree: PyTree) -> PyTree:
-  """Returns a tree with `optax.MaskedNode` in place of what is not chosen; `None` chooses all."""
+  """Returns a tree with `optax.MaskedNode` for each leaf that is not chosen; `None` chooses all."""
   if chosen is None:
     return tree
   return jax.tree.map(lambda keep, part: part if keep else optax.MaskedNode(), chosen, tree)
 
 
 def without(chosen: PyTree[bool], tree: PyTree) -> PyTree:
-  """Returns a tree with `optax.MaskedNode` in place of what is chosen."""
+  """Returns a tree with `optax.MaskedNode` for each leaf that is chosen."""
   return only(jax.tree.map(lambda keep: not keep, chosen), tree)
 
 
 def merged(tree: PyTree, rest: PyTree) -> PyTree:
-  """Returns a tree with what another has, of its structure, in place of each `optax.MaskedNode`."""
+  """Returns a tree with each `optax.MaskedNode` replaced from another tree of its structure."""
   is_masked = lambda x: isinstance(x, optax.MaskedNode)
   return jax.tree.map(lambda x, y: y if is_masked(x) else x, tree, rest, is_leaf=is_masked)
 
 
 class _Flow(NamedTuple):
-  """What becomes of each parameter; `None` where all have the same.
+  """How the optimiser uses each parameter; `None` if all are used alike.
 
   Attributes:
     chosen: whether the optimiser sees it.
     read: whether its gradient is read.
-    moving: whether its update is more than zeros.
+    moving: whether its update can be non-zero.
   """
 
   chosen: PyTree[bool] | None
@@ -120,12 +120,12 @@ class _Flow(NamedTuple):
 
 
 class Trained:
-  """What a step trains: the parameters that `wrt` chooses, less those that the optimiser leaves as they are.
+  """The parameters that a step trains: those that `wrt` chooses and the optimiser changes.
 
-  Trees that it returns have an `optax.MaskedNode` in place of each other parameter. The state may be shapes.
+  Trees that it returns have an `optax.MaskedNode` for each other parameter. The state may be shapes.
 
   Args:
-    wrt: as `chosen_of` takes it; for an `nnx.Module` all parameters of a state are trained.
+    wrt: the choice, as `chosen_of` takes it; for an `nnx.Module` all parameters of a state are trained.
     tx: the optimiser, which is traced once for parameters of one structure.
   """
 
@@ -138,7 +138,7 @@ class Trained:
     return only(self._chosen(state), state.arrays)
 
   def read(self, state: TrainState) -> PyTree[bool] | None:
-    """Returns for each parameter whether its gradient is read; `None`: those of all are."""
+    """Returns, for each parameter, whether its gradient is read; `None` if all are."""
     return self._flow(state).read
 
   def arguments(self, state: TrainState, grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -146,7 +146,7 @@ class Trained:
 
     Args:
       state: a state.
-      grads: of the parameters whose gradients are read, scaled or not, or of all parameters.
+      grads: gradients, scaled or not, of the parameters whose gradients are read, or of all parameters.
     """
     flow = self._flow(state)
     if flow.read is not None:
@@ -154,11 +154,11 @@ class Trained:
     return grads, self.parameters(state)
 
   def moving(self, state: TrainState, tree: PyTree) -> PyTree:
-    """Returns from a tree like the parameters what a step moves."""
+    """Returns the leaves of a tree like the parameters that a step changes."""
     return only(self._flow(state).moving, tree)
 
   def with_frozen(self, state: TrainState) -> tuple[TrainState, PyTree[bool] | None]:
-    """Returns the state with all weights among its parameters, and `read` of those."""
+    """Returns the state with all weights among its parameters, and `read` for them."""
     weights, read = with_frozen(state), self.read(state)
     if weights is state:
       return state, read
@@ -187,7 +187,7 @@ class Trained:
 
     def of_params(flags: list[bool]) -> PyTree[bool] | None:
       flagged = jax.tree.unflatten(jax.tree.structure(params), flags)
-      # What is overwritten, the optimiser neither reads nor moves; the step does both.
+      # The optimiser neither reads nor changes a leaf that is overwritten; the step does both.
       whole = only(chosen, show(state.arrays, flagged, everything))
       whole = merged(whole, jax.tree.map(lambda _: False, everything))
       return None if all(jax.tree.leaves(whole)) else whole
@@ -200,11 +200,11 @@ class Trained:
 def with_frozen(state: TrainState) -> TrainState:
   """Returns the state of an `nnx.Module` with the `nnx.Param`s that are not trained among its parameters.
 
-  There they are divided and gathered as parameters are. They lie in the model's state otherwise. A state of
-  a tree of parameters is returned as it is.
+  There they are divided and gathered as parameters are; otherwise they are in the model's state. The state
+  of a tree of parameters is returned unchanged.
 
   Args:
-    state: a state, of arrays or of anything in their place.
+    state: a state, of arrays or of other leaves in their place.
   """
   frozen = _frozen(state)
   if not frozen:
@@ -219,11 +219,11 @@ def with_frozen(state: TrainState) -> TrainState:
 
 
 def without_frozen(state: TrainState, like: TrainState) -> TrainState:
-  """Returns what `with_frozen` made a state of, from one of the same structure.
+  """Inverts `with_frozen`.
 
   Args:
-    state: a state as `with_frozen` makes them.
-    like: a state as steps have them.
+    state: a state from `with_frozen`.
+    like: a state as steps have it, for the structure.
   """
   frozen = _frozen(like)
   if not frozen:

@@ -244,7 +244,7 @@ def test_what_is_overwritten_is_so_and_integers_are_frozen_whatever_is_trained()
 
 def test_a_wrong_choice_is_named():
   for wrt, params, error, match in (
-    ("lroa", PARAMS, ValueError, "'lroa' matches no parameter: there are base/v, base/w, lora/a"),
+    ("lroa", PARAMS, ValueError, "'lroa' matches no parameter; parameters: base/v, base/w, lora/a"),
     ({"base": False}, PARAMS, ValueError, "no boolean for the parameter 'base/v'"),
     (lambda path, leaf: False, PARAMS, ValueError, "leaves nothing to train"),
     (nnx.LoRAParam, PARAMS, TypeError, "for a tree of parameters: expected a regular expression"),

@@ -249,8 +249,8 @@ def test_what_cannot_be_is_one_line():
   to_gather = lambda dtype: {"base": "bf16", "gather_dtype": dtype}
   for policy, options, words in (
     ("fp32", {"gather": "layer"}, "gather='layer': expected one of step, block"),
-    ("fp32", {}, "gather='block' says when parameters on a mesh are gathered: pass mesh="),
-    ("fp32", {"mesh": data}, "gather='block' is for .* axis fsdp: the mesh has"),
+    ("fp32", {}, "gather='block' says when to gather parameters on a mesh: pass mesh="),
+    ("fp32", {"mesh": data}, "gather='block' needs .* axis fsdp: the mesh has"),
     (to_gather("float16"), {}, "gather_dtype='float16': expected compute_dtype"),
     (to_gather("float64"), {}, "gather_dtype='float64': expected compute_dtype"),
     (to_gather("float8_e5m2"), {}, "gather_dtype"),

@@ -59,7 +59,7 @@ VALUE_ERRORS = [
   (lambda: make(policy="fp61"), ["fp61"]),
   (
     lambda: make(tx=mpjax.dynamic_loss_scale(optax.sgd(0.1)), policy="fp16").init(PARAMS),
-    ["2 loss scales", "take the others away"],
+    ["2 loss scales", "remove the others"],
   ),
   (lambda: make(tx=two_scales()).init(PARAMS), ["2 loss scales, at", "round the whole"]),
   (lambda: make(lambda p, b: p["w"].sum()).init(INTEGERS), ["'i' is int", "model_state"]),
@@ -84,7 +84,7 @@ VALUE_ERRORS = [
     lambda: used_twice(lambda step, state: step(state, BATCH)),
     ["this TrainState is deleted", "donate=False"],
   ),
-  (lambda: used_twice(lambda step, state: step.gradients(state, BATCH)), ["deleted", "the one it returns"]),
+  (lambda: used_twice(lambda step, state: step.gradients(state, BATCH)), ["deleted", "the new one"]),
   (lambda: used_twice(lambda step, state: step(state, BATCH), mesh=8), ["this TrainState is deleted"]),
   (lambda: run(lambda params, batch: None), ["loss of type NoneType"]),
   (lambda: run(lambda params, batch: [loss_fn(params, batch), {}]), ["loss of type list"]),
@@ -92,7 +92,7 @@ VALUE_ERRORS = [
 ]
 first = lambda: STEP.init(PARAMS)
 TYPE_ERRORS = [
-  (lambda: STEP(first(), first()), ["a TrainState in place of a batch"]),
+  (lambda: STEP(first(), first()), ["a TrainState instead of a batch"]),
   (lambda: STEP(PARAMS, BATCH), ["expected a TrainState, not a dict", "step.init(params)"]),
   (lambda: STEP(BATCH, first()), ["swapped", "step(state, batch)"]),
   (lambda: STEP.gradients(BATCH, first()), ["swapped", "step(state, batch)"]),
