@@ -3,8 +3,10 @@
 ```python
 loss = mpjax.autocast(loss_fn, "bf16")  # products in bfloat16, the rest in float32
 step = mpjax.make_train_step(loss_fn, optax.adamw(1e-3), policy="fp16")  # with loss scaling
-result = mpjax.train.run("gpt_stdlib", ["policy=bf16", "train.steps=20"])  # what `mpjax train` does
 ```
+
+`mpjax.train` runs configs, as the command `mpjax train` does. Rarer functions are in `mpjax.loss_scale`,
+`mpjax.optim`, `mpjax.numerics` and `mpjax.formats`.
 """
 
 import importlib.util

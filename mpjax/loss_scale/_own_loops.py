@@ -96,7 +96,7 @@ def keep_if_finite(opt_state: PyTree, new: T, old: T, *, path: str | None = None
 
   ```python
   updates, opt_state = tx.update(grads, opt_state, params)
-  stats = mpjax.keep_if_finite(opt_state, new_stats, stats)  # after the update, with its state
+  count = mpjax.keep_if_finite(opt_state, count + 1, count)  # after the update, with its state
   ```
 
   A skipped step leaves parameters and optimiser state as they were. Everything else that a step changes needs
